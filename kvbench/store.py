@@ -1,0 +1,446 @@
+"""Append-only records on disk: one JSON line per (example, method), safe to kill at any moment.
+
+A run lives in one folder, ``<results>/<experiment>/<model>/<task>/<method>-<hash8>``:
+
+    records.jsonl   one JSON object per line, flushed to disk before the next example starts
+    manifest.json   resolved config, versions, code revision, hardware, seed
+    .lock, .holder  who is writing; neither holds results
+
+What is promised:
+
+- a record is either there as a whole line or not there; what a killed process left half-written
+  is dropped when the folder is next opened for writing, and ignored by readers;
+- an error while writing (no space left, say) takes back what it wrote, so earlier records stay;
+- two processes never write one folder at once;
+- NaN and infinities become ``null``: JSON has neither, and a score that is not a number is missing.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import os
+import re
+import socket
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock, Timeout
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+RECORDS = "records.jsonl"
+MANIFEST = "manifest.json"
+
+STATUSES = ("ok", "over_budget", "oom", "error", "timeout")
+
+COMMON_FIELDS = (
+    "experiment",
+    "model",
+    "task",
+    "dataset",
+    "example_id",
+    "method",
+    "config_hash",
+    "seed",
+    "status",
+    "prompt_tokens",
+    "new_tokens",
+    "capacity",
+    "entries",
+    "cache_bytes",
+    "exact_bytes",
+    "ratio",
+    "compressed",
+    "saves_memory",
+    "prefill_s",
+    "compress_s",
+    "decode_s",
+    "prediction",
+    "answers",
+    "prompt_tail",
+    "score",
+    "error",
+)
+"""Fields every record has; a value that its status makes unavailable is null."""
+
+NUMBER_FIELDS = (
+    "prompt_tokens",
+    "new_tokens",
+    "capacity",
+    "cache_bytes",
+    "exact_bytes",
+    "ratio",
+    "prefill_s",
+    "compress_s",
+    "decode_s",
+    "score",
+)
+"""Common fields that are numbers (or null)."""
+
+
+class StoreError(RuntimeError):
+    """A user-facing error: one line that names the file and what is wrong with it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One run folder as it was found on disk.
+
+    Attributes:
+        folder: where it lies.
+        manifest: the parsed manifest.json.
+        records: one row per record, in the order written; every common field is a column.
+    """
+
+    folder: Path
+    manifest: dict[str, Any]
+    records: pd.DataFrame
+
+
+def config_hash(config: Mapping[str, Any]) -> str:
+    """The first 8 hex digits of sha256 over `config` as canonical JSON.
+
+    Key order does not matter, lists equal tuples, and 1.0 equals 1 (a YAML writer may use either).
+
+    Raises:
+        StoreError: a value that is neither a JSON value nor a path.
+    """
+    text = json.dumps(_canonical(config, "config"), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def run_folder(
+    results_dir: str | Path, experiment: str, model: str, task: str, method: str, config_hash: str
+) -> Path:
+    """``<results_dir>/<experiment>/<model>/<task>/<method>-<config_hash>``, names made safe."""
+    return Path(results_dir).joinpath(
+        _safe(experiment), _safe(model), _safe(task), _safe(f"{method}-{config_hash}")
+    )
+
+
+def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> Path:
+    """Write ``manifest.json`` in one step: readers see the old file or the new one, never half.
+
+    Raises:
+        StoreError: a value that is not JSON, or the file system refuses.
+    """
+    path = folder / MANIFEST
+    text = json.dumps(_jsonable(manifest, "manifest"), indent=2) + "\n"
+    temporary: str | None = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=folder, prefix=".manifest-")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except OSError as error:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+        raise StoreError(_explain(error, path)) from error
+    return path
+
+
+class RecordStore:
+    """The records of one run folder, open for appending; use as a context manager.
+
+        with RecordStore(folder) as store:
+            for example in examples:
+                if example.id not in store.done:
+                    store.append(record_of(example))
+
+    Entering takes the folder's lock and drops a half-written last line.
+
+    Args:
+        folder: made if missing.
+        lock_timeout: seconds to wait for another process that writes here; 0 does not wait, -1
+            waits for ever.
+
+    Raises:
+        StoreError: on entering, when the folder is in use, cannot be written or is broken.
+    """
+
+    def __init__(self, folder: str | Path, lock_timeout: float = 10.0) -> None:
+        self.folder = Path(folder)
+        self.path = self.folder / RECORDS
+        self._timeout = lock_timeout
+        self._lock = FileLock(str(self.folder / ".lock"))
+        self._holder = self.folder / ".holder"
+        self._file = -1
+        self._size = 0
+        self._done: dict[str, None] = {}
+
+    def __enter__(self) -> RecordStore:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._acquire()
+        except OSError as error:
+            raise StoreError(_explain(error, self.path)) from error
+        try:
+            self._open()
+        except BaseException as error:
+            self._close()
+            if isinstance(error, OSError):
+                raise StoreError(_explain(error, self.path)) from error
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._close()
+
+    @property
+    def done(self) -> set[str]:
+        """example_ids that have a record, whatever its status."""
+        return set(self._done)
+
+    def append(self, record: Mapping[str, Any]) -> bool:
+        """Write one record and wait until it is on disk.
+
+        Returns:
+            False when the example already has a record: the first one stays, nothing is written.
+
+        Raises:
+            StoreError: a common field is missing, the status is unknown, a value is not JSON, or
+                the file system refuses; the file is then as it was before the call.
+        """
+        if self._file < 0:
+            raise StoreError(f"{self.path} is not open: use `with RecordStore(folder) as store`")
+        _check(record)
+        example_id = record["example_id"]
+        if example_id in self._done:
+            return False
+        where = f"record of example {example_id!r}"
+        text = json.dumps(_jsonable(record, where), ensure_ascii=False) + "\n"
+        line = text.encode(errors="replace")  # half a surrogate pair has no UTF-8 form
+        try:
+            _write_all(self._file, line)
+            os.fsync(self._file)
+        except BaseException as error:
+            self._take_back()
+            if isinstance(error, OSError):
+                raise StoreError(_explain(error, self.path, len(self._done))) from error
+            raise
+        self._size += len(line)
+        self._done[example_id] = None
+        return True
+
+    def _acquire(self) -> None:
+        try:
+            self._lock.acquire(timeout=self._timeout)
+        except Timeout:
+            raise StoreError(
+                f"{self.folder} is being written by {_holder(self._holder)}; waited"
+                f" {self._timeout:g} s: wait for it to end, or choose another results_dir"
+            ) from None
+        me = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "since": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        try:
+            self._holder.write_text(json.dumps(me), encoding="utf-8")
+        except OSError:
+            self._lock.release()
+            raise
+
+    def _open(self) -> None:
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        lines, self._size = _whole_lines(self.path)
+        if os.fstat(self._file).st_size > self._size:
+            os.ftruncate(self._file, self._size)
+            os.fsync(self._file)
+        for number, line in enumerate(lines, 1):
+            self._done.setdefault(_parse(line, self.path, number)["example_id"])
+
+    def _take_back(self) -> None:
+        try:
+            os.ftruncate(self._file, self._size)
+        except OSError:  # the next opening drops the torn line; nothing may follow it until then
+            os.close(self._file)
+            self._file = -1
+
+    def _close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+        self._done = {}
+        with suppress(OSError):
+            self._holder.unlink()
+        self._lock.release()
+
+
+def load_runs(experiment_folder: str | Path) -> list[Run]:
+    """Every run below ``<results>/<experiment>``, sorted by folder; changes nothing on disk.
+
+    A half-written last line is ignored, and of two records of one example the first counts.
+    Numeric common fields come as floats, NaN where null.
+
+    Raises:
+        StoreError: no such folder, a run without a manifest, or a file that is broken otherwise.
+    """
+    folder = Path(experiment_folder)
+    if not folder.is_dir():
+        raise StoreError(f"no results in {folder}: the folder does not exist")
+    found = {path.parent for name in (RECORDS, MANIFEST) for path in folder.glob(f"*/*/*/{name}")}
+    return [_load_run(path) for path in sorted(found)]
+
+
+def _load_run(folder: Path) -> Run:
+    import pandas as pd  # not above: the command line imports this module and should start fast
+
+    manifest = _read_manifest(folder / MANIFEST)
+    path = folder / RECORDS
+    rows: dict[str, dict[str, Any]] = {}
+    if path.exists():
+        for number, line in enumerate(_whole_lines(path)[0], 1):
+            record = _parse(line, path, number)
+            rows.setdefault(record["example_id"], record)
+    records = pd.DataFrame(list(rows.values()))
+    records = records.reindex(columns=list(dict.fromkeys([*COMMON_FIELDS, *records.columns])))
+    for name in NUMBER_FIELDS:
+        try:
+            records[name] = pd.to_numeric(records[name]).astype(float)
+        except (TypeError, ValueError) as error:
+            raise StoreError(f"{path}: field {name!r} holds a value that is no number") from error
+    return Run(folder, manifest, records)
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise StoreError(f"{path.parent} has records but no {MANIFEST}") from None
+    except (OSError, ValueError) as error:
+        raise StoreError(f"{path} cannot be read: {error}") from error
+    if not isinstance(manifest, dict):
+        raise StoreError(f"{path} is not a JSON object")
+    return manifest
+
+
+def _whole_lines(path: Path) -> tuple[list[bytes], int]:
+    """The complete lines of a records file, and how many bytes they take.
+
+    The last line is torn when it has no newline, or when it is not JSON: after a power cut, a file
+    system may have grown the file without the bytes.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise StoreError(_explain(error, path)) from error
+    lines = content.split(b"\n")[:-1]
+    if lines and not _is_json(lines[-1]):
+        lines.pop()
+    return lines, sum(len(line) + 1 for line in lines)
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
+
+
+def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise StoreError(f"{path}, line {number}: not JSON ({error})") from error
+    if not isinstance(record, dict):
+        raise StoreError(f"{path}, line {number}: not a JSON object")
+    try:
+        _check(record)
+    except StoreError as error:
+        raise StoreError(f"{path}, line {number}: {error}") from error
+    return record
+
+
+def _check(record: Mapping[str, Any]) -> None:
+    """Refuse a record that lacks a common field."""
+    missing = [name for name in COMMON_FIELDS if name not in record]
+    if missing:
+        raise StoreError(
+            f"record of example {record.get('example_id')!r} lacks {', '.join(missing)}"
+        )
+    if not isinstance(record["example_id"], str):
+        raise StoreError(f"example_id is {record['example_id']!r}; it must be a string")
+    if record["status"] not in STATUSES:
+        raise StoreError(f"status is {record['status']!r}; allowed: {', '.join(STATUSES)}")
+
+
+def _jsonable(value: Any, where: str) -> Any:
+    """`value` as JSON types; NaN and infinities become None, numpy and torch scalars numbers."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _jsonable(item, f"{where}: {key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(item, where) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "tolist"):  # numpy scalars and arrays, torch tensors
+        return _jsonable(value.tolist(), where)
+    raise StoreError(f"{where} holds a {type(value).__name__}, which is not a JSON value")
+
+
+def _canonical(value: Any, where: str) -> Any:
+    """`value` as JSON types, integral floats as integers."""
+    value = _jsonable(value, where)
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        return {key: _canonical(item, where) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_canonical(item, where) for item in value]
+    return value
+
+
+def _safe(name: str) -> str:
+    """`name` as one path component: no separators, no leading dot, at most 120 characters."""
+    safe = re.sub(r"[^\w.+=@,-]+", "_", name).lstrip(".")
+    if not safe:
+        raise StoreError(f"{name!r} cannot name a folder")
+    if len(safe.encode()) > 120:
+        safe = f"{safe[:60]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}-{safe[-30:]}"
+    return safe
+
+
+def _write_all(file: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(file, data) :]
+
+
+def _holder(path: Path) -> str:
+    """Who holds the lock, as far as the holder said."""
+    try:
+        holder = json.loads(path.read_text(encoding="utf-8"))
+        return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
+    except (OSError, ValueError, KeyError, TypeError):  # not written yet, or just removed
+        return "another process"
+
+
+def _explain(error: OSError, path: Path, kept: int | None = None) -> str:
+    """One line about a file system error."""
+    earlier = "" if kept is None else f"; the {kept} earlier records are intact"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"no space left to write {path}{earlier}; free some and run the same command again"
+    return f"cannot use {path}: {error.strerror or error}{earlier}"

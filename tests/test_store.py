@@ -1,0 +1,320 @@
+"""Records survive kills, full disks and competing processes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvbench import store
+from kvbench.store import (
+    COMMON_FIELDS,
+    RecordStore,
+    StoreError,
+    config_hash,
+    load_runs,
+    run_folder,
+    write_manifest,
+)
+
+
+def make_record(example_id: str, **changes: object) -> dict:
+    record: dict = dict.fromkeys(COMMON_FIELDS)
+    record |= {"example_id": example_id, "status": "ok", "method": "m", "score": 1.0}
+    return record | changes
+
+
+def fill(folder: Path, ids: list[str]) -> None:
+    with RecordStore(folder) as records:
+        for example_id in ids:
+            records.append(make_record(example_id))
+
+
+def test_hash_ignores_order_and_number_spelling():
+    first = {"a": 1, "b": {"c": (1, 2.0)}}
+    assert config_hash(first) == config_hash({"b": {"c": [1.0, 2]}, "a": 1})
+    assert config_hash({"a": 1}) != config_hash({"a": 2})
+    assert config_hash({"a": True}) != config_hash({"a": 1})
+    assert config_hash({"a": 0.25}) == "cbd07179"
+
+
+def test_hash_refuses_what_is_not_json():
+    with pytest.raises(StoreError, match="config: a holds a object"):
+        config_hash({"a": object()})
+
+
+def test_run_folder_is_safe_for_the_file_system():
+    folder = run_folder("r", "demo", "../Qwen/Qwen 3", "t", "snap:kv", "0123abcd")
+    assert folder == Path("r/demo/_Qwen_Qwen_3/t/snap_kv-0123abcd")
+    long = run_folder("r", "e", "x" * 300, "t", "m", "h").parts[2]
+    assert len(long) <= 120
+    assert long != run_folder("r", "e", "x" * 301, "t", "m", "h").parts[2]
+    with pytest.raises(StoreError, match="cannot name a folder"):
+        run_folder("r", "..", "m", "t", "m", "h")
+
+
+def test_records_come_back_as_written(tmp_path):
+    folder = tmp_path / "model" / "task" / "m-00000000"
+    with RecordStore(folder) as records:
+        assert records.append(
+            make_record("b", prediction="a\u2028b\n\0<é", depth=50, answers=["x"])
+        )
+        assert records.append(make_record("a", status="oom", score=None, error="out of memory"))
+        assert not records.append(make_record("b", score=0.0))
+        assert records.done == {"a", "b"}
+    write_manifest(folder, {"model": "model", "seed": 0})
+    (run,) = load_runs(tmp_path)
+    assert run.manifest == {"model": "model", "seed": 0}
+    assert list(run.records["example_id"]) == ["b", "a"]
+    assert run.records["prediction"][0] == "a\u2028b\n\0<é"
+    assert run.records["depth"][0] == 50
+    assert run.records["score"][0] == 1.0
+    assert math.isnan(run.records["score"][1])
+    with RecordStore(folder) as records:
+        assert records.done == {"a", "b"}
+
+
+def test_values_json_does_not_know(tmp_path):
+    with RecordStore(tmp_path) as records:
+        records.append(
+            make_record(
+                "a",
+                score=float("nan"),
+                ratio=np.float32(np.inf),
+                capacity=np.int64(3),
+                entries={"mean": np.arange(2.0), "max": (1, 2)},
+                prediction="half a pair \ud800",
+            )
+        )
+        with pytest.raises(StoreError, match="'b'.*error holds a object"):
+            records.append(make_record("b", error=object()))
+    (line,) = (tmp_path / "records.jsonl").read_text().splitlines()
+    record = json.loads(line)
+    assert (record["score"], record["ratio"], record["capacity"]) == (None, None, 3)
+    assert record["entries"] == {"mean": [0.0, 1.0], "max": [1, 2]}
+    assert record["prediction"] == "half a pair ?"
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"example_id": "a"}, "example 'a' lacks experiment, model, .*error"),
+        (make_record("a", status="fine"), "status is 'fine'; allowed: ok, over_budget"),
+        (make_record("a") | {"example_id": 3}, "example_id is 3"),
+    ],
+)
+def test_incomplete_records_are_refused(tmp_path, record, message):
+    with RecordStore(tmp_path) as records, pytest.raises(StoreError, match=message):
+        records.append(record)
+    assert (tmp_path / "records.jsonl").read_bytes() == b""
+
+
+TORN = [b'{"example_id": "c', b'{"example_id": "c"}', b"\0\0\0\0\n", b"{\n"]
+
+
+@pytest.mark.parametrize("torn", TORN)
+def test_a_torn_last_line_is_dropped(tmp_path, torn):
+    folder = tmp_path / "model" / "task" / "m-00000000"
+    fill(folder, ["a", "b"])
+    write_manifest(folder, {})
+    path = folder / "records.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole + torn)
+    assert list(load_runs(tmp_path)[0].records["example_id"]) == ["a", "b"]
+    assert path.read_bytes() == whole + torn  # a reader changes nothing
+    with RecordStore(folder) as records:
+        assert records.done == {"a", "b"}
+        assert path.read_bytes() == whole
+        records.append(make_record("c"))
+    assert list(load_runs(tmp_path)[0].records["example_id"]) == ["a", "b", "c"]
+
+
+def test_the_first_of_two_records_counts(tmp_path):
+    folder = tmp_path / "model" / "task" / "m-00000000"
+    fill(folder, ["a"])
+    write_manifest(folder, {})
+    with (folder / "records.jsonl").open("a") as file:
+        file.write(json.dumps(make_record("a", score=0.0)) + "\n")
+    (run,) = load_runs(tmp_path)
+    assert list(run.records["score"]) == [1.0]
+
+
+def test_broken_folders_are_named(tmp_path):
+    folder = tmp_path / "model" / "task" / "m-00000000"
+    with pytest.raises(StoreError, match="no results in .*nowhere"):
+        load_runs(tmp_path / "nowhere")
+    assert load_runs(tmp_path) == []
+    fill(folder, ["a", "b"])
+    with pytest.raises(StoreError, match="records but no manifest"):
+        load_runs(tmp_path)
+    (folder / "manifest.json").write_text("{")
+    with pytest.raises(StoreError, match=r"manifest\.json cannot be read"):
+        load_runs(tmp_path)
+    write_manifest(folder, {})
+    path = folder / "records.jsonl"
+    lines = path.read_text().splitlines()
+    for bad, message in [
+        ("{", "line 1: not JSON"),
+        ("[1]", "line 1: not a JSON object"),
+        ('{"example_id": "a"}', "line 1: .*lacks experiment"),
+        (json.dumps(make_record("a", score="high")), "'score' holds a value that is no number"),
+    ]:
+        path.write_text("\n".join([bad, lines[1], ""]))
+        with pytest.raises(StoreError, match=message):
+            load_runs(tmp_path)
+    path.write_text("\n".join(["{", lines[1], ""]))
+    with pytest.raises(StoreError, match="line 1"), RecordStore(folder):
+        pass
+    assert not (folder / ".holder").exists()
+
+
+def test_a_run_without_records_yet(tmp_path):
+    write_manifest(tmp_path / "model" / "task" / "m-00000000", {"seed": 1})
+    (run,) = load_runs(tmp_path)
+    assert run.records.empty
+    assert set(COMMON_FIELDS) <= set(run.records.columns)
+
+
+def test_manifest_is_replaced_whole(tmp_path, monkeypatch):
+    write_manifest(tmp_path, {"a": 1})
+
+    def full(*_args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(store.os, "fsync", full)
+    with pytest.raises(StoreError, match="no space left to write .*manifest"):
+        write_manifest(tmp_path, {"a": 2})
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+    assert json.loads((tmp_path / "manifest.json").read_text()) == {"a": 1}
+
+
+@pytest.mark.parametrize("written", [0, 20])
+def test_no_space_left_keeps_earlier_records(tmp_path, monkeypatch, written):
+    real = os.write
+
+    with RecordStore(tmp_path) as records:
+        records.append(make_record("a"))
+        before = records.path.read_bytes()
+        calls = iter([written])
+
+        def short_then_full(file: int, data: bytes) -> int:
+            if next(calls, 0):
+                return real(file, data[:written])
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(store.os, "write", short_then_full)
+        with pytest.raises(
+            StoreError, match="no space left .*1 earlier records are intact"
+        ) as error:
+            records.append(make_record("b"))
+        assert "\n" not in str(error.value)
+        assert records.path.read_bytes() == before
+        monkeypatch.setattr(store.os, "write", real)
+        assert records.append(make_record("b"))  # space is back
+    assert records.path.read_bytes().count(b"\n") == 2
+
+
+def test_an_interrupt_while_writing_leaves_no_half_line(tmp_path, monkeypatch):
+    def interrupted(_file: int) -> None:
+        raise KeyboardInterrupt
+
+    with RecordStore(tmp_path) as records:
+        with monkeypatch.context() as patch:
+            patch.setattr(store.os, "fsync", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                records.append(make_record("a"))
+        assert records.path.read_bytes() == b""
+        assert records.append(make_record("a"))
+
+
+WRITER = """
+import sys
+from kvbench.store import COMMON_FIELDS, RecordStore
+record = dict.fromkeys(COMMON_FIELDS) | {"status": "ok", "prediction": "x" * 3000}
+with RecordStore(sys.argv[1], lock_timeout=float(sys.argv[2])) as store:
+    print("ready", flush=True)
+    for number in range(int(sys.argv[3])):
+        store.append(record | {"example_id": f"{number:04d}"})
+    sys.stdin.readline()
+"""
+
+
+def writer(folder: Path, timeout: float, count: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(folder), str(timeout), str(count)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_killed_writers_lose_nothing_and_repeat_nothing(tmp_path):
+    chance = random.Random(0)
+    total, before = 400, 0
+    for _ in range(6):
+        process = writer(tmp_path, 5, total)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(chance.uniform(0.0, 0.05))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        with RecordStore(tmp_path, lock_timeout=1) as records:  # the dead hold no lock
+            assert len(records.done) >= before
+            before = len(records.done)
+    process = writer(tmp_path, 5, total)
+    process.communicate("go\n")
+    assert process.returncode == 0
+    lines = (tmp_path / "records.jsonl").read_text().splitlines()
+    assert [json.loads(line)["example_id"] for line in lines] == [f"{i:04d}" for i in range(total)]
+
+
+def test_a_second_writer_is_told_who_holds_the_folder(tmp_path):
+    process = writer(tmp_path, 0, 3)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    with (
+        pytest.raises(
+            StoreError, match=rf"written by process {process.pid} on .* since 20"
+        ) as error,
+        RecordStore(tmp_path, lock_timeout=0.2),
+    ):
+        pass
+    assert "\n" not in str(error.value)
+    process.communicate("go\n")
+    with RecordStore(tmp_path, lock_timeout=0.2) as records:
+        assert len(records.done) == 3
+        with pytest.raises(StoreError, match=f"process {os.getpid()}"), RecordStore(tmp_path, 0.1):
+            pass
+    with pytest.raises(StoreError, match="is not open"):
+        records.append(make_record("z"))
+
+
+def test_a_second_writer_waits_its_turn(tmp_path):
+    with RecordStore(tmp_path) as records:
+        process = writer(tmp_path, 20, 3)
+        records.append(make_record("0000"))
+        time.sleep(0.3)
+    process.communicate("go\n")
+    assert process.returncode == 0
+    with RecordStore(tmp_path) as records:
+        assert records.done == {"0000", "0001", "0002"}
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(StoreError, match="cannot use .*: Not a directory"),
+        RecordStore(tmp_path / "file" / "run"),
+    ):
+        pass
