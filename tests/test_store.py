@@ -40,7 +40,7 @@ def fill(folder: Path, ids: list[str]) -> None:
             records.append(make_record(example_id))
 
 
-def test_hash_ignores_order_and_number_spelling():
+def test_hash_ignores_order_and_number_spelling() -> None:
     first = {"a": 1, "b": {"c": (1, 2.0)}}
     assert config_hash(first) == config_hash({"b": {"c": [1.0, 2]}, "a": 1})
     assert config_hash({"a": 1}) != config_hash({"a": 2})
@@ -48,12 +48,12 @@ def test_hash_ignores_order_and_number_spelling():
     assert config_hash({"a": 0.25}) == "cbd07179"
 
 
-def test_hash_refuses_what_is_not_json():
+def test_hash_refuses_what_is_not_json() -> None:
     with pytest.raises(StoreError, match="config: a holds a object"):
         config_hash({"a": object()})
 
 
-def test_run_folder_is_safe_for_the_file_system():
+def test_run_folder_is_safe_for_the_file_system() -> None:
     folder = run_folder("r", "demo", "../Qwen/Qwen 3", "t", "snap:kv", "0123abcd")
     assert folder == Path("r/demo/_Qwen_Qwen_3/t/snap_kv-0123abcd")
     long = run_folder("r", "e", "x" * 300, "t", "m", "h").parts[2]
@@ -63,7 +63,7 @@ def test_run_folder_is_safe_for_the_file_system():
         run_folder("r", "..", "m", "t", "m", "h")
 
 
-def test_records_come_back_as_written(tmp_path):
+def test_records_come_back_as_written(tmp_path: Path) -> None:
     folder = tmp_path / "model" / "task" / "m-00000000"
     with RecordStore(folder) as records:
         assert records.append(
@@ -84,7 +84,7 @@ def test_records_come_back_as_written(tmp_path):
         assert records.done == {"a", "b"}
 
 
-def test_values_json_does_not_know(tmp_path):
+def test_values_json_does_not_know(tmp_path: Path) -> None:
     with RecordStore(tmp_path) as records:
         records.append(
             make_record(
@@ -96,7 +96,7 @@ def test_values_json_does_not_know(tmp_path):
                 prediction="half a pair \ud800",
             )
         )
-        with pytest.raises(StoreError, match="'b'.*error holds a object"):
+        with pytest.raises(StoreError, match=r"'b'.*error holds a object"):
             records.append(make_record("b", error=object()))
     (line,) = (tmp_path / "records.jsonl").read_text().splitlines()
     record = json.loads(line)
@@ -113,7 +113,7 @@ def test_values_json_does_not_know(tmp_path):
         (make_record("a") | {"example_id": 3}, "example_id is 3"),
     ],
 )
-def test_incomplete_records_are_refused(tmp_path, record, message):
+def test_incomplete_records_are_refused(tmp_path: Path, record: dict, message: str) -> None:
     with RecordStore(tmp_path) as records, pytest.raises(StoreError, match=message):
         records.append(record)
     assert (tmp_path / "records.jsonl").read_bytes() == b""
@@ -123,7 +123,7 @@ TORN = [b'{"example_id": "c', b'{"example_id": "c"}', b"\0\0\0\0\n", b"{\n"]
 
 
 @pytest.mark.parametrize("torn", TORN)
-def test_a_torn_last_line_is_dropped(tmp_path, torn):
+def test_a_torn_last_line_is_dropped(tmp_path: Path, torn: bytes) -> None:
     folder = tmp_path / "model" / "task" / "m-00000000"
     fill(folder, ["a", "b"])
     write_manifest(folder, {})
@@ -139,7 +139,7 @@ def test_a_torn_last_line_is_dropped(tmp_path, torn):
     assert list(load_runs(tmp_path)[0].records["example_id"]) == ["a", "b", "c"]
 
 
-def test_the_first_of_two_records_counts(tmp_path):
+def test_the_first_of_two_records_counts(tmp_path: Path) -> None:
     folder = tmp_path / "model" / "task" / "m-00000000"
     fill(folder, ["a"])
     write_manifest(folder, {})
@@ -149,9 +149,9 @@ def test_the_first_of_two_records_counts(tmp_path):
     assert list(run.records["score"]) == [1.0]
 
 
-def test_broken_folders_are_named(tmp_path):
+def test_broken_folders_are_named(tmp_path: Path) -> None:
     folder = tmp_path / "model" / "task" / "m-00000000"
-    with pytest.raises(StoreError, match="no results in .*nowhere"):
+    with pytest.raises(StoreError, match=r"no results in .*nowhere"):
         load_runs(tmp_path / "nowhere")
     assert load_runs(tmp_path) == []
     fill(folder, ["a", "b"])
@@ -178,28 +178,30 @@ def test_broken_folders_are_named(tmp_path):
     assert not (folder / ".holder").exists()
 
 
-def test_a_run_without_records_yet(tmp_path):
+def test_a_run_without_records_yet(tmp_path: Path) -> None:
     write_manifest(tmp_path / "model" / "task" / "m-00000000", {"seed": 1})
     (run,) = load_runs(tmp_path)
     assert run.records.empty
     assert set(COMMON_FIELDS) <= set(run.records.columns)
 
 
-def test_manifest_is_replaced_whole(tmp_path, monkeypatch):
+def test_manifest_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_manifest(tmp_path, {"a": 1})
 
     def full(*_args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(store.os, "fsync", full)
-    with pytest.raises(StoreError, match="no space left to write .*manifest"):
+    with pytest.raises(StoreError, match=r"no space left to write .*manifest"):
         write_manifest(tmp_path, {"a": 2})
     assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
     assert json.loads((tmp_path / "manifest.json").read_text()) == {"a": 1}
 
 
 @pytest.mark.parametrize("written", [0, 20])
-def test_no_space_left_keeps_earlier_records(tmp_path, monkeypatch, written):
+def test_no_space_left_keeps_earlier_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: int
+) -> None:
     real = os.write
 
     with RecordStore(tmp_path) as records:
@@ -214,7 +216,7 @@ def test_no_space_left_keeps_earlier_records(tmp_path, monkeypatch, written):
 
         monkeypatch.setattr(store.os, "write", short_then_full)
         with pytest.raises(
-            StoreError, match="no space left .*1 earlier records are intact"
+            StoreError, match=r"no space left .*1 earlier records are intact"
         ) as error:
             records.append(make_record("b"))
         assert "\n" not in str(error.value)
@@ -224,7 +226,9 @@ def test_no_space_left_keeps_earlier_records(tmp_path, monkeypatch, written):
     assert records.path.read_bytes().count(b"\n") == 2
 
 
-def test_an_interrupt_while_writing_leaves_no_half_line(tmp_path, monkeypatch):
+def test_an_interrupt_while_writing_leaves_no_half_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(_file: int) -> None:
         raise KeyboardInterrupt
 
@@ -259,7 +263,7 @@ def writer(folder: Path, timeout: float, count: int) -> subprocess.Popen[str]:
     )
 
 
-def test_killed_writers_lose_nothing_and_repeat_nothing(tmp_path):
+def test_killed_writers_lose_nothing_and_repeat_nothing(tmp_path: Path) -> None:
     chance = random.Random(0)
     total, before = 400, 0
     for _ in range(6):
@@ -279,7 +283,7 @@ def test_killed_writers_lose_nothing_and_repeat_nothing(tmp_path):
     assert [json.loads(line)["example_id"] for line in lines] == [f"{i:04d}" for i in range(total)]
 
 
-def test_a_second_writer_is_told_who_holds_the_folder(tmp_path):
+def test_a_second_writer_is_told_who_holds_the_folder(tmp_path: Path) -> None:
     process = writer(tmp_path, 0, 3)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
@@ -300,7 +304,7 @@ def test_a_second_writer_is_told_who_holds_the_folder(tmp_path):
         records.append(make_record("z"))
 
 
-def test_a_second_writer_waits_its_turn(tmp_path):
+def test_a_second_writer_waits_its_turn(tmp_path: Path) -> None:
     with RecordStore(tmp_path) as records:
         process = writer(tmp_path, 20, 3)
         records.append(make_record("0000"))
@@ -311,10 +315,10 @@ def test_a_second_writer_waits_its_turn(tmp_path):
         assert records.done == {"0000", "0001", "0002"}
 
 
-def test_a_folder_that_cannot_be_written(tmp_path):
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with (
-        pytest.raises(StoreError, match="cannot use .*: Not a directory"),
+        pytest.raises(StoreError, match=r"cannot use .*: Not a directory"),
         RecordStore(tmp_path / "file" / "run"),
     ):
         pass
