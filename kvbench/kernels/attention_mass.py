@@ -1,0 +1,57 @@
+"""Accumulated attention: how much softmax attention every key received, in O(n) memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+TILE_ELEMENTS = 1 << 19
+"""Attention scores held at once per KV head: 2 MiB of float32, about one core's cache."""
+
+
+def attention_mass(
+    queries: Tensor, keys: Tensor, *, scaling: float, softcap: float | None = None
+) -> Tensor:
+    """Column sums of the causal softmax attention of the last m queries.
+
+    Query i of m stands at position n - m + i and attends to keys 0 .. n - m + i. The scores of a
+    block of queries are computed only against the keys that block may see, so the masked upper
+    triangle costs nothing but the tiles on the diagonal. Keys are never repeated: the query heads
+    of a group share one matrix product.
+
+    Args:
+        queries: [batch, heads, m, head_dim], the last m of n; any float dtype.
+        keys: [batch, kv_heads, n, head_dim]; query head i uses KV head i // group.
+        scaling: factor on q.k before the softmax.
+        softcap: s of s * tanh(logit / s), applied after scaling; None for none.
+
+    Returns:
+        [batch, heads, n] float32; each head sums to m. With m = n this is H2O's accumulated score,
+        with m = window SnapKV's.
+    """
+    batch, heads, m, dim = queries.shape
+    kv_heads, n = keys.shape[1], keys.shape[2]
+    if m > n or heads % kv_heads:
+        raise ValueError(f"{m} queries of {heads} heads over {n} keys of {kv_heads} KV heads")
+    group = heads // kv_heads
+    q = (queries.float() * scaling).view(batch * kv_heads, group, m, dim)
+    k = keys.float().reshape(batch * kv_heads, n, dim)
+    mass = torch.zeros(batch * kv_heads, group, n, dtype=torch.float32, device=keys.device)
+    for head in range(batch * kv_heads):
+        start = 0
+        while start < m:
+            # Later blocks see more keys, so they hold fewer queries.
+            seen = n - m + start
+            rows = max(8, min(128, TILE_ELEMENTS // (group * (seen + 128))))
+            stop = min(m, start + rows)
+            seen, rows = n - m + stop, stop - start
+            block = q[head, :, start:stop].reshape(group * rows, dim)
+            scores = (block @ k[head, :seen].T).view(group, rows, seen)
+            if softcap is not None:
+                scores.div_(softcap).tanh_().mul_(softcap)
+            future = torch.ones(rows, rows, dtype=torch.bool, device=keys.device).triu_(1)
+            scores[:, :, seen - rows :].masked_fill_(future, float("-inf"))
+            torch.softmax(scores, -1, out=scores)
+            mass[head, :, :seen] += scores.sum(1)
+            start = stop
+    return mass.view(batch, heads, n)

@@ -1,0 +1,53 @@
+"""What several methods share: positions of sink and window, averages over a group, even draws."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvbench.kv import Budget, KVError, LayerKV
+
+
+def positions_between(layer: LayerKV, start: int, stop: int) -> Tensor:
+    """Prompt positions start .. stop - 1 of every head: [batch, kv_heads, stop - start] int64."""
+    batch, heads = layer.keys.shape[:2]
+    return torch.arange(start, stop, device=layer.keys.device).expand(batch, heads, stop - start)
+
+
+def with_sink_and_window(layer: LayerKV, budget: Budget, middle: Tensor) -> Tensor:
+    """Positions of the sink, then `middle` ([batch, kv_heads, c] prompt positions), the window."""
+    sink = positions_between(layer, 0, budget.sink)
+    window = positions_between(layer, layer.n - budget.window, layer.n)
+    return torch.cat([sink, middle, window], dim=-1)
+
+
+def group_mean(scores: Tensor, kv_heads: int) -> Tensor:
+    """Mean over the query heads of each group: [batch, heads, ...] -> [batch, kv_heads, ...]."""
+    return scores.unflatten(1, (kv_heads, -1)).mean(2)
+
+
+def top_positions(scores: Tensor, count: int) -> Tensor:
+    """Positions of the `count` largest scores of each head, ascending: [batch, heads, count]."""
+    return scores.topk(count, dim=-1).indices.sort(-1).values
+
+
+def draw_uniforms(generator: torch.Generator, *shape: int, dtype: torch.dtype) -> Tensor:
+    """Uniforms in [0, 1) on the CPU, [1, *shape]: one draw that every row of a batch shares.
+
+    Rows of a batch are different prompts; sharing the draw makes a prompt's result independent of
+    the batch it travels in.
+    """
+    return torch.rand(1, *shape, generator=generator, dtype=dtype)
+
+
+def require_choice(method: str, option: str, value: object, allowed: tuple[object, ...]) -> None:
+    """Raise a one-line `KVError` unless `value` is one of `allowed`."""
+    if value not in allowed:
+        choices = " | ".join(str(choice) for choice in allowed)
+        raise KVError(f"{method}.{option} is {value!r}; allowed: {choices}")
+
+
+def require(method: str, option: str, value: object, ok: bool, allowed: str) -> None:
+    """Raise a one-line `KVError` unless `ok`; `allowed` says what would have been."""
+    if not ok:
+        raise KVError(f"{method}.{option} is {value!r}; allowed: {allowed}")

@@ -1,0 +1,118 @@
+"""SnapKV: what the last queries of the prompt look at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvbench.kernels.attention_mass import attention_mass
+from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
+from kvbench.methods._select import (
+    group_mean,
+    positions_between,
+    require,
+    require_choice,
+    top_positions,
+)
+from kvbench.methods.base import Method
+
+
+def window_scores(layer: LayerKV, window: int, kernel_size: int, pooling: str) -> Tensor:
+    """SnapKV's score of every position before the window: [batch, heads, n - window] float32.
+
+    Softmax attention of the last `window` queries (causal inside the window), summed over them,
+    then pooled along the positions with stride 1 and same padding; padding counts in an average.
+
+    Raises:
+        KVError: `window` is 0, or the layer does not hold that many queries.
+    """
+    have = 0 if layer.queries is None else layer.queries.shape[2]
+    if window < 1:
+        raise KVError(f"budget.window is {window}; allowed here: an integer >= 1 (it observes)")
+    if layer.queries is None or have < window:
+        raise KVError(
+            f"layer {layer.layer_index} holds {have} prompt queries; "
+            f"the observation window needs {window}"
+        )
+    last = layer.queries[:, :, have - window :]
+    mass = layer.once(
+        f"window_attention_{window}",
+        lambda: attention_mass(last, layer.keys, scaling=layer.scaling, softcap=layer.softcap),
+    )[:, :, : layer.n - window]
+    if pooling == "maxpool":
+        return F.max_pool1d(mass, kernel_size, stride=1, padding=kernel_size // 2)
+    return F.avg_pool1d(mass, kernel_size, stride=1, padding=kernel_size // 2)
+
+
+def keep_best(
+    layer: LayerKV, scores: Tensor, count: int, window: int, per_query_head: bool
+) -> CompressedKV:
+    """The `count` best-scored positions before the window, then the window, ascending.
+
+    Args:
+        scores: [batch, heads, n - window].
+        per_query_head: every query head chooses for itself, from its own copy of the keys;
+            otherwise the scores of a group are averaged and the group shares one choice.
+    """
+    batch, heads = scores.shape[:2]
+    kv_heads, n = layer.keys.shape[1], layer.n
+    chosen = top_positions(scores if per_query_head else group_mean(scores, kv_heads), count)
+    if not per_query_head:
+        window_positions = positions_between(layer, n - window, n)
+        return gather_entries(layer, torch.cat([chosen, window_positions], dim=-1))
+    recent = torch.arange(n - window, n, device=chosen.device).expand(batch, heads, window)
+    positions = torch.cat([chosen, recent], dim=-1)
+
+    def gather(entries: Tensor) -> Tensor:
+        group, dim = heads // kv_heads, entries.shape[-1]
+        repeated = entries.unsqueeze(2).expand(batch, kv_heads, group, n, dim)
+        index = positions.view(batch, kv_heads, group, -1, 1).expand(-1, -1, -1, -1, dim)
+        return repeated.gather(3, index).flatten(1, 2)
+
+    return CompressedKV(gather(layer.keys), gather(layer.values), None, positions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapKV(Method):
+    """Keeps the window and the capacity - window earlier positions its queries attend to most.
+
+    There is no separate sink: the whole capacity is spent by score. With `granularity=query_head`
+    the result is [batch, heads, c, head_dim]: the budget is in entries per head that holds a cache,
+    so c is the same, and the bytes, measured as stored, are (heads / kv_heads) times those of
+    `kv_head`.
+
+    Args:
+        kernel_size: positions the score is pooled over; odd.
+        pooling: avgpool | maxpool.
+        granularity: kv_head (the query heads of a group are averaged and share one choice) |
+            query_head (keys repeated to query heads first, as the MInference package does).
+    """
+
+    paper: ClassVar[str] = "arXiv 2404.14469, section 4"
+    needs_queries: ClassVar[str | int] = "window"
+
+    kernel_size: int = 5
+    pooling: str = "avgpool"
+    granularity: str = "kv_head"
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__.lower()
+        odd = self.kernel_size >= 1 and self.kernel_size % 2 == 1
+        require(name, "kernel_size", self.kernel_size, odd, "an odd integer >= 1")
+        require_choice(name, "pooling", self.pooling, ("avgpool", "maxpool"))
+        require_choice(name, "granularity", self.granularity, ("kv_head", "query_head"))
+
+    def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
+        """The chosen positions, ascending, then the window.
+
+        Raises:
+            KVError: the budget has no window, or the layer lacks its queries.
+        """
+        capacity = self.layer_capacity(budget, layer.n, layer.layer_index, layer.num_layers)
+        scores = window_scores(layer, budget.window, self.kernel_size, self.pooling)
+        per_query_head = self.granularity == "query_head"
+        return keep_best(layer, scores, capacity - budget.window, budget.window, per_query_head)

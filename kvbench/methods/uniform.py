@@ -1,0 +1,44 @@
+"""Uniform sampling of the middle."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from kvbench.kv import Budget, CompressedKV, LayerKV, gather_entries
+from kvbench.methods._select import draw_uniforms, top_positions, with_sink_and_window
+from kvbench.methods.base import Method
+
+
+@dataclass(frozen=True, kw_only=True)
+class Uniform(Method):
+    """Keeps sink, window and a uniformly random subset of the middle.
+
+    Exactly round(rate * middle) entries per head, drawn without replacement and independently per
+    KV head. Each stands for middle / kept tokens, so its log-weight is log(middle / kept): log 2^T at
+    rate 2^-T.
+
+    Args:
+        weighted: False drops the log-weights, which over-counts sink and window (an ablation).
+    """
+
+    paper: ClassVar[str] = "arXiv 2502.07861, section 4.1"
+
+    weighted: bool = True
+
+    def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
+        """Sink, the drawn entries of the middle, window: ascending; log_weights float32 or None."""
+        batch, heads = layer.keys.shape[:2]
+        middle, kept = budget.middle(layer.n), budget.middle_kept(layer.n)
+        # float64: float32 draws of a long prompt would tie.
+        draws = draw_uniforms(generator, heads, middle, dtype=torch.float64)
+        chosen = top_positions(draws, kept).to(layer.keys.device) + budget.sink
+        positions = with_sink_and_window(layer, budget, chosen.expand(batch, heads, kept))
+        log_weights = None
+        if self.weighted and kept:
+            log_weights = torch.zeros(positions.shape, dtype=torch.float32, device=positions.device)
+            log_weights[:, :, budget.sink : budget.sink + kept] = math.log(middle / kept)
+        return gather_entries(layer, positions, log_weights)
