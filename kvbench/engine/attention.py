@@ -1,0 +1,144 @@
+"""The one attention function kvbench registers with transformers, and exact attention itself.
+
+Every architecture that transformers serves through its attention interface calls `kvbench_attention`
+with q, k, v after position encoding. The function does not know what to do with them: it hands them to
+the `AttentionState` that travels through the model's forward as the keyword argument ``kvbench``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+IMPLEMENTATION = "kvbench"
+"""The name under which the function is registered (``attn_implementation="kvbench"``)."""
+
+QUERY_BLOCK = 512
+"""Queries per block where attention is computed in blocks: bounds the logits to QUERY_BLOCK x n."""
+
+
+class UnsupportedModel(ValueError):
+    """The model asks its attention for something that kvbench does not compute."""
+
+
+class AttentionState(Protocol):
+    """What one forward pass does with the q, k, v of each layer."""
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        softcap: float | None,
+        sliding_window: int | None,
+    ) -> Tensor:
+        """Attention output [batch, heads, t, head_dim] for q [batch, heads, t, head_dim] and the
+        new k, v [batch, kv_heads, t, head_dim] of layer `layer` (0-based)."""
+        ...
+
+
+def kvbench_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    kvbench: AttentionState | None = None,
+    **other: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: returns ([batch, t, heads, head_dim], None).
+
+    Raises:
+        UnsupportedModel: attention sinks (``s_aux``), position biases, masks, dropout, or a forward
+            pass that was started outside kvbench's engine.
+    """
+    name = type(module).__name__
+    if kvbench is None:
+        raise UnsupportedModel(
+            f"{name} runs with attention 'kvbench' outside kvbench's engine; "
+            "call model.set_attn_implementation('sdpa') first"
+        )
+    for argument in ("s_aux", "position_bias"):
+        if other.get(argument) is not None:
+            raise UnsupportedModel(f"{name} passes {argument} to its attention; not supported")
+    if attention_mask is not None:
+        raise UnsupportedModel(f"{name} passes a mask to its attention; kvbench runs unpadded prompts")
+    if dropout:
+        raise UnsupportedModel(f"{name} runs with dropout {dropout}; call model.eval() first")
+    out = kvbench.attend(
+        int(module.layer_idx),  # type: ignore[arg-type]
+        query,
+        key,
+        value,
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        softcap=softcap,
+        sliding_window=sliding_window,
+    )
+    return out.transpose(1, 2), None
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """Causality is the attention state's business, so transformers builds no mask."""
+
+
+def register() -> None:
+    """Make ``attn_implementation="kvbench"`` known to transformers (idempotent)."""
+    AttentionInterface.register(IMPLEMENTATION, kvbench_attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
+
+
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """softcap * tanh(logits / softcap), or the logits as they are."""
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def exact_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+) -> Tensor:
+    """Causal attention of n queries over their own n keys, [batch, heads, n, head_dim].
+
+    The plain case runs on torch's fused kernel; logit capping and sliding windows, which that kernel
+    does not have, run in query blocks with O(QUERY_BLOCK * n) memory.
+    """
+    n = query.shape[2]
+    if sliding_window is not None and sliding_window >= n:
+        sliding_window = None
+    if softcap is None and sliding_window is None:
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+        )
+    batch, heads, _, head_dim = query.shape
+    group = heads // key.shape[1]
+    grouped = query.view(batch, key.shape[1], group, n, head_dim)
+    out = torch.empty_like(grouped[..., :1]).expand(*grouped.shape[:-1], value.shape[-1]).clone()
+    for start in range(0, n, QUERY_BLOCK):
+        stop = min(n, start + QUERY_BLOCK)
+        first = 0 if sliding_window is None else max(0, start - sliding_window + 1)
+        keys = key[:, :, None, first:stop].transpose(-1, -2)
+        logits = capped((grouped[..., start:stop, :] @ keys) * scaling, softcap).float()
+        row = torch.arange(start, stop, device=query.device)[:, None]
+        column = torch.arange(first, stop, device=query.device)[None]
+        hidden = column > row
+        if sliding_window is not None:
+            hidden |= column <= row - sliding_window
+        weights = logits.masked_fill_(hidden, float("-inf")).softmax(-1).to(value.dtype)
+        out[..., start:stop, :] = weights @ value[:, :, None, first:stop]
+    return out.view(batch, heads, n, value.shape[-1])

@@ -1,0 +1,245 @@
+"""The fork cache: what one method holds of one prompt, layer by layer, while it decodes.
+
+A *fork* is one method's cache made from a shared prefill. Forks decode together, one batch row each;
+every row attends to its own entries, so nothing is padded and a smaller cache is a cheaper step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvbench.engine.attention import capped
+from kvbench.kv import Budget, BudgetExceeded, CompressedKV
+from kvbench.methods.base import Held, Method
+
+
+def layer_generator(seed: int, example_id: str, layer: int) -> torch.Generator:
+    """A CPU generator that depends on seed, example and layer only, so that neither the other
+    methods of a job nor the order of its examples change a method's draws."""
+    digest = hashlib.sha256(f"{seed}\0{example_id}\0{layer}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+class LayerCache:
+    """The entries of one layer of one fork, with room for the tokens to come.
+
+    Buffers are reserved once; appending a token writes in place. Shapes (no batch dimension: a fork
+    is one row): keys, values [kv_heads, reserved, head_dim], of which the first `length` are held.
+
+    Args:
+        held: the compressed prompt, batch 1.
+        room: tokens that will be appended at most.
+        method: asked to evict after each token when `evicts`.
+        capacity: entries per head the method may hold after prefill.
+        window: sliding-window length of the layer, None for full attention.
+    """
+
+    def __init__(
+        self, held: CompressedKV, room: int, method: Method, capacity: int, window: int | None
+    ) -> None:
+        heads, count, key_dim = held.keys.shape[1:]
+        reserved = count + room
+        self.length = count
+        self.capacity = capacity
+        self.window = window
+        self.method = method
+        self.evicts = method.evicts and held.scores is not None
+        self.keys = held.keys.new_empty(heads, reserved, key_dim)
+        self.values = held.values.new_empty(heads, reserved, held.values.shape[-1])
+        self.keys[:, :count] = held.keys[0]
+        self.values[:, :count] = held.values[0]
+        self.positions = held.positions.new_zeros(heads, reserved)
+        self.positions[:, :count] = held.positions[0]
+        self.log_weights: Tensor | None = None
+        if held.log_weights is not None:
+            self.log_weights = held.log_weights.new_zeros(heads, reserved)
+            self.log_weights[:, :count] = held.log_weights[0]
+        self.scores: Tensor | None = None
+        if self.evicts:
+            assert held.scores is not None
+            self.scores = held.scores.new_zeros(heads, reserved)
+            self.scores[:, :count] = held.scores[0]
+        self.prompt_entries = held.entries[0]
+
+    def entries(self) -> Tensor:
+        """Entries held per head, padding left out: [kv_heads] int64."""
+        if self.log_weights is None:
+            return torch.full((self.keys.shape[0],), self.length, dtype=torch.int64)
+        return (self.log_weights[:, : self.length] != float("-inf")).sum(-1).cpu()
+
+    def entry_bytes(self) -> int:
+        """Bytes of what is held: keys, values, weights and scores, as stored. Room for tokens to
+        come and positions (bookkeeping no kernel reads) are not counted."""
+        parts = [self.keys, self.values, self.log_weights, self.scores]
+        return sum(
+            part[:, : self.length].numel() * part.element_size() for part in parts if part is not None
+        )
+
+    def step(
+        self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scaling: float,
+        softcap: float | None,
+    ) -> Tensor:
+        """Append t tokens and attend: query [heads, t, d], key, value [kv_heads, t, d],
+        positions [t] -> [heads, t, d]. Causal among the t tokens."""
+        if not self.evicts:
+            return self._append_and_attend(query, key, value, positions, scaling, softcap)
+        outputs = []  # an evicting cache changes after every token, so a chunk is walked
+        for i in range(query.shape[1]):
+            one = slice(i, i + 1)
+            outputs.append(
+                self._append_and_attend(
+                    query[:, one], key[:, one], value[:, one], positions[one], scaling, softcap
+                )
+            )
+        return torch.cat(outputs, dim=1)
+
+    def _append_and_attend(
+        self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scaling: float,
+        softcap: float | None,
+    ) -> Tensor:
+        heads, tokens, dim = query.shape
+        stored = self.keys.shape[0]
+        if stored != key.shape[0]:  # a method that repeats keys to query heads
+            key = key.repeat_interleave(stored // key.shape[0], dim=0)
+            value = value.repeat_interleave(stored // value.shape[0], dim=0)
+        before, after = self.length, self.length + tokens
+        self.keys[:, before:after] = key
+        self.values[:, before:after] = value
+        self.positions[:, before:after] = positions
+        self.length = after
+        group = heads // stored
+        packed = query.reshape(stored, group * tokens, dim)
+        logits = packed @ self.keys[:, :after].transpose(1, 2)
+        logits = capped(logits.float() * scaling, softcap)
+        if self.log_weights is not None:
+            logits += self.log_weights[:, None, :after]
+        if tokens > 1:
+            new = torch.arange(tokens, device=query.device)
+            hidden = (new[None] > new[:, None]).repeat(group, 1)
+            logits[..., before:].masked_fill_(hidden, float("-inf"))
+        if self.window is not None:
+            past = self.positions[:, None, :after] <= (positions - self.window)[None, :, None]
+            logits.masked_fill_(past.repeat(1, group, 1), float("-inf"))
+        weights = logits.softmax(-1)
+        out = weights.to(value.dtype) @ self.values[:, :after]
+        if self.evicts:
+            self._evict(weights.view(stored, group, after).mean(1))
+        return out.view(stored, group, tokens, -1).reshape(heads, tokens, -1)
+
+    def _evict(self, attention: Tensor) -> None:
+        """Let the method drop one entry per head; the last entry moves into its place."""
+        assert self.scores is not None
+        n = self.length
+        held = Held(self.scores[:, :n], self.positions[:, :n], self.capacity)
+        scores, leaving = self.method.evict(held, attention)
+        self.scores[:, :n] = scores
+        if leaving is None:
+            return
+        row = torch.arange(self.keys.shape[0], device=self.keys.device)
+        for part in (self.keys, self.values, self.positions, self.log_weights, self.scores):
+            if part is not None:
+                part[row, leaving] = part[row, n - 1].clone()
+        self.length = n - 1
+
+
+@dataclass
+class Fork:
+    """One method on one prompt: its layers, its audit, its seconds.
+
+    Attributes:
+        label: the method's name in this job.
+        room: tokens that will be appended at most.
+        layers: filled by the prefill, by layer index.
+        failure: what stopped this fork, if anything did; the other forks go on.
+    """
+
+    label: str
+    method: Method
+    budget: Budget
+    seed: int
+    example_id: str
+    room: int
+    layers: dict[int, LayerCache] = field(default_factory=dict)
+    compress_s: float = 0.0
+    compressed: bool = False
+    appended: int = 0
+    failure: Exception | None = None
+
+    def hold(
+        self, layer: int, held: CompressedKV, capacity: int, *, compressible: bool = True,
+        window: int | None = None,
+    ) -> None:
+        """Take over what the method keeps of one layer, and audit it.
+
+        Raises:
+            BudgetExceeded: more than `capacity` entries (plus one of rounding) at some head.
+        """
+        cache = LayerCache(held, self.room, self.method, capacity, window)
+        self.layers[layer] = cache
+        most = int(cache.prompt_entries.max())
+        if compressible and most > capacity + 1:
+            raise BudgetExceeded(self.label, layer, capacity, most)
+
+    def audit(self, n: int, compressible: Sequence[int]) -> None:
+        """Count the entries of every layer again, after the last token.
+
+        Raises:
+            BudgetExceeded: a layer holds more than its capacity and the tokens since, or all layers
+                together hold more than the budget (one entry a layer of rounding).
+        """
+        total = 0
+        for layer in compressible:
+            cache = self.layers[layer]
+            allowed = cache.capacity + 1 + (0 if cache.evicts else self.appended)
+            found = int(cache.entries().max())
+            if found > allowed:
+                raise BudgetExceeded(self.label, layer, allowed, found)
+            total += int(cache.prompt_entries.max())
+        allowed = self.method.total_capacity(self.budget, n, len(compressible))
+        if total > allowed + len(compressible):
+            raise BudgetExceeded(self.label, -1, allowed, total)
+
+    def prompt_counts(self, compressible: Sequence[int]) -> dict[str, float]:
+        """Entries held after compression, per layer and KV head: mean and maximum."""
+        counts = torch.cat([self.layers[layer].prompt_entries.flatten() for layer in compressible])
+        return {"mean": float(counts.float().mean()), "max": int(counts.max())}
+
+    def cache_bytes(self) -> int:
+        """Bytes held now, all layers."""
+        return sum(cache.entry_bytes() for cache in self.layers.values())
+
+
+class ForkBatch:
+    """Attention state of a decode step: row i of the batch is fork ``forks[i]``.
+
+    Args:
+        forks: one per batch row.
+        positions: [t] position of each token fed in this step, the same for every row.
+    """
+
+    def __init__(self, forks: Sequence[Fork], positions: Tensor) -> None:
+        self.forks = forks
+        self.positions = positions
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float,
+        softcap: float | None, sliding_window: int | None,
+    ) -> Tensor:
+        """Each row against its own cache; a row whose fork failed attends to nothing."""
+        positions = self.positions.to(query.device)
+        out = query.new_zeros(*query.shape[:3], value.shape[-1])
+        for i, fork in enumerate(self.forks):
+            if fork.failure is not None:
+                continue
+            try:
+                out[i] = fork.layers[layer].step(
+                    query[i], key[i], value[i], positions, scaling, softcap
+                )
+            except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
+                fork.failure = failure
+        return out

@@ -1,0 +1,238 @@
+"""Models and tokenizers: the shipped one, local folders, the Hub, or random weights of an architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from kvbench.engine.attention import IMPLEMENTATION, register
+from kvbench.tasks.base import PromptEncoder
+
+ASSET_PREFIX = "asset:"
+"""``path: asset:recall_mini`` names a model that ships with the package."""
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_MARK = "KVBENCH_PROMPT_GOES_HERE"
+
+
+class ModelError(ValueError):
+    """A user-facing error about a model: one line naming the thing, its value and what is allowed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """Which model, and how to load it (one YAML in conf/model each).
+
+    Attributes:
+        name: what tables and folders call it.
+        path: ``asset:<name>`` (shipped), a local folder, or a Hub id.
+        revision: Hub revision; recorded with every result.
+        tokenizer: another path for the tokenizer; None: the model's own.
+        chat_template: "auto" (used when the tokenizer has one), "always" or "never".
+        random_weights: build `architecture` (or the path's config) with random weights: for speed
+            and memory measurements without a download.
+        architecture: a transformers config (`model_type` and its fields) for `random_weights`.
+        device_map: accelerate's device map ("auto" shards over all GPUs), None for one device.
+        trust_remote_code: run code from the model repository. Off unless written in a config.
+    """
+
+    name: str
+    path: str
+    revision: str | None = None
+    tokenizer: str | None = None
+    chat_template: str = "auto"
+    random_weights: bool = False
+    architecture: Mapping[str, Any] | None = None
+    device_map: str | None = None
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        if self.chat_template not in ("auto", "always", "never"):
+            raise ModelError(
+                f"model.chat_template is {self.chat_template!r}; allowed: auto, always, never"
+            )
+
+
+def resolve_device(device: str) -> torch.device:
+    """``auto`` is the first CUDA device, or the CPU.
+
+    Raises:
+        ModelError: a device this machine does not have.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError as error:
+        raise ModelError(f"device is {device!r}; allowed: auto, cpu, cuda, cuda:N") from error
+    if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
+        raise ModelError(f"device is {device!r}; this machine has {torch.cuda.device_count()} GPUs")
+    return resolved
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """``auto`` is float32 on the CPU and bfloat16 on CUDA.
+
+    Raises:
+        ModelError: unknown name.
+    """
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if dtype not in DTYPES:
+        raise ModelError(f"dtype is {dtype!r}; allowed: auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def local_path(path: str) -> str:
+    """Where `path` is on this machine; a Hub id comes back as it is.
+
+    Raises:
+        ModelError: an asset or local folder that is not there.
+    """
+    if path.startswith(ASSET_PREFIX):
+        asset = Path(str(files("kvbench"))) / "assets" / path.removeprefix(ASSET_PREFIX)
+        if not (asset / "config.json").is_file():
+            shipped = sorted(p.parent.name for p in asset.parent.glob("*/config.json"))
+            raise ModelError(
+                f"model path {path!r} does not ship with this package; "
+                f"allowed: {', '.join(ASSET_PREFIX + name for name in shipped) or 'none'}"
+            )
+        return str(asset)
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
+    folder = Path(path).expanduser()
+    if looks_local and not (folder / "config.json").is_file():
+        raise ModelError(f"model path {path!r} has no config.json; allowed: a folder with a model")
+    return str(folder) if looks_local else path
+
+
+@contextmanager
+def _one_line(what: str, spec: ModelSpec) -> Iterator[None]:
+    """Turn the Hub's failures into one line that says what to do."""
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    try:
+        yield
+    except GatedRepoError as error:
+        raise ModelError(
+            f"{what} {spec.path!r} is gated: accept its licence on its Hub page, then set HF_TOKEN "
+            "to a token that may read it"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ModelError(
+            f"{what} {spec.path!r} is not on the Hub, or is private: check the name, or set HF_TOKEN"
+        ) from error
+    except (OSError, ValueError) as error:
+        if "gated repo" in str(error).lower():
+            raise ModelError(
+                f"{what} {spec.path!r} is gated: accept its licence on its Hub page, then set "
+                "HF_TOKEN to a token that may read it"
+            ) from error
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(f"{what} {spec.path!r} cannot be loaded: {first}") from error
+
+
+def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, or the one `spec.tokenizer` names."""
+    with _one_line("tokenizer of model", spec):
+        return AutoTokenizer.from_pretrained(
+            local_path(spec.tokenizer or spec.path),
+            revision=None if spec.tokenizer else spec.revision,
+            trust_remote_code=spec.trust_remote_code,
+        )
+
+
+def _config(spec: ModelSpec) -> PreTrainedConfig:
+    if spec.architecture is not None:
+        fields = dict(spec.architecture)
+        return AutoConfig.for_model(fields.pop("model_type"), **fields)
+    return AutoConfig.from_pretrained(
+        local_path(spec.path), revision=spec.revision, trust_remote_code=spec.trust_remote_code
+    )
+
+
+def load_model(
+    spec: ModelSpec, *, device: torch.device, dtype: torch.dtype, seed: int = 0
+) -> PreTrainedModel:
+    """The model, in evaluation mode, with kvbench's attention function.
+
+    Args:
+        seed: of the random weights; not used otherwise.
+
+    Raises:
+        ModelError: what cannot be loaded, and what to do.
+    """
+    register()
+    with _one_line("model", spec):
+        if spec.random_weights:
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+                torch.manual_seed(seed)
+                with device:
+                    model = AutoModelForCausalLM.from_config(
+                        _config(spec), dtype=dtype, attn_implementation=IMPLEMENTATION
+                    )
+        else:
+            model = AutoModelForCausalLM.from_pretrained(
+                local_path(spec.path),
+                revision=spec.revision,
+                dtype=dtype,
+                attn_implementation=IMPLEMENTATION,
+                device_map=spec.device_map,
+                trust_remote_code=spec.trust_remote_code,
+                use_safetensors=True,
+            )
+    if spec.device_map is None:
+        model = model.to(device)
+    return model.eval()
+
+
+def prompt_encoder(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> PromptEncoder:
+    """How prompts become token ids: the chat template around them, or the tokenizer's own BOS.
+
+    Raises:
+        ModelError: `chat_template: always` and the tokenizer has none.
+    """
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    if spec.chat_template == "always" and not has_template:
+        raise ModelError(
+            f"model.chat_template is 'always' and the tokenizer of {spec.path!r} has none; "
+            "allowed: auto, never"
+        )
+    if has_template and spec.chat_template != "never":
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True
+        )
+        before, _, after = str(text).partition(_MARK)
+        return PromptEncoder(
+            tokenizer,
+            tuple(tokenizer.encode(before, add_special_tokens=False)),
+            tuple(tokenizer.encode(after, add_special_tokens=False)),
+        )
+    special = tokenizer.build_inputs_with_special_tokens([])
+    bos = tokenizer.bos_token_id
+    return PromptEncoder(tokenizer, (bos,) if bos is not None and bos in special else (), ())
+
+
+def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Every token that ends a generation: the generation config's (one or a list) and the tokenizer's."""
+    ids: set[int] = set()
+    for source in (model.generation_config, model.config):
+        end = getattr(source, "eos_token_id", None)
+        ids.update([end] if isinstance(end, int) else end or [])
+    if tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return frozenset(ids)

@@ -1,0 +1,206 @@
+"""One exact prefill that serves every method: each layer is compressed as it is computed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvbench.engine.attention import UnsupportedModel, exact_attention
+from kvbench.engine.cache import Fork, layer_generator
+from kvbench.kv import CompressedKV, LayerKV, check_finite, keep_all
+
+
+def compressible_layers(model: PreTrainedModel) -> list[int]:
+    """Indices of the full-attention layers; sliding-window layers are left whole.
+
+    Raises:
+        UnsupportedModel: there is none.
+    """
+    config = model.config.get_text_config()
+    count = config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        layers = [i for i, kind in enumerate(kinds[:count]) if kind == "full_attention"]
+    elif getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+        layers = []
+    else:
+        layers = list(range(count))
+    if not layers:
+        raise UnsupportedModel(
+            f"{type(model).__name__} has sliding-window layers only (window "
+            f"{config.sliding_window}); allowed: models with full-attention layers"
+        )
+    return layers
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device, so that a clock read afterwards means something."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class PrefillState:
+    """Attention state of the prefill: exact attention, then every fork takes its share of the layer.
+
+    A method that fails or holds too much marks its own fork; the others go on.
+
+    Args:
+        forks: the methods' forks; their `layers` are filled here.
+        compressible: see `compressible_layers`.
+    """
+
+    def __init__(self, forks: Sequence[Fork], compressible: Sequence[int]) -> None:
+        self.forks = forks
+        self.order = {layer: index for index, layer in enumerate(compressible)}
+        self.exact_bytes = 0
+        self.compress_s = 0.0
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float,
+        softcap: float | None, sliding_window: int | None,
+    ) -> Tensor:
+        """Exact attention of the layer; compression of its keys and values on the way."""
+        out = exact_attention(
+            query, key, value, scaling=scaling, softcap=softcap, sliding_window=sliding_window
+        )
+        synchronize(key.device)
+        start = time.perf_counter()
+        if sliding_window is not None and layer in self.order:
+            raise UnsupportedModel(
+                f"layer {layer} has a sliding window of {sliding_window} that the model's config "
+                "does not announce"
+            )
+        if layer in self.order:
+            held = LayerKV(
+                key, value, query, self.order[layer], len(self.order), scaling, softcap=softcap
+            )
+            check_finite(held)
+            self.exact_bytes += key.numel() * key.element_size() + value.numel() * value.element_size()
+            for fork in self.forks:
+                self._compress(fork, layer, held)
+        else:
+            self._keep_window(layer, key, value, sliding_window)
+        synchronize(key.device)
+        self.compress_s += time.perf_counter() - start
+        return out
+
+    def _compress(self, fork: Fork, layer: int, kv: LayerKV) -> None:
+        if fork.failure is not None:
+            return
+        charged = kv.start_user()
+        start = time.perf_counter()
+        try:
+            if fork.compressed:
+                generator = layer_generator(fork.seed, fork.example_id, layer)
+                capacity = fork.method.layer_capacity(
+                    fork.budget, kv.n, kv.layer_index, kv.num_layers
+                )
+                held = fork.method.compress(kv, fork.budget, generator)
+            else:
+                capacity, held = kv.n, keep_all(kv)
+            fork.hold(layer, held, capacity)
+        except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
+            fork.failure = failure
+        synchronize(kv.keys.device)
+        # Work that an earlier method of the job did for both is charged to both.
+        fork.compress_s += time.perf_counter() - start + charged()
+
+    def _keep_window(self, layer: int, key: Tensor, value: Tensor, window: int | None) -> None:
+        n = key.shape[2]
+        first = 0 if window is None else max(0, n - window)
+        key, value = key[:, :, first:], value[:, :, first:]
+        self.exact_bytes += key.numel() * key.element_size() + value.numel() * value.element_size()
+        positions = torch.arange(first, n, device=key.device).expand(*key.shape[:3])
+        for fork in self.forks:
+            if fork.failure is None:
+                whole = CompressedKV(key, value, None, positions)
+                fork.hold(layer, whole, key.shape[2], compressible=False, window=window)
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """What a shared prefill gives: next-token logits [vocab] and its seconds without compression."""
+
+    logits: Tensor
+    prefill_s: float
+    exact_bytes: int
+    n: int
+
+
+def forward(model: PreTrainedModel, ids: Tensor, positions: Tensor, state: object) -> Tensor:
+    """Next-token logits [batch, vocab] after feeding ids [batch, t] at positions [t]."""
+    output = model(
+        input_ids=ids,
+        position_ids=positions.expand(ids.shape[0], -1),
+        use_cache=False,
+        logits_to_keep=1,
+        kvbench=state,
+    )
+    return output.logits[:, -1]
+
+
+@torch.inference_mode()
+def prefill(model: PreTrainedModel, ids: Sequence[int], forks: Sequence[Fork]) -> Prefill:
+    """Run the prompt once, exactly; every fork holds its compressed cache afterwards."""
+    device = model.device
+    compressible = compressible_layers(model)
+    for fork in forks:
+        fork.compressed = len(ids) > fork.budget.capacity(len(ids)) and fork.method.saves_memory
+    state = PrefillState(forks, compressible)
+    tokens = torch.tensor([list(ids)], device=device)
+    synchronize(device)
+    start = time.perf_counter()
+    logits = forward(model, tokens, torch.arange(len(ids), device=device), state)
+    synchronize(device)
+    seconds = time.perf_counter() - start - state.compress_s
+    return Prefill(logits[0], seconds, state.exact_bytes, len(ids))
+
+
+@dataclass
+class CaptureState:
+    """Attention state that runs exact attention and keeps chosen layers' q, k, v (for probes)."""
+
+    layers: dict[int, LayerKV | None]
+    num_layers: int
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float,
+        softcap: float | None, sliding_window: int | None,
+    ) -> Tensor:
+        """Exact attention; layers asked for are remembered."""
+        if layer in self.layers:
+            if sliding_window is not None:
+                raise UnsupportedModel(
+                    f"layer {layer} has a sliding window of {sliding_window}; "
+                    "allowed: full-attention layers"
+                )
+            self.layers[layer] = LayerKV(
+                key, value, query, layer, self.num_layers, scaling, softcap=softcap
+            )
+        return exact_attention(
+            query, key, value, scaling=scaling, softcap=softcap, sliding_window=sliding_window
+        )
+
+
+@torch.inference_mode()
+def capture_layers(
+    model: PreTrainedModel, ids: Sequence[int], layers: Sequence[int]
+) -> dict[int, LayerKV]:
+    """q, k, v after position encoding of the given layers (0-based) for one prompt.
+
+    Raises:
+        UnsupportedModel: a layer that does not exist or has a sliding window.
+    """
+    count = model.config.get_text_config().num_hidden_layers
+    for layer in layers:
+        if not 0 <= layer < count:
+            raise UnsupportedModel(f"layer {layer} does not exist; allowed: 0..{count - 1} (0-based)")
+    state = CaptureState(dict.fromkeys(layers), count)
+    tokens = torch.tensor([list(ids)], device=model.device)
+    forward(model, tokens, torch.arange(len(ids), device=model.device), state)
+    return {layer: kv for layer, kv in state.layers.items() if kv is not None}

@@ -1,0 +1,219 @@
+"""Tensors in, tensors out: what a layer holds after prefill, what it may hold instead, and how much.
+
+Knows no library but torch (and the tensor functions of `kvbench.kernels`). Vocabulary (used everywhere in kvbench): *n* prompt tokens; *sink* the first
+``sink`` tokens and *window* the last ``window`` tokens, always kept by the methods that have them;
+*middle* the others; *rate* the fraction of the middle that is kept; *capacity* the entries allowed per
+layer and KV head; *group* the query heads that share one KV head; *entry* one key-value pair.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.attention_mass import attention_mass
+
+
+class KVError(ValueError):
+    """A user-facing error: one line that names the thing, its value and what is allowed."""
+
+
+class BudgetExceeded(RuntimeError):
+    """A method held more entries than its budget allows (design: "Budgets and the audit")."""
+
+    def __init__(self, method: str, layer: int, expected: int, found: int) -> None:
+        super().__init__(
+            f"method {method!r} holds {found} entries at layer {layer}; its budget allows {expected}"
+        )
+        self.method, self.layer, self.expected, self.found = method, layer, expected, found
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much of a prompt's cache a method may keep.
+
+    Args:
+        rate: fraction of the middle that is kept, in (0, 1].
+        sink: leading tokens that are always kept.
+        window: trailing tokens that are always kept.
+    """
+
+    rate: float = 0.25
+    sink: int = 32
+    window: int = 32
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.rate <= 1.0:
+            raise KVError(f"budget.rate is {self.rate}; allowed: a number in (0, 1]")
+        for name in ("sink", "window"):
+            value = getattr(self, name)
+            if value < 0:
+                raise KVError(f"budget.{name} is {value}; allowed: an integer >= 0")
+
+    def middle(self, n: int) -> int:
+        """Tokens of an n-token prompt that are neither sink nor window (0 for short prompts)."""
+        return max(0, n - self.sink - self.window)
+
+    def middle_kept(self, n: int) -> int:
+        """Entries of the middle a method may keep: round(rate * middle), half to even."""
+        return round(self.rate * self.middle(n))
+
+    def capacity(self, n: int) -> int:
+        """Entries per layer and KV head: sink + window + round(rate * middle), at most n."""
+        return min(n, self.sink + self.window + self.middle_kept(n))
+
+
+@dataclass(frozen=True)
+class LayerKV:
+    """What one attention layer holds after an exact prefill.
+
+    Attributes:
+        keys, values: [batch, kv_heads, n, head_dim], keys after position encoding.
+        queries: [batch, heads, m, head_dim], the last m prompt queries, after position encoding;
+            m = n unless the prefill was cut, None where the layer's queries are not available.
+        layer_index: 0-based.
+        num_layers: how many layers of the model are compressed.
+        scaling: the factor on q.k before the softmax.
+        softcap: s of s * tanh(logit / s), for the models that bound their logits (Gemma 2), else None.
+        shared: what `once` remembers: a tensor used by several methods, and the seconds it took.
+    """
+
+    keys: Tensor
+    values: Tensor
+    queries: Tensor | None
+    layer_index: int
+    num_layers: int
+    scaling: float
+    softcap: float | None = None
+    shared: dict[str, tuple[Tensor, float]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+    _own: set[str] = field(default_factory=set, compare=False, repr=False)
+    _reused: set[str] = field(default_factory=set, compare=False, repr=False)
+
+    @property
+    def n(self) -> int:
+        """Prompt tokens."""
+        return self.keys.shape[2]
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        if self.queries is None:
+            raise KVError(f"layer {self.layer_index} has no queries; the method needs them")
+        return self.queries.shape[1] // self.keys.shape[1]
+
+    def once(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
+        """``compute()``, remembered under ``name`` so that methods of one job share the work."""
+        if name not in self.shared:
+            start = time.perf_counter()
+            tensor = compute()
+            if tensor.is_cuda:
+                torch.cuda.synchronize(tensor.device)
+            self.shared[name] = (tensor, time.perf_counter() - start)
+            self._own.add(name)
+        elif name not in self._own:
+            self._reused.add(name)
+        return self.shared[name][0]
+
+    def start_user(self) -> Callable[[], float]:
+        """Begin one method's turn; the function returned tells, afterwards, the seconds of shared
+        work it used that an earlier method had paid for, so that sharing favours nobody."""
+        self._own.clear()
+        self._reused.clear()
+        return lambda: sum(self.shared[name][1] for name in self._reused)
+
+    def attention_mass(self) -> Tensor:
+        """Causal softmax attention every key received from all prompt queries, [batch, heads, n].
+
+        Column sums of the prompt's attention matrix, computed in query blocks: O(n) memory. float32.
+
+        Raises:
+            KVError: when the layer does not hold all n prompt queries.
+        """
+        queries = self.queries
+        if queries is None or queries.shape[2] != self.n:
+            have = 0 if queries is None else queries.shape[2]
+            raise KVError(
+                f"layer {self.layer_index} holds {have} of {self.n} prompt queries; "
+                "attention_mass needs all of them"
+            )
+        return self.once(
+            "attention_mass",
+            lambda: attention_mass(
+                queries, self.keys, scaling=self.scaling, softcap=self.softcap
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class CompressedKV:
+    """What the layer holds instead.
+
+    Attention over it is ``softmax(q.k * scaling + log_weight) . v``.
+
+    Attributes:
+        keys, values: [batch, kv_heads, c, head_dim] (a method that repeats keys to query heads holds
+            [batch, heads, c, head_dim]; its bytes are counted so).
+        log_weights: [batch, kv_heads, c] float32, or None when all are zero. ``-inf`` marks padding:
+            an entry that exists only because another head holds more; it is not counted.
+        positions: [batch, kv_heads, c] int64, the prompt position of each entry, -1 where it has none.
+        scores: [batch, kv_heads, c] float32 that the method wants back at every decoded token
+            (`Method.evict`; H2O: accumulated attention), else None.
+    """
+
+    keys: Tensor
+    values: Tensor
+    log_weights: Tensor | None
+    positions: Tensor
+    scores: Tensor | None = None
+
+    @property
+    def entries(self) -> Tensor:
+        """Entries held per head, padding left out: [batch, kv_heads] int64."""
+        if self.log_weights is None:
+            shape = self.keys.shape[:2]
+            return torch.full(shape, self.keys.shape[2], dtype=torch.int64, device=self.keys.device)
+        return (self.log_weights != float("-inf")).sum(-1)
+
+
+def gather_entries(layer: LayerKV, positions: Tensor, log_weights: Tensor | None = None) -> CompressedKV:
+    """The entries of ``layer`` at ``positions`` [batch, kv_heads, c], in the order given."""
+    index = positions.unsqueeze(-1).expand(-1, -1, -1, layer.keys.shape[-1])
+    value_index = positions.unsqueeze(-1).expand(-1, -1, -1, layer.values.shape[-1])
+    return CompressedKV(
+        keys=layer.keys.gather(2, index),
+        values=layer.values.gather(2, value_index),
+        log_weights=log_weights,
+        positions=positions,
+    )
+
+
+def keep_all(layer: LayerKV) -> CompressedKV:
+    """Everything, without a copy: what `exact` holds and what a prompt within its capacity keeps."""
+    batch, heads, n, _ = layer.keys.shape
+    positions = torch.arange(n, device=layer.keys.device).expand(batch, heads, n)
+    return CompressedKV(layer.keys, layer.values, None, positions)
+
+
+def check_finite(layer: LayerKV) -> None:
+    """Refuse keys or values that are not finite: no method can choose among them.
+
+    Raises:
+        KVError: naming the layer and the first KV head concerned.
+    """
+    for name, tensor in (("keys", layer.keys), ("values", layer.values)):
+        # One pass: a sum is finite unless something in it is not (or it overflows: then look closer).
+        if torch.isfinite(tensor.sum(dtype=torch.float32)):
+            continue
+        bad = ~torch.isfinite(tensor).flatten(2).all(-1).all(0)
+        if bad.any():
+            head = int(bad.nonzero()[0])
+            raise KVError(
+                f"{name} of layer {layer.layer_index}, KV head {head} are not finite; "
+                "allowed: finite numbers (try dtype=float32)"
+            )

@@ -1,0 +1,75 @@
+"""Compression methods, one file each, found by scanning this folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import inspect
+import pkgutil
+from typing import Any
+
+from kvbench.kv import KVError
+from kvbench.methods.base import Held, Method
+
+__all__ = ["Held", "Method", "available_methods", "build_method", "method_class"]
+
+
+def available_methods() -> list[str]:
+    """Names of the methods in this folder, sorted; one file is one method."""
+    names = (module.name for module in pkgutil.iter_modules(__path__))
+    return sorted(name for name in names if name != "base" and not name.startswith("_"))
+
+
+def nearest(word: str, allowed: list[str]) -> str:
+    """`` (did you mean 'x'?)`` when something allowed is close to `word`, else an empty string."""
+    close = difflib.get_close_matches(word, allowed, n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def method_class(name: str) -> type[Method]:
+    """The `Method` subclass defined in ``kvbench/methods/<name>.py``.
+
+    Raises:
+        KVError: unknown name, with the nearest known one.
+    """
+    known = available_methods()
+    if name not in known:
+        raise KVError(f"unknown method {name!r}{nearest(name, known)}; allowed: {', '.join(known)}")
+    module = importlib.import_module(f"{__name__}.{name}")
+    classes = [
+        value
+        for _, value in inspect.getmembers(module, inspect.isclass)
+        if issubclass(value, Method) and value.__module__ == module.__name__
+    ]
+    if len(classes) != 1:
+        raise KVError(f"{module.__name__} defines {len(classes)} Method classes; allowed: one")
+    return classes[0]
+
+
+def build_method(name: str, preset: str | None = None, **options: Any) -> Method:
+    """Make a method by name: ``build_method("balancekv", preset="released", gamma=2.0)``.
+
+    Args:
+        name: a file of this folder.
+        preset: a named set of options of that method; explicit `options` override it.
+        options: fields of the method's dataclass.
+
+    Raises:
+        KVError: unknown name, preset or option, with the nearest known one.
+    """
+    cls = method_class(name)
+    presets = sorted(cls.presets)
+    if preset is not None and preset not in presets:
+        raise KVError(
+            f"method {name!r} has no preset {preset!r}{nearest(preset, presets)}; "
+            f"allowed: {', '.join(presets) or 'none'}"
+        )
+    fields = [field.name for field in dataclasses.fields(cls)]
+    for option in options:
+        if option not in fields:
+            raise KVError(
+                f"method {name!r} has no option {option!r}{nearest(option, fields)}; "
+                f"allowed: {', '.join(fields) or 'none'}"
+            )
+    return cls(**{**(cls.presets[preset] if preset else {}), **options})

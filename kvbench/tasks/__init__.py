@@ -1,0 +1,1 @@
+"""Benchmarks, one file each: examples in, scores out. They know nothing of methods."""

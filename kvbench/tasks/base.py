@@ -1,0 +1,105 @@
+"""The contract of a task: examples in, scores out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+
+class TaskError(ValueError):
+    """A user-facing error: one line that names the thing, its value and what is allowed."""
+
+
+class Tokenizer(Protocol):
+    """What tasks need of a tokenizer (every Hugging Face tokenizer has it)."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str: ...
+
+
+@dataclass(frozen=True)
+class PromptEncoder:
+    """Text to token ids, with what the model puts around a prompt (BOS, a chat template).
+
+    Attributes:
+        tokenizer: the model's.
+        prefix_ids, suffix_ids: tokens before and after the user's text; empty for base models.
+    """
+
+    tokenizer: Tokenizer
+    prefix_ids: tuple[int, ...] = ()
+    suffix_ids: tuple[int, ...] = ()
+
+    def encode_text(self, text: str) -> list[int]:
+        """Token ids of `text` alone, no special tokens."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`, special tokens dropped."""
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    @property
+    def overhead(self) -> int:
+        """Tokens added around the user's text; count them when a prompt needs an exact length."""
+        return len(self.prefix_ids) + len(self.suffix_ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """One prompt and what counts as its answer.
+
+    The prompt is ``context + question``. Tasks that need exact token counts give `context_ids` and
+    `question_ids` (without prefix and suffix) as well, and those are used as they are; otherwise
+    context and question are tokenised separately, so that the boundary is a token boundary under
+    both settings of ``compress_after``.
+
+    Attributes:
+        id: unique within the task and stable under `limit`.
+        context: what may be compressed before the question is known.
+        question: the rest of the prompt; may be empty.
+        answers: acceptable answers.
+        max_new_tokens: generation limit.
+        stop: generation ends when one of these strings appears; it is cut from the prediction.
+        dataset: name of the subset the example belongs to (the task's name where there is one only).
+        fields: what the record keeps beside the common fields (number of lines, depth ...);
+            JSON values only.
+    """
+
+    id: str
+    context: str
+    question: str
+    answers: tuple[str, ...]
+    max_new_tokens: int
+    dataset: str
+    stop: tuple[str, ...] = ()
+    context_ids: tuple[int, ...] | None = None
+    question_ids: tuple[int, ...] | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A benchmark: a frozen dataclass whose fields are its options; one file, one YAML."""
+
+    name: ClassVar[str]
+    version: ClassVar[int] = 1
+    """Raised whenever prompts or scores change; part of the config hash."""
+    score_unit: ClassVar[str] = "fraction"
+    """What `score` is measured in (a fraction in 0..1 is shown as per cent)."""
+    breakdown: ClassVar[tuple[str, ...]] = ()
+    """Record fields that tables split by (e.g. ``("num_lines",)``)."""
+    heatmap: ClassVar[tuple[str, str] | None] = None
+    """Record fields (x, y) of the heatmap, or None."""
+
+    def examples(self, encoder: PromptEncoder) -> Sequence[Example]:
+        """All examples in an order of which every prefix is a balanced sample.
+
+        Raises:
+            TaskError: options that cannot be met, a missing data file (with the command that gets it).
+        """
+        raise NotImplementedError(f"{type(self).__name__}.examples")
+
+    def score(self, prediction: str, example: Example) -> Mapping[str, float]:
+        """Scores of one prediction; ``"score"`` is the primary one, others are kept beside it."""
+        raise NotImplementedError(f"{type(self).__name__}.score")
