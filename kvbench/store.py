@@ -136,21 +136,27 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> Path:
     """
     path = folder / MANIFEST
     text = json.dumps(_jsonable(manifest, "manifest"), indent=2) + "\n"
-    temporary: str | None = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=folder, prefix=".manifest-")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        _replace(path, text.encode())
+    except OSError as error:
+        raise StoreError(_explain(error, path)) from error
+    return path
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write `path` in one step: another file, on disk, then renamed."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
-    except OSError as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
-        raise StoreError(_explain(error, path)) from error
-    return path
+    except OSError:
+        Path(temporary).unlink(missing_ok=True)
+        raise
 
 
 class RecordStore:
@@ -180,7 +186,7 @@ class RecordStore:
         self._holder = self.folder / ".holder"
         self._file = -1
         self._size = 0
-        self._done: dict[str, None] = {}
+        self._done: dict[str, str] = {}  # status by example_id
 
     def __enter__(self) -> RecordStore:
         try:
@@ -210,6 +216,36 @@ class RecordStore:
         """example_ids that have a record, whatever its status."""
         return set(self._done)
 
+    @property
+    def failed(self) -> set[str]:
+        """example_ids whose record has a status other than ok."""
+        return {example_id for example_id, status in self._done.items() if status != "ok"}
+
+    def drop_failed(self) -> None:
+        """Forget the records whose status is not ok, so that their examples run again.
+
+        The file is replaced in one step: readers see the old records or the remaining ones.
+
+        Raises:
+            StoreError: the file system refuses; the records are then as they were.
+        """
+        failed = self.failed
+        if not failed:
+            return
+        lines, _ = _whole_lines(self.path)
+        kept = [
+            line
+            for number, line in enumerate(lines, 1)
+            if _parse(line, self.path, number)["example_id"] not in failed
+        ]
+        try:
+            _replace(self.path, b"".join(line + b"\n" for line in kept))
+        except OSError as error:
+            raise StoreError(_explain(error, self.path, len(self._done))) from error
+        os.close(self._file)
+        self._done = {}
+        self._open()
+
     def append(self, record: Mapping[str, Any]) -> bool:
         """Write one record and wait until it is on disk.
 
@@ -238,7 +274,7 @@ class RecordStore:
                 raise StoreError(_explain(error, self.path, len(self._done))) from error
             raise
         self._size += len(line)
-        self._done[example_id] = None
+        self._done[example_id] = record["status"]
         return True
 
     def _acquire(self) -> None:
@@ -267,7 +303,8 @@ class RecordStore:
             os.ftruncate(self._file, self._size)
             os.fsync(self._file)
         for number, line in enumerate(lines, 1):
-            self._done.setdefault(_parse(line, self.path, number)["example_id"])
+            record = _parse(line, self.path, number)
+            self._done.setdefault(record["example_id"], record["status"])
 
     def _take_back(self) -> None:
         try:

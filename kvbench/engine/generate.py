@@ -24,12 +24,14 @@ class Stopping:
         end_ids: any of these tokens ends it (and is not part of the text).
         strings: any of these in the text ends it (and is cut, with what follows).
         decode: token ids to text; needed for `strings`.
+        timeout_s: seconds of decoding after which the forks still running fail, None for no limit.
     """
 
     max_new_tokens: int
     end_ids: frozenset[int] = frozenset()
     strings: tuple[str, ...] = ()
     decode: Callable[[Sequence[int]], str] | None = None
+    timeout_s: float | None = None
 
     def cut(self, text: str) -> str:
         """`text` up to the first stop string."""
@@ -159,7 +161,13 @@ def _decode(
         for fork in active:
             results[fork.label].tokens.append(first)
         active = [f for f in active if not stopping.reached(results[f.label].tokens)]
+    begun = time.perf_counter()
     while active:
+        elapsed = time.perf_counter() - begun
+        if stopping.timeout_s is not None and elapsed > stopping.timeout_s:
+            for fork in active:
+                fork.failure = TimeoutError(f"decoding took more than {stopping.timeout_s} s")
+            return
         ids = torch.tensor([pending[fork.label] for fork in active], device=device)
         count = ids.shape[1]
         synchronize(device)

@@ -45,6 +45,9 @@ class Method:
     saves_memory: ClassVar[bool] = True
     """False when the cache stays whole (exact, topk): no budget applies, and the record says so."""
 
+    uses_budget: ClassVar[bool] = True
+    """False when `compress` does not look at the budget (exact): one record serves every rate."""
+
     @property
     def evicts(self) -> bool:
         """True when `evict` is to be called: the cache does not grow while decoding."""

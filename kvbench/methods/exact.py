@@ -17,6 +17,7 @@ class Exact(Method):
 
     paper: ClassVar[str] = "the exact cache (no compression)"
     saves_memory: ClassVar[bool] = False
+    uses_budget: ClassVar[bool] = False
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """All entries, without a copy."""

@@ -1,0 +1,72 @@
+"""What one job runs on: a model and its tokenizer, loaded when first needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvbench.engine.generate import Stopping
+from kvbench.engine.loading import (
+    ModelSpec,
+    end_token_ids,
+    load_model,
+    load_tokenizer,
+    prompt_encoder,
+)
+from kvbench.kv import KVError
+from kvbench.tasks.base import PromptEncoder
+
+COMPRESS_AFTER = ("prompt", "context")
+
+
+@dataclass(frozen=True)
+class Session:
+    """Model, device and the settings every example of a job shares.
+
+    Attributes:
+        seed: of the methods' draws (and of random weights).
+        compress_after: "prompt" or "context"; see `kvbench.engine.generate.run_forks`.
+        timeout_s: an example whose decoding takes longer is recorded as a timeout; None: no limit.
+    """
+
+    spec: ModelSpec
+    device: torch.device
+    dtype: torch.dtype
+    seed: int = 0
+    compress_after: str = "prompt"
+    timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.compress_after not in COMPRESS_AFTER:
+            raise KVError(
+                f"compress_after is {self.compress_after!r}; allowed: {', '.join(COMPRESS_AFTER)}"
+            )
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer."""
+        return load_tokenizer(self.spec)
+
+    @cached_property
+    def encoder(self) -> PromptEncoder:
+        """Text to token ids, with what this model puts around a prompt."""
+        return prompt_encoder(self.tokenizer, self.spec)
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        """The model, ready for kvbench's attention."""
+        return load_model(self.spec, device=self.device, dtype=self.dtype, seed=self.seed)
+
+    @cached_property
+    def end_ids(self) -> frozenset[int]:
+        """Tokens that end a generation."""
+        return end_token_ids(self.model, self.tokenizer)
+
+    def stopping(self, max_new_tokens: int, strings: tuple[str, ...] = ()) -> Stopping:
+        """When a generation ends, for this model."""
+        return Stopping(
+            max_new_tokens, self.end_ids, strings, self.encoder.decode, timeout_s=self.timeout_s
+        )

@@ -1,0 +1,205 @@
+"""What the runner runs: units of work that end in records.
+
+A benchmark task (examples in, scores out) and a probe (a tensor-level or timing experiment) look the
+same to the runner: a `Plan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvbench.engine.generate import Generation, run_forks
+from kvbench.engine.session import Session
+from kvbench.kv import Budget, BudgetExceeded, KVError
+from kvbench.methods.base import Method
+from kvbench.tasks.base import Example, PromptEncoder, Task
+
+Methods = Mapping[str, tuple[Method, Budget]]
+"""Methods of a job by label, each with its budget."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The smallest piece of work: done whole, or done again after an interruption.
+
+    Attributes:
+        id: unique within the plan, stable under `limit`.
+        record_ids: the example ids of the records it ends in, for each method.
+        payload: whatever the plan needs to run it.
+    """
+
+    id: str
+    record_ids: tuple[str, ...]
+    payload: Any
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One record in the making: the fields the plan knows; the runner adds the others."""
+
+    method: str
+    example_id: str
+    fields: Mapping[str, Any]
+
+
+class Plan(Protocol):
+    """A task or a probe, as the runner sees it."""
+
+    def meta(self) -> dict[str, Any]:
+        """What reports need to know: version, score_unit, lower_is_better, breakdown, figures."""
+        ...
+
+    def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
+        """All units, in an order of which every prefix is a balanced sample. Loads no model."""
+        ...
+
+    def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
+        """One record per (method, record id)."""
+        ...
+
+
+def status_of(error: BaseException) -> str:
+    """The record status an exception stands for."""
+    if isinstance(error, BudgetExceeded):
+        return "over_budget"
+    if isinstance(error, TimeoutError):
+        return "timeout"
+    text = str(error).lower()
+    if isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text:
+        return "oom"
+    return "error"
+
+
+def one_line(error: BaseException) -> str:
+    """An exception as one line: its type and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+@dataclass(frozen=True)
+class EncodedExample:
+    """An example and its prompt's token ids, with what the model puts around a prompt."""
+
+    example: Example
+    context_ids: tuple[int, ...]
+    question_ids: tuple[int, ...]
+
+    @property
+    def n(self) -> int:
+        """Prompt tokens."""
+        return len(self.context_ids) + len(self.question_ids)
+
+
+def encode_example(example: Example, encoder: PromptEncoder) -> EncodedExample:
+    """Token ids of an example's context and question; the boundary is a token boundary, so that a
+    prompt is the same tokens whatever `compress_after` says."""
+    context, question = example.context_ids, example.question_ids
+    if context is None:
+        context = tuple(encoder.encode_text(example.context))
+    if question is None:
+        question = tuple(encoder.encode_text(example.question))
+    return EncodedExample(
+        example, (*encoder.prefix_ids, *context), (*question, *encoder.suffix_ids)
+    )
+
+
+@dataclass(frozen=True)
+class TaskPlan:
+    """A benchmark task as a plan: one prefill per example serves every method."""
+
+    task: Task
+
+    def meta(self) -> dict[str, Any]:
+        """See `Plan.meta`."""
+        figures = []
+        if self.task.heatmap is not None:
+            x, y = self.task.heatmap
+            figures.append({"kind": "heatmap", "x": x, "y": y, "value": "score"})
+        return {
+            "version": self.task.version,
+            "score_unit": self.task.score_unit,
+            "lower_is_better": False,
+            "breakdown": list(self.task.breakdown),
+            "figures": figures,
+        }
+
+    def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
+        """One unit per example.
+
+        Raises:
+            KVError: a budget that no prompt is long enough for; context compression of a prompt
+                whose question is empty.
+        """
+        encoded = [encode_example(e, session.encoder) for e in self.task.examples(session.encoder)]
+        longest = max((e.n for e in encoded), default=0)
+        for label, (method, budget) in methods.items():
+            if method.uses_budget and encoded and budget.sink + budget.window > longest:
+                raise KVError(
+                    f"budget.sink + budget.window is {budget.sink + budget.window}; the longest "
+                    f"prompt of task {self.task.name} has {longest} tokens, so {label!r} would "
+                    f"compress nothing; allowed: at most {longest}"
+                )
+        if session.compress_after == "context":
+            for e in encoded:
+                if not e.question_ids or not e.context_ids:
+                    raise KVError(
+                        f"compress_after is 'context' and example {e.example.id!r} has no "
+                        f"{'context' if e.question_ids else 'question'}; allowed: prompt"
+                    )
+        return [Unit(e.example.id, (e.example.id,), e) for e in encoded]
+
+    def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
+        """Generate with every method from one prefill, and score."""
+        encoded: EncodedExample = unit.payload
+        example = encoded.example
+        results = run_forks(
+            session.model,
+            encoded.context_ids,
+            encoded.question_ids,
+            dict(methods),
+            session.stopping(example.max_new_tokens, example.stop),
+            seed=session.seed,
+            example_id=example.id,
+            compress_after=session.compress_after,
+        )
+        prompt_tail = (example.context + example.question)[-200:]
+        compressed_tokens = (
+            encoded.n if session.compress_after == "prompt" else len(encoded.context_ids)
+        )
+        for label, result in results.items():
+            budget = methods[label][1] if methods[label][0].saves_memory else None
+            fields: dict[str, Any] = {
+                "dataset": example.dataset,
+                "prompt_tokens": encoded.n,
+                "capacity": budget.capacity(compressed_tokens) if budget else compressed_tokens,
+                "answers": list(example.answers),
+                "prompt_tail": prompt_tail,
+                **example.fields,
+                **measured(result),
+            }
+            if result.failure is None:
+                text = session.encoder.decode(result.tokens)
+                fields["prediction"] = session.stopping(1, example.stop).cut(text)
+                fields.update(self.task.score(fields["prediction"], example))
+            yield Outcome(label, example.id, fields)
+
+
+def measured(result: Generation) -> dict[str, Any]:
+    """The record fields that a generation measured; null where a failure left none."""
+    failure = result.failure
+    return {
+        "status": "ok" if failure is None else status_of(failure),
+        "error": None if failure is None else one_line(failure),
+        "new_tokens": result.new_tokens,
+        "entries": result.entries,
+        "cache_bytes": result.cache_bytes,
+        "cache_bytes_end": result.cache_bytes_end,
+        "exact_bytes": result.exact_bytes,
+        "ratio": None if result.cache_bytes is None else result.cache_bytes / result.exact_bytes,
+        "compressed": result.compressed,
+        "prefill_s": result.prefill_s,
+        "compress_s": result.compress_s,
+        "decode_s": result.decode_s,
+    }

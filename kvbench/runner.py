@@ -1,0 +1,194 @@
+"""Model x methods x task -> records. The runner never asks which method it has."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from kvbench.engine.loading import ModelSpec
+from kvbench.engine.session import Session
+from kvbench.plan import Methods, Outcome, Plan, Unit, one_line, status_of
+from kvbench.store import COMMON_FIELDS, RecordStore, config_hash, run_folder, write_manifest
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Everything one job needs, resolved and checked.
+
+    Attributes:
+        experiment, task: names for folders and tables.
+        methods: by label, each with its budget.
+        method_configs, task_config, budget_config: as written in the config, for hash and manifest.
+        limit: run the first so many units only.
+        retry_failed: run again what an earlier run recorded with a status other than ok.
+        extra: further manifest entries (the resolved config, the command ...).
+    """
+
+    experiment: str
+    task: str
+    results_dir: Path
+    session: Session
+    plan: Plan
+    methods: Methods
+    method_configs: Mapping[str, Mapping[str, Any]]
+    task_config: Mapping[str, Any]
+    budget_config: Mapping[str, Any]
+    limit: int | None = None
+    retry_failed: bool = False
+    lock_timeout: float = 10.0
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model."""
+        return self.session.spec
+
+    def identity(self, label: str) -> dict[str, Any]:
+        """Whatever changes a score of method `label`; its hash names the run's folder."""
+        method, _ = self.methods[label]
+        return {
+            "model": vars(self.spec),
+            "dtype": str(self.session.dtype),
+            "task": self.task_config,
+            "task_version": self.plan.meta()["version"],
+            "method": self.method_configs[label],
+            "budget": self.budget_config if method.uses_budget else None,
+            "compress_after": self.session.compress_after,
+            "timeout_s": self.session.timeout_s,
+            "seed": self.session.seed,
+        }
+
+
+@dataclass
+class Progress:
+    """What a progress display is told: units done of all, running mean score per method."""
+
+    total: int
+    done: int = 0
+    scores: dict[str, tuple[float, int]] = field(default_factory=dict)
+
+    def add(self, method: str, score: float | None) -> None:
+        """Count one record."""
+        if score is not None:
+            total, count = self.scores.get(method, (0.0, 0))
+            self.scores[method] = (total + score, count + 1)
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """What a job left behind.
+
+    Attributes:
+        folders: run folder by method label.
+        failed: records of this job with a status other than ok, old ones included.
+        written: records written now (the others were there already).
+    """
+
+    folders: Mapping[str, Path]
+    failed: int
+    written: int
+
+
+def run_job(
+    job: Job, report_progress: Callable[[Progress], None] = lambda progress: None
+) -> JobResult:
+    """Run what is not on disk yet; every record is flushed before the next unit starts.
+
+    Raises:
+        KVError, TaskError, ModelError: what cannot be run, before a model is loaded where possible.
+        StoreError: another process holds a folder, or the disk is full.
+    """
+    units = list(job.plan.units(job.session, job.methods))[: job.limit]
+    folders = {
+        label: run_folder(
+            job.results_dir, job.experiment, job.spec.name, job.task, label,
+            config_hash(job.identity(label)),
+        )
+        for label in job.methods
+    }
+    failed = written = 0
+    with ExitStack() as stack:
+        stores: dict[str, RecordStore] = {}
+        for label, folder in folders.items():
+            stores[label] = stack.enter_context(RecordStore(folder, lock_timeout=job.lock_timeout))
+            if job.retry_failed:
+                stores[label].drop_failed()
+            write_manifest(folder, _manifest(job, label))
+        progress = Progress(total=len(units))
+        report_progress(progress)
+        for unit in units:
+            todo = {
+                label: job.methods[label]
+                for label, store in stores.items()
+                if not set(unit.record_ids) <= store.done
+            }
+            for outcome in _outcomes(job, unit, todo):
+                record = _record(job, outcome, folders[outcome.method])
+                written += stores[outcome.method].append(record)
+                progress.add(outcome.method, record["score"])
+            progress.done += 1
+            report_progress(progress)
+        wanted = {record_id for unit in units for record_id in unit.record_ids}
+        failed = sum(len(store.failed & wanted) for store in stores.values())
+    return JobResult(folders, failed, written)
+
+
+def _outcomes(job: Job, unit: Unit, todo: Methods) -> Sequence[Outcome]:
+    """What a unit gives; if it fails as a whole, every record it still owes says why."""
+    outcomes: list[Outcome] = []
+    if not todo:
+        return outcomes
+    try:
+        for outcome in job.plan.run(unit, todo, job.session):
+            outcomes.append(outcome)  # what was told before a failure counts
+    except Exception as failure:  # noqa: BLE001 - a failing example is a record, never a lost sweep
+        log.warning("%s %s: %s", job.task, unit.id, one_line(failure))
+        log.debug("traceback", exc_info=True)
+        told = {(outcome.method, outcome.example_id) for outcome in outcomes}
+        outcomes.extend(
+            Outcome(label, record_id, {"status": status_of(failure), "error": one_line(failure)})
+            for label in todo
+            for record_id in unit.record_ids
+            if (label, record_id) not in told
+        )
+    return outcomes
+
+
+def _record(job: Job, outcome: Outcome, folder: Path) -> dict[str, Any]:
+    method, _ = job.methods[outcome.method]
+    record: dict[str, Any] = dict.fromkeys(COMMON_FIELDS)
+    record |= {
+        "experiment": job.experiment,
+        "model": job.spec.name,
+        "task": job.task,
+        "dataset": job.task,
+        "example_id": outcome.example_id,
+        "method": outcome.method,
+        "config_hash": folder.name.rpartition("-")[2],
+        "seed": job.session.seed,
+        "status": "ok",
+        "saves_memory": method.saves_memory,
+    }
+    return record | dict(outcome.fields)
+
+
+def _manifest(job: Job, label: str) -> dict[str, Any]:
+    return {
+        "experiment": job.experiment,
+        "model": job.spec.name,
+        "task": job.task,
+        "method": label,
+        "config_hash": config_hash(job.identity(label)),
+        "identity": job.identity(label),
+        "seed": job.session.seed,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "task_meta": job.plan.meta(),
+        **job.extra,
+    }
