@@ -1,9 +1,11 @@
-"""Tensors in, tensors out: what a layer holds after prefill, what it may hold instead, and how much.
+"""Tensors in, tensors out: what a layer holds after prefill, and what it may hold instead.
 
-Knows no library but torch (and the tensor functions of `kvbench.kernels`). Vocabulary (used everywhere in kvbench): *n* prompt tokens; *sink* the first
-``sink`` tokens and *window* the last ``window`` tokens, always kept by the methods that have them;
-*middle* the others; *rate* the fraction of the middle that is kept; *capacity* the entries allowed per
-layer and KV head; *group* the query heads that share one KV head; *entry* one key-value pair.
+Knows no library but torch (and the tensor functions of `kvbench.kernels`).
+
+Vocabulary, used everywhere in kvbench: *n* prompt tokens; *sink* the first ``sink`` tokens and
+*window* the last ``window`` tokens, always kept by the methods that have them; *middle* the others;
+*rate* the fraction of the middle that is kept; *capacity* the entries allowed per layer and KV head;
+*group* the query heads that share one KV head; *entry* one key-value pair.
 """
 
 from __future__ import annotations
@@ -89,9 +91,7 @@ class LayerKV:
     num_layers: int
     scaling: float
     softcap: float | None = None
-    shared: dict[str, tuple[Tensor, float]] = field(
-        default_factory=dict, compare=False, repr=False
-    )
+    shared: dict[str, tuple[Tensor, float]] = field(default_factory=dict, compare=False, repr=False)
     _own: set[str] = field(default_factory=set, compare=False, repr=False)
     _reused: set[str] = field(default_factory=set, compare=False, repr=False)
 
@@ -144,9 +144,7 @@ class LayerKV:
             )
         return self.once(
             "attention_mass",
-            lambda: attention_mass(
-                queries, self.keys, scaling=self.scaling, softcap=self.softcap
-            ),
+            lambda: attention_mass(queries, self.keys, scaling=self.scaling, softcap=self.softcap),
         )
 
 
@@ -181,7 +179,9 @@ class CompressedKV:
         return (self.log_weights != float("-inf")).sum(-1)
 
 
-def gather_entries(layer: LayerKV, positions: Tensor, log_weights: Tensor | None = None) -> CompressedKV:
+def gather_entries(
+    layer: LayerKV, positions: Tensor, log_weights: Tensor | None = None
+) -> CompressedKV:
     """The entries of ``layer`` at ``positions`` [batch, kv_heads, c], in the order given."""
     index = positions.unsqueeze(-1).expand(-1, -1, -1, layer.keys.shape[-1])
     value_index = positions.unsqueeze(-1).expand(-1, -1, -1, layer.values.shape[-1])

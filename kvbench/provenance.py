@@ -38,7 +38,10 @@ def code_revision() -> str:
         try:
             done = subprocess.run(
                 ["git", "-C", str(folder), *arguments],
-                capture_output=True, text=True, timeout=10, check=True,
+                capture_output=True,
+                text=True,
+                timeout=10,
+                check=True,
             )
         except (OSError, subprocess.SubprocessError):
             return None
@@ -56,7 +59,9 @@ def hardware(device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {
         "device": str(device),
         "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
     }
     if device.type == "cuda":

@@ -108,7 +108,11 @@ def run_job(
     units = list(job.plan.units(job.session, job.methods))[: job.limit]
     folders = {
         label: run_folder(
-            job.results_dir, job.experiment, job.spec.name, job.task, label,
+            job.results_dir,
+            job.experiment,
+            job.spec.name,
+            job.task,
+            label,
             config_hash(job.identity(label)),
         )
         for label in job.methods
@@ -148,7 +152,7 @@ def _outcomes(job: Job, unit: Unit, todo: Methods) -> Sequence[Outcome]:
     try:
         for outcome in job.plan.run(unit, todo, job.session):
             outcomes.append(outcome)  # what was told before a failure counts
-    except Exception as failure:  # noqa: BLE001 - a failing example is a record, never a lost sweep
+    except Exception as failure:
         log.warning("%s %s: %s", job.task, unit.id, one_line(failure))
         log.debug("traceback", exc_info=True)
         told = {(outcome.method, outcome.example_id) for outcome in outcomes}

@@ -336,10 +336,10 @@ def load_runs(experiment_folder: str | Path) -> list[Run]:
     if not folder.is_dir():
         raise StoreError(f"no results in {folder}: the folder does not exist")
     found = {path.parent for name in (RECORDS, MANIFEST) for path in folder.glob(f"*/*/*/{name}")}
-    return [_load_run(path) for path in sorted(found)]
+    return [load_run(path) for path in sorted(found)]
 
 
-def _load_run(folder: Path) -> Run:
+def load_run(folder: Path) -> Run:
     import pandas as pd  # not above: the command line imports this module and should start fast
 
     manifest = _read_manifest(folder / MANIFEST)

@@ -74,7 +74,9 @@ def kvbench_attention(
         if other.get(argument) is not None:
             raise UnsupportedModel(f"{name} passes {argument} to its attention; not supported")
     if attention_mask is not None:
-        raise UnsupportedModel(f"{name} passes a mask to its attention; kvbench runs unpadded prompts")
+        raise UnsupportedModel(
+            f"{name} passes a mask to its attention; kvbench runs unpadded prompts"
+        )
     if dropout:
         raise UnsupportedModel(f"{name} runs with dropout {dropout}; call model.eval() first")
     out = kvbench.attend(

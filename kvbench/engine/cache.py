@@ -77,11 +77,18 @@ class LayerCache:
         come and positions (bookkeeping no kernel reads) are not counted."""
         parts = [self.keys, self.values, self.log_weights, self.scores]
         return sum(
-            part[:, : self.length].numel() * part.element_size() for part in parts if part is not None
+            part[:, : self.length].numel() * part.element_size()
+            for part in parts
+            if part is not None
         )
 
     def step(
-        self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scaling: float,
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        positions: Tensor,
+        scaling: float,
         softcap: float | None,
     ) -> Tensor:
         """Append t tokens and attend: query [heads, t, d], key, value [kv_heads, t, d],
@@ -99,7 +106,12 @@ class LayerCache:
         return torch.cat(outputs, dim=1)
 
     def _append_and_attend(
-        self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scaling: float,
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        positions: Tensor,
+        scaling: float,
         softcap: float | None,
     ) -> Tensor:
         heads, tokens, dim = query.shape
@@ -171,7 +183,12 @@ class Fork:
     failure: Exception | None = None
 
     def hold(
-        self, layer: int, held: CompressedKV, capacity: int, *, compressible: bool = True,
+        self,
+        layer: int,
+        held: CompressedKV,
+        capacity: int,
+        *,
+        compressible: bool = True,
         window: int | None = None,
     ) -> None:
         """Take over what the method keeps of one layer, and audit it.
@@ -227,8 +244,15 @@ class ForkBatch:
         self.positions = positions
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float,
-        softcap: float | None, sliding_window: int | None,
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        softcap: float | None,
+        sliding_window: int | None,
     ) -> Tensor:
         """Each row against its own cache; a row whose fork failed attends to nothing."""
         positions = self.positions.to(query.device)

@@ -1,4 +1,4 @@
-"""Models and tokenizers: the shipped one, local folders, the Hub, or random weights of an architecture."""
+"""Models and tokenizers: the shipped one, local folders, the Hub, or random weights."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def prompt_encoder(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> Promp
 
 
 def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Every token that ends a generation: the generation config's (one or a list) and the tokenizer's."""
+    """Tokens that end a generation: the generation config's (one or several), the tokenizer's."""
     ids: set[int] = set()
     for source in (model.generation_config, model.config):
         end = getattr(source, "eos_token_id", None)

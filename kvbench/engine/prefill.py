@@ -61,8 +61,15 @@ class PrefillState:
         self.compress_s = 0.0
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float,
-        softcap: float | None, sliding_window: int | None,
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        softcap: float | None,
+        sliding_window: int | None,
     ) -> Tensor:
         """Exact attention of the layer; compression of its keys and values on the way."""
         out = exact_attention(
@@ -80,7 +87,9 @@ class PrefillState:
                 key, value, query, self.order[layer], len(self.order), scaling, softcap=softcap
             )
             check_finite(held)
-            self.exact_bytes += key.numel() * key.element_size() + value.numel() * value.element_size()
+            self.exact_bytes += (
+                key.numel() * key.element_size() + value.numel() * value.element_size()
+            )
             for fork in self.forks:
                 self._compress(fork, layer, held)
         else:
@@ -169,8 +178,15 @@ class CaptureState:
     num_layers: int
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scaling: float,
-        softcap: float | None, sliding_window: int | None,
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        softcap: float | None,
+        sliding_window: int | None,
     ) -> Tensor:
         """Exact attention; layers asked for are remembered."""
         if layer in self.layers:
@@ -199,7 +215,9 @@ def capture_layers(
     count = model.config.get_text_config().num_hidden_layers
     for layer in layers:
         if not 0 <= layer < count:
-            raise UnsupportedModel(f"layer {layer} does not exist; allowed: 0..{count - 1} (0-based)")
+            raise UnsupportedModel(
+                f"layer {layer} does not exist; allowed: 0..{count - 1} (0-based)"
+            )
     state = CaptureState(dict.fromkeys(layers), count)
     tokens = torch.tensor([list(ids)], device=model.device)
     forward(model, tokens, torch.arange(len(ids), device=model.device), state)

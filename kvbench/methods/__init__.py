@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import inspect
 import pkgutil
@@ -11,6 +10,7 @@ from typing import Any
 
 from kvbench.kv import KVError
 from kvbench.methods.base import Held, Method
+from kvbench.nearest import nearest
 
 __all__ = ["Held", "Method", "available_methods", "build_method", "method_class"]
 
@@ -19,12 +19,6 @@ def available_methods() -> list[str]:
     """Names of the methods in this folder, sorted; one file is one method."""
     names = (module.name for module in pkgutil.iter_modules(__path__))
     return sorted(name for name in names if name != "base" and not name.startswith("_"))
-
-
-def nearest(word: str, allowed: list[str]) -> str:
-    """`` (did you mean 'x'?)`` when something allowed is close to `word`, else an empty string."""
-    close = difflib.get_close_matches(word, allowed, n=1, cutoff=0.5)
-    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def method_class(name: str) -> type[Method]:

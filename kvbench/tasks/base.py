@@ -15,7 +15,7 @@ class Tokenizer(Protocol):
     """What tasks need of a tokenizer (every Hugging Face tokenizer has it)."""
 
     def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str: ...
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = ...) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class PromptEncoder:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens dropped."""
-        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
     @property
     def overhead(self) -> int:

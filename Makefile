@@ -1,0 +1,50 @@
+# kvbench: `make demo` and `make test` set up everything they need in $(VENV).
+PYTHON ?= python3
+VENV ?= .venv
+# By exact version and first: a bare or ranged torch pulls gigabytes of CUDA where no GPU is.
+TORCH ?= torch==2.13.0
+RESULTS ?= results
+LONGEVAL ?= ../shared/data/longeval_lines
+BIN = $(VENV)/bin
+
+.PHONY: help setup demo test lint results report train-recall-mini bench clean
+
+help: ## show the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 22
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("kvbench needs Python 3.11 or newer") if sys.version_info < (3, 11) else None'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@touch $@
+
+setup: $(VENV)/.ready ## create the virtual environment
+
+demo: setup ## the shipped model x all methods x tasks; tables, and results/demo/report.html
+	$(BIN)/python -m kvbench experiment=demo results_dir=$(RESULTS)
+
+test: setup lint ## lint, types, tests
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+results: demo ## everything the README shows: the demo, the official LongEval cases, the benches
+	$(BIN)/python -m kvbench experiment=demo_official results_dir=$(RESULTS) \
+	  'task.files=[$(LONGEVAL)/200_lines.jsonl]'
+
+report: setup ## rebuild tables, figures and page from records: make report EXPERIMENT=demo
+	$(BIN)/python -m kvbench.report $(RESULTS)/$(or $(EXPERIMENT),demo)
+
+train-recall-mini: setup ## train the shipped model again (hours on a CPU)
+	$(BIN)/python scripts/train_recall_mini.py
+
+bench: setup ## what sharing a prefill saves, what compression costs
+	$(BIN)/python scripts/bench_sharing.py
+	$(BIN)/python scripts/bench_compress.py
+
+clean: ## remove the virtual environment and caches, not the results
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,99 @@
+"""From a composed config to a job, its tables and its page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from kvbench import provenance
+from kvbench.cli import resolved
+from kvbench.engine.loading import ModelSpec, resolve_device, resolve_dtype
+from kvbench.engine.session import Session
+from kvbench.kv import Budget, KVError
+from kvbench.plan import Plan, TaskPlan
+from kvbench.progress import progress_display
+from kvbench.runner import Job, JobResult, run_job
+from kvbench.tasks.base import Task
+
+
+def build_job(config: DictConfig) -> Job:
+    """Instantiate what the config names and check what can be checked without loading a model.
+
+    Raises:
+        KVError, TaskError, ModelError: one line naming the thing, its value and what is allowed.
+    """
+    plain = resolved(config)
+    limit = config.limit
+    if limit is not None and (not isinstance(limit, int) or limit < 1):
+        raise KVError(f"limit is {limit!r}; allowed: a positive integer or null")
+    if not config.get("methods"):
+        raise KVError("method is empty; allowed: one or more of conf/method, e.g. method=[exact]")
+    device = resolve_device(config.device)
+    spec: ModelSpec = instantiate(config.model, _convert_="all")
+    budget: Budget = instantiate(config.budget, _convert_="all")
+    methods = {
+        str(label): (instantiate(node, _convert_="all"), budget)
+        for label, node in config.methods.items()
+    }
+    task = instantiate(config.task, _convert_="all")
+    plan: Plan = TaskPlan(task) if isinstance(task, Task) else task
+    session = Session(
+        spec=spec,
+        device=device,
+        dtype=resolve_dtype(config.dtype, device),
+        seed=config.seed,
+        compress_after=config.compress_after,
+        timeout_s=config.timeout_s,
+    )
+    method_configs: Any = plain["methods"]
+    task_config: Any = plain["task"]
+    budget_config: Any = plain["budget"]
+    return Job(
+        experiment=config.experiment_name,
+        task=config.task_label,
+        results_dir=Path(config.results_dir).expanduser(),
+        session=session,
+        plan=plan,
+        methods=methods,
+        method_configs=method_configs,
+        task_config=task_config,
+        budget_config=budget_config,
+        limit=limit,
+        retry_failed=config.retry_failed,
+        lock_timeout=config.lock_timeout,
+        extra={
+            "config": plain,
+            "command": provenance.command(),
+            "versions": provenance.versions(),
+            "code_revision": provenance.code_revision(),
+            "hardware": provenance.hardware(device),
+        },
+    )
+
+
+def run_config(config: DictConfig) -> tuple[Path, JobResult]:
+    """Run one job; print its tables. Returns the experiment's folder and what the job left."""
+    job = build_job(config)
+    title = f"{job.spec.name} x {job.task}"
+    with progress_display(title) as show:
+        result = run_job(job, show)
+    folder = job.results_dir / job.experiment
+    from kvbench.report.console import print_tables
+    from kvbench.store import load_run
+
+    print_tables([load_run(path) for path in result.folders.values()])
+    if OmegaConf.select(config, "logger._target_"):
+        log_runs = instantiate(config.logger)
+        log_runs([load_run(path) for path in result.folders.values()])
+    return folder, result
+
+
+def finish(folder: Path) -> None:
+    """Rebuild the experiment's tables, figures and page from its records; print where they are."""
+    from kvbench.report.build import build_report
+
+    paths = build_report(folder)
+    print(f"page: {paths.page}")

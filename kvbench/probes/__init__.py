@@ -1,0 +1,1 @@
+"""Tensor-level and timing experiments, one file each: plans that the runner runs like tasks."""

@@ -1,0 +1,78 @@
+"""Progress on a terminal (a bar) or in a log (a line now and then)."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.progress import Progress as Bar
+
+from kvbench.runner import Progress
+
+SECONDS_BETWEEN_LINES = 15.0
+
+
+def _scores(progress: Progress) -> str:
+    """Mean score so far per method, e.g. ``snapkv 0.82  h2o 0.45``."""
+    return "  ".join(
+        f"{name} {total / count:.2f}" for name, (total, count) in progress.scores.items()
+    )
+
+
+@contextmanager
+def progress_display(title: str) -> Iterator[Callable[[Progress], None]]:
+    """A function to call with the job's progress: examples done, scores so far, time left."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _log_lines(title)
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("[dim]{task.fields[scores]}"),
+    )
+    with Bar(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(title, total=None, scores="")
+
+        def show(progress: Progress) -> None:
+            bar.update(
+                task, total=progress.total, completed=progress.done, scores=_scores(progress)
+            )
+
+        yield show
+
+
+def _log_lines(title: str) -> Callable[[Progress], None]:
+    start = last = time.monotonic()
+
+    def show(progress: Progress) -> None:
+        nonlocal last
+        now = time.monotonic()
+        finished = progress.done == progress.total
+        if not finished and now - last < SECONDS_BETWEEN_LINES:
+            return
+        last = now
+        left = (
+            (now - start) / progress.done * (progress.total - progress.done) if progress.done else 0
+        )
+        print(
+            f"{title}: {progress.done}/{progress.total}, about {left:.0f} s left; {_scores(progress)}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    return show
