@@ -1,0 +1,1 @@
+"""From records to tables, figures, the page and W&B; knows nothing of methods or models."""

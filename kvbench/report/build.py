@@ -1,0 +1,139 @@
+"""Everything that is derived from an experiment's records: tables, figures and the page."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvbench.report.data import Experiment, Group, load_experiment
+from kvbench.report.figures import Drawn, figures_of, heatmap_alone, save_figures, throughput
+from kvbench.report.formats import latex, markdown
+from kvbench.report.page import Section, render_page
+from kvbench.report.paper import PaperError, published_tables
+from kvbench.report.tables import (
+    Overview,
+    frame_of,
+    overviews,
+    score_table,
+    timing_frame,
+    timing_table,
+)
+from kvbench.report.views import View, difference_view, overview_view, score_view, timing_view
+from kvbench.store import StoreError
+
+
+@dataclass(frozen=True)
+class ReportPaths:
+    """Where a report lies.
+
+    Attributes:
+        tables, figures: every file written.
+        warnings: what the report had to leave out, one line each.
+    """
+
+    page: Path
+    tables: tuple[Path, ...]
+    figures: tuple[Path, ...]
+    warnings: tuple[str, ...] = ()
+
+
+def build_report(experiment_folder: str | Path) -> ReportPaths:
+    """Write report.html, tables/ and figures/ into the experiment's folder, from records alone.
+
+    The same records give the same files.
+
+    Raises:
+        StoreError: no runs, a broken run, or the folder cannot be written.
+    """
+    experiment = load_experiment(Path(experiment_folder))
+    sections = [_section(group) for group in experiment.groups]
+    across = overviews([s.tables[0] for s in sections if not s.timings])
+    warnings: list[str] = []
+    try:
+        published = published_tables(experiment)
+    except PaperError as error:
+        published = []
+        warnings.append(str(error))
+    try:
+        page = _write(
+            experiment.folder / "report.html",
+            render_page(experiment, sections, across, published, warnings),
+        )
+        tables = _write_tables(experiment, sections, across)
+        figures = save_figures(
+            [drawn for section in sections for drawn in (*section.figures, *_alone(section.group))],
+            experiment.folder / "figures",
+        )
+    except OSError as error:
+        raise StoreError(f"cannot write the report in {experiment.folder}: {error}") from error
+    return ReportPaths(page, tuple(tables), tuple(figures), tuple(warnings))
+
+
+def views_of(experiment: Experiment) -> list[View]:
+    """The tables to print after a job: one per model and task, then all tasks of each model."""
+    views = [score_view(score_table(g)) for g in experiment.groups if not _is_timing(g)]
+    for group in filter(_is_timing, experiment.groups):
+        views.append(timing_view(group.task, group.model, timing_table(group)))
+    tables = [score_table(group) for group in experiment.groups if not _is_timing(group)]
+    return views + [overview_view(one) for one in overviews(tables) if len(one.tables) > 1]
+
+
+def _section(group: Group) -> Section:
+    timings = timing_table(group) if _is_timing(group) else []
+    fields = [name for name in group.meta.breakdown if name in group.records]
+    tables = [score_table(group), *(score_table(group, name) for name in fields)]
+    figures = figures_of(group, tables)
+    if timings:
+        figures.append(throughput(group, timings))
+    return Section(group, tuple(tables), tuple(timings), tuple(figures))
+
+
+def _is_timing(group: Group) -> bool:
+    return group.meta.figure("throughput") is not None
+
+
+def _alone(group: Group) -> list[Drawn]:
+    """One heatmap per arm, for papers; the page shows them side by side instead."""
+    spec = group.meta.figure("heatmap")
+    good = set(group.records["arm"][group.records["status"] == "ok"])
+    return [heatmap_alone(group, a, spec) for a in group.arms if a.label in good] if spec else []
+
+
+def _write_tables(
+    experiment: Experiment, sections: Sequence[Section], across: Sequence[Overview]
+) -> list[Path]:
+    folder = experiment.folder / "tables"
+    folder.mkdir(exist_ok=True)
+    paths = []
+    views = [overview_view(overview) for overview in across]
+    for section in sections:
+        group = section.group
+        for table in section.tables:
+            view = score_view(table)
+            views.append(view)
+            if table.baseline and len(table.columns) > 1:
+                views.append(difference_view(table))
+            text = frame_of(table).to_csv(index=False, float_format="%.6g")
+            paths.append(_write(folder / f"{_stem(view)}.csv", text))
+        if section.timings:
+            views.append(timing_view(group.task, group.model, section.timings))
+            text = timing_frame(section.timings).to_csv(index=False, float_format="%.6g")
+            paths.append(_write(folder / f"{_stem(views[-1])}.csv", text))
+    for view in views:
+        paths.append(_write(folder / f"{_stem(view)}.md", markdown(view)))
+        paths.append(_write(folder / f"{_stem(view)}.tex", latex(view)))
+    return paths
+
+
+def _stem(view: View) -> str:
+    return view.name.replace("/", "_").replace(" ", "_")
+
+
+def _write(path: Path, text: str) -> Path:
+    """Replace the file in one step, so that an open page is never half a page."""
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+    return path

@@ -1,0 +1,41 @@
+"""Tables on a terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kvbench.report.views import View
+
+
+def print_views(views: Iterable[View], console: Console | None = None) -> None:
+    """Print tables, with their notes once at the end."""
+    out = console or Console(width=None if sys.stdout.isatty() else 140)
+    notes: dict[str, None] = {}
+    for view in views:
+        out.print(rich_table(view))
+        notes |= dict.fromkeys(view.notes)
+    for note in notes:
+        out.print(f"  {escape(note)}", style="dim", highlight=False)
+
+
+def rich_table(view: View) -> Table:
+    """One view as a rich table: intervals on their own line, so that it fits a terminal."""
+    table = Table(
+        title=escape(view.title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
+    )
+    for index, column in enumerate(view.columns):
+        table.add_column(
+            escape(column),
+            justify="right" if index else "left",
+            no_wrap=index == 0,
+            style="bold" if index == 0 else None,
+        )
+    for row in view.rows:
+        table.add_row(row[0], *(escape(cell.replace(" [", "\n[")) for cell in row[1:]))
+    return table

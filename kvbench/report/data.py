@@ -1,0 +1,253 @@
+"""An experiment as the report sees it: arms (what is compared), tasks, and one frame of records."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from kvbench.report.style import order_of
+from kvbench.store import Run, StoreError, load_runs
+
+BASELINE = "exact"
+"""The method that others are compared with where it was run."""
+
+_NOT_IN_LABELS = frozenset(
+    (
+        "command",
+        "device",
+        "dry_run",
+        "experiment",
+        "hydra",
+        "limit",
+        "lock_timeout",
+        "logger",
+        "name",
+        "results_dir",
+        "seed",
+        "verbose",
+    )
+)
+"""Config keys that say how a run was made rather than what was compared."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One row of a comparison: a method with the options it was run with.
+
+    Attributes:
+        method: the method's name.
+        options: what sets it apart from other runs of the same method, e.g. ``("rate 0.25",)``.
+        rate: the budget's rate, None where the method has no budget.
+    """
+
+    method: str
+    options: tuple[str, ...] = ()
+    rate: float | None = None
+
+    @property
+    def label(self) -> str:
+        """What tables and figures call it."""
+        return ", ".join((self.method, *self.options))
+
+    @property
+    def sort_key(self) -> tuple[tuple[int, str], float, tuple[str, ...]]:
+        """The reference methods first, larger budgets before smaller ones."""
+        return order_of(self.method), -(self.rate or 0.0), self.options
+
+
+@dataclass(frozen=True)
+class TaskMeta:
+    """What a task says about its scores (manifest key ``task_meta``)."""
+
+    version: int = 1
+    score_unit: str = "fraction"
+    lower_is_better: bool = False
+    breakdown: tuple[str, ...] = ()
+    figures: tuple[Mapping[str, Any], ...] = ()
+    unit: str = "example_id"
+    """Record field that names the independent unit that intervals resample."""
+
+    @staticmethod
+    def of(manifest: Mapping[str, Any]) -> TaskMeta:
+        """Read a manifest, with the defaults above for what it does not say."""
+        meta = manifest.get("task_meta") or {}
+        return TaskMeta(
+            version=int(meta.get("version", 1)),
+            score_unit=str(meta.get("score_unit", "fraction")),
+            lower_is_better=bool(meta.get("lower_is_better", False)),
+            breakdown=tuple(meta.get("breakdown") or ()),
+            figures=tuple(meta.get("figures") or ()),
+            unit=str(meta.get("unit", "example_id")),
+        )
+
+    def figure(self, kind: str) -> Mapping[str, Any] | None:
+        """The first figure asked for of this kind."""
+        return next((spec for spec in self.figures if spec.get("kind") == kind), None)
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """All records of one model on one task: what a table compares.
+
+    Attributes:
+        records: one row per (arm, seed, example), with the arm's label in the column ``arm``.
+        arms: in table order.
+        baseline: for each arm's label, the label of the arm it is compared with (None: it is it).
+    """
+
+    model: str
+    task: str
+    meta: TaskMeta
+    arms: tuple[Arm, ...]
+    records: pd.DataFrame
+    baseline: Mapping[str, str | None]
+    manifests: tuple[Mapping[str, Any], ...] = field(repr=False, default=())
+
+    @property
+    def baseline_name(self) -> str | None:
+        """What the comparison column is called."""
+        return next((name.split(",")[0] for name in self.baseline.values() if name), None)
+
+
+@dataclass(frozen=True, eq=False)
+class Experiment:
+    """Everything below one experiment folder."""
+
+    name: str
+    folder: Path
+    runs: tuple[Run, ...]
+    groups: tuple[Group, ...]
+
+
+def load_experiment(folder: Path) -> Experiment:
+    """Read all runs of an experiment.
+
+    Raises:
+        StoreError: the folder is missing, holds no runs, or a run is broken.
+    """
+    runs = load_runs(folder)
+    if not runs:
+        raise StoreError(
+            f"no runs in {folder}: expected <model>/<task>/<method>-<hash8>/{'manifest.json'}"
+        )
+    return Experiment(folder.resolve().name, folder, tuple(runs), tuple(group_runs(runs)))
+
+
+def group_runs(runs: Sequence[Run]) -> list[Group]:
+    """Runs of the same model and task together, sorted by model and task."""
+    groups: dict[tuple[str, str], list[Run]] = defaultdict(list)
+    for run in runs:
+        groups[str(run.manifest.get("model")), str(run.manifest.get("task"))].append(run)
+    return [_group(*key, groups[key]) for key in sorted(groups)]
+
+
+def entries_of(records: pd.DataFrame, which: str) -> pd.Series:
+    """The records' ``entries`` as one number each: "mean" or "max" over layers and heads."""
+    reduce = np.mean if which == "mean" else np.max
+
+    def one(entries: object) -> float:
+        if not isinstance(entries, Mapping) or entries.get(which) is None:
+            return np.nan
+        return float(reduce(entries[which]))
+
+    return records["entries"].map(one).astype(float)
+
+
+def _group(model: str, task: str, runs: Sequence[Run]) -> Group:
+    arms = arms_of(runs)
+    frames = [run.records.assign(arm=arm.label) for run, arm in zip(runs, arms, strict=True)]
+    frames = [frame.dropna(axis=1, how="all") for frame in frames if len(frame)]
+    records = pd.concat(frames, ignore_index=True) if frames else runs[0].records.assign(arm="")
+    for name in runs[0].records.columns.difference(records.columns):
+        records[name] = np.nan
+    records = records.drop_duplicates(["arm", "seed", "example_id"], ignore_index=True)
+    unique = tuple(sorted(set(arms), key=lambda arm: arm.sort_key))
+    return Group(
+        model=model,
+        task=task,
+        meta=TaskMeta.of(runs[-1].manifest),
+        arms=unique,
+        records=records,
+        baseline=_baselines(unique),
+        manifests=tuple(run.manifest for run in runs),
+    )
+
+
+def arms_of(runs: Sequence[Run]) -> list[Arm]:
+    """One arm per run; runs that differ by nothing but their seed share one.
+
+    Of several runs of one method, the config keys in which they differ tell them apart. Where a
+    method keeps the whole cache, its budget does not count.
+    """
+    by_method: dict[str, list[int]] = defaultdict(list)
+    for index, run in enumerate(runs):
+        by_method[str(run.manifest.get("method"))].append(index)
+    arms: dict[int, Arm] = {}
+    for method, indices in by_method.items():
+        whole = all(_keeps_all(runs[i].records) for i in indices)
+        configs = {i: _flat(runs[i].manifest.get("config") or {}) for i in indices}
+        if whole:
+            configs = {i: _without_budget(config) for i, config in configs.items()}
+        varied = sorted(
+            key
+            for key in set().union(*configs.values())
+            if len({config.get(key) for config in configs.values()}) > 1
+        )
+        for i, config in configs.items():
+            options = tuple(f"{key.split('.')[-1]} {config.get(key, 'unset')}" for key in varied)
+            rate = config.get("budget.rate")
+            arms[i] = Arm(method, options, None if rate is None else float(rate))
+        if not whole:
+            _tell_twins_apart(arms, runs, indices)
+    return [arms[i] for i in range(len(runs))]
+
+
+def _tell_twins_apart(arms: dict[int, Arm], runs: Sequence[Run], indices: Sequence[int]) -> None:
+    """Runs with one seed and one label but different hashes were made by different versions."""
+    twins: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for i in indices:
+        twins[arms[i].label, str(runs[i].manifest.get("seed"))].append(i)
+    for same in twins.values():
+        if len(same) > 1:
+            for i in same:
+                tag = str(runs[i].manifest.get("config_hash"))
+                arms[i] = Arm(arms[i].method, (*arms[i].options, tag), arms[i].rate)
+
+
+def _baselines(arms: Sequence[Arm]) -> dict[str, str | None]:
+    """For each arm the exact arm that shares most of its options; without one, the first arm."""
+    exact = [arm for arm in arms if arm.method == BASELINE] or list(arms[:1])
+    found: dict[str, str | None] = {}
+    for arm in arms:
+        nearest = max(exact, key=lambda other: len(set(other.options) & set(arm.options)))
+        found[arm.label] = None if arm in exact else nearest.label
+    return found
+
+
+def _keeps_all(records: pd.DataFrame) -> bool:
+    saves = records["saves_memory"].dropna()
+    return bool(len(saves)) and not saves.astype(bool).any()
+
+
+def _without_budget(config: Mapping[str, str]) -> dict[str, str]:
+    return {key: value for key, value in config.items() if not key.startswith("budget.")}
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Dotted keys to values as text, without the keys that do not belong in a label."""
+    flat: dict[str, str] = {}
+    for key, value in config.items():
+        if key in _NOT_IN_LABELS:
+            continue
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value if isinstance(value, str) else json.dumps(value)
+    return flat

@@ -1,0 +1,38 @@
+// Sorting of tables and filtering of predictions; the page is complete without it.
+"use strict";
+function sortTable(button) {
+  const header = button.closest("th");
+  const table = header.closest("table");
+  const index = Array.from(header.parentNode.children).indexOf(header);
+  const down = header.getAttribute("aria-sort") === "descending";
+  const body = table.tBodies[0];
+  const key = (row) => row.cells[index].dataset.sort ?? row.cells[index].textContent.trim();
+  const compare = (a, b) => {
+    const [x, y] = [key(a), key(b)];
+    if (x === "" || y === "") return (x === "") - (y === "");  // what is missing stays last
+    const order = isNaN(x) || isNaN(y) ? x.localeCompare(y) : Number(x) - Number(y);
+    return down ? order : -order;
+  };
+  for (const other of header.parentNode.children) other.removeAttribute("aria-sort");
+  header.setAttribute("aria-sort", down ? "ascending" : "descending");
+  body.append(...Array.from(body.rows).sort(compare));
+}
+function filterExamples(section) {
+  const wanted = Array.from(section.querySelectorAll("select")).filter((s) => s.value !== "");
+  const disagree = section.querySelector("input[type=checkbox]").checked;
+  let shown = 0;
+  for (const card of section.querySelectorAll(".example")) {
+    const fields = JSON.parse(card.dataset.fields);
+    const keep = wanted.every((s) => fields[s.name] === s.value)
+      && (!disagree || card.dataset.disagree === "yes");
+    card.hidden = !keep;
+    shown += keep;
+  }
+  section.querySelector("output").textContent = shown + " shown";
+}
+for (const button of document.querySelectorAll("th button")) {
+  button.addEventListener("click", () => sortTable(button));
+}
+for (const section of document.querySelectorAll(".predictions")) {
+  section.addEventListener("change", () => filterExamples(section));
+}

@@ -1,0 +1,157 @@
+"""The page: one HTML file with everything an experiment found, that opens from disk.
+
+Predictions and error texts are untrusted: the template escapes every value, and the page's own
+policy forbids any script but the one it ships, and any fetch.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from kvbench.report import views
+from kvbench.report.data import Experiment, Group
+from kvbench.report.figures import Drawn
+from kvbench.report.paper import Published
+from kvbench.report.predictions import Shown, clip, sample_of
+from kvbench.report.stats import Estimate
+from kvbench.report.style import order_of, style_of
+from kvbench.report.tables import Overview, ScoreTable, Timing
+
+_HERE = Path(__file__).parent
+_FAILURES_SHOWN = 100
+
+
+@dataclass(frozen=True)
+class Section:
+    """One model and task on the page; its first table is by dataset, the others split it."""
+
+    group: Group
+    tables: tuple[ScoreTable, ...]
+    timings: tuple[Timing, ...]
+    figures: tuple[Drawn, ...]
+
+
+def render_page(
+    experiment: Experiment,
+    sections: Sequence[Section],
+    overviews: Sequence[Overview],
+    published: Sequence[Published],
+    warnings: Sequence[str] = (),
+) -> str:
+    """The page's HTML."""
+    environment = Environment(
+        loader=FileSystemLoader(_HERE),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals.update(
+        views=views, color=lambda method: style_of(method).color, interval_plot=_interval_plot
+    )
+    script = (_HERE / "page.js").read_text(encoding="utf-8")
+    return environment.get_template("page.html.j2").render(
+        experiment=experiment,
+        sections=[_section(section, index) for index, section in enumerate(sections, 1)],
+        overviews=overviews,
+        published=published,
+        warnings=warnings,
+        methods=sorted({a.method for s in sections for a in s.group.arms}, key=order_of),
+        totals=_totals(experiment),
+        reproduce=_reproduce(experiment),
+        manifests=[
+            (str(run.folder.relative_to(experiment.folder)), json.dumps(run.manifest, indent=2))
+            for run in experiment.runs
+        ],
+        style=(_HERE / "page.css").read_text(encoding="utf-8"),
+        script=script,
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    )
+
+
+def _section(section: Section, index: int) -> dict[str, Any]:
+    shown, examples = sample_of(section.group)
+    return {
+        "id": f"section-{index}",
+        "group": section.group,
+        "table": section.tables[0],
+        "breakdowns": section.tables[1:],
+        "timings": views.timing_view(section.group.task, section.group.model, section.timings)
+        if section.timings
+        else None,
+        "notes": views.notes_of(section.tables),
+        "figures": [
+            {"drawn": f, "uri": f"data:image/png;base64,{base64.b64encode(f.png()).decode()}"}
+            for f in section.figures
+        ],
+        "shown": shown,
+        "examples": examples,
+        "filters": _filters(shown),
+        "failures": _failures(section.group),
+    }
+
+
+def _filters(shown: Sequence[Shown]) -> dict[str, list[str]]:
+    """Fields to filter predictions by, each with its values in order of appearance."""
+    values: dict[str, dict[str, None]] = {"dataset": {}}
+    for example in shown:
+        values["dataset"][example.dataset] = None
+        for name, value in example.fields.items():
+            values.setdefault(name, {})[value] = None
+    return {name: list(found) for name, found in values.items() if len(found) > 1}
+
+
+def _failures(group: Group) -> dict[str, Any]:
+    failed = group.records[group.records["status"] != "ok"]
+    rows = [
+        (row["arm"], row["dataset"], row["example_id"], row["status"], clip(row["error"]))
+        for _, row in failed.head(_FAILURES_SHOWN).iterrows()
+    ]
+    return {"rows": rows, "total": len(failed)}
+
+
+def _totals(experiment: Experiment) -> dict[str, int]:
+    return {
+        "models": len({group.model for group in experiment.groups}),
+        "tasks": len({group.task for group in experiment.groups}),
+        "runs": len(experiment.runs),
+        "records": sum(len(group.records) for group in experiment.groups),
+        "failed": sum(int((g.records["status"] != "ok").sum()) for g in experiment.groups),
+    }
+
+
+def _reproduce(experiment: Experiment) -> list[tuple[str, list[str]]]:
+    """What the runs were made with: one line per distinct value."""
+    manifests = [run.manifest for run in experiment.runs]
+    return [
+        ("command", _distinct(manifests, "command")),
+        ("seed", _distinct(manifests, "seed")),
+        ("code revision", _distinct(manifests, "code_revision")),
+        ("versions", _distinct(manifests, "versions")),
+        ("hardware", _distinct(manifests, "hardware")),
+    ]
+
+
+def _distinct(manifests: Sequence[Mapping[str, Any]], key: str) -> list[str]:
+    return list(dict.fromkeys(_plain(m[key]) for m in manifests if m.get(key) is not None))
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_plain(item)}" for key, item in value.items() if item is not None)
+    if isinstance(value, list | tuple):
+        return " ".join(map(_plain, value))
+    return str(value)
+
+
+def _interval_plot(estimate: Estimate) -> dict[str, float]:
+    """Where low, value and high of a fraction lie on a line from 0 to 100."""
+    return {name: round(100 * getattr(estimate, name), 1) for name in ("low", "value", "high")}

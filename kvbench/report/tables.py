@@ -1,0 +1,389 @@
+"""The numbers of a comparison: scores, paired differences, memory, time, failures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from kvbench.report.data import Arm, Group, entries_of
+from kvbench.report.stats import Array, Estimate, Stratum, estimates
+
+AVERAGE = "average"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The score of one arm on one dataset (or on their average).
+
+    Attributes:
+        score: mean over scored examples.
+        difference: the paired difference to the baseline over examples that both scored; None for
+            the baseline itself.
+        worse: worse than the best other arm of the same rate, by a paired interval without zero.
+        scored, expected: examples with a score, and examples that any arm was given.
+        failures: failed examples by status; "missing" counts those without a record.
+    """
+
+    score: Estimate
+    difference: Estimate | None
+    worse: bool
+    scored: int
+    expected: int
+    failures: Mapping[str, int]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every example was scored."""
+        return self.scored == self.expected
+
+
+@dataclass(frozen=True)
+class Row:
+    """One arm: its cells by column, and what it cost.
+
+    Attributes:
+        ratio: mean over examples of cache bytes / bytes of the exact cache, as measured.
+        entries_mean, entries_max: entries per layer and KV head.
+        prefill_s, compress_s, decode_s: medians over examples.
+        kept_whole: examples that were too short to be compressed.
+    """
+
+    arm: Arm
+    cells: Mapping[str, Cell]
+    ratio: float
+    entries_mean: float
+    entries_max: float
+    prefill_s: float
+    compress_s: float
+    decode_s: float
+    kept_whole: int
+
+    @property
+    def total(self) -> Cell:
+        """The average cell, or the only one."""
+        return self.cells[AVERAGE] if AVERAGE in self.cells else next(iter(self.cells.values()))
+
+
+@dataclass(frozen=True)
+class ScoreTable:
+    """Arms x datasets (or x values of another record field) for one model and task."""
+
+    model: str
+    task: str
+    by: str
+    unit: str
+    lower_is_better: bool
+    baseline: str | None
+    columns: tuple[str, ...]
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class Overview:
+    """Arms x tasks of one model: the ``total`` cell of each task's table."""
+
+    model: str
+    tables: tuple[ScoreTable, ...]
+
+    @property
+    def arms(self) -> list[Arm]:
+        """Every arm of any task, in table order."""
+        return sorted({row.arm for t in self.tables for row in t.rows}, key=lambda a: a.sort_key)
+
+    def row(self, table: ScoreTable, arm: Arm) -> Row | None:
+        """What `arm` did on one task, None where it was not run."""
+        return next((row for row in table.rows if row.arm == arm), None)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One arm of a throughput table: minimum and median over runs."""
+
+    arm: Arm
+    setting: str
+    prefill_s: tuple[float, float]
+    decode_s: tuple[float, float]
+    tokens_per_s: float
+    peak_bytes: float
+    cache_bytes: float
+    ratio: float
+    runs: int
+    failures: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """Scores of one dataset: [pairs, arms], NaN where missing; a pair is one (seed, example)."""
+
+    name: str
+    values: Array
+    units: NDArray[np.intp]
+    statuses: tuple[Mapping[str, int], ...]
+
+    def stratum(self, *columns: Array) -> Stratum:
+        """Columns [pairs, k] summed within each unit."""
+        values = np.concatenate(columns, axis=1)
+        shape = (len(np.unique(self.units)), values.shape[1])
+        sums, counts = np.zeros(shape), np.zeros(shape)
+        np.add.at(sums, self.units, np.nan_to_num(values))
+        np.add.at(counts, self.units, ~np.isnan(values))
+        return Stratum(self.name, sums, counts)
+
+
+def score_table(group: Group, by: str = "dataset") -> ScoreTable:
+    """Mean scores of every arm for each value of the record field `by`.
+
+    By dataset, an average over datasets (each counting the same) is added where there are several.
+    """
+    records = group.records.dropna(subset=[by]) if by in group.records else group.records.iloc[:0]
+    scores = [
+        _scores(group, records[records[by] == value], f"{by} {as_text(value)}")
+        for value in sorted(records[by].unique(), key=_natural)
+    ]
+    columns = {one.name.removeprefix(f"{by} "): _cells(group, [one]) for one in scores}
+    if by == "dataset" and len(columns) > 1:
+        columns[AVERAGE] = _cells(group, scores)
+    return ScoreTable(
+        model=group.model,
+        task=group.task,
+        by=by,
+        unit=group.meta.score_unit,
+        lower_is_better=group.meta.lower_is_better,
+        baseline=group.baseline_name,
+        columns=tuple(columns),
+        rows=tuple(
+            _row(group, arm, {name: cells[i] for name, cells in columns.items()})
+            for i, arm in enumerate(group.arms)
+        ),
+    )
+
+
+def overviews(tables: Sequence[ScoreTable]) -> list[Overview]:
+    """The tables of each model side by side."""
+    models = sorted({table.model for table in tables})
+    return [Overview(m, tuple(t for t in tables if t.model == m)) for m in models]
+
+
+def timing_table(group: Group) -> list[Timing]:
+    """What a throughput probe measured, per arm and prompt length."""
+    timings = []
+    for arm in group.arms:
+        records = group.records[group.records["arm"] == arm.label]
+        for prompt, part in records.groupby("prompt_tokens", sort=True, dropna=False):
+            timings.append(_timing(arm, prompt, part))
+    return timings
+
+
+def frame_of(table: ScoreTable) -> pd.DataFrame:
+    """The table in long form, one row per arm and column; fractions as per cent."""
+    scale = 100.0 if table.unit == "fraction" else 1.0
+    lines = []
+    for row in table.rows:
+        for column, cell in row.cells.items():
+            difference = cell.difference or Estimate(np.nan, np.nan, np.nan)
+            lines.append(
+                {
+                    "model": table.model,
+                    "task": table.task,
+                    "method": row.arm.method,
+                    "arm": row.arm.label,
+                    table.by: column,
+                    "unit": "%" if table.unit == "fraction" else table.unit,
+                    "score": cell.score.value * scale,
+                    "score_low": cell.score.low * scale,
+                    "score_high": cell.score.high * scale,
+                    "baseline": None if cell.difference is None else table.baseline,
+                    "difference": difference.value * scale,
+                    "difference_low": difference.low * scale,
+                    "difference_high": difference.high * scale,
+                    "worse_than_best": cell.worse,
+                    "scored": cell.scored,
+                    "expected": cell.expected,
+                    "failures": failures_text(cell.failures),
+                    "ratio": row.ratio,
+                    "entries_mean": row.entries_mean,
+                    "entries_max": row.entries_max,
+                    "prefill_s": row.prefill_s,
+                    "compress_s": row.compress_s,
+                    "decode_s": row.decode_s,
+                    "kept_whole": row.kept_whole,
+                }
+            )
+    return pd.DataFrame(lines)
+
+
+def timing_frame(timings: Sequence[Timing]) -> pd.DataFrame:
+    """Timings as numbers, one row per arm and setting."""
+    return pd.DataFrame(
+        {
+            "method": timing.arm.method,
+            "arm": timing.arm.label,
+            "prompt_and_new_tokens": timing.setting,
+            "prefill_compress_s_min": timing.prefill_s[0],
+            "prefill_compress_s_median": timing.prefill_s[1],
+            "decode_s_min": timing.decode_s[0],
+            "decode_s_median": timing.decode_s[1],
+            "tokens_per_s_median": timing.tokens_per_s,
+            "peak_bytes": timing.peak_bytes,
+            "cache_bytes": timing.cache_bytes,
+            "ratio": timing.ratio,
+            "runs": timing.runs,
+            "failures": failures_text(timing.failures),
+        }
+        for timing in timings
+    )
+
+
+def failures_text(failures: Mapping[str, int]) -> str:
+    """E.g. ``2 oom, 1 missing``; empty where nothing failed."""
+    return ", ".join(f"{count} {status}" for status, count in failures.items())
+
+
+def as_text(value: object) -> str:
+    """A field's value as a column name: 200.0 is 200."""
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return str(value)
+
+
+def failures_of(records: pd.DataFrame) -> dict[str, int]:
+    """Failed records by status; a record that is ok without a score counts as "no score"."""
+    status = records["status"].mask(
+        (records["status"] == "ok") & records["score"].isna(), "no score"
+    )
+    counts = status[status != "ok"].value_counts()
+    return {str(name): int(counts[name]) for name in sorted(counts.index)}
+
+
+def _scores(group: Group, records: pd.DataFrame, name: str) -> _Scores:
+    labels = [arm.label for arm in group.arms]
+    unit = group.meta.unit if group.meta.unit in records else "example_id"
+    keys = records["seed"].astype(str) + "/" + records["example_id"].astype(str)
+    good = records["score"].where(records["status"] == "ok")
+    table = records.assign(pair=keys, good=good)
+    values = table.pivot(index="pair", columns="arm", values="good").reindex(columns=labels)
+    seen = table.assign(one=1.0).pivot(index="pair", columns="arm", values="one")
+    first = table.drop_duplicates("pair").set_index("pair")[unit].reindex(values.index)
+    present = seen.reindex(columns=labels).notna()
+    statuses = []
+    for label in labels:
+        failed = failures_of(table[table["arm"] == label])
+        missing = len(values) - int(present[label].sum())
+        statuses.append(failed | ({"missing": missing} if missing else {}))
+    return _Scores(
+        name=name,
+        values=values.to_numpy(float),
+        units=pd.factorize(first.astype(str), sort=True)[0],
+        statuses=tuple(statuses),
+    )
+
+
+def _cells(group: Group, strata: Sequence[_Scores]) -> list[Cell]:
+    """One cell per arm, over one dataset or over the average of several."""
+    arms = group.arms
+    labels = [arm.label for arm in arms]
+    base = [labels.index(group.baseline[label] or label) for label in labels]
+    means = np.mean([_nanmean(one.values) for one in strata], axis=0)
+    rival = _rivals(group, means)
+    found = estimates(
+        [
+            one.stratum(
+                one.values,
+                one.values - one.values[:, base],
+                one.values - one.values[:, rival],
+            )
+            for one in strata
+        ]
+    )
+    k = len(arms)
+    cells = []
+    for i, label in enumerate(labels):
+        against = found[2 * k + i]
+        failures: dict[str, int] = {}
+        for one in strata:
+            for status, count in one.statuses[i].items():
+                failures[status] = failures.get(status, 0) + count
+        cells.append(
+            Cell(
+                score=found[i],
+                difference=None if group.baseline[label] is None else found[k + i],
+                worse=against.low > 0 if group.meta.lower_is_better else against.high < 0,
+                scored=sum(int((~np.isnan(one.values[:, i])).sum()) for one in strata),
+                expected=sum(len(one.values) for one in strata),
+                failures=failures,
+            )
+        )
+    return cells
+
+
+def _rivals(group: Group, means: Array) -> list[int]:
+    """For each arm the best arm of the same rate, the baselines apart."""
+    sign = -1.0 if group.meta.lower_is_better else 1.0
+    rivals = []
+    for i, arm in enumerate(group.arms):
+        peers = [
+            j
+            for j, other in enumerate(group.arms)
+            if group.baseline[other.label] is not None
+            and other.rate == arm.rate
+            and not np.isnan(means[j])
+        ]
+        is_baseline = group.baseline[arm.label] is None
+        rivals.append(max(peers, key=lambda j: sign * means[j]) if peers and not is_baseline else i)
+    return rivals
+
+
+def _row(group: Group, arm: Arm, cells: Mapping[str, Cell]) -> Row:
+    records = group.records[group.records["arm"] == arm.label]
+    good = records[records["status"] == "ok"]
+    whole = (good["compressed"] == False) & (good["saves_memory"] == True)  # noqa: E712
+    return Row(
+        arm=arm,
+        cells=cells,
+        ratio=float(good["ratio"].mean()),
+        entries_mean=float(entries_of(good, "mean").mean()),
+        entries_max=float(entries_of(good, "max").max()),
+        prefill_s=float(good["prefill_s"].median()),
+        compress_s=float(good["compress_s"].median()),
+        decode_s=float(good["decode_s"].median()),
+        kept_whole=int(whole.sum()),
+    )
+
+
+def _timing(arm: Arm, prompt: object, records: pd.DataFrame) -> Timing:
+    good = records[records["status"] == "ok"]
+    prefill = good["prefill_s"].add(good["compress_s"].fillna(0.0))
+    new = as_text(float(good["new_tokens"].max())) if len(good) else "?"
+
+    def mean(name: str) -> float:
+        return float(good[name].astype(float).mean()) if name in good else np.nan
+
+    return Timing(
+        arm=arm,
+        setting=f"{as_text(prompt)} + {new}",
+        prefill_s=(float(prefill.min()), float(prefill.median())),
+        decode_s=(float(good["decode_s"].min()), float(good["decode_s"].median())),
+        tokens_per_s=float((good["new_tokens"] / good["decode_s"]).median()),
+        peak_bytes=mean("peak_bytes"),
+        cache_bytes=mean("cache_bytes"),
+        ratio=mean("ratio"),
+        runs=len(good),
+        failures=failures_of(records.assign(score=records["score"].fillna(0.0))),
+    )
+
+
+def _nanmean(values: Array) -> Array:
+    counts = (~np.isnan(values)).sum(0)
+    total = np.nansum(values, axis=0)
+    return np.divide(total, counts, out=np.full(len(counts), np.nan), where=counts > 0)
+
+
+def _natural(value: object) -> tuple[int, float, str]:
+    """Numbers in their order, before text in its own."""
+    if isinstance(value, int | float | np.number):
+        return (0, float(value), "")
+    return (1, 0.0, str(value))

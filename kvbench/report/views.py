@@ -1,0 +1,264 @@
+"""Tables as text: what is shown, in which words; the same for terminal, Markdown and LaTeX."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvbench.report.stats import Estimate
+from kvbench.report.tables import AVERAGE, Cell, Overview, Row, ScoreTable, Timing, failures_text
+
+MISSING = "–"
+INCOMPLETE = "†"
+WORSE = "↓"
+
+INTERVAL_NOTE = (
+    "[low, high] is a 95 % bootstrap interval over examples; of zero width where all scored alike."
+)
+_WIDE = 4
+"""With more columns than this, intervals are shown for the average only."""
+
+
+@dataclass(frozen=True)
+class View:
+    """A table of text.
+
+    Attributes:
+        name: file name stem, unique within an experiment.
+        columns: headers; the first column names the row.
+        notes: what the marks mean, and what to keep in mind.
+    """
+
+    name: str
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = field(default=())
+
+
+def score_view(table: ScoreTable) -> View:
+    """Scores, paired differences, cost and failures of one table."""
+    by_dataset = table.by == "dataset"
+    wide = len(table.columns) > _WIDE
+    header = ["method"]
+    header += [column if by_dataset else f"{table.by} {column}" for column in table.columns]
+    compare = by_dataset and table.baseline is not None
+    if compare:
+        header.append(f"Δ {table.baseline}")
+    if by_dataset:
+        header += ["ratio", "entries", "prefill s", "compress s", "decode s"]
+    header += ["scored", "failed"]
+    rows = []
+    for row in table.rows:
+        cells = [
+            score_text(row.cells[c], table.unit, interval=not wide or c == AVERAGE)
+            for c in table.columns
+        ]
+        if compare:
+            cells.append(difference_text(row.total.difference, table.unit))
+        if by_dataset:
+            cells += _costs(row)
+        rows.append((row.arm.label, *cells, *_counts(row)))
+    title = f"{table.task} on {table.model}: score{unit_text(table.unit)}"
+    return View(
+        name=f"{table.task}-{table.model}" + ("" if by_dataset else f"-by-{table.by}"),
+        title=title if by_dataset else f"{title} by {table.by}",
+        columns=tuple(header),
+        rows=tuple(rows),
+        notes=tuple(notes_of([table])),
+    )
+
+
+def difference_view(table: ScoreTable) -> View:
+    """The paired difference to the baseline, per column."""
+    rows = [
+        (
+            row.arm.label,
+            *(difference_text(row.cells[c].difference, table.unit) for c in table.columns),
+        )
+        for row in table.rows
+        if row.total.difference is not None
+    ]
+    named = "" if table.by == "dataset" else f" by {table.by}"
+    return View(
+        name=f"{table.task}-{table.model}{named.replace(' ', '-')}-difference",
+        title=f"{table.task} on {table.model}: paired difference to"
+        f" {table.baseline}{unit_text(table.unit)}{named}",
+        columns=("method", *table.columns),
+        rows=tuple(rows),
+        notes=(INTERVAL_NOTE, "Differences are over the examples that both scored."),
+    )
+
+
+def overview_view(overview: Overview) -> View:
+    """Every arm on every task of one model."""
+    header = ["method"]
+    for table in overview.tables:
+        header += [f"{table.task}{unit_text(table.unit)}", f"{table.task} Δ", f"{table.task} ratio"]
+    rows = []
+    for arm in overview.arms:
+        cells = [arm.label]
+        for table in overview.tables:
+            row = overview.row(table, arm)
+            if row is None:
+                cells += [MISSING] * 3
+                continue
+            cells += [
+                score_text(row.total, table.unit),
+                difference_text(row.total.difference, table.unit),
+                number(row.ratio),
+            ]
+        rows.append(tuple(cells))
+    return View(
+        name=f"overview-{overview.model}",
+        title=f"{overview.model}: all tasks",
+        columns=tuple(header),
+        rows=tuple(rows),
+        notes=tuple(notes_of(overview.tables)),
+    )
+
+
+def timing_view(task: str, model: str, timings: Sequence[Timing]) -> View:
+    """Minimum and median seconds, memory and rate of generation."""
+    return View(
+        name=f"{task}-{model}-timing",
+        title=f"{task} on {model}: minimum / median over runs",
+        columns=(
+            "method",
+            "prompt + new tokens",
+            "prefill + compress s",
+            "decode s",
+            "tokens/s",
+            "peak memory",
+            "cache",
+            "ratio",
+            "runs",
+            "failed",
+        ),
+        rows=tuple(
+            (
+                t.arm.label,
+                t.setting,
+                " / ".join(map(number, t.prefill_s)),
+                " / ".join(map(number, t.decode_s)),
+                number(t.tokens_per_s),
+                size(t.peak_bytes),
+                size(t.cache_bytes),
+                number(t.ratio),
+                str(t.runs),
+                failures_text(t.failures) or "0",
+            )
+            for t in timings
+        ),
+        notes=("Prefill is never shared here; tokens/s is the median, while decoding.",),
+    )
+
+
+def notes_of(tables: Sequence[ScoreTable]) -> list[str]:
+    """What the marks in these tables mean, and what to keep in mind when reading them."""
+    rows = [row for table in tables for row in table.rows]
+    cells = [cell for row in rows for cell in row.cells.values()]
+    notes = [INTERVAL_NOTE]
+    baselines = sorted({table.baseline for table in tables if table.baseline})
+    if baselines:
+        notes.append(
+            f"Δ is the paired difference to {' or '.join(baselines)}, over examples both scored."
+        )
+    notes.append(
+        "ratio is measured: bytes held / bytes of the exact cache; seconds are medians per example."
+    )
+    if any(cell.worse for cell in cells):
+        notes.append(
+            f"{WORSE} worse than the best compressed method at the same rate: the paired interval"
+            " excludes 0 (not adjusted for the number of comparisons)."
+        )
+    if any(not cell.complete for cell in cells):
+        notes.append(f"{INCOMPLETE} some examples failed or are missing; the mean leaves them out.")
+    whole: Counter[str] = Counter()
+    for row in rows:
+        whole[row.arm.label] += row.kept_whole
+    whole = +whole
+    if whole:
+        named = ", ".join(f"{label} ({whole[label]})" for label in sorted(whole))
+        notes.append(f"Prompts no longer than the capacity were kept whole: {named}.")
+    return notes
+
+
+def score_text(cell: Cell, unit: str, *, interval: bool = True) -> str:
+    """E.g. ``71.2 [65.0, 77.1] ↓``."""
+    marks = (INCOMPLETE if not cell.complete else "") + (WORSE if cell.worse else "")
+    text = estimate_text(cell.score, unit) if interval else value_text(cell.score.value, unit)
+    return f"{text} {marks}".rstrip()
+
+
+def difference_text(difference: Estimate | None, unit: str) -> str:
+    """E.g. ``−3.1 [−5.0, −1.2]``; nothing for the baseline itself."""
+    return "" if difference is None else estimate_text(difference, unit, signed=True)
+
+
+def estimate_text(estimate: Estimate, unit: str, *, signed: bool = False) -> str:
+    """The value with its interval."""
+    if math.isnan(estimate.value):
+        return MISSING
+    value, low, high = (
+        value_text(x, unit, signed=signed) for x in (estimate.value, estimate.low, estimate.high)
+    )
+    return f"{value} [{low}, {high}]"
+
+
+def value_text(value: float, unit: str, *, signed: bool = False) -> str:
+    """Fractions as per cent with one decimal, anything else with three significant digits."""
+    if math.isnan(value):
+        return MISSING
+    text = f"{100 * value:.1f}" if unit == "fraction" else number(value)
+    if float(text) == 0:
+        text = text.lstrip("-")
+    if signed and float(text) > 0:
+        text = f"+{text}"
+    return text.replace("-", "−")
+
+
+def unit_text(unit: str) -> str:
+    """What follows "score" in a header."""
+    return ", %" if unit == "fraction" else f", {unit.replace('_', ' ')}"
+
+
+def number(value: float) -> str:
+    """Three significant digits, no exponent within reason."""
+    if math.isnan(value):
+        return MISSING
+    if value == 0:
+        return "0"
+    if not 1e-4 <= abs(value) < 1e6:
+        return f"{value:.2e}"
+    digits = 2 - math.floor(math.log10(abs(float(f"{value:.3g}"))))
+    return f"{value:.{max(0, digits)}f}"
+
+
+def size(value: float) -> str:
+    """Bytes in binary units."""
+    if math.isnan(value):
+        return MISSING
+    for unit in ("B", "KiB", "MiB"):
+        if abs(value) < 1024:
+            return f"{number(value)} {unit}"
+        value /= 1024
+    return f"{number(value)} GiB"
+
+
+def _costs(row: Row) -> tuple[str, ...]:
+    entries = MISSING if math.isnan(row.entries_mean) else f"{row.entries_mean:.0f}"
+    seconds = (row.prefill_s, row.compress_s, row.decode_s)
+    return (number(row.ratio), entries, *map(number, seconds))
+
+
+def _counts(row: Row) -> tuple[str, str]:
+    cells = [row.total] if AVERAGE in row.cells or len(row.cells) == 1 else row.cells.values()
+    scored, expected = sum(c.scored for c in cells), sum(c.expected for c in cells)
+    failures: dict[str, int] = {}
+    for cell in cells:
+        for status, count in cell.failures.items():
+            failures[status] = failures.get(status, 0) + count
+    return f"{scored}/{expected}", failures_text(failures) or "0"
