@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from kvbench import provenance
 from kvbench.cli import resolved
 from kvbench.engine.loading import ModelSpec, resolve_device, resolve_dtype
 from kvbench.engine.session import Session
 from kvbench.kv import Budget, KVError
+from kvbench.nearest import nearest
 from kvbench.plan import Plan, TaskPlan
 from kvbench.progress import progress_display
+from kvbench.report.build import build_report, views_of
+from kvbench.report.console import print_views
+from kvbench.report.data import Experiment, group_runs
 from kvbench.runner import Job, JobResult, run_job
+from kvbench.store import load_run
 from kvbench.tasks.base import Task
+
+
+KEYS = (
+    *("model", "task", "methods", "budget", "logger", "experiment_name", "results_dir", "task_label"),
+    *("seed", "limit", "device", "dtype", "compress_after", "timeout_s", "retry_failed"),
+    "lock_timeout",
+)
+"""Top-level keys of a composed config; Hydra's ``+key=value`` could add others that nothing reads."""
 
 
 def build_job(config: DictConfig) -> Job:
@@ -26,6 +40,9 @@ def build_job(config: DictConfig) -> Job:
         KVError, TaskError, ModelError: one line naming the thing, its value and what is allowed.
     """
     plain = resolved(config)
+    for key in plain:
+        if key not in KEYS:
+            raise KVError(f"unknown key {key!r}{nearest(key, KEYS)}; allowed: {', '.join(KEYS)}")
     limit = config.limit
     if limit is not None and (not isinstance(limit, int) or limit < 1):
         raise KVError(f"limit is {limit!r}; allowed: a positive integer or null")
@@ -81,19 +98,14 @@ def run_config(config: DictConfig) -> tuple[Path, JobResult]:
     with progress_display(title) as show:
         result = run_job(job, show)
     folder = job.results_dir / job.experiment
-    from kvbench.report.console import print_tables
-    from kvbench.store import load_run
-
-    print_tables([load_run(path) for path in result.folders.values()])
-    if OmegaConf.select(config, "logger._target_"):
-        log_runs = instantiate(config.logger)
-        log_runs([load_run(path) for path in result.folders.values()])
+    runs = tuple(load_run(path) for path in result.folders.values())
+    print_views(views_of(Experiment(job.experiment, folder, runs, tuple(group_runs(runs)))))
     return folder, result
 
 
 def finish(folder: Path) -> None:
     """Rebuild the experiment's tables, figures and page from its records; print where they are."""
-    from kvbench.report.build import build_report
-
     paths = build_report(folder)
+    for warning in paths.warnings:
+        print(f"kvbench: {warning}", file=sys.stderr)
     print(f"page: {paths.page}")

@@ -38,7 +38,7 @@ def _values(override: Override) -> list[str]:
 def explain(error: Exception, overrides: Sequence[str]) -> str:
     """One line for a composition error: the thing, the value, what is allowed, the nearest valid."""
     text = str(error)
-    missing = re.search(r"[Cc]ould not find '([^']+)'", text)
+    missing = re.search(r"[Cc]ould not (?:find|load) '([^']+)'", text)
     if missing and "/" in missing.group(1):
         group, _, choice = missing.group(1).rpartition("/")
         allowed = _group_choices(group)

@@ -1,0 +1,98 @@
+"""Tiny random models of the architectures kvbench is tested on, and methods that tests need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import transformers as t
+
+from kvbench.engine.attention import register
+from kvbench.kv import Budget, CompressedKV, LayerKV, keep_all
+from kvbench.methods.base import Method
+
+_COMMON = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+_GQA = {**_COMMON, "num_key_value_heads": 2}
+_SLIDING = {**_GQA, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 24}
+
+CONFIGS = {
+    "llama": lambda: t.LlamaConfig(**_GQA),
+    "qwen2": lambda: t.Qwen2Config(**_GQA),
+    "qwen3": lambda: t.Qwen3Config(**_GQA, head_dim=16),
+    "mistral": lambda: t.MistralConfig(**_GQA, sliding_window=None),
+    "gemma2": lambda: t.Gemma2Config(**_SLIDING),
+    "gemma3": lambda: t.Gemma3TextConfig(
+        **_SLIDING, layer_types=["sliding_attention", "full_attention"] * 2
+    ),
+    "opt": lambda: t.OPTConfig(
+        **{k: v for k, v in _COMMON.items() if k not in ("intermediate_size", "initializer_range")},
+        ffn_dim=96,
+        word_embed_proj_dim=64,
+        init_std=0.2,
+    ),
+    "gpt_neox": lambda: t.GPTNeoXConfig(**_COMMON, rotary_pct=0.25),
+}
+
+
+def tiny_model(architecture: str, seed: int = 0) -> t.PreTrainedModel:
+    """A random model in evaluation mode, on transformers' own eager attention."""
+    register()
+    torch.manual_seed(seed)
+    config = CONFIGS[architecture]()
+    return t.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+def prompt_ids(n: int, seed: int = 0) -> list[int]:
+    """Random token ids, none of them special."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 97, (n,), generator=generator).tolist()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Everything(Method):
+    """A method like any other that happens to keep every entry."""
+
+    def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
+        return keep_all(layer)
+
+    def layer_capacity(self, budget: Budget, n: int, layer_index: int, num_layers: int) -> int:
+        return n
+
+    def total_capacity(self, budget: Budget, n: int, num_layers: int) -> int:
+        return n * num_layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Greedy(Method):
+    """Keeps everything and does not say so: the audit must catch it."""
+
+    saves_memory: ClassVar[bool] = True
+
+    def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
+        return keep_all(layer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Broken(Method):
+    """Fails at its second layer."""
+
+    def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
+        if layer.layer_index == 1:
+            raise RuntimeError("out of memory: tried to allocate everything")
+        return keep_all(layer)
+
+    def layer_capacity(self, budget: Budget, n: int, layer_index: int, num_layers: int) -> int:
+        return n
