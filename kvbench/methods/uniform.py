@@ -18,7 +18,7 @@ class Uniform(Method):
     """Keeps sink, window and a uniformly random subset of the middle.
 
     Exactly round(rate * middle) entries per head, drawn without replacement and independently per
-    KV head. Each stands for middle / kept tokens, so its log-weight is log(middle / kept): log 2^T at
+    KV head. Each stands for middle / kept tokens; its log-weight is log(middle / kept): log 2^T at
     rate 2^-T.
 
     Args:

@@ -1,0 +1,166 @@
+"""The self-balancing walk of BalanceKV: signs for the tokens of every block, all blocks at once."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+GROUP = 128
+"""Blocks walked together: enough to hide the loop over steps, few enough to stay in cache."""
+CHUNK = 8
+"""Blocks whose kernel matrices are formed together, in cache."""
+STRIP = 64
+"""Rows of the kernel matrix formed at once, from the first column to the diagonal."""
+SAFE_EXPONENT = 60.0
+"""Rows whose exponents are certainly below this need no scaling in float32."""
+
+
+def balanced_walk(
+    keys: Tensor,
+    values: Tensor | None,
+    index: Tensor,
+    uniforms: Tensor,
+    *,
+    gamma: float,
+    offset: float,
+    temperature: float = 1.0,
+    beta: float = 0.0,
+    counts: Tensor | None = None,
+    weights: Tensor | None = None,
+    centre: str = "mean",
+) -> Tensor:
+    """Signs of the walk within each block: the first is +1; for i >= 1,
+
+        inner_i = sum over j < i of G_ij s_j,    s_i = +1 if u_i < 1/2 - gamma * inner_i, else -1,
+        G_ij = exp(temperature * <k_i, k_j> / sqrt(d) - beta) * (<w_i v_i, w_j v_j> + offset),
+
+    with k centred within its block. The kernel matrix is formed in strips of rows and only up to the
+    diagonal; what earlier strips contribute to `inner` is summed at once, so only the steps inside a
+    strip are walked one by one.
+
+    Keys of any norm are safe: a row whose exponents could overflow is scaled by its largest one (the
+    comparison is scaled alike), so that probability saturates where the plain formula gives NaN.
+
+    Args:
+        keys: [rows, d], any float dtype; computed in float32 (float64 inputs in float64).
+        values: [rows, e], or None for G without its value factor.
+        index: [blocks, b] int64, the row of each place; places beyond `counts` hold any valid row.
+        uniforms: [blocks, b] in [0, 1), one per place (the first of a block is not used).
+        gamma: >= 0; 0 makes every sign a fair coin (but the first).
+        offset: added to the values' inner product.
+        temperature, beta: of the exponent.
+        counts: [blocks] real rows of each block, from the start; None when all are full. Signs of
+            places beyond mean nothing.
+        weights: [blocks, b], factors on the values; None for 1.
+        centre: mean (over a block's real rows) | released (their sum over b, as if the block were
+            padded with zero rows) | none.
+
+    Returns:
+        [blocks, b] bool, True for +1.
+    """
+    blocks, b = index.shape
+    dtype = torch.promote_types(keys.dtype, torch.float32)
+    if gamma == 0.0:
+        positive = uniforms < 0.5
+        positive[:, :1] = True
+        return positive
+    # What is left of the threshold once the signs so far are summed; the first sign has no choice.
+    room = (0.5 - uniforms.to(dtype)) * (math.exp(beta) / gamma)
+    room[:, 0] = float("inf")
+    scale = temperature / keys.shape[1] ** 0.5
+    signs = torch.empty_like(room)
+    strips = [(top, min(top + STRIP, b)) for top in range(0, b, STRIP)]
+    shape = min(GROUP, blocks)
+    kernel = [room.new_empty(shape, end - top, end) for top, end in strips]
+    work = room.new_empty(2, CHUNK * min(STRIP, b) * b)
+    for first in range(0, blocks, GROUP):
+        group = slice(first, min(first + GROUP, blocks))
+        scaled = False
+        for start in range(first, group.stop, CHUNK):
+            chunk = slice(start, min(start + CHUNK, group.stop))
+            rows = index[chunk].reshape(-1)
+            k = keys.index_select(0, rows).to(dtype).view(-1, b, keys.shape[1])
+            k = _centred(k, None if counts is None else counts[chunk], centre)
+            v = None
+            if values is not None:
+                v = values.index_select(0, rows).to(dtype).view(-1, b, values.shape[1])
+                if weights is not None:
+                    v = v * weights[chunk].to(dtype).unsqueeze(-1)
+            out = [strip[start - first : chunk.stop - first] for strip in kernel]
+            shift = _form_kernel(k, v, out, work, scale, offset)
+            if shift is not None:
+                scaled = True
+                room[chunk] *= torch.exp(-shift)
+        size = group.stop - first
+        _walk([strip[:size] for strip in kernel], room[group], signs[group], scaled)
+    return signs > 0
+
+
+def _centred(k: Tensor, counts: Tensor | None, centre: str) -> Tensor:
+    """Keys [blocks, b, d] with padded places zeroed, centred within each block (in place)."""
+    b = k.shape[1]
+    if counts is not None:
+        real = torch.arange(b, device=k.device) < counts[:, None]
+        k *= real.unsqueeze(-1)
+    if centre == "none":
+        return k
+    mean = k.sum(1, keepdim=True)
+    if centre == "mean" and counts is not None:
+        mean /= counts.clamp(min=1)[:, None, None]
+    else:
+        mean /= b
+    return k.sub_(mean)
+
+
+def _form_kernel(
+    k: Tensor, v: Tensor | None, out: list[Tensor], work: Tensor, scale: float, offset: float
+) -> Tensor | None:
+    """Fill `out`, the strips [blocks, rows, end] of G; return the exponent each row was scaled by.
+
+    None, or [blocks, b]: the row's largest exponent over earlier places, at least 0, where a bound
+    (Cauchy-Schwarz) says that the row might overflow; 0 elsewhere.
+    """
+    norms = torch.linalg.vector_norm(k, dim=-1)
+    bound = norms * norms.amax(-1, keepdim=True) * abs(scale)
+    if v is not None:
+        norms = torch.linalg.vector_norm(v, dim=-1)
+        bound += torch.log1p(norms * norms.amax(-1, keepdim=True))
+    risky = bound > SAFE_EXPONENT
+    shift = torch.zeros_like(bound) if bool(risky.any()) else None
+    for g in out:
+        end = g.shape[2]
+        top = end - g.shape[1]
+        e = work[0, : g.numel()].view(g.shape) if v is not None else g
+        torch.baddbmm(e, k[:, top:end], k[:, :end].mT, beta=0, alpha=scale, out=e)
+        if shift is not None:
+            later = torch.ones(end - top, end, dtype=torch.bool, device=e.device).triu_(top)
+            largest = e.masked_fill(later, float("-inf")).amax(-1).clamp_(min=0.0)
+            shift[:, top:end] = torch.where(risky[:, top:end], largest, 0.0)
+            e -= shift[:, top:end].unsqueeze(-1)
+        e.exp_()
+        if v is not None:
+            p = work[1, : g.numel()].view(g.shape)
+            torch.bmm(v[:, top:end], v[:, :end].mT, out=p)
+            torch.mul(p.add_(offset), e, out=g)
+    return shift
+
+
+def _walk(kernel: list[Tensor], room: Tensor, signs: Tensor, scaled: bool) -> None:
+    """Fill `signs` [blocks, b] with +-1, using `room` [blocks, b] up."""
+    plus, minus = signs.new_tensor(1.0), signs.new_tensor(-1.0)
+    for g in kernel:
+        end = g.shape[2]
+        top = end - g.shape[1]
+        if top:
+            room[:, top:end] -= g[:, :, :top].mul_(signs[:, None, :top]).sum(-1)
+        # Row i of the tile is G_ij for the later j: by symmetry, unless rows were scaled.
+        tile = g[:, :, top:].mT.contiguous() if scaled else g[:, :, top:]
+        for i in range(end - top):
+            here = top + i
+            sign = torch.where(room[:, here] > 0, plus, minus)
+            signs[:, here] = sign
+            if here + 1 < end:
+                later = room[:, here + 1 : end]
+                later.addcmul_(tile[:, i, i + 1 :], sign.unsqueeze(-1), value=-1)

@@ -1,0 +1,104 @@
+"""Greedy k-centre (Gonzalez) on the points of many heads at once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+CANDIDATES = 64
+"""Far points looked at together; as many centres as this may be found per pass over the points."""
+
+
+def greedy_k_centre(points: Tensor, count: int, first: Tensor) -> Tensor:
+    """Repeatedly take the point farthest (l2) from the centres chosen so far.
+
+    The farthest points of one moment are mostly those of the next ones too. So the `CANDIDATES`
+    farthest are compared among themselves, and a candidate is taken for as long as its distance to
+    every centre, the new ones included, is no less than the distance of every other point to the
+    old ones (which can only shrink): that makes it the farthest of all. Then one matrix product
+    brings all running minimum distances up to date. The choice is the greedy one exactly, up to
+    ties and rounding; O(n) memory beyond the points.
+
+    Args:
+        points: [batch, n, dim], any float dtype; distances are computed in float32.
+        count: centres wanted, 0 <= count <= n.
+        first: [batch] int64, the centre to start from.
+
+    Returns:
+        [batch, count] int64, distinct, in the order chosen.
+    """
+    batch, n, _ = points.shape
+    if not 0 <= count <= n:
+        raise ValueError(f"{count} centres of {n} points")
+    x = _origin_free(points)
+    square = x.square().sum(-1)
+    distance = torch.full_like(square, float("inf"))
+    wide = min(CANDIDATES, n)
+    slots = torch.arange(wide, device=x.device)
+    heads = torch.arange(batch, device=x.device)
+    # Room for one pass beyond `count`: heads that took fewer centres repeat their last one there.
+    centres = torch.zeros(batch, count + wide + 1, dtype=torch.int64, device=x.device)
+    filled = torch.zeros(batch, dtype=torch.int64, device=x.device)
+    chosen = first.unsqueeze(-1)
+    taken = torch.ones_like(filled)
+    while count:
+        centres.scatter_(1, filled.unsqueeze(-1) + slots[: chosen.shape[1]], chosen)
+        filled = filled + taken
+        if bool((filled >= count).all()):
+            break
+        rows = x.gather(1, chosen.unsqueeze(-1).expand(-1, -1, x.shape[2]))
+        near = torch.baddbmm(square.gather(1, chosen).unsqueeze(1), x, rows.mT, alpha=-2).amin(-1)
+        torch.minimum(distance, near.add_(square).clamp_(min=0.0), out=distance)
+        distance.scatter_(1, chosen, -1.0)
+
+        far = distance.topk(min(wide + 1, n), dim=-1)
+        candidates, left = far.indices[:, :wide], far.values[:, :wide].clone()
+        others = far.values[:, wide:].amax(-1) if n > wide else torch.full_like(left[:, 0], -1.0)
+        rows = x.gather(1, candidates.unsqueeze(-1).expand(-1, -1, x.shape[2]))
+        norm = square.gather(1, candidates)
+        apart = torch.baddbmm(norm.unsqueeze(1), rows, rows.mT, alpha=-2).add_(norm.unsqueeze(2))
+        last = centres[heads, filled - 1]
+        chosen = last.unsqueeze(-1).repeat(1, wide)
+        taken = torch.zeros_like(filled)
+        open_ = torch.ones_like(filled, dtype=torch.bool)
+        for step in range(wide):
+            best, which = left.max(-1)
+            open_ = open_ & (best >= others) & (filled + taken < count)
+            if not bool(open_.any()):
+                chosen = chosen[:, :step]
+                break
+            last = torch.where(open_, candidates[heads, which], last)
+            chosen[:, step] = last
+            taken = taken + open_
+            closer = torch.minimum(left, apart[heads, which].clamp_(min=0.0))
+            closer[heads, which] = -1.0
+            left = torch.where(open_.unsqueeze(-1), closer, left)
+        # A head that closed early repeats its last centre from there on.
+        chosen = torch.where(slots[: chosen.shape[1]] < taken.unsqueeze(-1), chosen, last[:, None])
+    return centres[:, :count]
+
+
+def nearest_centre(points: Tensor, centres: Tensor) -> Tensor:
+    """Which centre (0 .. count - 1, by l2) each point is nearest to: [batch, n] int64.
+
+    Args:
+        points: [batch, n, dim].
+        centres: [batch, count] int64, indices of points; a centre is nearest to itself, so every
+            centre counts at least one point.
+    """
+    x = _origin_free(points)
+    rows = x.gather(1, centres.unsqueeze(-1).expand(-1, -1, x.shape[2]))
+    norm = rows.square().sum(-1).unsqueeze(1)
+    step = max(1, (1 << 20) // max(1, centres.shape[1]))
+    parts = [
+        torch.baddbmm(norm, part, rows.mT, alpha=-2).argmin(-1) for part in x.split(step, dim=1)
+    ]
+    nearest = torch.cat(parts, dim=1)
+    own = torch.arange(centres.shape[1], device=x.device).expand_as(centres)
+    return nearest.scatter_(1, centres, own)
+
+
+def _origin_free(points: Tensor) -> Tensor:
+    """float32 points moved to mean zero: equal distances, less cancellation."""
+    x = points.float()
+    return x - x.mean(1, keepdim=True)

@@ -1,0 +1,254 @@
+"""BalanceKV: the middle halved again and again by a self-balancing walk over blocks of tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.balanced_walk import balanced_walk
+from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
+from kvbench.methods._halving import (
+    PADDING,
+    Survivors,
+    block_counts,
+    blocked,
+    cut,
+    plan_halvings,
+    smaller_classes,
+)
+from kvbench.methods._select import draw_uniforms, require, require_choice, with_sink_and_window
+from kvbench.methods.base import Method
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalanceKV(Method):
+    """Keeps sink, window, and of the middle the subset that self-balancing walks leave.
+
+    A halving cuts the entries into blocks, signs them with `kernels.balanced_walk` and keeps half;
+    a kept entry stands for up to twice as many as before. At rate 2^-T there are T halvings; at other
+    rates the last one covers only the first so many survivors, those of the earliest tokens when
+    `order=position`, as bring the count to round(rate * middle), and leaves the others alone.
+
+    Departures from the authors' code, which the preset `released` takes back except the first two:
+    a row whose exponentials could overflow float32 is scaled by its largest one (theirs turns to NaN
+    and the sign to -1); probabilities are compared without clipping, which changes nothing; blocks
+    of 256 as in the paper (theirs 128); survivors go on by position; keys are centred over a
+    block's real rows only; every weight acts on numerator and denominator alike.
+
+    Args:
+        block_size: entries per block; one integer, or one per halving.
+        gamma: how strongly a walk is pulled back to balance, >= 0; one number, or one per halving.
+            At 4 and usual norms nearly every choice is forced; 0 is a fair coin.
+        centre: mean | released (a short block counts as padded with zero rows) | none.
+        selection: cut (scan the signs of a head in order until one class has floor(n / 2) members;
+            that class is dropped up to there, the other kept with weight doubled, what follows kept
+            as it is) | algorithm2 (the smaller class of each block, weight doubled; the +1 class on
+            a tie). `algorithm2` leaves at most half, not exactly half, and not the same number in
+            every head: the result is padded with entries of log-weight -inf.
+        order: position | released (doubled entries first, then the others): the order in which the
+            next halving finds the survivors.
+        weights: entry (log w on each entry) | released (values scaled by w / 2^T, log 2^T on all
+            compressed entries, for T halvings; with a partial last one the mean factor
+            middle / kept stands for 2^T) | none.
+        normalise: rescale each head's weights to sum to the number of tokens they stand for.
+        value_offset: added to <v_i, v_j> in the kernel.
+        use_values: False drops the factor of the values from the kernel.
+        temperature: of the exponent <k_i, k_j> / sqrt(d).
+        beta: subtracted from the exponent.
+    """
+
+    paper: ClassVar[str] = "arXiv 2502.07861, Appendix B (the form of its experiments)"
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "released": {
+            "block_size": 128,
+            "order": "released",
+            "centre": "released",
+            "weights": "released",
+        }
+    }
+
+    block_size: int | Sequence[int] = 256
+    gamma: float | Sequence[float] = 4.0
+    centre: str = "mean"
+    selection: str = "cut"
+    order: str = "position"
+    weights: str = "entry"
+    normalise: bool = False
+    value_offset: float = 0.025
+    use_values: bool = True
+    temperature: float = 1.0
+    beta: float = 0.0
+
+    def __post_init__(self) -> None:
+        for option in ("block_size", "gamma"):
+            value = getattr(self, option)
+            if not isinstance(value, int | float):  # a list of a YAML file; a tuple can be hashed
+                object.__setattr__(self, option, tuple(value))
+        sizes, gammas = _each(self.block_size), _each(self.gamma)
+        ok = bool(sizes) and all(isinstance(size, int) and size >= 2 for size in sizes)
+        require("balancekv", "block_size", self.block_size, ok, "integers >= 2")
+        ok = bool(gammas) and all(0.0 <= gamma < math.inf for gamma in gammas)
+        require("balancekv", "gamma", self.gamma, ok, "finite numbers >= 0")
+        require_choice("balancekv", "centre", self.centre, ("mean", "released", "none"))
+        require_choice("balancekv", "selection", self.selection, ("cut", "algorithm2"))
+        require_choice("balancekv", "order", self.order, ("position", "released"))
+        require_choice("balancekv", "weights", self.weights, ("entry", "released", "none"))
+        ok = self.temperature >= 0.0
+        require("balancekv", "temperature", self.temperature, ok, "a number >= 0")
+
+    def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
+        """Sink, the survivors of the middle by position, window.
+
+        The draws of a halving are one tensor [kv_heads, blocks, block_size], shared by the rows of a
+        batch, in float32.
+        """
+        heads, n = layer.keys.shape[1:3]
+        middle = budget.middle(n)
+        plan = plan_halvings(middle, budget.rate, budget.middle_kept(n))
+        sizes = _per_halving("block_size", self.block_size, len(plan))
+        draws = [
+            draw_uniforms(generator, heads, math.ceil(size / b), b, dtype=torch.float32)
+            for (_, size), b in zip(plan, sizes, strict=True)
+        ]
+        chosen, weights = self._select(layer.keys, layer.values, draws, plan, budget.sink, middle)
+        return self._weighted(layer, budget, chosen, weights, plan)
+
+    def select(
+        self,
+        keys: Tensor,
+        values: Tensor | None,
+        uniforms: Sequence[Tensor],
+        kept: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The choice as a pure function of the draws.
+
+        Args:
+            keys, values: the middle, [batch, kv_heads, n, dim]; values None as with use_values=False.
+            uniforms: one tensor [batch, kv_heads, blocks, block_size] in [0, 1) per halving (a batch
+                dimension of 1 is shared); blocks = ceil(entries to halve / block_size).
+            kept: entries to keep, when the last halving is to be partial; None halves everything
+                len(uniforms) times.
+
+        Returns:
+            positions: [batch, kv_heads, c] int64, indices into the middle: ascending, or in the
+                released code's order with order=released; -1 pads heads that kept fewer.
+            weights: [batch, kv_heads, c] float32, powers of two (before `normalise`); 0 on padding.
+        """
+        left, plan = keys.shape[2], []
+        for _ in uniforms:
+            plan.append((left, left))
+            left //= 2
+        if plan and kept is not None:
+            left = plan[-1][0]
+            require(
+                "balancekv", "kept", kept, left <= 2 * kept <= 2 * left, f"half to all of {left}"
+            )
+            plan[-1] = (left, 2 * (left - kept))
+        return self._select(keys, values, uniforms, plan, 0, keys.shape[2])
+
+    def _select(
+        self,
+        keys: Tensor,
+        values: Tensor | None,
+        uniforms: Sequence[Tensor],
+        plan: list[tuple[int, int]],
+        start: int,
+        middle: int,
+    ) -> tuple[Tensor, Tensor]:
+        """`select` on the `middle` rows of keys and values from row `start` on, without a copy."""
+        batch, heads, rows, dim = keys.shape
+        device = keys.device
+        flat_keys, flat_values = keys.reshape(-1, dim), None
+        if values is not None and self.use_values:
+            flat_values = values.reshape(-1, values.shape[3])
+        origin = torch.arange(batch * heads, device=device).view(batch, heads, 1) * rows + start
+        state = Survivors.everyone(batch, heads, middle, device)
+        sizes = _per_halving("block_size", self.block_size, len(plan))
+        gammas = _per_halving("gamma", self.gamma, len(plan))
+        for step, ((left, size), b, gamma) in enumerate(zip(plan, sizes, gammas, strict=True)):
+            shape = (batch, heads, math.ceil(size / b), b)
+            found = tuple(uniforms[step].shape)
+            if found not in (shape, (1, *shape[1:])):
+                raise KVError(f"uniforms[{step}] has shape {found}; allowed: {shape} or 1 in front")
+            if size == 0:
+                continue
+            halved = state.to_halve(left, size)
+            counts = block_counts(shape, size, halved)
+            places = shape[2] * b
+            weights = state.weights[:, :, :size] if step and flat_values is not None else None
+            positive = balanced_walk(
+                flat_keys,
+                flat_values,
+                blocked(state.order[:, :, :size] + origin, places).view(-1, b),
+                uniforms[step].to(device).expand(shape).reshape(-1, b),
+                gamma=float(gamma),
+                offset=self.value_offset,
+                temperature=self.temperature,
+                beta=self.beta,
+                counts=counts if counts is None else counts.to(device),
+                weights=weights if weights is None else blocked(weights, places).view(-1, b),
+                centre=self.centre,
+            ).view(batch, heads, places)
+            if self.selection == "cut":
+                state = cut(state, positive[:, :, :size], by_class=self.order == "released")
+            else:
+                state = smaller_classes(state, positive, b, size, halved)
+        return state.marked()
+
+    def _weighted(
+        self,
+        layer: LayerKV,
+        budget: Budget,
+        chosen: Tensor,
+        weights: Tensor,
+        plan: list[tuple[int, int]],
+    ) -> CompressedKV:
+        """Entries and log-weights from the choice (indices into the middle)."""
+        padding = chosen == PADDING
+        middle, count = budget.middle(layer.n), chosen.shape[2]
+        if self.order == "released":
+            chosen, by_position = chosen.sort(-1)
+            weights, padding = weights.gather(-1, by_position), padding.gather(-1, by_position)
+        if self.normalise:
+            weights = weights * (middle / weights.sum(-1, keepdim=True).clamp(min=1.0))
+        place = (chosen + budget.sink).masked_fill(padding, 0)
+        kept = gather_entries(layer, with_sink_and_window(layer, budget, place))
+        inside = slice(budget.sink, budget.sink + count)
+        log_weights = torch.zeros(kept.positions.shape, device=kept.positions.device)
+        if self.weights == "entry":
+            log_weights[:, :, inside] = weights.log()
+        elif self.weights == "released":
+            partial = bool(plan) and plan[-1][0] != plan[-1][1]
+            mean = middle / max(count, 1) if partial else 2.0 ** len(plan)
+            log_weights[:, :, inside] = math.log(mean)
+            values = kept.values.clone()
+            values[:, :, inside] *= (weights / mean).to(values.dtype).unsqueeze(-1)
+            kept = replace(kept, values=values)
+        if not bool(padding.any()):
+            return replace(kept, log_weights=None if self.weights == "none" else log_weights)
+        log_weights[:, :, inside].masked_fill_(padding, -math.inf)
+        positions = kept.positions.clone()
+        positions[:, :, inside].masked_fill_(padding, PADDING)
+        return replace(kept, positions=positions, log_weights=log_weights)
+
+
+def _each(value: Any) -> tuple[Any, ...]:
+    return (value,) if isinstance(value, int | float) else tuple(value)
+
+
+def _per_halving(option: str, value: Any, count: int) -> tuple[Any, ...]:
+    """`value` for each of `count` halvings.
+
+    Raises:
+        KVError: a list that is too short.
+    """
+    if isinstance(value, int | float):
+        return (value,) * count
+    if len(value) < count:
+        raise KVError(f"balancekv.{option} is {list(value)}; allowed: {count} values at this rate")
+    return tuple(value[:count])

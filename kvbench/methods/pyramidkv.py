@@ -1,0 +1,69 @@
+"""PyramidKV: SnapKV with more entries in the first layers than in the last."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from kvbench.kv import Budget
+from kvbench.methods._select import require, require_choice
+from kvbench.methods.snapkv import SnapKV
+
+
+@dataclass(frozen=True, kw_only=True)
+class PyramidKV(SnapKV):
+    """SnapKV's selection with a capacity that falls linearly from the first layer to the last.
+
+    With C = capacity - window: the last layer gets C // beta entries besides the window and the
+    first 2C less that (or all that there are). The budgets are spread evenly between the two and
+    rounded by largest remainder, so that they sum to exactly num_layers * C. A prompt with n < 2C
+    and a one-layer model get C in every layer.
+
+    Args:
+        beta: how steep: the last layer keeps about 1 / beta of the mean.
+        budgets: linear | released. `released` steps down by the integer quotient
+            (first - last) // (num_layers - 1), as the authors' code does; the deep layers then keep
+            more than planned and the mean exceeds C, so the audit is told the preset's own sum.
+    """
+
+    paper: ClassVar[str] = "arXiv 2406.02069, section 4"
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "released": {"budgets": "released", "granularity": "query_head"}
+    }
+
+    beta: int = 20
+    budgets: str = "linear"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require("pyramidkv", "beta", self.beta, self.beta >= 1, "an integer >= 1")
+        require_choice("pyramidkv", "budgets", self.budgets, ("linear", "released"))
+
+    def layer_capacities(self, budget: Budget, n: int, num_layers: int) -> list[int]:
+        """Entries per head of every layer after a prompt of n tokens, the window included."""
+        capacity = budget.capacity(n)
+        mean = capacity - budget.window
+        if n <= capacity or n < 2 * mean or num_layers == 1:
+            return [capacity] * num_layers
+        first = min(2 * mean - mean // self.beta, n - budget.window)
+        last = 2 * mean - first
+        steps = num_layers - 1
+        if self.budgets == "released":
+            fall = (first - last) // steps
+            return [first - layer * fall + budget.window for layer in range(num_layers)]
+        # Exact fractions with denominator `steps`: entries[l] = first - l * (first - last) / steps.
+        scaled = [first * steps - layer * (first - last) for layer in range(num_layers)]
+        entries = [value // steps for value in scaled]
+        by_remainder = sorted(range(num_layers), key=lambda layer: -(scaled[layer] % steps))
+        for layer in by_remainder[: num_layers * mean - sum(entries)]:
+            entries[layer] += 1
+        return [count + budget.window for count in entries]
+
+    def layer_capacity(self, budget: Budget, n: int, layer_index: int, num_layers: int) -> int:
+        """Entries per head this layer may hold."""
+        return self.layer_capacities(budget, n, num_layers)[layer_index]
+
+    def total_capacity(self, budget: Budget, n: int, num_layers: int) -> int:
+        """num_layers * capacity, or the larger sum of the `released` formula."""
+        return sum(self.layer_capacities(budget, n, num_layers))

@@ -1,0 +1,64 @@
+"""SubGen (ClusterGen) as in its experiments: recent tokens and k-centre representatives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from kvbench.kernels.kcentre import greedy_k_centre, nearest_centre
+from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
+from kvbench.methods._select import draw_uniforms, positions_between, require, require_choice
+from kvbench.methods.base import Method
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubGen(Method):
+    """Keeps the last `recent` tokens and capacity - recent centres of the other keys.
+
+    The centres are chosen per KV head by greedy k-centre in squared l2, starting from a random key.
+    There is no separate sink.
+
+    Args:
+        recent: entries that are the most recent tokens; None for budget.window.
+        weights: none (as in the paper's experiments) | cluster (a centre's log-weight is the log of
+            the number of keys nearest to it, itself included).
+    """
+
+    paper: ClassVar[str] = "arXiv 2402.06082, section 4 (the form of its experiments)"
+
+    recent: int | None = None
+    weights: str = "none"
+
+    def __post_init__(self) -> None:
+        ok = self.recent is None or self.recent >= 0
+        require("subgen", "recent", self.recent, ok, "an integer >= 0, or null for budget.window")
+        require_choice("subgen", "weights", self.weights, ("none", "cluster"))
+
+    def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
+        """Centres, ascending, then the recent tokens; log_weights float32 or None.
+
+        Raises:
+            KVError: `recent` is more than the capacity.
+        """
+        batch, heads, n, dim = layer.keys.shape
+        capacity = budget.capacity(n)
+        recent = budget.window if self.recent is None else self.recent
+        if recent > capacity:
+            raise KVError(f"subgen.recent is {recent}; allowed: at most the capacity, {capacity}")
+        older, count = n - recent, capacity - recent
+        draws = draw_uniforms(generator, heads, dtype=torch.float64)
+        first = (draws * older).long().to(layer.keys.device).expand(batch, heads).flatten()
+        points = layer.keys[:, :, :older].reshape(batch * heads, older, dim)
+        centres = greedy_k_centre(points, count, first).sort(-1).values
+        window = positions_between(layer, older, n)
+        positions = torch.cat([centres.view(batch, heads, count), window], dim=-1)
+        log_weights = None
+        if self.weights == "cluster":
+            nearest = nearest_centre(points, centres)
+            sizes = torch.zeros(batch * heads, count, device=points.device)
+            sizes.scatter_add_(1, nearest, torch.ones_like(nearest, dtype=torch.float32))
+            log_weights = torch.zeros(positions.shape, device=points.device)
+            log_weights[:, :, :count] = sizes.log().view(batch, heads, count)
+        return gather_entries(layer, positions, log_weights)
