@@ -340,6 +340,11 @@ def load_runs(experiment_folder: str | Path) -> list[Run]:
 
 
 def load_run(folder: Path) -> Run:
+    """One run folder, as `load_runs` reads it.
+
+    Raises:
+        StoreError: no manifest, or a file that is broken.
+    """
     import pandas as pd  # not above: the command line imports this module and should start fast
 
     manifest = _read_manifest(folder / MANIFEST)

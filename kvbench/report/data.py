@@ -72,7 +72,7 @@ class TaskMeta:
     breakdown: tuple[str, ...] = ()
     figures: tuple[Mapping[str, Any], ...] = ()
     unit: str = "example_id"
-    """Record field that names the independent unit that intervals resample."""
+    """Record field that names the independent unit, which intervals resample."""
 
     @staticmethod
     def of(manifest: Mapping[str, Any]) -> TaskMeta:
@@ -141,11 +141,12 @@ def load_experiment(folder: Path) -> Experiment:
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
-    """Runs of the same model and task together, sorted by model and task."""
+    """Runs of the same model and task together: by model, what is scored before what is probed."""
     groups: dict[tuple[str, str], list[Run]] = defaultdict(list)
     for run in runs:
         groups[str(run.manifest.get("model")), str(run.manifest.get("task"))].append(run)
-    return [_group(*key, groups[key]) for key in sorted(groups)]
+    found = [_group(*key, members) for key, members in groups.items()]
+    return sorted(found, key=lambda g: (g.model, g.meta.score_unit != "fraction", g.task))
 
 
 def entries_of(records: pd.DataFrame, which: str) -> pd.Series:
@@ -183,8 +184,8 @@ def _group(model: str, task: str, runs: Sequence[Run]) -> Group:
 def arms_of(runs: Sequence[Run]) -> list[Arm]:
     """One arm per run; runs that differ by nothing but their seed share one.
 
-    Of several runs of one method, the config keys in which they differ tell them apart. Where a
-    method keeps the whole cache, its budget does not count.
+    Of several runs of one method, the keys in which they differ tell them apart. Where a method
+    keeps the whole cache, its budget does not count.
     """
     by_method: dict[str, list[int]] = defaultdict(list)
     for index, run in enumerate(runs):
@@ -192,7 +193,7 @@ def arms_of(runs: Sequence[Run]) -> list[Arm]:
     arms: dict[int, Arm] = {}
     for method, indices in by_method.items():
         whole = all(_keeps_all(runs[i].records) for i in indices)
-        configs = {i: _flat(runs[i].manifest.get("config") or {}) for i in indices}
+        configs = {i: _flat(_identity(runs[i].manifest)) for i in indices}
         if whole:
             configs = {i: _without_budget(config) for i, config in configs.items()}
         varied = sorted(
@@ -202,8 +203,8 @@ def arms_of(runs: Sequence[Run]) -> list[Arm]:
         )
         for i, config in configs.items():
             options = tuple(f"{key.split('.')[-1]} {config.get(key, 'unset')}" for key in varied)
-            rate = config.get("budget.rate")
-            arms[i] = Arm(method, options, None if rate is None else float(rate))
+            rate = config.get("budget.rate", "null")
+            arms[i] = Arm(method, options, None if rate == "null" else float(rate))
         if not whole:
             _tell_twins_apart(arms, runs, indices)
     return [arms[i] for i in range(len(runs))]
@@ -229,6 +230,11 @@ def _baselines(arms: Sequence[Arm]) -> dict[str, str | None]:
         nearest = max(exact, key=lambda other: len(set(other.options) & set(arm.options)))
         found[arm.label] = None if arm in exact else nearest.label
     return found
+
+
+def _identity(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What was hashed: whatever changes a score of this run; else the whole config."""
+    return manifest.get("identity") or manifest.get("config") or {}
 
 
 def _keeps_all(records: pd.DataFrame) -> bool:

@@ -80,7 +80,7 @@ def figures_of(group: Group, tables: Sequence[ScoreTable]) -> list[Drawn]:
         tables: the group's score table by dataset, then those by other fields.
     """
     figures: list[Drawn] = []
-    if group.records["score"].isna().all():
+    if not ((group.records["status"] == "ok") & group.records["score"].notna()).any():
         return figures
     heat, bar_spec = group.meta.figure("heatmap"), group.meta.figure("bars")
     if heat:
@@ -157,11 +157,20 @@ def heatmap_alone(group: Group, arm: Arm, spec: Mapping[str, Any]) -> Drawn:
 
 
 def bars(group: Group, spec: Mapping[str, Any]) -> Drawn:
-    """Bars per method and x, one panel per facet: mean and standard deviation over seeds."""
+    """Bars per method and x, one panel per facet: mean and standard deviation over seeds.
+
+    A record field ``draw`` (several draws of a method in one run) counts as part of the seed.
+    Methods that keep the whole cache are left out: their error is rounding.
+    """
     value = spec.get("value", "score")
     x, facet = spec["x"], spec.get("facet")
-    good = group.records[group.records["status"] == "ok"]
-    good = good.assign(value=pd.to_numeric(good[value if value in good else "score"]))
+    good = group.records[
+        (group.records["status"] == "ok") & (group.records["saves_memory"] != False)
+    ]  # noqa: E712
+    repeat = good["seed"].astype(str) + ("/" + good["draw"].astype(str) if "draw" in good else "")
+    good = good.assign(
+        value=pd.to_numeric(good[value if value in good else "score"]), repeat=repeat
+    )
     facets = sorted(good[facet].unique()) if facet else [None]
     ticks = sorted(good[x].unique(), reverse=x == "rate")
     columns = min(3, len(facets))
@@ -173,8 +182,8 @@ def bars(group: Group, spec: Mapping[str, Any]) -> Drawn:
     for ax, name in zip(axes.flat, facets, strict=False):
         part = good if name is None else good[good[facet] == name]
         for i, arm in enumerate(arms):
-            seeds = part[part["arm"] == arm.label].groupby([x, "seed"])["value"].mean()
-            means, spread = seeds.groupby(x).mean(), seeds.groupby(x).std()
+            repeats = part[part["arm"] == arm.label].groupby([x, "repeat"])["value"].mean()
+            means, spread = repeats.groupby(x).mean(), repeats.groupby(x).std()
             at = np.arange(len(ticks)) + (i - (len(arms) - 1) / 2) * width
             ax.bar(
                 at,
@@ -191,10 +200,10 @@ def bars(group: Group, spec: Mapping[str, Any]) -> Drawn:
             ax.set_title(f"{_words(facet or '')} {as_text(name)}", fontsize=_TEXT)
     for ax in list(axes.flat)[len(facets) :]:
         ax.remove()
-    figure.supxlabel(_axis(x), fontsize=_TEXT)
-    figure.supylabel(str(spec.get("ylabel", _words(value))), fontsize=_TEXT)
+    ylabel = str(spec.get("ylabel", _words(value)))
+    _label_axes(figure, list(axes.flat)[: len(facets)], _axis(x), ylabel)
     _legend(figure, axes.flat[0], len(arms))
-    seeds = good["seed"].nunique()
+    seeds = good["repeat"].nunique()
     return Drawn(
         f"{_stem(group)}-bars",
         f"{group.task}: {spec.get('ylabel', _words(value))} by {_words(x)}",
@@ -244,8 +253,9 @@ def breakdown(group: Group, table: ScoreTable) -> Drawn:
         _style_axes(ax)
     for ax in list(axes.flat)[len(panels) :]:
         ax.remove()
-    figure.supxlabel(_axis(table.by), fontsize=_TEXT)
-    figure.supylabel(f"score{_axis_unit(group)}", fontsize=_TEXT)
+    _label_axes(
+        figure, list(axes.flat)[: len(panels)], _axis(table.by), f"score{_axis_unit(group)}"
+    )
     _legend(figure, axes.flat[0], len(panels[0][1]))
     return Drawn(
         f"{_stem(group)}-by-{_slug(table.by)}",
@@ -363,11 +373,11 @@ def throughput(group: Group, timings: Sequence[Timing]) -> Drawn:
         prefill, decode = timing.prefill_s[1], timing.decode_s[1]
         left.barh(i, prefill, 0.68, color=color, alpha=0.4, edgecolor=color)
         left.barh(i, decode, 0.68, left=prefill, color=color, edgecolor=color)
-        right.barh(i, timing.tokens_per_s, 0.68, color=color)
-        if math.isfinite(timing.tokens_per_s):
+        right.barh(i, timing.decode_tokens_per_s, 0.68, color=color)
+        if math.isfinite(timing.decode_tokens_per_s):
             right.annotate(
-                value_text(timing.tokens_per_s, ""),
-                (timing.tokens_per_s, i),
+                value_text(timing.decode_tokens_per_s, ""),
+                (timing.decode_tokens_per_s, i),
                 xytext=(3, 0),
                 textcoords="offset points",
                 va="center",
@@ -393,6 +403,16 @@ def _new(width: float, height: float) -> Figure:
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     return figure
+
+
+def _label_axes(figure: Figure, axes: Sequence[Axes], x: str, y: str) -> None:
+    """Labels on the axes of a single panel, shared labels beside several."""
+    if len(axes) == 1:
+        axes[0].set_xlabel(x, fontsize=_TEXT)
+        axes[0].set_ylabel(y, fontsize=_TEXT)
+    else:
+        figure.supxlabel(x, fontsize=_TEXT)
+        figure.supylabel(y, fontsize=_TEXT)
 
 
 def _style_axes(ax: Axes, grid: Literal["x", "y"] = "y") -> None:

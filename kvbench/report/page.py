@@ -27,6 +27,7 @@ from kvbench.report.tables import Overview, ScoreTable, Timing
 
 _HERE = Path(__file__).parent
 _FAILURES_SHOWN = 100
+_PIXELS_PER_INCH = 92
 
 
 @dataclass(frozen=True)
@@ -88,14 +89,20 @@ def _section(section: Section, index: int) -> dict[str, Any]:
         if section.timings
         else None,
         "notes": views.notes_of(section.tables),
-        "figures": [
-            {"drawn": f, "uri": f"data:image/png;base64,{base64.b64encode(f.png()).decode()}"}
-            for f in section.figures
-        ],
+        "figures": [_figure(drawn) for drawn in section.figures],
         "shown": shown,
         "examples": examples,
         "filters": _filters(shown),
         "failures": _failures(section.group),
+    }
+
+
+def _figure(drawn: Drawn) -> dict[str, Any]:
+    """One size of text on the page, however large the figure is."""
+    return {
+        "drawn": drawn,
+        "uri": f"data:image/png;base64,{base64.b64encode(drawn.png()).decode()}",
+        "width": round(drawn.figure.get_figwidth() * _PIXELS_PER_INCH),
     }
 
 

@@ -101,13 +101,22 @@ class Overview:
 
 @dataclass(frozen=True)
 class Timing:
-    """One arm of a throughput table: minimum and median over runs."""
+    """One arm of a throughput table, at one prompt length.
+
+    Attributes:
+        setting: prompt + new tokens.
+        prefill_s: prefill and compression, (minimum, median) over runs; decode_s likewise.
+        tokens_per_s: new tokens per second of everything, median over runs;
+            decode_tokens_per_s of decoding alone.
+        peak_bytes, cache_bytes, ratio: means over runs.
+    """
 
     arm: Arm
     setting: str
     prefill_s: tuple[float, float]
     decode_s: tuple[float, float]
     tokens_per_s: float
+    decode_tokens_per_s: float
     peak_bytes: float
     cache_bytes: float
     ratio: float
@@ -228,6 +237,7 @@ def timing_frame(timings: Sequence[Timing]) -> pd.DataFrame:
             "decode_s_min": timing.decode_s[0],
             "decode_s_median": timing.decode_s[1],
             "tokens_per_s_median": timing.tokens_per_s,
+            "decode_tokens_per_s_median": timing.decode_tokens_per_s,
             "peak_bytes": timing.peak_bytes,
             "cache_bytes": timing.cache_bytes,
             "ratio": timing.ratio,
@@ -359,20 +369,22 @@ def _timing(arm: Arm, prompt: object, records: pd.DataFrame) -> Timing:
     prefill = good["prefill_s"].add(good["compress_s"].fillna(0.0))
     new = as_text(float(good["new_tokens"].max())) if len(good) else "?"
 
-    def mean(name: str) -> float:
-        return float(good[name].astype(float).mean()) if name in good else np.nan
+    def column(name: str) -> pd.Series:
+        return good[name].astype(float) if name in good else pd.Series(dtype=float)
 
+    rate = column("tokens_per_s")
     return Timing(
         arm=arm,
         setting=f"{as_text(prompt)} + {new}",
         prefill_s=(float(prefill.min()), float(prefill.median())),
         decode_s=(float(good["decode_s"].min()), float(good["decode_s"].median())),
-        tokens_per_s=float((good["new_tokens"] / good["decode_s"]).median()),
-        peak_bytes=mean("peak_bytes"),
-        cache_bytes=mean("cache_bytes"),
-        ratio=mean("ratio"),
+        tokens_per_s=float((rate if len(rate) else good["score"]).median()),
+        decode_tokens_per_s=float((good["new_tokens"] / good["decode_s"]).median()),
+        peak_bytes=float(column("peak_bytes").mean()),
+        cache_bytes=float(good["cache_bytes"].mean()),
+        ratio=float(good["ratio"].mean()),
         runs=len(good),
-        failures=failures_of(records.assign(score=records["score"].fillna(0.0))),
+        failures=failures_of(records),
     )
 
 

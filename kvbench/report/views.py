@@ -131,6 +131,7 @@ def timing_view(task: str, model: str, timings: Sequence[Timing]) -> View:
             "prefill + compress s",
             "decode s",
             "tokens/s",
+            "decode tokens/s",
             "peak memory",
             "cache",
             "ratio",
@@ -144,6 +145,7 @@ def timing_view(task: str, model: str, timings: Sequence[Timing]) -> View:
                 " / ".join(map(number, t.prefill_s)),
                 " / ".join(map(number, t.decode_s)),
                 number(t.tokens_per_s),
+                number(t.decode_tokens_per_s),
                 size(t.peak_bytes),
                 size(t.cache_bytes),
                 number(t.ratio),
@@ -152,7 +154,10 @@ def timing_view(task: str, model: str, timings: Sequence[Timing]) -> View:
             )
             for t in timings
         ),
-        notes=("Prefill is never shared here; tokens/s is the median, while decoding.",),
+        notes=(
+            "No prefill is shared. tokens/s are medians: new tokens over the time of prefill,"
+            " compression and decoding, and over decoding alone.",
+        ),
     )
 
 
@@ -161,10 +166,14 @@ def notes_of(tables: Sequence[ScoreTable]) -> list[str]:
     rows = [row for table in tables for row in table.rows]
     cells = [cell for row in rows for cell in row.cells.values()]
     notes = [INTERVAL_NOTE]
-    baselines = sorted({table.baseline for table in tables if table.baseline})
-    if baselines:
+    baselines: dict[str, list[str]] = {}
+    for table in tables:
+        if table.baseline:
+            baselines.setdefault(table.baseline, []).append(table.task)
+    for baseline, tasks in baselines.items():
+        where = f" on {', '.join(dict.fromkeys(tasks))}" if len(baselines) > 1 else ""
         notes.append(
-            f"Δ is the paired difference to {' or '.join(baselines)}, over examples both scored."
+            f"Δ is the paired difference to {baseline}{where}, over examples that both scored."
         )
     notes.append(
         "ratio is measured: bytes held / bytes of the exact cache; seconds are medians per example."

@@ -1,0 +1,275 @@
+"""Synthetic run folders for the report's tests: seeded, with failures and hostile text in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvbench.store import COMMON_FIELDS, RecordStore, config_hash, run_folder, write_manifest
+
+HOSTILE = "<script>document.title='owned'</script><img src=x onerror=alert(1)>"
+SKILL = {
+    "exact": 0.96,
+    "streaming_llm": 0.3,
+    "uniform": 0.72,
+    "snapkv": 0.85,
+    "pyramidkv": 0.84,
+    "h2o": 0.6,
+    "subgen": 0.66,
+    "balancekv": 0.78,
+}
+
+
+def write_run(
+    results: Path,
+    *,
+    task: str,
+    method: str,
+    records: Sequence[Mapping[str, Any]],
+    task_meta: Mapping[str, Any],
+    experiment: str = "demo",
+    model: str = "recall_mini",
+    seed: int = 0,
+    options: Mapping[str, Any] | None = None,
+) -> Path:
+    """One run folder; `records` need only the fields that differ from the defaults."""
+    config = {
+        "model": {"name": model},
+        "task": {"name": task},
+        "method": {"name": method},
+        "budget": {"rate": 0.25, "sink": 32, "window": 32},
+        "seed": seed,
+    }
+    for key, value in (options or {}).items():
+        *path, last = key.split(".")
+        inner: Any = config
+        for part in path:
+            inner = inner.setdefault(part, {})
+        inner[last] = value
+    code = config_hash(config)
+    folder = run_folder(results, experiment, model, task, method, code)
+    common = dict.fromkeys(COMMON_FIELDS) | {
+        "experiment": experiment,
+        "model": model,
+        "task": task,
+        "dataset": task,
+        "method": method,
+        "config_hash": code,
+        "seed": seed,
+        "status": "ok",
+        "saves_memory": method != "exact",
+        "compressed": method != "exact",
+        "prompt_tail": "What is the REGISTER_CONTENT in line brave-otter? ",
+        "answers": ["41077"],
+    }
+    with RecordStore(folder) as store:
+        for record in records:
+            store.append(common | record)
+    manifest = {
+        "experiment": experiment,
+        "model": model,
+        "task": task,
+        "method": method,
+        "config": config,
+        "config_hash": code,
+        "seed": seed,
+        "command": f"python -m kvbench experiment={experiment}",
+        "versions": {"kvbench": "0.1.0", "torch": "2.13.0", "transformers": "5.3.0"},
+        "code_revision": "0123abcd",
+        "hardware": {"cpu": "2 cores", "gpu": None},
+        "started": "2026-11-20T12:00:00+00:00",
+        "task_meta": task_meta,
+    }
+    write_manifest(folder, manifest)
+    return folder
+
+
+def costs(rng: np.random.Generator, method: str, rate: float, tokens: int) -> dict[str, Any]:
+    """Memory and time of one example."""
+    ratio = 1.0 if method == "exact" else min(1.0, rate + 64 / tokens)
+    held = int(tokens * ratio)
+    return {
+        "prompt_tokens": tokens,
+        "new_tokens": 8,
+        "capacity": held,
+        "entries": {"mean": held, "max": held},
+        "cache_bytes": held * 2048,
+        "exact_bytes": tokens * 2048,
+        "ratio": held / tokens,
+        "prefill_s": float(rng.normal(0.8, 0.02)),
+        "compress_s": 0.0 if method == "exact" else float(rng.normal(0.05, 0.004)),
+        "decode_s": float(rng.normal(0.1, 0.005)),
+    }
+
+
+def lines_records(method: str, rate: float = 0.25, seed: int = 0) -> list[dict[str, Any]]:
+    """50 questions over 10..50 lines; exact and others share prompts' difficulty."""
+    hard = np.random.default_rng([seed, 1])
+    rng = np.random.default_rng([seed, *method.encode(), int(rate * 1000)])
+    records: list[dict[str, Any]] = []
+    for i in range(50):
+        lines = 10 * (1 + i % 5)
+        skill = SKILL[method] - 0.004 * lines - (0.0 if method == "exact" else 0.1 * (1 - rate))
+        right = hard.random() * 0.8 + rng.random() * 0.2 < skill
+        prediction = "<41077>" if right else f"<{rng.integers(1, 50000)}>"
+        record = {
+            "example_id": f"lines-{lines}-{i:03d}",
+            "num_lines": lines,
+            "prediction": prediction,
+            "score": float(right),
+        } | costs(rng, method, rate, 24 * lines)
+        if method == "h2o" and i in (7, 31):
+            record |= {"status": "oom", "score": None, "prediction": None, "error": "out of memory"}
+        if method == "snapkv" and i == 3:
+            record |= {"prediction": HOSTILE, "score": 0.0}
+        records.append(record)
+    return records
+
+
+def needle_records(method: str, rate: float = 0.25) -> list[dict[str, Any]]:
+    """A grid of lengths and depths, two needles each."""
+    rng = np.random.default_rng([5, *method.encode(), int(rate * 1000)])
+    records = []
+    for length in (256, 512, 1024, 2048):
+        for depth in (0, 25, 50, 75, 100):
+            for i in range(2):
+                skill = SKILL[method] if depth not in (0, 100) else 0.97
+                right = rng.random() < skill - (length > 1000) * 0.1
+                records.append(
+                    {
+                        "example_id": f"{length}-{depth}-{i}",
+                        "length": length,
+                        "depth": depth,
+                        "prediction": "a sandwich in the park" if right else "I do not know.",
+                        "answers": ["eat a sandwich in the park"],
+                        "score": float(right),
+                    }
+                    | costs(rng, method, rate, length)
+                )
+    return records
+
+
+def error_records(method: str) -> list[dict[str, Any]]:
+    """Relative errors: 3 prompts x 4 seeds x 4 rates x 3 layers."""
+    rng = np.random.default_rng([9, *method.encode()])
+    factor = {"uniform": 1.0, "balancekv": 0.7}.get(method, 1.3)
+    return [
+        {
+            "example_id": f"p{prompt}-s{seed}-r{rate}-l{layer}",
+            "prompt": f"p{prompt}",
+            "seed": seed,
+            "rate": rate,
+            "layer": layer,
+            "relative_error": (value := float(factor * 0.1 / rate**0.7 * rng.uniform(0.9, 1.1))),
+            "score": value,
+            "prompt_tokens": 1024,
+            "ratio": rate,
+        }
+        for prompt in range(3)
+        for seed in range(4)
+        for rate in (0.5, 0.25, 0.125, 0.0625)
+        for layer in (1, 2, 5)
+    ]
+
+
+def throughput_records(method: str) -> list[dict[str, Any]]:
+    """Five timed runs."""
+    rng = np.random.default_rng([13, *method.encode()])
+    records = []
+    for run in range(5):
+        cost = costs(rng, method, 0.25, 4096) | {"new_tokens": 128}
+        decode = float(rng.normal(3.0 if method == "exact" else 2.2, 0.05))
+        extra = {"decode_s": decode, "tokens_per_s": 128 / decode, "peak_bytes": 9e8}
+        record = {"example_id": f"run-{run}", "run": run, "score": 128 / decode}
+        records.append(cost | extra | record)
+    return records
+
+
+LINES_META = {
+    "version": 1,
+    "score_unit": "fraction",
+    "lower_is_better": False,
+    "breakdown": ["num_lines"],
+    "figures": [],
+}
+NEEDLE_META = LINES_META | {
+    "breakdown": ["length"],
+    "figures": [{"kind": "heatmap", "x": "length", "y": "depth", "value": "score"}],
+}
+ERROR_META = {
+    "version": 1,
+    "score_unit": "relative_error",
+    "lower_is_better": True,
+    "breakdown": ["rate"],
+    "unit": "prompt",
+    "figures": [
+        {
+            "kind": "bars",
+            "x": "rate",
+            "facet": "layer",
+            "value": "relative_error",
+            "ylabel": "relative error",
+        }
+    ],
+}
+THROUGHPUT_META = {
+    "version": 1,
+    "score_unit": "tokens/s",
+    "lower_is_better": False,
+    "breakdown": [],
+    "figures": [{"kind": "throughput"}],
+}
+
+
+def write_demo(results: Path, methods: Sequence[str] = tuple(SKILL)) -> Path:
+    """An experiment with every kind of task; returns its folder."""
+    for method in methods:
+        write_run(
+            results,
+            task="longeval_lines",
+            method=method,
+            records=lines_records(method),
+            task_meta=LINES_META,
+        )
+        write_run(
+            results,
+            task="needle",
+            method=method,
+            records=needle_records(method),
+            task_meta=NEEDLE_META,
+        )
+        write_run(
+            results,
+            task="throughput",
+            method=method,
+            records=throughput_records(method),
+            task_meta=THROUGHPUT_META,
+        )
+    for method in set(methods) & {"uniform", "balancekv", "streaming_llm"}:
+        write_run(
+            results,
+            task="layer_error",
+            method=method,
+            records=error_records(method),
+            task_meta=ERROR_META,
+        )
+    return results / "demo"
+
+
+def write_sweep(results: Path) -> Path:
+    """Three rates of three methods on one task; returns the experiment's folder."""
+    for method in ("exact", "snapkv", "balancekv", "uniform"):
+        for rate in (0.5, 0.25, 0.125):
+            write_run(
+                results,
+                experiment="sweep",
+                task="longeval_lines",
+                method=method,
+                records=lines_records(method, rate if method != "exact" else 1.0),
+                task_meta=LINES_META,
+                options={"budget.rate": rate},
+            )
+    return results / "sweep"
