@@ -1,0 +1,72 @@
+"""Imports point one way, and the command line answers without torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import kvbench
+
+PACKAGE = Path(kvbench.__file__).parent
+
+ALLOWED = {
+    "nearest": set(),
+    "kernels": set(),
+    "kv": {"kernels"},
+    "methods": {"kv", "kernels", "nearest"},
+    "tasks": {"nearest"},
+    "engine": {"kv", "methods", "tasks"},
+    "plan": {"kv", "methods", "engine", "tasks"},
+    "probes": {"kv", "methods", "engine", "plan", "tasks"},
+    "store": set(),
+    "report": {"store"},
+    "runner": {"engine", "plan", "store"},
+    "progress": {"runner"},
+}
+"""Parts of the package each part may import (besides itself); what is not listed is an entry point."""
+
+
+def imported(path: Path) -> set[str]:
+    """Parts of kvbench that a file imports, lazy imports included."""
+    parts = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module]
+            if node.module == "kvbench":
+                names = [f"kvbench.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        parts |= {name.split(".")[1] for name in names if name.startswith("kvbench.")}
+    return parts
+
+
+def test_imports_point_one_way():
+    for part, allowed in ALLOWED.items():
+        folder = PACKAGE / part
+        files = list(folder.rglob("*.py")) if folder.is_dir() else [PACKAGE / f"{part}.py"]
+        assert files, part
+        for file in files:
+            foreign = imported(file) - {part}
+            assert foreign <= allowed, f"{file.relative_to(PACKAGE)} imports {foreign - allowed}"
+
+
+def test_only_the_engine_knows_transformers():
+    for file in PACKAGE.rglob("*.py"):
+        if file.relative_to(PACKAGE).parts[0] == "engine":
+            continue
+        source = file.read_text()
+        assert "import transformers" not in source, file
+        assert "from transformers" not in source, file
+
+
+def test_usage_errors_come_without_importing_torch():
+    script = (
+        "import sys; from kvbench.cli import check_overrides; "
+        "assert 'snapkv' in check_overrides(['method=snapkvv']); "
+        "assert 'torch' not in sys.modules and 'wandb' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

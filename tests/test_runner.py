@@ -1,0 +1,205 @@
+"""The runner: records, failures, resuming, and the hash that names a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import pytest
+import torch
+from tiny import Broken, Greedy, tiny_model
+
+from kvbench.engine.loading import ModelSpec
+from kvbench.engine.session import Session
+from kvbench.kv import Budget, KVError
+from kvbench.methods import build_method
+from kvbench.plan import TaskPlan
+from kvbench.runner import Job, run_job
+from kvbench.store import load_run
+from kvbench.tasks.base import Example, PromptEncoder, Task
+
+SMALL = Budget(rate=0.25, sink=4, window=4)
+TIMES = ("prefill_s", "compress_s", "decode_s")
+
+
+class Letters:
+    """A tokenizer of 94 printable characters."""
+
+    eos_token_id = None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [3 + (ord(c) - 32) % 94 for c in text]
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        return "".join(chr(29 + i) for i in token_ids if i >= 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Echo(Task):
+    """Prompts of letters; the score is the share of new tokens that are letters."""
+
+    name: ClassVar[str] = "echo"
+    breakdown: ClassVar[tuple[str, ...]] = ("length",)
+
+    count: int = 4
+    question: str = "what next? "
+
+    def examples(self, encoder: PromptEncoder) -> Sequence[Example]:
+        return [
+            Example(
+                id=f"e{i}",
+                context="abcdefgh" * (8 + i),
+                question=self.question,
+                answers=("a",),
+                max_new_tokens=6,
+                dataset="echo",
+                fields={"length": 8 * (8 + i)},
+            )
+            for i in range(self.count)
+        ]
+
+    def score(self, prediction: str, example: Example) -> Mapping[str, float]:
+        share = sum(c.isalpha() for c in prediction) / max(1, len(prediction))
+        return {"score": share, "letters": share}
+
+
+def make_job(tmp_path, methods=None, **changes) -> Job:
+    session = Session(
+        ModelSpec(name="tiny", path="none"), torch.device("cpu"), torch.float32,
+        compress_after=changes.pop("compress_after", "prompt"),
+    )  # fmt: skip
+    model = tiny_model("llama")
+    model.set_attn_implementation("kvbench")
+    # what the loader would put there
+    session.__dict__.update(model=model, tokenizer=Letters(), encoder=PromptEncoder(Letters()))
+    methods = methods or {n: build_method(n) for n in ("exact", "snapkv", "uniform")}
+    job = Job(
+        experiment="e",
+        task="echo",
+        results_dir=tmp_path,
+        session=session,
+        plan=TaskPlan(changes.pop("echo", Echo())),
+        methods={label: (method, SMALL) for label, method in methods.items()},
+        method_configs={label: {"name": label} for label in methods},
+        task_config={"name": "echo"},
+        budget_config={"rate": 0.25},
+    )
+    return replace(job, **changes)
+
+
+def records_of(result, *, times: bool = False):
+    return {
+        label: [
+            {k: v for k, v in json.loads(line).items() if times or k not in TIMES}
+            for line in (folder / "records.jsonl").read_text().splitlines()
+        ]
+        for label, folder in result.folders.items()
+    }
+
+
+def test_one_record_per_example_and_method_with_every_field(tmp_path):
+    result = run_job(make_job(tmp_path))
+    assert (result.failed, result.written) == (0, 12)
+    records = records_of(result, times=True)
+    first = records["snapkv"][0]
+    assert first["prompt_tokens"] == 64 + len("what next? ")
+    assert first["capacity"] == first["entries"]["max"] == SMALL.capacity(75)
+    assert first["ratio"] == pytest.approx(SMALL.capacity(75) / 75)
+    assert first["compressed"]
+    assert first["saves_memory"]
+    assert first["letters"] == first["score"]
+    assert first["length"] == 64
+    assert first["prompt_tail"].endswith("what next? ")
+    assert records["exact"][0]["ratio"] == 1.0
+    assert not records["exact"][0]["compressed"]
+    assert records["uniform"][0]["ratio"] > records["snapkv"][0]["ratio"]  # its weights count
+    manifest = load_run(result.folders["snapkv"]).manifest
+    assert manifest["task_meta"]["breakdown"] == ["length"]
+    assert manifest["identity"]["budget"] == {"rate": 0.25}
+
+
+def test_a_second_run_writes_nothing_and_a_larger_limit_goes_on(tmp_path):
+    few = run_job(make_job(tmp_path, limit=2))
+    assert few.written == 6
+    again = run_job(make_job(tmp_path, limit=2))
+    assert again.written == 0
+    more = run_job(make_job(tmp_path))
+    assert more.written == 6
+    fresh = run_job(make_job(tmp_path / "fresh"))
+    assert records_of(more) == records_of(fresh)
+
+
+def test_a_method_added_later_gives_the_records_it_would_have_given(tmp_path):
+    run_job(make_job(tmp_path, {"exact": build_method("exact")}))
+    together = run_job(make_job(tmp_path))
+    fresh = run_job(make_job(tmp_path / "fresh"))
+    assert records_of(together) == records_of(fresh)
+
+
+def test_failures_are_records_and_the_rest_goes_on(tmp_path):
+    methods = {"greedy": Greedy(), "broken": Broken(), "snapkv": build_method("snapkv")}
+    result = run_job(make_job(tmp_path, methods))
+    assert result.failed == 8
+    records = records_of(result)
+    assert {r["status"] for r in records["greedy"]} == {"over_budget"}
+    assert {r["status"] for r in records["broken"]} == {"oom"}
+    assert {r["status"] for r in records["snapkv"]} == {"ok"}
+    assert records["greedy"][0]["score"] is None
+    assert "BudgetExceeded: method 'greedy' holds 75" in records["greedy"][0]["error"]
+    mended = {**methods, "broken": build_method("snapkv"), "greedy": build_method("snapkv")}
+    assert run_job(make_job(tmp_path, mended)).written == 0, "a failure is a result, too"
+    retried = run_job(make_job(tmp_path, mended, retry_failed=True))
+    assert (retried.failed, retried.written) == (0, 8)
+
+
+def test_an_example_that_fails_as_a_whole_is_a_record_for_every_method(tmp_path):
+    job = make_job(tmp_path)
+    weights = job.session.model.model.embed_tokens.weight
+    with torch.no_grad():
+        weights[Letters().encode("z")[0]] = float("nan")
+
+    @dataclass(frozen=True, kw_only=True)
+    class OneBad(Echo):
+        def examples(self, encoder):
+            examples = list(super().examples(encoder))
+            examples[1] = replace(examples[1], context=examples[1].context + "z")
+            return examples
+
+    result = run_job(replace(job, plan=TaskPlan(OneBad())))
+    for label, records in records_of(result).items():
+        assert [r["status"] for r in records] == ["ok", "error", "ok", "ok"], label
+        assert "not finite" in records[1]["error"]
+
+
+def test_whatever_changes_a_score_changes_the_hash_and_nothing_else_does(tmp_path):
+    job = make_job(tmp_path)
+    folders = {job.limit: run_job(job).folders["snapkv"]}
+    folders[1] = run_job(replace(job, limit=1, retry_failed=True)).folders["snapkv"]
+    assert len(set(folders.values())) == 1
+    seeded = replace(job, session=replace(job.session, seed=1))
+    seeded.session.__dict__.update(
+        {k: job.session.__dict__[k] for k in ("model", "tokenizer", "encoder")}
+    )
+    budget = replace(job, budget_config={"rate": 0.5})
+    other = {run_job(changed).folders["snapkv"] for changed in (seeded, budget)}
+    assert len(other | set(folders.values())) == 3
+    # exact does not look at the budget: one run serves every rate
+    assert run_job(budget).folders["exact"] == run_job(job).folders["exact"]
+
+
+def test_context_compression_splits_at_the_question(tmp_path):
+    result = run_job(make_job(tmp_path, compress_after="context"))
+    record = records_of(result)["snapkv"][0]
+    assert record["capacity"] == SMALL.capacity(64)
+    assert record["prompt_tokens"] == 75
+    with pytest.raises(KVError, match="has no question; allowed: prompt"):
+        run_job(make_job(tmp_path, echo=Echo(question=""), compress_after="context"))
+
+
+def test_a_budget_no_prompt_is_long_enough_for_is_a_usage_error(tmp_path):
+    job = make_job(tmp_path)
+    methods = {"snapkv": (build_method("snapkv"), Budget(rate=0.5, sink=90, window=90))}
+    with pytest.raises(KVError, match=r"sink \+ budget.window is 180; the longest prompt .* 99"):
+        run_job(replace(job, methods=methods, method_configs={"snapkv": {}}))
