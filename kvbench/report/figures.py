@@ -86,7 +86,7 @@ def figures_of(group: Group, tables: Sequence[ScoreTable]) -> list[Drawn]:
     if heat:
         figures += heatmaps(group, heat)
     if bar_spec:
-        figures.append(bars(group, bar_spec))
+        figures += bars(group, bar_spec)
     if group.meta.figure("throughput"):
         return figures
     for table in tables[1:]:
@@ -156,7 +156,7 @@ def heatmap_alone(group: Group, arm: Arm, spec: Mapping[str, Any]) -> Drawn:
     )
 
 
-def bars(group: Group, spec: Mapping[str, Any]) -> Drawn:
+def bars(group: Group, spec: Mapping[str, Any]) -> list[Drawn]:
     """Bars per method and x, one panel per facet: mean and standard deviation over seeds.
 
     A record field ``draw`` (several draws of a method in one run) counts as part of the seed.
@@ -164,9 +164,9 @@ def bars(group: Group, spec: Mapping[str, Any]) -> Drawn:
     """
     value = spec.get("value", "score")
     x, facet = spec["x"], spec.get("facet")
-    good = group.records[
-        (group.records["status"] == "ok") & (group.records["saves_memory"] != False)
-    ]  # noqa: E712
+    good = group.records[group.records["status"].eq("ok") & group.records["saves_memory"].ne(False)]
+    if good.empty:
+        return []
     repeat = good["seed"].astype(str) + ("/" + good["draw"].astype(str) if "draw" in good else "")
     good = good.assign(
         value=pd.to_numeric(good[value if value in good else "score"]), repeat=repeat
@@ -204,14 +204,13 @@ def bars(group: Group, spec: Mapping[str, Any]) -> Drawn:
     _label_axes(figure, list(axes.flat)[: len(facets)], _axis(x), ylabel)
     _legend(figure, axes.flat[0], len(arms))
     seeds = good["repeat"].nunique()
-    return Drawn(
-        f"{_stem(group)}-bars",
-        f"{group.task}: {spec.get('ylabel', _words(value))} by {_words(x)}",
-        f"Mean over prompts; error bars are the standard deviation over {seeds} seeds."
+    caption = "Mean over prompts; " + (
+        f"error bars are the standard deviation over {seeds} seeds."
         if seeds > 1
-        else "Mean over prompts; one seed, so no error bars.",
-        figure,
+        else "one seed, so no error bars."
     )
+    title = f"{group.task}: {ylabel} by {_words(x)}"
+    return [Drawn(f"{_stem(group)}-bars", title, caption, figure)]
 
 
 def breakdown(group: Group, table: ScoreTable) -> Drawn:

@@ -350,7 +350,7 @@ def _rivals(group: Group, means: Array) -> list[int]:
 def _row(group: Group, arm: Arm, cells: Mapping[str, Cell]) -> Row:
     records = group.records[group.records["arm"] == arm.label]
     good = records[records["status"] == "ok"]
-    whole = (good["compressed"] == False) & (good["saves_memory"] == True)  # noqa: E712
+    whole = good["compressed"].eq(False) & good["saves_memory"].eq(True)
     return Row(
         arm=arm,
         cells=cells,
