@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvbench.kv import Budget, KVError, LayerKV
+from kvbench.kv import Budget, LayerKV
 
 
 def positions_between(layer: LayerKV, start: int, stop: int) -> Tensor:
@@ -38,16 +38,3 @@ def draw_uniforms(generator: torch.Generator, *shape: int, dtype: torch.dtype) -
     the batch it travels in.
     """
     return torch.rand(1, *shape, generator=generator, dtype=dtype)
-
-
-def require_choice(method: str, option: str, value: object, allowed: tuple[object, ...]) -> None:
-    """Raise a one-line `KVError` unless `value` is one of `allowed`."""
-    if value not in allowed:
-        choices = " | ".join(str(choice) for choice in allowed)
-        raise KVError(f"{method}.{option} is {value!r}; allowed: {choices}")
-
-
-def require(method: str, option: str, value: object, ok: bool, allowed: str) -> None:
-    """Raise a one-line `KVError` unless `ok`; `allowed` says what would have been."""
-    if not ok:
-        raise KVError(f"{method}.{option} is {value!r}; allowed: {allowed}")

@@ -21,7 +21,15 @@ from kvbench.methods._halving import (
     plan_halvings,
     smaller_classes,
 )
-from kvbench.methods._select import draw_uniforms, require, require_choice, with_sink_and_window
+from kvbench.methods._options import (
+    check_choice,
+    check_flag,
+    check_integers,
+    check_number,
+    check_numbers,
+    freeze_sequence,
+)
+from kvbench.methods._select import draw_uniforms, with_sink_and_window
 from kvbench.methods.base import Method
 
 
@@ -85,21 +93,18 @@ class BalanceKV(Method):
     beta: float = 0.0
 
     def __post_init__(self) -> None:
-        for option in ("block_size", "gamma"):
-            value = getattr(self, option)
-            if not isinstance(value, int | float):  # a list of a YAML file; a tuple can be hashed
-                object.__setattr__(self, option, tuple(value))
-        sizes, gammas = _each(self.block_size), _each(self.gamma)
-        ok = bool(sizes) and all(isinstance(size, int) and size >= 2 for size in sizes)
-        require("balancekv", "block_size", self.block_size, ok, "integers >= 2")
-        ok = bool(gammas) and all(0.0 <= gamma < math.inf for gamma in gammas)
-        require("balancekv", "gamma", self.gamma, ok, "finite numbers >= 0")
-        require_choice("balancekv", "centre", self.centre, ("mean", "released", "none"))
-        require_choice("balancekv", "selection", self.selection, ("cut", "algorithm2"))
-        require_choice("balancekv", "order", self.order, ("position", "released"))
-        require_choice("balancekv", "weights", self.weights, ("entry", "released", "none"))
-        ok = self.temperature >= 0.0
-        require("balancekv", "temperature", self.temperature, ok, "a number >= 0")
+        freeze_sequence(self, "block_size")
+        check_integers(self, "block_size", 2)
+        freeze_sequence(self, "gamma")
+        check_numbers(self, "gamma", 0.0)
+        check_choice(self, "centre", "mean", "released", "none")
+        check_choice(self, "selection", "cut", "algorithm2")
+        check_choice(self, "order", "position", "released")
+        check_choice(self, "weights", "entry", "released", "none")
+        check_flag(self, "normalise", "use_values")
+        check_number(self, "value_offset", 0.0)
+        check_number(self, "temperature", 0.0)
+        check_number(self, "beta", -math.inf)
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """Sink, the survivors of the middle by position, window.
@@ -145,9 +150,8 @@ class BalanceKV(Method):
             left //= 2
         if plan and kept is not None:
             left = plan[-1][0]
-            require(
-                "balancekv", "kept", kept, left <= 2 * kept <= 2 * left, f"half to all of {left}"
-            )
+            if not left <= 2 * kept <= 2 * left:
+                raise KVError(f"kept is {kept}; allowed: from half of {left} to all of it")
             plan[-1] = (left, 2 * (left - kept))
         return self._select(keys, values, uniforms, plan, 0, keys.shape[2])
 
@@ -235,10 +239,6 @@ class BalanceKV(Method):
         positions = kept.positions.clone()
         positions[:, :, inside].masked_fill_(padding, PADDING)
         return replace(kept, positions=positions, log_weights=log_weights)
-
-
-def _each(value: Any) -> tuple[Any, ...]:
-    return (value,) if isinstance(value, int | float) else tuple(value)
 
 
 def _per_halving(option: str, value: Any, count: int) -> tuple[Any, ...]:

@@ -9,13 +9,8 @@ import torch
 from torch import Tensor
 
 from kvbench.kv import Budget, CompressedKV, LayerKV, gather_entries
-from kvbench.methods._select import (
-    group_mean,
-    positions_between,
-    require,
-    require_choice,
-    top_positions,
-)
+from kvbench.methods._options import check_choice, check_number
+from kvbench.methods._select import group_mean, positions_between, top_positions
 from kvbench.methods.base import Held, Method
 
 
@@ -44,9 +39,8 @@ class H2O(Method):
     decode: str = "evict"
 
     def __post_init__(self) -> None:
-        ok = 0.0 <= self.heavy_fraction <= 1.0
-        require("h2o", "heavy_fraction", self.heavy_fraction, ok, "a number in [0, 1]")
-        require_choice("h2o", "decode", self.decode, ("evict", "grow"))
+        check_number(self, "heavy_fraction", 0.0, 1.0)
+        check_choice(self, "decode", "evict", "grow")
 
     @property
     def evicts(self) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvbench.kv import Budget
-from kvbench.methods._select import require, require_choice
+from kvbench.methods._options import check_choice, check_integer
 from kvbench.methods.snapkv import SnapKV
 
 
@@ -37,8 +37,8 @@ class PyramidKV(SnapKV):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require("pyramidkv", "beta", self.beta, self.beta >= 1, "an integer >= 1")
-        require_choice("pyramidkv", "budgets", self.budgets, ("linear", "released"))
+        check_integer(self, "beta", 1)
+        check_choice(self, "budgets", "linear", "released")
 
     def layer_capacities(self, budget: Budget, n: int, num_layers: int) -> list[int]:
         """Entries per head of every layer after a prompt of n tokens, the window included."""

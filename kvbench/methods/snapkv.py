@@ -11,13 +11,8 @@ from torch.nn import functional as F
 
 from kvbench.kernels.attention_mass import attention_mass
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
-from kvbench.methods._select import (
-    group_mean,
-    positions_between,
-    require,
-    require_choice,
-    top_positions,
-)
+from kvbench.methods._options import check_choice, check_integer
+from kvbench.methods._select import group_mean, positions_between, top_positions
 from kvbench.methods.base import Method
 
 
@@ -100,11 +95,9 @@ class SnapKV(Method):
     granularity: str = "kv_head"
 
     def __post_init__(self) -> None:
-        name = type(self).__name__.lower()
-        odd = self.kernel_size >= 1 and self.kernel_size % 2 == 1
-        require(name, "kernel_size", self.kernel_size, odd, "an odd integer >= 1")
-        require_choice(name, "pooling", self.pooling, ("avgpool", "maxpool"))
-        require_choice(name, "granularity", self.granularity, ("kv_head", "query_head"))
+        check_integer(self, "kernel_size", 1, odd=True)
+        check_choice(self, "pooling", "avgpool", "maxpool")
+        check_choice(self, "granularity", "kv_head", "query_head")
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """The chosen positions, ascending, then the window.

@@ -9,7 +9,8 @@ import torch
 
 from kvbench.kernels.kcentre import greedy_k_centre, nearest_centre
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
-from kvbench.methods._select import draw_uniforms, positions_between, require, require_choice
+from kvbench.methods._options import check_choice, check_integer
+from kvbench.methods._select import draw_uniforms, positions_between
 from kvbench.methods.base import Method
 
 
@@ -32,9 +33,8 @@ class SubGen(Method):
     weights: str = "none"
 
     def __post_init__(self) -> None:
-        ok = self.recent is None or self.recent >= 0
-        require("subgen", "recent", self.recent, ok, "an integer >= 0, or null for budget.window")
-        require_choice("subgen", "weights", self.weights, ("none", "cluster"))
+        check_integer(self, "recent", 0, none="budget.window")
+        check_choice(self, "weights", "none", "cluster")
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """Centres, ascending, then the recent tokens; log_weights float32 or None.

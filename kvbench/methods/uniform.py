@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 
 from kvbench.kv import Budget, CompressedKV, LayerKV, gather_entries
+from kvbench.methods._options import check_flag
 from kvbench.methods._select import draw_uniforms, top_positions, with_sink_and_window
 from kvbench.methods.base import Method
 
@@ -28,6 +29,9 @@ class Uniform(Method):
     paper: ClassVar[str] = "arXiv 2502.07861, section 4.1"
 
     weighted: bool = True
+
+    def __post_init__(self) -> None:
+        check_flag(self, "weighted")
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """Sink, the drawn entries of the middle, window: ascending; log_weights float32 or None."""
