@@ -1,0 +1,95 @@
+"""Layers, budgets, the engine's rule, and the balanced walk by its definition, for tests."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvbench.kv import Budget, CompressedKV, LayerKV, keep_all
+from kvbench.methods.base import Method
+
+LAYERS = 4
+
+
+def make_layer(
+    n: int,
+    *,
+    batch: int = 1,
+    kv_heads: int = 2,
+    group: int = 2,
+    dim: int = 8,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    layer_index: int = 0,
+    num_layers: int = LAYERS,
+    scale: float = 1.0,
+) -> LayerKV:
+    """Random keys, values and all n queries."""
+    generator = torch.Generator().manual_seed(seed)
+    queries = torch.randn(batch, kv_heads * group, n, dim, generator=generator)
+    keys = scale * torch.randn(batch, kv_heads, n, dim, generator=generator)
+    values = torch.randn(batch, kv_heads, n, dim, generator=generator)
+    return LayerKV(
+        keys.to(dtype), values.to(dtype), queries.to(dtype), layer_index, num_layers, dim**-0.5
+    )
+
+
+def exact_capacity(capacity: int, window: int) -> Budget:
+    """A budget of exactly `capacity` entries whatever the prompt, `window` of them the window."""
+    return Budget(rate=1e-9, sink=capacity - window, window=window)
+
+
+def run(method: Method, layer: LayerKV, budget: Budget, seed: int = 0) -> CompressedKV:
+    """What the engine does: a prompt within its capacity is kept whole, others are compressed."""
+    if layer.n <= budget.capacity(layer.n):
+        return keep_all(layer)
+    return method.compress(layer, budget, torch.Generator().manual_seed(seed))
+
+
+def attend(query: Tensor, kept: CompressedKV, scaling: float) -> Tensor:
+    """Attention of query [batch, heads, m, dim] over what is kept, in float64."""
+    group = query.shape[1] // kept.keys.shape[1]
+    keys = kept.keys.double().repeat_interleave(group, 1)
+    values = kept.values.double().repeat_interleave(group, 1)
+    logits = query.double() @ keys.mT * scaling
+    if kept.log_weights is not None:
+        logits = logits + kept.log_weights.double().repeat_interleave(group, 1).unsqueeze(2)
+    return logits.softmax(-1) @ values
+
+
+def walk_by_definition(
+    keys: Tensor,
+    values: Tensor | None,
+    uniforms: Tensor,
+    *,
+    gamma: float,
+    offset: float,
+    temperature: float = 1.0,
+    beta: float = 0.0,
+    centre: str = "mean",
+    padded: int = 0,
+) -> np.ndarray:
+    """Signs of one block of the balanced walk, as booleans, one by one in float64.
+
+    Each row's sum is scaled by its own largest term, so that no exponential overflows.
+    """
+    k = keys.double().numpy()
+    n, d = k.shape
+    if centre != "none":
+        k = k - k.sum(0) / (n + padded if centre == "released" else n)
+    signs = [1.0]
+    for i in range(1, n):
+        exponents = [temperature * float(k[i] @ k[j]) / math.sqrt(d) - beta for j in range(i)]
+        top = max(max(exponents), 0.0)
+        inner = 0.0
+        for j in range(i):
+            factor = 1.0
+            if values is not None:
+                factor = float(values[i].double() @ values[j].double()) + offset
+            inner += math.exp(exponents[j] - top) * factor * signs[j]
+        room = (0.5 - float(uniforms[i])) * math.exp(-top)
+        signs.append(1.0 if room > gamma * inner else -1.0)
+    return np.array(signs) > 0
