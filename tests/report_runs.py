@@ -67,7 +67,7 @@ def write_run(
     }
     with RecordStore(folder) as store:
         for record in records:
-            store.append(common | record)
+            store.append({**common, **record})
     manifest = {
         "experiment": experiment,
         "model": model,
@@ -123,15 +123,15 @@ def lines_records(method: str, rate: float = 0.25, seed: int = 0) -> list[dict[s
         } | costs(rng, method, rate, 24 * lines)
         if method == "h2o" and i in (7, 31):
             record |= {"status": "oom", "score": None, "prediction": None, "error": "out of memory"}
-        if method == "snapkv" and i == 3:
+        if method == "snapkv" and i == 4:
             record |= {"prediction": HOSTILE, "score": 0.0}
         records.append(record)
     return records
 
 
-def needle_records(method: str, rate: float = 0.25) -> list[dict[str, Any]]:
+def needle_records(method: str) -> list[dict[str, Any]]:
     """A grid of lengths and depths, two needles each."""
-    rng = np.random.default_rng([5, *method.encode(), int(rate * 1000)])
+    rng = np.random.default_rng([5, *method.encode()])
     records = []
     for length in (256, 512, 1024, 2048):
         for depth in (0, 25, 50, 75, 100):
@@ -147,7 +147,7 @@ def needle_records(method: str, rate: float = 0.25) -> list[dict[str, Any]]:
                         "answers": ["eat a sandwich in the park"],
                         "score": float(right),
                     }
-                    | costs(rng, method, rate, length)
+                    | costs(rng, method, 0.25, length)
                 )
     return records
 
@@ -224,38 +224,23 @@ THROUGHPUT_META = {
 }
 
 
-def write_demo(results: Path, methods: Sequence[str] = tuple(SKILL)) -> Path:
+TASKS = {
+    "longeval_lines": (lines_records, LINES_META),
+    "needle": (needle_records, NEEDLE_META),
+    "throughput": (throughput_records, THROUGHPUT_META),
+    "layer_error": (error_records, ERROR_META),
+}
+
+
+def write_demo(
+    results: Path, methods: Sequence[str] = tuple(SKILL), tasks: Sequence[str] = tuple(TASKS)
+) -> Path:
     """An experiment with every kind of task; returns its folder."""
-    for method in methods:
-        write_run(
-            results,
-            task="longeval_lines",
-            method=method,
-            records=lines_records(method),
-            task_meta=LINES_META,
-        )
-        write_run(
-            results,
-            task="needle",
-            method=method,
-            records=needle_records(method),
-            task_meta=NEEDLE_META,
-        )
-        write_run(
-            results,
-            task="throughput",
-            method=method,
-            records=throughput_records(method),
-            task_meta=THROUGHPUT_META,
-        )
-    for method in set(methods) & {"uniform", "balancekv", "streaming_llm"}:
-        write_run(
-            results,
-            task="layer_error",
-            method=method,
-            records=error_records(method),
-            task_meta=ERROR_META,
-        )
+    for task in tasks:
+        make, meta = TASKS[task]
+        for method in methods:
+            if task != "layer_error" or method in ("uniform", "balancekv", "streaming_llm"):
+                write_run(results, task=task, method=method, records=make(method), task_meta=meta)
     return results / "demo"
 
 

@@ -9,6 +9,7 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from kvbench.report.tables import Row, ScoreTable, Timing, as_text
 from kvbench.report.views import value_text
 
 _TEXT, _SMALL = 9.0, 8.0
+_DPI = 160
 _GREY = "#666666"
 _GRID = "#DDDDDD"
 _HEAT = "viridis"
@@ -47,17 +49,22 @@ class Drawn:
     caption: str
     figure: Figure
 
-    def png(self, dpi: int = 160) -> bytes:
+    @cached_property
+    def png(self) -> bytes:
         """The figure as PNG; the same bytes for the same records."""
-        return self._bytes("png", dpi, {"Software": None})
+        return self._bytes("png", {"Software": None})
 
+    @cached_property
     def pdf(self) -> bytes:
         """The figure as PDF with embedded fonts, without a date."""
-        return self._bytes("pdf", 160, {"CreationDate": None, "Creator": None, "Producer": None})
+        return self._bytes("pdf", {"CreationDate": None, "Creator": None, "Producer": None})
 
-    def _bytes(self, kind: str, dpi: int, metadata: Mapping[str, Any]) -> bytes:
+    def _bytes(self, kind: str, metadata: Mapping[str, Any]) -> bytes:
+        if self.figure.get_layout_engine() is not None:  # lay out once: it is what takes long
+            self.figure.draw_without_rendering()
+            self.figure.set_layout_engine("none")
         buffer = io.BytesIO()
-        self.figure.savefig(buffer, format=kind, dpi=dpi, metadata=dict(metadata))
+        self.figure.savefig(buffer, format=kind, dpi=_DPI, metadata=dict(metadata))
         return buffer.getvalue()
 
 
@@ -66,7 +73,7 @@ def save_figures(figures: Sequence[Drawn], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for drawn in figures:
-        for suffix, content in ((".png", drawn.png()), (".pdf", drawn.pdf())):
+        for suffix, content in ((".png", drawn.png), (".pdf", drawn.pdf)):
             path = folder / f"{drawn.name}{suffix}"
             path.write_bytes(content)
             paths.append(path)

@@ -101,7 +101,7 @@ def _figure(drawn: Drawn) -> dict[str, Any]:
     """One size of text on the page, however large the figure is."""
     return {
         "drawn": drawn,
-        "uri": f"data:image/png;base64,{base64.b64encode(drawn.png()).decode()}",
+        "uri": f"data:image/png;base64,{base64.b64encode(drawn.png).decode()}",
         "width": round(drawn.figure.get_figwidth() * _PIXELS_PER_INCH),
     }
 

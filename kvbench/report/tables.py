@@ -41,6 +41,9 @@ class Cell:
         return self.scored == self.expected
 
 
+NO_CELL = Cell(Estimate(np.nan, np.nan, np.nan), None, False, 0, 0, {})
+
+
 @dataclass(frozen=True)
 class Row:
     """One arm: its cells by column, and what it cost.
@@ -64,8 +67,10 @@ class Row:
 
     @property
     def total(self) -> Cell:
-        """The average cell, or the only one."""
-        return self.cells[AVERAGE] if AVERAGE in self.cells else next(iter(self.cells.values()))
+        """The average cell, or the only one; an empty one where nothing was run yet."""
+        if AVERAGE in self.cells:
+            return self.cells[AVERAGE]
+        return next(iter(self.cells.values()), NO_CELL)
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,8 @@ def score_view(table: ScoreTable) -> View:
     compare = by_dataset and table.baseline is not None
     if compare:
         header.append(f"Δ {table.baseline}")
-    if by_dataset:
-        header += ["ratio", "entries", "prefill s", "compress s", "decode s"]
+    costs = costs_of(table) if by_dataset else {}
+    header += costs
     header += ["scored", "failed"]
     rows = []
     for row in table.rows:
@@ -58,8 +58,7 @@ def score_view(table: ScoreTable) -> View:
         ]
         if compare:
             cells.append(difference_text(row.total.difference, table.unit))
-        if by_dataset:
-            cells += _costs(row)
+        cells += [cost_text(row, attribute) for attribute in costs.values()]
         rows.append((row.arm.label, *cells, *_counts(row)))
     title = f"{table.task} on {table.model}: score{unit_text(table.unit)}"
     return View(
@@ -161,6 +160,29 @@ def timing_view(task: str, model: str, timings: Sequence[Timing]) -> View:
     )
 
 
+def costs_of(table: ScoreTable) -> dict[str, str]:
+    """Headers of the costs that any row has, each with the row's attribute."""
+    costs = {
+        "ratio": "ratio",
+        "entries": "entries_mean",
+        "prefill s": "prefill_s",
+        "compress s": "compress_s",
+        "decode s": "decode_s",
+    }
+    return {
+        name: attribute
+        for name, attribute in costs.items()
+        if not all(math.isnan(getattr(row, attribute)) for row in table.rows)
+    }
+
+
+def cost_text(row: Row, attribute: str) -> str:
+    """One cost of a row; entries as a whole number."""
+    value: float = getattr(row, attribute)
+    whole = attribute == "entries_mean" and not math.isnan(value)
+    return f"{value:.0f}" if whole else number(value)
+
+
 def notes_of(tables: Sequence[ScoreTable]) -> list[str]:
     """What the marks in these tables mean, and what to keep in mind when reading them."""
     rows = [row for table in tables for row in table.rows]
@@ -255,12 +277,6 @@ def size(value: float) -> str:
             return f"{number(value)} {unit}"
         value /= 1024
     return f"{number(value)} GiB"
-
-
-def _costs(row: Row) -> tuple[str, ...]:
-    entries = MISSING if math.isnan(row.entries_mean) else f"{row.entries_mean:.0f}"
-    seconds = (row.prefill_s, row.compress_s, row.decode_s)
-    return (number(row.ratio), entries, *map(number, seconds))
 
 
 def _counts(row: Row) -> tuple[str, str]:

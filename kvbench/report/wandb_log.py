@@ -184,7 +184,7 @@ def _media(group: Group, table: ScoreTable, row: Row, run: Run) -> dict[str, Any
     spec = group.meta.figure("heatmap")
     if spec:
         drawn = heatmap_alone(group, row.arm, spec)
-        media["heatmap"] = wandb.Image(Image.open(io.BytesIO(drawn.png())), caption=drawn.title)
+        media["heatmap"] = wandb.Image(Image.open(io.BytesIO(drawn.png)), caption=drawn.title)
     return media
 
 
@@ -221,12 +221,12 @@ def _breakdown(table: ScoreTable, row: Row) -> wandb.Table:
 
 
 def _artifact(run: Run, name: str, folder: Path) -> wandb.Artifact:
-    """The records as they are now, copied beside the offline run so that it stays whole."""
+    """The records as they are now, copied into the offline run's folder so that it stays whole."""
     import wandb
 
     artifact = wandb.Artifact(f"records-{name}", type="records")
-    copies = folder.parent / "records"
-    copies.mkdir(exist_ok=True)
+    copies = folder.parent / "artifacts" / "records"
+    copies.mkdir(parents=True, exist_ok=True)
     for file in (RECORDS, MANIFEST):
         copy = Path(shutil.copy(run.folder / file, copies / file))
         artifact.add_file(str(copy), policy="immutable", skip_cache=True)

@@ -1,0 +1,289 @@
+"""The built report: figures, files, the page in a browser."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import pytest
+from chromium import BROWSER, Chromium
+from matplotlib.collections import LineCollection
+from matplotlib.colors import to_hex
+from matplotlib.container import ErrorbarContainer
+from matplotlib.patches import Rectangle
+from report_runs import HOSTILE, LINES_META, NEEDLE_META, needle_records, write_demo, write_run
+from report_runs import write_sweep as write_rates
+
+from kvbench.report.__main__ import main
+from kvbench.report.build import ReportPaths, build_report, views_of
+from kvbench.report.data import Group, load_experiment
+from kvbench.report.figures import figures_of, heatmap_alone
+from kvbench.report.page import Section, render_page
+from kvbench.report.predictions import sample_of
+from kvbench.report.style import style_of
+from kvbench.report.tables import overviews, score_table
+
+METHODS = ("exact", "snapkv", "h2o", "balancekv")
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Records of an experiment with every kind of task."""
+    return write_demo(tmp_path_factory.mktemp("results"), METHODS)
+
+
+@pytest.fixture(scope="module")
+def report(demo: Path) -> ReportPaths:
+    """The same, built."""
+    return build_report(demo)
+
+
+def group_of(folder: Path, task: str) -> Group:
+    return next(g for g in load_experiment(folder).groups if g.task == task)
+
+
+class Page(HTMLParser):
+    """Collects what a page would load or run."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.scripts: list[str] = []
+        self.fetched: list[str] = []
+        self.handlers: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        if tag == "script":
+            self.scripts.append(tag)
+        self.handlers += [name for name, _ in attributes if name.startswith("on")]
+        self.fetched += [
+            str(value)
+            for name, value in attributes
+            if name in ("src", "srcset", "action", "data") or (name == "href" and tag == "link")
+        ]
+
+
+def test_everything_is_built_from_the_records(demo: Path, report: ReportPaths) -> None:
+    assert report.page == demo / "report.html"
+    assert report.warnings == ()
+    names = {path.name for path in report.figures}
+    for stem in ("needle-recall_mini-heatmap", "needle-recall_mini-heatmap-snapkv",
+                 "longeval_lines-recall_mini-by-num_lines", "layer_error-recall_mini-bars",
+                 "throughput-recall_mini-throughput"):  # fmt: skip
+        assert {f"{stem}.png", f"{stem}.pdf"} <= names
+    for path in report.figures:
+        start = path.read_bytes()[:4]
+        assert start == (b"\x89PNG" if path.suffix == ".png" else b"%PDF")
+    tables = {path.name for path in report.tables}
+    for suffix in (".csv", ".md", ".tex"):
+        assert f"longeval_lines-recall_mini{suffix}" in tables
+        assert f"longeval_lines-recall_mini-by-num_lines{suffix}" in tables
+        assert f"throughput-recall_mini-timing{suffix}" in tables
+    assert "overview-recall_mini.md" in tables
+    assert all(path.stat().st_size for path in (*report.tables, *report.figures))
+
+
+def test_the_same_records_give_the_same_files(tmp_path: Path) -> None:
+    contents = []
+    for _ in range(2):
+        folder = write_demo(tmp_path / "results", ("exact", "balancekv"), ("needle", "layer_error"))
+        paths = build_report(folder)
+        contents.append({p: p.read_bytes() for p in (paths.page, *paths.tables, *paths.figures)})
+        shutil.rmtree(tmp_path / "results")
+    assert contents[0] == contents[1]
+
+
+def test_model_output_stays_text(report: ReportPaths) -> None:
+    text = report.page.read_text(encoding="utf-8")
+    assert HOSTILE not in text
+    assert "&lt;script&gt;document.title=" in text  # the sample on the page has it
+    page = Page(text)
+    assert len(page.scripts) == 1  # its own
+    assert page.handlers == []
+    assert all(address.startswith("data:image/png;base64,") for address in page.fetched)
+
+
+def test_failures_and_provenance_are_on_the_page(report: ReportPaths) -> None:
+    text = report.page.read_text(encoding="utf-8")
+    assert "2 failed examples" in text
+    assert "48 of 50 scored" in text
+    assert "python -m kvbench experiment=demo" in text
+    assert "0123abcd" in text
+    assert "torch 2.13.0" in text
+    assert not re.search(
+        r"\b(nan|None)\b", re.sub(r"<pre>.*?</pre>|data:[^\"]*", "", text, flags=re.S)
+    )
+
+
+def test_heatmaps_share_one_scale(demo: Path) -> None:
+    group = group_of(demo, "needle")
+    spec = group.meta.figure("heatmap")
+    assert spec is not None
+    together = figures_of(group, [score_table(group)])[0]
+    images = [ax.images[0] for ax in together.figure.axes if ax.images]
+    assert len(images) == len(METHODS)
+    assert {image.get_clim() for image in images} == {(0.0, 100.0)}
+    alone = heatmap_alone(group, group.arms[0], spec)
+    assert alone.figure.axes[0].images[0].get_clim() == (0.0, 100.0)
+    assert alone.figure.axes[0].get_xlabel() == "context length (tokens)"
+    assert alone.figure.axes[0].get_ylabel() == "needle depth (%)"
+    exact = np.asarray(alone.figure.axes[0].images[0].get_array())
+    records = group.records[group.records["arm"] == "exact"]
+    cell = records[(records["length"] == 1024) & (records["depth"] == 50)]["score"].mean()
+    assert exact[2, 2] == pytest.approx(100 * cell)
+
+
+def test_bars_show_mean_and_deviation_over_seeds(demo: Path) -> None:
+    group = group_of(demo, "layer_error")
+    drawn = next(f for f in figures_of(group, [score_table(group)]) if f.name.endswith("-bars"))
+    panels = [ax for ax in drawn.figure.axes if ax.patches]
+    assert [ax.get_title() for ax in panels] == ["layer 1", "layer 2", "layer 5"]
+    assert [label.get_text() for label in panels[0].get_xticklabels()] == [
+        "1/2",
+        "1/4",
+        "1/8",
+        "1/16",
+    ]
+    arms = [arm.label for arm in group.arms]
+    part = group.records[(group.records["arm"] == arms[0]) & (group.records["layer"] == 1)]
+    seeds = part[part["rate"] == 0.5].groupby("seed")["score"].mean()
+    assert cast(Rectangle, panels[0].patches[0]).get_height() == pytest.approx(seeds.mean())
+    segment = cast(LineCollection, panels[0].collections[0]).get_segments()[0]
+    assert (segment[1][1] - segment[0][1]) / 2 == pytest.approx(seeds.std())
+    assert "standard deviation over 4 seeds" in drawn.caption
+
+
+def test_a_method_has_one_colour_everywhere(demo: Path, tmp_path: Path) -> None:
+    colors = set()
+    few = write_demo(tmp_path, ("snapkv", "exact"), ("longeval_lines",))
+    for folder in (demo, few):
+        group = group_of(folder, "longeval_lines")
+        for drawn in figures_of(group, [score_table(group), score_table(group, "num_lines")]):
+            for ax in drawn.figure.axes:
+                handles, labels = ax.get_legend_handles_labels()
+                colors |= {
+                    to_hex(cast(ErrorbarContainer, handle)[0].get_color())
+                    for handle, label in zip(handles, labels, strict=True)
+                    if label == "snapkv"
+                }
+    assert {color.upper() for color in colors} == {style_of("snapkv").color.upper()}
+    assert style_of("a_new_method") == style_of("a_new_method")
+
+
+def test_a_rate_sweep_is_drawn_against_the_measured_ratio(tmp_path: Path) -> None:
+    (group,) = load_experiment(write_rates(tmp_path)).groups
+    tables = [score_table(group), score_table(group, "num_lines")]
+    drawn = {figure.name.rpartition("-")[2]: figure for figure in figures_of(group, tables)}
+    axes = drawn["ratio"].figure.axes[0]
+    assert axes.get_xlabel().startswith("measured ratio")
+    assert len(drawn["num_lines"].figure.axes) == 3  # a panel per rate
+
+
+def test_a_column_without_one_scored_example_still_draws(tmp_path: Path) -> None:
+    records = needle_records("exact")
+    for record in records:
+        if record["length"] == 2048:
+            record |= {"status": "oom", "score": None, "error": "out of memory"}
+    write_run(tmp_path, task="needle", method="exact", records=records, task_meta=NEEDLE_META)
+    failed = [
+        {"example_id": "x", "status": "error", "error": "<b>boom</b>", "length": 1, "depth": 0}
+    ]
+    write_run(tmp_path, task="all_failed", method="exact", records=failed, task_meta=NEEDLE_META)
+    write_run(tmp_path, task="nothing_yet", method="exact", records=[], task_meta=LINES_META)
+    text = build_report(tmp_path / "demo").page.read_text(encoding="utf-8")
+    assert "&lt;b&gt;boom&lt;/b&gt;" in text
+
+
+def test_the_sample_of_predictions_is_spread_and_says_so(demo: Path) -> None:
+    shown, total = sample_of(group_of(demo, "longeval_lines"), limit=10)
+    assert (len(shown), total) == (10, 50)
+    assert len({example.example_id for example in shown}) == 10
+    assert {answer.label for answer in shown[0].answers} == set(METHODS)
+    wrong = [a for e in shown for a in e.answers if a.verdict == "wrong" and a.method != "exact"]
+    assert all(answer.differs for answer in wrong if answer.text != "<41077>")
+
+
+def test_views_to_print_cover_every_group(demo: Path) -> None:
+    titles = [view.title for view in views_of(load_experiment(demo))]
+    assert any("minimum / median" in title for title in titles)
+    assert titles[-1] == "recall_mini: all tasks"
+    assert len(titles) == 5
+
+
+def test_the_command_rebuilds_and_reports_errors(
+    demo: Path, report: ReportPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(demo.parent / "nowhere")]) == 1
+    assert (
+        capsys.readouterr().err
+        == f"error: no results in {demo.parent / 'nowhere'}: the folder does not exist\n"
+    )
+
+
+def test_a_report_with_no_published_table_has_no_such_section(demo: Path) -> None:
+    experiment = load_experiment(demo)
+    group = experiment.groups[0]
+    table = score_table(group)
+    page = render_page(experiment, [Section(group, (table,), (), ())], overviews([table]), [])
+    assert "Published numbers" not in page
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    if BROWSER is None:
+        pytest.skip("needs Chromium on PATH (Debian: apt-get install chromium)")
+    with Chromium(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+def test_the_page_in_a_browser(browser: Chromium, report: ReportPaths) -> None:
+    browser.open(report.page)
+    assert browser.evaluate("document.title") == "demo · kvbench"  # the hostile script did not run
+    assert browser.complaints == []
+    assert [a for a in browser.requests if not a.startswith(("file://", "data:"))] == []
+
+    column = "#overview + h3 + .scroll table"
+    first = (
+        f"Array.from(document.querySelectorAll('{column} tbody th')).map(t => t.textContent.trim())"
+    )
+    click = f"document.querySelectorAll('{column} thead button')[1].click()"
+    assert browser.evaluate(first) == list(METHODS)
+    browser.evaluate(click)
+    best_first = browser.evaluate(first)
+    assert best_first[0] == "exact"
+    assert best_first != list(METHODS)
+    browser.evaluate(click)
+    assert browser.evaluate(first) == best_first[::-1]
+
+    section = "document.querySelector('.predictions')"
+    browser.evaluate(
+        f"{section}.querySelector('select').value = '20';"
+        f"{section}.dispatchEvent(new Event('change'))"
+    )
+    visible = f"Array.from({section}.querySelectorAll('.example:not([hidden])'))"
+    assert set(browser.evaluate(f"{visible}.map(e => JSON.parse(e.dataset.fields).num_lines)")) == {
+        "20"
+    }
+    before = browser.evaluate(f"{visible}.length")
+    browser.evaluate(
+        f"{section}.querySelector('input').checked = true;"
+        f"{section}.dispatchEvent(new Event('change'))"
+    )
+    assert 0 < browser.evaluate(f"{visible}.length") < before or before <= 1
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_the_page_fits_its_window(
+    browser: Chromium, report: ReportPaths, tmp_path: Path, width: int
+) -> None:
+    browser.open(report.page, width, dark=width == 400)
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    dark = browser.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 24, 29)"
+    assert dark == (width == 400)
+    browser.screenshot(tmp_path / "page.png")
+    assert (tmp_path / "page.png").stat().st_size > 20_000

@@ -1,0 +1,294 @@
+"""Numbers of the report: means, intervals, paired differences, failures; as text, CSV and LaTeX."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from report_runs import ERROR_META, LINES_META, lines_records, write_run, write_sweep
+from rich.console import Console
+from scipy.stats import bootstrap
+
+from kvbench.report.console import print_views
+from kvbench.report.data import Group, group_runs, load_experiment
+from kvbench.report.formats import latex, markdown
+from kvbench.report.stats import Stratum, estimates
+from kvbench.report.tables import AVERAGE, frame_of, score_table
+from kvbench.report.views import View, number, score_view, size, value_text
+from kvbench.store import StoreError, load_runs
+
+
+def group_from(folder: Path, **scores: list[float | None]) -> Group:
+    """One group of methods with these scores; None is out of memory, missing ones are not run."""
+    for method, values in scores.items():
+        records = [
+            {"example_id": f"e{i}", "score": value, "status": "ok" if value is not None else "oom"}
+            for i, value in enumerate(values)
+        ]
+        write_run(folder, task="t", method=method, records=records, task_meta=LINES_META)
+    return group_runs(load_runs(folder / "demo"))[0]
+
+
+def brute_force(values: np.ndarray, other: np.ndarray | None = None) -> tuple[float, float]:
+    """Percentile bootstrap of a mean (of a paired difference), one resample at a time."""
+    generator = np.random.default_rng(1)
+    means = []
+    for _ in range(20000):
+        drawn = generator.integers(len(values), size=len(values))
+        sample = values[drawn] if other is None else values[drawn] - other[drawn]
+        means.append(sample.mean())
+    low, high = np.quantile(means, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def test_intervals_agree_with_brute_force_and_scipy(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    exact = rng.beta(5, 2, 80)
+    snapkv = np.clip(exact - rng.beta(1, 6, 80) + 0.05, 0, 1)
+    group = group_from(tmp_path, exact=list(exact), snapkv=list(snapkv))
+    rows = {row.arm.method: row.total for row in score_table(group).rows}
+    score, difference = rows["snapkv"].score, rows["snapkv"].difference
+    assert score.value == pytest.approx(snapkv.mean())
+    assert (score.low, score.high) == pytest.approx(brute_force(snapkv), abs=0.004)
+    theirs = bootstrap((snapkv,), np.mean, method="percentile", random_state=1, n_resamples=9999)
+    assert score.low == pytest.approx(theirs.confidence_interval.low, abs=0.004)
+    assert difference is not None
+    assert difference.value == pytest.approx((snapkv - exact).mean())
+    assert (difference.low, difference.high) == pytest.approx(brute_force(snapkv, exact), abs=0.002)
+    assert difference.high - difference.low < 0.7 * (score.high - score.low)  # pairing pays
+    assert rows["exact"].difference is None
+
+
+def test_the_average_is_stratified_and_counts_datasets_alike() -> None:
+    rng = np.random.default_rng(2)
+    first, second = rng.random((30, 1)), rng.random((90, 1)) + 1
+    both = [Stratum("a", first, np.ones((30, 1))), Stratum("b", second, np.ones((90, 1)))]
+    (found,) = estimates(both)
+    assert found.value == pytest.approx((first.mean() + second.mean()) / 2)
+    spread = 1.96 * np.sqrt(first.var() / 30 + second.var() / 90) / 2
+    assert found.high - found.low == pytest.approx(2 * spread, rel=0.06)
+    assert estimates(both) == [found]  # the same draws every time
+    both[1].counts[:] = 0
+    assert np.isnan(estimates(both)[0].value)
+
+
+def test_units_are_resampled_together() -> None:
+    scores = np.array([[0.0], [1.0], [0.0], [1.0]])
+    apart = Stratum("x", np.repeat(scores, 50, axis=0), np.ones((200, 1)))
+    together = Stratum("x", scores * 50, np.full((4, 1), 50.0))
+    (narrow,), (wide,) = estimates([apart]), estimates([together])
+    assert narrow.value == wide.value == 0.5
+    assert wide.high - wide.low > 4 * (narrow.high - narrow.low)
+
+
+def test_failures_are_shown_and_never_dropped(tmp_path: Path) -> None:
+    group = group_from(
+        tmp_path,
+        exact=[1, 1, 1, 1],
+        snapkv=[1, None, 0, None],
+        h2o=[None, None, None, None],
+        uniform=[1, 1, 1],
+    )
+    table = score_table(group)
+    cells = {row.arm.method: row.total for row in table.rows}
+    assert cells["snapkv"].failures == {"oom": 2}
+    assert (cells["snapkv"].scored, cells["snapkv"].expected) == (2, 4)
+    assert cells["snapkv"].score.value == 0.5
+    assert cells["uniform"].failures == {"missing": 1}
+    assert np.isnan(cells["h2o"].score.value)
+    text = markdown(score_view(table))
+    lines = {line.split("|")[1].strip(): line for line in text.splitlines() if "|" in line}
+    assert "50.0 [0.0, 100.0] †" in lines["snapkv"]
+    assert "2/4" in lines["snapkv"]
+    assert "2 oom" in lines["snapkv"]
+    assert "4 oom" in lines["h2o"]
+    assert "1 missing" in lines["uniform"]
+    assert "†" not in lines["exact"]
+    assert "† some examples failed or are missing" in text
+
+
+def test_a_score_that_is_no_number_counts_as_failed(tmp_path: Path) -> None:
+    records = [{"example_id": "a", "score": float("nan")}, {"example_id": "b", "score": 1.0}]
+    write_run(tmp_path, task="t", method="exact", records=records, task_meta=LINES_META)
+    (row,) = score_table(load_experiment(tmp_path / "demo").groups[0]).rows
+    assert row.total.failures == {"no score": 1}
+
+
+def test_only_proven_differences_are_marked(tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    best = rng.random(60)
+    group = group_from(
+        tmp_path,
+        exact=list(best + 0.2),
+        balancekv=list(best),
+        snapkv=list(best - 0.1 + 0.1 * rng.random(60)),
+        uniform=list(best + rng.normal(-0.001, 0.2, 60)),
+    )
+    worse = {row.arm.method: row.total.worse for row in score_table(group).rows}
+    assert worse == {"exact": False, "balancekv": False, "snapkv": True, "uniform": False}
+
+
+def test_lower_can_be_better(tmp_path: Path) -> None:
+    for method, error in (("uniform", 0.4), ("balancekv", 0.2)):
+        records = [{"example_id": f"{p}", "score": error + p / 100, "rate": 0.5} for p in range(10)]
+        write_run(tmp_path, task="e", method=method, records=records, task_meta=ERROR_META)
+    table = score_table(load_experiment(tmp_path / "demo").groups[0])
+    assert table.baseline == "uniform"  # no exact: the first
+    assert [row.total.worse for row in table.rows] == [False, False]
+    difference = table.rows[1].total.difference
+    assert difference is not None
+    assert value_text(difference.value, table.unit, signed=True) == "−0.200"
+
+
+def test_several_datasets_and_seeds(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        for method, shift in (("exact", 0.0), ("snapkv", -0.1)):
+            records = [
+                {"example_id": f"{name}-{i}", "dataset": name, "score": base + shift + 0.01 * seed}
+                for name, base, count in (("qasper", 0.5, 4), ("hotpotqa", 0.9, 12))
+                for i in range(count)
+            ]
+            write_run(
+                tmp_path,
+                task="longbench",
+                method=method,
+                records=records,
+                task_meta=LINES_META,
+                seed=seed,
+            )
+    (group,) = load_experiment(tmp_path / "demo").groups
+    table = score_table(group)
+    assert table.columns == ("hotpotqa", "qasper", AVERAGE)
+    cells = table.rows[1].cells
+    assert cells["qasper"].score.value == pytest.approx(0.405)
+    assert cells[AVERAGE].score.value == pytest.approx((0.805 + 0.405) / 2)
+    assert cells[AVERAGE].expected == 32  # both seeds
+    difference = cells[AVERAGE].difference
+    assert difference is not None
+    assert difference.value == pytest.approx(-0.1)
+    frame = frame_of(table)
+    assert list(frame["dataset"]) == ["hotpotqa", "qasper", AVERAGE] * 2
+    assert frame["score"][4] == pytest.approx(40.5)  # per cent
+    assert frame["unit"].unique() == ["%"]
+
+
+def test_arms_of_a_sweep_are_named_by_what_differs(tmp_path: Path) -> None:
+    (group,) = load_experiment(write_sweep(tmp_path)).groups
+    labels = [arm.label for arm in group.arms]
+    assert labels[0] == "exact"  # a budget means nothing to it
+    assert labels[1:4] == ["uniform, rate 0.5", "uniform, rate 0.25", "uniform, rate 0.125"]
+    assert len(labels) == 10
+    assert set(group.baseline.values()) == {None, "exact"}
+
+
+def test_runs_that_nothing_tells_apart_bear_their_hash(tmp_path: Path) -> None:
+    for version in (1, 2):
+        write_run(
+            tmp_path,
+            task="t",
+            method="snapkv",
+            records=[{"example_id": "a", "score": 1.0}],
+            task_meta=LINES_META,
+            options={"verbose": version},
+        )
+    (group,) = load_experiment(tmp_path / "demo").groups
+    hashes = sorted(str(m["config_hash"]) for m in group.manifests)
+    assert sorted(arm.label for arm in group.arms) == [f"snapkv, {code}" for code in hashes]
+
+
+def test_breakdown_columns_are_in_their_natural_order(tmp_path: Path) -> None:
+    records = lines_records("exact")
+    write_run(tmp_path, task="t", method="exact", records=records, task_meta=LINES_META)
+    (group,) = load_experiment(tmp_path / "demo").groups
+    assert score_table(group, "num_lines").columns == ("10", "20", "30", "40", "50")
+
+
+def test_prompts_kept_whole_are_told(tmp_path: Path) -> None:
+    records: list[dict[str, Any]] = [
+        {"example_id": "short", "score": 1.0, "compressed": False, "saves_memory": True},
+        {"example_id": "long", "score": 1.0, "compressed": True, "saves_memory": True},
+    ]
+    write_run(tmp_path, task="t", method="snapkv", records=records, task_meta=LINES_META)
+    (group,) = load_experiment(tmp_path / "demo").groups
+    assert any("kept whole: snapkv (1)" in note for note in score_view(score_table(group)).notes)
+
+
+def test_an_experiment_without_runs_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="no runs in"):
+        load_experiment(tmp_path)
+
+
+VIEW = View(
+    name="a_b",
+    title="needle_1: 50 % & more",
+    columns=("method", "Δ exact"),
+    rows=(("streaming_llm", "−3.1 [−5.0, −1.2] †↓"), ("a|b", "–")),
+    notes=("x^2 ~ {y} \\ $5 #1",),
+)
+
+
+def test_latex_is_escaped() -> None:
+    text = latex(VIEW)
+    assert r"streaming\_llm & $-$3.1 [$-$5.0, $-$1.2] $^\dagger$$\downarrow$ \\" in text
+    assert r"50 \% \& more" in text
+    assert r"x\textasciicircum{}2 \textasciitilde{} \{y\} \textbackslash{} \$5 \#1" in text
+    for rule in (r"\toprule", r"\midrule", r"\bottomrule", r"\begin{tabular}{lr}"):
+        assert rule in text
+
+
+def test_markdown_has_one_line_per_row() -> None:
+    lines = markdown(VIEW).splitlines()
+    assert lines[2].startswith("| method ")
+    assert set(lines[3]) <= set("|:-")
+    assert lines[5].startswith("| a\\|b")
+    assert len({line.count("|") - line.count("\\|") for line in lines[2:6]}) == 1
+
+
+def test_the_console_shows_marks_and_notes_once() -> None:
+    out = io.StringIO()
+    print_views([VIEW, VIEW], Console(file=out, width=100))
+    assert out.getvalue().count("x^2") == 1
+    assert out.getvalue().count("streaming_llm") == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (0.09996, "0.100"), (0.0504, "0.0504"), (37.769, "37.8"), (1200.4, "1200"),
+     (float("nan"), "–"), (3e-7, "3.00e-07")],
+)  # fmt: skip
+def test_numbers_have_three_digits(value: float, text: str) -> None:
+    assert number(value) == text
+
+
+def test_sizes_are_readable() -> None:
+    assert [size(x) for x in (512, 2048, 858 * 2**20, 3 * 2**30)] == [
+        "512 B",
+        "2.00 KiB",
+        "858 MiB",
+        "3.00 GiB",
+    ]
+
+
+def test_the_report_needs_no_model_library() -> None:
+    code = (
+        "import sys, kvbench.report.build, kvbench.report.wandb_log, kvbench.report.console\n"
+        "heavy = {'torch', 'transformers', 'wandb', 'matplotlib.pyplot', 'kvbench.engine',"
+        " 'kvbench.methods', 'kvbench.tasks', 'kvbench.runner'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_frame_of_a_table_is_numbers(tmp_path: Path) -> None:
+    group = group_from(tmp_path, exact=[1.0, 0.0], snapkv=[1.0, None])
+    frame = frame_of(score_table(group))
+    assert frame["score"].dtype == float
+    assert isinstance(frame, pd.DataFrame)
+    assert list(frame["failures"]) == ["", "1 oom"]
