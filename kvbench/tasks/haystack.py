@@ -1,0 +1,108 @@
+"""Generated filler text for needle prompts: deterministic, offline, with tunable redundancy.
+
+A document is about a few *subjects* (a person, a place, a thing). Its sentences come from a small
+grammar and state a limited number of facts about them again and again in other words, as notes and
+reports do: that redundancy is what a compressed cache can live on. Everything is drawn from a
+``random.Random``, whose output for a given seed is the same on every machine.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+# fmt: off
+PEOPLE = (
+    "gardener", "teacher", "baker", "sailor", "farmer", "painter", "doctor", "tailor", "miller",
+    "driver", "singer", "student", "carpenter", "librarian", "fisherman", "mayor", "neighbor",
+    "merchant", "shepherd", "clerk",
+)
+PLACES = (
+    "market", "harbor", "garden", "library", "kitchen", "station", "bridge", "village",
+    "workshop", "school", "orchard", "tower", "valley", "river", "square", "museum", "forest",
+    "mill", "theater", "lake",
+)
+THINGS = (
+    "basket", "letter", "lantern", "map", "clock", "bread", "boat", "ladder", "blanket", "kettle",
+    "wagon", "mirror", "violin", "bucket", "table", "coat", "apple", "candle", "book", "rope",
+)
+QUALITIES = (
+    "old", "small", "quiet", "bright", "heavy", "warm", "green", "broken", "clean", "narrow",
+    "simple", "empty", "famous", "gentle", "white", "dusty", "strong", "pale", "round", "cheap",
+)
+ACTIONS = (
+    "repairs", "carries", "paints", "sells", "finds", "keeps", "cleans", "hides", "brings",
+    "borrows", "admires", "counts", "moves", "lifts", "returns", "watches",
+)
+TIMES = (
+    "in the morning", "at noon", "in the evening", "every week", "after the rain",
+    "before breakfast", "in the winter", "on market days", "late at night", "once a year",
+    "during the summer", "when the bell rings",
+)
+REASONS = (
+    "because the work is easy", "because nobody else wants to", "since the road is long",
+    "although it takes time", "so that the others can rest", "while the children play",
+    "because it costs nothing", "although the weather is bad", "as people did long ago",
+    "and nobody remembers why",
+)
+OPENERS = (
+    "As a rule", "Most of the time", "It is said that", "People know that", "Still",
+    "In those days", "For that reason", "Now and then", "As before", "Of course",
+)
+# fmt: on
+
+
+class Document:
+    """An endless document about a few subjects.
+
+    Attributes:
+        facts: how many different facts the document states; fewer means more redundancy.
+    """
+
+    def __init__(self, rng: random.Random, facts: int = 24) -> None:
+        self._rng = rng
+        people = rng.sample(PEOPLE, 6)
+        places = rng.sample(PLACES, 6)
+        things = rng.sample(THINGS, 8)
+        self._facts = [
+            (
+                rng.choice(people),
+                rng.choice(ACTIONS),
+                rng.choice(QUALITIES),
+                rng.choice(things),
+                rng.choice(places),
+                rng.choice(TIMES),
+                rng.choice(REASONS),
+            )
+            for _ in range(max(1, facts))
+        ]
+
+    def sentence(self) -> str:
+        """The next sentence, with its full stop and without white space around it."""
+        rng = self._rng
+        who, does, how, what, where, when, why = rng.choice(self._facts)
+        text = rng.choice(
+            (
+                f"the {who} {does} the {how} {what} near the {where} {when}",
+                f"the {who} {does} the {what} {why}",
+                f"{when} the {who} {does} the {how} {what}",
+                f"the {how} {what} is in the {where}, {why}",
+                f"near the {where} the {who} {does} the {what} {when}",
+                f"the {what} of the {who} is {how} {when}",
+                f"the {where} is {how}, and the {who} {does} the {what}",
+                f"the {who} is at the {where} {when} {why}",
+            )
+        )
+        if rng.random() < 0.25:
+            text = f"{rng.choice(OPENERS).lower()} {text}".replace("still the", "still, the")
+        return text[0].upper() + text[1:] + "."
+
+    def sentences(self) -> Iterator[str]:
+        """Sentences without end."""
+        while True:
+            yield self.sentence()
+
+
+def generated_haystack(seed: int | str, facts: int = 24) -> Iterator[str]:
+    """Sentences of the document with this seed; join them with single spaces."""
+    return Document(random.Random(f"kvbench haystack {seed}"), facts).sentences()

@@ -1,0 +1,263 @@
+"""LongEval line retrieval: find one line's number in a long record of lines.
+
+Protocol: D. Li*, R. Shao* et al., "How long can open-source LLMs truly promise on context length?"
+(LMSYS, 2023), github.com/DachengLi1/LongChat, folder ``longeval``. A line is
+``line <adjective>-<noun>: REGISTER_CONTENT is <number>`` with a number from 1 to 50000; the score is
+whether the last run of digits in the answer equals the number of the line that was asked for.
+
+Prompts are generated (word lists of `wonderwords`, every key once per record) or read from the
+official test-case files. With ``repeats`` every line stands in the record several times, which makes
+the cache redundant; the record is harder for a method the less redundant it is.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+from kvbench.tasks.base import Example, PromptEncoder, Task, TaskError
+
+INTRODUCTION = (
+    "Below is a record of lines I want you to remember. Each line begins with 'line <line index>' "
+    "and contains a '<REGISTER_CONTENT>' at the end of the line as a numerical value. For each "
+    "line index, memorize its corresponding <REGISTER_CONTENT>. At the end of the record, I will "
+    "ask you to retrieve the corresponding <REGISTER_CONTENT> of a certain line index. Now the "
+    "record start:\n\n"
+)
+LINE = "line {key}: REGISTER_CONTENT is <{number}>\n"
+QUESTION_START = "\nNow the record is over. "
+QUESTION = (
+    QUESTION_START + "Tell me what is the <REGISTER_CONTENT> in line {key}? I need the number. "
+)
+MAX_LINES = 100_000
+
+
+@lru_cache(maxsize=1)
+def word_lists() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Adjectives and nouns of wonderwords, in its order."""
+    from wonderwords import RandomWord
+
+    words = RandomWord()
+    return (
+        tuple(words.filter(include_categories=["adjective"])),
+        tuple(words.filter(include_categories=["noun"])),
+    )
+
+
+def parse_number(text: str) -> int:
+    """The last run of digits as an integer, -1 where there is none (as the official scorer)."""
+    runs = re.findall(r"\d+", text)
+    if not runs:
+        return -1
+    try:
+        return int(runs[-1])
+    except ValueError:  # longer than Python converts (4,300 digits): no register holds it
+        return -1
+
+
+def _sequence(name: str, value: Any) -> tuple[Any, ...]:
+    if isinstance(value, str | int | float) or not isinstance(value, Sequence):
+        return (value,)
+    if not value:
+        raise TaskError(f"longeval_lines: {name} is empty; give at least one value")
+    return tuple(value)
+
+
+def _integer(name: str, value: Any, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise TaskError(
+            f"longeval_lines: {name}={value!r} is not allowed; a whole number {low}..{high}"
+        )
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongEvalLines(Task):
+    """Line retrieval, by number of lines.
+
+    Attributes:
+        num_lines: numbers of (different) lines per record, one group of examples each.
+        num_examples: examples per number of lines.
+        seed: of the generated records.
+        number_range: smallest and largest number of a line.
+        repeats: how often every line stands in the record; the copies are shuffled.
+        files: official JSON-lines files to read in place of generating.
+        max_new_tokens: generation limit (100 in the official evaluation).
+        stop: generation ends at one of these strings; the official evaluation has none.
+    """
+
+    name: ClassVar[str] = "longeval_lines"
+    breakdown: ClassVar[tuple[str, ...]] = ("num_lines",)
+    heatmap: ClassVar[tuple[str, str] | None] = ("num_lines", "depth")
+
+    num_lines: Sequence[int] = (20, 50, 100, 200)
+    num_examples: int = 25
+    seed: int = 0
+    number_range: Sequence[int] = (1, 50000)
+    repeats: int = 1
+    files: Sequence[str] = ()
+    max_new_tokens: int = 100
+    stop: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        lengths = _sequence("num_lines", self.num_lines)
+        for value in lengths:
+            _integer("num_lines", value, 1, MAX_LINES)
+        if len(set(lengths)) != len(lengths):
+            raise TaskError(
+                f"longeval_lines: num_lines={list(lengths)} names a length twice; each length once"
+            )
+        _integer("num_examples", self.num_examples, 1, 1_000_000)
+        _integer("repeats", self.repeats, 1, 1000)
+        _integer("max_new_tokens", self.max_new_tokens, 1, 100_000)
+        bounds = _sequence("number_range", self.number_range)
+        if len(bounds) != 2 or not all(type(bound) is int for bound in bounds):
+            raise TaskError(
+                f"longeval_lines: number_range={list(bounds)} is not allowed; two whole numbers"
+            )
+        if not 0 <= bounds[0] <= bounds[1]:
+            raise TaskError(
+                f"longeval_lines: number_range={list(bounds)} is not allowed; 0 <= first <= last"
+            )
+        files = () if self.files is None else self.files
+        files = (files,) if isinstance(files, str | Path) else tuple(files)
+        stop = () if self.stop is None else self.stop
+        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        object.__setattr__(self, "num_lines", lengths)
+        object.__setattr__(self, "number_range", bounds)
+        object.__setattr__(self, "files", tuple(str(file) for file in files))
+        object.__setattr__(self, "stop", stop)
+
+    def examples(self, encoder: PromptEncoder) -> Sequence[Example]:
+        """Round robin over the lengths (or files), so that every prefix is balanced."""
+        del encoder
+        if self.files:
+            groups = [self._read(Path(file)) for file in self.files]
+            names = [Path(file).stem for file in self.files]
+            if len(set(names)) != len(names):
+                raise TaskError(
+                    f"longeval_lines: files={list(self.files)} repeat a file name; "
+                    "file names must differ, they make the example ids"
+                )
+        else:
+            groups = [
+                [self._generate(lines, number) for number in range(self.num_examples)]
+                for lines in self.num_lines
+            ]
+        longest = max(len(group) for group in groups)
+        return [group[turn] for turn in range(longest) for group in groups if turn < len(group)]
+
+    def score(self, prediction: str, example: Example) -> Mapping[str, float]:
+        """1 if the last run of digits is the expected number."""
+        return {"score": float(parse_number(prediction) == int(example.answers[0]))}
+
+    def _generate(self, lines: int, number: int) -> Example:
+        adjectives, nouns = word_lists()
+        rng = random.Random(f"kvbench longeval_lines {self.seed} {lines} {number}")
+        keys: dict[str, int] = {}
+        low, high = self.number_range
+        while len(keys) < lines:
+            key = f"{rng.choice(adjectives)}-{rng.choice(nouns)}"
+            keys.setdefault(key, rng.randint(low, high))
+        asked = rng.randrange(lines)
+        key = list(keys)[asked]
+        order = list(keys)
+        if self.repeats > 1:
+            order = order * self.repeats
+            rng.shuffle(order)
+        record = "".join(LINE.format(key=each, number=keys[each]) for each in order)
+        places = [place for place, each in enumerate(order) if each == key]
+        return self._example(
+            id=f"lines{lines}-{number:04d}",
+            context=INTRODUCTION + record,
+            question=QUESTION.format(key=key),
+            number=keys[key],
+            num_lines=lines,
+            key=key,
+            place=places[0],
+            total=len(order),
+        )
+
+    def _read(self, path: Path) -> list[Example]:
+        if not path.is_file():
+            raise TaskError(
+                f"longeval_lines: no file {path}; the official ones come with: git clone "
+                "https://github.com/DachengLi1/LongChat (longeval/evaluation/lines/testcases)"
+            )
+        found = []
+        try:
+            with path.open(encoding="utf-8") as stream:
+                rows = [line for line in stream if line.strip()]
+        except (OSError, UnicodeDecodeError) as problem:
+            raise TaskError(f"longeval_lines: cannot read {path}: {problem}") from problem
+        for number, row in enumerate(rows):
+            try:
+                case = json.loads(row)
+                prompt, expected = case["prompt"], int(case["expected_number"])
+                key, place = case["random_idx"][0], int(case["random_idx"][1])
+            except (ValueError, KeyError, TypeError, IndexError) as problem:
+                raise TaskError(
+                    f"longeval_lines: {path} line {number + 1} is not a test case "
+                    "(JSON with prompt, expected_number, random_idx)"
+                ) from problem
+            cut = prompt.rfind(QUESTION_START)
+            if cut < 0:
+                raise TaskError(
+                    f"longeval_lines: {path} line {number + 1} has no "
+                    f"{QUESTION_START.strip()!r} after a blank line; only the lines task is read"
+                )
+            total = int(case.get("num_lines") or prompt.count(": REGISTER_CONTENT is <"))
+            example = self._example(
+                id=f"{path.stem}-{number:04d}",
+                context=prompt[:cut],
+                question=prompt[cut:],
+                number=expected,
+                num_lines=total,
+                key=key,
+                place=place,
+                total=total,
+                correct_line=case.get("correct_line"),
+            )
+            found.append(example)
+        if not found:
+            raise TaskError(f"longeval_lines: {path} holds no test case; JSON lines expected")
+        return found
+
+    def _example(
+        self,
+        *,
+        id: str,
+        context: str,
+        question: str,
+        number: int,
+        num_lines: int,
+        key: str,
+        place: int,
+        total: int,
+        correct_line: str | None = None,
+    ) -> Example:
+        depth = 100.0 * place / max(1, total - 1)
+        return Example(
+            id=id,
+            context=context,
+            question=question,
+            answers=(str(number),),
+            max_new_tokens=self.max_new_tokens,
+            dataset=self.name,
+            stop=tuple(self.stop),
+            fields={
+                "num_lines": num_lines,
+                "depth": int(10 * round(depth / 10)),
+                "repeats": 1 if self.files else self.repeats,
+                "line_key": key,
+                "line_place": place,
+                "expected_number": number,
+                "correct_line": correct_line or LINE.format(key=key, number=number),
+            },
+        )

@@ -1,0 +1,98 @@
+"""Accuracy of recall_mini with its whole cache, greedy decoding, on seeds it was not trained on.
+
+Uses transformers alone for the model and kvbench's tasks for prompts and scores, so that it also
+checks the engine's ``exact`` method from outside. Prints one line per length (and depth).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from kvbench.tasks.base import PromptEncoder, Task
+from kvbench.tasks.longeval_lines import LongEvalLines
+from kvbench.tasks.needle import Needle
+
+ROOT = Path(__file__).resolve().parent.parent
+ASSET = ROOT / "kvbench" / "assets" / "recall_mini"
+
+
+def canonical_needle() -> dict[str, Any]:
+    """Needle, question and answer of conf/task/needle.yaml."""
+    import yaml
+
+    conf = yaml.safe_load((ROOT / "conf" / "task" / "needle.yaml").read_text(encoding="utf-8"))
+    return {name: conf[name] for name in ("needle", "question", "answer")}
+
+
+@torch.no_grad()
+def evaluate(
+    model: Any, encoder: PromptEncoder, task: Task, by: tuple[str, ...]
+) -> dict[str, tuple[float, int]]:
+    """Mean score and number of examples by the named record fields."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for example in task.examples(encoder):
+        context = example.context_ids or encoder.encode_text(example.context)
+        question = example.question_ids or encoder.encode_text(example.question)
+        ids = torch.tensor([[*context, *question]], device=model.device)
+        output = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=example.max_new_tokens,
+        )
+        text = encoder.decode(output[0, ids.shape[1] :].tolist())
+        group = " ".join(f"{name}={example.fields[name]}" for name in by)
+        found[group].append(task.score(text, example)["score"])
+    return {group: (sum(each) / len(each), len(each)) for group, each in found.items()}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print accuracies of the model in ``--model``."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=str(ASSET))
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--examples", type=int, default=100, help="per number of lines")
+    parser.add_argument("--lines", type=int, nargs="*", default=[20, 50, 100, 200])
+    parser.add_argument("--files", nargs="*", default=[], help="official LongEval test cases")
+    parser.add_argument("--needle", type=int, nargs="*", default=[512, 1024, 2048, 4096])
+    parser.add_argument("--depths", type=int, nargs="*", default=list(range(0, 101, 10)))
+    parser.add_argument("--needle-examples", type=int, default=5, help="per length and depth")
+    parser.add_argument("--seed", type=int, default=1000)
+    args = parser.parse_args(argv)
+    logging.set_verbosity_error()
+    torch.set_num_threads(args.threads)
+    model = AutoModelForCausalLM.from_pretrained(args.model).eval()
+    encoder = PromptEncoder(tokenizer=AutoTokenizer.from_pretrained(args.model))
+    jobs: list[tuple[str, Task, tuple[str, ...]]] = []
+    if args.lines:
+        task = LongEvalLines(num_lines=args.lines, num_examples=args.examples, seed=args.seed)
+        jobs.append(("longeval_lines", task, ("num_lines",)))
+    if args.files:
+        jobs.append(("longeval_lines official", LongEvalLines(files=args.files), ("num_lines",)))
+    if args.needle:
+        needle = Needle(
+            lengths=args.needle,
+            depths=args.depths,
+            num_examples=args.needle_examples,
+            seed=args.seed,
+            **canonical_needle(),
+        )
+        jobs.append(("needle", needle, ("length", "depth")))
+    for name, job, by in jobs:
+        start = time.time()
+        for group, (score, count) in sorted(evaluate(model, encoder, job, by).items()):
+            print(json.dumps({"task": name, "group": group, "score": round(score, 4), "n": count}))
+        print(f"# {name}: {time.time() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""The shipped model: loads without kvbench, reads any text, and finds what it is asked for."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import kvbench
+from kvbench.tasks.base import Example, PromptEncoder, Task
+from kvbench.tasks.longeval_lines import INTRODUCTION, LINE, QUESTION, LongEvalLines, word_lists
+from kvbench.tasks.needle import Needle
+
+ASSET = Path(kvbench.__file__).parent / "assets" / "recall_mini"
+ROOT = Path(__file__).resolve().parents[1]
+NEVER_TRAINED_SEED = 77
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(ASSET)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return AutoModelForCausalLM.from_pretrained(ASSET).eval()
+
+
+@torch.no_grad()
+def mean_score(model: Any, tokenizer: Any, task: Task) -> float:
+    encoder = PromptEncoder(tokenizer=tokenizer)
+
+    def one(example: Example) -> float:
+        context = example.context_ids or encoder.encode_text(example.context)
+        question = example.question_ids or encoder.encode_text(example.question)
+        ids = torch.tensor([[*context, *question]])
+        output = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=example.max_new_tokens,
+        )
+        text = encoder.decode(output[0, ids.shape[1] :].tolist())
+        return task.score(text, example)["score"]
+
+    scores = [one(example) for example in task.examples(encoder)]
+    return sum(scores) / len(scores)
+
+
+def canonical_needle(**options: Any) -> Needle:
+    conf = yaml.safe_load((ROOT / "conf" / "task" / "needle.yaml").read_text())
+    texts = {name: conf[name] for name in ("needle", "question", "answer")}
+    return Needle(**texts, **options, seed=NEVER_TRAINED_SEED)
+
+
+def test_it_loads_with_transformers_and_nothing_of_kvbench(tmp_path: Path) -> None:
+    program = (
+        "import sys\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        f"model = AutoModelForCausalLM.from_pretrained({str(ASSET)!r})\n"
+        f"tokenizer = AutoTokenizer.from_pretrained({str(ASSET)!r})\n"
+        "assert type(model).__name__ == 'LlamaForCausalLM'\n"
+        "assert tokenizer.eos_token_id == model.generation_config.eos_token_id\n"
+        "assert not any(name.split('.')[0] == 'kvbench' for name in sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path)
+
+
+def test_its_shape_and_size() -> None:
+    config = json.loads((ASSET / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["num_key_value_heads"] < config["num_attention_heads"]
+    assert config["max_position_embeddings"] >= 16384
+    weights = list(ASSET.glob("*.safetensors"))
+    assert sum(file.stat().st_size for file in weights) <= 12e6
+    others = {file.suffix for file in ASSET.iterdir()} - {".safetensors", ".json", ".md"}
+    assert not others, "nothing but weights, JSON and the card: no optimiser state, no pickles"
+
+
+def test_it_has_no_chat_template_and_an_end_token(tokenizer: Any) -> None:
+    assert tokenizer.chat_template is None
+    assert tokenizer.eos_token_id == 0
+    assert tokenizer.encode("a", add_special_tokens=True) == tokenizer.encode(
+        "a", add_special_tokens=False
+    )
+
+
+def test_any_text_comes_back_as_it_was(tokenizer: Any) -> None:
+    rng = random.Random(0)
+    texts = ["".join(map(chr, range(128))), "a  b\t\n\n c , . ' s ", " , x n't", "日本 é 🙂", ""]
+    texts += ["".join(chr(rng.randrange(128)) for _ in range(300)) for _ in range(20)]
+    for text in texts:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(ids) == text
+        assert max(ids, default=0) < 2000
+
+
+def test_digits_go_in_pairs_from_the_left(tokenizer: Any) -> None:
+    for number in ("7", "42", "915", "2416", "50000", "00915"):
+        pieces = [tokenizer.decode([token]) for token in tokenizer.encode(number)]
+        assert pieces == [number[at : at + 2] for at in range(0, len(number), 2)]
+
+
+def test_a_line_is_10_to_16_tokens(tokenizer: Any) -> None:
+    adjectives, nouns = word_lists()
+    rng = random.Random(1)
+    sizes = [
+        len(tokenizer.encode(LINE.format(key=f"{a}-{n}", number=rng.randint(1, 50000))))
+        for a, n in ((rng.choice(adjectives), rng.choice(nouns)) for _ in range(4000))
+    ]
+    assert sum(10 <= size <= 16 for size in sizes) >= 0.99 * len(sizes)
+    assert 10 <= sum(sizes) / len(sizes) <= 16
+    assert max(sizes) <= 20
+
+
+def test_training_data_are_what_the_tasks_produce(tokenizer: Any, monkeypatch: Any) -> None:
+    """Ids put together from parts equal those of the whole text, and the template is the task's."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import recall_mini_data
+
+    text = recall_mini_data.Generator(tokenizer)
+    rng = random.Random(5)
+    for sequence in (
+        text.record(rng, 30, 2),
+        text.record(rng, 6, 2, repeats=3),
+        text.shuffled_lines(rng, 4, 100, full=True),
+        text.shuffled_lines(rng, 4, 100, full=False),
+        text.needles(rng, 300, 3),
+    ):
+        decoded = tokenizer.decode(sequence.ids)
+        assert tokenizer.encode(decoded) == sequence.ids
+        assert len(sequence.ids) == len(sequence.weight) == len(sequence.scored)
+        assert "San Francisco" not in decoded
+    whole = tokenizer.decode(text.record(rng, 30, 1).ids)
+    key = whole.split("> in line ")[1].split("?")[0]
+    assert whole.startswith(INTRODUCTION)
+    assert QUESTION.format(key=key) in whole
+    assert recall_mini_data.train_tokenizer().get_vocab() == tokenizer.get_vocab()
+
+
+@pytest.mark.parametrize(
+    ("lines", "examples", "least"), [(20, 15, 0.9), (50, 12, 0.9), (100, 10, 0.8)]
+)
+def test_it_finds_lines(
+    model: Any, tokenizer: Any, lines: int, examples: int, least: float
+) -> None:
+    task = LongEvalLines(num_lines=[lines], num_examples=examples, seed=NEVER_TRAINED_SEED)
+    assert mean_score(model, tokenizer, task) >= least
+
+
+def test_it_finds_the_needle(model: Any, tokenizer: Any) -> None:
+    task = canonical_needle(lengths=[512, 1024], depths=[0, 50, 100])
+    assert mean_score(model, tokenizer, task) >= 0.8
+
+
+def test_it_finds_official_lines(model: Any, tokenizer: Any, shared_file: Any) -> None:
+    path = shared_file("data/longeval_lines/200_lines.jsonl")
+    task = LongEvalLines(files=[str(path)])
+    encoder = PromptEncoder(tokenizer=tokenizer)
+    few = task.examples(encoder)[:10]
+    object.__setattr__(task, "examples", lambda encoder: few)
+    assert mean_score(model, tokenizer, task) >= 0.7
