@@ -208,6 +208,10 @@ def write_asset(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, fol
     with tempfile.TemporaryDirectory(dir=folder.parent) as name:
         model.save_pretrained(name)
         tokenizer.save_pretrained(name)
+        settings = Path(name) / "tokenizer_config.json"
+        options = json.loads(settings.read_text(encoding="utf-8"))
+        options["tokenizer_class"] = "PreTrainedTokenizerFast"  # the name every release knows
+        settings.write_text(json.dumps(options, indent=2) + "\n", encoding="utf-8")
         for file in Path(name).iterdir():
             file.chmod(0o644)
             file.replace(folder / file.name)
@@ -446,7 +450,9 @@ def main() -> None:
     parser.add_argument("--asset", default=str(ASSET), help="written with every checkpoint")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=3)
-    parser.add_argument("--run", default="outputs/recall_mini", help="folder of log and checkpoints")
+    parser.add_argument(
+        "--run", default="outputs/recall_mini", help="folder of log and checkpoints"
+    )
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--log-every", type=float, default=15.0, help="seconds")
