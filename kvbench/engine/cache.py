@@ -6,9 +6,10 @@ every row attends to its own entries, so nothing is padded and a smaller cache i
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from torch import Tensor
 from kvbench.engine.attention import capped
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV
 from kvbench.methods.base import Held, Method
+
+GROWTH = 256
+"""Entries by which a cache grows that has more to append than it was told."""
 
 
 def layer_generator(seed: int, example_id: str, layer: int) -> torch.Generator:
@@ -25,15 +29,19 @@ def layer_generator(seed: int, example_id: str, layer: int) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
+_BUFFERS = ("keys", "values", "positions", "log_weights", "scores")
+
+
 class LayerCache:
     """The entries of one layer of one fork, with room for the tokens to come.
 
-    Buffers are reserved once; appending a token writes in place. Shapes (no batch dimension: a fork
+    Buffers are reserved once; appending a token writes in place (a cache that was not told how many
+    tokens will come grows by `GROWTH` entries when it is full). Shapes (no batch dimension: a fork
     is one row): keys, values [kv_heads, reserved, head_dim], of which the first `length` are held.
 
     Args:
         held: the compressed prompt, batch 1.
-        room: tokens that will be appended at most.
+        room: tokens that will be appended, if the caller knows.
         method: asked to evict after each token when `evicts`.
         capacity: entries per head the method may hold after prefill.
         window: sliding-window length of the layer, None for full attention.
@@ -82,6 +90,26 @@ class LayerCache:
             if part is not None
         )
 
+    def clone(self) -> LayerCache:
+        """A copy that shares no buffer with this one."""
+        twin = copy.copy(self)
+        for name in _BUFFERS:
+            part = getattr(self, name)
+            setattr(twin, name, None if part is None else part.clone())
+        return twin
+
+    def _reserve(self, entries: int) -> None:
+        """Make the buffers hold `entries` at least; a copy only when they do not."""
+        reserved = self.keys.shape[1]
+        if entries <= reserved:
+            return
+        for name in _BUFFERS:
+            part = getattr(self, name)
+            if part is not None:
+                wider = part.new_zeros(part.shape[0], entries + GROWTH, *part.shape[2:])
+                wider[:, :reserved] = part
+                setattr(self, name, wider)
+
     def step(
         self,
         query: Tensor,
@@ -120,9 +148,13 @@ class LayerCache:
             key = key.repeat_interleave(stored // key.shape[0], dim=0)
             value = value.repeat_interleave(stored // value.shape[0], dim=0)
         before, after = self.length, self.length + tokens
+        self._reserve(after)
         self.keys[:, before:after] = key
         self.values[:, before:after] = value
         self.positions[:, before:after] = positions
+        for part in (self.log_weights, self.scores):
+            if part is not None:  # the place may be one that an evicted entry left
+                part[:, before:after] = 0
         self.length = after
         group = heads // stored
         packed = query.reshape(stored, group * tokens, dim)
@@ -153,7 +185,7 @@ class LayerCache:
         if leaving is None:
             return
         row = torch.arange(self.keys.shape[0], device=self.keys.device)
-        for part in (self.keys, self.values, self.positions, self.log_weights, self.scores):
+        for part in (getattr(self, name) for name in _BUFFERS):
             if part is not None:
                 part[row, leaving] = part[row, n - 1].clone()
         self.length = n - 1
@@ -165,7 +197,7 @@ class Fork:
 
     Attributes:
         label: the method's name in this job.
-        room: tokens that will be appended at most.
+        room: tokens that will be appended, if the caller knows.
         layers: filled by the prefill, by layer index.
         failure: what stopped this fork, if anything did; the other forks go on.
     """
@@ -181,6 +213,10 @@ class Fork:
     compressed: bool = False
     appended: int = 0
     failure: Exception | None = None
+
+    def clone(self) -> Fork:
+        """A copy that goes on separately from here."""
+        return replace(self, layers={index: layer.clone() for index, layer in self.layers.items()})
 
     def hold(
         self,
@@ -236,7 +272,7 @@ class ForkBatch:
 
     Args:
         forks: one per batch row.
-        positions: [t] position of each token fed in this step, the same for every row.
+        positions: position of each token fed in this step: [t], the same for every row, or [rows, t].
     """
 
     def __init__(self, forks: Sequence[Fork], positions: Tensor) -> None:
@@ -255,14 +291,14 @@ class ForkBatch:
         sliding_window: int | None,
     ) -> Tensor:
         """Each row against its own cache; a row whose fork failed attends to nothing."""
-        positions = self.positions.to(query.device)
+        positions = self.positions.to(query.device).expand(len(self.forks), -1)
         out = query.new_zeros(*query.shape[:3], value.shape[-1])
         for i, fork in enumerate(self.forks):
             if fork.failure is not None:
                 continue
             try:
                 out[i] = fork.layers[layer].step(
-                    query[i], key[i], value[i], positions, scaling, softcap
+                    query[i], key[i], value[i], positions[i], scaling, softcap
                 )
             except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
                 fork.failure = failure

@@ -19,12 +19,24 @@ def compressible_layers(model: PreTrainedModel) -> list[int]:
     """Indices of the full-attention layers; sliding-window layers are left whole.
 
     Raises:
-        UnsupportedModel: there is none.
+        UnsupportedModel: there is none, or other layers carry a state (linear attention, chunks,
+            keys shared between layers) that no fork holds.
     """
     config = model.config.get_text_config()
     count = config.num_hidden_layers
     kinds = getattr(config, "layer_types", None)
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise UnsupportedModel(
+            f"{type(model).__name__} shares keys and values between layers; "
+            "allowed: models whose layers have their own"
+        )
     if kinds is not None:
+        for kind in kinds[:count]:
+            if kind not in ("full_attention", "sliding_attention"):
+                raise UnsupportedModel(
+                    f"{type(model).__name__} has {kind} layers; "
+                    "allowed: full_attention, sliding_attention"
+                )
         layers = [i for i, kind in enumerate(kinds[:count]) if kind == "full_attention"]
     elif getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
         layers = []

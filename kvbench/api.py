@@ -1,0 +1,212 @@
+"""The Python interface: compression around `model.generate`, and methods side by side on a prompt.
+
+from kvbench import compare, compress
+
+with compress(model, "balancekv", rate=0.25) as session:
+    output = model.generate(**inputs, max_new_tokens=64)
+print(session.ratio)
+
+frame = compare(model, tokenizer, prompt, methods=["exact", "snapkv", "balancekv"])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from kvbench.engine.generate import Generation, Stopping, run_forks
+from kvbench.engine.live import (
+    Compression,
+    compressed_generation,
+    kvbench_attention_on,
+    prompt_name,
+)
+from kvbench.engine.loading import end_token_ids
+from kvbench.kv import Budget, KVError
+from kvbench.methods import build_method
+from kvbench.methods.base import Method
+from kvbench.tasks.needle import word_recall
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Prompt = str | Sequence[Mapping[str, str]]
+"""Text, or the messages of a chat (then the tokenizer's chat template is put around them)."""
+
+
+def compress(
+    model: Any,
+    method: str | Method,
+    *,
+    rate: float = 0.25,
+    sink: int = 32,
+    window: int = 32,
+    seed: int = 0,
+    **options: Any,
+) -> AbstractContextManager[Compression]:
+    """Compress the cache of everything `model` generates inside the ``with`` block.
+
+    The prompt is prefilled exactly; then every layer holds what the method keeps and nothing else.
+    Greedy decoding, sampling, beams, several returned sequences, streamers, stopping criteria,
+    left-padded batches and pipelines work as without it. Refused in one line: caches of an earlier
+    call, static, quantised and offloaded caches, assisted decoding, chunked prefill,
+    ``use_cache=False``, ``output_attentions=True``, encoder-decoder models.
+
+    A loop of one's own may call the model with the cache it returned, under ``torch.no_grad()``: the
+    first call's tokens are compressed, those of later calls are all kept (H2O goes on evicting).
+
+    Args:
+        model: a causal language model of transformers.
+        method: a name (see ``kvbench list methods``) or a `Method`.
+        rate, sink, window: the budget; see `kvbench.kv.Budget`. A prompt within its capacity is
+            kept exactly.
+        seed: of the method's draws, which depend on it, the prompt and the layer only.
+        options: of the method, when it is given by name; ``preset="released"`` is one of them.
+
+    Returns:
+        A context manager that gives a `Compression`: per row ``entries``, ``cache_bytes``,
+        ``exact_bytes``, ``ratio`` and ``compress_s``, or all of it in ``rows``.
+
+    Raises:
+        KVError: unknown method or option, rate outside (0, 1].
+        UnsupportedModel, UnsupportedGeneration: what cannot be compressed, and what can.
+    """
+    label, built = _method(method, options)
+    budget = Budget(rate=rate, sink=sink, window=window)
+    return compressed_generation(Compression(model, built, budget, label, seed))
+
+
+def compare(
+    model: Any,
+    tokenizer: Any,
+    prompt: Prompt,
+    methods: Sequence[str | Method] | Mapping[str, str | Method],
+    *,
+    rate: float = 0.25,
+    sink: int = 32,
+    window: int = 32,
+    max_new_tokens: int = 64,
+    stop: Sequence[str] = (),
+    reference: str | None = None,
+    score: Callable[[str, str], float] = word_recall,
+    seed: int = 0,
+) -> pd.DataFrame:
+    """What each method makes of one prompt: one prefill, then greedy decoding of all side by side.
+
+    Args:
+        model, tokenizer: a causal language model of transformers and its tokenizer.
+        prompt: text, tokenised as ``tokenizer(prompt)`` does; or the messages of a chat.
+        methods: names or `Method` objects; a mapping gives them labels of your own.
+        rate, sink, window, seed: as for `compress`.
+        max_new_tokens: generation limit.
+        stop: generation ends when one of these strings appears; it is cut from the text.
+        reference: the expected answer. Without one there is no score.
+        score: of (text, reference); by default the share of the reference's words in the text.
+
+    Returns:
+        One line per method: ``text``, ``score``, ``bytes`` (of the cache after compression),
+        ``ratio`` (over the bytes of the exact cache) and ``seconds`` (the prefill, which every
+        method would have to pay alone, its compression and its share of the decoding). A method
+        that failed has an ``error`` and no text.
+
+    Raises:
+        KVError: unknown method or option, rate outside (0, 1], an empty prompt.
+        UnsupportedModel: a model that cannot be compressed.
+    """
+    import pandas as pd
+
+    named = _labelled(methods)
+    budget = Budget(rate=rate, sink=sink, window=window)
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise KVError(f"max_new_tokens is {max_new_tokens!r}; allowed: an integer >= 1")
+    ids = _token_ids(tokenizer, prompt)
+
+    def decode(tokens: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    stopping = Stopping(max_new_tokens, end_token_ids(model, tokenizer), tuple(stop), decode)
+    with kvbench_attention_on(model):
+        results = run_forks(
+            model,
+            ids,
+            [],
+            {label: (method, budget) for label, method in named.items()},
+            stopping,
+            seed=seed,
+            example_id=prompt_name(ids),
+        )
+    lines = {label: _line(result, stopping, reference, score) for label, result in results.items()}
+    frame = pd.DataFrame.from_dict(lines, orient="index", columns=_COLUMNS)
+    frame.index.name = "method"
+    if frame["error"].isna().all():
+        frame = frame.drop(columns="error")
+    return frame
+
+
+_COLUMNS = ["text", "score", "bytes", "ratio", "seconds", "error"]
+
+
+def _line(
+    result: Generation,
+    stopping: Stopping,
+    reference: str | None,
+    score: Callable[[str, str], float],
+) -> list[Any]:
+    if result.failure is not None:
+        return [None, None, None, None, None, str(result.failure)]
+    assert stopping.decode is not None
+    assert result.cache_bytes is not None
+    text = stopping.cut(stopping.decode(result.tokens))
+    return [
+        text,
+        None if reference is None else score(text, reference),
+        result.cache_bytes,
+        result.cache_bytes / result.exact_bytes,
+        result.prefill_s + result.compress_s + result.decode_s,
+        None,
+    ]
+
+
+def _method(method: str | Method, options: Mapping[str, Any]) -> tuple[str, Method]:
+    """A method and what messages call it."""
+    if isinstance(method, str):
+        return method, build_method(method, **options)
+    if not isinstance(method, Method):
+        raise KVError(f"method is {method!r}; allowed: a name or a kvbench Method")
+    if options:
+        raise KVError(
+            f"option {next(iter(options))!r} goes with a method's name; "
+            f"{type(method).__name__} is made already"
+        )
+    return type(method).__name__, method
+
+
+def _labelled(methods: Sequence[str | Method] | Mapping[str, str | Method]) -> dict[str, Method]:
+    if isinstance(methods, str):
+        methods = [methods]
+    if not methods:
+        raise KVError("methods is empty; allowed: one or more names, e.g. ['exact', 'snapkv']")
+    if isinstance(methods, Mapping):
+        return {label: _method(method, {})[1] for label, method in methods.items()}
+    named: dict[str, Method] = {}
+    for method in methods:
+        label, built = _method(method, {})
+        if label in named:
+            raise KVError(
+                f"methods names {label!r} twice; allowed: each once, or a mapping from labels"
+            )
+        named[label] = built
+    return named
+
+
+def _token_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
+    if isinstance(prompt, str):
+        ids = tokenizer(prompt)["input_ids"]
+    else:
+        ids = tokenizer.apply_chat_template(
+            [dict(message) for message in prompt], add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+    if not ids:
+        raise KVError("prompt is empty; allowed: at least one token")
+    return list(ids)

@@ -1,0 +1,521 @@
+"""transformers' own `generate` against fork caches: what `kvbench.compress` puts around a model.
+
+While it lasts, a hook on the model's forward replaces the cache that `generate` made by a `LiveCache`,
+which answers generate's bookkeeping (lengths, beams) and holds no keys or values itself: the attention
+function gives those to the forks, one per batch row, exactly as in the benchmark.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from kvbench.engine.attention import IMPLEMENTATION, UnsupportedModel, register
+from kvbench.engine.cache import Fork, ForkBatch
+from kvbench.engine.prefill import PrefillState, compressible_layers
+from kvbench.kv import Budget
+from kvbench.methods.base import Method
+
+_active: WeakSet[PreTrainedModel] = WeakSet()
+"""Models that are under `compressed_generation` now."""
+
+
+class UnsupportedGeneration(ValueError):
+    """A use of `generate` that a compressed cache cannot serve: one line with what is allowed."""
+
+
+def prompt_name(ids: Sequence[int]) -> str:
+    """The example id of a prompt that has no other name: a digest of its tokens, so that a method's
+    draws depend on seed and prompt, not on the prompt's place in a batch."""
+    return hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()
+
+
+@dataclass
+class Row:
+    """What became of one row of a batch: one prompt and its cache.
+
+    Attributes:
+        prompt_tokens: without padding.
+        compressed: False where the prompt is within its capacity, or the method keeps everything.
+        entries: held per layer and KV head after compression, mean and maximum.
+        cache_bytes, exact_bytes: after compression, and of the exact cache at the same point.
+        cache_bytes_end: when the generation was over; None before.
+        compress_s: seconds of compression.
+    """
+
+    prompt_tokens: int
+    compressed: bool
+    entries: dict[str, float]
+    cache_bytes: int
+    exact_bytes: int
+    compress_s: float
+    cache_bytes_end: int | None = None
+
+    @property
+    def ratio(self) -> float:
+        """Bytes held over the bytes of the exact cache, after compression."""
+        return self.cache_bytes / self.exact_bytes
+
+
+class LiveCache(Cache):
+    """The forks of a batch, as generate's cache.
+
+    Args:
+        forks: one per row.
+        lengths: prompt tokens of each row, without padding.
+        num_layers: of the model.
+    """
+
+    def __init__(self, forks: Sequence[Fork], lengths: Sequence[int], num_layers: int) -> None:
+        super().__init__(layers=[])
+        self.forks = list(forks)
+        self.lengths = list(lengths)
+        self.num_layers = num_layers
+        self.seen = 0  # tokens fed so far, padding included
+
+    def __len__(self) -> int:
+        return self.num_layers
+
+    @property
+    def is_compileable(self) -> bool:
+        """Rows differ in length, so there is nothing to compile."""
+        return False
+
+    @property
+    def is_croppable(self) -> bool:
+        """What a method dropped cannot come back."""
+        return False
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The new keys and values as they are: the attention function stores them."""
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens fed so far, padding included."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
+        """Length and offset of the mask that transformers believes it needs."""
+        count = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
+        return self.seen + count, 0
+
+    def _pick(self, indices: Sequence[int]) -> None:
+        """Rows in a new order; a row that is wanted more than once is copied."""
+        taken: set[int] = set()
+        forks = []
+        for index in indices:
+            fork = self.forks[index]
+            forks.append(fork.clone() if index in taken else fork)
+            taken.add(index)
+        self.forks = forks
+        self.lengths = [self.lengths[index] for index in indices]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Beam search: row i goes on from row ``beam_idx[i]``."""
+        self._pick(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row `repeats` times."""
+        self._pick([row for row in range(len(self.forks)) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep some rows."""
+        self._pick(torch.arange(len(self.forks))[indices.cpu()].tolist())
+
+    def crop(self, *arguments: int, **named: int) -> None:
+        """Refused, unless nothing is to be cropped: what a method dropped cannot come back."""
+        if any(arguments) or any(named.values()):
+            raise UnsupportedGeneration(
+                "a compressed cache cannot be cropped (assisted decoding does so); "
+                "allowed: greedy, sampling, beam search"
+            )
+
+    def reset(self) -> None:
+        """Refused: every call of generate starts afresh anyway."""
+        raise UnsupportedGeneration("a compressed cache cannot be reset; call generate again")
+
+
+class _BatchPrefill:
+    """Attention state of a batch's prefill: every row alone, without its padding.
+
+    Args:
+        forks: one per row.
+        padding: leading tokens of each row that are padding.
+        compressible: see `compressible_layers`.
+    """
+
+    def __init__(
+        self, forks: Sequence[Fork], padding: Sequence[int], compressible: Sequence[int]
+    ) -> None:
+        self.padding = padding
+        self.rows = [PrefillState([fork], compressible) for fork in forks]
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        softcap: float | None,
+        sliding_window: int | None,
+    ) -> Tensor:
+        """Exact attention of each row's own tokens; padding attends to nothing."""
+        out = query.new_zeros(*query.shape[:3], value.shape[-1])
+        for i, (row, start) in enumerate(zip(self.rows, self.padding, strict=True)):
+            one = slice(i, i + 1)
+            out[one, :, start:] = row.attend(
+                layer,
+                query[one, :, start:],
+                key[one, :, start:],
+                value[one, :, start:],
+                scaling=scaling,
+                softcap=softcap,
+                sliding_window=sliding_window,
+            )
+            failure = row.forks[0].failure
+            if failure is not None:
+                raise failure
+        return out
+
+
+@dataclass
+class Compression:
+    """One method around one model; yielded by `kvbench.compress`.
+
+    Attributes:
+        rows: one per batch row of every prompt so far, in order (`generate` repeats a prompt for
+            each beam and each returned sequence).
+        last: the rows of the latest call.
+    """
+
+    model: PreTrainedModel
+    method: Method
+    budget: Budget
+    label: str
+    seed: int = 0
+    rows: list[Row] = field(default_factory=list)
+    last: list[Row] = field(default_factory=list)
+    _compressible: list[int] = field(default_factory=list, repr=False)
+    _cache: LiveCache | None = field(default=None, repr=False)
+    _prefill: _BatchPrefill | None = field(default=None, repr=False)
+
+    @property
+    def entries(self) -> list[float]:
+        """Entries per layer and KV head after compression, mean over both, of each row."""
+        return [row.entries["mean"] for row in self.rows]
+
+    @property
+    def cache_bytes(self) -> list[int]:
+        """Bytes held after compression, of each row."""
+        return [row.cache_bytes for row in self.rows]
+
+    @property
+    def exact_bytes(self) -> list[int]:
+        """Bytes the exact cache would hold at the same point, of each row."""
+        return [row.exact_bytes for row in self.rows]
+
+    @property
+    def ratio(self) -> list[float]:
+        """`cache_bytes` over `exact_bytes`, of each row."""
+        return [row.ratio for row in self.rows]
+
+    @property
+    def compress_s(self) -> list[float]:
+        """Seconds of compression, of each row."""
+        return [row.compress_s for row in self.rows]
+
+    def before_forward(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Forward pre-hook: give the attention function its state, and generate its cache."""
+        if "kvbench" in kwargs:  # the benchmark's own engine at work on the same model
+            return args, kwargs
+        tokens = kwargs.get("input_ids", args[0] if args else None)
+        shaped = kwargs.get("inputs_embeds") if tokens is None else tokens
+        if shaped is None:
+            raise UnsupportedGeneration("compress needs input_ids or inputs_embeds")
+        batch, count = shaped.shape[:2]
+        mask = kwargs.get("attention_mask")
+        if mask is not None and mask.dim() != 2:
+            raise UnsupportedGeneration(
+                f"attention_mask has {mask.dim()} dimensions; allowed: 2 (batch, tokens)"
+            )
+        if kwargs.get("output_attentions"):
+            raise UnsupportedGeneration(_NO_ATTENTIONS)
+        if torch.is_grad_enabled():
+            raise UnsupportedGeneration(
+                "compress does not keep gradients; allowed: generate, or calls under torch.no_grad()"
+            )
+        given = kwargs.get("past_key_values")
+        if isinstance(given, LiveCache):
+            if given is not self._cache:
+                raise UnsupportedGeneration(_NO_MULTI_TURN)
+            kwargs["kvbench"] = ForkBatch(given.forks, self._positions(given, batch, count, mask))
+            return args, kwargs
+        use_cache = kwargs.get("use_cache")
+        if use_cache is None:
+            use_cache = getattr(self.model.config.get_text_config(), "use_cache", True)
+        if not use_cache:
+            raise UnsupportedGeneration(_NO_CACHE)
+        if given is not None:
+            if type(given) is not DynamicCache or getattr(given, "offloading", False):
+                raise UnsupportedGeneration(
+                    f"past_key_values is a {type(given).__name__}; allowed: none, since compress "
+                    "brings its own cache"
+                )
+            if given.get_seq_length():
+                raise UnsupportedGeneration(_NO_MULTI_TURN)
+        self.finish()
+        self._start(tokens, batch, count, mask)
+        kwargs["past_key_values"] = self._cache
+        kwargs["use_cache"] = True
+        kwargs["kvbench"] = self._prefill
+        return args, kwargs
+
+    def _start(self, tokens: Tensor | None, batch: int, count: int, mask: Tensor | None) -> None:
+        """Forks for a new batch of prompts."""
+        padding = _left_padding(mask, batch, count)
+        lengths = [count - start for start in padding]
+        forks = []
+        for i, (start, n) in enumerate(zip(padding, lengths, strict=True)):
+            name = f"row {i}" if tokens is None else prompt_name(tokens[i, start:].tolist())
+            fork = Fork(self.label, self.method, self.budget, self.seed, name, room=0)
+            fork.compressed = n > self.budget.capacity(n) and self.method.saves_memory
+            forks.append(fork)
+        layers = self.model.config.get_text_config().num_hidden_layers
+        self._cache = LiveCache(forks, lengths, layers)
+        self._prefill = _BatchPrefill(forks, padding, self._compressible)
+
+    def _positions(self, cache: LiveCache, batch: int, count: int, mask: Tensor | None) -> Tensor:
+        """Positions [rows, tokens] of the tokens fed in a decode step."""
+        if batch != len(cache.forks):
+            raise UnsupportedGeneration(
+                f"the batch has {batch} rows and the cache {len(cache.forks)}; allowed: as many"
+            )
+        if mask is not None and not bool(mask[:, -count:].all()):
+            raise UnsupportedGeneration("attention_mask hides new tokens; allowed: left padding")
+        first = [n + fork.appended for n, fork in zip(cache.lengths, cache.forks, strict=True)]
+        return torch.tensor(first)[:, None] + torch.arange(count)
+
+    def after_forward(
+        self,
+        module: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+    ) -> None:
+        """Forward hook: count the tokens, report the rows, raise what a fork ran into."""
+        cache: LiveCache | None = kwargs.get("past_key_values")
+        if cache is None or cache is not self._cache:
+            return
+        tokens = kwargs.get("input_ids", args[0] if args else None)
+        count = (kwargs["inputs_embeds"] if tokens is None else tokens).shape[1]
+        cache.seen += count
+        if self._prefill is not None:
+            self.last = [
+                Row(
+                    prompt_tokens=n,
+                    compressed=fork.compressed,
+                    entries=fork.prompt_counts(self._compressible),
+                    cache_bytes=fork.cache_bytes(),
+                    exact_bytes=state.exact_bytes,
+                    compress_s=fork.compress_s,
+                )
+                for n, fork, state in zip(
+                    cache.lengths, cache.forks, self._prefill.rows, strict=True
+                )
+            ]
+            self.rows.extend(self.last)
+            self._prefill = None
+            return
+        for fork in cache.forks:
+            fork.appended += count
+            if fork.failure is not None:
+                raise fork.failure
+
+    def finish(self, *, audit: bool = True) -> None:
+        """The generation is over: count every row's entries again, and let go of them.
+
+        Raises:
+            BudgetExceeded: a row holds more than its budget and the tokens since.
+        """
+        cache, self._cache = self._cache, None
+        if self._prefill is not None:  # a prefill that did not get through
+            self._prefill = None
+            return
+        if cache is None or not audit:
+            return
+        for row, n, fork in zip(self.last, cache.lengths, cache.forks, strict=False):
+            fork.audit(n, self._compressible)
+            row.cache_bytes_end = fork.cache_bytes()
+
+
+_NO_MULTI_TURN = (
+    "past_key_values holds an earlier conversation; allowed: none, since every generate under "
+    "compress starts afresh (pass the whole conversation as the prompt)"
+)
+_NO_CACHE = "use_cache is False, so there is no cache to compress; allowed: True"
+_NO_ATTENTIONS = "output_attentions is set; compress computes none; allowed: False"
+
+
+def _left_padding(mask: Tensor | None, batch: int, count: int) -> list[int]:
+    """Leading padding tokens of each row.
+
+    Raises:
+        UnsupportedGeneration: padding elsewhere, or a row of padding only.
+    """
+    if mask is None:
+        return [0] * batch
+    if tuple(mask.shape) != (batch, count):
+        raise UnsupportedGeneration(
+            f"attention_mask has shape {tuple(mask.shape)}; allowed: {(batch, count)}, the prompt's"
+        )
+    kept = mask.to("cpu", torch.bool)
+    padding = []
+    for i, row in enumerate(kept):
+        start = count - int(row.sum())
+        if start == count or not bool(row[start:].all()):
+            raise UnsupportedGeneration(
+                f"attention_mask of row {i} hides tokens after the first shown one, or all; allowed: "
+                "padding on the left (tokenizer.padding_side = 'left')"
+            )
+        padding.append(start)
+    return padding
+
+
+def _refuse(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
+    """Refuse the options of `generate` that a compressed cache cannot serve, before anything runs."""
+
+    def option(name: str) -> Any:
+        sources = (given.get("generation_config"), model.generation_config)
+        values = [given.get(name), *(getattr(source, name, None) for source in sources)]
+        return next((value for value in values if value is not None), None)
+
+    if given.get("past_key_values") is not None:
+        raise UnsupportedGeneration(_NO_MULTI_TURN)
+    for name in ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit"):
+        if option(name) is not None:
+            raise UnsupportedGeneration(
+                f"{name} asks for assisted decoding, which takes tokens back out of the cache; "
+                "allowed: greedy, sampling, beam search"
+            )
+    if option("cache_implementation") not in (None, "dynamic"):
+        raise UnsupportedGeneration(
+            f"cache_implementation is {option('cache_implementation')!r}; allowed: none, since "
+            "compress brings its own cache"
+        )
+    if option("prefill_chunk_size") is not None:
+        raise UnsupportedGeneration(
+            "prefill_chunk_size is set; methods see the whole prompt at once; allowed: none"
+        )
+    if option("use_cache") is False:
+        raise UnsupportedGeneration(_NO_CACHE)
+    if option("output_attentions"):
+        raise UnsupportedGeneration(_NO_ATTENTIONS)
+
+
+def _guarded(compression: Compression, original: Callable[..., Any]) -> Callable[..., Any]:
+    """`model.generate` that refuses what it must and ends each generation properly."""
+    signature = inspect.signature(original)
+
+    @wraps(original)
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind_partial(*args, **kwargs).arguments
+        _refuse(compression.model, {**bound, **bound.get("kwargs", {})})
+        compression.finish()
+        try:
+            output = original(*args, **kwargs)
+        except BaseException:
+            compression.finish(audit=False)
+            raise
+        compression.finish()
+        return output
+
+    return generate
+
+
+@contextmanager
+def kvbench_attention_on(model: PreTrainedModel) -> Iterator[None]:
+    """The model on kvbench's attention function; afterwards on whatever it was on before.
+
+    Raises:
+        UnsupportedModel: the model is no causal language model that can be switched.
+    """
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModel(
+            f"model is a {name}; allowed: a transformers PreTrainedModel (of a PEFT model, "
+            "model.get_base_model())"
+        )
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModel(f"{name} is an encoder-decoder; allowed: decoder-only models")
+    if not hasattr(model, "generate"):
+        raise UnsupportedModel(f"{name} has no language-model head; allowed: a ...ForCausalLM")
+    register()
+    configs = {id(model.config): model.config}
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            configs.setdefault(id(module.config), module.config)
+    before = [(config, config._attn_implementation) for config in configs.values()]
+    try:
+        model.set_attn_implementation(IMPLEMENTATION)
+        if model.config.get_text_config()._attn_implementation != IMPLEMENTATION:
+            raise UnsupportedModel(
+                f"{name} does not use transformers' attention interface; allowed: models that do"
+            )
+        yield
+    finally:
+        for config, implementation in before:  # parents first: setting one sets what it contains
+            config._attn_implementation = implementation
+
+
+@contextmanager
+def compressed_generation(compression: Compression) -> Iterator[Compression]:
+    """See `kvbench.compress`.
+
+    Raises:
+        UnsupportedModel: see `kvbench_attention_on` and `compressible_layers`.
+        UnsupportedGeneration: the model is under compression already.
+    """
+    model = compression.model
+    with ExitStack() as stack:
+        stack.enter_context(kvbench_attention_on(model))
+        if model in _active:
+            raise UnsupportedGeneration(
+                f"{type(model).__name__} is under compress already; allowed: one at a time"
+            )
+        compression._compressible = compressible_layers(model)
+        _active.add(model)
+        stack.callback(_active.discard, model)
+        own = model.__dict__.get("generate")
+        generate: Any = model.generate
+        before = model.register_forward_pre_hook(compression.before_forward, with_kwargs=True)
+        stack.callback(before.remove)
+        after = model.register_forward_hook(compression.after_forward, with_kwargs=True)
+        stack.callback(after.remove)
+        model.__dict__["generate"] = _guarded(compression, generate)
+        if own is None:
+            stack.callback(model.__dict__.pop, "generate", None)
+        else:
+            stack.callback(model.__dict__.__setitem__, "generate", own)
+        try:
+            yield compression
+        except BaseException:
+            compression.finish(audit=False)
+            raise
+        compression.finish()

@@ -1,0 +1,412 @@
+"""compress() around transformers' own generate, and compare()."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import transformers as t
+from tiny import Broken, Everything, Greedy, prompt_ids
+from tiny import tiny_model as _tiny_model
+
+from kvbench import compare, compress
+from kvbench.engine.attention import UnsupportedModel
+from kvbench.engine.cache import LayerCache
+from kvbench.engine.live import UnsupportedGeneration
+from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError
+from kvbench.methods import build_method
+
+SMALL: dict[str, Any] = {"sink": 4, "window": 4}
+LENGTHS = (50, 80, 33)
+
+
+def tiny_model(architecture: str) -> Any:
+    """A tiny random model, untyped as its `generate` is."""
+    return _tiny_model(architecture)
+
+
+def batch(*lengths: int) -> dict[str, Any]:
+    """Prompts of these lengths, padded on the left."""
+    ids = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for i, length in enumerate(lengths):
+        ids[i, ids.shape[1] - length :] = torch.tensor(prompt_ids(length, i))
+        mask[i, ids.shape[1] - length :] = 1
+    return {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
+
+
+def state_of(model: Any) -> tuple:
+    """What compress must leave as it was: attention, hooks, attributes, forward, generate."""
+    return (
+        model.config._attn_implementation,
+        {name: len(part) for name, part in vars(model).items() if name.endswith("_hooks")},
+        {name: len(p) for name, p in vars(model).items() if name.endswith("hooks_with_kwargs")},
+        sorted(vars(model)),
+        model.forward,
+        model.generate,
+    )
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2", "gpt_neox", "opt"])
+def test_exact_gives_what_generate_gives_without_it(architecture: str) -> None:
+    model = tiny_model(architecture)
+    inputs = batch(*LENGTHS)
+    before = state_of(model)
+    plain = model.generate(**inputs)
+    with compress(model, "exact") as session:
+        assert torch.equal(model.generate(**inputs), plain)
+    assert [row.prompt_tokens for row in session.rows] == list(LENGTHS)
+    assert session.ratio == [1.0, 1.0, 1.0]
+    with compress(model, Everything(), **SMALL):
+        assert torch.equal(model.generate(**inputs), plain)
+    assert state_of(model) == before
+    assert torch.equal(model.generate(**inputs), plain)
+
+
+def test_exact_gives_the_same_samples_beams_scores_and_streams() -> None:
+    model = tiny_model("llama")
+    inputs = batch(*LENGTHS)
+
+    class Tokens(t.generation.streamers.BaseStreamer):
+        def __init__(self) -> None:
+            self.got: list[Any] = []
+
+        def put(self, value: torch.Tensor) -> Any:
+            self.got.append(value.tolist())
+
+        def end(self) -> Any:
+            self.got.append("end")
+
+    class AtLength(t.StoppingCriteria):
+        def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+            return torch.full((input_ids.shape[0],), input_ids.shape[1] >= 87)
+
+    def everything() -> list:
+        torch.manual_seed(0)
+        sampled = {**inputs, "do_sample": True, "temperature": 0.8, "top_k": 20}
+        streamer = Tokens()
+        scored = model.generate(**inputs, return_dict_in_generate=True, output_scores=True)
+        return [
+            model.generate(**sampled, num_return_sequences=2).tolist(),
+            model.generate(**inputs, num_beams=3, num_return_sequences=2).tolist(),
+            model.generate(**sampled, num_beams=2).tolist(),
+            model.generate(**inputs, stopping_criteria=[AtLength()]).tolist(),
+            model.generate(**{**batch(40), "streamer": streamer}).tolist(),
+            streamer.got,
+            scored.sequences.tolist(),
+            torch.stack(scored.scores).argmax(-1).tolist(),
+            model.generate(torch.tensor([prompt_ids(30)]), max_new_tokens=5).tolist(),
+            model.generate(
+                inputs_embeds=model.get_input_embeddings()(inputs["input_ids"]),
+                attention_mask=inputs["attention_mask"],
+                max_new_tokens=5,
+            ).tolist(),
+        ]
+
+    plain = everything()
+    with compress(model, "exact"):
+        compressed = everything()
+    assert compressed == plain
+    assert len(plain[3][0]) == 87
+
+
+def test_a_prompt_is_compressed_alike_alone_and_in_a_batch() -> None:
+    model = tiny_model("llama")
+    inputs = batch(*LENGTHS)
+    with compress(model, "uniform", **SMALL, seed=3) as session:
+        together = model.generate(**inputs)
+        single = model.generate(torch.tensor([prompt_ids(50, 0)]), max_new_tokens=12)
+    assert together[0, 80:].tolist() == single[0, 50:].tolist()
+    assert session.entries == [Budget(**SMALL).capacity(n) for n in (*LENGTHS, 50)]
+    assert len(session.last) == 1
+    first: Any = session.rows[0]
+    assert first.compressed
+    assert first.ratio == session.cache_bytes[0] / session.exact_bytes[0] < 0.5
+    assert session.compress_s[0] > 0.0
+    # growing by 11 tokens of 4 layers x 2 heads: 2 x 16 floats, and a weight each
+    assert first.cache_bytes_end - first.cache_bytes == 11 * 4 * 2 * (32 + 1) * 4
+
+
+def test_only_the_compressed_entries_are_in_memory_while_decoding() -> None:
+    model = tiny_model("llama")
+    n = 400
+    sizes: list[int] = []
+
+    class Look(t.StoppingCriteria):
+        def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+            held = {
+                x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
+                for x in gc.get_objects()
+                if type(x) is torch.Tensor and x.dim() in (3, 4) and x.shape[-1] == 16
+            }
+            sizes.append(sum(held.values()))
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+    ids = torch.tensor([prompt_ids(n)])
+    gc.collect()
+    options = {"max_new_tokens": 4, "stopping_criteria": [Look()], "do_sample": False}
+    model.generate(ids, **options)
+    whole = sizes[0]
+    sizes.clear()
+    with compress(model, "snapkv", rate=0.1, **SMALL):
+        output = model.generate(ids, **options, return_dict_in_generate=True)
+        assert len(output.past_key_values.layers) == 0
+    capacity = Budget(rate=0.1, **SMALL).capacity(n)
+    layer = 2 * 16 * 4 * 2  # kv heads, head_dim, float32, keys and values
+    assert whole >= 4 * n * layer
+    # before the first token is appended there is no room to grow; then some is made once
+    assert sizes[0] == 4 * capacity * layer
+    assert max(sizes) < 4 * (capacity + 260) * layer
+
+
+def test_an_evicting_method_under_beam_search_keeps_its_budget_in_every_row() -> None:
+    model = tiny_model("llama")
+    with compress(model, "h2o", **SMALL) as session:
+        model.generate(**batch(*LENGTHS), num_beams=3)
+    assert len(session.rows) == 9
+    assert all(row.cache_bytes_end == row.cache_bytes for row in session.rows)
+
+
+def test_a_cache_grows_when_it_is_full_and_a_copy_goes_its_own_way() -> None:
+    torch.manual_seed(0)
+    kept = CompressedKV(
+        torch.randn(1, 2, 5, 8),
+        torch.randn(1, 2, 5, 8),
+        torch.randn(1, 2, 5),
+        torch.arange(5).expand(1, 2, 5),
+    )
+    tight = LayerCache(kept, 0, build_method("exact"), 5, None)
+    roomy = LayerCache(kept, 9, build_method("exact"), 5, None)
+    for i in range(6):
+        q, k, v = torch.randn(4, 1, 8), torch.randn(2, 1, 8), torch.randn(2, 1, 8)
+        at = torch.tensor([5 + i])
+        twin = tight.clone()
+        expected = roomy.step(q, k, v, at, 0.3, None)
+        assert torch.equal(tight.step(q, k, v, at, 0.3, None), expected)
+        twin.step(q, k, -v, at, 0.3, None)
+    assert tight.length == 11
+    assert torch.equal(tight.values[:, :11], roomy.values[:, :11])
+
+
+def test_a_new_entry_starts_at_score_zero_in_the_place_of_one_that_left() -> None:
+    held: list[torch.Tensor] = []
+
+    class Spy(Everything):
+        evicts = True
+
+        def evict(self, now: Any, attention: Any) -> Any:
+            held.append(now.scores.clone())
+            return now.scores + attention, torch.zeros(2, dtype=torch.int64)
+
+    keys = torch.randn(1, 2, 5, 8)
+    kept = CompressedKV(keys, keys, None, torch.arange(5).expand(1, 2, 5), torch.ones(1, 2, 5))
+    cache = LayerCache(kept, 4, Spy(), 5, None)
+    for i in range(3):
+        new = torch.randn(2, 1, 8)
+        cache.step(new, new, new, torch.tensor([5 + i]), 0.3, None)
+    assert [scores[:, -1].tolist() for scores in held] == [[0.0, 0.0]] * 3
+
+
+def test_a_loop_of_ones_own_compresses_the_context_and_asks_later() -> None:
+    model = tiny_model("llama")
+    context, question = torch.tensor([prompt_ids(60)]), torch.tensor([prompt_ids(9, 1)])
+    with torch.no_grad():
+        expected = model(torch.cat([context, question], 1)).logits[:, -1]
+        with compress(model, "exact"):
+            cache = model(context).past_key_values
+            assert cache.get_seq_length() == 60
+            got = model(question, past_key_values=cache).logits[:, -1]
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+        with compress(model, "snapkv", **SMALL) as session:
+            cache = model(context).past_key_values
+            model(question, past_key_values=cache)
+    row: Any = session.rows[0]
+    assert row.prompt_tokens == 60
+    assert row.cache_bytes_end > row.cache_bytes
+
+
+def test_an_exception_inside_leaves_the_model_as_it_was() -> None:
+    model = tiny_model("qwen3")
+    before = state_of(model)
+    plain = model.generate(**batch(40, 30))
+
+    class Bang(t.StoppingCriteria):
+        def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+            raise RuntimeError("bang")
+
+    with pytest.raises(RuntimeError, match="bang"), compress(model, "snapkv", **SMALL):
+        model.generate(**batch(40, 30), stopping_criteria=[Bang()])
+    assert state_of(model) == before
+    with pytest.raises(ZeroDivisionError), compress(model, "snapkv", **SMALL):
+        raise ZeroDivisionError
+    with pytest.raises(RuntimeError, match="out of memory"), compress(model, Broken(), **SMALL):
+        model.generate(**batch(40, 30))
+    with pytest.raises(BudgetExceeded, match="Greedy"), compress(model, Greedy(), **SMALL):
+        model.generate(**batch(40, 30))
+    assert state_of(model) == before
+    assert torch.equal(model.generate(**batch(40, 30)), plain)
+    with compress(model, "snapkv", **SMALL) as session:  # after a failure, the next call is fine
+        with pytest.raises(RuntimeError, match="bang"):
+            model.generate(**batch(40), stopping_criteria=[Bang()])
+        model.generate(**batch(40))
+    assert session.last[0].cache_bytes_end is not None
+    model.set_attn_implementation("kvbench")
+    with compress(model, "snapkv", **SMALL):
+        model.generate(**batch(40))
+    assert model.config._attn_implementation == "kvbench"
+
+
+def test_what_a_compressed_cache_cannot_serve_is_refused_in_one_line() -> None:
+    model = tiny_model("llama")
+    inputs = batch(40)
+    with compress(model, "snapkv", **SMALL):
+        output = model.generate(**inputs, return_dict_in_generate=True)
+        refused = [
+            ({"past_key_values": output.past_key_values}, "starts afresh"),
+            ({"past_key_values": t.DynamicCache()}, "starts afresh"),
+            ({"assistant_model": tiny_model("llama")}, "assistant_model asks for assisted"),
+            ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens asks for assisted"),
+            ({"cache_implementation": "static"}, "'static'; allowed: none"),
+            ({"cache_implementation": "quantized"}, "'quantized'; allowed: none"),
+            ({"prefill_chunk_size": 16}, "whole prompt at once"),
+            ({"use_cache": False}, "no cache to compress"),
+            ({"output_attentions": True}, "computes none"),
+            ({"generation_config": t.GenerationConfig(use_cache=False)}, "no cache to compress"),
+        ]
+        for options, message in refused:
+            with pytest.raises(UnsupportedGeneration, match=message) as error:
+                model.generate(**inputs, **options)
+            assert "\n" not in str(error.value)
+        right = batch(40, 30)
+        right["attention_mask"] = right["attention_mask"].flip(1)
+        with pytest.raises(UnsupportedGeneration, match=r"row 1 .* padding on the left"):
+            model.generate(**right)
+        static = t.StaticCache(config=model.config, max_cache_len=64)
+        with torch.no_grad(), pytest.raises(UnsupportedGeneration, match="is a StaticCache"):
+            model(inputs["input_ids"], past_key_values=static)
+        with pytest.raises(UnsupportedGeneration, match=r"allowed: generate"):
+            model(inputs["input_ids"])
+        with pytest.raises(UnsupportedGeneration, match="one at a time"), compress(model, "exact"):
+            pass
+        with pytest.raises(UnsupportedGeneration, match="cannot be cropped"):
+            output.past_key_values.crop(-1)
+        model.generate(**inputs)  # still works, and so it does outside
+    model.generate(**inputs)
+
+
+def test_wrong_arguments_are_refused_before_anything_is_touched() -> None:
+    model = tiny_model("llama")
+    with pytest.raises(KVError, match=r"unknown method 'snapkvv' \(did you mean 'snapkv'\?\)"):
+        compress(model, "snapkvv")
+    with pytest.raises(KVError, match=r"rate is 1.5; allowed: a number in \(0, 1\]"):
+        compress(model, "snapkv", rate=1.5)
+    with pytest.raises(KVError, match="has no option 'kernel'"):
+        compress(model, "snapkv", kernel=3)
+    with pytest.raises(KVError, match="made already"):
+        compress(model, Everything(), kernel=3)
+    with pytest.raises(KVError, match="a name or a kvbench Method"):
+        compress(model, 7)  # type: ignore[arg-type]
+    encoder = t.T5Config(vocab_size=9, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    for wrong, message in [
+        (t.T5ForConditionalGeneration(encoder), "encoder-decoder"),
+        (torch.nn.Linear(2, 2), "a transformers PreTrainedModel"),
+        (model.model, "no language-model head"),
+    ]:
+        with pytest.raises(UnsupportedModel, match=message), compress(wrong, "exact"):
+            pass
+
+
+class Letters:
+    """A tokenizer of 94 printable characters."""
+
+    eos_token_id = None
+
+    def __call__(self, text: str) -> dict:
+        return {"input_ids": [3 + (ord(c) - 32) % 94 for c in text]}
+
+    def apply_chat_template(self, messages: Any, **options: Any) -> dict:
+        return self("|".join(message["content"] for message in messages) + ">")
+
+    def decode(self, tokens: Any, **options: Any) -> str:
+        return "".join(chr(29 + i) for i in tokens if i >= 3)
+
+
+def test_compare_gives_what_compress_gives_from_one_prefill() -> None:
+    model = tiny_model("llama")
+    before = state_of(model)
+    prompt = "the quick brown fox jumps over the lazy dog " * 2
+    names = ["exact", "snapkv", "uniform", "h2o"]
+    frame: Any = compare(model, Letters(), prompt, names, **SMALL, max_new_tokens=10)
+    assert state_of(model) == before
+    assert list(frame.columns) == ["text", "score", "bytes", "ratio", "seconds"]
+    assert list(frame.index) == names
+    assert frame["score"].isna().all()
+    assert frame.loc["exact", "ratio"] == 1.0
+    ids = torch.tensor([Letters()(prompt)["input_ids"]])
+    for name in names:
+        with compress(model, name, **SMALL) as session:
+            new = model.generate(ids, max_new_tokens=10, do_sample=False)[0, ids.shape[1] :]
+        assert frame.loc[name, "text"] == Letters().decode(new.tolist()), name
+        assert frame.loc[name, "bytes"] == session.cache_bytes[0]
+        assert frame.loc[name, "ratio"] == session.ratio[0]
+    again: Any = compare(
+        model, Letters(), prompt, ["exact"], max_new_tokens=10, reference=frame.loc["exact", "text"]
+    )
+    assert again.loc["exact", "score"] == 1.0
+
+
+def test_compare_takes_chats_labels_and_failures() -> None:
+    model = tiny_model("llama")
+    chat = [{"role": "user", "content": "hello " * 10}]
+    methods: dict[str, Any] = {"mine": Everything(), "over": Greedy(), "name": "snapkv"}
+    frame: Any = compare(model, Letters(), chat, methods, **SMALL, max_new_tokens=3, stop=["\0"])
+    assert frame.loc["mine", "ratio"] == 1.0
+    assert "holds 61 entries" in frame.loc["over", "error"]
+    assert frame["text"].isna().tolist() == [False, True, False]
+    for wrong, message in [
+        ([], "methods is empty"),
+        (["exact", "exact"], "names 'exact' twice"),
+        (["exat"], "did you mean 'exact'"),
+    ]:
+        with pytest.raises(KVError, match=message):
+            compare(model, Letters(), "x", wrong)
+    with pytest.raises(KVError, match="prompt is empty"):
+        compare(model, Letters(), "", ["exact"])
+    with pytest.raises(KVError, match="max_new_tokens is 0"):
+        compare(model, Letters(), "x", ["exact"], max_new_tokens=0)
+    with compress(model, "snapkv", **SMALL):  # one inside the other
+        assert (
+            compare(model, Letters(), "x" * 50, "exact", max_new_tokens=3).loc["exact", "ratio"]
+            == 1
+        )
+
+
+def test_a_pipeline_batches_pads_and_stops_as_usual() -> None:
+    from kvbench.engine.loading import local_path
+
+    path = local_path("asset:recall_mini")
+    model = t.AutoModelForCausalLM.from_pretrained(path).eval()
+    tokenizer = t.AutoTokenizer.from_pretrained(path, padding_side="left")
+    pipe = t.pipeline("text-generation", model=model, tokenizer=tokenizer)
+    prompts = ["line one: the value is 7. " * 8, "a short one: " * 3, "and another " * 5]
+    options = {"max_new_tokens": 6, "do_sample": False, "return_full_text": False}
+    plain = pipe(prompts, batch_size=2, **options)
+    with compress(model, "exact") as session:
+        assert pipe(prompts, batch_size=2, **options) == plain
+    assert len(session.rows) == 3
+    with compress(model, "balancekv", **SMALL) as session:
+        pipe(prompts, **options)
+    assert session.ratio[0] < 0.5
+    assert pipe(prompts, batch_size=2, **options) == plain
+
+
+def test_importing_kvbench_imports_no_torch() -> None:
+    script = (
+        "import sys, kvbench; assert 'compress' in dir(kvbench); "
+        "assert not {'torch', 'pandas', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
