@@ -14,7 +14,8 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -148,11 +149,26 @@ def _log_run(run: Run, runs: Sequence[Run], project: str, entity: str | None, mo
         ),
     )
     try:
-        logged.log(media)
+        with _staging(Path(logged.dir).parent):
+            logged.log(media)
         logged.summary.update(summary_of(table, row) | _capped(run))
         logged.log_artifact(_artifact(run, name, Path(logged.dir)))
     finally:
         logged.finish()
+
+
+@contextmanager
+def _staging(folder: Path) -> Iterator[None]:
+    """Let W&B stage the files of tables in `folder`; it takes that from the environment alone."""
+    before = os.environ.get("WANDB_DATA_DIR")
+    os.environ["WANDB_DATA_DIR"] = str(folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["WANDB_DATA_DIR"]
+        else:
+            os.environ["WANDB_DATA_DIR"] = before
 
 
 def _compared(run: Run, runs: Sequence[Run]) -> tuple[Group, ScoreTable, Row]:
