@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
@@ -39,10 +40,16 @@ def test_yaml_is_the_method_with_its_defaults(label, config):
     name, preset = method_and_preset(label)
     options = {str(key) for key in node} - {"_target_"}
     assert options == {field.name for field in dataclasses.fields(method_class(name))}
-    assert instantiate(node, _convert_="all") == build_method(name, preset)
     text = (CONF / "method" / f"{label}.yaml").read_text().splitlines()
     assert text[0] == f"# @package methods.{label}"
     assert text[1].startswith("# ")
+    try:
+        made = instantiate(node, _convert_="all")
+    except InstantiationException as failure:
+        if "needs the package" in str(failure):
+            pytest.skip(f"{name} needs a package that is not installed")
+        raise
+    assert made == build_method(name, preset)
 
 
 def test_every_method_and_preset_has_a_yaml():

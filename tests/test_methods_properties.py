@@ -30,6 +30,10 @@ VARIANTS: list[tuple[str, dict[str, object]]] = [
     ("h2o", {"heavy_fraction": 0.0}),
     ("subgen", {}),
     ("subgen", {"recent": 0, "weights": "cluster"}),
+    ("strided", {}),
+    ("strided", {"heavy_hitters": True}),
+    ("fixed", {}),
+    ("fixed", {"summary": 3, "heavy_hitters": True}),
     ("balancekv", {"block_size": 16}),
     ("balancekv", {"block_size": 8, "gamma": 0.0, "normalise": True, "centre": "none"}),
     ("balancekv", {"block_size": 8, "gamma": 0.05, "order": "released", "weights": "released"}),
@@ -68,7 +72,8 @@ each_variant = pytest.mark.parametrize(("name", "options"), VARIANTS, ids=map(la
 
 
 def test_every_method_is_here():
-    assert {name for name, _ in VARIANTS} == set(available_methods())
+    adapters = {"kvpress", "minference"}  # other packages' methods, tested by themselves
+    assert {name for name, _ in VARIANTS} == set(available_methods()) - adapters
 
 
 @each_variant
@@ -180,6 +185,12 @@ def test_other_seeds_give_other_choices():
         ("h2o", {"decode": "keep"}, "h2o.decode is 'keep'; allowed: evict | grow"),
         ("subgen", {"recent": -1}, "subgen.recent is -1; allowed: an integer >= 0, or null"),
         ("subgen", {"weights": "log"}, "subgen.weights is 'log'; allowed: none | cluster"),
+        ("fixed", {"summary": 0}, "fixed.summary is 0; allowed: an integer >= 1"),
+        (
+            "strided",
+            {"heavy_hitters": "no"},
+            "strided.heavy_hitters is 'no'; allowed: true | false",
+        ),
         ("balancekv", {"block_size": 1}, "balancekv.block_size is 1; allowed: an integer >= 2"),
         (
             "balancekv",
@@ -309,6 +320,24 @@ def test_subgen_keeps_far_apart_keys_and_counts_clusters():
     assert kept.log_weights[0, 0, 7:].eq(0).all()
     wide = run(build_method("subgen", recent=10), layer, budget).positions[0, 0]
     assert wide[4:].tolist() == list(range(137, 147))
+
+
+def test_strided_and_fixed_patterns():
+    layer, budget = make_layer(100), Budget(rate=1e-9, sink=20, window=20)
+    strided = run(build_method("strided"), layer, budget).positions[0, 0].tolist()
+    assert strided == [*range(3, 80, 4), *range(80, 100)]
+    fixed = run(build_method("fixed", summary=5), layer, budget).positions[0, 0].tolist()
+    ends = [p for end in (20, 40, 60, 80) for p in range(end - 5, end)]
+    assert fixed == [*ends, *range(80, 100)]
+    for name, options in (("strided", {}), ("fixed", {"summary": 5})):
+        method = build_method(name, heavy_hitters=True, **options)
+        kept = run(method, layer, budget).positions[0]
+        mass = layer.attention_mass().view(1, 2, 2, 100).mean(2)[0]
+        pattern = set(method.pattern(80, 10).tolist())
+        for head in range(2):
+            by_mass = mass[head, :80].argsort(descending=True).tolist()
+            heavy = [position for position in by_mass if position not in pattern][:10]
+            assert kept[head].tolist() == [*sorted(pattern | set(heavy)), *range(80, 100)]
 
 
 # -- BalanceKV -----------------------------------------------------------------------------------
