@@ -166,6 +166,25 @@ def test_a_failure_is_one_warning(
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_silent_server_is_asked_once(
+    experiment: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried = []
+
+    def unreachable(*_arguments: object, online: bool) -> None:
+        tried.append(online)
+        if online:
+            raise ConnectionError("no answer")
+
+    monkeypatch.setattr(wandb_log, "_log_run", unreachable)
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    with caplog.at_level(logging.WARNING):
+        assert log_runs(load_runs(experiment)) == 2
+    assert tried == [True, False, False]
+    assert len(caplog.records) == 1
+    assert "going offline" in caplog.text
+
+
 def test_disabled_logs_nothing_and_unknown_modes_are_refused(experiment: Path) -> None:
     assert log_runs(load_runs(experiment), mode="disabled") == 0
     with pytest.raises(ValueError, match=r"logger\.mode is 'on'; allowed: auto, online"):

@@ -319,10 +319,10 @@ def _error_words(
             f"Error relative to {compare}'s with {number(last)} entries asked for: "
             f"{'; '.join(sentences)}."
         )
-    more = [(f.curve.arm.label, f.curve.x / f.curve.levels) for f in fits if len(f.curve.levels)]
-    heavy = {}
-    for label, share in more:
-        heavy[label] = max(heavy.get(label, 0.0), float(share.max()))
+    heavy: dict[str, float] = {}
+    for f in fits:
+        share = float((f.curve.x / f.curve.levels).max())
+        heavy[f.curve.arm.label] = max(heavy.get(f.curve.arm.label, 0.0), share)
     heavy = {label: share for label, share in heavy.items() if share > 1.02}
     if heavy:
         named = "; ".join(f"{label} up to {share:.2f} times" for label, share in heavy.items())

@@ -51,7 +51,8 @@ def log_runs(
 ) -> int:
     """Log runs to W&B, one W&B run each.
 
-    Whatever goes wrong there is one warning per run, and nothing else.
+    Whatever goes wrong there is a warning of one line, and nothing else. A server that does not
+    answer is asked once: what remains is logged offline.
 
     Args:
         runs: as `kvbench.store.load_runs` gives them; baselines among them serve for differences.
@@ -65,16 +66,20 @@ def log_runs(
     """
     if mode not in MODES:
         raise ValueError(f"logger.mode is {mode!r}; allowed: {', '.join(MODES)}")
+    if mode == "disabled":
+        return 0
+    online = mode == "online" or (mode == "auto" and bool(os.environ.get("WANDB_API_KEY")))
     logged = 0
     for run in runs:
-        if run.records.empty or mode == "disabled":
+        if run.records.empty:
             continue
         try:
-            _log_run(run, runs, project, entity, mode)
+            online = online and _log_online(run, runs, project, entity)
+            if not online:
+                _log_run(run, runs, project, entity, online=False)
             logged += 1
         except Exception as error:  # noqa: BLE001 - a copy's failure must not end a sweep
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            log.warning("W&B: %s was not logged: %s", run.folder.name, lines[0])
+            log.warning("W&B: %s was not logged: %s", run.folder.name, _line(error))
     return logged
 
 
@@ -115,41 +120,55 @@ def summary_of(table: ScoreTable, row: Row) -> dict[str, Any]:
     return {key: value for key, value in summary.items() if not _is_nan(value)}
 
 
-def _log_run(run: Run, runs: Sequence[Run], project: str, entity: str | None, mode: Mode) -> None:
+def _log_online(run: Run, runs: Sequence[Run], project: str, entity: str | None) -> bool:
+    """Whether the server took the run; if not, say so and let its id be used again."""
+    import wandb
+
+    try:
+        _log_run(run, runs, project, entity, online=True)
+    except Exception as error:  # noqa: BLE001 - the network's or the server's, whatever it is
+        log.warning("W&B: going offline, `wandb sync` sends it later: %s", _line(error))
+        wandb.teardown()
+        return False
+    return True
+
+
+def _log_run(
+    run: Run, runs: Sequence[Run], project: str, entity: str | None, *, online: bool
+) -> None:
     import wandb  # not above: slow to import, and needed only here
 
     manifest = run.manifest
     group, table, row = _compared(run, runs)
     folder = run.folder.parents[2]
     name = run_id(manifest)
-    online = mode == "online" or (mode == "auto" and bool(os.environ.get("WANDB_API_KEY")))
-    if not online:
-        _drop_offline(folder, name)
+    _drop_copies(folder, name)
     media = _media(group, table, row, run)
-    logged = wandb.init(
-        project=project,
-        entity=entity,
-        mode="online" if online else "offline",
-        dir=str(folder),
-        id=name,
-        resume="allow" if online else None,
-        name=f"{manifest['task']}/{row.arm.label}/seed{manifest.get('seed')}",
-        group=str(manifest["experiment"]),
-        job_type=str(manifest["task"]),
-        tags=_tags(manifest, row),
-        config=_config(manifest),
-        reinit="create_new",
-        settings=wandb.Settings(
-            silent=True,
-            console="off",
-            init_timeout=30,
-            x_disable_stats=True,
-            disable_git=True,
-            disable_code=True,
-        ),
-    )
+    with _environment(WANDB_SILENT="true"):
+        logged = wandb.init(
+            project=project,
+            entity=entity,
+            mode="online" if online else "offline",
+            dir=str(folder),
+            id=name,
+            resume="allow" if online else None,
+            name=f"{manifest['task']}/{row.arm.label}/seed{manifest.get('seed')}",
+            group=str(manifest["experiment"]),
+            job_type=str(manifest["task"]),
+            tags=_tags(manifest, row),
+            config=_config(manifest),
+            reinit="create_new",
+            settings=wandb.Settings(
+                silent=True,
+                console="off",
+                init_timeout=30,
+                x_disable_stats=True,
+                disable_git=True,
+                disable_code=True,
+            ),
+        )
     try:
-        with _staging(Path(logged.dir).parent):
+        with _environment(WANDB_DATA_DIR=str(Path(logged.dir).parent)):  # tables' files
             logged.log(media)
         logged.summary.update(summary_of(table, row) | _capped(run))
         logged.log_artifact(_artifact(run, name, Path(logged.dir)))
@@ -158,17 +177,18 @@ def _log_run(run: Run, runs: Sequence[Run], project: str, entity: str | None, mo
 
 
 @contextmanager
-def _staging(folder: Path) -> Iterator[None]:
-    """Let W&B stage the files of tables in `folder`; it takes that from the environment alone."""
-    before = os.environ.get("WANDB_DATA_DIR")
-    os.environ["WANDB_DATA_DIR"] = str(folder)
+def _environment(**values: str) -> Iterator[None]:
+    """Environment variables for what W&B reads from there alone, and as they were afterwards."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["WANDB_DATA_DIR"]
-        else:
-            os.environ["WANDB_DATA_DIR"] = before
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _compared(run: Run, runs: Sequence[Run]) -> tuple[Group, ScoreTable, Row]:
@@ -268,10 +288,14 @@ def _tags(manifest: Mapping[str, Any], row: Row) -> list[str]:
     return [tag[:64] for tag in dict.fromkeys(tags)]  # W&B's limit
 
 
-def _drop_offline(folder: Path, name: str) -> None:
-    """Remove the offline copies of this run that an earlier call left."""
-    for old in (folder / "wandb").glob(f"offline-run-*-{name}"):
+def _drop_copies(folder: Path, name: str) -> None:
+    """Remove the local copies of this W&B run that an earlier call left."""
+    for old in (folder / "wandb").glob(f"*run-*-{name}"):
         shutil.rmtree(old)
+
+
+def _line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _number(value: Any) -> float | None:
