@@ -222,9 +222,10 @@ def prompt_encoder(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> Promp
             tuple(tokenizer.encode(before, add_special_tokens=False)),
             tuple(tokenizer.encode(after, add_special_tokens=False)),
         )
-    special = tokenizer.build_inputs_with_special_tokens([])
-    bos = tokenizer.bos_token_id
-    return PromptEncoder(tokenizer, (bos,) if bos is not None and bos in special else (), ())
+    plain = tokenizer.encode("a", add_special_tokens=False)
+    whole = tokenizer.encode("a")
+    before_text = whole.index(plain[0]) if plain and plain[0] in whole else 0
+    return PromptEncoder(tokenizer, tuple(whole[:before_text]), ())
 
 
 def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -206,24 +206,27 @@ class LayerError:
             truth = estimate(keep_all(kv), queries, first, kv)
             for rate in self.rates:
                 budget = Budget(rate=rate, sink=self.exact, window=self.exact)
+                drew_nothing: dict[str, Mapping[str, Any]] = {}  # the same for every seed
                 for seed in range(self.seeds):
-                    draws = session.seed * 1_000_003 + seed
                     for label, (method, _) in methods.items():
+                        generator = layer_generator(session.seed * 1_000_003 + seed, unit.id, layer)
+                        state = generator.get_state()
+                        found = drew_nothing.get(label) or self._measured(
+                            label, method, budget, generator, kv, queries, first, truth
+                        )
+                        if torch.equal(state, generator.get_state()):
+                            drew_nothing[label] = found
                         record_id = self._record_id(unit.id, layer, rate, seed)
-                        fields: dict[str, Any] = {
-                            "layer": layer,
-                            "rate": rate,
-                            "draw": seed,
-                            "prompt_tokens": kv.n,
-                        }
-                        generator = layer_generator(draws, unit.id, layer)
-                        try:
-                            fields |= _measure(
-                                label, method, budget, generator, kv, queries, first, truth
-                            )
-                        except Exception as failure:  # noqa: BLE001 - a record with its status
-                            fields |= {"status": status_of(failure), "error": one_line(failure)}
-                        yield Outcome(label, record_id, fields)
+                        where = {"layer": layer, "rate": rate, "draw": seed, "prompt_tokens": kv.n}
+                        yield Outcome(label, record_id, {**where, **found})
+
+    @staticmethod
+    def _measured(label: str, method: Method, *arguments: Any) -> Mapping[str, Any]:
+        """`_measure`, or the failure as record fields: one method's failure stops no other."""
+        try:
+            return _measure(label, method, *arguments)
+        except Exception as failure:  # noqa: BLE001 - a record with its status
+            return {"status": status_of(failure), "error": one_line(failure)}
 
     def _captured(self, unit: Unit, session: Session) -> Iterator[tuple[int, LayerKV]]:
         if self.synthetic is not None:
@@ -245,6 +248,27 @@ def _measure(
     first: int,
     truth: Tensor,
 ) -> Mapping[str, Any]:
+    held, fields = compress_measured(label, method, budget, generator, kv)
+    error = estimate(held, queries, first, kv) - truth
+    error_sq, norm_sq = float(error.square().sum()), float(truth.square().sum())
+    relative = (error_sq / norm_sq) ** 0.5
+    return {
+        "score": relative,
+        "relative_error": relative,
+        "error_sq": error_sq,
+        "norm_sq": norm_sq,
+        **fields,
+    }
+
+
+def compress_measured(
+    label: str, method: Method, budget: Budget, generator: torch.Generator, kv: LayerKV
+) -> tuple[CompressedKV, dict[str, Any]]:
+    """What `method` holds instead of `kv`, and the record fields that say what it costs.
+
+    Raises:
+        BudgetExceeded: more entries than the method may hold.
+    """
     start = time.perf_counter()
     held = method.compress(kv, budget, generator)
     seconds = time.perf_counter() - start
@@ -252,17 +276,10 @@ def _measure(
     most = int(held.entries.max())
     if most > capacity + 1:
         raise BudgetExceeded(label, kv.layer_index, capacity, most)
-    error = estimate(held, queries, first, kv) - truth
-    error_sq, norm_sq = float(error.square().sum()), float(truth.square().sum())
-    relative = (error_sq / norm_sq) ** 0.5
     parts = [held.keys, held.values, *([held.log_weights] if held.log_weights is not None else [])]
     cache_bytes = sum(part.numel() * part.element_size() for part in parts)
     exact_bytes = sum(part.numel() * part.element_size() for part in (kv.keys, kv.values))
-    return {
-        "score": relative,
-        "relative_error": relative,
-        "error_sq": error_sq,
-        "norm_sq": norm_sq,
+    return held, {
         "capacity": capacity,
         "entries": {"mean": float(held.entries.float().mean()), "max": most},
         "cache_bytes": cache_bytes,
