@@ -1,0 +1,60 @@
+"""Estimators whose numerator and denominator hold different entries, as one set of entries."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from kvbench.kv import CompressedKV, LayerKV
+
+MIX = 2.0**-10
+"""Share of the denominator that is estimated from the numerator's entries (see `combine`)."""
+
+
+def combine(
+    layer: LayerKV,
+    numerator: tuple[Tensor, Tensor],
+    denominator: tuple[Tensor, Tensor],
+    exact: tuple[int, int],
+) -> CompressedKV:
+    """Entries whose ordinary weighted attention is the quotient of two estimators.
+
+    Wanted: (sum_N a_i e_i v_i + sum_R e_i v_i) / (sum_D b_i e_i + sum_R e_i) with e_i = exp(q.k_i),
+    N and D different samples of the prompt, R kept exactly. One softmax has one weight per entry, so
+    the denominator is taken as the mixture (D + MIX * N) / (1 + MIX) of the two estimators of the
+    same sum: entries of N weigh MIX * a_i and carry values scaled by (1 + MIX) / MIX, entries of D
+    weigh b_i and carry the value 0, entries of R weigh 1 + MIX and keep their values. The mixture is
+    as unbiased as its parts and differs from D by at most MIX relative to their difference.
+
+    Args:
+        numerator, denominator: prompt positions [batch, kv_heads, c] int64 (-1 pads) and log-weights
+            log a, log b [batch, kv_heads, c] float32 (-inf on padding).
+        exact: first and last + 1 position of R, the most recent tokens.
+    """
+    batch, heads = layer.keys.shape[:2]
+    start, stop = exact
+    recent = torch.arange(start, stop, device=layer.keys.device).expand(batch, heads, stop - start)
+    positions = torch.cat([numerator[0], denominator[0], recent], dim=-1)
+    log_weights = torch.cat(
+        [
+            numerator[1] + math.log(MIX),
+            denominator[1],
+            torch.full(recent.shape, math.log1p(MIX), device=recent.device),
+        ],
+        dim=-1,
+    )
+    factor = torch.cat(
+        [
+            torch.full_like(numerator[1], (1 + MIX) / MIX),
+            torch.zeros_like(denominator[1]),
+            torch.ones(recent.shape, device=recent.device),
+        ],
+        dim=-1,
+    )
+    index = positions.clamp(min=0).unsqueeze(-1)
+    keys = layer.keys.gather(2, index.expand(-1, -1, -1, layer.keys.shape[3]))
+    values = layer.values.gather(2, index.expand(-1, -1, -1, layer.values.shape[3]))
+    values = (values * factor.unsqueeze(-1)).to(values.dtype)
+    return CompressedKV(keys, values, log_weights, positions)
