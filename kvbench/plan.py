@@ -48,7 +48,8 @@ class Plan(Protocol):
     """A task or a probe, as the runner sees it."""
 
     def meta(self) -> dict[str, Any]:
-        """What reports need to know: version, score_unit, lower_is_better, breakdown, figures."""
+        """What reports need to know: version, score_unit, lower_is_better, breakdown, figures; and
+        `data`, digests of the files the examples come from."""
         ...
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
@@ -119,6 +120,7 @@ class TaskPlan:
             figures.append({"kind": "heatmap", "x": x, "y": y, "value": "score"})
         return {
             "version": self.task.version,
+            "data": dict(self.task.data()),
             "score_unit": self.task.score_unit,
             "lower_is_better": False,
             "breakdown": list(self.task.breakdown),

@@ -53,11 +53,13 @@ class Job:
     def identity(self, label: str) -> dict[str, Any]:
         """Whatever changes a score of method `label`; its hash names the run's folder."""
         method, _ = self.methods[label]
+        meta = self.plan.meta()
         return {
             "model": vars(self.spec),
             "dtype": str(self.session.dtype),
             "task": self.task_config,
-            "task_version": self.plan.meta()["version"],
+            "task_version": meta["version"],
+            "data": meta.get("data"),
             "method": self.method_configs[label],
             "budget": self.budget_config if method.uses_budget else None,
             "compress_after": self.session.compress_after,

@@ -149,6 +149,7 @@ class LayerError:
         """See `kvbench.plan.Plan.meta`."""
         return {
             "version": self.version,
+            "data": dict(self.prompts.data()) if self.prompts is not None else {},
             "score_unit": "relative error",
             "lower_is_better": True,
             "breakdown": ["rate", "layer"],

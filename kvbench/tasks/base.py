@@ -92,6 +92,11 @@ class Task:
     heatmap: ClassVar[tuple[str, str] | None] = None
     """Record fields (x, y) of the heatmap, or None."""
 
+    def data(self) -> Mapping[str, str]:
+        """Digest of each data file the examples come from; part of the config hash, so that another
+        file under the same name is another run. Empty where the data follow from the options."""
+        return {}
+
     def examples(self, encoder: PromptEncoder) -> Sequence[Example]:
         """All examples in an order of which every prefix is a balanced sample.
 

@@ -12,6 +12,7 @@ the cache redundant; the record is harder for a method the less redundant it is.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import re
@@ -133,6 +134,14 @@ class LongEvalLines(Task):
         object.__setattr__(self, "number_range", bounds)
         object.__setattr__(self, "files", tuple(str(file) for file in files))
         object.__setattr__(self, "stop", stop)
+
+    def data(self) -> Mapping[str, str]:
+        """sha256 of each official file, by file name."""
+        return {
+            Path(file).name: hashlib.sha256(Path(file).read_bytes()).hexdigest()
+            for file in self.files
+            if Path(file).is_file()
+        }
 
     def examples(self, encoder: PromptEncoder) -> Sequence[Example]:
         """Round robin over the lengths (or files), so that every prefix is balanced."""

@@ -12,6 +12,7 @@ Scores of a prediction: ``containment`` (the expected answer stands in it, word 
 from __future__ import annotations
 
 import glob
+import hashlib
 import random
 import re
 from collections import Counter
@@ -157,6 +158,15 @@ class Needle(Task):
         object.__setattr__(self, "depths", depths)
         object.__setattr__(self, "haystack_files", files)
         object.__setattr__(self, "stop", stop)
+
+    def data(self) -> Mapping[str, str]:
+        """sha256 of each haystack file, by file name."""
+        if self.haystack != "files":
+            return {}
+        paths = sorted({path for each in self.haystack_files for path in glob.glob(each)})
+        return {
+            Path(path).name: hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in paths
+        }
 
     def examples(self, encoder: PromptEncoder) -> Sequence[Example]:
         """Every (length, depth) once before any a second time, lengths and depths interleaved."""
