@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 from method_layers import attend, make_layer, run
 from scipy.stats import chisquare
 
+from kvbench.kernels.self_balancing import self_balancing_walk, softmax_balance, walk_bound
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
+from kvbench.methods.balancekv_streaming import (
+    BalanceFailure,
+    BalanceKVStream,
+    MergeAndReduce,
+    largest_batch,
+)
 from kvbench.methods.subgen_streaming import SubGenStream
 
 # -- SubGen, Algorithm 1 -------------------------------------------------------------------------
@@ -151,6 +158,8 @@ def test_subgen_values_of_zero():
 
 
 STREAMING = [
+    ("balancekv_streaming", {}),
+    ("balancekv_streaming", {"eps": 1e6, "on_fail": "restart", "halve": "smaller"}),
     ("subgen_streaming", {}),
     ("subgen_streaming", {"t": 1, "s": 3, "recent": 0}),
 ]
@@ -220,3 +229,212 @@ def test_subgen_without_room_says_so():
     layer, budget = make_layer(60), Budget(rate=1e-9, sink=0, window=6)
     with pytest.raises(KVError, match=r"subgen_streaming\.s is 1; allowed: an s that leaves t = 4"):
         run(build_method("subgen_streaming"), layer, budget)
+
+
+# -- The Self-Balancing Walk, and BalanceKV, Algorithms 1, 2 and 4 -------------------------------
+
+
+def test_walk_stays_bounded_where_coins_do_not():
+    """Discrepancy stops growing with n once n is beyond c; that of random signs grows as sqrt(n)."""
+    generator = torch.Generator().manual_seed(0)
+    walks, n, dim = 40, 12_000, 2
+    vectors = torch.randn(walks, n, dim, generator=generator)
+    vectors /= vectors.norm(dim=-1, keepdim=True)
+    uniforms = torch.rand(walks, n, generator=generator)
+    bound = walk_bound(n, 0.01, constant=5.0)
+    signs, failed = self_balancing_walk(vectors, uniforms, radius=1.0, bound=bound)
+    assert not failed.any()
+    assert set(signs.unique().tolist()) == {-1.0, 1.0}
+    sums = (vectors * signs.unsqueeze(-1)).cumsum(1).norm(dim=-1).square().mean(0).sqrt()
+    coins = torch.where(uniforms < 0.5, 1.0, -1.0)
+    random = (vectors * coins.unsqueeze(-1)).cumsum(1).norm(dim=-1).square().mean(0).sqrt()
+    assert sums[-1] < 1.3 * sums[3000]
+    assert sums.max() < 2 * (bound * dim) ** 0.5
+    assert random[-1] > 1.6 * random[3000]
+    assert random[-1] > 4 * sums[-1]
+
+
+def test_walk_reports_failure():
+    vectors = torch.ones(1, 50, 1)
+    _, failed = self_balancing_walk(vectors, torch.zeros(1, 50), radius=1.0, bound=3.0)
+    assert not failed.any(), "a sum of 3 is not beyond the bound of 3, and then it turns back"
+    _, failed = self_balancing_walk(2 * vectors, torch.zeros(1, 50), radius=1.0, bound=3.0)
+    assert failed.all(), "vectors longer than the radius that was promised"
+
+
+@given(
+    n=st.integers(1, 40),
+    with_values=st.booleans(),
+    exact_half=st.booleans(),
+    scale=st.floats(0.1, 30),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=30, deadline=None)
+def test_softmax_balance_is_the_walk_on_its_kernel(n, with_values, exact_half, scale, seed):
+    generator = torch.Generator().manual_seed(seed)
+    keys = scale * torch.randn(n, 3, generator=generator).double()
+    values = torch.randn(n, 2, generator=generator).double()
+    uniforms = torch.rand(n, generator=generator)
+    key_radius, value_radius = float(keys.norm(dim=1).max()), float(values.norm(dim=1).max())
+    kept = softmax_balance(
+        keys,
+        values if with_values else None,
+        uniforms,
+        key_radius=key_radius,
+        value_radius=value_radius if with_values else 1.0,
+        bound=2.0,
+        exact_half=exact_half,
+    )
+    signs: list[float] = []
+    for i in range(n):
+        inner = 0.0
+        for j in range(i):
+            term = math.exp((float(keys[i] @ keys[j]) - key_radius**2) / 3**0.5)
+            if with_values:
+                term *= float(values[i] @ values[j]) / value_radius**2
+            inner += term * signs[j]
+        if abs(inner) > 2.0:
+            assert kept is None
+            return
+        signs.append(1.0 if float(uniforms[i]) < 0.5 - inner / 4 else -1.0)
+    assert kept is not None
+    positive = torch.tensor(signs) > 0
+    smaller = positive if 2 * positive.sum() <= n else ~positive
+    if not exact_half:
+        assert torch.equal(kept, smaller)
+        return
+    assert int(kept.sum()) == n // 2
+    assert (smaller <= kept).all()
+    larger = (~smaller).nonzero().squeeze(-1).tolist()
+    added = (kept & ~smaller).nonzero().squeeze(-1).tolist()
+    assert added == larger[len(larger) - len(added) :]
+
+
+def structure(t, n, seed=0, **options):
+    keys, values = (part[0] for part in data(1, n, 3, seed, scale=0.4))
+    defaults = {
+        "key_radius": float(keys.norm(dim=1).max()) * 1.001,
+        "value_radius": float(values.norm(dim=1).max()),
+        "use_values": True,
+        "bound": 50.0,
+        "on_fail": "raise",
+        "seed": seed,
+    }
+    return MergeAndReduce(t, **{**defaults, **options}), keys, values
+
+
+@given(
+    half=st.integers(1, 8),
+    n=st.integers(1, 150),
+    halve=st.sampled_from(["even", "smaller"]),
+    seed=st.integers(0, 999),
+)
+@settings(max_examples=30, deadline=None)
+def test_merge_and_reduce_invariants(half, n, halve, seed):
+    t = 2 * half
+    tree, keys, values = structure(t, n, seed, halve=halve)
+    for token in range(n):
+        one = slice(token, token + 1)
+        tree.extend(torch.arange(n)[one], keys[one], values[one])
+        assert tree.seen == token + 1
+        sizes = [len(level) for level in tree.levels]
+        assert sizes[0] == tree.seen % t
+        assert all(size <= half for size in sizes[1:]), "a level after 0 rests at t / 2 at most"
+        assert len(sizes) <= 1 + max(1, tree.seen // t).bit_length()
+        assert sum(sizes) <= tree.seen % t + half * (tree.seen // t).bit_count()
+        for level, size in enumerate(sizes[1:], 1):
+            if size:
+                assert tree.batches >> (level - 1) & 1
+        positions, weights = tree.entries()
+        assert len(set(positions.tolist())) == len(positions)
+        total = float(weights.exp().sum())
+        if halve == "even":
+            assert total == pytest.approx(tree.seen, rel=1e-4)
+            assert all(size in (0, half) for size in sizes[1:])
+        else:
+            assert total <= tree.seen * 1.0001
+        found_keys, found_values = tree.stored()
+        assert torch.equal(found_keys, keys[positions])
+        assert torch.equal(found_values, values[positions])
+    whole, _, _ = structure(t, n, seed, halve=halve)
+    whole.extend(torch.arange(n), keys, values)
+    assert torch.equal(whole.entries()[0], tree.entries()[0]), "in one call as one by one"
+
+
+def test_the_smaller_class_alone_falls_short():
+    """Less than half of a batch survives on average, so the weights sum to less than the tokens."""
+    options = {"use_values": False, "bound": 2.0, "on_fail": "restart", "halve": "smaller"}
+    tree, keys, values = structure(64, 6400, **options)
+    tree.extend(torch.arange(6400), keys, values)
+    assert 0.6 * 6400 < float(tree.entries()[1].exp().sum()) < 0.9 * 6400
+
+
+def test_failed_walks_raise_or_restart():
+    tree, keys, values = structure(16, 64, bound=0.05)
+    with pytest.raises(BalanceFailure, match=r"exceeded its bound 0\.05"):
+        tree.extend(torch.arange(64), keys, values)
+    tree, keys, values = structure(16, 64, bound=0.9, use_values=False)
+    with pytest.raises(BalanceFailure):
+        tree.extend(torch.arange(64), keys, values)
+    tree, keys, values = structure(16, 64, bound=0.9, use_values=False, on_fail="restart")
+    tree.extend(torch.arange(64), keys, values)
+    assert tree.batches == 4
+
+
+def test_buckets_by_norm_and_erasure():
+    stream = BalanceKVStream(n=100, t=8, key_radius=1.0, eps=0.1)
+    keys = torch.zeros(6, 4)
+    values = torch.zeros(6, 2)
+    values[:, 0] = torch.tensor([1.0, 1.9, 2.0, 0.25, 0.0, 1e-9])
+    stream.extend(keys, values)
+    assert {i: bucket.seen for i, bucket in stream.buckets.items()} == {0: 2, 1: 1, -2: 1}
+    assert stream.denominator.seen == stream.seen == 6
+    stream.extend(keys[:1], torch.tensor([[1e6, 0.0]]))
+    assert set(stream.buckets) == {19, 1, 0, -2} - {
+        i for i in (1, 0, -2) if 2.0**i <= 0.1 / 200 * math.exp(-0.5) * 1e6
+    }
+    with pytest.raises(KVError, match="a key has norm 2; allowed: at most 1"):
+        stream.extend(torch.tensor([[2.0, 0, 0, 0]]), values[:1])
+
+
+def test_balancekv_stream_answers_at_every_step():
+    """Exact while nothing has been halved, and of bounded error after."""
+    keys, values = (part[0] for part in data(1, 300, 4, seed=2, scale=0.3))
+    radius = float(keys.norm(dim=1).max()) * 1.001
+    stream = BalanceKVStream(n=300, t=128, key_radius=radius, eps=1e-3)
+    query = torch.tensor([0.5, -0.2, 0.9, 0.1])
+    for token in range(300):
+        stream.extend(keys[token : token + 1], values[token : token + 1])
+        weights = (keys[: token + 1] @ query).softmax(0)
+        error = stream.query(query, 1.0) - weights @ values[: token + 1]
+        if token < 127:
+            torch.testing.assert_close(error, torch.zeros(5), atol=1e-5, rtol=0)
+        else:  # equation (2)
+            assert error.norm() < 2.0 * weights.norm() * values[: token + 1].norm()
+
+
+def test_balancing_beats_coins():
+    """The walk's error against that of fair coins (a bound so large that every choice is one)."""
+    layer = make_layer(4096, kv_heads=2, group=1, dim=4, seed=8, scale=0.3)
+    assert layer.queries is not None
+    query, budget = layer.queries[:, :, -16:], Budget(rate=0.25, sink=0, window=0)
+    exact = attend(query, run(build_method("exact"), layer, budget), layer.scaling)
+
+    def error(constant: float) -> float:
+        method = build_method("balancekv_streaming", constant=constant, on_fail="restart")
+        outs = [attend(query, run(method, layer, budget, s), layer.scaling) for s in range(4)]
+        return sum(float((out - exact).norm()) for out in outs)
+
+    assert error(0.3) < 0.7 * error(1e6)
+
+
+def test_balancekv_streaming_weights_and_room():
+    layer = make_layer(500, kv_heads=2, seed=4)
+    budget = Budget(rate=0.5, sink=5, window=7)
+    kept = run(build_method("balancekv_streaming"), layer, budget)
+    assert kept.log_weights is not None
+    t = largest_batch(layer.values[:, :, 5:-7], budget.middle_kept(500))
+    assert t % 2 == 0
+    assert kept.positions[0, 0, -12:].tolist() == [*range(5), *range(493, 500)]
+    with pytest.raises(KVError, match="the rate leaves 0 entries"):
+        run(build_method("balancekv_streaming"), layer, Budget(rate=1e-9, sink=5, window=7))

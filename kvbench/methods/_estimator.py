@@ -17,7 +17,7 @@ def combine(
     layer: LayerKV,
     numerator: tuple[Tensor, Tensor],
     denominator: tuple[Tensor, Tensor],
-    exact: tuple[int, int],
+    exact: Tensor,
 ) -> CompressedKV:
     """Entries whose ordinary weighted attention is the quotient of two estimators.
 
@@ -31,11 +31,10 @@ def combine(
     Args:
         numerator, denominator: prompt positions [batch, kv_heads, c] int64 (-1 pads) and log-weights
             log a, log b [batch, kv_heads, c] float32 (-inf on padding).
-        exact: first and last + 1 position of R, the most recent tokens.
+        exact: [c] int64, the prompt positions of R.
     """
     batch, heads = layer.keys.shape[:2]
-    start, stop = exact
-    recent = torch.arange(start, stop, device=layer.keys.device).expand(batch, heads, stop - start)
+    recent = exact.to(layer.keys.device).expand(batch, heads, -1)
     positions = torch.cat([numerator[0], denominator[0], recent], dim=-1)
     log_weights = torch.cat(
         [

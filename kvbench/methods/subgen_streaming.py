@@ -173,7 +173,7 @@ class SubGenStreaming(Method):
             layer,
             (numerator[0].to(device), numerator[1].to(device)),
             (denominator[0].to(device), denominator[1].to(device)),
-            (stream.seen, layer.n),
+            torch.arange(stream.seen, layer.n),
         )
 
     def stream(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> SubGenStream:
