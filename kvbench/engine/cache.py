@@ -199,6 +199,7 @@ class Fork:
         label: the method's name in this job.
         room: tokens that will be appended, if the caller knows.
         layers: filled by the prefill, by layer index.
+        carried: what the method noted at earlier layers of this prompt (`LayerKV.carried`).
         failure: what stopped this fork, if anything did; the other forks go on.
     """
 
@@ -209,6 +210,7 @@ class Fork:
     example_id: str
     room: int
     layers: dict[int, LayerCache] = field(default_factory=dict)
+    carried: dict[str, Tensor] = field(default_factory=dict)
     compress_s: float = 0.0
     compressed: bool = False
     appended: int = 0

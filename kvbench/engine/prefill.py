@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -96,7 +96,13 @@ class PrefillState:
             )
         if layer in self.order:
             held = LayerKV(
-                key, value, query, self.order[layer], len(self.order), scaling, softcap=softcap
+                key,
+                value,
+                query,
+                self.order[layer],
+                len(self.order),
+                scaling,
+                softcap=softcap,
             )
             check_finite(held)
             self.exact_bytes += (
@@ -117,6 +123,7 @@ class PrefillState:
         start = time.perf_counter()
         try:
             if fork.compressed:
+                kv = replace(kv, carried=fork.carried)
                 generator = layer_generator(fork.seed, fork.example_id, layer)
                 capacity = fork.method.layer_capacity(
                     fork.budget, kv.n, kv.layer_index, kv.num_layers
