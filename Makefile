@@ -6,8 +6,11 @@ TORCH ?= torch==2.13.0
 RESULTS ?= results
 LONGEVAL ?= ../shared/data/longeval_lines
 BIN = $(VENV)/bin
+VENV_REFERENCES ?= .venv-references
+PIP_REFERENCES = $(VENV_REFERENCES)/bin/pip install --quiet --disable-pip-version-check \
+  -c tests/references/constraints.txt
 
-.PHONY: help setup demo test lint results report train-recall-mini bench clean
+.PHONY: help setup demo test test-references lint results report train-recall-mini bench clean
 
 help: ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 22
@@ -26,6 +29,20 @@ demo: setup ## the shipped model x all methods x tasks; tables, and results/demo
 
 test: setup lint ## lint, types, tests
 	$(BIN)/python -m pytest
+
+test-references: $(VENV_REFERENCES)/.ready ## compare with the real kvpress and minference packages, in $(VENV_REFERENCES)
+	$(VENV_REFERENCES)/bin/python -m pytest tests/references tests/test_adapters.py \
+	  tests/test_methods_conf.py tests/test_engine.py
+
+# kvpress needs transformers < 5.3, so it has an environment of its own. minference imports only where
+# CUDA is; its Python files are all that is wanted, without what it would pull in.
+$(VENV_REFERENCES)/.ready: pyproject.toml tests/references/constraints.txt
+	test -x $(VENV_REFERENCES)/bin/python || $(PYTHON) -m venv $(VENV_REFERENCES)
+	$(PIP_REFERENCES) $(TORCH)
+	$(PIP_REFERENCES) $(TORCH) setuptools wheel pytest hypothesis -e '.[kvpress]'
+	MINFERENCE_SKIP_CUDA_BUILD=TRUE MINFERENCE_FORCE_BUILD=TRUE \
+	  $(PIP_REFERENCES) --no-build-isolation --no-deps minference
+	@touch $@
 
 lint: setup
 	$(BIN)/ruff check .
@@ -47,4 +64,4 @@ bench: setup ## what sharing a prefill saves, what compression costs
 	$(BIN)/python scripts/bench_compress.py
 
 clean: ## remove the virtual environment and caches, not the results
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_REFERENCES) .pytest_cache .mypy_cache .ruff_cache .hypothesis

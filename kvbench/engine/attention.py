@@ -51,14 +51,17 @@ def kvbench_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    scaling: float | None = None,
     dropout: float = 0.0,
+    scaling: float | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
     kvbench: AttentionState | None = None,
     **other: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: returns ([batch, t, heads, head_dim], None).
+
+    Dropout comes sixth, as in transformers' own sdpa function: kvpress, once imported, wraps every
+    registered function and passes it by place.
 
     Raises:
         UnsupportedModel: attention sinks (``s_aux``), position biases, masks, dropout, or a forward

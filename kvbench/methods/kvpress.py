@@ -1,0 +1,375 @@
+"""Presses of the kvpress package."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import Tensor
+
+from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, keep_all
+from kvbench.methods._adapters import held_entries, scaled_queries
+from kvbench.methods.base import Method
+from kvbench.nearest import nearest
+
+INSTALL = "pip install 'kvbench[kvpress]' (it needs transformers < 5.3)"
+
+_MASKS = "it masks entries instead of evicting them, which frees no memory"
+_DECODES = "it compresses while decoding, not after the prompt"
+_PRE_ROTARY = "it needs queries or keys before position encoding; a method sees them after"
+_LEARNED = "it needs weights or statistics learned for one model, which it downloads"
+_REPLAYS = "it runs the model on the prompt again; a method sees one layer at a time"
+_OWN_RATIO = "its ratio cannot be set, so no budget can be given to it"
+
+REFUSED: Mapping[str, str] = {
+    "AdaKVPress": _MASKS,
+    "CriticalAdaKVPress": _MASKS,
+    "DMSPress": _MASKS,
+    "DuoAttentionPress": _MASKS,
+    "LUKVPress": _MASKS,
+    "KVzipPress": _REPLAYS,
+    "KVgradPress": _REPLAYS,
+    "RestoreKVPress": _REPLAYS,
+    "KVComposePress": _REPLAYS,
+    "FastKVzipPress": _LEARNED,
+    "KVzapPress": _LEARNED,
+    "QFilterPress": _LEARNED,
+    "ExpectedAttentionStatsPress": _LEARNED,
+    "ExpectedAttentionPress": _PRE_ROTARY,
+    "CapPress": _PRE_ROTARY,
+    "LeverageScorePress": _PRE_ROTARY,
+    "CompactorPress": _PRE_ROTARY,
+    "CriticalKVPress": "it needs the output projection's weights; a method sees keys and values",
+    "KeyRerotationPress": "it moves keys to new positions; a fork decodes at the prompt's own",
+    "FinchPress": "it cuts the prompt at a delimiter token and moves keys to new positions",
+    "ThinKPress": "it zeroes channels of keys and evicts no entry",
+    "SimLayerKVPress": "it compresses a layer or not by a threshold; " + _OWN_RATIO,
+    "PerLayerCompressionPress": _OWN_RATIO,
+    "ComposedPress": _OWN_RATIO,
+    "DecodingPress": _DECODES,
+    "CompressionRatioDecodingPress": _DECODES,
+    "PrefillDecodingPress": _DECODES + "; name its prefilling press instead",
+    "CAMPress": _DECODES,
+}
+"""Presses that cannot run on one layer's keys, values and queries, and why; subclasses too."""
+
+_FROM_BUDGET = {"n_sink": "sink", "num_sinks": "sink", "window_size": "window"}
+"""Options of presses that the budget fills in unless they are given."""
+
+_WRAPPED = ("press", "base_press")
+"""Options of presses that are themselves presses."""
+
+
+def _package() -> ModuleType:
+    """The kvpress package.
+
+    Raises:
+        KVError: it is absent, or cannot be imported.
+    """
+    try:
+        return importlib.import_module("kvpress")
+    except ModuleNotFoundError as error:
+        if error.name != "kvpress":
+            raise KVError(f"method 'kvpress' cannot import its package: {error}") from error
+        raise KVError(
+            f"method 'kvpress' needs the package kvpress; install it: {INSTALL}"
+        ) from error
+    except ImportError as error:
+        first = str(error).strip().splitlines()[0]
+        raise KVError(f"method 'kvpress' cannot import its package: {first}; {INSTALL}") from error
+
+
+def available_presses() -> list[str]:
+    """Every press the installed package lists, base classes left out, sorted.
+
+    Raises:
+        KVError: the package is absent.
+    """
+    package = _package()
+    return sorted(
+        name
+        for name in package.__all__
+        if inspect.isclass(getattr(package, name))
+        and issubclass(getattr(package, name), package.BasePress)
+        and name not in ("BasePress", "ScorerPress")
+    )
+
+
+def _press_class(name: object) -> type[Any]:
+    """The package's class, if it can run here.
+
+    Raises:
+        KVError: unknown name, or a press that is refused, with the reason.
+    """
+    known = available_presses()
+    if not isinstance(name, str) or name not in known:
+        hint = nearest(name, known) if isinstance(name, str) else ""
+        raise KVError(f"unknown press {name!r}{hint}; allowed: {', '.join(known)}")
+    press: type[Any] = getattr(_package(), name)
+    for ancestor in press.__mro__:
+        if ancestor.__name__ in REFUSED:
+            raise KVError(f"press {name} cannot run as a method: {REFUSED[ancestor.__name__]}")
+    return press
+
+
+def make_press(name: object, options: Mapping[str, Any], budget: Budget) -> Any:
+    """A press with its options; sink and window come from the budget where it has such options.
+
+    Args:
+        name: class of the package.
+        options: its constructor's arguments but the ratio; a press among them is a name, or a
+            mapping with ``press`` (the name) and that press's own options.
+        budget: fills n_sink, num_sinks (sink) and window_size (window) unless given.
+
+    Raises:
+        KVError: unknown or refused press, unknown or missing option, a value the press rejects.
+    """
+    cls = _press_class(name)
+    allowed = [
+        option for option in inspect.signature(cls).parameters if option != "compression_ratio"
+    ]
+    arguments: dict[str, Any] = {}
+    for option, value in options.items():
+        if option == "compression_ratio":
+            raise KVError(
+                f"press {name} takes its compression_ratio from budget.rate; leave it out"
+            )
+        if option not in allowed:
+            raise KVError(
+                f"press {name} has no option {option!r}{nearest(str(option), allowed)}; "
+                f"allowed: {', '.join(allowed) or 'none'}"
+            )
+        arguments[option] = value
+    for option in allowed:
+        if option in _WRAPPED:
+            inner = arguments.get(option)
+            if inner is None:
+                raise KVError(
+                    f"press {name} wraps another; name it, e.g. options={{{option}: SnapKVPress}}"
+                )
+            inner = dict(inner) if isinstance(inner, Mapping) else {"press": inner}
+            arguments[option] = make_press(inner.pop("press", None), inner, budget)
+        elif option in _FROM_BUDGET and option not in arguments:
+            arguments[option] = getattr(budget, _FROM_BUDGET[option])
+        if option == "window_size" and arguments[option] < 1:
+            raise KVError(f"press {name}: window_size is {arguments[option]}; allowed: 1 or more")
+    try:
+        return cls(**arguments)
+    except (AssertionError, TypeError, ValueError) as error:
+        if isinstance(error, KVError):
+            raise
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise KVError(f"press {name} rejects its options: {first}") from error
+
+
+def ratio_for(n: int, kept: int) -> float:
+    """The compression ratio of which a press makes exactly `kept` of n entries.
+
+    A press keeps int(n * (1 - ratio)) in floating point, so that 1 - kept / n can give one less (39
+    of 400 for 0.9); then the ratio is the nearest below that does not.
+    """
+    for more in (0.0, 1e-9, 1e-6, 1e-3):
+        ratio = 1 - (kept + more) / n
+        if int(n * (1 - ratio)) == kept and round(n * (1 - ratio)) == kept:
+            return ratio
+    raise AssertionError(f"no ratio keeps {kept} of {n}")
+
+
+class _Attention:
+    """The attention module a press is shown: one layer's shape, and queries for hidden states.
+
+    The press computes queries as q_proj(hidden states), rotated. Here the hidden states are the
+    layer's queries after position encoding, q_proj is the identity and the rotation is by zero: it
+    gets kvbench's queries. Whatever else it asks for is refused in one line.
+    """
+
+    def __init__(self, layer: LayerKV, row: int, press: str) -> None:
+        _, kv_heads, n, dim = layer.keys.shape
+        heads = kv_heads if layer.queries is None else layer.queries.shape[1]
+        self._layer, self._press = layer, press
+        self.layer_idx = layer.layer_index
+        self.head_dim = dim
+        self.num_key_value_groups = heads // kv_heads
+        self.config = SimpleNamespace(
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            num_hidden_layers=layer.num_layers,
+            head_dim=dim,
+        )
+        self.hidden_states = layer.keys.new_full((1, 1, 1), torch.nan).expand(1, n, heads * dim)
+        if layer.queries is not None and layer.softcap is None:
+            queries = scaled_queries(layer, f"press {press}")[row : row + 1]
+            states = queries.transpose(1, 2).flatten(2)
+            absent = self.hidden_states[:, : n - states.shape[1]]
+            self.hidden_states = torch.cat([absent, states], dim=1) if absent.shape[1] else states
+
+    @property
+    def whole(self) -> bool:
+        """True when the layer holds a query for every token."""
+        queries = self._layer.queries
+        return queries is not None and queries.shape[2] == self._layer.n
+
+    def q_proj(self, states: Tensor) -> Tensor:
+        """The queries themselves.
+
+        Raises:
+            KVError: the layer has none of these, or bounds its logits.
+        """
+        scaled_queries(self._layer, f"press {self._press}")
+        if not self.whole and states.isnan().any():
+            queries = self._layer.queries
+            have = 0 if queries is None else queries.shape[2]
+            raise KVError(
+                f"layer {self.layer_idx} holds {have} of {self._layer.n} prompt queries; "
+                f"press {self._press} needs more"
+            )
+        return states
+
+    def forward_arguments(self) -> dict[str, Any]:
+        """Keyword arguments of the layer's forward pass that a press may read."""
+        one = self.hidden_states.new_ones(1, 1, 1)
+        table = (1, self._layer.n, self.head_dim)
+        rotation = (one.expand(table), torch.zeros_like(one).expand(table))
+        return {"hidden_states": self.hidden_states, "position_embeddings": rotation}
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise KVError(
+            f"press {self._press} reads {name!r} of the attention module; a method sees keys, "
+            "values and queries after position encoding"
+        )
+
+
+class _ColumnSums:
+    """Attention weights [1, heads, n, n] for a press that only sums them over the queries.
+
+    The sums are computed in query blocks, so that no n x n matrix exists.
+    """
+
+    def __init__(self, mass: Tensor) -> None:
+        self._mass, self.device, self.dtype = mass, mass.device, mass.dtype
+
+    def sum(self, dim: int) -> Tensor:
+        """[1, heads, n]: attention each key received."""
+        if dim not in (2, -2):
+            raise KVError(f"attention weights are summed over queries (2), not over {dim}")
+        return self._mass.clone()
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVPress(Method):
+    """A press of the installed kvpress package, run on one layer after the prompt.
+
+    The budget's capacity becomes the press's compression_ratio, chosen so that the press keeps
+    exactly `capacity` entries in spite of its rounding; sink and window become its n_sink (or
+    num_sinks) and window_size unless `options` gives them. A press that keeps whole chunks is given
+    the largest ratio of whole steps that stays within the capacity, and may keep less. The package's
+    own code chooses; its random draws are seeded from the method's generator, and every prompt of a
+    batch is compressed by itself.
+
+    Refused, with the reason (`REFUSED`): presses that mask instead of evicting, that need hidden
+    states, projection weights, a rotary table, other forward passes or downloads, that compress
+    while decoding or whose ratio cannot be set.
+
+    Args:
+        press: name of the class, e.g. SnapKVPress.
+        options: its constructor's arguments, the ratio left out. A wrapper names the press it wraps:
+            ``{press: SnapKVPress}``, or ``{press: {press: SnapKVPress, kernel_size: 7}}``.
+    """
+
+    paper: ClassVar[str] = "package kvpress (arXiv 2510.00636); each press names its own paper"
+    needs_queries: ClassVar[str | int] = "all"
+
+    press: str = "SnapKVPress"
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.options, Mapping):
+            raise KVError(f"kvpress.options is {self.options!r}; allowed: a mapping")
+        make_press(self.press, self.options, Budget())
+
+    def layer_capacity(self, budget: Budget, n: int, layer_index: int, num_layers: int) -> int:
+        """Entries per KV head this layer may hold: PyramidKVPress has its own share for each."""
+        capacity = budget.capacity(n)
+        press = make_press(self.press, self.options, budget)
+        if capacity >= n or not hasattr(press, "get_layer_budget"):
+            return capacity
+        press.compression_ratio = ratio_for(n, capacity)
+        shape = SimpleNamespace(num_hidden_layers=num_layers)
+        return int(press.get_layer_budget(SimpleNamespace(config=shape, layer_idx=layer_index), n))
+
+    def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
+        """What the press keeps, ascending.
+
+        Raises:
+            KVError: the press needs something a method does not see, or cannot meet the budget.
+        """
+        n, capacity = layer.n, budget.capacity(layer.n)
+        if capacity >= n:
+            return keep_all(layer)
+        if layer.values.shape[-1] != layer.keys.shape[-1]:
+            raise KVError(
+                f"layer {layer.layer_index} has keys of {layer.keys.shape[-1]} and values of "
+                f"{layer.values.shape[-1]} channels; kvpress allows: the same number"
+            )
+        allowed = self.layer_capacity(budget, n, layer.layer_index, layer.num_layers)
+        seed = int(torch.randint(2**62, (), generator=generator))
+        wanted = capacity
+        for _ in range(4):  # presses that keep whole chunks overshoot; then they are asked for less
+            rows = [
+                self._compress_row(layer, row, budget, wanted, seed)
+                for row in range(layer.keys.shape[0])
+            ]
+            most = max(keys.shape[2] for keys, _ in rows)
+            if most <= allowed:
+                break
+            wanted -= most - allowed
+            if wanted < 1:
+                break
+        if len({keys.shape[2] for keys, _ in rows}) > 1:
+            raise KVError(
+                f"press {self.press} keeps a different number of entries of each prompt; "
+                "allowed: one prompt at a time"
+            )
+        keys, values = (torch.cat(parts) for parts in zip(*rows, strict=True))
+        return held_entries(keys, values, layer.keys, layer.values)
+
+    def _compress_row(
+        self, layer: LayerKV, row: int, budget: Budget, wanted: int, seed: int
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values [1, kv_heads, c, head_dim] the press keeps of one prompt."""
+        press = make_press(self.press, self.options, budget)
+        press.compression_ratio = ratio_for(layer.n, wanted)
+        scorer = press
+        while any(hasattr(scorer, name) for name in _WRAPPED):
+            scorer = next(getattr(scorer, name) for name in _WRAPPED if hasattr(scorer, name))
+        attention = _Attention(layer, row, self.press)
+        weights = None
+        if isinstance(scorer, _package().ObservedAttentionPress):
+            weights = _ColumnSums(layer.attention_mass()[row : row + 1])
+        # Copies: the other forks of the prefill share these tensors.
+        keys, values = (part[row : row + 1].clone() for part in (layer.keys, layer.values))
+        devices = [keys.device] if keys.is_cuda else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(seed)
+            try:
+                kept: tuple[Tensor, Tensor] = press.compress(
+                    attention,
+                    attention.hidden_states,
+                    keys,
+                    values,
+                    weights,
+                    attention.forward_arguments(),
+                )
+            except (AssertionError, KeyError, NotImplementedError) as error:
+                first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                raise KVError(
+                    f"press {self.press} refuses layer {layer.layer_index}: {first}"
+                ) from error
+        if "masked_key_indices" in vars(attention):
+            raise KVError(f"press {self.press} cannot run as a method: {_MASKS}")
+        return kept

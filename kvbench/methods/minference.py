@@ -1,0 +1,162 @@
+"""The cache clusters of the MInference package."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+
+from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, keep_all
+from kvbench.methods._adapters import held_entries, scaled_queries
+from kvbench.methods._options import check_choice, check_integer
+from kvbench.methods.base import Method
+from kvbench.methods.pyramidkv import PyramidKV
+
+INSTALL = (
+    "MINFERENCE_SKIP_CUDA_BUILD=TRUE MINFERENCE_FORCE_BUILD=TRUE "
+    "pip install --no-build-isolation --no-deps minference"
+)
+CLUSTERS = {
+    "snapkv": ("snapkv", "SnapKVCluster"),
+    "pyramidkv": ("pyramidkv", "PyramidKVCluster"),
+    "streaming_llm": ("snapkv", "StreamingLLMKVCluster"),
+}
+"""File of the package's folder ``modules``, and the class in it."""
+
+
+@cache
+def _module(name: str) -> ModuleType:
+    """``minference/modules/<name>.py``, loaded by file: the package itself imports only with CUDA.
+
+    Raises:
+        KVError: the package, or that file of it, is absent.
+    """
+    package = importlib.util.find_spec("minference")
+    if package is None or package.origin is None:
+        raise KVError(f"method 'minference' needs the package minference; install it: {INSTALL}")
+    file = Path(package.origin).parent / "modules" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"_kvbench_minference_{name}", file)
+    if spec is None or spec.loader is None or not file.is_file():
+        raise KVError(f"method 'minference': {file} does not exist; install minference 0.1.6")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@dataclass(frozen=True, kw_only=True)
+class MInference(Method):
+    """A cache cluster of the MInference package, run as the package runs it.
+
+    Keys and values are repeated to query heads first and every query head chooses for itself:
+    the result is [batch, heads, c, head_dim] and its bytes, measured as stored, are (heads /
+    kv_heads) times those of a method that chooses per KV head. The package's own classes choose;
+    here is only what surrounds them. The capacity counts the observation window; `streaming_llm`
+    keeps `budget.sink` leading tokens.
+
+    Departure: the package divides logits by sqrt(head_dim) whatever the model says; queries are
+    scaled so that the layer's own scaling holds.
+
+    Args:
+        cluster: snapkv | pyramidkv | streaming_llm.
+        kernel_size: positions the score is pooled over; odd. Not read by `streaming_llm`.
+        pooling: avgpool | maxpool. Not read by `streaming_llm`.
+        beta: `pyramidkv` only: how steep.
+    """
+
+    paper: ClassVar[str] = "package minference (MInference, arXiv 2407.02490): its cache clusters"
+    needs_queries: ClassVar[str | int] = "window"
+
+    cluster: str = "snapkv"
+    kernel_size: int = 5
+    pooling: str = "avgpool"
+    beta: int = 20
+
+    def __post_init__(self) -> None:
+        check_choice(self, "cluster", *CLUSTERS)
+        check_integer(self, "kernel_size", 1, odd=True)
+        check_choice(self, "pooling", "avgpool", "maxpool")
+        check_integer(self, "beta", 1)
+        _module(CLUSTERS[self.cluster][0])
+
+    @property
+    def _pyramid(self) -> PyramidKV:
+        """The same layer budgets as the package's, for the audit."""
+        return PyramidKV(beta=self.beta, budgets="released")
+
+    def layer_capacity(self, budget: Budget, n: int, layer_index: int, num_layers: int) -> int:
+        """Entries per query head this layer may hold."""
+        if self.cluster == "pyramidkv":
+            return self._pyramid.layer_capacity(budget, n, layer_index, num_layers)
+        return budget.capacity(n)
+
+    def total_capacity(self, budget: Budget, n: int, num_layers: int) -> int:
+        """num_layers * capacity; for `pyramidkv` the larger sum of the package's formula."""
+        if self.cluster == "pyramidkv":
+            return self._pyramid.total_capacity(budget, n, num_layers)
+        return num_layers * budget.capacity(n)
+
+    def _make(self, layer: LayerKV, budget: Budget) -> Any:
+        """The package's cluster for this layer.
+
+        Raises:
+            KVError: a budget or a model its classes have no answer for.
+        """
+        file, name = CLUSTERS[self.cluster]
+        cluster = getattr(_module(file), name)
+        capacity = budget.capacity(layer.n)
+        if self.cluster == "streaming_llm":
+            if budget.sink < 1:
+                raise KVError("budget.sink is 0; minference's streaming_llm allows: 1 or more")
+            return cluster(window_size=capacity - budget.sink, max_capacity_prompt=capacity)
+        if not 1 <= budget.window < capacity:
+            raise KVError(
+                f"budget.window is {budget.window} and the capacity {capacity}; minference's "
+                f"{self.cluster} allows: a window of 1 or more, less than the capacity"
+            )
+        options: dict[str, Any] = {
+            "window_size": budget.window,
+            "max_capacity_prompt": capacity,
+            "kernel_size": self.kernel_size,
+            "pooling": self.pooling,
+        }
+        if self.cluster == "pyramidkv":
+            if layer.num_layers < 2:
+                raise KVError(
+                    "minference's pyramidkv divides by the number of layers less one; "
+                    "allowed: models with two or more full-attention layers"
+                )
+            options |= {
+                "num_hidden_layers": layer.num_layers,
+                "layer_idx": layer.layer_index,
+                "beta": self.beta,
+            }
+        return cluster(**options)
+
+    def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
+        """What the package's cluster keeps, ascending: [batch, heads, c, head_dim].
+
+        Raises:
+            KVError: the layer lacks its queries, bounds its logits, or the budget has no window.
+        """
+        if budget.capacity(layer.n) >= layer.n:
+            return keep_all(layer)
+        cluster = self._make(layer, budget)
+        queries = scaled_queries(layer, f"minference's {self.cluster}")
+        keys, values = (
+            entries.repeat_interleave(layer.group, dim=1) for entries in (layer.keys, layer.values)
+        )
+        missing = layer.n - queries.shape[2]
+        if missing:  # the package wants a row for every token and reads those of the window
+            if queries.shape[2] < budget.window and self.cluster != "streaming_llm":
+                raise KVError(
+                    f"layer {layer.layer_index} holds {queries.shape[2]} prompt queries; "
+                    f"the observation window needs {budget.window}"
+                )
+            queries = torch.nn.functional.pad(queries, (0, 0, missing, 0))
+        kept_keys, kept_values = cluster.update_kv(keys, queries, values, None, layer.group)
+        return held_entries(kept_keys, kept_values, keys, values)

@@ -1,0 +1,181 @@
+"""Layers on which kvbench and the packages must agree: random ones, and the shipped model's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvbench.engine.loading import ASSET_PREFIX, ModelSpec, local_path
+from kvbench.engine.prefill import capture_layers
+from kvbench.engine.session import Session
+from kvbench.kv import Budget, CompressedKV, LayerKV
+from kvbench.methods.base import Method
+from kvbench.plan import encode_example
+from kvbench.tasks.longeval_lines import LongEvalLines
+
+LAYERS = 6
+
+# batch, kv_heads, group, n, head_dim
+SHAPES = [
+    (1, 1, 1, 97, 8),
+    (2, 3, 1, 300, 16),
+    (1, 2, 2, 257, 32),
+    (2, 1, 3, 401, 64),
+    (1, 2, 4, 1024, 32),
+]
+SEEDS = range(4)
+BUDGETS = [
+    Budget(rate=0.25, sink=8, window=16),
+    Budget(rate=0.1, sink=0, window=1),
+    Budget(rate=0.5, sink=3, window=33),
+]
+
+
+def random_layer(
+    shape: tuple[int, int, int, int, int],
+    seed: int,
+    *,
+    layer_index: int = 0,
+    num_layers: int = LAYERS,
+    dtype: torch.dtype = torch.float32,
+    scaling: float | None = None,
+) -> LayerKV:
+    """Normal keys, values and all queries."""
+    batch, kv_heads, group, n, dim = shape
+    generator = torch.Generator().manual_seed(seed)
+    queries = torch.randn(batch, kv_heads * group, n, dim, generator=generator)
+    keys = torch.randn(batch, kv_heads, n, dim, generator=generator)
+    values = torch.randn(batch, kv_heads, n, dim, generator=generator)
+    scaling = dim**-0.5 if scaling is None else scaling
+    return LayerKV(
+        keys.to(dtype), values.to(dtype), queries.to(dtype), layer_index, num_layers, scaling
+    )
+
+
+def shipped_spec() -> ModelSpec:
+    """The model that ships with the package."""
+    return ModelSpec(name="recall_mini", path=f"{ASSET_PREFIX}recall_mini")
+
+
+@cache
+def shipped_prompts() -> tuple[tuple[int, ...], ...]:
+    """Token ids of line-retrieval prompts, short to long."""
+    session = _session()
+    task = LongEvalLines(num_lines=(10, 30, 60), num_examples=1)
+    return tuple(
+        (*encoded.context_ids, *encoded.question_ids)
+        for encoded in (
+            encode_example(example, session.encoder) for example in task.examples(session.encoder)
+        )
+    )
+
+
+@cache
+def shipped_layers(prompt: int) -> tuple[LayerKV, ...]:
+    """Every layer of the shipped model on one of `shipped_prompts`."""
+    model = _session().model
+    count = model.config.num_hidden_layers
+    captured = capture_layers(model, shipped_prompts()[prompt], range(count))
+    return tuple(captured[index] for index in range(count))
+
+
+def all_shipped_layers() -> list[LayerKV]:
+    """Every layer of every prompt."""
+    return [layer for prompt in range(len(shipped_prompts())) for layer in shipped_layers(prompt)]
+
+
+@cache
+def _session() -> Session:
+    local_path(shipped_spec().path)
+    return Session(spec=shipped_spec(), device=torch.device("cpu"), dtype=torch.float32)
+
+
+def random_layers(shape: tuple[int, int, int, int, int], **options: float) -> list[LayerKV]:
+    """One layer for each seed."""
+    return [random_layer(shape, seed, **options) for seed in SEEDS]  # type: ignore[arg-type]
+
+
+def kept(method: Method, layer: LayerKV, budget: Budget, seed: int = 0) -> CompressedKV:
+    """What the method keeps, its entries checked: each the prompt's own at its position."""
+    held = method.compress(layer, budget, torch.Generator().manual_seed(seed))
+    positions = held.positions
+    assert (positions.diff(dim=-1) > 0).all(), "ascending, so without repeats"
+    assert int(positions.min()) >= 0
+    assert int(positions.max()) < layer.n
+    copies = held.keys.shape[1] // layer.keys.shape[1]
+    for mine, original in ((held.keys, layer.keys), (held.values, layer.values)):
+        index = positions.unsqueeze(-1).expand_as(mine)
+        assert torch.equal(mine, original.repeat_interleave(copies, 1).gather(2, index))
+    return held
+
+
+def queries_of(layer: LayerKV) -> Tensor:
+    """The layer's queries, which every layer here has."""
+    assert layer.queries is not None
+    return layer.queries
+
+
+def eager_weights(layer: LayerKV) -> Tensor:
+    """Causal softmax attention [batch, heads, n, n], the plain way."""
+    keys = layer.keys.repeat_interleave(layer.group, 1)
+    logits = queries_of(layer) @ keys.mT * layer.scaling
+    future = torch.ones(layer.n, layer.n, dtype=torch.bool).triu(1)
+    return logits.masked_fill(future, float("-inf")).softmax(-1)
+
+
+@dataclass
+class Tally:
+    """Heads compared with a package, and those whose entries were the very same."""
+
+    heads: int = 0
+    same: int = 0
+
+
+TALLY = Tally()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tally(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After the last test: how many heads agreed; hardly any may differ, even by a tie."""
+    yield
+    plugins = request.config.pluginmanager
+    reporter, capture = (plugins.getplugin(name) for name in ("terminalreporter", "capturemanager"))
+    if TALLY.heads and reporter is not None and capture is not None:
+        with capture.global_and_fixture_disabled():
+            reporter.write_line(f"\nentries identical in {TALLY.same} of {TALLY.heads} heads")
+    assert TALLY.same >= 0.995 * TALLY.heads
+
+
+def assert_same_positions(ours: Tensor, theirs: Tensor, scores: Tensor | None = None) -> None:
+    """The same positions for every head [batch, heads, c].
+
+    The two sides add in different orders, so that two positions whose scores differ in the last
+    bits may change places at the boundary: with `scores` [batch, heads, m <= n] those that differ
+    must be tied to 1e-4; without, one entry of a head may differ.
+    """
+    assert ours.shape == theirs.shape
+    differs = (ours != theirs).any(-1)
+    TALLY.heads += differs.numel()
+    TALLY.same += int((~differs).sum())
+    for row, head in differs.nonzero().tolist():
+        only = set(ours[row, head].tolist()) ^ set(theirs[row, head].tolist())
+        assert len(only) == 2, f"head {head} differs in {len(only) // 2} entries"
+        if scores is not None:
+            first, second = scores[row, head, sorted(only)].tolist()
+            assert math.isclose(first, second, rel_tol=1e-4), f"head {head}: {first}, {second}"
+
+
+def assert_same_entries(
+    ours: CompressedKV, theirs: CompressedKV, scores: Tensor | None = None
+) -> None:
+    """The same positions (see `assert_same_positions`), and where they agree the same bits."""
+    assert_same_positions(ours.positions, theirs.positions, scores)
+    agree = (ours.positions == theirs.positions).all(-1)
+    assert torch.equal(ours.keys[agree], theirs.keys[agree])
+    assert torch.equal(ours.values[agree], theirs.values[agree])

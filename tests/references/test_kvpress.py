@@ -1,0 +1,543 @@
+"""Our methods against the presses of the kvpress package, and every press through the adapter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from reference_layers import (
+    BUDGETS,
+    SHAPES,
+    all_shipped_layers,
+    assert_same_entries,
+    assert_same_positions,
+    eager_weights,
+    kept,
+    queries_of,
+    random_layer,
+    random_layers,
+    shipped_layers,
+    shipped_prompts,
+    shipped_spec,
+    tally,  # noqa: F401 - a fixture
+)
+from scipy import stats
+from torch import Tensor
+
+from kvbench.engine.generate import Stopping, run_forks
+from kvbench.engine.loading import local_path
+from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, keep_all
+from kvbench.methods import Method, build_method
+from kvbench.methods._adapters import find_rows
+from kvbench.methods._select import group_mean, top_positions
+from kvbench.methods.kvpress import REFUSED, available_presses, ratio_for
+from kvbench.methods.pyramidkv import PyramidKV
+from kvbench.methods.snapkv import keep_best, window_scores
+
+kvpress = pytest.importorskip("kvpress", reason="needs the package kvpress: make test-references")
+
+SNAP = {"press": "SnapKVPress"}
+RUNS: dict[str, dict[str, Any]] = {
+    "BlockPress": {**SNAP, "block_size": 50},
+    "ChunkKVPress": {**SNAP, "chunk_length": 10},
+    "ChunkPress": {**SNAP, "chunk_length": 110},
+    "CURPress": {},
+    "EntropyGatedChunkKVPress": SNAP,
+    "KeyDiffPress": {},
+    "KnormPress": {},
+    "LagKVPress": {"lag_size": 32},
+    "MergingPress": SNAP,
+    "NonCausalAttnPress": {},
+    "ObservedAttentionPress": {},
+    "PyramidKVPress": {},
+    "RandomPress": {},
+    "SnapKVPress": {},
+    "StreamingLLMPress": {},
+    "TOVAPress": {},
+}
+"""Every press that runs, with options that suit a short prompt."""
+WHOLE_CHUNKS = {"ChunkKVPress", "ChunkPress"}
+"""Presses that keep whole chunks, or a whole number in each chunk: at most the capacity."""
+
+each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+each_budget = pytest.mark.parametrize("budget", BUDGETS, ids=str)
+
+
+def press_method(press: str, /, **options: Any) -> Method:
+    return build_method("kvpress", press=press, options=options)
+
+
+def all_layers(shape: tuple[int, int, int, int, int]) -> list[LayerKV]:
+    """Random layers of a shape; for the last shape the shipped model's layers as well."""
+    return random_layers(shape) + (all_shipped_layers() if shape == SHAPES[-1] else [])
+
+
+# --- every press of the package's list --------------------------------------------------------------
+
+
+def test_every_press_runs_or_is_refused_with_a_reason() -> None:
+    assert set(available_presses()) == set(RUNS) | set(REFUSED)
+    assert not set(RUNS) & set(REFUSED)
+
+
+@pytest.mark.parametrize("press", sorted(REFUSED))
+def test_refused_presses_say_why_in_one_line(press: Any) -> None:
+    with pytest.raises(KVError) as error:
+        press_method(press)
+    assert str(error.value) == f"press {press} cannot run as a method: {REFUSED[press]}"
+
+
+@pytest.mark.parametrize("press", sorted(RUNS))
+@pytest.mark.parametrize("shape", [(2, 2, 2, 300, 16), (1, 1, 4, 515, 32)], ids=str)
+@each_budget
+def test_running_presses_keep_the_prompts_own_entries_within_the_budget(
+    press: Any, shape: Any, budget: Any
+) -> None:
+    method = press_method(press, **RUNS[press])
+    capacity, num_layers, total = budget.capacity(shape[3]), 4, 0
+    for index in range(num_layers):
+        layer = random_layer(shape, index, layer_index=index, num_layers=num_layers)
+        copies = [x.clone() for x in (layer.keys, layer.values, queries_of(layer))]
+        if press == "MergingPress":  # values that were merged are not the prompt's own
+            held = method.compress(layer, budget, torch.Generator().manual_seed(0))
+            at = held.positions.unsqueeze(-1).expand_as(held.keys)
+            assert torch.equal(held.keys, layer.keys.gather(2, at))
+            assert not torch.equal(held.values, layer.values.gather(2, at))
+        else:
+            held = kept(method, layer, budget)
+        for before, after in zip(
+            copies, (layer.keys, layer.values, queries_of(layer)), strict=True
+        ):
+            assert torch.equal(before, after), "the prefill's tensors are shared by other forks"
+        found = int(held.entries.max())
+        total += found
+        assert found <= method.layer_capacity(budget, layer.n, index, num_layers)
+        if press not in WHOLE_CHUNKS | {"PyramidKVPress"}:
+            assert found == capacity
+        if press in WHOLE_CHUNKS:
+            assert found > 0.5 * capacity
+        again = method.compress(layer, budget, torch.Generator().manual_seed(0))
+        assert torch.equal(again.positions, held.positions), "one seed, one result"
+    assert total <= method.total_capacity(budget, shape[3], num_layers) + num_layers
+
+
+@pytest.mark.parametrize("press", sorted(RUNS))
+def test_a_prompt_is_compressed_by_itself_whatever_batch_it_travels_in(press: Any) -> None:
+    method, layer = press_method(press, **RUNS[press]), random_layer((2, 2, 2, 300, 16), 0)
+    together = method.compress(layer, BUDGETS[0], torch.Generator().manual_seed(3))
+    for row in range(2):
+        parts = {
+            name: getattr(layer, name)[row : row + 1] for name in ("keys", "values", "queries")
+        }
+        alone = method.compress(
+            replace(layer, **parts, shared={}), BUDGETS[0], torch.Generator().manual_seed(3)
+        )
+        assert torch.equal(alone.positions[0], together.positions[row])
+        assert torch.equal(alone.values[0], together.values[row])
+
+
+def test_presses_run_in_the_engine_beside_other_methods() -> None:
+    from tiny import prompt_ids, tiny_model
+
+    model = tiny_model("llama")
+    model.set_attn_implementation("kvbench")
+    budget = Budget(rate=0.25, sink=4, window=4)
+    methods = {
+        name: (press_method(name, **options), budget)
+        for name, options in RUNS.items()
+        if name != "ChunkPress"
+    } | {"exact": (build_method("exact"), budget), "snapkv": (build_method("snapkv"), budget)}
+    ids = prompt_ids(160)
+    results = run_forks(model, ids[:150], ids[150:], methods, Stopping(6), seed=0, example_id="x")
+    for label, result in results.items():
+        assert result.failure is None, f"{label}: {result.failure}"
+        if label != "exact":
+            assert result.compressed
+    assert results["SnapKVPress"].tokens == results["snapkv"].tokens
+    assert results["SnapKVPress"].cache_bytes == results["snapkv"].cache_bytes
+
+
+def test_the_package_wraps_attention_functions_and_kvbench_generates_the_same() -> None:
+    """Imported after kvbench registered its function, kvpress wraps it with the others."""
+    from kvpress.attention_patch import patch_attention_functions
+    from tiny import prompt_ids, tiny_model
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as FUNCTIONS
+
+    for architecture in ("llama", "gemma3", "gpt_neox", "opt"):
+        model, ids = tiny_model(architecture), prompt_ids(60)
+        methods = {
+            "exact": (build_method("exact"), BUDGETS[0]),
+            "snapkv": (build_method("snapkv"), BUDGETS[0]),
+        }
+        model.set_attn_implementation("kvbench")
+        before = dict(FUNCTIONS._local_mapping)
+        tokens = []
+        try:
+            for _ in range(2):
+                run = run_forks(
+                    model, ids[:50], ids[50:], methods, Stopping(8), seed=0, example_id="x"
+                )
+                assert all(result.failure is None for result in run.values())
+                tokens.append({label: result.tokens for label, result in run.items()})
+                patch_attention_functions()
+        finally:
+            FUNCTIONS._local_mapping.clear()
+            FUNCTIONS._local_mapping.update(before)
+        assert tokens[0] == tokens[1]
+
+
+# --- budgets ----------------------------------------------------------------------------------------
+
+
+def test_the_ratio_keeps_the_capacity_exactly() -> None:
+    naive = 0
+    for n in [2, 3, 7, 97, 400, 1000, 4096, 131072]:
+        for count in sorted({1, 2, n // 10, n // 3, n // 2, n - 1} - {0}):
+            assert kvpress.utils.compute_n_kept(n, ratio_for(n, count)) == count
+            naive += int(n * (1 - (1 - count / n))) != count
+    assert naive, "some of them need the correction"
+    assert kvpress.utils.compute_n_kept(400, 0.9) == 39
+
+
+def test_sink_and_window_come_from_the_budget_unless_given() -> None:
+    layer = random_layer((1, 1, 1, 300, 8), 0)
+    budget = Budget(rate=0.25, sink=8, window=16)
+    held = kept(press_method("StreamingLLMPress"), layer, budget).positions[0, 0].tolist()
+    assert held[:8] == list(range(8))
+    assert held[8:] == list(range(300 - len(held) + 8, 300))
+    held = kept(press_method("StreamingLLMPress", n_sink=4), layer, budget).positions[0, 0].tolist()
+    assert held[4] == 300 - len(held) + 4
+    wider = keep_best(layer, window_scores(layer, 30, 5, "avgpool"), len(held) - 30, 30, False)
+    assert_same_entries(kept(press_method("SnapKVPress", window_size=30), layer, budget), wider)
+
+
+# --- SnapKV -----------------------------------------------------------------------------------------
+
+
+@each_shape
+@each_budget
+@pytest.mark.parametrize("kernel_size", [1, 5, 7])
+def test_snapkv(shape: Any, budget: Any, kernel_size: Any) -> None:
+    ours = build_method("snapkv", kernel_size=kernel_size)
+    theirs = press_method("SnapKVPress", kernel_size=kernel_size)
+    for layer in all_layers(shape):
+        scores = window_scores(layer, budget.window, kernel_size, "avgpool")
+        scores = group_mean(scores, layer.keys.shape[1])
+        assert_same_entries(kept(ours, layer, budget), kept(theirs, layer, budget), scores)
+
+
+def module_of(layer: LayerKV) -> Any:
+    """The least that a press which is handed attention weights asks of a module."""
+    kv_heads, heads = layer.keys.shape[1], queries_of(layer).shape[1]
+    config = SimpleNamespace(num_attention_heads=heads, num_key_value_heads=kv_heads)
+    return SimpleNamespace(config=config, head_dim=layer.keys.shape[-1])
+
+
+@each_shape
+def test_snapkv_scores_are_means_where_ours_are_sums(shape: Any) -> None:
+    """From eager attention weights, without the adapter: the package's score is the mean over the
+    window's queries and the group, ours the sum over the queries, averaged over the group: a factor
+    `window`. Both pool with zero padding that counts in the average. The package's window scores
+    are the largest of the whole batch plus one; ours are not scored."""
+    budget = BUDGETS[0]
+    for layer in random_layers(shape):
+        press = kvpress.SnapKVPress(window_size=budget.window, compression_ratio=0.5)
+        hidden = layer.keys.new_zeros(layer.keys.shape[0], layer.n, 1)
+        scores = press.score(
+            module_of(layer), hidden, layer.keys, layer.values, eager_weights(layer), {}
+        )
+        ours = group_mean(window_scores(layer, budget.window, 5, "avgpool"), layer.keys.shape[1])
+        torch.testing.assert_close(
+            scores[..., : -budget.window] * budget.window, ours, rtol=1e-5, atol=1e-7
+        )
+        assert (scores[..., -budget.window :] > scores[..., : -budget.window].max()).all()
+
+
+# --- PyramidKV --------------------------------------------------------------------------------------
+
+
+@each_budget
+@pytest.mark.parametrize("num_layers", [2, 5, 16])
+def test_pyramidkv_selects_alike_given_the_same_count(budget: Any, num_layers: Any) -> None:
+    """The package's pyramid spreads the whole capacity, ours what is left besides the window, as the
+    paper does; the package steps down by fractions and rounds each layer, ours sums to the budget
+    exactly. So the counts differ; given a count, both choose the same entries. Below one window in
+    the last layer the package gives every layer the same."""
+    theirs, n = press_method("PyramidKVPress"), 700
+    counts = []
+    for index in range(num_layers):
+        layer = random_layer((1, 2, 2, n, 16), index, layer_index=index, num_layers=num_layers)
+        held = kept(theirs, layer, budget)
+        count = int(held.entries.max())
+        assert count == theirs.layer_capacity(budget, n, index, num_layers)
+        counts.append(count)
+        scores = window_scores(layer, budget.window, 5, "avgpool")
+        ours = keep_best(layer, scores, count - budget.window, budget.window, False)
+        assert_same_entries(ours, held, group_mean(scores, 2))
+    assert counts == sorted(counts, reverse=True)
+    capacity = budget.capacity(n)
+    assert abs(sum(counts) - num_layers * capacity) <= num_layers / 2
+    mine = PyramidKV().layer_capacities(budget, n, num_layers)
+    assert sum(mine) == num_layers * capacity
+
+
+def test_pyramidkv_counts_where_the_window_is_small_beside_the_capacity() -> None:
+    """With a window of one entry the two formulas differ by the window and by rounding only."""
+    budget, n = Budget(rate=0.1, sink=0, window=1), 1200
+    ours = PyramidKV().layer_capacities(budget, n, 8)
+    theirs = [press_method("PyramidKVPress").layer_capacity(budget, n, i, 8) for i in range(8)]
+    assert theirs[0] > theirs[-1]
+    assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) <= 2
+
+
+# --- StreamingLLM -----------------------------------------------------------------------------------
+
+
+@each_shape
+@each_budget
+def test_streaming_llm(shape: Any, budget: Any) -> None:
+    for layer in all_layers(shape):
+        assert_same_entries(
+            kept(build_method("streaming_llm"), layer, budget),
+            kept(press_method("StreamingLLMPress"), layer, budget),
+        )
+
+
+# --- observed attention, which is H2O's score -------------------------------------------------------
+
+
+@each_shape
+def test_observed_attention_is_our_attention_mass_divided_by_the_queries_that_see_a_key(
+    shape: Any,
+) -> None:
+    """Ours is the sum (H2O, Algorithm 1), the package's the mean over the queries that can see the
+    key. On the package's side: its own class on eager attention weights, without the adapter."""
+    for layer in all_layers(shape):
+        press = kvpress.ObservedAttentionPress(compression_ratio=0.5)
+        weights = eager_weights(layer)
+        scores = press.score(module_of(layer), None, layer.keys, layer.values, weights, {})
+        ours = group_mean(layer.attention_mass(), layer.keys.shape[1])
+        seen = torch.arange(layer.n, 0, -1)
+        torch.testing.assert_close(scores * seen, ours, rtol=2e-5, atol=1e-6)
+
+
+@each_shape
+@each_budget
+def test_heavy_hitters_are_the_best_of_the_packages_scores_as_sums(shape: Any, budget: Any) -> None:
+    ours = build_method("h2o", heavy_fraction=1.0, decode="grow")
+    for layer in random_layers(shape):
+        press = kvpress.ObservedAttentionPress(compression_ratio=0.5)
+        weights = eager_weights(layer)
+        means = press.score(module_of(layer), None, layer.keys, layer.values, weights, {})
+        sums = means * torch.arange(layer.n, 0, -1)
+        best = top_positions(sums, budget.capacity(layer.n))
+        assert_same_positions(kept(ours, layer, budget).positions, best, sums)
+
+
+@each_shape
+@each_budget
+def test_observed_attention_through_the_adapter_is_the_press_on_eager_weights(
+    shape: Any, budget: Any
+) -> None:
+    """The adapter hands the press the column sums only: no n x n matrix."""
+    for layer in random_layers(shape):
+        held = kept(press_method("ObservedAttentionPress"), layer, budget)
+        press = kvpress.ObservedAttentionPress(ratio_for(layer.n, budget.capacity(layer.n)))
+        keys, values = press.compress(
+            module_of(layer), None, layer.keys, layer.values, eager_weights(layer), {}
+        )
+        assert_same_positions(find_rows(keys, layer.keys).sort(-1).values, held.positions)
+        assert values.shape == held.values.shape
+
+
+# --- random -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["uniform", "kvpress"])
+def test_random_eviction_is_uniform_in_both(name: Any) -> None:
+    """Exactly `capacity` entries, every position equally often, heads drawn independently. With
+    neither sink nor window and without weights, ours and RandomPress draw from one distribution."""
+    method = (
+        build_method("uniform", weighted=False)
+        if name == "uniform"
+        else press_method("RandomPress")
+    )
+    budget, n, seeds, heads = Budget(rate=0.25, sink=0, window=0), 120, 600, 3
+    layer = random_layer((1, heads, 1, n, 4), 0)
+    count, both = torch.zeros(n), 0
+    capacity = budget.capacity(n)
+    for seed in range(seeds):
+        positions = kept(method, layer, budget, seed).positions[0]
+        assert positions.shape == (heads, capacity)
+        count += torch.bincount(positions.flatten(), minlength=n)
+        both += len(set(positions[0].tolist()) & set(positions[1].tolist()))
+    draws, share = seeds * heads, capacity / n
+    # Drawing without replacement: the counts' variance is draws * share * (1 - share), their sum fixed.
+    statistic = ((count - draws * share) ** 2).sum() / (draws * share * (1 - share)) * (n - 1) / n
+    assert 1e-3 < stats.chi2.sf(float(statistic), n - 1) < 1 - 1e-3
+    expected, spread = (
+        seeds * capacity * share,
+        (seeds * capacity * share * (1 - share) ** 2) ** 0.5,
+    )
+    assert abs(both - expected) < 4 * spread
+
+
+def test_ours_differs_from_random_press_by_sink_window_and_weights() -> None:
+    layer, budget = random_layer((1, 2, 1, 300, 4), 0), BUDGETS[0]
+    ours = kept(build_method("uniform"), layer, budget)
+    theirs = kept(press_method("RandomPress"), layer, budget)
+    assert ours.positions.shape == theirs.positions.shape
+    assert ours.positions[0, 0, : budget.sink].tolist() == list(range(budget.sink))
+    assert theirs.positions[0, 0, : budget.sink].tolist() != list(range(budget.sink))
+    assert ours.log_weights is not None
+    assert theirs.log_weights is None
+
+
+# --- the shipped model, the package run as its users run it -----------------------------------------
+
+
+@torch.no_grad()
+def native_cache(press: Any, ids: tuple[int, ...], attention: str) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values of every layer after a prefill under the press's own hooks."""
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+    model = AutoModelForCausalLM.from_pretrained(
+        local_path(shipped_spec().path), attn_implementation=attention
+    ).eval()
+    cache: Any = DynamicCache()
+    with press(model):
+        model.model(input_ids=torch.tensor([ids]), past_key_values=cache)
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+NATIVE = {
+    "SnapKVPress": ("snapkv", {}),
+    "StreamingLLMPress": ("streaming_llm", {}),
+    "PyramidKVPress": (None, {}),
+    "TOVAPress": (None, {}),
+    "KnormPress": (None, {}),
+    "KeyDiffPress": (None, {}),
+    "CURPress": (None, {}),
+    "LagKVPress": (None, {"lag_size": 32}),
+    "NonCausalAttnPress": (None, {}),
+    "ObservedAttentionPress": (None, {}),
+}
+"""Press, and the method of ours that keeps the same entries, if there is one."""
+
+
+@pytest.mark.parametrize("press", sorted(NATIVE))
+@pytest.mark.parametrize("prompt", range(3))
+def test_on_the_shipped_model_the_packages_own_hooks_keep_the_same_entries(
+    press: Any, prompt: Any
+) -> None:
+    """The package hooks into transformers' model and computes queries from hidden states; kvbench
+    captures queries, keys and values in its own prefill. Keys agree to rounding, entries exactly."""
+    name, options = NATIVE[press]
+    budget, ids = BUDGETS[0], shipped_prompts()[prompt]
+    method = press_method(press, **options)
+    capacity = budget.capacity(len(ids))
+    from kvbench.methods.kvpress import make_press
+
+    native = make_press(press, options, budget)
+    native.compression_ratio = ratio_for(len(ids), capacity)
+    attention = "eager" if press == "ObservedAttentionPress" else "sdpa"
+    for layer, (keys, values) in zip(
+        shipped_layers(prompt), native_cache(native, ids, attention), strict=True
+    ):
+        held = kept(method, layer, budget)
+        # The nearest of the prompt's keys: rounding is far smaller than any two keys' distance.
+        distance = torch.cdist(keys.double(), layer.keys.double())
+        nearest, at = distance.min(-1)
+        assert float(nearest.max()) < 1e-3
+        assert_same_positions(at.sort(-1).values, held.positions)
+        index = at.unsqueeze(-1).expand_as(keys)
+        torch.testing.assert_close(keys, layer.keys.gather(2, index), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(values, layer.values.gather(2, index), rtol=1e-4, atol=1e-4)
+        if name is not None:
+            assert_same_entries(kept(build_method(name), layer, budget), held)
+
+
+# --- what is refused when it runs -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A press on a layer it cannot take."""
+
+    press: str
+    message: str
+    options: dict[str, Any]
+    layer: dict[str, Any]
+
+
+QUERIES = queries_of(random_layer((1, 2, 2, 300, 16), 0))
+CASES = [
+    Case("SnapKVPress", "has no queries", {}, {"queries": None}),
+    Case("SnapKVPress", "softcap 30.0", {}, {"softcap": 30.0}),
+    Case("NonCausalAttnPress", "holds 20 of 300", {}, {"queries": QUERIES[:, :, -20:]}),
+    Case("SnapKVPress", "holds 9 of 300", {}, {"queries": QUERIES[:, :, -9:]}),
+    Case("ObservedAttentionPress", "holds 20 of 300", {}, {"queries": QUERIES[:, :, -20:]}),
+    Case("ChunkPress", "does not support attentions", {"press": "ObservedAttentionPress"}, {}),
+    Case("ChunkPress", "greater than the window", {"press": "SnapKVPress", "chunk_length": 4}, {}),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.press}-{case.message}")
+def test_layers_a_press_cannot_take_are_refused_in_one_line(case: Any) -> None:
+    layer = replace(random_layer((1, 2, 2, 300, 16), 0), **case.layer, shared={})
+    with pytest.raises(KVError, match=case.message) as error:
+        press_method(case.press, **case.options).compress(layer, BUDGETS[0], torch.Generator())
+    assert "\n" not in str(error.value)
+
+
+def test_a_press_that_asks_for_more_than_a_method_sees_is_refused_by_name(monkeypatch: Any) -> None:
+    """Presses of later releases: the stand-in says what was asked for."""
+    layer = random_layer((1, 2, 2, 300, 16), 0)
+    for press, asked in [
+        ("ExpectedAttentionPress", "rotary_emb"),
+        ("CapPress", "rotary_emb"),
+        ("LeverageScorePress", "k_proj"),
+        ("CompactorPress", "k_proj"),
+        ("AdaKVPress", "masks entries|_attn_implementation"),
+        ("CriticalKVPress", "o_proj"),
+    ]:
+        monkeypatch.setattr("kvbench.methods.kvpress.REFUSED", {})
+        method = press_method(press, **(SNAP if press in ("AdaKVPress", "CriticalKVPress") else {}))
+        with pytest.raises((KVError, AttributeError), match=asked):
+            method.compress(layer, BUDGETS[0], torch.Generator().manual_seed(0))
+
+
+def test_presses_that_read_no_queries_need_none() -> None:
+    layer = replace(random_layer((1, 2, 2, 300, 16), 0), queries=None, softcap=30.0, shared={})
+    for press in ("KnormPress", "KeyDiffPress", "StreamingLLMPress", "RandomPress", "CURPress"):
+        assert int(kept(press_method(press), layer, BUDGETS[0]).entries.max()) == 93
+
+
+def test_short_prompts_are_kept_whole() -> None:
+    layer = random_layer((1, 2, 2, 20, 8), 0)
+    held = press_method("SnapKVPress").compress(layer, BUDGETS[0], torch.Generator())
+    assert isinstance(held, CompressedKV)
+    assert torch.equal(held.positions, keep_all(layer).positions)
+
+
+def test_options_are_checked_before_anything_runs() -> None:
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        ("SnapKVPres", {}, "unknown press 'SnapKVPres' .did you mean 'SnapKVPress'"),
+        ("SnapKVPress", {"kernel": 3}, "no option 'kernel' .did you mean 'kernel_size'"),
+        ("SnapKVPress", {"compression_ratio": 0.5}, "from budget.rate"),
+        ("SnapKVPress", {"window_size": 0}, "window_size is 0"),
+        ("ChunkKVPress", {}, "wraps another"),
+        ("ChunkKVPress", {"press": "ThinKPress"}, "ThinKPress cannot run"),
+        ("ChunkKVPress", {"press": "ChunkPress"}, "wraps another"),
+        ("MergingPress", {**SNAP, "merge_fraction": 2.0}, "rejects its options"),
+    ]
+    for press, options, message in cases:
+        with pytest.raises(KVError, match=message) as error:
+            press_method(press, **options)
+        assert "\n" not in str(error.value)
+    nested = press_method("ChunkKVPress", press={"press": "SnapKVPress", "kernel_size": 7})
+    assert nested != press_method("ChunkKVPress", press="SnapKVPress")
+    assert hash(nested)

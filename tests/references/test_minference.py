@@ -1,0 +1,205 @@
+"""Our SnapKV, PyramidKV and StreamingLLM against the cluster classes of the minference package."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from reference_layers import (
+    BUDGETS,
+    SHAPES,
+    all_shipped_layers,
+    assert_same_entries,
+    kept,
+    queries_of,
+    random_layer,
+    random_layers,
+    tally,  # noqa: F401 - a fixture
+)
+
+from kvbench.kv import Budget, KVError, LayerKV
+from kvbench.methods import build_method
+from kvbench.methods.minference import _module
+from kvbench.methods.pyramidkv import PyramidKV
+from kvbench.methods.snapkv import window_scores
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("minference") is None,
+    reason="needs the package minference: make test-references",
+)
+each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+each_budget = pytest.mark.parametrize("budget", BUDGETS, ids=str)
+
+
+@each_shape
+@each_budget
+@pytest.mark.parametrize("kernel_size", [1, 5, 7])
+def test_snapkv_per_query_head(shape: Any, budget: Any, kernel_size: Any) -> None:
+    ours = build_method("snapkv", granularity="query_head", kernel_size=kernel_size)
+    theirs = build_method("minference", cluster="snapkv", kernel_size=kernel_size)
+    for layer in random_layers(shape):
+        held = kept(theirs, layer, budget)
+        scores = window_scores(layer, budget.window, kernel_size, "avgpool")
+        assert_same_entries(kept(ours, layer, budget), held, scores)
+        assert held.keys.shape[1] == queries_of(layer).shape[1], "bytes as stored: repeated keys"
+        assert int(held.entries.max()) == budget.capacity(layer.n)
+
+
+@each_shape
+@each_budget
+def test_snapkv_with_max_pooling(shape: Any, budget: Any) -> None:
+    """Pooling by maximum makes plateaus of equal scores; where one crosses the boundary any of its
+    positions will do. So the scores of what is kept must agree, not the positions."""
+    options: dict[str, Any] = {"pooling": "maxpool", "kernel_size": 5}
+    ours = build_method("snapkv", granularity="query_head", **options)
+    theirs = build_method("minference", cluster="snapkv", **options)
+    for layer in random_layers(shape):
+        scores = window_scores(layer, budget.window, 5, "maxpool")
+        picked = [
+            scores.gather(-1, kept(method, layer, budget).positions[..., : -budget.window])
+            for method in (ours, theirs)
+        ]
+        torch.testing.assert_close(*(each.sort(-1).values for each in picked))
+
+
+@each_shape
+@each_budget
+@pytest.mark.parametrize("num_layers", [2, 5, 32])
+def test_pyramidkv_released(shape: Any, budget: Any, num_layers: Any) -> None:
+    ours = build_method("pyramidkv", preset="released")
+    theirs = build_method("minference", cluster="pyramidkv")
+    for index in sorted({0, 1, num_layers // 2, num_layers - 1}):
+        layer = random_layer(shape, seed=index, layer_index=index, num_layers=num_layers)
+        held = kept(theirs, layer, budget)
+        scores = window_scores(layer, budget.window, 5, "avgpool")
+        assert_same_entries(kept(ours, layer, budget), held, scores)
+        capacity = theirs.layer_capacity(budget, layer.n, index, num_layers)
+        assert int(held.entries.max()) == capacity
+
+
+def test_pyramidkv_by_default_keeps_to_the_mean_capacity_where_the_package_exceeds_it() -> None:
+    budget, n, layers = Budget(rate=1e-9, sink=48, window=16), 600, 32
+    released = build_method("minference", cluster="pyramidkv")
+    counts = [
+        kept(released, random_layer((1, 1, 1, n, 8), 0, layer_index=i, num_layers=layers), budget)
+        for i in range(layers)
+    ]
+    total = sum(int(held.entries.max()) for held in counts)
+    assert total == released.total_capacity(budget, n, layers) > layers * budget.capacity(n)
+    default = PyramidKV()
+    assert sum(default.layer_capacities(budget, n, layers)) == layers * budget.capacity(n)
+
+
+@each_shape
+@pytest.mark.parametrize("budget", [b for b in BUDGETS if b.sink], ids=str)
+def test_streaming_llm(shape: Any, budget: Any) -> None:
+    theirs = build_method("minference", cluster="streaming_llm")
+    for layer in random_layers(shape):
+        ours = kept(build_method("streaming_llm"), layer, budget)
+        held = kept(theirs, layer, budget)
+        for head in range(held.keys.shape[1]):
+            source = head // layer.group
+            assert torch.equal(held.positions[:, head], ours.positions[:, source])
+            assert torch.equal(held.keys[:, head], ours.keys[:, source])
+            assert torch.equal(held.values[:, head], ours.values[:, source])
+
+
+@each_budget
+def test_on_the_shipped_model(budget: Any) -> None:
+    for layer in all_shipped_layers():
+        scores = window_scores(layer, budget.window, 5, "avgpool")
+        assert_same_entries(
+            kept(build_method("snapkv", granularity="query_head"), layer, budget),
+            kept(build_method("minference", cluster="snapkv"), layer, budget),
+            scores,
+        )
+        assert_same_entries(
+            kept(build_method("pyramidkv", preset="released"), layer, budget),
+            kept(build_method("minference", cluster="pyramidkv"), layer, budget),
+            scores,
+        )
+        if budget.sink:
+            ours = kept(build_method("streaming_llm"), layer, budget)
+            theirs = kept(build_method("minference", cluster="streaming_llm"), layer, budget)
+            repeated = ours.positions.repeat_interleave(layer.group, 1)
+            assert torch.equal(repeated, theirs.positions)
+
+
+def test_the_adapter_returns_what_the_package_returns() -> None:
+    """The class called by hand, on repeated keys: the same entries, in the package's own order."""
+    layer, budget = random_layer((2, 2, 3, 200, 16), 0), BUDGETS[0]
+    capacity = budget.capacity(layer.n)
+    keys, values = (x.repeat_interleave(3, 1) for x in (layer.keys, layer.values))
+    cluster = _module("snapkv").SnapKVCluster(budget.window, capacity, 5, "avgpool")
+    raw_keys, raw_values = cluster.update_kv(keys, layer.queries, values, None, 3)
+    held = kept(build_method("minference"), layer, budget)
+    for mine, raw in ((held.keys, raw_keys), (held.values, raw_values)):
+        first = raw[..., 0].sort(-1).values
+        assert torch.equal(mine[..., 0].sort(-1).values, first)
+
+
+def test_the_layers_own_scaling_holds() -> None:
+    """The package always divides by sqrt(head_dim); through the adapter it does what the model does."""
+    budget = BUDGETS[0]
+    for seed in range(4):
+        layer = random_layer((1, 2, 2, 300, 16), seed, scaling=0.7)
+        assert_same_entries(
+            kept(build_method("snapkv", granularity="query_head"), layer, budget),
+            kept(build_method("minference"), layer, budget),
+        )
+
+
+def test_only_the_window_queries_are_needed() -> None:
+    layer, budget = random_layer((1, 2, 2, 300, 16), 0), BUDGETS[0]
+    cut = replace(layer, queries=queries_of(layer)[:, :, -20:], shared={})
+    for cluster in ("snapkv", "pyramidkv", "streaming_llm"):
+        method = build_method("minference", cluster=cluster)
+        assert_same_entries(kept(method, cut, budget), kept(method, layer, budget))
+
+
+def test_in_bfloat16_the_package_rounds_its_scores_and_kvbench_does_not() -> None:
+    """The package stores attention weights in the queries' dtype before it adds them up; kvbench
+    adds in float32. In bfloat16 that makes ties, so the two agree in most entries, not in all;
+    kvbench agrees with the package run on float32 copies in every one."""
+    budget = Budget(rate=0.25, sink=8, window=16)
+    ours = build_method("snapkv", granularity="query_head")
+    theirs = build_method("minference")
+    same = total = 0
+    for seed in range(4):
+        half = random_layer((1, 2, 2, 1024, 32), seed, dtype=torch.bfloat16)
+        tensors = {name: getattr(half, name).float() for name in ("keys", "values", "queries")}
+        copies = replace(half, **tensors, shared={})
+        mine = kept(ours, half, budget).positions
+        assert torch.equal(mine, kept(theirs, copies, budget).positions)
+        package = kept(theirs, half, budget).positions
+        for row, other in zip(
+            mine.flatten(0, 1).tolist(), package.flatten(0, 1).tolist(), strict=True
+        ):
+            same += len(set(row) & set(other))
+            total += len(row)
+    assert 0.9 < same / total < 1.0
+
+
+def refusals() -> Iterator[tuple[LayerKV, Budget, dict[str, Any], str]]:
+    layer = random_layer((1, 2, 2, 100, 8), 0)
+    none, cut = replace(layer, queries=None), replace(layer, queries=queries_of(layer)[:, :, -4:])
+    yield none, BUDGETS[0], {}, "has no queries"
+    yield cut, BUDGETS[0], {}, "holds 4 prompt queries"
+    yield replace(layer, softcap=30.0), BUDGETS[0], {}, "softcap 30.0"
+    yield layer, Budget(rate=0.25, sink=8, window=0), {}, "budget.window is 0"
+    yield layer, Budget(rate=0.25, sink=0, window=8), {"cluster": "streaming_llm"}, "budget.sink"
+    yield replace(layer, num_layers=1), BUDGETS[0], {"cluster": "pyramidkv"}, "two or more"
+
+
+@pytest.mark.parametrize(("layer", "budget", "options", "message"), list(refusals()))
+def test_what_the_package_cannot_do_is_refused_in_one_line(
+    layer: Any, budget: Any, options: Any, message: Any
+) -> None:
+    method = build_method("minference", **options)
+    with pytest.raises(KVError, match=message) as error:
+        method.compress(layer, budget, torch.Generator())
+    assert "\n" not in str(error.value)
