@@ -82,6 +82,8 @@ class LayerKV:
         scaling: the factor on q.k before the softmax.
         softcap: s of s * tanh(logit / s), for the models that bound their logits (Gemma 2), else None.
         shared: what `once` remembers: a tensor used by several methods, and the seconds it took.
+        carried: what methods noted at earlier layers of the same prompt, under names of their own
+            (balancekv_needle: the tokens it protects); one dictionary for all layers.
     """
 
     keys: Tensor
@@ -92,6 +94,7 @@ class LayerKV:
     scaling: float
     softcap: float | None = None
     shared: dict[str, tuple[Tensor, float]] = field(default_factory=dict, compare=False, repr=False)
+    carried: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
     _own: set[str] = field(default_factory=set, compare=False, repr=False)
     _reused: set[str] = field(default_factory=set, compare=False, repr=False)
 
