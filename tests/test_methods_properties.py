@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from method_layers import LAYERS, attend, make_layer, run, walk_by_definition
 
 from kvbench.kv import Budget, KVError
 from kvbench.methods import available_methods, build_method
+from kvbench.methods.balancekv_needle import needle_means
 
 # Every method, and those of its options that change what is kept.
 VARIANTS: list[tuple[str, dict[str, object]]] = [
@@ -39,8 +41,11 @@ VARIANTS: list[tuple[str, dict[str, object]]] = [
     ("balancekv", {"block_size": 8, "gamma": 0.05, "order": "released", "weights": "released"}),
     ("balancekv", {"block_size": 8, "gamma": 0.05, "selection": "algorithm2"}),
     ("balancekv", {"block_size": 3, "selection": "algorithm2", "weights": "none"}),
+    ("balancekv_needle", {"layer": 0, "block_size": 16, "dilation": 1}),
+    ("balancekv_needle", {"layer": 0, "block_size": 8, "dilation": 0, "selection": "algorithm2"}),
+    ("balancekv_needle", {"layer": 3, "block_size": 16, "normalise": True}),
 ]
-KEEPS_SINK = {"exact", "streaming_llm", "uniform", "balancekv"}
+KEEPS_SINK = {"exact", "streaming_llm", "uniform", "balancekv", "balancekv_needle"}
 KEEPS_WINDOW = KEEPS_SINK | {"local", "snapkv", "pyramidkv"}
 
 shapes = st.fixed_dictionaries(
@@ -82,6 +87,8 @@ def test_every_method_is_here():
 @settings(max_examples=25, deadline=None)
 def test_what_is_kept(name, options, shape, budget):
     method = build_method(name, **options)
+    if name == "balancekv_needle":  # the layer that decides, or one before it
+        shape = {**shape, "layer_index": 0}
     layer = make_layer(**shape)
     n = layer.n
     kept = run(method, layer, budget)
@@ -117,7 +124,7 @@ def test_what_is_kept(name, options, shape, budget):
                     kept.values[row, head][~padded[row, head]], layer.values[row, source, positions]
                 )
     # Exactly the capacity, for the methods that promise it.
-    exact_count = name not in ("exact", "balancekv")
+    exact_count = name not in ("exact", "balancekv", "balancekv_needle")
     if exact_count and n > budget.capacity(n):
         assert kept.entries.unique().tolist() == [capacity]
     total = sum(method.layer_capacity(budget, n, i, LAYERS) for i in range(LAYERS))
@@ -204,6 +211,8 @@ def test_other_seeds_give_other_choices():
         ("balancekv", {"normalise": None}, "balancekv.normalise is None; allowed: true | false"),
         ("balancekv", {"beta": math.nan}, "balancekv.beta is nan; allowed: a finite number"),
         ("balancekv", {"blocksize": 4}, "did you mean 'block_size'"),
+        ("balancekv_needle", {"weights": "released"}, "balancekv_needle.weights is 'released'"),
+        ("balancekv_needle", {"dilation": -1}, "balancekv_needle.dilation is -1; allowed: an int"),
     ],
 )
 def test_wrong_options_are_refused(name, options, message):
@@ -543,3 +552,74 @@ def test_balancekv_beats_uniform_on_random_data():
         return sum(errors) / len(errors)
 
     assert error("balancekv") < 0.9 * error("uniform")
+
+
+# -- BalanceKV with protected tokens -------------------------------------------------------------
+
+
+def needle_layer(n=200, layer_index=1, needles=(60, 61, 150)):
+    """Keys around one direction, but for the needles, which point the other way."""
+    layer = make_layer(n, kv_heads=2, dim=8, layer_index=layer_index)
+    keys = 0.3 * layer.keys + torch.eye(8)[0]
+    keys[:, 0, list(needles)] -= 3 * torch.eye(8)[0]
+    return replace(layer, keys=keys)
+
+
+@given(
+    n=st.integers(1, 60), b=st.integers(2, 20), dilation=st.integers(0, 5), seed=st.integers(0, 99)
+)
+@settings(max_examples=30, deadline=None)
+def test_needle_means_by_definition(n, b, dilation, seed):
+    keys = make_layer(n, kv_heads=2, seed=seed).keys
+    found = needle_means(keys, b, dilation)
+    for head in range(2):
+        means = []
+        for i in range(n):
+            block = keys[0, head, i // b * b : min(n, i // b * b + b)]
+            means.append(float((block @ keys[0, head, i]).mean()))
+        for i in range(n):
+            least = min(means[max(0, i - dilation) : i + dilation + 1])
+            assert float(found[0, head, i]) == pytest.approx(least, abs=1e-4)
+
+
+def test_needles_are_kept_exactly_in_every_later_layer():
+    budget = Budget(rate=0.25, sink=4, window=6)
+    method = build_method("balancekv_needle", block_size=32, dilation=2)
+    carried: dict[str, torch.Tensor] = {}
+    wanted = {*range(58, 64), *range(148, 153)}
+    for index in range(LAYERS):
+        # Only layer 1 has needles: the others must take its word.
+        layer = needle_layer(layer_index=index, needles=(60, 61, 150) if index == 1 else ())
+        layer = replace(layer, carried=carried)
+        kept = run(method, layer, budget)
+        assert kept.log_weights is not None
+        positions = [kept.positions[0, head].tolist() for head in range(2)]
+        if index == 0:
+            plain = run(build_method("balancekv", block_size=32), layer, budget)
+            assert torch.equal(kept.positions, plain.positions)
+            continue
+        assert wanted <= set(positions[0])
+        places = torch.tensor([positions[0].index(p) for p in sorted(wanted)])
+        assert kept.log_weights[0, 0, places].eq(0).all()
+        assert not wanted <= set(positions[1]), "the other head has no needles"
+        # A head without needles is compressed as balancekv would with the same number to keep.
+        assert int(kept.entries.max()) <= budget.capacity(200)
+        assert int(kept.entries[0, 0]) >= budget.capacity(200) - 1
+
+
+def test_too_many_needles_share_the_budget():
+    budget = Budget(rate=0.25, sink=0, window=6)
+    method = build_method("balancekv_needle", block_size=32, dilation=0, threshold=1e9)
+    layer = needle_layer()
+    kept = run(method, layer, budget)
+    means = needle_means(layer.keys[:, :, :194], 32, 0)
+    count = budget.middle_kept(200)
+    for head in range(2):
+        lowest = means[0, head].argsort()[:count].sort().values
+        assert kept.positions[0, head, :count].tolist() == lowest.tolist()
+
+
+def test_needle_without_its_layer_says_so():
+    layer = needle_layer(layer_index=3)
+    with pytest.raises(KVError, match=r"balancekv_needle\.layer is 1, a layer that was not seen"):
+        run(build_method("balancekv_needle"), layer, Budget())

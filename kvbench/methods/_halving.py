@@ -34,7 +34,7 @@ class Survivors:
     """Entries still in the race, in the order the next halving cuts into blocks.
 
     Attributes:
-        order: [batch, kv_heads, c] int64, index into the middle.
+        order: [batch, kv_heads, c] int64, which entry each is.
         weights: [batch, kv_heads, c], powers of two.
         counts: [batch, kv_heads], entries that are real, from the start; None when all are
             (only `smaller_classes` keeps different numbers in different heads).
@@ -43,12 +43,6 @@ class Survivors:
     order: Tensor
     weights: Tensor
     counts: Tensor | None = None
-
-    @staticmethod
-    def everyone(batch: int, heads: int, middle: int, device: torch.device) -> Survivors:
-        """The whole middle in order, every weight 1."""
-        order = torch.arange(middle, device=device).expand(batch, heads, middle)
-        return Survivors(order, torch.ones(1, device=device).expand(batch, heads, middle))
 
     def to_halve(self, left: int, size: int) -> Tensor | None:
         """Entries of each head the next halving covers, [batch, kv_heads]; None: `size` of all.

@@ -29,7 +29,11 @@ from kvbench.methods._options import (
     check_numbers,
     freeze_sequence,
 )
-from kvbench.methods._select import draw_uniforms, with_sink_and_window
+from kvbench.methods._select import (
+    draw_uniforms,
+    positions_between,
+    with_sink_and_window,
+)
 from kvbench.methods.base import Method
 
 
@@ -115,12 +119,13 @@ class BalanceKV(Method):
         heads, n = layer.keys.shape[1:3]
         middle = budget.middle(n)
         plan = plan_halvings(middle, budget.rate, budget.middle_kept(n))
-        sizes = _per_halving("block_size", self.block_size, len(plan))
+        sizes = per_halving(self, "block_size", len(plan))
         draws = [
             draw_uniforms(generator, heads, math.ceil(size / b), b, dtype=torch.float32)
             for (_, size), b in zip(plan, sizes, strict=True)
         ]
-        chosen, weights = self._select(layer.keys, layer.values, draws, plan, budget.sink, middle)
+        order = positions_between(layer, budget.sink, n - budget.window)
+        chosen, weights = self._select(layer.keys, layer.values, draws, plan, order)
         return self._weighted(layer, budget, chosen, weights, plan)
 
     def select(
@@ -153,7 +158,8 @@ class BalanceKV(Method):
             if not left <= 2 * kept <= 2 * left:
                 raise KVError(f"kept is {kept}; allowed: from half of {left} to all of it")
             plan[-1] = (left, 2 * (left - kept))
-        return self._select(keys, values, uniforms, plan, 0, keys.shape[2])
+        order = torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
+        return self._select(keys, values, uniforms, plan, order)
 
     def _select(
         self,
@@ -161,19 +167,19 @@ class BalanceKV(Method):
         values: Tensor | None,
         uniforms: Sequence[Tensor],
         plan: list[tuple[int, int]],
-        start: int,
-        middle: int,
+        order: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """`select` on the `middle` rows of keys and values from row `start` on, without a copy."""
+        """`select` among the entries `order` [batch, kv_heads, n] of keys and values, in that order,
+        without a copy of them."""
         batch, heads, rows, dim = keys.shape
         device = keys.device
         flat_keys, flat_values = keys.reshape(-1, dim), None
         if values is not None and self.use_values:
             flat_values = values.reshape(-1, values.shape[3])
-        origin = torch.arange(batch * heads, device=device).view(batch, heads, 1) * rows + start
-        state = Survivors.everyone(batch, heads, middle, device)
-        sizes = _per_halving("block_size", self.block_size, len(plan))
-        gammas = _per_halving("gamma", self.gamma, len(plan))
+        origin = torch.arange(batch * heads, device=device).view(batch, heads, 1) * rows
+        state = Survivors(order, torch.ones(1, device=device).expand(order.shape))
+        sizes = per_halving(self, "block_size", len(plan))
+        gammas = per_halving(self, "gamma", len(plan))
         for step, ((left, size), b, gamma) in enumerate(zip(plan, sizes, gammas, strict=True)):
             shape = (batch, heads, math.ceil(size / b), b)
             found = tuple(uniforms[step].shape)
@@ -212,7 +218,7 @@ class BalanceKV(Method):
         weights: Tensor,
         plan: list[tuple[int, int]],
     ) -> CompressedKV:
-        """Entries and log-weights from the choice (indices into the middle)."""
+        """Entries and log-weights from the choice (prompt positions)."""
         padding = chosen == PADDING
         middle, count = budget.middle(layer.n), chosen.shape[2]
         if self.order == "released":
@@ -220,7 +226,7 @@ class BalanceKV(Method):
             weights, padding = weights.gather(-1, by_position), padding.gather(-1, by_position)
         if self.normalise:
             weights = weights * (middle / weights.sum(-1, keepdim=True).clamp(min=1.0))
-        place = (chosen + budget.sink).masked_fill(padding, 0)
+        place = chosen.masked_fill(padding, 0)
         kept = gather_entries(layer, with_sink_and_window(layer, budget, place))
         inside = slice(budget.sink, budget.sink + count)
         log_weights = torch.zeros(kept.positions.shape, device=kept.positions.device)
@@ -241,14 +247,16 @@ class BalanceKV(Method):
         return replace(kept, positions=positions, log_weights=log_weights)
 
 
-def _per_halving(option: str, value: Any, count: int) -> tuple[Any, ...]:
-    """`value` for each of `count` halvings.
+def per_halving(method: BalanceKV, option: str, count: int) -> tuple[Any, ...]:
+    """An option's value for each of `count` halvings.
 
     Raises:
         KVError: a list that is too short.
     """
+    value = getattr(method, option)
     if isinstance(value, int | float):
         return (value,) * count
     if len(value) < count:
-        raise KVError(f"balancekv.{option} is {list(value)}; allowed: {count} values at this rate")
+        name = type(method).__module__.rpartition(".")[2]
+        raise KVError(f"{name}.{option} is {list(value)}; allowed: {count} values at this rate")
     return tuple(value[:count])
