@@ -76,7 +76,8 @@ def write_run(
         "config": config,
         "config_hash": code,
         "seed": seed,
-        "command": f"python -m kvbench experiment={experiment}",
+        "command": f"python -m kvbench experiment={experiment} method=[{','.join(SKILL)}]"
+        " task=longeval_lines,needle budget.rate=0.5,0.25,0.125 results_dir=somewhere/else",
         "versions": {"kvbench": "0.1.0", "torch": "2.13.0", "transformers": "5.3.0"},
         "code_revision": "0123abcd",
         "hardware": {"cpu": "2 cores", "gpu": None},

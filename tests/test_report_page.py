@@ -131,7 +131,7 @@ def test_heatmaps_share_one_scale(demo: Path) -> None:
     alone = heatmap_alone(group, group.arms[0], spec)
     assert alone.figure.axes[0].images[0].get_clim() == (0.0, 100.0)
     assert alone.figure.axes[0].get_xlabel() == "context length (tokens)"
-    assert alone.figure.axes[0].get_ylabel() == "needle depth (%)"
+    assert alone.figure.axes[0].get_ylabel() == "depth (%)"
     exact = np.asarray(alone.figure.axes[0].images[0].get_array())
     records = group.records[group.records["arm"] == "exact"]
     cell = records[(records["length"] == 1024) & (records["depth"] == 50)]["score"].mean()

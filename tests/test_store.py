@@ -322,3 +322,34 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         RecordStore(tmp_path / "file" / "run"),
     ):
         pass
+
+
+def test_failed_records_can_be_run_again(tmp_path: Path) -> None:
+    with RecordStore(tmp_path) as records:
+        records.append(make_record("a"))
+        records.append(make_record("b", status="oom", score=None))
+        records.append(make_record("c"))
+        assert records.failed == {"b"}
+        records.drop_failed()
+        assert (records.done, records.failed) == ({"a", "c"}, set())
+        assert records.append(make_record("b"))
+    with RecordStore(tmp_path) as records:
+        records.drop_failed()  # nothing to drop
+        assert records.done == {"a", "b", "c"}
+        assert records.failed == set()
+
+
+def test_a_full_disk_keeps_failed_records_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with RecordStore(tmp_path) as records:
+        records.append(make_record("a", status="error", score=None))
+        with monkeypatch.context() as patch:
+            patch.setattr(store.os, "fsync", full)
+            with pytest.raises(StoreError, match="no space left"):
+                records.drop_failed()
+        assert records.done == {"a"}
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "records.jsonl"]

@@ -544,7 +544,7 @@ def _axis_unit(group: Group) -> str:
 
 _AXES = {
     "length": "context length (tokens)",
-    "depth": "needle depth (%)",
+    "depth": "depth (%)",
     "num_lines": "number of lines",
     "prompt_tokens": "prompt length (tokens)",
     "rate": "rate (fraction of the middle that is kept)",

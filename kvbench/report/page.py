@@ -62,7 +62,7 @@ def render_page(
     return environment.get_template("page.html.j2").render(
         experiment=experiment,
         sections=[_section(section, index) for index, section in enumerate(sections, 1)],
-        overviews=overviews,
+        overviews=[overview for overview in overviews if len(overview.tables) > 1],
         published=published,
         warnings=warnings,
         methods=sorted({a.method for s in sections for a in s.group.arms}, key=order_of),

@@ -106,12 +106,12 @@ def _shown(group: Group, part: pd.DataFrame) -> Shown:
 
 
 def clip(text: Any, *, from_end: bool = False) -> str:
-    """`text` cut to what is shown; an ellipsis where something was cut."""
+    """`text` cut to what is shown: its beginning and an ellipsis, or its end."""
     if not isinstance(text, str):
         return ""
     if len(text) <= LONGEST:
         return text
-    return f"…{text[-LONGEST:]}" if from_end else f"{text[:LONGEST]}…"
+    return text[-LONGEST:] if from_end else f"{text[:LONGEST]}…"
 
 
 def _verdict(group: Group, row: pd.Series) -> str:
