@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 
 from kvbench import provenance
 from kvbench.cli import resolved
+from kvbench.dry_run import print_dry_run
 from kvbench.engine.loading import ModelSpec, resolve_device, resolve_dtype
 from kvbench.engine.session import Session
 from kvbench.kv import Budget, KVError
@@ -24,11 +25,19 @@ from kvbench.runner import Job, JobResult, run_job
 from kvbench.store import load_run
 from kvbench.tasks.base import Task
 
-
 KEYS = (
-    *("model", "task", "methods", "budget", "logger", "experiment_name", "results_dir", "task_label"),
+    *(
+        "model",
+        "task",
+        "methods",
+        "budget",
+        "logger",
+        "experiment_name",
+        "results_dir",
+        "task_label",
+    ),
     *("seed", "limit", "device", "dtype", "compress_after", "timeout_s", "retry_failed"),
-    "lock_timeout",
+    *("lock_timeout", "dry_run"),
 )
 """Top-level keys of a composed config; Hydra's ``+key=value`` could add others that nothing reads."""
 
@@ -91,9 +100,13 @@ def build_job(config: DictConfig) -> Job:
     )
 
 
-def run_config(config: DictConfig) -> tuple[Path, JobResult]:
-    """Run one job; print its tables. Returns the experiment's folder and what the job left."""
+def run_config(config: DictConfig) -> tuple[Path, JobResult] | None:
+    """Run one job; print its tables. Returns the experiment's folder and what the job left, None for
+    a dry run."""
     job = build_job(config)
+    if config.dry_run:
+        print_dry_run(job)
+        return None
     title = f"{job.spec.name} x {job.task}"
     with progress_display(title) as show:
         result = run_job(job, show)

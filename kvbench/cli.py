@@ -1,61 +1,110 @@
 """The command line: Hydra composes model x methods x task; errors are one line and an exit status.
 
-Exit status: 0 all well, 1 examples failed (their records say why), 2 wrong usage. This module imports
-no torch, so that --help and usage errors come at once.
+Exit status: 0 all well, 1 examples failed (their records say why), 2 wrong usage, 130 interrupted.
+This module imports no torch, so that --help, list, show and usage errors come at once.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from importlib.resources import files
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import hydra
 from hydra import compose, initialize_config_dir
+from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench.overrides import explain, sample_overrides
+from kvbench import __version__
+from kvbench.catalogue import KINDS, catalogue, config_dir
+from kvbench.nearest import nearest
+from kvbench.overrides import check_groups, check_syntax, check_values, explain, sample_overrides
 
 if TYPE_CHECKING:
     from kvbench.runner import JobResult
 
-USAGE, FAILED = 2, 1
+USAGE, FAILED, INTERRUPTED = 2, 1, 130
 
 
-def config_dir() -> Path:
-    """The folder of the YAML files: the repository's conf/, which ships inside the package."""
-    return Path(str(files("kvbench"))) / "conf"
+class UsageError(Exception):
+    """A command line that cannot be followed: one line that says what is allowed."""
 
 
 def _complain(message: str) -> None:
     print(f"kvbench: {message}", file=sys.stderr)
 
 
-def check_overrides(overrides: Sequence[str]) -> str | None:
-    """Compose what the overrides ask for, every value of a sweep included; None, or what is wrong."""
-    folder = str(config_dir().resolve())
+@contextmanager
+def _composer() -> Iterator[None]:
+    """Hydra, ready to compose configs from conf/."""
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(config_dir=folder, version_base="1.3"):
-            try:
-                for sample in sample_overrides(overrides):
-                    compose("config", overrides=list(sample))
-            except (HydraException, OmegaConfBaseException) as error:
-                return explain(error, list(sample))
+        with initialize_config_dir(config_dir=str(config_dir().resolve()), version_base="1.3"):
+            yield
     finally:
         GlobalHydra.instance().clear()
+
+
+def _composed(overrides: Sequence[str], *, sweep: bool) -> list[DictConfig]:
+    """Configs (Hydra's own part included) that together have every value of every sweep in them.
+
+    Raises:
+        UsageError: what is wrong, and what is allowed.
+    """
+    configs: list[DictConfig] = []
+    with _composer():
+        # An experiment may bring a sweep of its own: what it asks for is known once it is composed.
+        # Its values are checked like those of the command line, which go before them.
+        chosen = [text for text in overrides if text.startswith("experiment=")]
+        _raise(check_syntax(chosen, sweep=sweep) or check_groups(chosen))
+        try:
+            mode, params = _own_sweep(chosen)
+        except (HydraException, OmegaConfBaseException) as error:
+            raise UsageError(explain(error, chosen)) from error
+        _raise(check_syntax(overrides, sweep=sweep or mode == "MULTIRUN"))
+        given = {text.partition("=")[0] for text in overrides}
+        params = [text for text in params if text.partition("=")[0] not in given]
+        for sample in sample_overrides([*params, *overrides]):
+            _raise(check_groups(sample))
+            try:
+                whole = compose("config", overrides=sample, return_hydra_config=True)
+                _raise(check_values(_job_config(whole)))
+            except (HydraException, OmegaConfBaseException, ValueError, TypeError) as error:
+                raise UsageError(explain(error, sample)) from error
+            configs.append(whole)
+    return configs
+
+
+def _raise(problem: str | None) -> None:
+    if problem is not None:
+        raise UsageError(problem)
+
+
+def _own_sweep(experiment: Sequence[str]) -> tuple[str, list[str]]:
+    """Hydra's mode and the swept keys that an experiment sets in its YAML."""
+    if len(experiment) != 1 or "," in experiment[0]:
+        return "RUN", []
+    config = compose("config", overrides=list(experiment), return_hydra_config=True)
+    params = config.hydra.sweeper.get("params") or {}
+    return str(config.hydra.mode).rpartition(".")[2], [f"{k}={v}" for k, v in params.items()]
+
+
+def check_overrides(overrides: Sequence[str], *, sweep: bool = False) -> str | None:
+    """Compose what the overrides ask for, every value of a sweep included; None, or what is wrong."""
+    try:
+        _composed(overrides, sweep=sweep)
+    except UsageError as error:
+        return str(error)
     return None
-
-
-def _is_override(argument: str) -> bool:
-    return not argument.startswith("-")
 
 
 class _Outcome:
@@ -74,34 +123,158 @@ class _Outcome:
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of ``kvbench`` and ``python -m kvbench``."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    problem = check_overrides([a for a in arguments if _is_override(a)])
-    if problem is not None:
-        _complain(problem)
-        sys.exit(USAGE)
+    try:
+        if arguments[:1] == ["list"]:
+            status = _list(arguments[1:])
+        elif arguments[:1] == ["show"]:
+            status = _show(arguments[1:])
+        else:
+            status = _run(arguments)
+    except UsageError as error:
+        _complain(str(error))
+        status = USAGE
+    except KeyboardInterrupt:
+        _complain("interrupted; what is done is on disk, the same command goes on from there")
+        status = INTERRUPTED
+    except BrokenPipeError:  # kvbench list methods | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = FAILED
+    sys.exit(status)
+
+
+def _list(arguments: Sequence[str]) -> int:
+    """``kvbench list <kind>``."""
+    kinds = ", ".join(KINDS)
+    if len(arguments) != 1:
+        raise UsageError(f"list takes one of: {kinds}")
+    kind = arguments[0] if arguments[0].endswith("s") else arguments[0] + "s"
+    if kind not in KINDS:
+        raise UsageError(f"cannot list {arguments[0]!r}{nearest(kind, KINDS)}; allowed: {kinds}")
+    lines = catalogue(kind)
+    width = max(map(len, lines), default=0)
+    bold, plain = ("\033[1m", "\033[0m") if _colours() else ("", "")
+    for name, text in lines.items():
+        print(f"{bold}{name:{width}}{plain}  {text}".rstrip())
+    return 0
+
+
+def _colours() -> bool:
+    """On a terminal that has them, unless the user said no."""
+    dumb = os.environ.get("TERM") == "dumb" or "NO_COLOR" in os.environ
+    return sys.stdout.isatty() and not dumb
+
+
+def _show(arguments: Sequence[str]) -> int:
+    """``kvbench show key=value ...``: the config these overrides compose to, resolved."""
+    for argument in arguments:
+        if argument.startswith("-"):
+            raise UsageError(f"show has no option {argument!r}; allowed: key=value")
+    config = _composed(arguments, sweep=False)[0]
+    print(OmegaConf.to_yaml(_job_config(config), resolve=True), end="")
+    return 0
+
+
+def _job_config(config: DictConfig) -> DictConfig:
+    """The config without Hydra's own part; interpolations that ask Hydra can be resolved in it."""
+    HydraConfig.instance().set_config(config)
+    job = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+    return job
+
+
+def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """Hydra's options, with -v and --version our own, and one line for what is wrong.
+
+    Raises:
+        UsageError: unknown options.
+    """
+    parser = get_args_parser()
+
+    def refuse(message: str) -> NoReturn:
+        options = [o for action in parser._actions for o in action.option_strings]
+        unknown = message.partition("unrecognized arguments: ")[2].split()
+        hint = nearest(unknown[0], [*options, "--verbose"]) if unknown else ""
+        raise UsageError(f"{message}{hint}; allowed: key=value and the options of --help")
+
+    parser.error = refuse  # type: ignore[method-assign]
+    return parser.parse_intermixed_args(list(arguments))
+
+
+def _own_options(arguments: Sequence[str]) -> list[str]:
+    """-v and -vv as Hydra's overrides."""
+    levels = {"-v": "kvbench", "--verbose": "kvbench", "-vv": "true"}
+    others = [argument for argument in arguments if argument not in levels]
+    verbose = [levels[argument] for argument in arguments if argument in levels]
+    if len(verbose) > 1:
+        verbose = ["true"]
+    return [*others, *(f"hydra.verbose={level}" for level in verbose)]
+
+
+def _run(arguments: Sequence[str]) -> int:
+    """Everything but list and show: Hydra's own options, a job, or the jobs of a sweep."""
+    if "--version" in arguments:
+        print(f"kvbench {__version__}")
+        return 0
+    arguments = _own_options(arguments)
+    options = _arguments(arguments)
+    # Hydra wants the overrides in one piece.
+    flags = [argument for argument in arguments if argument not in options.overrides]
+    arguments = [*options.overrides, *flags]
     outcome = _Outcome()
+    with ExitStack() as stack:
+        if not options.shell_completion and not options.config_dir and not options.config_name:
+            configs = _composed(options.overrides, sweep=options.multirun)
+            if not (options.help or options.hydra_help or options.cfg or options.info):
+                if len(configs) > 1:
+                    _check_jobs(configs)
+                if configs[0].dry_run:  # Hydra leaves a file in the folder of a sweep
+                    folder = stack.enter_context(tempfile.TemporaryDirectory())
+                    arguments = [f"hydra.sweep.dir={folder}", *arguments]
+        _run_hydra(arguments, outcome)
+    return outcome.status
+
+
+def _run_hydra(arguments: Sequence[str], outcome: _Outcome) -> None:
+    """Let Hydra run what the arguments ask for; rebuild the pages of what was run."""
 
     @hydra.main(version_base="1.3", config_path=str(config_dir().resolve()), config_name="config")
     def run(config: DictConfig) -> int:
         from kvbench.app import run_config
 
         with one_line_errors():
-            folder, result = run_config(config)
-            outcome.add(folder, result)
-            return result.failed
+            done = run_config(config)
+        if done is None:
+            return 0
+        outcome.add(*done)
+        return done[1].failed
 
     sys.argv = [sys.argv[0], *arguments]
     try:
         run()
-    except KeyboardInterrupt:
-        _complain("interrupted; what is done is on disk, the same command goes on from there")
-        outcome.status = 130
+    except KeyboardInterrupt:  # nobody who interrupts wants to wait for figures
+        outcome.experiments.clear()
+        raise
+    except SystemExit as stop:  # Hydra's, after a message; ours, after one line
+        outcome.status = stop.code if isinstance(stop.code, int) else outcome.status
     finally:
         if outcome.experiments:
             from kvbench.app import finish
 
             for folder in outcome.experiments:
                 finish(folder)
-    sys.exit(outcome.status)
+
+
+def _check_jobs(configs: Sequence[DictConfig]) -> None:
+    """Make the job of every value of a sweep, so that a wrong one is told before the first runs.
+
+    A launcher that runs jobs elsewhere checks them there: other machines have other devices.
+    """
+    if not configs[0].hydra.launcher._target_.endswith("BasicLauncher"):
+        return
+    from kvbench.app import build_job
+
+    for config in configs:
+        with one_line_errors():
+            build_job(_job_config(config))
 
 
 @contextmanager
@@ -123,7 +296,7 @@ def one_line_errors() -> Iterator[None]:
         cause = error.__cause__
         if os.environ.get("HYDRA_FULL_ERROR") == "1" or cause is None:
             raise
-        _complain(str(cause))
+        _complain(" ".join(str(cause).split()))
         raise SystemExit(USAGE) from error
     except usage as error:
         _complain(str(error))

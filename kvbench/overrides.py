@@ -1,31 +1,80 @@
-"""Command-line overrides: every value of a sweep, and what is wrong with them in one line."""
+"""Command-line overrides: every value of a sweep, and what is wrong with them in one line.
+
+Nothing here imports torch, so that usage errors come at once.
+"""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig, Node
+from hydra.errors import HydraException
+from omegaconf import DictConfig, Node, OmegaConf
 
 from kvbench.nearest import nearest
+
+COMMANDS = ("list", "show")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+COMPRESS_AFTER = ("prompt", "context")
+
+
+def check_syntax(overrides: Sequence[str], *, sweep: bool) -> str | None:
+    """What is wrong with the overrides as text, None if nothing.
+
+    Args:
+        sweep: whether the jobs of a sweep are asked for (``-m``).
+    """
+    keys: dict[str, str] = {}
+    for text in overrides:
+        if "=" not in text and not text.startswith("~"):
+            return (
+                f"{text!r} is not an override{nearest(text, COMMANDS)}; allowed: key=value, or "
+                "first of all list or show"
+            )
+        try:
+            override = _parse(text)
+        except HydraException:
+            return (
+                f"cannot read {text!r}; allowed: key=value, key=[a,b], and quotes around what has "
+                "brackets, blanks or = in it"
+            )
+        if override.is_sweep_override():
+            if not sweep:
+                return (
+                    f"{text!r} has several values; allowed: -m for one job each, or "
+                    f"{override.key_or_group}=[...] for a list"
+                )
+            if not override.is_discrete_sweep():
+                return f"{text!r} is no list of values; allowed: {override.key_or_group}=a,b,c"
+        key = override.get_key_element()
+        if key in keys:
+            together = f"; several as {key}=[...]" if override.key_or_group in _groups() else ""
+            return f"{key} is given twice ({keys[key]} and {text}); allowed: once{together}"
+        keys[key] = text
+    return None
 
 
 def sample_overrides(overrides: Sequence[str]) -> Iterator[list[str]]:
     """Override lists that together contain every value of every sweep: the first value of each, then
     each other value in turn (not the product: values are wrong one at a time)."""
-    choices = [
-        _values(override) for override in OverridesParser.create().parse_overrides(list(overrides))
-    ]
+    choices = [_values(_parse(text)) for text in overrides]
     base = [values[0] for values in choices]
     yield base
     for index, values in enumerate(choices):
         for value in values[1:]:
             yield [*base[:index], value, *base[index + 1 :]]
+
+
+def _parse(text: str) -> Override:
+    return OverridesParser.create().parse_override(text)
 
 
 def _values(override: Override) -> list[str]:
@@ -45,7 +94,7 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
         return (
             f"unknown {group} {choice!r}{nearest(choice, allowed)}; allowed: {', '.join(allowed)}"
         )
-    for key in (o.key_or_group for o in OverridesParser.create().parse_overrides(list(overrides))):
+    for key in (_parse(text).key_or_group for text in overrides):
         if re.search(rf"'{re.escape(key)}'|\b{re.escape(key.rpartition('.')[2])}\b", text):
             return _explain_key(key, overrides) or _first_line(text)
     return _first_line(text)
@@ -62,12 +111,10 @@ def _group_choices(group: str) -> list[str]:
 
 def _explain_key(key: str, overrides: Sequence[str]) -> str | None:
     """Walk down the key in the config that the group choices alone compose to."""
-    groups = [
-        o.input_line
-        for o in OverridesParser.create().parse_overrides(list(overrides))
-        if o.input_line and o.key_or_group in _groups()
-    ]
-    composed = compose("config", overrides=[str(line) for line in groups])
+    groups = [text for text in overrides if _parse(text).key_or_group in _groups()]
+    if key in _groups():
+        return None
+    composed = compose("config", overrides=groups)
     node: Node | None = composed
     walked: list[str] = []
     parts = key.split(".")
@@ -91,3 +138,94 @@ def _explain_key(key: str, overrides: Sequence[str]) -> str | None:
 def _groups() -> list[str]:
     loader = GlobalHydra.instance().config_loader()
     return [g for g in loader.get_group_options("", ObjectType.GROUP) if not g.startswith("hydra")]
+
+
+def check_groups(overrides: Sequence[str]) -> str | None:
+    """What is wrong with the values of group overrides (``model=``, ``method=[...]``)."""
+    for override in map(_parse, overrides):
+        group, value = override.key_or_group, override.value()
+        if group not in _groups() or override.is_delete() or override.is_sweep_override():
+            continue
+        several = group == "method"
+        allowed = ", ".join(_group_choices(group))
+        if isinstance(value, list) and several:
+            names = Counter(str(name) for name in value)
+            twice = [name for name, count in names.items() if count > 1]
+            if not names:
+                return f"method is empty; allowed: one or more of {allowed}"
+            if twice:
+                return f"method names {twice[0]!r} twice; allowed: each once"
+        elif value in ("", None) or isinstance(value, list):
+            how = "one or more" if several else "one"
+            return f"{override.input_line!r} names no {group}; allowed: {how} of {allowed}"
+    return None
+
+
+def check_values(config: DictConfig) -> str | None:
+    """What is wrong with the values of the common keys, None if nothing."""
+    values: Any = OmegaConf.to_container(config, resolve=False)
+    for key in _missing(values):
+        return f"{key} has no value; allowed: {key}=..."
+    for key, (test, allowed) in _RULES.items():
+        head, _, last = key.rpartition(".")
+        place = values.get(head) if head else values
+        if head and not isinstance(place, Mapping):
+            return f"{head} is {place!r}; allowed: its keys, e.g. {key}={_EXAMPLES[key]}"
+        if last in place and not test(place[last]):
+            return f"{key} is {place[last]!r}; allowed: {allowed}"
+    for group in ("model", "task"):
+        if not isinstance(values.get(group), Mapping):
+            return f"{group} is {values.get(group)!r}; allowed: {', '.join(_group_choices(group))}"
+    methods = values.get("methods")
+    if not isinstance(methods, Mapping) or not methods:
+        return "method is empty; allowed: one or more of conf/method, e.g. method=[exact]"
+    for label, method in methods.items():
+        if not isinstance(method, Mapping):
+            return f"methods.{label} is {method!r}; allowed: its keys, e.g. methods.h2o.decode=grow"
+    return None
+
+
+def _missing(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Keys that wait for a value (``???`` in the YAML)."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _missing(value, f"{prefix}{key}.")
+        elif value == "???":
+            yield f"{prefix}{key}"
+
+
+def _integer(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _name(value: Any) -> bool:
+    """A folder's name, or an interpolation that will give one."""
+    return isinstance(value, str) and (value.startswith("${") or bool(re.fullmatch(_NAME, value)))
+
+
+_NAME = r"[\w.+=@-]*[\w+=@-][\w.+=@-]*"
+_RULES: dict[str, tuple[Any, str]] = {
+    "budget.rate": (lambda v: _number(v) and 0 < v <= 1, "a number in (0, 1]"),
+    "budget.sink": (lambda v: _integer(v, 0), "an integer >= 0"),
+    "budget.window": (lambda v: _integer(v, 0), "an integer >= 0"),
+    "seed": (lambda v: _integer(v, 0), "an integer >= 0"),
+    "limit": (lambda v: v is None or _integer(v, 1), "a positive integer or null"),
+    "device": (
+        lambda v: isinstance(v, str) and bool(re.fullmatch(r"auto|cpu|cuda(:\d+)?", v)),
+        "auto, cpu, cuda, cuda:N",
+    ),
+    "dtype": (lambda v: v in DTYPES, ", ".join(DTYPES)),
+    "compress_after": (lambda v: v in COMPRESS_AFTER, ", ".join(COMPRESS_AFTER)),
+    "timeout_s": (lambda v: v is None or (_number(v) and v > 0), "a positive number or null"),
+    "lock_timeout": (lambda v: _number(v) and v >= 0, "a number >= 0"),
+    "retry_failed": (lambda v: isinstance(v, bool), "true or false"),
+    "dry_run": (lambda v: isinstance(v, bool), "true or false"),
+    "experiment_name": (_name, "a folder's name"),
+    "task_label": (_name, "a folder's name"),
+    "results_dir": (lambda v: isinstance(v, str) and v != "", "a folder"),
+}
+_EXAMPLES = {"budget.rate": 0.25, "budget.sink": 32, "budget.window": 32}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import (
@@ -17,7 +19,8 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bar
 
-from kvbench.runner import Progress
+if TYPE_CHECKING:
+    from kvbench.runner import Progress
 
 SECONDS_BETWEEN_LINES = 15.0
 
@@ -45,7 +48,7 @@ def progress_display(title: str) -> Iterator[Callable[[Progress], None]]:
         TimeRemainingColumn(),
         TextColumn("[dim]{task.fields[scores]}"),
     )
-    with Bar(*columns, console=console, transient=True) as bar:
+    with Bar(*columns, console=console, transient=True) as bar, _logs_above_the_bar():
         task = bar.add_task(title, total=None, scores="")
 
         def show(progress: Progress) -> None:
@@ -54,6 +57,26 @@ def progress_display(title: str) -> Iterator[Callable[[Progress], None]]:
             )
 
         yield show
+
+
+@contextmanager
+def _logs_above_the_bar() -> Iterator[None]:
+    """Log handlers that write to the terminal write through the bar, which moves out of their way."""
+    terminal = (sys.__stdout__, sys.__stderr__)
+    names = [None, *logging.root.manager.loggerDict]
+    moved = [
+        (handler, handler.stream)
+        for name in names
+        for handler in logging.getLogger(name).handlers
+        if isinstance(handler, logging.StreamHandler) and handler.stream in terminal
+    ]
+    for handler, _ in moved:
+        handler.setStream(sys.stderr)
+    try:
+        yield
+    finally:
+        for handler, stream in moved:
+            handler.setStream(stream)
 
 
 def _log_lines(title: str) -> Callable[[Progress], None]:

@@ -16,6 +16,7 @@ from kvbench.engine.loading import (
     load_tokenizer,
     prompt_encoder,
 )
+from kvbench.engine.quiet import quiet_unless_terminal
 from kvbench.kv import KVError
 from kvbench.tasks.base import PromptEncoder
 
@@ -48,7 +49,8 @@ class Session:
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer."""
-        return load_tokenizer(self.spec)
+        with quiet_unless_terminal():
+            return load_tokenizer(self.spec)
 
     @cached_property
     def encoder(self) -> PromptEncoder:
@@ -58,7 +60,8 @@ class Session:
     @cached_property
     def model(self) -> PreTrainedModel:
         """The model, ready for kvbench's attention."""
-        return load_model(self.spec, device=self.device, dtype=self.dtype, seed=self.seed)
+        with quiet_unless_terminal():
+            return load_model(self.spec, device=self.device, dtype=self.dtype, seed=self.seed)
 
     @cached_property
     def end_ids(self) -> frozenset[int]:

@@ -1,0 +1,191 @@
+"""``dry_run=true``: what a job would do, and what it would take. Writes nothing."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kvbench.engine.estimate import CacheShape, cache_shape, is_cheap
+from kvbench.kv import Budget
+from kvbench.methods.base import Method
+from kvbench.plan import EncodedExample, Unit, one_line
+from kvbench.runner import Job
+from kvbench.store import StoreError, config_hash, load_run, run_folder
+
+PATIENCE = 10.0
+"""Seconds that trying an example with a short answer may take."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds a job would take, and how that was found."""
+
+    seconds: float | None
+    how: str
+
+    def __str__(self) -> str:
+        return self.how if self.seconds is None else f"about {duration(self.seconds)} ({self.how})"
+
+
+def print_dry_run(job: Job, console: Console | None = None) -> None:
+    """Print jobs, examples, tokens, methods, memory, time and where results would go.
+
+    Raises:
+        KVError, TaskError, ModelError: what the job itself would be refused for.
+    """
+    out = console or Console(width=None if sys.stdout.isatty() else 140)
+    units = list(job.plan.units(job.session, job.methods))[: job.limit]
+    folders = {
+        label: run_folder(
+            job.results_dir,
+            job.experiment,
+            job.spec.name,
+            job.task,
+            label,
+            config_hash(job.identity(label)),
+        )
+        for label in job.methods
+    }
+    done = {label: _done(folder, units) for label, folder in folders.items()}
+    wanted = sum(len(unit.record_ids) for unit in units)
+    todo = [unit for unit in units if any(not set(unit.record_ids) <= d for d in done.values())]
+    lengths = [n for n in map(_prompt_tokens, units) if n is not None]
+    new = [u.payload.example.max_new_tokens for u in units if isinstance(u.payload, EncodedExample)]
+    shape = cache_shape(job.spec, job.session.dtype)
+    lines = {
+        "examples": f"{len(units)}, of which {len(todo)} still to run",
+        "prompt tokens": _spread(lengths),
+        "new tokens": f"up to {max(new)} each" if new else "as the task says",
+        "compress after": job.session.compress_after,
+        "runs on": f"{job.session.device}, {str(job.session.dtype).removeprefix('torch.')}",
+        "time": str(estimate(job, todo)),
+        "results": str(next(iter(folders.values())).parent),
+    }
+    out.print(
+        f"[bold]{escape(job.spec.name)} x {escape(job.task)}[/bold]: dry run, nothing written"
+    )
+    for name, text in lines.items():
+        out.print(f"  {name:15} {text}", highlight=False, markup=False, soft_wrap=True)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("method", style="bold", no_wrap=True)
+    for column in ("capacity", "cache", "exact cache", "records on disk", "run"):
+        table.add_column(column, justify="left" if column == "run" else "right")
+    for label, (method, budget) in job.methods.items():
+        capacity, held, exact = _memory(method, budget, lengths, shape)
+        table.add_row(
+            escape(label),
+            capacity,
+            held,
+            exact,
+            f"{len(done[label])}/{wanted}",
+            folders[label].name,
+        )
+    out.print(table)
+    if lengths:
+        out.print(
+            "  capacity (entries per layer and KV head) and bytes are those of the median prompt; "
+            "a method's\n  weights and scores come on top.",
+            style="dim",
+            highlight=False,
+        )
+
+
+def _done(folder: Path, units: Sequence[Unit]) -> set[str]:
+    """Records of these units that are on disk already."""
+    try:
+        found = set(load_run(folder).records["example_id"])
+    except (StoreError, OSError):
+        return set()
+    return found & {record_id for unit in units for record_id in unit.record_ids}
+
+
+def _prompt_tokens(unit: Unit) -> int | None:
+    """Prompt tokens of a unit, None where its plan does not tell."""
+    if isinstance(unit.payload, tuple) and unit.payload and isinstance(unit.payload[0], int):
+        return unit.payload[0]  # the throughput probe's (tokens, run)
+    n = getattr(unit.payload, "n", None)
+    return n if isinstance(n, int) else None
+
+
+def _spread(lengths: Sequence[int]) -> str:
+    if not lengths:
+        return "as the task says"
+    median = int(statistics.median(lengths))
+    return f"min {min(lengths)}, median {median}, max {max(lengths)}"
+
+
+def _memory(
+    method: object, budget: Budget, lengths: Sequence[int], shape: CacheShape | None
+) -> tuple[str, str, str]:
+    """Capacity and bytes, compressed and exact, of the median prompt."""
+    if not lengths or not isinstance(method, Method):
+        return "-", "-", "-"
+    n = int(statistics.median(lengths))
+    capacity = budget.capacity(n) if method.saves_memory else n
+    if shape is None:
+        return str(capacity), "unknown", "unknown"
+    exact, held = shape.bytes(n, n), shape.bytes(n, capacity)
+    return str(capacity), f"{size(held)} ({held / exact:.0%})", size(exact)
+
+
+def estimate(job: Job, todo: Sequence[Unit]) -> Estimate:
+    """Run the shortest unit, keep nothing, and scale by prompt tokens.
+
+    Only where that is cheap: a small model that is on this machine and answers quickly.
+    """
+    if not todo:
+        return Estimate(0.0, "everything is on disk")
+    if not is_cheap(job.spec):
+        return Estimate(None, "unknown (measured only for small models on this machine)")
+    lengths = [_prompt_tokens(unit) for unit in todo]
+    known = [n for n in lengths if n is not None]
+    shortest = todo[lengths.index(min(known))] if known else todo[0]
+    try:
+        if _seconds(job, _few_tokens(shortest)) > PATIENCE:  # loads the model and warms it up
+            return Estimate(None, f"unknown (example {shortest.id} takes too long to try)")
+        seconds = _seconds(job, shortest)
+    except Exception as failure:  # noqa: BLE001 - a dry run says what it can
+        return Estimate(None, f"unknown (example {shortest.id} fails: {one_line(failure)})")
+    scale = sum(known) / min(known) if known else len(todo)
+    return Estimate(seconds * scale, f"{shortest.id}, the shortest, took {duration(seconds)}")
+
+
+def _seconds(job: Job, unit: Unit) -> float:
+    start = time.perf_counter()
+    list(job.plan.run(unit, job.methods, job.session))
+    return time.perf_counter() - start
+
+
+def _few_tokens(unit: Unit) -> Unit:
+    """The same unit, with a short answer."""
+    if not isinstance(unit.payload, EncodedExample):
+        return unit
+    example = replace(unit.payload.example, max_new_tokens=4)
+    return replace(unit, payload=replace(unit.payload, example=example))
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    if seconds < 3600:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
