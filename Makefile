@@ -10,7 +10,7 @@ VENV_REFERENCES ?= .venv-references
 PIP_REFERENCES = $(VENV_REFERENCES)/bin/pip install --quiet --disable-pip-version-check \
   -c tests/references/constraints.txt
 
-.PHONY: help setup demo test test-references lint results report train-recall-mini bench clean
+.PHONY: help setup demo test test-references lint results reproduce-theory report train-recall-mini bench clean
 
 help: ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 22
@@ -52,6 +52,13 @@ lint: setup
 results: demo ## everything the README shows: the demo, the official LongEval cases, the benches
 	$(BIN)/python -m kvbench experiment=demo_official results_dir=$(RESULTS) \
 	  'task.files=[$(LONGEVAL)/200_lines.jsonl]'
+
+reproduce-theory: setup ## error against memory, discrepancy, clusters, ablation; results/theory/report.html
+	$(BIN)/python -m kvbench experiment=walk_discrepancy results_dir=$(RESULTS)
+	$(BIN)/python -m kvbench experiment=subgen_clusters results_dir=$(RESULTS)
+	$(BIN)/python -m kvbench experiment=error_scaling results_dir=$(RESULTS)
+	$(BIN)/python -m kvbench experiment=error_scaling_streaming results_dir=$(RESULTS)
+	$(BIN)/python -m kvbench experiment=balancekv_ablation results_dir=$(RESULTS)
 
 report: setup ## rebuild tables, figures and page from records: make report EXPERIMENT=demo
 	$(BIN)/python -m kvbench.report $(RESULTS)/$(or $(EXPERIMENT),demo)

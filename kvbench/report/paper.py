@@ -86,6 +86,15 @@ def published_tables(experiment: Experiment, folder: Path | None = None) -> list
     return [table for table in found if table.rows]
 
 
+def published_frame(experiment: Path, name: str) -> pd.DataFrame:
+    """The published table `name`, as for an experiment in the folder `experiment`.
+
+    Raises:
+        PaperError: the table is not there.
+    """
+    return _read(experiment, {"file": name}, None)
+
+
 def _spec_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
     spec = (manifest.get("config") or {}).get("paper_table")
     if not spec:

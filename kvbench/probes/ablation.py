@@ -1,0 +1,69 @@
+"""Ablations of one method: variants against a reference, paired on the same draws."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from kvbench.engine.session import Session
+from kvbench.kv import KVError
+from kvbench.nearest import nearest
+from kvbench.plan import Methods, Unit
+from kvbench.probes.layer_error import LayerError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ablation(LayerError):
+    """`LayerError` whose report sets every variant against one of them.
+
+    The variants are methods of the job: one class under several labels. Prompts, draws and layers
+    are the same for all, so that differences are paired.
+
+    Attributes:
+        reference: the label that others are compared with.
+        parts: what was changed, each with the labels of its variants in the order shown; every label
+            but the reference's belongs to one at most.
+        grid: label of every (block size) shown in the table of error and seconds by rate, as in
+            Figure 3 of BalanceKV: {block size: label}.
+    """
+
+    name: ClassVar[str] = "ablation"
+    version: ClassVar[int] = 1
+
+    reference: str = "balancekv"
+    parts: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    grid: Mapping[int, str] = field(default_factory=dict)
+
+    def meta(self) -> dict[str, Any]:
+        """See `kvbench.plan.Plan.meta`."""
+        return {
+            **super().meta(),
+            "figures": [
+                {
+                    "kind": "ablation",
+                    "y": "relative_error",
+                    "by": "rate",
+                    "series": "layer",
+                    "reference": self.reference,
+                    "parts": {part: list(labels) for part, labels in self.parts.items()},
+                    "grid": {str(size): label for size, label in self.grid.items()},
+                }
+            ],
+        }
+
+    def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
+        """See `LayerError.units`.
+
+        Raises:
+            KVError: a label that is not among the methods.
+        """
+        named = [self.reference, *self.grid.values()]
+        named += [label for labels in self.parts.values() for label in labels]
+        for label in named:
+            if label not in methods:
+                raise KVError(
+                    f"the ablation names {label!r}{nearest(label, list(methods))}, which is not among "
+                    f"the methods; allowed: {', '.join(methods)}"
+                )
+        return super().units(session, methods)

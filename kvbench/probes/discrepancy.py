@@ -1,0 +1,197 @@
+"""Discrepancy of the Self-Balancing Walk (BalanceKV, arXiv 2502.07861, Algorithm 3) against n."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvbench.engine.session import Session
+from kvbench.kv import KVError
+from kvbench.methods.base import Method
+from kvbench.plan import Methods, Outcome, Unit
+from kvbench.tasks.base import TaskError
+
+Array = NDArray[np.float64]
+
+GREEDY = 1e200
+"""A pull beyond any inner product that is not zero."""
+_CHUNK = 1024
+"""Steps whose vectors are drawn together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Walk(Method):
+    """A rule for signs: +1 with probability 1/2 - <w, v> / (2 c), w the signed sum so far.
+
+    It stands where a method stands in other experiments, but compresses nothing.
+
+    Args:
+        c: the walk's constant; "theory" for 30 log(n / delta), as in the paper's Algorithm 2; 0 for
+            the greedy limit (always against w, a fair coin where <w, v> = 0); None for random signs.
+            The released code's gamma is 1 / (2 c). Where |<w, v>| exceeds c the probability is
+            clipped (Algorithm 3 would fail there).
+        delta: the failure probability "theory" allows.
+    """
+
+    uses_budget: ClassVar[bool] = False
+    paper: ClassVar[str] = "arXiv 2502.07861, Algorithm 3"
+
+    c: float | str | None = "theory"
+    delta: float = 0.01
+
+    def __post_init__(self) -> None:
+        number = isinstance(self.c, int | float) and 0 <= self.c < math.inf
+        if not (number or self.c is None or self.c == "theory"):
+            raise KVError(
+                f"c is {self.c!r}; allowed: a number >= 0, theory, or null for random signs"
+            )
+        if not 0 < self.delta < 1:
+            raise KVError(f"delta is {self.delta}; allowed: a number in (0, 1)")
+
+    def pull(self, n: int) -> float:
+        """1 / (2 c) for a walk over n vectors."""
+        if self.c is None:
+            return 0.0
+        c = 30.0 * math.log(n / self.delta) if self.c == "theory" else float(self.c)
+        return 0.5 / c if c > 0 else GREEDY
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitVectors:
+    """Vectors drawn evenly from the unit sphere.
+
+    Attributes:
+        dim: their dimension.
+    """
+
+    dim: int = 16
+
+    def __post_init__(self) -> None:
+        if self.dim < 1:
+            raise TaskError(f"dim is {self.dim}; allowed: an integer >= 1")
+
+    def draw(self, generator: np.random.Generator, count: int) -> Array:
+        """[count, dim]."""
+        x = generator.standard_normal((count, self.dim))
+        return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WalkDiscrepancy:
+    """How large the signed sum of n unit vectors grows: ||sum_i s_i v_i||_inf after every n.
+
+    For vectors of norm at most 1 the walk promises |<sum, u>| = O(log(n / delta)) for every fixed
+    unit u, with high probability; random signs give sqrt(n / dim). One walk over the longest n gives
+    every shorter one (its constant c is that of the longest).
+
+    Attributes:
+        steps: the n's.
+        walks: repetitions, each with vectors and draws of its own; all rules walk the same vectors
+            with the same draws.
+        data: named distributions of vectors.
+        compare: label of the rule that the report divides the others by.
+    """
+
+    name: ClassVar[str] = "walk_discrepancy"
+    version: ClassVar[int] = 1
+
+    steps: Sequence[int] = (64, 256, 1024, 4096, 16384, 65536, 262144)
+    walks: int = 16
+    data: Mapping[str, UnitVectors] = field(default_factory=dict)
+    compare: str = "random_signs"
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            raise TaskError("task.data is empty; allowed: named distributions of vectors")
+        if self.walks < 1:
+            raise TaskError(f"task.walks is {self.walks}; allowed: an integer >= 1")
+        if not self.steps or any(n < 1 for n in self.steps):
+            raise TaskError(f"task.steps is {list(self.steps)}; allowed: integers >= 1")
+
+    def meta(self) -> dict[str, Any]:
+        """See `kvbench.plan.Plan.meta`."""
+        return {
+            "version": self.version,
+            "score_unit": "discrepancy",
+            "lower_is_better": True,
+            "breakdown": ["n"],
+            "unit": "walk",
+            "figures": [
+                {
+                    "kind": "scaling",
+                    "x": "n",
+                    "level": "n",
+                    "y": "discrepancy",
+                    "facet": "dataset",
+                    "unit": "walk",
+                    "xlabel": "vectors signed, n",
+                    "ylabel": "largest coordinate of the signed sum",
+                    "guides": [0.5],
+                    "fit_least": max(self.steps) / 64,
+                    "compare": self.compare,
+                    "finding": "discrepancy",
+                }
+            ],
+        }
+
+    def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
+        """One unit per distribution.
+
+        Raises:
+            KVError: a method that is no `Walk`.
+        """
+        for label, (method, _) in methods.items():
+            if not isinstance(method, Walk):
+                raise KVError(
+                    f"task walk_discrepancy has method {label!r}; allowed: rules of "
+                    "kvbench.probes.discrepancy.Walk"
+                )
+        return [
+            Unit(
+                name,
+                tuple(
+                    f"{name}/n{n}/walk{w}" for n in sorted(self.steps) for w in range(self.walks)
+                ),
+                vectors,
+            )
+            for name, vectors in self.data.items()
+        ]
+
+    def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
+        """Every rule over the same vectors, all walks of a distribution side by side."""
+        rules = [method for method, _ in methods.values() if isinstance(method, Walk)]
+        for n, sums in self.walked(unit.payload, rules, session.seed):
+            for label, found in zip(methods, np.abs(sums).max(-1), strict=True):
+                for walk, value in enumerate(found):
+                    fields = {
+                        "dataset": unit.id,
+                        "n": n,
+                        "walk": walk,
+                        "discrepancy": float(value),
+                        "score": float(value),
+                    }
+                    yield Outcome(label, f"{unit.id}/n{n}/walk{walk}", fields)
+
+    def walked(
+        self, vectors: UnitVectors, rules: Sequence[Walk], seed: int
+    ) -> Iterator[tuple[int, Array]]:
+        """The signed sums [rules, walks, dim] after each n of `steps`."""
+        generators = [np.random.default_rng([seed, w]) for w in range(self.walks)]
+        steps, last = set(self.steps), max(self.steps)
+        pulls = np.array([[rule.pull(last)] for rule in rules])
+        sums = np.zeros((len(rules), self.walks, vectors.dim))
+        for start in range(0, last, _CHUNK):
+            count = min(_CHUNK, last - start)
+            v = np.stack([vectors.draw(g, count) for g in generators], axis=1)
+            uniforms = np.stack([g.random(count) for g in generators], axis=1)
+            for i in range(count):
+                inner = np.einsum("rwd,wd->rw", sums, v[i])
+                signs = np.where(uniforms[i] < 0.5 - pulls * inner, 1.0, -1.0)
+                sums += signs[:, :, None] * v[i]
+                if start + i + 1 in steps:
+                    yield start + i + 1, sums.copy()

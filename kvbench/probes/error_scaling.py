@@ -1,0 +1,323 @@
+"""Error against memory: the bound that BalanceKV and SubGen prove, measured.
+
+Both papers bound the error of a single query (BalanceKV, arXiv 2502.07861, equation (2); SubGen,
+arXiv 2402.06082, in its main theorem):
+
+    ||z - Attn(q, K, V)||_2  <=  eps * ||softmax(K q / sqrt(d))||_2 * ||V||_F
+
+with memory proportional to 1 / eps^2 (SubGen, as for independent samples) or 1 / eps (BalanceKV,
+up to logarithms and a factor exponential in the norms). So eps against the entries
+kept has slope -1/2 or -1 on logarithmic axes: that is what this probe measures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvbench.engine.attention import capped
+from kvbench.engine.cache import layer_generator
+from kvbench.engine.prefill import capture_layers
+from kvbench.engine.session import Session
+from kvbench.kv import Budget, KVError, LayerKV, check_finite, keep_all
+from kvbench.methods.base import Method
+from kvbench.nearest import nearest
+from kvbench.plan import Methods, Outcome, Unit, encode_example, one_line, status_of
+from kvbench.probes.layer_error import compress_measured, estimate
+from kvbench.tasks.base import Task, TaskError
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundedData:
+    """Random keys, values and queries on spheres: every norm is its bound exactly.
+
+    Directions are uniform, or with `clusters` a uniform centre plus noise (keys and values of a
+    cluster share theirs; queries stay uniform).
+
+    Attributes:
+        head_dim: d, of keys and values alike.
+        key_norm, query_norm, value_norm: l2 norms. The logits q.k / sqrt(d) lie within
+            +- key_norm * query_norm / sqrt(d), whose exponential the bounds carry as a factor.
+            The default value_norm is no power of two: those part the buckets of BalanceKV's
+            Algorithm 1, and rounding would spread equal norms over two of them.
+        heads: KV heads, each with a query head of its own and data of its own.
+        clusters: directions that keys and values are drawn around; 0 for none.
+        spread: share of the squared norm that is noise around the centre (before rescaling).
+    """
+
+    head_dim: int = 64
+    key_norm: float = 4.0
+    query_norm: float = 4.0
+    value_norm: float = 1.5
+    heads: int = 1
+    clusters: int = 0
+    spread: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name, least in (("head_dim", 1), ("heads", 1), ("clusters", 0)):
+            if getattr(self, name) < least:
+                raise TaskError(f"{name} is {getattr(self, name)}; allowed: an integer >= {least}")
+        for name in ("key_norm", "query_norm", "value_norm"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise TaskError(f"{name} is {getattr(self, name)}; allowed: a positive number")
+        if not 0 <= self.spread <= 1:
+            raise TaskError(f"spread is {self.spread}; allowed: a number in [0, 1]")
+
+    def layer(self, n: int, queries: int, name: str, draw: int) -> tuple[LayerKV, Tensor]:
+        """One draw: n entries with their queries, and the queries that come after them.
+
+        Returns:
+            the layer, keys and values [1, heads, n, head_dim], and queries
+            [1, heads, queries, head_dim].
+        """
+        generator = layer_generator(draw, f"bounded/{name}", 0)
+
+        def directions(count: int) -> Tensor:
+            return _unit(torch.randn(1, self.heads, count, self.head_dim, generator=generator))
+
+        keys, values = directions(n), directions(n)
+        if self.clusters:
+            of = torch.randint(self.clusters, (n,), generator=generator)
+            near, far = (1 - self.spread) ** 0.5, self.spread**0.5
+            keys = _unit(near * directions(self.clusters)[:, :, of] + far * keys)
+            values = _unit(near * directions(self.clusters)[:, :, of] + far * values)
+        asked = self.query_norm * directions(n + queries)
+        layer = LayerKV(
+            self.key_norm * keys,
+            self.value_norm * values,
+            asked[:, :, :n],
+            0,
+            1,
+            self.head_dim**-0.5,
+        )
+        return layer, asked[:, :, n:]
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+
+
+def bound_scale(layer: LayerKV, queries: Tensor) -> Tensor:
+    """||softmax(K q * scaling)||_2 * ||V||_F of every query: [1, heads, m] float64.
+
+    The Frobenius norm is of the values of the query's own KV head.
+    """
+    batch, heads, m, dim = queries.shape
+    stored = layer.keys.shape[1]
+    grouped = queries.double().view(batch, stored, heads // stored, m, dim)
+    logits = grouped @ layer.keys.double()[:, :, None].transpose(-1, -2) * layer.scaling
+    spread = torch.linalg.vector_norm(capped(logits, layer.softcap).softmax(-1), dim=-1)
+    size = torch.linalg.vector_norm(layer.values.double().flatten(2), dim=-1)
+    return (spread * size[:, :, None, None]).view(batch, heads, m)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorScaling:
+    """Relative error of equation (2) as more and more entries are kept.
+
+    A layer of n entries is compressed without sink or window to each number in `kept`; `queries`
+    further queries, which see all n entries, are answered from what is held. The score is the mean
+    over queries and heads of ||z - Attn||_2 / (||softmax||_2 ||V||_F), in float64. What a method
+    really holds is recorded beside what it was asked to hold: streaming forms hold more.
+
+    With `data`, every draw has new tensors and new draws of the methods; with `prompts`, layers of
+    the model hold the first n tokens of each prompt, the queries are those of the tokens after
+    them, and only the methods' draws vary.
+
+    Attributes:
+        n: entries of the layer.
+        kept: entries asked for, each at most n.
+        queries: queries measured, m.
+        draws: repetitions.
+        data: named synthetic data sets; empty with `prompts`.
+        prompts: a task whose first `num_prompts` prompts of at least n + queries tokens are used.
+        layers: 1-based, with `prompts`.
+        per_kept: options that grow with the memory: {label: {option: factor}} sets the option of
+            that method to max(2, round(factor * kept)).
+        expected: slopes the papers predict, {beginning of a label: slope}, for the report.
+        compare: label of the method that the report divides the others' errors by.
+        fit_rate: slopes are fitted up to this kept / n; nearer to n, sampling without replacement
+            gains by exhausting what there is to sample.
+    """
+
+    name: ClassVar[str] = "error_scaling"
+    version: ClassVar[int] = 1
+
+    n: int = 16384
+    kept: Sequence[int] = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+    queries: int = 64
+    draws: int = 4
+    data: Mapping[str, BoundedData] = field(default_factory=dict)
+    prompts: Task | None = None
+    num_prompts: int = 2
+    layers: Sequence[int] = (1, 2, 3, 4)
+    per_kept: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    expected: Mapping[str, float] = field(default_factory=dict)
+    compare: str = "uniform"
+    fit_rate: float = 0.25
+
+    def __post_init__(self) -> None:
+        if bool(self.data) == (self.prompts is not None):
+            raise TaskError("task.data and task.prompts: exactly one of them must be given")
+        for name in ("n", "queries", "draws", "num_prompts"):
+            if getattr(self, name) < 1:
+                raise TaskError(f"task.{name} is {getattr(self, name)}; allowed: an integer >= 1")
+        for kept in self.kept:
+            if not 1 <= kept <= self.n:
+                raise TaskError(f"task.kept has {kept}; allowed: integers from 1 to {self.n}")
+        for layer in self.layers:
+            if layer < 1:
+                raise TaskError(f"task.layers has {layer}; allowed: 1-based layer numbers")
+
+    def meta(self) -> dict[str, Any]:
+        """See `kvbench.plan.Plan.meta`."""
+        return {
+            "version": self.version,
+            "score_unit": "scaled error",
+            "lower_is_better": True,
+            "breakdown": ["kept"],
+            "unit": "replicate",
+            "figures": [
+                {
+                    "kind": "scaling",
+                    "x": "held",
+                    "level": "kept",
+                    "y": "scaled_error",
+                    "facet": "dataset",
+                    "unit": "replicate",
+                    "xlabel": "entries held",
+                    "ylabel": "error / (||softmax|| ||V||)",
+                    "guides": [-0.5, -1.0],
+                    "fit_most": self.fit_rate * self.n,
+                    "expected": dict(self.expected),
+                    "compare": self.compare,
+                    "finding": "error_scaling",
+                }
+            ],
+        }
+
+    def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
+        """One unit per data set and draw, or per prompt and draw.
+
+        Raises:
+            KVError: `per_kept` names no method or no option of it; prompts that are too short.
+        """
+        for label, options in self.per_kept.items():
+            if label not in methods:
+                raise KVError(
+                    f"task.per_kept names {label!r}{nearest(label, list(methods))}; allowed: "
+                    f"{', '.join(methods)}"
+                )
+            known = [f.name for f in fields(methods[label][0])]
+            for option in options:
+                if option not in known:
+                    raise KVError(
+                        f"task.per_kept.{label} has {option!r}{nearest(option, known)}; allowed: "
+                        f"{', '.join(known)}"
+                    )
+        if self.prompts is None:
+            return [
+                Unit(f"{name}/draw{draw}", self._record_ids([name], f"draw{draw}"), (name, draw))
+                for draw in range(self.draws)
+                for name in self.data
+            ]
+        found, longest = [], 0
+        names = [f"layer {layer}" for layer in self.layers]
+        for example in self.prompts.examples(session.encoder):
+            encoded = encode_example(example, session.encoder)
+            longest = max(longest, encoded.n)
+            if encoded.n >= self.n + self.queries:
+                ids = (*encoded.context_ids, *encoded.question_ids)[: self.n + self.queries]
+                found.append(
+                    Unit(
+                        example.id,
+                        tuple(
+                            record
+                            for draw in range(self.draws)
+                            for record in self._record_ids(names, f"{example.id}-draw{draw}")
+                        ),
+                        ids,
+                    )
+                )
+            if len(found) == self.num_prompts:
+                return found
+        raise KVError(
+            f"task.n + task.queries is {self.n + self.queries} and {len(found)} of the "
+            f"{self.num_prompts} prompts wanted are that long; the longest has {longest} tokens"
+        )
+
+    def _record_ids(self, datasets: Sequence[str], replicate: str) -> tuple[str, ...]:
+        return tuple(f"{name}/kept{m}/{replicate}" for name in datasets for m in self.kept)
+
+    def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
+        """Every method at every number of entries."""
+        if self.prompts is None:
+            name, draw = unit.payload
+            seed = session.seed * 1_000_003 + draw
+            layer, queries = self.data[name].layer(self.n, self.queries, name, seed)
+            yield from self._measured(methods, layer, queries, name, f"draw{draw}", seed)
+            return
+        captured = capture_layers(session.model, unit.payload, [i - 1 for i in self.layers])
+        for number in self.layers:
+            whole = captured[number - 1]
+            assert whole.queries is not None
+            layer = replace(
+                whole,
+                keys=whole.keys[:, :, : self.n],
+                values=whole.values[:, :, : self.n],
+                queries=whole.queries[:, :, : self.n],
+                shared={},
+            )
+            check_finite(layer)
+            queries = whole.queries[:, :, self.n :]
+            for draw in range(self.draws):
+                seed = session.seed * 1_000_003 + draw
+                yield from self._measured(
+                    methods, layer, queries, f"layer {number}", f"{unit.id}-draw{draw}", seed
+                )
+
+    def _measured(
+        self,
+        methods: Methods,
+        layer: LayerKV,
+        queries: Tensor,
+        dataset: str,
+        replicate: str,
+        seed: int,
+    ) -> Iterator[Outcome]:
+        truth = estimate(keep_all(layer), queries, layer.n, layer)
+        scale = bound_scale(layer, queries)
+        for kept in self.kept:
+            budget = Budget(rate=kept / self.n, sink=0, window=0)
+            for label, (method, _) in methods.items():
+                record: dict[str, Any] = {
+                    "dataset": dataset,
+                    "kept": kept,
+                    "replicate": replicate,
+                    "prompt_tokens": layer.n,
+                }
+                generator = layer_generator(seed, f"{dataset}/{replicate}/{kept}", 0)
+                try:
+                    sized = self._sized(label, method, kept)
+                    held, cost = compress_measured(label, sized, budget, generator, layer)
+                    z = estimate(held, queries, layer.n, layer)
+                    error = torch.linalg.vector_norm(z - truth, dim=-1) / scale
+                    record |= cost
+                    record["held"] = cost["entries"]["mean"]
+                    record["scaled_error"] = record["score"] = float(error.mean())
+                except Exception as failure:  # noqa: BLE001 - a record with its status
+                    record |= {"status": status_of(failure), "error": one_line(failure)}
+                yield Outcome(label, f"{dataset}/kept{kept}/{replicate}", record)
+
+    def _sized(self, label: str, method: Method, kept: int) -> Method:
+        """The method with the options that grow with the memory."""
+        options: dict[str, Any] = {
+            option: max(2, round(factor * kept))
+            for option, factor in self.per_kept.get(label, {}).items()
+        }
+        return replace(method, **options) if options else method
