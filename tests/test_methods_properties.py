@@ -41,6 +41,7 @@ VARIANTS: list[tuple[str, dict[str, object]]] = [
     ("balancekv", {"block_size": 8, "gamma": 0.05, "order": "released", "weights": "released"}),
     ("balancekv", {"block_size": 8, "gamma": 0.05, "selection": "algorithm2"}),
     ("balancekv", {"block_size": 3, "selection": "algorithm2", "weights": "none"}),
+    ("spatten", {}),
     ("balancekv_needle", {"layer": 0, "block_size": 16, "dilation": 1}),
     ("balancekv_needle", {"layer": 0, "block_size": 8, "dilation": 0, "selection": "algorithm2"}),
     ("balancekv_needle", {"layer": 3, "block_size": 16, "normalise": True}),
@@ -87,7 +88,7 @@ def test_every_method_is_here():
 @settings(max_examples=25, deadline=None)
 def test_what_is_kept(name, options, shape, budget):
     method = build_method(name, **options)
-    if name == "balancekv_needle":  # the layer that decides, or one before it
+    if name in ("balancekv_needle", "spatten"):  # later layers need earlier ones; tested below
         shape = {**shape, "layer_index": 0}
     layer = make_layer(**shape)
     n = layer.n
@@ -97,7 +98,7 @@ def test_what_is_kept(name, options, shape, budget):
     assert kept.keys.shape == (*kept.positions.shape, shape["dim"])
     assert kept.keys.dtype == kept.values.dtype == shape["dtype"]
     assert kept.positions.dtype == torch.int64
-    capacity = method.layer_capacity(budget, n, shape["layer_index"], LAYERS)
+    capacity = method.layer_capacity(budget, n, layer.layer_index, LAYERS)
     assert int(kept.entries.max()) <= capacity
     padded = torch.zeros_like(kept.positions, dtype=torch.bool)
     if kept.log_weights is not None:
@@ -623,3 +624,38 @@ def test_needle_without_its_layer_says_so():
     layer = needle_layer(layer_index=3)
     with pytest.raises(KVError, match=r"balancekv_needle\.layer is 1, a layer that was not seen"):
         run(build_method("balancekv_needle"), layer, Budget())
+
+
+# -- SpAtten -------------------------------------------------------------------------------------
+
+
+@given(n=st.integers(2, 3000), layers=st.integers(1, 60), rate=st.floats(0.01, 1.0))
+@settings(max_examples=200, deadline=None)
+def test_spatten_spends_exactly_its_budget(n, layers, rate):
+    method, budget = build_method("spatten"), Budget(rate=rate, sink=5, window=6)
+    found = [method.layer_capacity(budget, n, i, layers) for i in range(layers)]
+    assert sum(found) == layers * budget.capacity(n) == method.total_capacity(budget, n, layers)
+    assert found == sorted(found, reverse=True)
+    assert max(found) <= n
+    assert min(found) >= budget.capacity(n) // 2
+    after = found[-(-layers // 3) - 1 :]
+    assert max(after) - min(after) <= 1, "constant after the first third"
+
+
+def test_spatten_cascades():
+    layers, budget = 9, Budget(rate=0.2, sink=2, window=2)
+    method = build_method("spatten")
+    carried: dict[str, torch.Tensor] = {}
+    alive, importance = set(range(100)), torch.zeros(100)
+    for index in range(layers):
+        layer = make_layer(100, kv_heads=2, group=2, seed=index, num_layers=layers)
+        layer = replace(layer, layer_index=index, carried=carried)
+        kept = run(method, layer, budget)
+        importance = importance + layer.attention_mass()[0].sum(0)
+        count = method.layer_capacity(budget, 100, index, layers)
+        by_importance = sorted(alive, key=lambda p: -float(importance[p]))
+        alive = set(by_importance[:count])
+        assert kept.positions[0, 0].tolist() == sorted(alive)
+        assert torch.equal(kept.positions[0, 0], kept.positions[0, 1])
+    with pytest.raises(KVError, match="spatten sees layer 8 first; allowed: all layers, in order"):
+        run(method, replace(layer, carried={}), budget)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
 import torch
 from torch import Tensor
 
@@ -29,6 +33,19 @@ def group_mean(scores: Tensor, kv_heads: int) -> Tensor:
 def top_positions(scores: Tensor, count: int) -> Tensor:
     """Positions of the `count` largest scores of each head, ascending: [batch, heads, count]."""
     return scores.topk(count, dim=-1).indices.sort(-1).values
+
+
+def by_largest_remainder(wanted: Sequence[Fraction], total: int) -> list[int]:
+    """Non-negative numbers rounded so that they sum to `total` exactly.
+
+    Each is rounded down; those with the largest remainders, the first on a tie, get what is missing.
+    A non-increasing sequence stays so.
+    """
+    rounded = [math.floor(value) for value in wanted]
+    order = sorted(range(len(rounded)), key=lambda i: rounded[i] - wanted[i])
+    for i in order[: total - sum(rounded)]:
+        rounded[i] += 1
+    return rounded
 
 
 def draw_uniforms(generator: torch.Generator, *shape: int, dtype: torch.dtype) -> Tensor:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, ClassVar
 
 from kvbench.kv import Budget
 from kvbench.methods._options import check_choice, check_integer
+from kvbench.methods._select import by_largest_remainder
 from kvbench.methods.snapkv import SnapKV
 
 
@@ -52,12 +54,8 @@ class PyramidKV(SnapKV):
         if self.budgets == "released":
             fall = (first - last) // steps
             return [first - layer * fall + budget.window for layer in range(num_layers)]
-        # Exact fractions with denominator `steps`: entries[l] = first - l * (first - last) / steps.
-        scaled = [first * steps - layer * (first - last) for layer in range(num_layers)]
-        entries = [value // steps for value in scaled]
-        by_remainder = sorted(range(num_layers), key=lambda layer: -(scaled[layer] % steps))
-        for layer in by_remainder[: num_layers * mean - sum(entries)]:
-            entries[layer] += 1
+        wanted = [first - Fraction(layer * (first - last), steps) for layer in range(num_layers)]
+        entries = by_largest_remainder(wanted, num_layers * mean)
         return [count + budget.window for count in entries]
 
     def layer_capacity(self, budget: Budget, n: int, layer_index: int, num_layers: int) -> int:

@@ -1,0 +1,83 @@
+"""SpAtten: one set of tokens for all heads, pruned further from layer to layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import ClassVar
+
+import torch
+
+from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
+from kvbench.methods._select import by_largest_remainder
+from kvbench.methods.base import Method
+
+IMPORTANCE, ALIVE = "importance", "alive"
+"""What is carried from layer to layer (`LayerKV.carried`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpAtten(Method):
+    """Cascade token pruning: a token dropped at a layer stays dropped in all later ones.
+
+    A token's importance is the softmax attention it received from all prompt queries, summed over
+    the heads of this layer and of those before it. Layer l keeps the most important of the tokens
+    that layer l - 1 kept, the same for every head. The number kept falls linearly over the first
+    third of the layers and then stays: the first third pays for the rest, so that the mean over
+    layers is the capacity.
+
+    With m = ceil(num_layers / 3), layer l < m keeps last + (high - last) (m - 1 - l) / m, the others
+    `last`. `high` is n, or less where `last` would then be below half the capacity. Rounded by
+    largest remainder, so that the sum is num_layers * capacity exactly.
+
+    Departures from the accelerator's design: tokens are pruned after the prefill, which is exact;
+    there is no head pruning and no local value pruning; generated tokens stay.
+    """
+
+    paper: ClassVar[str] = "arXiv 2012.09852, as in arXiv 2306.14048, Table 11"
+    needs_queries: ClassVar[str | int] = "all"
+
+    def layer_capacities(self, budget: Budget, n: int, num_layers: int) -> list[int]:
+        """Entries per head of every layer after a prompt of n tokens; non-increasing."""
+        capacity = budget.capacity(n)
+        falling = -(-num_layers // 3)
+        extra = falling - 1  # the fractions of the fall, over m, sum to (m - 1) / 2
+        if n <= capacity or extra == 0:
+            return [capacity] * num_layers
+        # num_layers * last + (high - last) * extra / 2 = num_layers * capacity
+        total = num_layers * capacity
+        last = Fraction(2 * total - n * extra, 2 * num_layers - extra)
+        last = max(last, Fraction(capacity, 2))
+        high = last + 2 * (total - num_layers * last) / extra
+        wanted = [
+            last + (high - last) * max(0, falling - 1 - layer) / falling
+            for layer in range(num_layers)
+        ]
+        return by_largest_remainder(wanted, total)
+
+    def layer_capacity(self, budget: Budget, n: int, layer_index: int, num_layers: int) -> int:
+        """Entries per head this layer may hold."""
+        return self.layer_capacities(budget, n, num_layers)[layer_index]
+
+    def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
+        """The tokens still alive at this layer, ascending, the same for all heads.
+
+        Raises:
+            KVError: the layer does not hold all prompt queries, or the layers before it were not
+                seen.
+        """
+        importance = layer.attention_mass().sum(1)
+        alive = torch.ones_like(importance, dtype=torch.bool)
+        if layer.layer_index:
+            if IMPORTANCE not in layer.carried:
+                raise KVError(
+                    f"spatten sees layer {layer.layer_index} first; allowed: all layers, in order"
+                )
+            importance = importance + layer.carried[IMPORTANCE]
+            alive = layer.carried[ALIVE].bool()
+        count = self.layer_capacity(budget, layer.n, layer.layer_index, layer.num_layers)
+        # Importance is never negative, so the dropped come last.
+        kept = importance.masked_fill(~alive, -1.0).topk(count, dim=-1).indices.sort(-1).values
+        layer.carried[IMPORTANCE] = importance
+        layer.carried[ALIVE] = torch.zeros_like(alive).scatter_(-1, kept, True)
+        return gather_entries(layer, kept.unsqueeze(1).expand(-1, layer.keys.shape[1], -1))
