@@ -21,6 +21,7 @@ from kvbench.progress import progress_display
 from kvbench.report.build import build_report, views_of
 from kvbench.report.console import print_views
 from kvbench.report.data import Experiment, group_runs
+from kvbench.report.wandb_log import log_runs
 from kvbench.runner import Job, JobResult, run_job
 from kvbench.store import load_run
 from kvbench.tasks.base import Task
@@ -113,6 +114,9 @@ def run_config(config: DictConfig) -> tuple[Path, JobResult] | None:
     folder = job.results_dir / job.experiment
     runs = tuple(load_run(path) for path in result.folders.values())
     print_views(views_of(Experiment(job.experiment, folder, runs, tuple(group_runs(runs)))))
+    if config.logger.name == "wandb":
+        logger = config.logger
+        log_runs(runs, project=logger.project, entity=logger.entity, mode=logger.mode)
     return folder, result
 
 
