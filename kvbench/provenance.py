@@ -15,7 +15,10 @@ import torch
 
 import kvbench
 
-LIBRARIES = ("torch", "transformers", "tokenizers", "datasets", "numpy", "hydra-core", "triton")
+LIBRARIES = (
+    *("torch", "transformers", "tokenizers", "datasets", "numpy", "hydra-core", "triton"),
+    *("kvpress", "minference"),
+)
 
 
 def versions() -> dict[str, str]:

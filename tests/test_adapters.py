@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from method_layers import make_layer
 
-from kvbench.kv import KVError
+from kvbench.kv import KVError, LayerKV
 from kvbench.methods import build_method
 from kvbench.methods._adapters import find_rows, fingerprints, held_entries, scaled_queries
 from kvbench.methods.kvpress import ratio_for
@@ -57,28 +57,36 @@ def test_options_are_checked_even_where_the_package_is_absent() -> None:
         build_method("kvpress", options=3)
 
 
+@pytest.mark.parametrize("dim", [1, 3, 6, 16])
+@pytest.mark.parametrize("copies", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_rows_are_found_by_their_bits(dtype: torch.dtype) -> None:
+def test_rows_are_found_by_their_bits(dtype: torch.dtype, copies: int, dim: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(2, 3, 500, 16, generator=generator).to(dtype)
-    where = torch.stack([torch.randperm(500, generator=generator)[:90] for _ in range(6)])
-    where = where.view(2, 3, 90)
-    kept = rows.gather(2, where.unsqueeze(-1).expand(-1, -1, -1, 16))
-    assert torch.equal(find_rows(kept, rows), where)
-    kept = kept.clone()
-    kept[0, 1, 7] += 1
-    found = find_rows(kept, rows)
+    rows = (torch.arange(3000.0).view(2, 3, 500, 1) / 2048 + torch.zeros(dim)).to(torch.float64)
+    rows = rows.bfloat16() if dtype == torch.bfloat16 else rows.to(dtype)
+    extra = torch.randn(2, 3, 500, 16, generator=generator).to(dtype)  # bfloat16 rows repeat
+    where = torch.stack([torch.randperm(500, generator=generator)[:90] for _ in range(6 * copies)])
+    where = where.view(2, 3 * copies, 90)
+    kept = tuple(
+        part.repeat_interleave(copies, 1).gather(
+            2, where.unsqueeze(-1).expand(-1, -1, -1, part.shape[-1])
+        )
+        for part in (rows, extra)
+    )
+    assert torch.equal(find_rows(kept, (rows, extra)), where)
+    kept[1][0, 1, 7] += 1
+    found = find_rows(kept, (rows, extra))
     assert found[0, 1, 7] == -1
     assert (found == where).sum() == where.numel() - 1
-    assert torch.equal(fingerprints(rows)[1, 2, 4:9], fingerprints(rows[1, 2, 4:9].clone()))
+    alone = fingerprints(rows[1:, 2:, 4:9].clone())
+    assert torch.equal(fingerprints(rows)[1:, 2:, 4:9], alone)
 
 
 def test_equal_rows_are_told_off_in_order() -> None:
-    rows = torch.tensor([[1.0, 2.0], [3.0, 4.0], [1.0, 2.0], [1.0, 2.0]])
-    assert find_rows(rows[[3, 1, 0]], rows).tolist() == [0, 1, 2]
-    held = held_entries(
-        rows[None, None, [2, 1]], rows[None, None, [2, 1]] * 2, *[rows[None, None]] * 2
-    )
+    rows = torch.tensor([[[[1.0, 2.0], [3.0, 4.0], [1.0, 2.0], [1.0, 2.0]]]])
+    assert find_rows((rows[:, :, [3, 1, 0]],), (rows,)).tolist() == [[[0, 1, 2]]]
+    layer = LayerKV(rows, rows, None, 0, 1, 1.0)
+    held = held_entries(rows[:, :, [2, 1]], rows[:, :, [2, 1]] * 2, layer)
     assert held.positions.tolist() == [[[0, 1]]], "values that were changed: found by the keys"
     assert held.values.tolist() == [[[[2.0, 4.0], [6.0, 8.0]]]]
 

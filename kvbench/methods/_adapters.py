@@ -12,60 +12,73 @@ from kvbench.kv import CompressedKV, KVError, LayerKV
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def fingerprints(rows: Tensor) -> Tensor:
+def fingerprints(*parts: Tensor) -> Tensor:
     """A 64-bit number for every row, the same for rows of the same bits.
 
     Integer arithmetic, so that neither the shape nor the order of the rows changes a bit of it.
 
     Args:
-        rows: [..., d], any float dtype.
+        parts: [batch, heads, n, d], any float dtype: a row is what they hold at one place.
 
     Returns:
-        [...] int64.
+        [batch, heads, n] int64.
     """
-    bits = rows.contiguous().view(_INTEGERS[rows.element_size()]).long()
+    total = torch.zeros(parts[0].shape[:3], dtype=torch.int64, device=parts[0].device)
     generator = torch.Generator().manual_seed(0)
-    low, high = -(2**62), 2**62
-    odd = torch.randint(low, high, rows.shape[-1:], generator=generator) * 2 + 1
-    return (bits * odd.to(rows.device)).sum(-1)
+    for part in parts:
+        width = part.shape[-1] * part.element_size()
+        whole = next(size for size in (8, 4, 2, 1) if width % size == 0)
+        low, high = -(2**62), 2**62
+        odd = torch.randint(low, high, (width // whole,), generator=generator) * 2 + 1
+        odd = odd.to(part.device)
+        for row in range(part.shape[0]):
+            for head in range(part.shape[1]):  # one head at a time: the products are 8 bytes each
+                bits = part[row, head].contiguous().view(_INTEGERS[whole])
+                total[row, head] += (bits * odd).sum(-1)
+    return total
 
 
-def find_rows(kept: Tensor, rows: Tensor) -> Tensor:
+def find_rows(kept: tuple[Tensor, ...], rows: tuple[Tensor, ...]) -> Tensor:
     """Where each kept row stands among the original ones; equal rows are told off in order.
 
     Args:
-        kept: [..., c, d].
-        rows: [..., n, d], the same leading dimensions.
+        kept: tensors [batch, copies * heads, c, d]: a row is what they hold at one place.
+        rows: tensors [batch, heads, n, d], in the same order; every head was copied `copies` times.
 
     Returns:
-        [..., c] int64 in 0 .. n - 1, -1 for a row that is not among the original ones.
+        [batch, copies * heads, c] int64 in 0 .. n - 1, -1 for a row that is not among the originals.
     """
-    count, n = kept.shape[-2], rows.shape[-2]
-    originals, order = fingerprints(rows).sort(dim=-1, stable=True)
-    wanted, back = fingerprints(kept).sort(dim=-1, stable=True)
-    repeats = torch.arange(count, device=kept.device) - torch.searchsorted(wanted, wanted)
+    count, (batch, heads, n, _) = kept[0].shape[2], rows[0].shape
+    copies = kept[0].shape[1] // heads
+    originals, order = (
+        part.repeat_interleave(copies, 1) for part in fingerprints(*rows).sort(dim=-1, stable=True)
+    )
+    wanted, back = fingerprints(*kept).sort(dim=-1, stable=True)
+    repeats = torch.arange(count, device=back.device) - torch.searchsorted(wanted, wanted)
     place = (torch.searchsorted(originals, wanted) + repeats).clamp(max=n - 1)
     found = torch.empty_like(back).scatter_(-1, back, order.gather(-1, place))
-    same = rows.gather(-2, found.unsqueeze(-1).expand_as(kept)) == kept
-    return torch.where(same.all(-1), found, -1)
+    same = torch.ones_like(found, dtype=torch.bool)
+    index = found.view(batch, heads, -1, 1)
+    for mine, original in zip(kept, rows, strict=True):
+        here = original.gather(2, index.expand(-1, -1, -1, original.shape[-1]))
+        same &= (here.view_as(mine) == mine).all(-1)
+    return torch.where(same, found, -1)
 
 
-def held_entries(
-    keys: Tensor, values: Tensor, original_keys: Tensor, original_values: Tensor
-) -> CompressedKV:
+def held_entries(keys: Tensor, values: Tensor, layer: LayerKV) -> CompressedKV:
     """What a package returned, as entries in the order of their prompt positions.
 
-    A kept entry's position is that of the original key with the same bits (and value, where the
+    A kept entry's position is that of the layer's key with the same bits (and value, where the
     package left the values as they were); -1 for a key the package made itself, which comes first.
+    Finding them is bookkeeping, yet part of the seconds that compression took.
 
     Args:
-        keys, values: [batch, heads, c, head_dim] as the package returned them.
-        original_keys, original_values: [batch, heads, n, head_dim] as it got them.
+        keys, values: [batch, copies * kv_heads, c, head_dim] as the package returned them, every
+            KV head `copies` times.
     """
-    both = torch.cat([original_keys, original_values], dim=-1)
-    positions = find_rows(torch.cat([keys, values], dim=-1), both)
+    positions = find_rows((keys, values), (layer.keys, layer.values))
     if (positions < 0).any():
-        positions = find_rows(keys, original_keys)
+        positions = find_rows((keys,), (layer.keys,))
     positions, order = positions.sort(dim=-1, stable=True)
     index = order.unsqueeze(-1)
     return CompressedKV(

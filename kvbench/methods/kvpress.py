@@ -266,8 +266,8 @@ class KVPress(Method):
 
     The budget's capacity becomes the press's compression_ratio, chosen so that the press keeps
     exactly `capacity` entries in spite of its rounding; sink and window become its n_sink (or
-    num_sinks) and window_size unless `options` gives them. A press that keeps whole chunks is given
-    the largest ratio of whole steps that stays within the capacity, and may keep less. The package's
+    num_sinks) and window_size unless `options` gives them. Presses that keep whole chunks, or a whole
+    number in each chunk, may keep less; one that would keep more is asked for less. The package's
     own code chooses; its random draws are seeded from the method's generator, and every prompt of a
     batch is compressed by itself.
 
@@ -336,7 +336,7 @@ class KVPress(Method):
                 "allowed: one prompt at a time"
             )
         keys, values = (torch.cat(parts) for parts in zip(*rows, strict=True))
-        return held_entries(keys, values, layer.keys, layer.values)
+        return held_entries(keys, values, layer)
 
     def _compress_row(
         self, layer: LayerKV, row: int, budget: Budget, wanted: int, seed: int

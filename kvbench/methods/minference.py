@@ -159,4 +159,4 @@ class MInference(Method):
                 )
             queries = torch.nn.functional.pad(queries, (0, 0, missing, 0))
         kept_keys, kept_values = cluster.update_kv(keys, queries, values, None, layer.group)
-        return held_entries(kept_keys, kept_values, keys, values)
+        return held_entries(kept_keys, kept_values, layer)

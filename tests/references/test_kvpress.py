@@ -349,7 +349,7 @@ def test_observed_attention_through_the_adapter_is_the_press_on_eager_weights(
         keys, values = press.compress(
             module_of(layer), None, layer.keys, layer.values, eager_weights(layer), {}
         )
-        assert_same_positions(find_rows(keys, layer.keys).sort(-1).values, held.positions)
+        assert_same_positions(find_rows((keys,), (layer.keys,)).sort(-1).values, held.positions)
         assert values.shape == held.values.shape
 
 

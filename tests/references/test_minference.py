@@ -21,6 +21,7 @@ from reference_layers import (
     tally,  # noqa: F401 - a fixture
 )
 
+from kvbench.engine.generate import Stopping, run_forks
 from kvbench.kv import Budget, KVError, LayerKV
 from kvbench.methods import build_method
 from kvbench.methods.minference import _module
@@ -140,6 +141,29 @@ def test_the_adapter_returns_what_the_package_returns() -> None:
     for mine, raw in ((held.keys, raw_keys), (held.values, raw_values)):
         first = raw[..., 0].sort(-1).values
         assert torch.equal(mine[..., 0].sort(-1).values, first)
+
+
+def test_clusters_run_in_the_engine_and_their_bytes_are_counted_as_stored() -> None:
+    from tiny import prompt_ids, tiny_model
+
+    model, ids = tiny_model("llama"), prompt_ids(160)
+    model.set_attn_implementation("kvbench")
+    budget = Budget(rate=0.25, sink=4, window=4)
+    methods = {
+        cluster: (build_method("minference", cluster=cluster), budget)
+        for cluster in ("snapkv", "pyramidkv", "streaming_llm")
+    } | {
+        "ours": (build_method("snapkv", granularity="query_head"), budget),
+        "per_kv_head": (build_method("snapkv"), budget),
+    }
+    results = run_forks(model, ids[:150], ids[150:], methods, Stopping(8), seed=0, example_id="x")
+    for label, result in results.items():
+        assert result.failure is None, f"{label}: {result.failure}"
+        assert result.compressed
+    assert results["snapkv"].tokens == results["ours"].tokens
+    assert results["snapkv"].cache_bytes == results["ours"].cache_bytes
+    group = model.config.num_attention_heads // model.config.num_key_value_heads
+    assert results["snapkv"].cache_bytes == group * results["per_kv_head"].cache_bytes
 
 
 def test_the_layers_own_scaling_holds() -> None:
