@@ -9,7 +9,8 @@ The experiment's config says so under ``paper_table``: a file in results/paper, 
     method: balancekv          the method of a table that has no column ``method``
     scale: 100                 what to multiply the published number by to be per cent
 
-A wide table (one column per dataset) needs only its file.
+A wide table (one column per dataset) needs only its file. Its average is shown where ours is over the
+same datasets.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 import pandas as pd
 
 from kvbench.report.data import Experiment, Group
-from kvbench.report.tables import ScoreTable, as_text, score_table
+from kvbench.report.tables import AVERAGE, ScoreTable, as_text, score_table
 
 
 class PaperError(ValueError):
@@ -63,6 +64,7 @@ class Published:
     source: str
     task: str
     model: str
+    unit: str
     columns: tuple[str, ...]
     rows: tuple[PublishedRow, ...]
 
@@ -134,9 +136,14 @@ def _compare(group: Group, spec: Mapping[str, Any], frame: pd.DataFrame) -> Publ
         frame = frame.assign(method=spec.get("method", ""))
     if by and value:
         keys = [column for column in ("model", "method") if column in frame]
-        frame = frame.assign(**{by: frame[by].map(as_text)})
+        numbers = pd.to_numeric(frame[value], errors="coerce")
+        frame = frame.assign(**{by: frame[by].map(as_text), value: numbers})
+        if frame.duplicated([*keys, by]).any():
+            raise PaperError(f"{spec['file']} has several rows per {by}: choose some by `where`")
         frame = frame.pivot_table(index=keys, columns=by, values=value, sort=False).reset_index()
     columns = tuple(column for column in table.columns if column in frame)
+    if AVERAGE in columns and not _same_datasets(frame, table):
+        columns = tuple(column for column in columns if column != AVERAGE)
     scale = float(spec.get("scale", 1.0))
     rows = []
     for _, line in frame.iterrows():
@@ -149,10 +156,21 @@ def _compare(group: Group, spec: Mapping[str, Any], frame: pd.DataFrame) -> Publ
                     PublishedRow(row.arm.method, str(line.get("model", "")), row.arm.label, pairs)
                 )
     return Published(
-        str(spec["file"]), group.task, group.model, columns, tuple(rows) if columns else ()
+        source=str(spec["file"]),
+        task=group.task,
+        model=group.model,
+        unit=table.unit,
+        columns=columns,
+        rows=tuple(rows) if columns else (),
     )
 
 
+def _same_datasets(frame: pd.DataFrame, table: ScoreTable) -> bool:
+    """Whether both averages are over the same datasets; else they are not comparable."""
+    published = set(frame.select_dtypes("number").columns) - {AVERAGE}
+    return published == set(table.columns) - {AVERAGE}
+
+
 def _pair(table: ScoreTable, ours: float, published: object, scale: float) -> Pair:
-    number = float(str(published)) * scale
+    number = float(pd.to_numeric(pd.Series([published]), errors="coerce").iloc[0]) * scale
     return Pair(number, ours * 100 if table.unit == "fraction" else ours)

@@ -153,10 +153,10 @@ def score_table(group: Group, by: str = "dataset") -> ScoreTable:
 
     By dataset, an average over datasets (each counting the same) is added where there are several.
     """
-    records = group.records.dropna(subset=[by]) if by in group.records else group.records.iloc[:0]
+    records = group.records.reindex(columns=list(dict.fromkeys([*group.records.columns, by])))
     scores = [
         _scores(group, records[records[by] == value], f"{by} {as_text(value)}")
-        for value in sorted(records[by].unique(), key=_natural)
+        for value in sorted(records[by].dropna().unique(), key=_natural)
     ]
     columns = {one.name.removeprefix(f"{by} "): _cells(group, [one]) for one in scores}
     if by == "dataset" and len(columns) > 1:

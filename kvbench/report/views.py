@@ -38,12 +38,17 @@ class View:
     notes: tuple[str, ...] = field(default=())
 
 
-def score_view(table: ScoreTable) -> View:
-    """Scores, paired differences, cost and failures of one table."""
+def score_view(table: ScoreTable, *, narrow: bool = False) -> View:
+    """Scores, paired differences, cost and failures of one table.
+
+    Args:
+        narrow: of many datasets show the average only, as a terminal has no room for more.
+    """
     by_dataset = table.by == "dataset"
     wide = len(table.columns) > _WIDE
+    columns = (AVERAGE,) if narrow and wide and AVERAGE in table.columns else table.columns
     header = ["method"]
-    header += [column if by_dataset else f"{table.by} {column}" for column in table.columns]
+    header += [column if by_dataset else f"{table.by} {column}" for column in columns]
     compare = by_dataset and table.baseline is not None
     if compare:
         header.append(f"Δ {table.baseline}")
@@ -53,14 +58,15 @@ def score_view(table: ScoreTable) -> View:
     rows = []
     for row in table.rows:
         cells = [
-            score_text(row.cells[c], table.unit, interval=not wide or c == AVERAGE)
-            for c in table.columns
+            score_text(row.cells[c], table.unit, interval=not wide or c == AVERAGE) for c in columns
         ]
         if compare:
             cells.append(difference_text(row.total.difference, table.unit))
         cells += [cost_text(row, attribute) for attribute in costs.values()]
         rows.append((row.arm.label, *cells, *_counts(row)))
     title = f"{table.task} on {table.model}: score{unit_text(table.unit)}"
+    if columns != table.columns:
+        title += f"; average of {len(table.columns) - 1} datasets"
     return View(
         name=f"{table.task}-{table.model}" + ("" if by_dataset else f"-by-{table.by}"),
         title=title if by_dataset else f"{title} by {table.by}",
@@ -237,6 +243,21 @@ def estimate_text(estimate: Estimate, unit: str, *, signed: bool = False) -> str
         value_text(x, unit, signed=signed) for x in (estimate.value, estimate.low, estimate.high)
     )
     return f"{value} [{low}, {high}]"
+
+
+def average_first(columns: Sequence[str]) -> list[str]:
+    """The columns of a table that may be wider than its window."""
+    return sorted(columns, key=lambda column: column != AVERAGE)
+
+
+def published_text(value: float) -> str:
+    """A published number as it was printed, as far as a number can tell."""
+    return MISSING if math.isnan(value) else f"{value:g}"
+
+
+def shown_text(value: float, unit: str, *, signed: bool = False) -> str:
+    """`value_text` of a number that is already per cent where its unit is a fraction."""
+    return value_text(value / 100 if unit == "fraction" else value, unit, signed=signed)
 
 
 def value_text(value: float, unit: str, *, signed: bool = False) -> str:
