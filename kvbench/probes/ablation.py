@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from kvbench.engine.session import Session
 from kvbench.kv import KVError
 from kvbench.nearest import nearest
-from kvbench.plan import Methods, Unit
+from kvbench.plan import Methods, Outcome, Unit
 from kvbench.probes.layer_error import LayerError
 
 
@@ -18,12 +18,15 @@ class Ablation(LayerError):
     """`LayerError` whose report sets every variant against one of them.
 
     The variants are methods of the job: one class under several labels. Prompts, draws and layers
-    are the same for all, so that differences are paired.
+    are the same for all, so that differences are paired. At gamma = 4 most signs are forced, so
+    draws on one prompt hardly differ: many prompts tell more than many draws.
 
     Attributes:
         reference: the label that others are compared with.
         parts: what was changed, each with the labels of its variants in the order shown; every label
             but the reference's belongs to one at most.
+        series: "layer" sets layers apart in the report; null takes layers as repetitions (synthetic
+            layers are draws of one kind of data).
         grid: label of every (block size) shown in the table of error and seconds by rate, as in
             Figure 3 of BalanceKV: {block size: label}.
     """
@@ -34,6 +37,7 @@ class Ablation(LayerError):
     reference: str = "balancekv"
     parts: Mapping[str, Sequence[str]] = field(default_factory=dict)
     grid: Mapping[int, str] = field(default_factory=dict)
+    series: str | None = "layer"
 
     def meta(self) -> dict[str, Any]:
         """See `kvbench.plan.Plan.meta`."""
@@ -44,7 +48,8 @@ class Ablation(LayerError):
                     "kind": "ablation",
                     "y": "relative_error",
                     "by": "rate",
-                    "series": "layer",
+                    "series": self.series,
+                    "unit": "prompt" if self.series else "layer",
                     "reference": self.reference,
                     "parts": {part: list(labels) for part, labels in self.parts.items()},
                     "grid": {str(size): label for size, label in self.grid.items()},
@@ -67,3 +72,8 @@ class Ablation(LayerError):
                     f"the methods; allowed: {', '.join(methods)}"
                 )
         return super().units(session, methods)
+
+    def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
+        """See `LayerError.run`; records name their prompt, which intervals resample."""
+        for outcome in super().run(unit, methods, session):
+            yield replace(outcome, fields={**outcome.fields, "prompt": unit.id})

@@ -3,7 +3,8 @@
 Drawn for the figure kind ``ablation`` of a task's meta, a mapping with
 
     y               record field, lower is better
-    by, series      record fields that make up a cell (a panel, a marker)
+    by, series      record fields that make up a cell (a panel, a marker); series may be None
+    unit            record field that names the independent repetition, which intervals resample
     reference       label of the arm that others are compared with
     parts           {what was changed: labels of its variants}
     grid            {block size: label}, for a table laid out as Figure 3 of BalanceKV
@@ -70,21 +71,25 @@ def ablation_of(group: Group) -> Mapping[str, Any] | None:
 
 
 def effects_of(group: Group, spec: Mapping[str, Any]) -> list[Effect]:
-    """Paired over prompts and draws: each pair's log ratio of y, averaged within a cell, with a
-    bootstrap interval over pairs; overall, the mean over cells."""
+    """Each pair's log ratio of y (a pair: one prompt, layer and draw), averaged within a cell, with
+    a bootstrap interval over units; overall, the mean over cells."""
     good = group.records[group.records["status"].eq("ok")].dropna(subset=[spec["y"]])
     good = good.assign(
         log=np.log(pd.to_numeric(good[spec["y"]]).clip(lower=1e-300)),
+        series=good[spec["series"]] if spec.get("series") else "",
         pair=good["seed"].astype(str) + "/" + good["example_id"].astype(str),
     )
     parts = {label: part for part, labels in spec["parts"].items() for label in labels}
     labels = [label for label in parts if good["method"].eq(label).any()]
     cells: dict[tuple[Any, Any], Stratum] = {}
-    for (by, series), part in good.groupby([spec["by"], spec["series"]]):
-        table = part.pivot_table(index="pair", columns="method", values="log")
-        ratios = table.reindex(columns=labels).sub(table[spec["reference"]], axis=0).to_numpy(float)
-        name = f"{spec['by']} {by}, {spec['series']} {series}"
-        cells[by, series] = Stratum(name, np.nan_to_num(ratios), (~np.isnan(ratios)).astype(float))
+    for (by, series), part in good.groupby([spec["by"], "series"]):
+        table = part.pivot_table(index=[spec["unit"], "pair"], columns="method", values="log")
+        ratios = table.reindex(columns=labels).sub(table[spec["reference"]], axis=0)
+        units = ratios.groupby(level=0)
+        name = f"{spec['by']} {by}"  # the same units are drawn for every series
+        cells[by, series] = Stratum(
+            name, units.sum().to_numpy(float), units.count().to_numpy(float)
+        )
     found = {cell: estimates([stratum]) for cell, stratum in cells.items()}
     overall = estimates(list(cells.values()))
     seconds = good.groupby("method")["compress_s"].median()
@@ -120,7 +125,7 @@ def ablation_figure(group: Group, spec: Mapping[str, Any]) -> Drawn:
                 if estimate is None or math.isnan(estimate.value):
                     continue
                 y = place + shift
-                label = f"{_words(spec['series'])} {as_text(one)}" if place == places[0] else None
+                label = f"{_words(spec['series'])} {as_text(one)}" if spec.get("series") else None
                 if 100 * estimate.value > limit:
                     ax.plot(limit, y, marker=">", color=color, markersize=4, clip_on=False)
                     text = f"{100 * estimate.value:+.0f} %"
@@ -156,7 +161,7 @@ def ablation_figure(group: Group, spec: Mapping[str, Any]) -> Drawn:
         if place - before > 1:
             for ax in axes:
                 ax.axhline((place + before) / 2, color="#DDDDDD", linewidth=0.6)
-    axes[0].set_yticks(places, [_named(effect) for effect in effects])
+    axes[0].set_yticks(places, [effect.label for effect in effects])
     axes[0].set_ylim(height - 0.3, -0.8)
     what = _words(spec["y"])
     _label_axes(figure, list(axes), f"change of {what} against {spec['reference']} (%)", "")
@@ -164,20 +169,21 @@ def ablation_figure(group: Group, spec: Mapping[str, Any]) -> Drawn:
     for ax in axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
             handles.setdefault(str(label), handle[0])
-    figure.legend(
-        handles=[handles[label] for label in sorted(handles)],
-        labels=sorted(handles),
-        loc="outside upper center",
-        ncols=max(1, len(handles)),
-        frameon=False,
-        fontsize=8,
-    )
+    if handles:
+        figure.legend(
+            handles=[handles[label] for label in sorted(handles)],
+            labels=sorted(handles),
+            loc="outside upper center",
+            ncols=len(handles),
+            frameon=False,
+            fontsize=8,
+        )
     return Drawn(
         f"{_stem(group)}-ablation",
         f"{group.task}: one option changed at a time",
-        f"Change of {what} against {spec['reference']} on the same prompts and draws (left is better),"
-        f" geometric mean with 95 % bootstrap intervals over {_pairs(group, spec)} pairs per point;"
-        " a triangle at the edge stands for a larger change.",
+        f"Change of {what} against {spec['reference']} on the same tensors (left is better), geometric"
+        f" mean with 95 % bootstrap intervals over {_units(group, spec)}; a triangle at the edge stands"
+        " for a larger change.",
         figure,
     )
 
@@ -203,9 +209,8 @@ def effect_view(group: Group, spec: Mapping[str, Any]) -> View:
             for e in effects
         ),
         notes=(
-            f"Geometric mean over {cells} cells ({_words(spec['by'])} x {_words(spec['series'])}),"
-            f" {_pairs(group, spec)} pairs each, with 95 % bootstrap intervals over pairs; negative is"
-            " less error.",
+            f"Geometric mean over {cells} cells ({' x '.join(_cell_fields(spec))}), with 95 % bootstrap"
+            f" intervals over {_units(group, spec)}; negative is less error.",
             "better, worse: cells whose own interval excludes 0 (not adjusted for their number).",
             "seconds: median time of compression over that of the reference.",
         ),
@@ -225,7 +230,7 @@ def effect_frame(group: Group, spec: Mapping[str, Any]) -> pd.DataFrame:
                 "part": e.part,
                 "variant": e.label,
                 spec["by"]: by,
-                spec["series"]: series,
+                spec.get("series") or "series": series,
                 "change": estimate.value,
                 "change_low": estimate.low,
                 "change_high": estimate.high,
@@ -247,13 +252,14 @@ def grid_view(group: Group, spec: Mapping[str, Any], folder: Path) -> View | Non
     theirs = published.set_index(["layer", "quantity", "block_size", "rate"])["value"]
     rates = sorted(good[spec["by"]].unique(), reverse=True)
     rows = []
-    for layer in sorted(good[spec["series"]].unique()):
+    series = good[spec["series"]] if spec.get("series") else pd.Series("all", good.index)
+    for layer in sorted(series.unique()):
         for size, label in sorted(grid.items(), reverse=True):
-            mine = good[good["method"].eq(label) & good[spec["series"]].eq(layer)]
+            mine = good[good["method"].eq(label) & series.eq(layer)]
             by = mine.groupby(spec["by"])
             rows.append(
                 (
-                    f"ours, {_words(spec['series'])} {as_text(layer)}",
+                    f"ours, {_words(spec.get('series') or 'layers')} {as_text(layer)}",
                     str(size),
                     *(
                         f"{by[spec['y']].mean()[r]:.4f} ± {by[spec['y']].std()[r]:.4f}"
@@ -286,9 +292,10 @@ def grid_view(group: Group, spec: Mapping[str, Any], folder: Path) -> View | Non
         ),
         rows=tuple(rows),
         notes=(
-            "Ours: mean ± standard deviation over prompts and draws, median seconds of one layer's"
-            " compression. Published: another model (Llama-3.1-8B-Instruct), prompts and hardware; what"
-            " can be compared is how the numbers change with block size and rate.",
+            "Ours: mean ± standard deviation over prompts and draws (over layers if they share a row),"
+            " median seconds of one layer's compression. Published: another model"
+            " (Llama-3.1-8B-Instruct), prompts and hardware; what can be compared is how the numbers"
+            " change with block size and rate.",
         ),
     )
 
@@ -301,7 +308,8 @@ def ablation_findings(group: Group, spec: Mapping[str, Any]) -> list[str]:
     cells = len(effects[0].cells)
     found = [
         f"One option changed at a time against {spec['reference']}; change of {_words(spec['y'])} as a "
-        f"geometric mean over {cells} cells, {_pairs(group, spec)} pairs each, 95 % intervals."
+        f"geometric mean over {cells} cells ({' x '.join(_cell_fields(spec))}), 95 % intervals over "
+        f"{_units(group, spec)}."
     ]
     ordered = sorted(effects, key=lambda e: e.overall.value)
     for words, chosen in (
@@ -340,10 +348,6 @@ def _places(effects: Sequence[Effect]) -> list[float]:
     return places
 
 
-def _named(effect: Effect) -> str:
-    return effect.label
-
-
 def _limit(effects: Sequence[Effect]) -> float:
     """The axis reaches what nine cells in ten reach, in per cent."""
     values = [100 * abs(e.value) for effect in effects for e in effect.cells.values()]
@@ -351,11 +355,15 @@ def _limit(effects: Sequence[Effect]) -> float:
     return max(5.0, float(np.quantile(values, 0.9)) * 1.25) if values else 5.0
 
 
-def _pairs(group: Group, spec: Mapping[str, Any]) -> int:
-    """Pairs per cell, of the reference."""
+def _cell_fields(spec: Mapping[str, Any]) -> list[str]:
+    return [_words(name) for name in (spec["by"], spec.get("series")) if name]
+
+
+def _units(group: Group, spec: Mapping[str, Any]) -> str:
+    """E.g. "8 prompts": what intervals resample."""
     mine = group.records[group.records["method"].eq(spec["reference"])]
-    sizes = mine[mine["status"].eq("ok")].groupby([spec["by"], spec["series"]]).size()
-    return int(sizes.max()) if len(sizes) else 0
+    count = mine[mine["status"].eq("ok")][spec["unit"]].nunique()
+    return f"{count} {_words(spec['unit'])}s"
 
 
 def _percent_text(estimate: Estimate) -> str:

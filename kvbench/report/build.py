@@ -12,6 +12,7 @@ from kvbench.report.figures import Drawn, figures_of, heatmap_alone, save_figure
 from kvbench.report.formats import latex, markdown
 from kvbench.report.page import Section, render_page
 from kvbench.report.paper import PaperError, published_tables
+from kvbench.report.study import Study, study_of
 from kvbench.report.tables import (
     Overview,
     frame_of,
@@ -48,9 +49,9 @@ def build_report(experiment_folder: str | Path) -> ReportPaths:
         StoreError: no runs, a broken run, or the folder cannot be written.
     """
     experiment = load_experiment(Path(experiment_folder))
-    sections = [_section(group) for group in experiment.groups]
-    across = overviews([s.tables[0] for s in sections if not s.timings])
     warnings: list[str] = []
+    sections = [_section(group, experiment.folder, warnings) for group in experiment.groups]
+    across = overviews([s.tables[0] for s in sections if not s.timings and s.study is None])
     try:
         published = published_tables(experiment)
     except PaperError as error:
@@ -73,21 +74,43 @@ def build_report(experiment_folder: str | Path) -> ReportPaths:
 
 def views_of(experiment: Experiment) -> list[View]:
     """The tables to print after a job: one per model and task, then all tasks of each model."""
-    views = [score_view(score_table(g)) for g in experiment.groups if not _is_timing(g)]
+    views: list[View] = []
+    ranked = []
+    for group in experiment.groups:
+        if _is_timing(group):
+            continue
+        study = _study_or_none(group, experiment.folder)
+        if study is not None:
+            views += study.views
+        else:
+            ranked.append(score_table(group))
+            views.append(score_view(ranked[-1], narrow=True))
     for group in filter(_is_timing, experiment.groups):
         views.append(timing_view(group.task, group.model, timing_table(group)))
-    tables = [score_table(group) for group in experiment.groups if not _is_timing(group)]
-    return views + [overview_view(one) for one in overviews(tables) if len(one.tables) > 1]
+    return views + [overview_view(one) for one in overviews(ranked) if len(one.tables) > 1]
 
 
-def _section(group: Group) -> Section:
+def _study_or_none(group: Group, folder: Path) -> Study | None:
+    """The study without its figures; None where a table it needs is missing (the page says which)."""
+    try:
+        return study_of(group, folder, draw=False)
+    except PaperError:
+        return None
+
+
+def _section(group: Group, folder: Path, warnings: list[str]) -> Section:
     timings = timing_table(group) if _is_timing(group) else []
     fields = [name for name in group.meta.breakdown if name in group.records]
     tables = [score_table(group), *(score_table(group, name) for name in fields)]
-    figures = figures_of(group, tables)
+    study: Study | None = None
+    try:
+        study = study_of(group, folder)
+    except PaperError as error:
+        warnings.append(str(error))
+    figures = list(study.figures) if study else figures_of(group, tables)
     if timings:
         figures.append(throughput(group, timings))
-    return Section(group, tuple(tables), tuple(timings), tuple(figures))
+    return Section(group, tuple(tables), tuple(timings), tuple(figures), study)
 
 
 def _is_timing(group: Group) -> bool:
@@ -117,6 +140,12 @@ def _write_tables(
                 views.append(difference_view(table))
             text = frame_of(table).to_csv(index=False, float_format="%.6g")
             paths.append(_write(folder / f"{_stem(view)}.csv", text))
+        if section.study is not None:
+            views += section.study.views
+            for name, frame in section.study.frames.items():
+                stem = name.replace("/", "_").replace(" ", "_")
+                text = frame.to_csv(index=False, float_format="%.6g")
+                paths.append(_write(folder / f"{stem}.csv", text))
         if section.timings:
             views.append(timing_view(group.task, group.model, section.timings))
             text = timing_frame(section.timings).to_csv(index=False, float_format="%.6g")

@@ -22,6 +22,7 @@ from kvbench.report.figures import Drawn
 from kvbench.report.paper import Published
 from kvbench.report.predictions import Shown, clip, sample_of
 from kvbench.report.stats import Estimate
+from kvbench.report.study import Study
 from kvbench.report.style import order_of, style_of
 from kvbench.report.tables import Overview, ScoreTable, Timing
 
@@ -38,6 +39,7 @@ class Section:
     tables: tuple[ScoreTable, ...]
     timings: tuple[Timing, ...]
     figures: tuple[Drawn, ...]
+    study: Study | None = None
 
 
 def render_page(
@@ -85,6 +87,7 @@ def _section(section: Section, index: int) -> dict[str, Any]:
         "group": section.group,
         "table": section.tables[0],
         "breakdowns": section.tables[1:],
+        "study": section.study,
         "timings": views.timing_view(section.group.task, section.group.model, section.timings)
         if section.timings
         else None,

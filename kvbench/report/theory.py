@@ -27,11 +27,11 @@ import pandas as pd
 from kvbench.report.data import Arm, Group
 from kvbench.report.figures import Drawn, _label_axes, _legend, _new, _stem, _style_axes
 from kvbench.report.stats import LEVEL, RESAMPLES, Array, Estimate
-from kvbench.report.style import Style, style_of
+from kvbench.report.style import Style, order_of, style_of
 from kvbench.report.views import View, number
 
 _GREY = "#888888"
-_SPARE = ("#332288", "#44AA99", "#CC79A7", "#999933", "#661100", "#6699CC", "#DDCC77", "#117733")
+_SPARE = ("#332288", "#44AA99", "#CC79A7", "#999933", "#661100", "#117733", "#DDCC77", "#AA4499")
 _SPARE_MARKERS = ("h", "p", ">", "d", "8", "H", "v", "^")
 NEAR = 0.1
 """A slope this close to the predicted one agrees with it."""
@@ -270,9 +270,9 @@ def _error_words(
 ) -> list[str]:
     first, last = fits[0].least, fits[0].most
     found = [
-        f"Slopes of the error of equation (2) against entries held, fitted from {number(first)} to "
-        f"{number(last)} entries asked for, 95 % intervals over {_count(fits)} repetitions. A slope "
-        f"within {NEAR:g} of the predicted one is called as predicted."
+        f"Slopes of the error of equation (2) against entries held, fitted from {first:.0f} to "
+        f"{last:.0f} entries asked for, 95 % intervals over {_count(fits)} repetitions; as predicted "
+        f"means within {NEAR:g} of the prediction. {_reached(by_arm)}"
     ]
     for label, mine in by_arm.items():
         expected = mine[0].expected
@@ -285,14 +285,14 @@ def _error_words(
             ("shallower on", [f for f in mine if f.slope.value > expected + NEAR]),
         ):
             if chosen:
-                named = "; ".join(f"{f.curve.facet} {_slope_text(f.slope)}" for f in chosen)
+                named = "; ".join(f"{f.curve.facet} ({_slope_text(f.slope)})" for f in chosen)
                 parts.append(f"{words} {named}")
         text = f"{label}, predicted {_signed(expected)}: {'. '.join(map(_capital, parts))}."
         bent = [f for f in mine if _bends(f)]
         if bent:
             named = "; ".join(
-                f"{f.curve.facet} {_signed(f.lower.value)} up to {number(f.split)} entries, "
-                f"{_signed(f.upper.value)} beyond"
+                f"{f.curve.facet} ({_signed(f.lower.value)} up to {f.split:.0f} entries, "
+                f"{_signed(f.upper.value)} beyond)"
                 for f in bent
             )
             text += f" The slope changes along the way: {named}."
@@ -316,7 +316,7 @@ def _error_words(
                 f"{len(ratios)})"
             )
         found.append(
-            f"Error relative to {compare}'s with {number(last)} entries asked for: "
+            f"Error relative to {compare}'s with {last:.0f} entries asked for: "
             f"{'; '.join(sentences)}."
         )
     heavy: dict[str, float] = {}
@@ -333,6 +333,22 @@ def _error_words(
     return found
 
 
+def _reached(by_arm: Mapping[str, Sequence[Fit]]) -> str:
+    """How many data sets each arm is as steep on as predicted, arms of one prediction together."""
+    predictions = sorted({f.expected for mine in by_arm.values() for f in mine})
+    sentences = []
+    for expected in (p for p in predictions if math.isfinite(p)):
+        named = []
+        for label, mine in by_arm.items():
+            if mine[0].expected == expected:
+                steep = sum(f.slope.value <= expected + NEAR for f in mine)
+                named.append(f"{label} on {steep} of {len(mine)}")
+        sentences.append(
+            f"The predicted {_signed(expected)} or steeper is reached by {', '.join(named)} data sets."
+        )
+    return " ".join(sentences)
+
+
 def _discrepancy_words(by_arm: Mapping[str, Sequence[Fit]], spec: Mapping[str, Any]) -> list[str]:
     some = next(iter(by_arm.values()))[0]
     found = [
@@ -344,11 +360,11 @@ def _discrepancy_words(by_arm: Mapping[str, Sequence[Fit]], spec: Mapping[str, A
         parts = []
         for f in mine:
             at = f.curve.mean[np.flatnonzero(f.curve.levels == f.most)[0]]
-            text = f"{f.curve.facet} slope {_slope_text(f.slope)}, {number(float(at))} at the end"
+            text = f"{f.curve.facet}: slope {_slope_text(f.slope)}, {number(float(at))} at the end"
             if math.isfinite(f.ratio.value) and f.curve.arm.method != spec.get("compare"):
                 text += f", {_ratio_text(f.ratio)} times {spec['compare']}"
             parts.append(text)
-        found.append(f"{label}: {'; '.join(parts)}.")
+        found.append(f"{label}. {_capital('; '.join(parts))}.")
     base = {f.curve.facet: f.curve for f in by_arm.get(str(spec.get("compare")), [])}
     starts = []
     for label, mine in by_arm.items():
@@ -383,10 +399,10 @@ def _cluster_words(by_arm: Mapping[str, Sequence[Fit]]) -> list[str]:
         for f in mine:
             share = f.curve.mean[-1] / f.curve.levels[-1]
             parts.append(
-                f"{f.curve.facet} slope {_slope_text(f.slope)}, m = {number(float(f.curve.mean[-1]))}"
+                f"{f.curve.facet}: slope {_slope_text(f.slope)}, m = {number(float(f.curve.mean[-1]))}"
                 f" ({100 * share:.3g} % of n)"
             )
-        found.append(f"{label}: {'; '.join(parts)}.")
+        found.append(f"{label}. {_capital('; '.join(parts))}.")
     return found
 
 
@@ -492,14 +508,14 @@ def _slopes_figure(group: Group, spec: Mapping[str, Any], fits: Sequence[Fit]) -
 
 
 def _looks(arms: Sequence[Arm]) -> dict[str, Style]:
-    """A style per arm; methods that would look like another one get a spare colour and marker."""
+    """The papers' methods as everywhere; variants of them in the spare colours, in order."""
     looks: dict[str, Style] = {}
-    spare = iter(zip(_SPARE * 4, _SPARE_MARKERS * 4, strict=True))
+    unknown = order_of("")[0]
+    spare = zip(_SPARE * 9, _SPARE_MARKERS * 9, strict=True)
     for arm in arms:
-        look = style_of(arm.method)
-        while look.color in {s.color for s in looks.values()} and len(looks) < len(_SPARE):
-            look = Style(*next(spare))
-        looks[arm.label] = look
+        known = order_of(arm.method)[0] != unknown
+        taken = any(style_of(arm.method) == look for look in looks.values())
+        looks[arm.label] = style_of(arm.method) if known and not taken else Style(*next(spare))
     return looks
 
 
