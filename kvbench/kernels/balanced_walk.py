@@ -135,10 +135,14 @@ def _form_kernel(
         e = work[0, : g.numel()].view(g.shape) if v is not None else g
         torch.baddbmm(e, k[:, top:end], k[:, :end].mT, beta=0, alpha=scale, out=e)
         if shift is not None:
-            later = torch.ones(end - top, end, dtype=torch.bool, device=e.device).triu_(top)
-            largest = e.masked_fill(later, float("-inf")).amax(-1).clamp_(min=0.0)
-            shift[:, top:end] = torch.where(risky[:, top:end], largest, 0.0)
+            later = torch.ones(end - top, end - top, dtype=torch.bool, device=e.device).triu_()
+            largest = e[:, :, top:].masked_fill(later, float("-inf")).amax(-1)
+            if top:
+                largest = torch.maximum(largest, e[:, :, :top].amax(-1))
+            shift[:, top:end] = torch.where(risky[:, top:end], largest.clamp_(min=0.0), 0.0)
             e -= shift[:, top:end].unsqueeze(-1)
+            # Below, nothing that counts beside exp(0), but slow denormals; above, places not read.
+            e.clamp_(-SAFE_EXPONENT, SAFE_EXPONENT)
         e.exp_()
         if v is not None:
             p = work[1, : g.numel()].view(g.shape)
