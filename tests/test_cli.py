@@ -188,6 +188,7 @@ def test_overrides_that_are_right_are_let_through() -> None:
         ["budget.rate=1"],
         ["task.files=['a b.jsonl',c.jsonl]"],
     ]
+    fine += [[f"experiment={name}"] for name in catalogue("experiments")]
     for overrides in fine:
         assert cli.check_overrides(overrides) is None, overrides
     assert (
