@@ -38,7 +38,7 @@ KEYS = (
         "task_label",
     ),
     *("seed", "limit", "device", "dtype", "compress_after", "timeout_s", "retry_failed"),
-    *("lock_timeout", "dry_run"),
+    *("lock_timeout", "dry_run", "prefill", "chunk_tokens", "paper_table"),
 )
 """Top-level keys of a composed config; Hydra's ``+key=value`` could add others that nothing reads."""
 
@@ -65,6 +65,8 @@ def build_job(config: DictConfig) -> Job:
         str(label): (instantiate(node, _convert_="all"), budget)
         for label, node in config.methods.items()
     }
+    for method, _ in methods.values():
+        method.quantization()
     task = instantiate(config.task, _convert_="all")
     plan: Plan = TaskPlan(task) if isinstance(task, Task) else task
     session = Session(
@@ -74,6 +76,8 @@ def build_job(config: DictConfig) -> Job:
         seed=config.seed,
         compress_after=config.compress_after,
         timeout_s=config.timeout_s,
+        prefill=config.prefill,
+        chunk_tokens=config.chunk_tokens,
     )
     method_configs: Any = plain["methods"]
     task_config: Any = plain["task"]

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from kvbench.engine.chunked import check_reads_in_chunks
 from kvbench.engine.generate import Generation, run_forks
 from kvbench.engine.session import Session
 from kvbench.kv import Budget, BudgetExceeded, KVError
@@ -135,6 +136,9 @@ class TaskPlan:
                 whose question is empty.
         """
         encoded = [encode_example(e, session.encoder) for e in self.task.examples(session.encoder)]
+        if session.prefill == "chunked":
+            for label, (method, _) in methods.items():
+                check_reads_in_chunks(label, method)
         longest = max((e.n for e in encoded), default=0)
         for label, (method, budget) in methods.items():
             if method.uses_budget and encoded and budget.sink + budget.window > longest:
@@ -165,6 +169,7 @@ class TaskPlan:
             seed=session.seed,
             example_id=example.id,
             compress_after=session.compress_after,
+            chunk_tokens=session.chunk_tokens if session.prefill == "chunked" else None,
         )
         prompt_tail = (example.context + example.question)[-200:]
         compressed_tokens = (

@@ -179,8 +179,8 @@ def test_a_cache_grows_when_it_is_full_and_a_copy_goes_its_own_way() -> None:
         torch.randn(1, 2, 5),
         torch.arange(5).expand(1, 2, 5),
     )
-    tight = LayerCache(kept, 0, build_method("exact"), 5, None)
-    roomy = LayerCache(kept, 9, build_method("exact"), 5, None)
+    tight = LayerCache(kept, 0, build_method("exact"), capacity=5)
+    roomy = LayerCache(kept, 9, build_method("exact"), capacity=5)
     for i in range(6):
         q, k, v = torch.randn(4, 1, 8), torch.randn(2, 1, 8), torch.randn(2, 1, 8)
         at = torch.tensor([5 + i])
@@ -204,7 +204,7 @@ def test_a_new_entry_starts_at_score_zero_in_the_place_of_one_that_left() -> Non
 
     keys = torch.randn(1, 2, 5, 8)
     kept = CompressedKV(keys, keys, None, torch.arange(5).expand(1, 2, 5), torch.ones(1, 2, 5))
-    cache = LayerCache(kept, 4, Spy(), 5, None)
+    cache = LayerCache(kept, 4, Spy(), capacity=5)
     for i in range(3):
         new = torch.randn(2, 1, 8)
         cache.step(new, new, new, torch.tensor([5 + i]), 0.3, None)

@@ -112,7 +112,7 @@ def _cache(method="exact", n=20, room=8, weights=None, **options):
     keys, values = torch.randn(1, 2, n, 8), torch.randn(1, 2, n, 8)
     positions = torch.arange(n).expand(1, 2, n)
     held = CompressedKV(keys, values, weights, positions)
-    return held, LayerCache(held, room, build_method(method, **options), n, None)
+    return held, LayerCache(held, room, build_method(method, **options), capacity=n)
 
 
 def test_decode_attention_adds_log_weights_and_never_moves_its_buffers():

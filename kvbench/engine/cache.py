@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.attention import capped
+from kvbench.kernels.quantize import Packed, Quantization, pack, unpack
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV
 from kvbench.methods.base import Held, Method
 
@@ -39,28 +40,55 @@ class LayerCache:
     tokens will come grows by `GROWTH` entries when it is full). Shapes (no batch dimension: a fork
     is one row): keys, values [kv_heads, reserved, head_dim], of which the first `length` are held.
 
+    With a `quantization`, the prompt's keys and values are held as packed integers and the buffers
+    take the new tokens only, which stay as they are.
+
     Args:
         held: the compressed prompt, batch 1.
         room: tokens that will be appended, if the caller knows.
-        method: asked to evict after each token when `evicts`.
+        method: asked to evict after each token, or to restrict attention, if it does and is `active`.
         capacity: entries per head the method may hold after prefill.
+        granted: entries per head the budget grants it.
+        sink: leading tokens that are always kept.
         window: sliding-window length of the layer, None for full attention.
+        active: False where the method has no part in this layer (it is left whole).
     """
 
     def __init__(
-        self, held: CompressedKV, room: int, method: Method, capacity: int, window: int | None
+        self,
+        held: CompressedKV,
+        room: int,
+        method: Method,
+        *,
+        capacity: int,
+        granted: int | None = None,
+        sink: int = 0,
+        window: int | None = None,
+        active: bool = True,
+        quantization: Quantization | None = None,
     ) -> None:
         heads, count, key_dim = held.keys.shape[1:]
         reserved = count + room
         self.length = count
         self.capacity = capacity
+        self.granted = capacity if granted is None else granted
+        self.sink = sink
         self.window = window
         self.method = method
-        self.evicts = method.evicts and held.scores is not None
-        self.keys = held.keys.new_empty(heads, reserved, key_dim)
-        self.values = held.values.new_empty(heads, reserved, held.values.shape[-1])
-        self.keys[:, :count] = held.keys[0]
-        self.values[:, :count] = held.values[0]
+        self.evicts = method.evicts and active
+        self.restricts = method.restricts and active
+        self.packed: tuple[Packed, Packed] | None = None
+        if quantization is not None:
+            self.packed = (
+                pack(held.keys[0], quantization, by_channel=True),
+                pack(held.values[0], quantization, by_channel=False),
+            )
+        self.first = 0 if self.packed is None else count  # entry that the buffers begin with
+        self.keys = held.keys.new_empty(heads, reserved - self.first, key_dim)
+        self.values = held.values.new_empty(heads, reserved - self.first, held.values.shape[-1])
+        if self.packed is None:
+            self.keys[:, :count] = held.keys[0]
+            self.values[:, :count] = held.values[0]
         self.positions = held.positions.new_zeros(heads, reserved)
         self.positions[:, :count] = held.positions[0]
         self.log_weights: Tensor | None = None
@@ -68,8 +96,7 @@ class LayerCache:
             self.log_weights = held.log_weights.new_zeros(heads, reserved)
             self.log_weights[:, :count] = held.log_weights[0]
         self.scores: Tensor | None = None
-        if self.evicts:
-            assert held.scores is not None
+        if held.scores is not None and (self.evicts or self.restricts):
             self.scores = held.scores.new_zeros(heads, reserved)
             self.scores[:, :count] = held.scores[0]
         self.prompt_entries = held.entries[0]
@@ -83,12 +110,25 @@ class LayerCache:
     def entry_bytes(self) -> int:
         """Bytes of what is held: keys, values, weights and scores, as stored. Room for tokens to
         come and positions (bookkeeping no kernel reads) are not counted."""
-        parts = [self.keys, self.values, self.log_weights, self.scores]
-        return sum(
-            part[:, : self.length].numel() * part.element_size()
-            for part in parts
-            if part is not None
-        )
+        new = self.length - self.first
+        parts = [self.keys[:, :new], self.values[:, :new]]
+        parts += [
+            part[:, : self.length] for part in (self.log_weights, self.scores) if part is not None
+        ]
+        packed = sum(part.nbytes for part in self.packed or ())
+        return packed + sum(part.numel() * part.element_size() for part in parts)
+
+    def _entries_of(self, which: int) -> Tensor:
+        """All keys (0) or values (1) held, [kv_heads, length, head_dim]; a view unless packed."""
+        buffer = (self.keys, self.values)[which][:, : self.length - self.first]
+        if self.packed is None:
+            return buffer
+        return torch.cat([unpack(self.packed[which]).to(buffer.dtype), buffer], dim=1)
+
+    def _held(self) -> Held:
+        n = self.length
+        scores = None if self.scores is None else self.scores[:, :n]
+        return Held(scores, self.positions[:, :n], self.granted, self.sink)
 
     def clone(self) -> LayerCache:
         """A copy that shares no buffer with this one."""
@@ -100,14 +140,15 @@ class LayerCache:
 
     def _reserve(self, entries: int) -> None:
         """Make the buffers hold `entries` at least; a copy only when they do not."""
-        reserved = self.keys.shape[1]
+        reserved = self.positions.shape[1]
         if entries <= reserved:
             return
         for name in _BUFFERS:
             part = getattr(self, name)
             if part is not None:
-                wider = part.new_zeros(part.shape[0], entries + GROWTH, *part.shape[2:])
-                wider[:, :reserved] = part
+                more = entries + GROWTH - reserved
+                wider = part.new_zeros(part.shape[0], part.shape[1] + more, *part.shape[2:])
+                wider[:, : part.shape[1]] = part
                 setattr(self, name, wider)
 
     def step(
@@ -149,8 +190,9 @@ class LayerCache:
             value = value.repeat_interleave(stored // value.shape[0], dim=0)
         before, after = self.length, self.length + tokens
         self._reserve(after)
-        self.keys[:, before:after] = key
-        self.values[:, before:after] = value
+        new = slice(before - self.first, after - self.first)
+        self.keys[:, new] = key
+        self.values[:, new] = value
         self.positions[:, before:after] = positions
         for part in (self.log_weights, self.scores):
             if part is not None:  # the place may be one that an evicted entry left
@@ -158,30 +200,31 @@ class LayerCache:
         self.length = after
         group = heads // stored
         packed = query.reshape(stored, group * tokens, dim)
-        logits = packed @ self.keys[:, :after].transpose(1, 2)
+        logits = packed @ self._entries_of(0).transpose(1, 2)
         logits = capped(logits.float() * scaling, softcap)
         if self.log_weights is not None:
             logits += self.log_weights[:, None, :after]
         if tokens > 1:
-            new = torch.arange(tokens, device=query.device)
-            hidden = (new[None] > new[:, None]).repeat(group, 1)
+            order = torch.arange(tokens, device=query.device)
+            hidden = (order[None] > order[:, None]).repeat(group, 1)
             logits[..., before:].masked_fill_(hidden, float("-inf"))
         if self.window is not None:
             past = self.positions[:, None, :after] <= (positions - self.window)[None, :, None]
             logits.masked_fill_(past.repeat(1, group, 1), float("-inf"))
+        if self.restricts:
+            logits.masked_fill_(self.method.restrict(self._held(), logits), float("-inf"))
         weights = logits.softmax(-1)
-        out = weights.to(value.dtype) @ self.values[:, :after]
+        out = weights.to(value.dtype) @ self._entries_of(1)
         if self.evicts:
             self._evict(weights.view(stored, group, after).mean(1))
         return out.view(stored, group, tokens, -1).reshape(heads, tokens, -1)
 
     def _evict(self, attention: Tensor) -> None:
         """Let the method drop one entry per head; the last entry moves into its place."""
-        assert self.scores is not None
         n = self.length
-        held = Held(self.scores[:, :n], self.positions[:, :n], self.capacity)
-        scores, leaving = self.method.evict(held, attention)
-        self.scores[:, :n] = scores
+        scores, leaving = self.method.evict(self._held(), attention)
+        if self.scores is not None and scores is not None:
+            self.scores[:, :n] = scores
         if leaving is None:
             return
         row = torch.arange(self.keys.shape[0], device=self.keys.device)
@@ -234,7 +277,17 @@ class Fork:
         Raises:
             BudgetExceeded: more than `capacity` entries (plus one of rounding) at some head.
         """
-        cache = LayerCache(held, self.room, self.method, capacity, window)
+        cache = LayerCache(
+            held,
+            self.room,
+            self.method,
+            capacity=capacity,
+            granted=capacity if self.method.saves_memory else self.budget.capacity(capacity),
+            sink=self.budget.sink,
+            window=window,
+            active=compressible and self.compressed,
+            quantization=self.method.quantization() if compressible else None,
+        )
         self.layers[layer] = cache
         most = int(cache.prompt_entries.max())
         if compressible and most > capacity + 1:

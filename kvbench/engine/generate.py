@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
 
 from kvbench.engine.cache import Fork, ForkBatch
+from kvbench.engine.chunked import chunked_prefill
 from kvbench.engine.prefill import Prefill, compressible_layers, forward, prefill, synchronize
 from kvbench.kv import Budget
 from kvbench.methods.base import Method
@@ -90,6 +91,7 @@ def run_forks(
     seed: int,
     example_id: str,
     compress_after: str = "prompt",
+    chunk_tokens: int | None = None,
 ) -> dict[str, Generation]:
     """One exact prefill, every method's fork, greedy decoding of all forks together.
 
@@ -99,6 +101,8 @@ def run_forks(
         compress_after: "prompt" (the papers' protocol: the question is in the prefill, so the first
             new token comes from exact attention) or "context" (the context is prefilled and
             compressed; the question's tokens then run through every fork).
+        chunk_tokens: read the prompt in chunks of so many tokens, each method through its own
+            bounded cache (`kvbench.engine.chunked`), in place of the shared prefill.
 
     Returns:
         One `Generation` per label; a fork that failed says so and stops nothing else.
@@ -109,7 +113,10 @@ def run_forks(
         Fork(label, method, budget, seed, example_id, room=len(tail) + stopping.max_new_tokens)
         for label, (method, budget) in methods.items()
     ]
-    shared = prefill(model, head, forks)
+    if chunk_tokens is None:
+        starts = dict.fromkeys(methods, prefill(model, head, forks))
+    else:
+        starts = {fork.label: chunked_prefill(model, head, fork, chunk_tokens) for fork in forks}
     compressible = compressible_layers(model)
     results: dict[str, Generation] = {}
     for fork in forks:
@@ -120,19 +127,19 @@ def run_forks(
             entries=fork.prompt_counts(compressible) if healthy else None,
             cache_bytes=fork.cache_bytes() if healthy else None,
             cache_bytes_end=None,
-            exact_bytes=shared.exact_bytes,
-            compressed=fork.compressed,
-            prefill_s=shared.prefill_s,
+            exact_bytes=starts[fork.label].exact_bytes,
+            compressed=fork.compressed or fork.method.quantize is not None,
+            prefill_s=starts[fork.label].prefill_s,
             compress_s=fork.compress_s,
             decode_s=0.0,
             failure=None,
         )
-    _decode(model, shared, forks, tail, stopping, results)
+    _decode(model, starts, forks, tail, stopping, results)
     for fork in forks:
         result = results[fork.label]
         if fork.failure is None:
             try:
-                fork.audit(shared.n, compressible)
+                fork.audit(len(head), compressible)
                 result.cache_bytes_end = fork.cache_bytes()
             except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
                 fork.failure = failure
@@ -145,7 +152,7 @@ def run_forks(
 
 def _decode(
     model: PreTrainedModel,
-    shared: Prefill,
+    starts: Mapping[str, Prefill],
     forks: Sequence[Fork],
     tail: list[int],
     stopping: Stopping,
@@ -153,13 +160,14 @@ def _decode(
 ) -> None:
     """Feed the question's tokens (if any), then decode greedily until every fork has ended."""
     device = model.device
-    position = shared.n
     active = [fork for fork in forks if fork.failure is None]
-    first = int(shared.logits.argmax())
-    pending = {fork.label: tail if tail else [first] for fork in active}
+    position = starts[active[0].label].n if active else 0
+    pending = dict.fromkeys(starts, tail)
     if not tail:
         for fork in active:
+            first = int(starts[fork.label].logits.argmax())
             results[fork.label].tokens.append(first)
+            pending[fork.label] = [first]
         active = [f for f in active if not stopping.reached(results[f.label].tokens)]
     begun = time.perf_counter()
     while active:

@@ -295,7 +295,7 @@ class Compression:
         for i, (start, n) in enumerate(zip(padding, lengths, strict=True)):
             name = f"row {i}" if tokens is None else prompt_name(tokens[i, start:].tolist())
             fork = Fork(self.label, self.method, self.budget, self.seed, name, room=0)
-            fork.compressed = n > self.budget.capacity(n) and self.method.saves_memory
+            fork.compressed = n > self.budget.capacity(n) and self.method.uses_budget
             forks.append(fork)
         layers = self.model.config.get_text_config().num_hidden_layers
         self._cache = LiveCache(forks, lengths, layers)

@@ -173,12 +173,24 @@ def forward(model: PreTrainedModel, ids: Tensor, positions: Tensor, state: objec
 
 
 @torch.inference_mode()
-def prefill(model: PreTrainedModel, ids: Sequence[int], forks: Sequence[Fork]) -> Prefill:
-    """Run the prompt once, exactly; every fork holds its compressed cache afterwards."""
+def prefill(
+    model: PreTrainedModel,
+    ids: Sequence[int],
+    forks: Sequence[Fork],
+    *,
+    always_compress: bool = False,
+) -> Prefill:
+    """Run the prompt once, exactly; every fork holds its compressed cache afterwards.
+
+    Args:
+        always_compress: call the methods even where the prompt is within their capacity, so that
+            they can note the scores of what they keep (reading in chunks goes on from there).
+    """
     device = model.device
     compressible = compressible_layers(model)
     for fork in forks:
-        fork.compressed = len(ids) > fork.budget.capacity(len(ids)) and fork.method.saves_memory
+        over = always_compress or len(ids) > fork.budget.capacity(len(ids))
+        fork.compressed = over and fork.method.uses_budget
     state = PrefillState(forks, compressible)
     tokens = torch.tensor([list(ids)], device=device)
     synchronize(device)

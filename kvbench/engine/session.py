@@ -21,6 +21,7 @@ from kvbench.kv import KVError
 from kvbench.tasks.base import PromptEncoder
 
 COMPRESS_AFTER = ("prompt", "context")
+PREFILLS = ("shared", "chunked")
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Session:
     Attributes:
         seed: of the methods' draws (and of random weights).
         compress_after: "prompt" or "context"; see `kvbench.engine.generate.run_forks`.
+        prefill: "shared" (one exact prefill serves every method) or "chunked" (each method reads the
+            prompt through its own bounded cache, `chunk_tokens` at a time).
         timeout_s: an example whose decoding takes longer is recorded as a timeout; None: no limit.
     """
 
@@ -39,12 +42,18 @@ class Session:
     seed: int = 0
     compress_after: str = "prompt"
     timeout_s: float | None = None
+    prefill: str = "shared"
+    chunk_tokens: int = 512
 
     def __post_init__(self) -> None:
         if self.compress_after not in COMPRESS_AFTER:
             raise KVError(
                 f"compress_after is {self.compress_after!r}; allowed: {', '.join(COMPRESS_AFTER)}"
             )
+        if self.prefill not in PREFILLS:
+            raise KVError(f"prefill is {self.prefill!r}; allowed: {', '.join(PREFILLS)}")
+        if not isinstance(self.chunk_tokens, int) or self.chunk_tokens < 1:
+            raise KVError(f"chunk_tokens is {self.chunk_tokens!r}; allowed: an integer >= 1")
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvbench.kv import Budget, CompressedKV, LayerKV
+from kvbench.kernels.quantize import Quantization
+from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
 
 
 @dataclass(frozen=True)
@@ -18,14 +19,17 @@ class Held:
 
     Attributes:
         scores: [kv_heads, c] float32, `CompressedKV.scores` brought up to date by `Method.evict`;
-            a new entry starts at 0.
+            a new entry starts at 0. None where the method gave none.
         positions: [kv_heads, c] int64, the prompt or generation position of each entry.
-        capacity: entries this layer may hold per head, as `Method.layer_capacity` said.
+        capacity: entries the budget grants this layer per head: `Method.layer_capacity`, or for a
+            method that holds everything `Budget.capacity`.
+        sink: leading tokens of the prompt that are always kept.
     """
 
-    scores: Tensor
+    scores: Tensor | None
     positions: Tensor
     capacity: int
+    sink: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +49,20 @@ class Method:
     saves_memory: ClassVar[bool] = True
     """False when the cache stays whole (exact, topk): no budget applies, and the record says so."""
 
+    quantize: Quantization | Mapping[str, int] | None = None
+    """How the kept entries are stored (``{bits: 4, group_size: 64}``); None: as they are."""
+
     uses_budget: ClassVar[bool] = True
     """False when `compress` does not look at the budget (exact): one record serves every rate."""
 
     @property
     def evicts(self) -> bool:
         """True when `evict` is to be called: the cache does not grow while decoding."""
+        return False
+
+    @property
+    def restricts(self) -> bool:
+        """True when `restrict` is to be called: a decoding query sees part of what is held."""
         return False
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
@@ -69,6 +81,29 @@ class Method:
         """
         return budget.capacity(n) if self.saves_memory else n
 
+    def quantization(self) -> Quantization | None:
+        """How the kept entries are stored, checked.
+
+        Raises:
+            KVError: unknown bits or group size, or a method that evicts while decoding.
+        """
+        if self.quantize is None:
+            return None
+        name = type(self).__name__
+        if self.evicts:
+            raise KVError(
+                f"{name}.quantize is set and the method evicts while decoding; allowed: decode=grow"
+            )
+        if isinstance(self.quantize, Quantization):
+            return self.quantize
+        try:
+            return Quantization(**self.quantize)
+        except (TypeError, ValueError) as error:
+            raise KVError(
+                f"{name}.quantize is {dict(self.quantize)}: {error}; "
+                "allowed: bits 2 or 4, group_size an integer >= 1"
+            ) from error
+
     def total_capacity(self, budget: Budget, n: int, num_layers: int) -> int:
         """Entries per KV head summed over the layers that the audit allows.
 
@@ -76,7 +111,7 @@ class Method:
         """
         return num_layers * (budget.capacity(n) if self.saves_memory else n)
 
-    def evict(self, held: Held, attention: Tensor) -> tuple[Tensor, Tensor | None]:
+    def evict(self, held: Held, attention: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """After one decoded token: new scores, and which entry leaves.
 
         Args:
@@ -84,7 +119,19 @@ class Method:
             attention: [kv_heads, c] the step's softmax attention, mean over the group's queries.
 
         Returns:
-            scores [kv_heads, c], and the index [kv_heads] of the entry that leaves each head (None:
-            nothing leaves). Called only when `evicts`.
+            scores [kv_heads, c] (None: no scores), and the index [kv_heads] of the entry that leaves
+            each head (None: nothing leaves). Called only when `evicts`.
         """
         raise NotImplementedError(f"{type(self).__name__}.evict")
+
+    def restrict(self, held: Held, logits: Tensor) -> Tensor:
+        """Which entries a decoding query does not attend to.
+
+        Args:
+            held: what the layer holds, the tokens fed in this step last.
+            logits: [kv_heads, queries, c], -inf where causality hides an entry.
+
+        Returns:
+            [kv_heads, queries, c] bool, True for hidden. Called only when `restricts`.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.restrict")

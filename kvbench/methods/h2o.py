@@ -70,6 +70,7 @@ class H2O(Method):
 
         Recent means the largest positions, whatever the order of the entries in the cache.
         """
+        assert held.scores is not None
         scores = held.scores + attention
         if scores.shape[-1] <= held.capacity:
             return scores, None

@@ -6,19 +6,39 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from kvbench.kv import Budget, CompressedKV, LayerKV, gather_entries
-from kvbench.methods._select import positions_between
-from kvbench.methods.base import Method
+from kvbench.methods._options import check_choice
+from kvbench.methods._select import oldest_leaves, positions_between
+from kvbench.methods.base import Held, Method
 
 
 @dataclass(frozen=True, kw_only=True)
 class Local(Method):
-    """Keeps the last `capacity` tokens and no sink: "Local" in the H2O paper."""
+    """Keeps the last `capacity` tokens and no sink: "Local" in the H2O paper.
+
+    Args:
+        decode: grow (generated tokens stay) | evict (each pushes out the oldest one).
+    """
 
     paper: ClassVar[str] = "arXiv 2306.14048, baseline 'Local'"
+
+    decode: str = "grow"
+
+    def __post_init__(self) -> None:
+        check_choice(self, "decode", "grow", "evict")
+
+    @property
+    def evicts(self) -> bool:
+        """True for ``decode=evict``."""
+        return self.decode == "evict"
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """The last `capacity` entries, ascending."""
         n = layer.n
         return gather_entries(layer, positions_between(layer, n - budget.capacity(n), n))
+
+    def evict(self, held: Held, attention: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """The oldest entry leaves, once the cache is over its capacity."""
+        return None, oldest_leaves(held, sink=0)

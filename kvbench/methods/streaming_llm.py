@@ -6,21 +6,36 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from kvbench.kv import Budget, CompressedKV, LayerKV, gather_entries
-from kvbench.methods._select import positions_between
-from kvbench.methods.base import Method
+from kvbench.methods._options import check_choice
+from kvbench.methods._select import oldest_leaves, positions_between
+from kvbench.methods.base import Held, Method
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingLLM(Method):
     """Keeps the first `sink` tokens and the most recent ones, `capacity` in all.
 
-    Departure: the paper's own cache keeps rolling while decoding and renumbers positions inside the
-    cache; here, as in the tables it is compared in, generated tokens stay and keep their positions.
+    Departure: the paper renumbers positions inside the cache; here every entry keeps its own.
+
+    Args:
+        decode: grow (generated tokens stay, as in the tables the method is compared in) | evict (the
+            paper's rolling cache: each new token pushes out the oldest one after the sink).
     """
 
     paper: ClassVar[str] = "arXiv 2309.17453, section 3.2"
+
+    decode: str = "grow"
+
+    def __post_init__(self) -> None:
+        check_choice(self, "decode", "grow", "evict")
+
+    @property
+    def evicts(self) -> bool:
+        """True for ``decode=evict``."""
+        return self.decode == "evict"
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """Sink, then the last capacity - sink entries, ascending."""
@@ -29,3 +44,7 @@ class StreamingLLM(Method):
         sink = positions_between(layer, 0, budget.sink)
         positions = torch.cat([sink, positions_between(layer, n - recent, n)], dim=-1)
         return gather_entries(layer, positions)
+
+    def evict(self, held: Held, attention: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """The oldest entry after the sink leaves, once the cache is over its capacity."""
+        return None, oldest_leaves(held, sink=held.sink)

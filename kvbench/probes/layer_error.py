@@ -153,6 +153,7 @@ class LayerError:
             "score_unit": "relative error",
             "lower_is_better": True,
             "breakdown": ["rate", "layer"],
+            "unit": "draw",
             "figures": [
                 {
                     "kind": "bars",
