@@ -43,5 +43,5 @@ def test_every_method_generates_within_its_budget(architecture, compress_after):
         assert len(result.tokens) == 6, name
         assert result.entries is not None
         n = 150 if compress_after == "prompt" else 140
-        if name != "exact":
+        if methods[name][0].saves_memory:
             assert result.entries["mean"] <= BUDGET.capacity(n), name

@@ -78,7 +78,7 @@ def test_eviction(capacity, heads, steps, fraction, start, seed):
         positions = torch.cat([positions, torch.full((heads, 1), newest)], 1)
         scores = torch.cat([scores, torch.zeros(heads, 1)], 1)
         attention = torch.rand(heads, positions.shape[1], generator=generator)
-        scores, leaving = method.evict(Held(scores, positions, capacity), attention)
+        scores, leaving = method.evict(Held(scores, positions, capacity, sink=0), attention)
         for head in range(heads):
             plain[head][newest] = 0.0
             for slot, position in enumerate(positions[head].tolist()):
