@@ -25,7 +25,7 @@ from matplotlib.artist import Artist
 from kvbench.report.data import Group
 from kvbench.report.figures import Drawn, _label_axes, _new, _stem, _style_axes, _tick
 from kvbench.report.paper import published_frame
-from kvbench.report.stats import Estimate, Stratum, estimates
+from kvbench.report.stats import Estimate, Stratum, estimates, widened
 from kvbench.report.tables import as_text
 from kvbench.report.views import View, number
 
@@ -92,13 +92,14 @@ def effects_of(group: Group, spec: Mapping[str, Any]) -> list[Effect]:
         )
     found = {cell: estimates([stratum]) for cell, stratum in cells.items()}
     overall = estimates(list(cells.values()))
+    least = min(len(stratum.sums) for stratum in cells.values())
     seconds = good.groupby("method")["compress_s"].median()
     return [
         Effect(
             parts[label],
             label,
-            {cell: _relative(of[i]) for cell, of in found.items()},
-            _relative(overall[i]),
+            {cell: _relative(of[i], len(cells[cell].sums)) for cell, of in found.items()},
+            _relative(overall[i], least),
             float(seconds[label] / seconds[spec["reference"]]),
         )
         for i, label in enumerate(labels)
@@ -210,7 +211,8 @@ def effect_view(group: Group, spec: Mapping[str, Any]) -> View:
         ),
         notes=(
             f"Geometric mean over {cells} cells ({' x '.join(_cell_fields(spec))}), with 95 % bootstrap"
-            f" intervals over {_units(group, spec)}; negative is less error.",
+            f" intervals over {_units(group, spec)}, widened by Student's t for their number; negative is"
+            " less error.",
             "better, worse: cells whose own interval excludes 0 (not adjusted for their number).",
             "seconds: median time of compression over that of the reference.",
         ),
@@ -335,7 +337,8 @@ def ablation_findings(group: Group, spec: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _relative(log_ratio: Estimate) -> Estimate:
+def _relative(log_ratio: Estimate, units: int) -> Estimate:
+    log_ratio = widened(log_ratio, units)
     return Estimate(*(math.expm1(x) for x in (log_ratio.value, log_ratio.low, log_ratio.high)))
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.stats import norm, t
 
 Array = NDArray[np.float64]
 
@@ -59,6 +61,18 @@ def estimates(strata: Sequence[Stratum]) -> list[Estimate]:
     if found.any():
         low[found], high[found] = np.nanquantile(draws[:, found], [tail, 1 - tail], axis=0)
     return [Estimate(*map(float, row)) for row in zip(value, low, high, strict=True)]
+
+
+def widened(estimate: Estimate, units: int) -> Estimate:
+    """The interval for few units: a percentile bootstrap over n units is too narrow by the factor
+    sqrt((n - 1) / n) of its standard error and by Student's t against the normal."""
+    if units < 2:
+        return estimate
+    tail = (1 + LEVEL) / 2
+    factor = float(t.ppf(tail, units - 1) / norm.ppf(tail)) * math.sqrt(units / (units - 1))
+    value = estimate.value
+    low, high = (value + factor * (bound - value) for bound in (estimate.low, estimate.high))
+    return Estimate(value, low, high)
 
 
 def _draws(stratum: Stratum) -> Array:

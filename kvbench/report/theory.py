@@ -26,7 +26,7 @@ import pandas as pd
 
 from kvbench.report.data import Arm, Group
 from kvbench.report.figures import Drawn, _label_axes, _legend, _new, _stem, _style_axes
-from kvbench.report.stats import LEVEL, RESAMPLES, Array, Estimate
+from kvbench.report.stats import LEVEL, RESAMPLES, Array, Estimate, widened
 from kvbench.report.style import Style, order_of, style_of
 from kvbench.report.views import View, number
 
@@ -69,7 +69,7 @@ class Curve:
         weights = log_x / np.square(log_x).sum()
         with np.errstate(divide="ignore", invalid="ignore"):
             slopes = np.log(self.draws[:, used]) @ weights
-        return _interval(float(np.log(self.mean[used]) @ weights), slopes)
+        return _interval(float(np.log(self.mean[used]) @ weights), slopes, self.units)
 
     def over(self, other: Curve, level: float) -> Estimate:
         """This curve's y over another's at one level, paired."""
@@ -78,9 +78,9 @@ class Curve:
             return Estimate(math.nan, math.nan, math.nan)
         i, j = int(mine[0]), int(theirs[0])
         with np.errstate(divide="ignore", invalid="ignore"):
-            return _interval(
-                float(self.mean[i] / other.mean[j]), self.draws[:, i] / other.draws[:, j]
-            )
+            log = np.log(self.draws[:, i]) - np.log(other.draws[:, j])
+            ratio = _interval(math.log(self.mean[i] / other.mean[j]), log, self.units)
+        return Estimate(*(math.exp(x) for x in (ratio.value, ratio.low, ratio.high)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,17 +137,21 @@ def curves_of(group: Group, spec: Mapping[str, Any]) -> list[Curve]:
             table = mine.pivot_table(index="repeat", columns="level", values="y", aggfunc="mean")
             values = table.reindex(repeats).to_numpy(float)
             draws = _resampled(str(facet), values)
-            tail = (1 - LEVEL) / 2
-            low, high = np.nanquantile(draws, [tail, 1 - tail], axis=0)
+            mean = np.nanmean(values, axis=0)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                spread = [
+                    _interval(math.log(m) if m > 0 else math.nan, np.log(column), len(table))
+                    for m, column in zip(mean, draws.T, strict=True)
+                ]
             curves.append(
                 Curve(
                     facet=str(facet),
                     arm=arm,
                     levels=table.columns.to_numpy(float),
                     x=mine.groupby("level")["x"].mean().to_numpy(float),
-                    mean=np.nanmean(values, axis=0),
-                    low=low,
-                    high=high,
+                    mean=mean,
+                    low=np.exp([e.low for e in spread]),
+                    high=np.exp([e.high for e in spread]),
                     draws=draws,
                     units=len(table),
                 )
@@ -247,7 +251,8 @@ def slope_view(group: Group, spec: Mapping[str, Any]) -> View:
         rows=tuple(rows),
         notes=(
             f"Least-squares slopes of log {_words(spec['y'])} against log {_words(spec['x'])}"
-            f"{reach}, with 95 % bootstrap intervals over {_count(fits)} repetitions.",
+            f"{reach}, with 95 % bootstrap intervals over {_count(fits)} repetitions, widened by"
+            " Student's t for their number.",
         ),
     )
 
@@ -528,13 +533,14 @@ def _resampled(name: str, values: Array) -> Array:
     return np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts > 0)
 
 
-def _interval(value: float, draws: Array) -> Estimate:
+def _interval(value: float, draws: Array, units: int) -> Estimate:
+    """Percentile bootstrap, widened for few units."""
     draws = draws[np.isfinite(draws)]
     if not len(draws):
         return Estimate(value, math.nan, math.nan)
     tail = (1 - LEVEL) / 2
     low, high = np.quantile(draws, [tail, 1 - tail])
-    return Estimate(value, float(low), float(high))
+    return widened(Estimate(value, float(low), float(high)), units)
 
 
 def _expected(label: str, spec: Mapping[str, Any]) -> float:
