@@ -28,7 +28,7 @@ demo: setup ## the shipped model x all methods x tasks; tables, and results/demo
 	$(BIN)/python -m kvbench experiment=demo results_dir=$(RESULTS)
 
 test: setup lint ## lint, types, tests
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 test-references: $(VENV_REFERENCES)/.ready ## compare with the real kvpress and minference packages, in $(VENV_REFERENCES)
 	$(VENV_REFERENCES)/bin/python -m pytest tests/references tests/test_adapters.py \

@@ -40,9 +40,10 @@ def build_model() -> LlamaForCausalLM:
         num_attention_heads=8,
         num_key_value_heads=2,
         max_position_embeddings=131072,
-        attn_implementation=IMPLEMENTATION,
     )
-    return LlamaForCausalLM(config).eval()
+    model = LlamaForCausalLM(config).eval()
+    model.set_attn_implementation(IMPLEMENTATION)
+    return model
 
 
 def job(

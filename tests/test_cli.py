@@ -20,7 +20,7 @@ from kvbench.catalogue import KINDS, catalogue
 from kvbench.progress import _logs_above_the_bar, progress_display
 from kvbench.runner import Progress
 
-FAST = ["model=tiny_random", "method=[exact,snapkv]", "task=longeval_lines", "task.num_lines=[20]"]
+FAST = ["logger=none", "model=tiny_random", "method=[exact,snapkv]", "task=longeval_lines", "task.num_lines=[20]"]
 SHORT = [*FAST, "task.num_examples=2", "task.max_new_tokens=2"]
 
 
@@ -96,7 +96,7 @@ def test_show_resolves_and_version_is_ours(capsys: Any) -> None:
 
 USAGE = [
     (["method=snapkvv"], "unknown method 'snapkvv' (did you mean 'snapkv'?); allowed: "),
-    (["method=[exact,nope]"], "unknown method 'nope'; allowed: "),
+    (["method=[exact,zzzzzz]"], "unknown method 'zzzzzz'; allowed: "),
     (["task=needel"], "unknown task 'needel' (did you mean 'needle'?)"),
     (["model=gpt17"], "unknown model 'gpt17'"),
     (["experiment=demoo"], "unknown experiment 'demoo' (did you mean 'demo'?)"),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 COMMAND = [
     *(sys.executable, "-m", "kvbench", "task.num_lines=[10,20]", "task.num_examples=12"),
-    *("method=[exact,uniform,h2o]", "device=cpu"),
+    *("method=[exact,uniform,h2o]", "device=cpu", "logger=none"),
 ]
 TIMES = ("prefill_s", "compress_s", "decode_s")
 
