@@ -59,6 +59,8 @@ reproduce-theory: setup ## error against memory, discrepancy, clusters, ablation
 	$(BIN)/python -m kvbench experiment=error_scaling results_dir=$(RESULTS)
 	$(BIN)/python -m kvbench experiment=error_scaling_streaming results_dir=$(RESULTS)
 	$(BIN)/python -m kvbench experiment=balancekv_ablation results_dir=$(RESULTS)
+	$(BIN)/python -m kvbench experiment=balancekv_needle_ablation results_dir=$(RESULTS)
+	$(BIN)/python -m kvbench experiment=balancekv_confirm results_dir=$(RESULTS)
 
 report: setup ## rebuild tables, figures and page from records: make report EXPERIMENT=demo
 	$(BIN)/python -m kvbench.report $(RESULTS)/$(or $(EXPERIMENT),demo)

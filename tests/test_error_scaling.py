@@ -378,12 +378,21 @@ TINY = {
         *("task.synthetic.n=256", "task.layers=[1]", "task.exact=16", "task.rates=[0.25]"),
     ],
 }
+TINY["balancekv_needle_ablation"] = [
+    *("task.num_prompts=1", "task.exact=16", "task.rates=[0.5]", "task.prompts.num_lines=[12]"),
+]
+TINY["balancekv_confirm"] = [
+    *("task.num_prompts=1", "task.layers=[1]", "task.exact=16", "task.rates=[0.25]"),
+    "task.prompts.num_lines=[12]",
+]
 EXPERIMENTS = {
     "error_scaling": ("error_scaling", "error_scaling_model"),
     "error_scaling_streaming": ("error_scaling_streaming", "error_scaling_streaming_model"),
     "walk_discrepancy": ("walk_discrepancy",),
     "subgen_clusters": ("subgen_clusters", "subgen_clusters_model"),
     "balancekv_ablation": ("balancekv_ablation", "balancekv_ablation_synthetic"),
+    "balancekv_needle_ablation": ("balancekv_ablation",),
+    "balancekv_confirm": ("balancekv_ablation",),
 }
 
 
@@ -391,8 +400,10 @@ EXPERIMENTS = {
 def test_every_experiment_runs_small(experiment, tmp_path):
     folders = set()
     for task in EXPERIMENTS[experiment]:
+        alone = len(EXPERIMENTS[experiment]) == 1
+        small = TINY[experiment if alone else task]
         overrides = [f"experiment={experiment}", f"task={task}", f"task_label={task}"]
-        overrides += [f"results_dir={tmp_path}", *TINY[task]]
+        overrides += [f"results_dir={tmp_path}", *small]
         GlobalHydra.instance().clear()
         with initialize_config_dir(config_dir=str(config_dir().resolve()), version_base="1.3"):
             config = compose("config", overrides=overrides)

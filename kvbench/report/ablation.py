@@ -211,7 +211,7 @@ def effect_view(group: Group, spec: Mapping[str, Any]) -> View:
         ),
         notes=(
             f"Geometric mean over {cells} cells ({' x '.join(_cell_fields(spec))}), with 95 % bootstrap"
-            f" intervals over {_units(group, spec)}, widened by Student's t for their number; negative is"
+            f" intervals over {_units(group, spec)}, widened by Student's t; negative is"
             " less error.",
             "better, worse: cells whose own interval excludes 0 (not adjusted for their number).",
             "seconds: median time of compression over that of the reference.",

@@ -413,7 +413,7 @@ def _cluster_words(by_arm: Mapping[str, Sequence[Fit]]) -> list[str]:
 
 def _curves_figure(group: Group, spec: Mapping[str, Any], curves: Sequence[Curve]) -> Drawn:
     facets = list(dict.fromkeys(curve.facet for curve in curves))
-    columns = min(3, len(facets))
+    columns = 2 if len(facets) == 4 else min(3, len(facets))
     rows = math.ceil(len(facets) / columns)
     figure = _new(1.0 + (4.6 if columns == 1 else 2.9 * columns), 1.1 + 2.6 * rows)
     axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
