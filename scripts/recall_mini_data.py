@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -139,6 +140,7 @@ class Generator:
         self.nouns = [self.encode(word) for word in nouns]
         self.nouns_text = nouns
         self.adjectives_text = adjectives
+        self.verbs_text = RandomWord().filter(include_categories=["verb"])
         self.numbers = [self.encode(str(number)) for number in range(50001)]
         self.prefix = self.encode(PREFIX)
         self.line = self.encode("line")
@@ -299,5 +301,82 @@ class Generator:
         for question, start, rest in facts:
             before = f"\n\n{start}" if rng.random() < 0.3 else f"\n\n{question}\n{start}"
             sequence.add(self.encode(before), 0.02)
+            sequence.add(self.encode(rest) + self.eos, 0.5, True)
+        return sequence
+
+    def prose(self, rng: random.Random) -> Iterator[str]:
+        """Sentences that look like written English to the tokenizer, without meaning.
+
+        Common words, a document's own stock of rarer ones (inflected, some capitalised), numbers,
+        quotation marks, short forms and paragraphs.
+        """
+        stock = [rng.choice(self.nouns_text) for _ in range(rng.randint(20, 200))]
+        stock += [rng.choice(self.adjectives_text) for _ in range(len(stock) // 3)]
+        stock += [rng.choice(self.verbs_text) for _ in range(len(stock) // 3)]
+        names = [self.name(rng) for _ in range(rng.randint(1, 8))]
+        short = ("don't", "it's", "you're", "I'd", "can't", "that's", "didn't", "they'll")
+        while True:
+            words: list[str] = []
+            for _ in range(rng.randint(3, 30)):
+                kind = rng.random()
+                if kind < 0.55:
+                    word = rng.choice(COMMON)
+                elif kind < 0.9:
+                    word = rng.choice(stock) + rng.choice(("", "", "", "s", "ed", "ing", "ly"))
+                elif kind < 0.95:
+                    word = rng.choice(names)
+                elif kind < 0.98:
+                    word = rng.choice(short)
+                else:
+                    word = str(rng.randint(0, 3000))
+                if rng.random() < 0.02:
+                    word = f'"{word}"'
+                if rng.random() < 0.02:
+                    word = f"({word})"
+                words.append(word + ("," if rng.random() < 0.06 else ""))
+            text = " ".join(words)
+            text = text[0].upper() + text[1:].rstrip(",") + rng.choice("......?!")
+            yield text + rng.choice(("",) * 8 + ("\n\n", "\n"))
+
+    def free_needle(self, rng: random.Random, prose: Iterator[str]) -> tuple[str, str, str]:
+        """A sentence of any kind, asked for by its first words."""
+        while True:
+            words = next(prose).strip().rstrip(".?!").split(" ")
+            if len(words) >= 6:
+                break
+        words = words[:20]
+        at = rng.randint(1, len(words) - 4)
+        words[at:at] = [self.name(rng), rng.choice(self.nouns_text)]
+        cut = rng.randint(at + 2, min(at + 6, len(words) - 1))
+        return "", " ".join(words[:cut]), " " + " ".join(words[cut:]) + "."
+
+    def prose_needles(self, rng: random.Random, length: int, count: int) -> Sequence:
+        """As :meth:`needles`, in other filler and with needles of any kind."""
+        prose = self.prose(rng)
+        grammar = rng.random() < 0.25
+        document = Document(rng, rng.choice((8, 24, 48, 200)))
+        pieces: list[str] = []
+        total = 0.0
+        while total < length:
+            text = document.sentence() if grammar else next(prose)
+            gap = "" if not pieces or pieces[-1].endswith("\n") else " "
+            pieces.append(gap + text)
+            total += len(self.encode(pieces[-1]))
+        facts = []
+        for _ in range(count):
+            fact = self.free_needle(rng, prose) if rng.random() < 0.4 else self.needle(rng)
+            facts.append(fact)
+            place = rng.randint(0, len(pieces))
+            text = fact[1] + fact[2]
+            pieces.insert(place, text + " " if place == 0 else " " + text)
+        sequence = Sequence()
+        sequence.add(self.encode("".join(pieces)))
+        for position in range(len(sequence.ids)):
+            if rng.random() < 0.03:
+                sequence.weight[position] = 0.1
+        rng.shuffle(facts)
+        for question, start, rest in facts:
+            bare = not question or rng.random() < 0.3
+            sequence.add(self.encode(f"\n\n{start}" if bare else f"\n\n{question}\n{start}"), 0.02)
             sequence.add(self.encode(rest) + self.eos, 0.5, True)
         return sequence

@@ -5,7 +5,9 @@ From scratch, on generated data only: no downloaded text and no downloaded weigh
 1. ``cycles``: in-context bigrams (random successor cycles), loss on every token, growing alphabet;
 2. ``pairs``, ``lines``: key-value lines repeated in shuffled order, loss on every token;
 3. ``record``, ``needle``: LongEval records and needle prompts with questions, longer and longer;
-4. ``mixture``: prompts of all lengths, learning rate to zero.
+4. ``mixture``: prompts of all lengths, learning rate to zero;
+5. ``wider``, only with ``--wider-minutes``: more kinds of filler and needles. The shipped model
+   was made without it.
 
 A stage also revisits the ones before it.
 
@@ -307,7 +309,9 @@ class Trainer:
             if time.time() - last_log > self.args.log_every:
                 last_log = time.time()
                 speed = state["spent"] / state["step"]
-                self.log(f"{stage.name} loss {float(loss):.3f} acc {mean:.3f} {speed:.2f} s/step")
+                self.log(
+                    f"{stage.name} loss {float(loss.detach()):.3f} acc {mean:.3f} {speed:.2f} s/step"
+                )
             if time.time() - last_save > 60 * self.args.save_minutes:
                 last_save = time.time()
                 self.save()
@@ -393,6 +397,17 @@ def needle_maker(text: Generator, low: int, high: int, tokens: int = 4096) -> Ma
     return make
 
 
+def prose_maker(text: Generator, low: int, high: int, tokens: int = 4096) -> Maker:
+    """Needle prompts in filler like written text."""
+
+    def make(rng: np.random.Generator) -> Batch:
+        length = round(math.exp(rng.uniform(math.log(low), math.log(high))))
+        count = int(rng.integers(1, 3 + min(6, length // 200)))
+        return text_batch(rng, lambda r: text.prose_needles(r, length, count), tokens)
+
+    return make
+
+
 def mixed(parts: list[tuple[float, Maker]]) -> Maker:
     """One of several kinds of batch, drawn with these weights."""
     weights = np.array([weight for weight, _ in parts])
@@ -437,7 +452,17 @@ def stages(args: argparse.Namespace, text: Generator) -> list[Stage]:
             (0.17, needle_maker(text, 800, 4200)),
         ]
     )
-    result.append(Stage("mixture", everything, minutes=args.mixture_minutes, decay=True))
+    result.append(Stage("mixture", everything, minutes=args.minutes, decay=True))
+    if args.wider_minutes > 0:
+        wider = mixed(
+            [
+                (0.35, everything),
+                (0.1, record_maker(text, 160, 400)),
+                (0.25, prose_maker(text, 100, 800)),
+                (0.3, prose_maker(text, 800, 4200)),
+            ]
+        )
+        result.append(Stage("wider", wider, minutes=args.wider_minutes, decay=True, lr=8e-4))
     return result
 
 
@@ -445,7 +470,10 @@ def main() -> None:
     """Run the curriculum."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--mixture-minutes", type=float, default=40.0, help="time of the last stage"
+        "--minutes", type=float, default=51.3, help="all stages but the optional last one"
+    )
+    parser.add_argument(
+        "--wider-minutes", type=float, default=0.0, help="time of the optional last stage"
     )
     parser.add_argument("--asset", default=str(ASSET), help="written with every checkpoint")
     parser.add_argument("--device", default="cpu")
@@ -462,6 +490,9 @@ def main() -> None:
     tokenizer = train_tokenizer()
     trainer = Trainer(args, tokenizer)
     for stage in stages(args, Generator(tokenizer)):
+        if stage.name != "wider":  # "mixture" takes what the stages before it left
+            used = sum(entry["minutes"] for entry in trainer.done)
+            stage.minutes = min(stage.minutes, max(0.05, args.minutes - used))
         trainer.run_stage(stage)
     trainer.log(json.dumps(trainer.done))
     evaluate_recall_mini.main(["--model", args.asset, "--threads", str(args.threads)])
