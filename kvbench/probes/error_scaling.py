@@ -8,6 +8,11 @@ arXiv 2402.06082, in its main theorem):
 with memory proportional to 1 / eps^2 (SubGen, as for independent samples) or 1 / eps (BalanceKV,
 up to logarithms and a factor exponential in the norms). So eps against the entries
 kept has slope -1/2 or -1 on logarithmic axes: that is what this probe measures.
+
+What to expect of BalanceKV's block form: the signed sums of different blocks add up like independent
+errors, so that after T halvings of n entries in blocks of b the error is about
+2^T / n * sqrt(n / (2^T b)) = 1 / sqrt(kept * b): slope -1 only while one block is kept, then -1/2.
+Blocks that grow with what is kept (MergeAndReduce's batches) keep the slope at -1.
 """
 
 from __future__ import annotations
@@ -114,6 +119,12 @@ def bound_scale(layer: LayerKV, queries: Tensor) -> Tensor:
     spread = torch.linalg.vector_norm(capped(logits, layer.softcap).softmax(-1), dim=-1)
     size = torch.linalg.vector_norm(layer.values.double().flatten(2), dim=-1)
     return (spread * size[:, :, None, None]).view(batch, heads, m)
+
+
+def key_exponent(layer: LayerKV) -> float:
+    """Largest ||k - mean k||^2 * scaling over entries and heads: the walk's largest exponent."""
+    keys = layer.keys.double()
+    return float((keys - keys.mean(2, keepdim=True)).square().sum(-1).max()) * layer.scaling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,6 +303,7 @@ class ErrorScaling:
     ) -> Iterator[Outcome]:
         truth = estimate(keep_all(layer), queries, layer.n, layer)
         scale = bound_scale(layer, queries)
+        exponent = key_exponent(layer)
         for kept in self.kept:
             budget = Budget(rate=kept / self.n, sink=0, window=0)
             for label, (method, _) in methods.items():
@@ -300,6 +312,7 @@ class ErrorScaling:
                     "kept": kept,
                     "replicate": replicate,
                     "prompt_tokens": layer.n,
+                    "key_exponent": exponent,
                 }
                 generator = layer_generator(seed, f"{dataset}/{replicate}/{kept}", 0)
                 try:

@@ -116,6 +116,7 @@ def ablation_figure(group: Group, spec: Mapping[str, Any]) -> Drawn:
     figure = _new(1.7 + 2.6 * len(panels), 1.1 + 0.205 * height)
     axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
     limit = _limit(effects)
+    lowest = max(0.0, *(-e.low for effect in effects for e in effect.cells.values()))
     for ax, panel in zip(axes, panels, strict=True):
         ax.axvline(0, color="#666666", linewidth=0.9)
         for k, one in enumerate(series):
@@ -156,7 +157,7 @@ def ablation_figure(group: Group, spec: Mapping[str, Any]) -> Drawn:
                     label=label,
                 )
         ax.set_title(f"{_words(spec['by'])} {_tick(panel, spec['by'])}", fontsize=9)
-        ax.set_xlim(-limit * 0.6, limit * 1.04)
+        ax.set_xlim(-min(limit, 105 * lowest) - 1, limit * 1.04)
         _style_axes(ax, grid="x")
     for place, before in zip(places[1:], places, strict=False):
         if place - before > 1:

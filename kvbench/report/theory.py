@@ -267,7 +267,7 @@ def scaling_findings(group: Group, spec: Mapping[str, Any]) -> list[str]:
         return _discrepancy_words(by_arm, spec)
     if kind == "clusters":
         return _cluster_words(by_arm)
-    return _error_words(by_arm, spec, fits)
+    return _error_words(by_arm, spec, fits) + _exponent_words(group, spec)
 
 
 def _error_words(
@@ -338,6 +338,19 @@ def _error_words(
     return found
 
 
+def _exponent_words(group: Group, spec: Mapping[str, Any]) -> list[str]:
+    """How large the factor in BalanceKV's bound is, where the records say."""
+    if "key_exponent" not in group.records:
+        return []
+    known = group.records.dropna(subset=["key_exponent"])
+    by_facet = known.groupby(spec["facet"], sort=False)["key_exponent"].median()
+    named = ", ".join(f"{facet} {number(float(value))}" for facet, value in by_facet.items())
+    return [
+        "The largest exponent of the walk's kernel, ||k||^2 / sqrt(d) of the keys less their mean"
+        f" (median over repetitions): {named}. The bound of BalanceKV grows with its exponential."
+    ]
+
+
 def _reached(by_arm: Mapping[str, Sequence[Fit]]) -> str:
     """How many data sets each arm is as steep on as predicted, arms of one prediction together."""
     predictions = sorted({f.expected for mine in by_arm.values() for f in mine})
@@ -365,11 +378,11 @@ def _discrepancy_words(by_arm: Mapping[str, Sequence[Fit]], spec: Mapping[str, A
         parts = []
         for f in mine:
             at = f.curve.mean[np.flatnonzero(f.curve.levels == f.most)[0]]
-            text = f"{f.curve.facet}: slope {_slope_text(f.slope)}, {number(float(at))} at the end"
+            text = f"{f.curve.facet} (slope {_slope_text(f.slope)}, {number(float(at))} at the end"
             if math.isfinite(f.ratio.value) and f.curve.arm.method != spec.get("compare"):
                 text += f", {_ratio_text(f.ratio)} times {spec['compare']}"
-            parts.append(text)
-        found.append(f"{label}. {_capital('; '.join(parts))}.")
+            parts.append(f"{text})")
+        found.append(f"{label}: {'; '.join(parts)}.")
     base = {f.curve.facet: f.curve for f in by_arm.get(str(spec.get("compare")), [])}
     starts = []
     for label, mine in by_arm.items():
@@ -404,10 +417,10 @@ def _cluster_words(by_arm: Mapping[str, Sequence[Fit]]) -> list[str]:
         for f in mine:
             share = f.curve.mean[-1] / f.curve.levels[-1]
             parts.append(
-                f"{f.curve.facet}: slope {_slope_text(f.slope)}, m = {number(float(f.curve.mean[-1]))}"
-                f" ({100 * share:.3g} % of n)"
+                f"{f.curve.facet} (slope {_slope_text(f.slope)}, m = {number(float(f.curve.mean[-1]))},"
+                f" {100 * share:.3g} % of n)"
             )
-        found.append(f"{label}. {_capital('; '.join(parts))}.")
+        found.append(f"{label}: {'; '.join(parts)}.")
     return found
 
 
@@ -500,7 +513,8 @@ def _slopes_figure(group: Group, spec: Mapping[str, Any], fits: Sequence[Fit]) -
     ax.set_ylim(len(facets) - 0.5, -0.5)
     for edge in np.arange(0.5, len(facets) - 1):
         ax.axhline(edge, color="#DDDDDD", linewidth=0.6)
-    ax.set_xlabel(f"slope of log {_words(spec['y'])} against log {_words(spec['x'])}", fontsize=9)
+    across = str(spec.get("xlabel", _words(spec["x"])))
+    ax.set_xlabel(f"slope of log {_words(spec['y'])} against log {across}", fontsize=9)
     _style_axes(ax, grid="x")
     _legend(figure, ax, min(4, len(arms)))
     return Drawn(
@@ -574,7 +588,11 @@ def _slope_text(slope: Estimate) -> str:
 
 
 def _ratio_text(ratio: Estimate) -> str:
-    return f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
+    low, value, high = (
+        f"{x:.2f}" if x >= 0.1 or math.isnan(x) else f"{x:.2g}"
+        for x in (ratio.low, ratio.value, ratio.high)
+    )
+    return f"{value} [{low}, {high}]"
 
 
 def _signed(value: float) -> str:
