@@ -332,7 +332,15 @@ def ablation_findings(group: Group, spec: Mapping[str, Any]) -> list[str]:
             f" none, {number(e.seconds)} times the seconds)"
             for e in free
         )
-        found.append(f"Better at no cost on these tensors: {named}.")
+        chosen_of = (
+            ""
+            if len(effects) < 4
+            else (
+                f" The best of {len(effects)} variants on the same data looks better than it is: see it"
+                " confirmed on other data before using it."
+            )
+        )
+        found.append(f"Better at no cost on these tensors: {named}.{chosen_of}")
     else:
         found.append("No variant is better overall, worse in no cell, and as fast.")
     return found
