@@ -223,10 +223,20 @@ def slope_frame(group: Group, spec: Mapping[str, Any]) -> pd.DataFrame:
             "last_ratio": fit.ratio.value,
             "last_ratio_low": fit.ratio.low,
             "last_ratio_high": fit.ratio.high,
+            "held_last": fit.curve.x[at],
+            "bytes_ratio_last": _bytes_ratio(group, spec, fit),
             "repetitions": fit.curve.units,
         }
         lines.append(line)
     return pd.DataFrame(lines)
+
+
+def _bytes_ratio(group: Group, spec: Mapping[str, Any], fit: Fit) -> float:
+    """Mean bytes held over those of the exact cache at the last level fitted; NaN where not known."""
+    records = group.records
+    mine = records["arm"].eq(fit.curve.arm.label) & records[spec["facet"]].eq(fit.curve.facet)
+    mine &= records[spec["level"]].eq(fit.most) & records["status"].eq("ok")
+    return float(pd.to_numeric(records["ratio"][mine]).mean())
 
 
 def slope_view(group: Group, spec: Mapping[str, Any]) -> View:
@@ -344,7 +354,7 @@ def _exponent_words(group: Group, spec: Mapping[str, Any]) -> list[str]:
         return []
     known = group.records.dropna(subset=["key_exponent"])
     by_facet = known.groupby(spec["facet"], sort=False)["key_exponent"].median()
-    named = ", ".join(f"{facet} {number(float(value))}" for facet, value in by_facet.items())
+    named = "; ".join(f"{facet} ({number(float(value))})" for facet, value in by_facet.items())
     return [
         "The largest exponent of the walk's kernel, ||k||^2 / sqrt(d) of the keys less their mean"
         f" (median over repetitions): {named}. The bound of BalanceKV grows with its exponential."
