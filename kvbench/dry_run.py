@@ -19,7 +19,7 @@ from kvbench.kv import Budget
 from kvbench.methods.base import Method
 from kvbench.plan import EncodedExample, Unit, one_line
 from kvbench.runner import Job
-from kvbench.store import StoreError, config_hash, load_run, run_folder
+from kvbench.store import StoreError, load_run
 
 PATIENCE = 10.0
 """Seconds that trying an example with a short answer may take."""
@@ -44,17 +44,7 @@ def print_dry_run(job: Job, console: Console | None = None) -> None:
     """
     out = console or Console(width=None if sys.stdout.isatty() else 140)
     units = list(job.plan.units(job.session, job.methods))[: job.limit]
-    folders = {
-        label: run_folder(
-            job.results_dir,
-            job.experiment,
-            job.spec.name,
-            job.task,
-            label,
-            config_hash(job.identity(label)),
-        )
-        for label in job.methods
-    }
+    folders = {label: job.folder(label) for label in job.methods}
     done = {label: _done(folder, units) for label, folder in folders.items()}
     wanted = sum(len(unit.record_ids) for unit in units)
     todo = [unit for unit in units if any(not set(unit.record_ids) <= d for d in done.values())]

@@ -68,6 +68,17 @@ class Job:
             "seed": self.session.seed,
         }
 
+    def folder(self, label: str) -> Path:
+        """Where the records of method `label` are."""
+        return run_folder(
+            self.results_dir,
+            self.experiment,
+            self.spec.name,
+            self.task,
+            label,
+            config_hash(self.identity(label)),
+        )
+
 
 @dataclass
 class Progress:
@@ -109,21 +120,12 @@ def run_job(
         StoreError: another process holds a folder, or the disk is full.
     """
     units = list(job.plan.units(job.session, job.methods))[: job.limit]
-    folders = {
-        label: run_folder(
-            job.results_dir,
-            job.experiment,
-            job.spec.name,
-            job.task,
-            label,
-            config_hash(job.identity(label)),
-        )
-        for label in job.methods
-    }
+    folders = {label: job.folder(label) for label in job.methods}
     failed = written = 0
     with ExitStack() as stack:
         stores: dict[str, RecordStore] = {}
-        for label, folder in folders.items():
+        # in one order, so that two jobs that share methods cannot wait for each other
+        for label, folder in sorted(folders.items()):
             stores[label] = stack.enter_context(RecordStore(folder, lock_timeout=job.lock_timeout))
             if job.retry_failed:
                 stores[label].drop_failed()

@@ -20,7 +20,8 @@ from kvbench.catalogue import KINDS, catalogue
 from kvbench.progress import _logs_above_the_bar, progress_display
 from kvbench.runner import Progress
 
-FAST = ["logger=none", "model=tiny_random", "method=[exact,snapkv]", "task=longeval_lines", "task.num_lines=[20]"]
+FAST = ["logger=none", "model=tiny_random", "method=[exact,snapkv]", "task=longeval_lines"]
+FAST += ["task.num_lines=[20]"]
 SHORT = [*FAST, "task.num_examples=2", "task.max_new_tokens=2"]
 
 

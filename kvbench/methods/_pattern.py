@@ -27,7 +27,6 @@ class Pattern(Method):
     """
 
     paper: ClassVar[str] = "arXiv 2306.14048, Table 2 (patterns of arXiv 1904.10509)"
-    needs_queries: ClassVar[str | int] = "all"  # with heavy_hitters
 
     heavy_hitters: bool = False
 

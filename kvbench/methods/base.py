@@ -44,8 +44,6 @@ class Method:
     """Where the method comes from: arXiv number and section."""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Named sets of options, e.g. ``{"released": {"order": "released"}}``."""
-    needs_queries: ClassVar[str | int] = 0
-    """Prompt queries `compress` reads: 0, "window" (the last `budget.window`) or "all"."""
     saves_memory: ClassVar[bool] = True
     """False when the cache stays whole (exact, topk): no budget applies, and the record says so."""
 

@@ -33,7 +33,6 @@ class H2O(Method):
     """
 
     paper: ClassVar[str] = "arXiv 2306.14048, Algorithm 1"
-    needs_queries: ClassVar[str | int] = "all"
 
     heavy_fraction: float = 0.5
     decode: str = "evict"

@@ -282,7 +282,6 @@ class KVPress(Method):
     """
 
     paper: ClassVar[str] = "package kvpress (arXiv 2510.00636); each press names its own paper"
-    needs_queries: ClassVar[str | int] = "all"
 
     press: str = "SnapKVPress"
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)

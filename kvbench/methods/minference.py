@@ -69,7 +69,6 @@ class MInference(Method):
     """
 
     paper: ClassVar[str] = "package minference (MInference, arXiv 2407.02490): its cache clusters"
-    needs_queries: ClassVar[str | int] = "window"
 
     cluster: str = "snapkv"
     kernel_size: int = 5

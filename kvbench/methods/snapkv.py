@@ -88,7 +88,6 @@ class SnapKV(Method):
     """
 
     paper: ClassVar[str] = "arXiv 2404.14469, section 4"
-    needs_queries: ClassVar[str | int] = "window"
 
     kernel_size: int = 5
     pooling: str = "avgpool"

@@ -35,7 +35,6 @@ class SpAtten(Method):
     """
 
     paper: ClassVar[str] = "arXiv 2012.09852, as in arXiv 2306.14048, Table 11"
-    needs_queries: ClassVar[str | int] = "all"
 
     def layer_capacities(self, budget: Budget, n: int, num_layers: int) -> list[int]:
         """Entries per head of every layer after a prompt of n tokens; non-increasing."""
