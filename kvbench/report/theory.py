@@ -35,6 +35,8 @@ _SPARE = ("#332288", "#44AA99", "#CC79A7", "#999933", "#661100", "#117733", "#DD
 _SPARE_MARKERS = ("h", "p", ">", "d", "8", "H", "v", "^")
 NEAR = 0.1
 """A slope this close to the predicted one agrees with it."""
+WIDE = 0.5
+"""An interval wider than this cannot tell -1 from -1/2: the slope is not determined."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +103,11 @@ class Fit:
     upper: Estimate
     expected: float
     ratio: Estimate
+
+    @property
+    def determined(self) -> bool:
+        """Whether the interval is narrower than `WIDE`."""
+        return self.slope.high - self.slope.low <= WIDE
 
     @property
     def agrees(self) -> bool:
@@ -287,17 +294,19 @@ def _error_words(
     found = [
         f"Slopes of the error of equation (2) against entries held, fitted from {first:.0f} to "
         f"{last:.0f} entries asked for, 95 % intervals over {_count(fits)} repetitions; as predicted "
-        f"means within {NEAR:g} of the prediction. {_reached(by_arm)}"
+        f"means within {NEAR:g} of the prediction, not determined an interval wider than {WIDE:g}. "
+        f"{_reached(by_arm)}"
     ]
     for label, mine in by_arm.items():
         expected = mine[0].expected
         if not math.isfinite(expected):
             continue
-        parts = []
+        parts, settled = [], [f for f in mine if f.determined]
         for words, chosen in (
-            ("as predicted on", [f for f in mine if f.agrees]),
-            ("steeper on", [f for f in mine if f.slope.value < expected - NEAR]),
-            ("shallower on", [f for f in mine if f.slope.value > expected + NEAR]),
+            ("as predicted on", [f for f in settled if f.agrees]),
+            ("steeper on", [f for f in settled if f.slope.value < expected - NEAR]),
+            ("shallower on", [f for f in settled if f.slope.value > expected + NEAR]),
+            ("not determined on", [f for f in mine if not f.determined]),
         ):
             if chosen:
                 named = "; ".join(f"{f.curve.facet} ({_slope_text(f.slope)})" for f in chosen)
@@ -369,7 +378,7 @@ def _reached(by_arm: Mapping[str, Sequence[Fit]]) -> str:
         named = []
         for label, mine in by_arm.items():
             if mine[0].expected == expected:
-                steep = sum(f.slope.value <= expected + NEAR for f in mine)
+                steep = sum(f.determined and f.slope.value <= expected + NEAR for f in mine)
                 named.append(f"{label} on {steep} of {len(mine)}")
         sentences.append(
             f"The predicted {_signed(expected)} or steeper is reached by {', '.join(named)} data sets."
