@@ -197,9 +197,12 @@ def fits_of(curves: Sequence[Curve], spec: Mapping[str, Any]) -> list[Fit]:
 
 
 def scaling_figures(group: Group, spec: Mapping[str, Any]) -> list[Drawn]:
-    """The curves, a panel per data set; and their slopes side by side."""
+    """The curves, a panel per data set; and, where slopes are predicted, the fitted ones."""
     curves = curves_of(group, spec)
-    return [_curves_figure(group, spec, curves), _slopes_figure(group, spec, fits_of(curves, spec))]
+    figures = [_curves_figure(group, spec, curves)]
+    if spec.get("expected"):
+        figures.append(_slopes_figure(group, spec, fits_of(curves, spec)))
+    return figures
 
 
 def slope_frame(group: Group, spec: Mapping[str, Any]) -> pd.DataFrame:
@@ -447,7 +450,7 @@ def _curves_figure(group: Group, spec: Mapping[str, Any], curves: Sequence[Curve
     facets = list(dict.fromkeys(curve.facet for curve in curves))
     columns = 2 if len(facets) == 4 else min(3, len(facets))
     rows = math.ceil(len(facets) / columns)
-    figure = _new(1.0 + (4.6 if columns == 1 else 2.9 * columns), 1.1 + 2.6 * rows)
+    figure = _new(1.0 + (4.6 if columns == 1 else 2.55 * columns), 1.0 + 2.15 * rows)
     axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
     looks = _looks(group.arms)
     for ax, facet in zip(axes.flat, facets, strict=False):
