@@ -49,9 +49,10 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-results: demo ## everything the README shows: the demo, the official LongEval cases, the benches
+results: demo ## results/demo as committed: the demo, LongEval's official cases, the synthetic layers
 	$(BIN)/python -m kvbench experiment=demo_official results_dir=$(RESULTS) \
 	  'task.files=[$(LONGEVAL)/200_lines.jsonl]'
+	$(BIN)/python -m kvbench experiment=demo task=layer_error_synthetic results_dir=$(RESULTS)
 
 reproduce-theory: setup ## error against memory, discrepancy, clusters, ablation; results/theory/report.html
 	$(BIN)/python -m kvbench experiment=walk_discrepancy results_dir=$(RESULTS)
@@ -65,7 +66,7 @@ reproduce-theory: setup ## error against memory, discrepancy, clusters, ablation
 report: setup ## rebuild tables, figures and page from records: make report EXPERIMENT=demo
 	$(BIN)/python -m kvbench.report $(RESULTS)/$(or $(EXPERIMENT),demo)
 
-train-recall-mini: setup ## train the shipped model again (hours on a CPU)
+train-recall-mini: setup ## train the shipped model again (an hour on one core)
 	$(BIN)/python scripts/train_recall_mini.py
 
 bench: setup ## what sharing a prefill saves, what compression costs
