@@ -45,7 +45,12 @@ def test_add_your_own_method_as_written(tmp_path):
     done = subprocess.run(
         [sys.executable, *arguments[1:]],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(tmp_path),
+            "OMP_NUM_THREADS": "1",
+            "WANDB_API_KEY": "",
+        },
         capture_output=True,
         text=True,
         check=False,
@@ -58,3 +63,5 @@ def test_add_your_own_method_as_written(tmp_path):
     assert {line["status"] for line in lines} == {"ok"}
     assert all(line["entries"]["max"] == line["capacity"] for line in lines)
     assert (tmp_path / "results/default/report.html").is_file()
+    # by default every run is copied to W&B, offline where there is no key
+    assert len(list((tmp_path / "results/default/wandb").glob("offline-run-*"))) == 2

@@ -203,3 +203,25 @@ def test_a_budget_no_prompt_is_long_enough_for_is_a_usage_error(tmp_path):
     methods = {"snapkv": (build_method("snapkv"), Budget(rate=0.5, sink=90, window=90))}
     with pytest.raises(KVError, match=r"sink \+ budget.window is 180; the longest prompt .* 99"):
         run_job(replace(job, methods=methods, method_configs={"snapkv": {}}))
+
+
+def test_another_file_under_the_same_name_is_another_run(tmp_path):
+    from kvbench.tasks.longeval_lines import QUESTION_START, LongEvalLines
+
+    def case(number):
+        line = f"line a-b: REGISTER_CONTENT is <{number}>\n"
+        row = {
+            "prompt": f"{line}{QUESTION_START}Which?",
+            "expected_number": number,
+            "random_idx": ["a-b", 0],
+        }
+        return json.dumps(row) + "\n"
+
+    file = tmp_path / "1_lines.jsonl"
+    task = LongEvalLines(files=[str(file)], max_new_tokens=2)
+    folders = set()
+    for number in (17, 18, 17):
+        file.write_text(case(number))
+        job = make_job(tmp_path, {"exact": build_method("exact")}, plan=TaskPlan(task))
+        folders.add(run_job(job).folders["exact"])
+    assert len(folders) == 2
