@@ -50,7 +50,8 @@ class Plan(Protocol):
 
     def meta(self) -> dict[str, Any]:
         """What reports need to know: version, score_unit, lower_is_better, breakdown, figures; and
-        `data`, digests of the files the examples come from."""
+        `data`, digests of the files the examples come from; and `subject`, what the numbers are about
+        where it is not the model (None: the model)."""
         ...
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:

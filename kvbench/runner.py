@@ -13,7 +13,15 @@ from typing import Any
 from kvbench.engine.loading import ModelSpec
 from kvbench.engine.session import Session
 from kvbench.plan import Methods, Outcome, Plan, Unit, one_line, status_of
-from kvbench.store import COMMON_FIELDS, RecordStore, config_hash, run_folder, write_manifest
+from kvbench.store import (
+    COMMON_FIELDS,
+    MANIFEST,
+    RecordStore,
+    config_hash,
+    read_manifest,
+    run_folder,
+    write_manifest,
+)
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +137,7 @@ def run_job(
             stores[label] = stack.enter_context(RecordStore(folder, lock_timeout=job.lock_timeout))
             if job.retry_failed:
                 stores[label].drop_failed()
-            write_manifest(folder, _manifest(job, label))
+            write_manifest(folder, _manifest(job, label, folder))
         progress = Progress(total=len(units))
         report_progress(progress)
         for unit in units:
@@ -188,8 +196,19 @@ def _record(job: Job, outcome: Outcome, folder: Path) -> dict[str, Any]:
     return record | dict(outcome.fields)
 
 
-def _manifest(job: Job, label: str) -> dict[str, Any]:
+EACH_START = ("started", "command", "code_revision", "versions", "hardware")
+"""Manifest keys that tell one start of a run from another."""
+
+
+def _manifest(job: Job, label: str, folder: Path) -> dict[str, Any]:
+    """What made the records; a run that goes on remembers its earlier starts."""
+    earlier: list[Any] = []
+    if (folder / MANIFEST).is_file():
+        before = read_manifest(folder / MANIFEST)
+        start = {key: before.get(key) for key in EACH_START}
+        earlier = [*before.get("earlier_starts", []), start]
     return {
+        "earlier_starts": earlier,
         "experiment": job.experiment,
         "model": job.spec.name,
         "task": job.task,

@@ -347,7 +347,7 @@ def load_run(folder: Path) -> Run:
     """
     import pandas as pd  # not above: the command line imports this module and should start fast
 
-    manifest = _read_manifest(folder / MANIFEST)
+    manifest = read_manifest(folder / MANIFEST)
     path = folder / RECORDS
     rows: dict[str, dict[str, Any]] = {}
     if path.exists():
@@ -364,7 +364,7 @@ def load_run(folder: Path) -> Run:
     return Run(folder, manifest, records)
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -127,6 +127,8 @@ def test_a_second_run_writes_nothing_and_a_larger_limit_goes_on(tmp_path):
     assert again.written == 0
     more = run_job(make_job(tmp_path))
     assert more.written == 6
+    manifest = load_run(more.folders["snapkv"]).manifest
+    assert len(manifest["earlier_starts"]) == 2, "a run that goes on remembers how it began"
     fresh = run_job(make_job(tmp_path / "fresh"))
     assert records_of(more) == records_of(fresh)
 

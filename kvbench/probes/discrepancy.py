@@ -117,6 +117,7 @@ class WalkDiscrepancy:
         """See `kvbench.plan.Plan.meta`."""
         return {
             "version": self.version,
+            "subject": "synthetic tensors",
             "score_unit": "discrepancy",
             "lower_is_better": True,
             "breakdown": ["n"],

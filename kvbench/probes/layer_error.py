@@ -150,6 +150,7 @@ class LayerError:
         return {
             "version": self.version,
             "data": dict(self.prompts.data()) if self.prompts is not None else {},
+            "subject": "synthetic tensors" if self.prompts is None else None,
             "score_unit": "relative error",
             "lower_is_better": True,
             "breakdown": ["rate", "layer"],

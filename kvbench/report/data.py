@@ -141,10 +141,15 @@ def load_experiment(folder: Path) -> Experiment:
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
-    """Runs of the same model and task together: by model, what is scored before what is probed."""
+    """Runs of the same model and task together: by model, what is scored before what is probed.
+
+    Where a task's numbers are not about the model (`task_meta.subject`), its subject stands for it.
+    """
     groups: dict[tuple[str, str], list[Run]] = defaultdict(list)
     for run in runs:
-        groups[str(run.manifest.get("model")), str(run.manifest.get("task"))].append(run)
+        subject = (run.manifest.get("task_meta") or {}).get("subject")
+        model = str(subject or run.manifest.get("model"))
+        groups[model, str(run.manifest.get("task"))].append(run)
     found = [_group(*key, members) for key, members in groups.items()]
     return sorted(found, key=lambda g: (g.model, g.meta.score_unit != "fraction", g.task))
 
