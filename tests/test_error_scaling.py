@@ -283,15 +283,15 @@ def test_the_page_says_what_the_numbers_say(tmp_path):
     page = paths.page.read_text()
     for finding in study.findings:
         assert finding.split("'")[0].replace("<", "&lt;") in page
-    frame = pd.read_csv(folder / "tables" / "error_scaling-recall_mini-slopes.csv")
+    frame = pd.read_csv(folder / "tables" / "error_scaling-synthetic_tensors-slopes.csv")
     assert set(frame["arm"]) == {"uniform", "balancekv"}
     assert frame["slope"].between(frame["slope_low"], frame["slope_high"]).all()
-    markdown = (folder / "tables" / "error_scaling-recall_mini-slopes.md").read_text()
+    markdown = (folder / "tables" / "error_scaling-synthetic_tensors-slopes.md").read_text()
     assert "| uniform " in markdown
     names = {path.name for path in paths.figures}
     assert {
-        "error_scaling-recall_mini-scaling.png",
-        "error_scaling-recall_mini-slopes.png",
+        "error_scaling-synthetic-tensors-scaling.png",
+        "error_scaling-synthetic-tensors-slopes.png",
     } <= names
     before = paths.page.read_bytes()
     assert build_report(folder).page.read_bytes() == before, "the same records give the same page"
@@ -332,7 +332,7 @@ def test_an_ablation_is_paired_over_prompts(tmp_path):
     (group,) = load_experiment(folder).groups
     study = study_of(group, folder)
     assert study is not None
-    frame = study.frames["balancekv_ablation-recall_mini-ablation"]
+    frame = study.frames["balancekv_ablation-synthetic tensors-ablation"]
     change = frame[frame["rate"] == "all"].set_index("variant")["change"]
     assert change["worse"] == pytest.approx(0.2)
     assert change["better"] == pytest.approx(-0.1)
