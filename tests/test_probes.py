@@ -160,3 +160,15 @@ def test_a_probe_records_a_method_that_fails(tmp_path):
     assert result.failed == 1
     assert records_of(result)["wrong"][0]["status"] == "over_budget"
     assert SMALL.capacity(320) < 320
+
+
+def test_a_method_whose_error_lies_in_decoding_is_not_called_exact(tmp_path):
+    probe = LayerError(rates=(0.5,), layers=(1,), seeds=1, exact=32, synthetic=SYNTHETIC)
+    methods = {
+        "topk": build_method("topk"),
+        "packed": build_method("exact", quantize={"bits": 4}),
+    }
+    records = records_of(run_job(probe_job(tmp_path, probe, methods)))
+    for label, rows in records.items():
+        assert rows[0]["score"] is None, label
+        assert "while decoding; allowed" in rows[0]["error"], label

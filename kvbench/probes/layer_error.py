@@ -271,7 +271,12 @@ def compress_measured(
 
     Raises:
         BudgetExceeded: more entries than the method may hold.
+        KVError: what the method does to attention or to stored entries happens while decoding only,
+            so that the error of what `compress` returns would not be the method's.
     """
+    if method.restricts or method.quantize is not None:
+        what = "restricts attention" if method.restricts else "quantizes entries"
+        raise KVError(f"method {label!r} {what} while decoding; allowed: methods that do neither")
     start = time.perf_counter()
     held = method.compress(kv, budget, generator)
     seconds = time.perf_counter() - start

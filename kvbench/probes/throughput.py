@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -36,6 +36,7 @@ class Throughput:
     prompt_tokens: Sequence[int] = (16384,)
     new_tokens: int = 1024
     runs: int = 10
+    _warm: set[tuple[int, str]] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, values in (
@@ -84,9 +85,9 @@ class Throughput:
         ids = torch.randint(vocabulary, (n,), generator=generator).tolist()
         for label in methods:
             one = {label: methods[label]}
-            if (n, label) not in _warmed(session):
+            if (n, label) not in self._warm:
                 _once(session, ids, one, self.new_tokens)
-                _warmed(session).add((n, label))
+                self._warm.add((n, label))
             _reset_peak(session.device)
             result = _once(session, ids, one, self.new_tokens)[label]
             fields = {**measured(result), "run": run, "prompt_tokens": n, "dataset": f"n{n}"}
@@ -111,12 +112,8 @@ def _once(
         Stopping(new_tokens),
         seed=session.seed,
         example_id="throughput",
+        chunk_tokens=session.chunk_tokens if session.prefill == "chunked" else None,
     )
-
-
-def _warmed(session: Session) -> set[tuple[int, str]]:
-    """Which (length, method) this session has warmed up."""
-    return session.__dict__.setdefault("_warmed", set())
 
 
 def _reset_peak(device: torch.device) -> None:
