@@ -1,0 +1,68 @@
+"""Which implementation of a hot operation runs: its Triton kernel or its torch reference."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import os
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+CHOICES = ("auto", "triton", "torch")
+VARIABLE = "KVBENCH_KERNELS"
+"""Environment variable that says what `auto` means in this process: auto | triton | torch."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What the Triton kernels read; they compute in float32."""
+LARGEST_DIM = 256
+"""Widest head the kernels hold on chip."""
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    log.warning(message)
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def obstacle(*tensors: Tensor) -> str | None:
+    """Why the Triton kernels cannot take these tensors [..., dim]; None when they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    for tensor in tensors:
+        if not (tensor.is_cuda or _interpreted()):
+            return f"tensors on {tensor.device}: needs CUDA, or TRITON_INTERPRET=1 to test"
+        if tensor.dtype not in DTYPES:
+            return f"{tensor.dtype}: needs one of {', '.join(map(str, DTYPES))}"
+        if tensor.shape[-1] > LARGEST_DIM:
+            return f"head_dim {tensor.shape[-1]}: at most {LARGEST_DIM}"
+    return None
+
+
+def use_triton(operation: str, choice: str, *tensors: Tensor) -> bool:
+    """True when `operation` on these tensors is to run as its Triton kernel.
+
+    `auto` takes Triton on CUDA and torch elsewhere; where CUDA tensors cannot go through Triton it
+    says so, once per reason, in the log.
+
+    Raises:
+        ValueError: an unknown choice; or a forced `triton` that is not possible.
+    """
+    if choice == "auto":
+        choice = os.environ.get(VARIABLE, "auto")
+    if choice not in CHOICES:
+        raise ValueError(f"implementation is {choice!r}; allowed: {', '.join(CHOICES)}")
+    if choice == "torch" or (choice == "auto" and not tensors[0].is_cuda):
+        return False
+    reason = obstacle(*tensors)
+    if reason is None:
+        return True
+    if choice == "triton":
+        raise ValueError(f"{operation} cannot run as a Triton kernel: {reason}")
+    _say_once(f"{operation} runs in plain torch on this GPU: {reason}")
+    return False

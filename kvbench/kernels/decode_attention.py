@@ -1,0 +1,240 @@
+"""Attention of one new token per row over entries that every row holds in buffers of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels._choice import use_triton
+
+
+@dataclass(frozen=True)
+class EntryTable:
+    """Where the entries of each row are. Made once by `entry_table`, used at every step.
+
+    Rows of a decode step are forks and prompts that hold different numbers of entries, in buffers
+    reserved when each was prefilled. Neither a padded batch tensor (reads and stores padding) nor
+    one packed pool (would have to be moved when a row joins, leaves or grows) fits them; a table of
+    addresses does: rows stay where they are, a pool's rows are as good as buffers of their own, and
+    the same table serves every step, so a step does no Python work per row and can be captured in a
+    CUDA graph. Only `lengths`, a tensor beside it, changes from step to step.
+
+    Attributes:
+        keys, values: one [kv_heads, reserved, dim] per row; `reserved` differs between rows.
+        log_weights: one [kv_heads, reserved] float32 or None (all zero) per row; -inf hides an entry.
+    """
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    log_weights: tuple[Tensor | None, ...]
+
+    @property
+    def rows(self) -> int:
+        return len(self.keys)
+
+    @property
+    def kv_heads(self) -> int:
+        return self.keys[0].shape[0]
+
+    @cached_property
+    def longest(self) -> int:
+        """Entries the largest buffer has room for."""
+        return max(key.shape[1] for key in self.keys)
+
+    @property
+    def weighted(self) -> bool:
+        """True when any row has log-weights."""
+        return any(weight is not None for weight in self.log_weights)
+
+    @cached_property
+    def pointers(self) -> Tensor:
+        """[rows, 9] int64 on the rows' device: addresses of keys, values and log-weights (0: none),
+        then the strides over heads and over entries of each, in elements."""
+        table = []
+        for key, value, weight in zip(self.keys, self.values, self.log_weights, strict=True):
+            strides = [*key.stride()[:2], *value.stride()[:2]]
+            strides += [0, 0] if weight is None else weight.stride()
+            address = 0 if weight is None else weight.data_ptr()
+            table.append([key.data_ptr(), value.data_ptr(), address, *strides])
+        return torch.tensor(table, dtype=torch.int64).to(self.keys[0].device)
+
+
+def entry_table(
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    log_weights: Sequence[Tensor | None] | None = None,
+) -> EntryTable:
+    """The table of these rows' buffers (or views of a pool), which are held, not copied.
+
+    Make a new one when a row joins or leaves or a buffer is replaced by a larger one; appending to a
+    buffer in place needs none.
+
+    Args:
+        keys, values: per row [kv_heads, reserved, dim]; all rows of one dtype, device, kv_heads and
+            dim (of values: their own dim); numbers of an entry adjacent in memory.
+        log_weights: per row [kv_heads, reserved] float32, or None where all are zero.
+
+    Raises:
+        ValueError: no rows, or rows that differ in what they must share.
+    """
+    weights = (None,) * len(keys) if log_weights is None else tuple(log_weights)
+    if not keys or not len(keys) == len(values) == len(weights):
+        raise ValueError(
+            f"{len(keys)} rows of keys, {len(values)} of values, {len(weights)} of log-weights; "
+            "allowed: the same number, at least 1"
+        )
+    for name, rows in (("keys", keys), ("values", values)):
+        kinds = {(row.shape[0], row.shape[2], row.dtype, row.device) for row in rows}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"{name} differ in (kv_heads, dim, dtype, device): {sorted(map(str, kinds))}"
+            )
+        if any(row.stride(2) != 1 for row in rows):
+            raise ValueError(f"{name} of an entry are not adjacent in memory (stride 1)")
+    for row, (key, value, weight) in enumerate(zip(keys, values, weights, strict=True)):
+        if key.shape[:2] != value.shape[:2] or key.dtype != value.dtype:
+            raise ValueError(
+                f"row {row} has keys {tuple(key.shape)} {key.dtype} and "
+                f"values {tuple(value.shape)} {value.dtype}"
+            )
+        if weight is not None and (weight.shape != key.shape[:2] or weight.dtype != torch.float32):
+            raise ValueError(
+                f"row {row} has log-weights {tuple(weight.shape)} {weight.dtype}; "
+                f"allowed: {tuple(key.shape[:2])} torch.float32"
+            )
+    return EntryTable(tuple(keys), tuple(values), weights)
+
+
+def weighted_decode_attention(
+    query: Tensor,
+    table: EntryTable,
+    lengths: Tensor | Sequence[int],
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    return_mass: bool = False,
+    implementation: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """softmax(q . k * scaling + log_weight) . v of one token per row over the row's entries.
+
+    The query heads of a group share one reading of their KV head's entries; nothing is repeated,
+    padded or copied, and the work of a row is proportional to the entries it holds. The entry of the
+    token itself must already be in the buffers and counted.
+
+    Args:
+        query: [rows, heads, dim]; query head i uses KV head i // (heads / kv_heads).
+        table: where the rows' entries are (`entry_table`).
+        lengths: entries of each row, from the start of its buffers: [rows] int32 or int64 on the
+            query's device (so that a captured CUDA graph can read new ones), or plain integers
+            (cheaper where the torch implementation runs, which needs them on the host). Not checked
+            against the buffers when a tensor on CUDA: that would stall the device. A row of length 0
+            gives zeros, as does a head whose entries are all hidden.
+        scaling: factor on q.k before the softmax.
+        softcap: s of s * tanh(logit / s), applied after scaling; None for none.
+        return_mass: return the attention each entry received, too (H2O).
+        implementation: auto (Triton on CUDA, torch elsewhere) | triton | torch.
+
+    Returns:
+        output [rows, heads, value_dim] in the query's dtype; and the softmax attention each entry
+        received, mean over the query heads of its group, [rows, kv_heads, table.longest] float32,
+        zero beyond a row's length (None unless asked for).
+
+    Raises:
+        ValueError: shapes that do not fit; a forced implementation that is not possible.
+    """
+    rows, heads, dim = query.shape
+    kv_heads = table.kv_heads
+    if (
+        rows != table.rows
+        or len(lengths) != rows
+        or heads % kv_heads
+        or dim != table.keys[0].shape[2]
+    ):
+        raise ValueError(
+            f"query {tuple(query.shape)} and {len(lengths)} lengths over {table.rows} rows of "
+            f"{kv_heads} KV heads of dim {table.keys[0].shape[2]}"
+        )
+    use_triton("weighted_decode_attention", implementation, query, table.keys[0], table.values[0])
+    return _torch_attention(query, table, lengths, scaling, softcap, return_mass)
+
+
+def _torch_attention(
+    query: Tensor,
+    table: EntryTable,
+    lengths: Tensor | Sequence[int],
+    scaling: float,
+    softcap: float | None,
+    return_mass: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Row by row on views of the buffers: a batched product would need them padded and copied."""
+    counts = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
+    rows, heads, dim = query.shape
+    kv_heads = table.kv_heads
+    group = heads // kv_heads
+    out = query.new_zeros(rows, kv_heads, group, table.values[0].shape[2])
+    mass = (
+        query.new_zeros(rows, kv_heads, table.longest, dtype=torch.float32) if return_mass else None
+    )
+    for row, n in enumerate(counts):
+        key, value, weight = table.keys[row], table.values[row], table.log_weights[row]
+        if not 0 <= n <= key.shape[1]:
+            raise ValueError(f"row {row} has length {n}; its buffers hold 0 to {key.shape[1]}")
+        if n == 0:
+            continue
+        logits = torch.bmm(query[row].view(kv_heads, group, dim), key[:, :n].mT).float() * scaling
+        if softcap is not None:
+            logits = logits.div_(softcap).tanh_().mul_(softcap)
+        if weight is not None:
+            logits += weight[:, None, :n]
+        top = logits.amax(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)
+        attention = logits.sub_(top).exp_()
+        # At least exp(0) = 1, unless every entry is hidden.
+        attention /= attention.sum(-1, keepdim=True).clamp_(min=1.0)
+        out[row] = torch.bmm(attention.to(value.dtype), value[:, :n])
+        if mass is not None:
+            mass[row, :, :n] = attention.mean(1)
+    return out.view(rows, heads, -1), mass
+
+
+def append_entries(
+    table: EntryTable,
+    lengths: Tensor | Sequence[int],
+    key: Tensor,
+    value: Tensor,
+    *,
+    implementation: str = "auto",
+) -> None:
+    """Write one new entry per row into place `lengths[row]` of its buffers, with log-weight 0.
+
+    One launch for all rows and no address computed on the host, so that a captured CUDA graph can
+    append. `lengths` (before the append) is not changed; see `weighted_decode_attention` on its form.
+
+    Args:
+        key, value: [rows, kv_heads, dim], in the buffers' dtype.
+
+    Raises:
+        ValueError: shapes that do not fit; on the torch path, a buffer without room.
+    """
+    rows, kv_heads = table.rows, table.kv_heads
+    for name, new, held in (("key", key, table.keys[0]), ("value", value, table.values[0])):
+        if new.shape != (rows, kv_heads, held.shape[2]) or new.dtype != held.dtype:
+            raise ValueError(
+                f"{name} is {tuple(new.shape)} {new.dtype}; "
+                f"allowed: {(rows, kv_heads, held.shape[2])} {held.dtype}"
+            )
+    use_triton("append_entries", implementation, key, value)
+    counts = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+    for row, n in enumerate(counts):
+        if not 0 <= n < table.keys[row].shape[1]:
+            raise ValueError(
+                f"row {row} has length {n}; its buffers hold {table.keys[row].shape[1]}"
+            )
+        table.keys[row][:, n] = key[row]
+        table.values[row][:, n] = value[row]
+        weight = table.log_weights[row]
+        if weight is not None:
+            weight[:, n] = 0.0
