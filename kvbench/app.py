@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
@@ -23,7 +25,8 @@ from kvbench.report.console import print_views
 from kvbench.report.data import Experiment, group_runs
 from kvbench.report.wandb_log import log_runs
 from kvbench.runner import Job, JobResult, run_job
-from kvbench.store import load_run
+from kvbench.shards import Shard
+from kvbench.store import load_run, record_files
 from kvbench.tasks.base import Task
 
 KEYS = (
@@ -39,6 +42,7 @@ KEYS = (
     ),
     *("seed", "limit", "device", "dtype", "compress_after", "timeout_s", "retry_failed"),
     *("lock_timeout", "dry_run", "prefill", "chunk_tokens", "paper_table"),
+    *("shard", "shards", "launcher"),
 )
 """Top-level keys of a composed config; Hydra's ``+key=value`` could add others that nothing reads."""
 
@@ -93,6 +97,7 @@ def build_job(config: DictConfig) -> Job:
         task_config=task_config,
         budget_config=budget_config,
         limit=limit,
+        shard=Shard.parse(config.shard),
         retry_failed=config.retry_failed,
         lock_timeout=config.lock_timeout,
         extra={
@@ -118,15 +123,41 @@ def run_config(config: DictConfig) -> tuple[Path, JobResult] | None:
     folder = job.results_dir / job.experiment
     runs = tuple(load_run(path) for path in result.folders.values())
     print_views(views_of(Experiment(job.experiment, folder, runs, tuple(group_runs(runs)))))
-    if config.logger.name == "wandb":
+    if config.logger.name == "wandb" and result.complete:  # of several shards, the last logs
         logger = config.logger
         log_runs(runs, project=logger.project, entity=logger.entity, mode=logger.mode)
     return folder, result
 
 
 def finish(folder: Path) -> None:
-    """Rebuild the experiment's tables, figures and page from its records; print where they are."""
-    paths = build_report(folder)
+    """Rebuild the experiment's tables, figures and page from its records; print where they are.
+
+    Of several processes that finish at once, one builds at a time; one that had to wait builds only
+    if there are records that the page before it did not have.
+    """
+    lock = FileLock(folder / ".lock-report")
+    built = folder / ".lock-report-of"
+    try:
+        lock.acquire(timeout=0)
+        waited = False
+    except Timeout:
+        lock.acquire()
+        waited = True
+    try:
+        found = _records_state(folder)
+        if waited and built.is_file() and built.read_text(encoding="utf-8") == found:
+            print(f"page: {folder / 'report.html'}")
+            return
+        paths = build_report(folder)
+        built.write_text(found, encoding="utf-8")
+    finally:
+        lock.release()
     for warning in paths.warnings:
         print(f"kvbench: {warning}", file=sys.stderr)
     print(f"page: {paths.page}")
+
+
+def _records_state(folder: Path) -> str:
+    """Changes with every record of an experiment."""
+    files = sorted(file for run in folder.glob("*/*/*") for file in record_files(run))
+    return json.dumps([[str(file.relative_to(folder)), file.stat().st_size] for file in files])

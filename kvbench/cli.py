@@ -286,10 +286,11 @@ def one_line_errors() -> Iterator[None]:
     from kvbench.engine.attention import UnsupportedModel
     from kvbench.engine.loading import ModelError
     from kvbench.kv import KVError
+    from kvbench.shards import ShardError
     from kvbench.store import StoreError
     from kvbench.tasks.base import TaskError
 
-    usage = (KVError, TaskError, ModelError, UnsupportedModel)
+    usage = (KVError, TaskError, ModelError, UnsupportedModel, ShardError)
     try:
         yield
     except InstantiationException as error:

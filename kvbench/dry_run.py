@@ -43,7 +43,7 @@ def print_dry_run(job: Job, console: Console | None = None) -> None:
         KVError, TaskError, ModelError: what the job itself would be refused for.
     """
     out = console or Console(width=None if sys.stdout.isatty() else 140)
-    units = list(job.plan.units(job.session, job.methods))[: job.limit]
+    every, units = job.units()
     folders = {label: job.folder(label) for label in job.methods}
     done = {label: _done(folder, units) for label, folder in folders.items()}
     wanted = sum(len(unit.record_ids) for unit in units)
@@ -52,7 +52,8 @@ def print_dry_run(job: Job, console: Console | None = None) -> None:
     new = [u.payload.example.max_new_tokens for u in units if isinstance(u.payload, EncodedExample)]
     shape = cache_shape(job.spec, job.session.dtype)
     lines = {
-        "examples": f"{len(units)}, of which {len(todo)} still to run",
+        "examples": f"{len(units)}, of which {len(todo)} still to run"
+        + ("" if job.shard is None else f" (shard {job.shard} of {len(every)})"),
         "prompt tokens": _spread(lengths),
         "new tokens": f"up to {max(new)} each" if new else "as the task says",
         "compress after": job.session.compress_after,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hydra import compose
@@ -20,6 +20,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, Node, OmegaConf
 
 from kvbench.nearest import nearest
+from kvbench.shards import ALLOWED as ALLOWED_SHARD
+from kvbench.shards import Shard
 
 COMMANDS = ("list", "show")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -202,6 +204,14 @@ def _number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def _parses(parse: Callable[[Any], object], value: Any) -> bool:
+    try:
+        parse(value)
+    except ValueError:
+        return False
+    return True
+
+
 def _name(value: Any) -> bool:
     """A folder's name, or an interpolation that will give one."""
     return isinstance(value, str) and (value.startswith("${") or bool(re.fullmatch(_NAME, value)))
@@ -214,6 +224,8 @@ _RULES: dict[str, tuple[Any, str]] = {
     "budget.window": (lambda v: _integer(v, 0), "an integer >= 0"),
     "seed": (lambda v: _integer(v, 0), "an integer >= 0"),
     "limit": (lambda v: v is None or _integer(v, 1), "a positive integer or null"),
+    "shard": (lambda v: _parses(Shard.parse, v), ALLOWED_SHARD),
+    "shards": (lambda v: v is None or _integer(v, 1), "a positive integer or null"),
     "device": (
         lambda v: isinstance(v, str) and bool(re.fullmatch(r"auto|cpu|cuda(:\d+)?", v)),
         "auto, cpu, cuda, cuda:N",

@@ -13,12 +13,15 @@ from typing import Any
 from kvbench.engine.loading import ModelSpec
 from kvbench.engine.session import Session
 from kvbench.plan import Methods, Outcome, Plan, Unit, one_line, status_of
+from kvbench.shards import Shard
 from kvbench.store import (
     COMMON_FIELDS,
     MANIFEST,
     RecordStore,
     config_hash,
+    manifest_lock,
     read_manifest,
+    read_records,
     run_folder,
     write_manifest,
 )
@@ -35,6 +38,7 @@ class Job:
         methods: by label, each with its budget.
         method_configs, task_config, budget_config: as written in the config, for hash and manifest.
         limit: run the first so many units only.
+        shard: of these, run this part only; other processes run the others.
         retry_failed: run again what an earlier run recorded with a status other than ok.
         extra: further manifest entries (the resolved config, the command ...).
     """
@@ -49,6 +53,7 @@ class Job:
     task_config: Mapping[str, Any]
     budget_config: Mapping[str, Any]
     limit: int | None = None
+    shard: Shard | None = None
     retry_failed: bool = False
     lock_timeout: float = 10.0
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -57,6 +62,15 @@ class Job:
     def spec(self) -> ModelSpec:
         """The model."""
         return self.session.spec
+
+    def units(self) -> tuple[list[Unit], list[Unit]]:
+        """All units up to the limit, and those of them that are this job's.
+
+        Raises:
+            KVError, TaskError: what the plan refuses to run.
+        """
+        units = list(self.plan.units(self.session, self.methods))[: self.limit]
+        return units, units if self.shard is None else self.shard.select(units)
 
     def identity(self, label: str) -> dict[str, Any]:
         """Whatever changes a score of method `label`; its hash names the run's folder."""
@@ -111,11 +125,13 @@ class JobResult:
         folders: run folder by method label.
         failed: records of this job with a status other than ok, old ones included.
         written: records written now (the others were there already).
+        complete: whether every unit has a record of every method, those of other shards included.
     """
 
     folders: Mapping[str, Path]
     failed: int
     written: int
+    complete: bool = True
 
 
 def run_job(
@@ -127,17 +143,19 @@ def run_job(
         KVError, TaskError, ModelError: what cannot be run, before a model is loaded where possible.
         StoreError: another process holds a folder, or the disk is full.
     """
-    units = list(job.plan.units(job.session, job.methods))[: job.limit]
+    every, units = job.units()
     folders = {label: job.folder(label) for label in job.methods}
     failed = written = 0
+    part = None if job.shard is None else job.shard.suffix
     with ExitStack() as stack:
         stores: dict[str, RecordStore] = {}
         # in one order, so that two jobs that share methods cannot wait for each other
         for label, folder in sorted(folders.items()):
-            stores[label] = stack.enter_context(RecordStore(folder, lock_timeout=job.lock_timeout))
+            stores[label] = stack.enter_context(RecordStore(folder, job.lock_timeout, part))
             if job.retry_failed:
                 stores[label].drop_failed()
-            write_manifest(folder, _manifest(job, label, folder))
+            with manifest_lock(folder):
+                write_manifest(folder, _manifest(job, label, folder))
         progress = Progress(total=len(units))
         report_progress(progress)
         for unit in units:
@@ -152,9 +170,17 @@ def run_job(
                 progress.add(outcome.method, record["score"])
             progress.done += 1
             report_progress(progress)
-        wanted = {record_id for unit in units for record_id in unit.record_ids}
+        wanted = _record_ids(units)
         failed = sum(len(store.failed & wanted) for store in stores.values())
-    return JobResult(folders, failed, written)
+    complete = job.shard is None or all(
+        _record_ids(every) <= {record["example_id"] for record in read_records(folder)}
+        for folder in folders.values()
+    )
+    return JobResult(folders, failed, written, complete)
+
+
+def _record_ids(units: Sequence[Unit]) -> set[str]:
+    return {record_id for unit in units for record_id in unit.record_ids}
 
 
 def _outcomes(job: Job, unit: Unit, todo: Methods) -> Sequence[Outcome]:
@@ -196,7 +222,7 @@ def _record(job: Job, outcome: Outcome, folder: Path) -> dict[str, Any]:
     return record | dict(outcome.fields)
 
 
-EACH_START = ("started", "command", "code_revision", "versions", "hardware")
+EACH_START = ("started", "command", "shard", "code_revision", "versions", "hardware")
 """Manifest keys that tell one start of a run from another."""
 
 
@@ -216,6 +242,7 @@ def _manifest(job: Job, label: str, folder: Path) -> dict[str, Any]:
         "config_hash": config_hash(job.identity(label)),
         "identity": job.identity(label),
         "seed": job.session.seed,
+        "shard": None if job.shard is None else str(job.shard),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "task_meta": job.plan.meta(),
         **job.extra,

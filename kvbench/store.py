@@ -2,16 +2,20 @@
 
 A run lives in one folder, ``<results>/<experiment>/<model>/<task>/<method>-<hash8>``:
 
-    records.jsonl   one JSON object per line, flushed to disk before the next example starts
-    manifest.json   resolved config, versions, code revision, hardware, seed
-    .lock, .holder  who is writing; neither holds results
+    records.jsonl        one JSON object per line, flushed to disk before the next example starts
+    records-<i>of<k>.jsonl   the same, of the i-th of k shards of the run (`kvbench.shards`)
+    manifest.json        resolved config, versions, code revision, hardware, seed
+    .lock*, .holder*     who is writing; none holds results
+
+The records of a run are those of all its files together. Of several records of one example the first
+with status ok counts, or else the first: records.jsonl before the shards' files, these by name.
 
 What is promised:
 
 - a record is either there as a whole line or not there; what a killed process left half-written
   is dropped when the folder is next opened for writing, and ignored by readers;
 - an error while writing (no space left, say) takes back what it wrote, so earlier records stay;
-- two processes never write one folder at once;
+- two processes never write one file at once;
 - NaN and infinities become ``null``: JSON has neither, and a score that is not a number is missing.
 """
 
@@ -25,10 +29,11 @@ import os
 import re
 import socket
 import tempfile
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -92,6 +97,16 @@ class StoreError(RuntimeError):
     """A user-facing error: one line that names the file and what is wrong with it."""
 
 
+def record_files(folder: Path) -> list[Path]:
+    """The records files of a run folder, in the order in which they count."""
+    shards = sorted(path for path in folder.glob("records-*of*.jsonl") if _SHARD.match(path.name))
+    whole = folder / RECORDS
+    return [whole, *shards] if whole.exists() else shards
+
+
+_SHARD = re.compile(r"records-\d+of\d+\.jsonl$")
+
+
 @dataclass(frozen=True, eq=False)
 class Run:
     """One run folder as it was found on disk.
@@ -144,6 +159,29 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> Path:
     return path
 
 
+@contextmanager
+def manifest_lock(folder: Path, timeout: float = 60.0) -> Iterator[None]:
+    """Held while a manifest is read and written again, so that of several shards that start at once
+    none overwrites what another noted.
+
+    Raises:
+        StoreError: another process holds it for `timeout` seconds, or the file system refuses.
+    """
+    path = folder / MANIFEST
+    lock = FileLock(str(folder / ".lock-manifest"))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=timeout)
+    except Timeout:
+        raise StoreError(f"{path} is locked by another process for {timeout:g} s") from None
+    except OSError as error:
+        raise StoreError(_explain(error, path)) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def _replace(path: Path, content: bytes) -> None:
     """Write `path` in one step: another file, on disk, then renamed."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
@@ -173,17 +211,22 @@ class RecordStore:
         folder: made if missing.
         lock_timeout: seconds to wait for another process that writes here; 0 does not wait, -1
             waits for ever.
+        shard: suffix of the shard whose file is written, None for records.jsonl. What the folder's
+            other files hold counts as done.
 
     Raises:
         StoreError: on entering, when the folder is in use, cannot be written or is broken.
     """
 
-    def __init__(self, folder: str | Path, lock_timeout: float = 10.0) -> None:
+    def __init__(
+        self, folder: str | Path, lock_timeout: float = 10.0, shard: str | None = None
+    ) -> None:
         self.folder = Path(folder)
-        self.path = self.folder / RECORDS
+        suffix = "" if shard is None else f"-{shard}"
+        self.path = self.folder / f"records{suffix}.jsonl"
         self._timeout = lock_timeout
-        self._lock = FileLock(str(self.folder / ".lock"))
-        self._holder = self.folder / ".holder"
+        self._lock = FileLock(str(self.folder / f".lock{suffix}"))
+        self._holder = self.folder / f".holder{suffix}"
         self._file = -1
         self._size = 0
         self._done: dict[str, str] = {}  # status by example_id
@@ -224,7 +267,8 @@ class RecordStore:
     def drop_failed(self) -> None:
         """Forget the records whose status is not ok, so that their examples run again.
 
-        The file is replaced in one step: readers see the old records or the remaining ones.
+        The file is replaced in one step: readers see the old records or the remaining ones. Other
+        shards' files stay as they are: a new record with status ok counts before theirs.
 
         Raises:
             StoreError: the file system refuses; the records are then as they were.
@@ -245,6 +289,8 @@ class RecordStore:
         os.close(self._file)
         self._done = {}
         self._open()
+        for example_id in self.failed:
+            del self._done[example_id]
 
     def append(self, record: Mapping[str, Any]) -> bool:
         """Write one record and wait until it is on disk.
@@ -298,13 +344,12 @@ class RecordStore:
 
     def _open(self) -> None:
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        lines, self._size = _whole_lines(self.path)
+        _, self._size = _whole_lines(self.path)
         if os.fstat(self._file).st_size > self._size:
             os.ftruncate(self._file, self._size)
             os.fsync(self._file)
-        for number, line in enumerate(lines, 1):
-            record = _parse(line, self.path, number)
-            self._done.setdefault(record["example_id"], record["status"])
+        for record in read_records(self.folder):
+            self._done[record["example_id"]] = record["status"]
 
     def _take_back(self) -> None:
         try:
@@ -335,7 +380,8 @@ def load_runs(experiment_folder: str | Path) -> list[Run]:
     folder = Path(experiment_folder)
     if not folder.is_dir():
         raise StoreError(f"no results in {folder}: the folder does not exist")
-    found = {path.parent for name in (RECORDS, MANIFEST) for path in folder.glob(f"*/*/*/{name}")}
+    names = (RECORDS, "records-*of*.jsonl", MANIFEST)
+    found = {path.parent for name in names for path in folder.glob(f"*/*/*/{name}")}
     return [load_run(path) for path in sorted(found)]
 
 
@@ -348,20 +394,36 @@ def load_run(folder: Path) -> Run:
     import pandas as pd  # not above: the command line imports this module and should start fast
 
     manifest = read_manifest(folder / MANIFEST)
-    path = folder / RECORDS
-    rows: dict[str, dict[str, Any]] = {}
-    if path.exists():
-        for number, line in enumerate(_whole_lines(path)[0], 1):
-            record = _parse(line, path, number)
-            rows.setdefault(record["example_id"], record)
-    records = pd.DataFrame(list(rows.values()))
+    records = pd.DataFrame(read_records(folder))
     records = records.reindex(columns=list(dict.fromkeys([*COMMON_FIELDS, *records.columns])))
     for name in NUMBER_FIELDS:
         try:
             records[name] = pd.to_numeric(records[name]).astype(float)
         except (TypeError, ValueError) as error:
-            raise StoreError(f"{path}: field {name!r} holds a value that is no number") from error
+            raise StoreError(f"{folder}: field {name!r} holds a value that is no number") from error
     return Run(folder, manifest, records)
+
+
+def read_records(folder: Path) -> list[dict[str, Any]]:
+    """The records of a run folder, one per example: those of all its files.
+
+    They come in the order written; those of several shards line by line in turn, so that complete
+    shards give about the order of a run that was not split.
+
+    Raises:
+        StoreError: a broken file.
+    """
+    parsed = [
+        [_parse(line, path, number) for number, line in enumerate(_whole_lines(path)[0], 1)]
+        for path in record_files(folder)
+    ]
+    found: dict[str, dict[str, Any]] = {}
+    for record in (record for file in parsed for record in file):
+        before = found.get(record["example_id"])
+        if before is None or (before["status"] != "ok" and record["status"] == "ok"):
+            found[record["example_id"]] = record
+    in_turn = (record for row in zip_longest(*parsed) for record in row if record is not None)
+    return [record for record in in_turn if found[record["example_id"]] is record]
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

@@ -25,12 +25,15 @@ _NOT_IN_LABELS = frozenset(
         "dry_run",
         "experiment",
         "hydra",
+        "launcher",
         "limit",
         "lock_timeout",
         "logger",
         "name",
         "results_dir",
         "seed",
+        "shard",
+        "shards",
         "verbose",
     )
 )

@@ -23,7 +23,7 @@ from kvbench.report.data import BASELINE, Group, group_runs
 from kvbench.report.figures import heatmap_alone
 from kvbench.report.predictions import clip
 from kvbench.report.tables import Row, ScoreTable, as_text, score_table
-from kvbench.store import MANIFEST, RECORDS, Run
+from kvbench.store import MANIFEST, Run, record_files
 
 if TYPE_CHECKING:
     import wandb
@@ -263,8 +263,8 @@ def _artifact(run: Run, name: str, folder: Path) -> wandb.Artifact:
     artifact = wandb.Artifact(f"records-{name}", type="records")
     copies = folder.parent / "artifacts" / "records"
     copies.mkdir(parents=True, exist_ok=True)
-    for file in (RECORDS, MANIFEST):
-        copy = Path(shutil.copy(run.folder / file, copies / file))
+    for file in (*record_files(run.folder), run.folder / MANIFEST):
+        copy = Path(shutil.copy(file, copies / file.name))
         artifact.add_file(str(copy), policy="immutable", skip_cache=True)
     return artifact
 
