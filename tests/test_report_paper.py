@@ -7,11 +7,15 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from report_runs import LINES_META, lines_records, write_run
+from report_runs import DATASETS, LINES_META, lines_records, write_longbench, write_run
 
 from kvbench.report.build import build_report
 from kvbench.report.data import load_experiment
-from kvbench.report.paper import PaperError, Published, published_tables
+from kvbench.report.formats import latex, markdown
+from kvbench.report.paper import PaperError, Published, comparison_frame, published_tables
+from kvbench.report.paper_views import comparison_views
+from kvbench.report.tables import AVERAGE, score_table
+from kvbench.report.views import paper_view
 
 PAPER = Path(__file__).parents[1] / "results" / "paper"
 
@@ -47,12 +51,12 @@ def test_every_published_table_can_be_read() -> None:
 def test_a_wide_table_meets_our_datasets(tmp_path: Path) -> None:
     spec = {"file": "balancekv_table1", "where": {"model": "Llama-3.1-8B-Instruct"}}
     (table,) = compared(tmp_path, spec)
-    assert table.columns == ("hotpotqa", "qasper")  # the paper's average is over 13 datasets
+    assert table.columns == ("qasper", "hotpotqa")  # the paper's average is over 13 datasets
     (row,) = table.rows
     assert (row.method, row.model, row.label) == ("exact", "Llama-3.1-8B-Instruct", "exact")
-    assert [pair.published for pair in row.pairs] == [52.05, 42.87]
-    assert [pair.ours for pair in row.pairs] == pytest.approx([50.0] * 2)
-    assert row.pairs[0].difference == pytest.approx(-2.05)
+    assert [pair.published for pair in row.pairs] == [42.87, 52.05]
+    assert [pair.ours.value for pair in row.pairs] == pytest.approx([50.0] * 2)
+    assert row.pairs[0].difference == pytest.approx(7.13)
 
 
 def test_averages_are_compared_over_the_same_datasets(tmp_path: Path) -> None:
@@ -63,12 +67,12 @@ def test_averages_are_compared_over_the_same_datasets(tmp_path: Path) -> None:
     )
     compared(tmp_path, "mine")
     (table,) = published_tables(load_experiment(tmp_path / "demo"), folder)
-    assert table.columns == ("hotpotqa", "qasper")  # a column with text in it is no number
+    assert table.columns == ("qasper", "hotpotqa")  # a column with text in it is no number
     (folder / "mine.csv").write_text("method,qasper,hotpotqa,average\nexact,40,60,50\n")
     (table,) = published_tables(load_experiment(tmp_path / "demo"), folder)
     assert [(c, p.published) for c, p in zip(table.columns, table.rows[0].pairs, strict=True)] == [
-        ("hotpotqa", 60.0),
         ("qasper", 40.0),
+        ("hotpotqa", 60.0),
         ("average", 50.0),
     ]
 
@@ -77,7 +81,7 @@ def test_a_long_table_is_spread_over_a_field(tmp_path: Path) -> None:
     spec = {"file": "subgen_table1", "value": "accuracy", "by": "num_lines", "scale": 100}
     (table,) = compared(tmp_path, spec)
     assert table.columns == ("200", "300", "400")
-    assert [(p.published, p.ours) for p in table.rows[0].pairs] == [
+    assert [(p.published, p.ours.value) for p in table.rows[0].pairs] == [
         (pytest.approx(98.0), pytest.approx(0.0)),
         (pytest.approx(100.0), pytest.approx(50.0)),
         (pytest.approx(68.0), pytest.approx(100.0)),
@@ -87,6 +91,127 @@ def test_a_long_table_is_spread_over_a_field(tmp_path: Path) -> None:
 def test_every_model_of_the_paper_is_shown_when_none_is_chosen(tmp_path: Path) -> None:
     (table,) = compared(tmp_path, "balancekv_table1")
     assert len({row.model for row in table.rows}) == 3
+
+
+def test_our_model_is_compared_with_itself(tmp_path: Path) -> None:
+    (table,) = compared(tmp_path, "balancekv_table1", model="Qwen2.5-14B-Instruct")
+    (row,) = table.rows
+    assert row.model == "Qwen2.5-14B-Instruct"
+    assert [pair.printed for pair in row.pairs] == ["43.39", "64.06"]
+
+
+def test_digits_are_those_of_the_paper(tmp_path: Path) -> None:
+    folder = tmp_path / "paper"
+    folder.mkdir()
+    (folder / "mine.csv").write_text("method,qasper,hotpotqa\nexact,40.10,60\n")
+    compared(tmp_path, "mine")
+    (table,) = published_tables(load_experiment(tmp_path / "demo"), folder)
+    assert [pair.printed for pair in table.rows[0].pairs] == ["40.10", "60"]
+
+
+def test_what_lies_outside_our_interval_is_flagged(tmp_path: Path) -> None:
+    folder = tmp_path / "paper"
+    folder.mkdir()
+    (folder / "mine.csv").write_text("method,num_lines,accuracy\nexact,10,50\nexact,20,99\n")
+    records = [
+        {"example_id": f"{n}-{i}", "num_lines": n, "score": float(i % 2)}
+        for n in (10, 20)
+        for i in range(20)
+    ]
+    spec = {"file": "mine", "value": "accuracy", "by": "num_lines"}
+    write_run(
+        tmp_path,
+        task="t",
+        method="exact",
+        records=records,
+        task_meta=LINES_META,
+        options={"paper_table": spec},
+    )
+    (table,) = published_tables(load_experiment(tmp_path / "demo"), folder)
+    assert [pair.outside for pair in table.rows[0].pairs] == [False, True]
+    (view,) = comparison_views([table])
+    assert [row[1] for row in view.rows] == ["ours", "95 % interval", "published", "difference"]
+    assert view.rows[2][2:] == ("50", "99 ‡")
+    assert view.rows[3][2:] == ("0.0", "−49.0")
+    assert any(note.startswith("‡") for note in view.notes)
+    assert r"99 $^\ddagger$" in latex(view)
+    frame = comparison_frame([table])
+    assert list(frame["published_outside_interval"]) == [False, True]
+    assert list(frame["scored"]) == [20, 20]
+
+
+def test_sums_of_datasets_are_compared_as_sums(tmp_path: Path) -> None:
+    folder = tmp_path / "paper"
+    folder.mkdir()
+    (folder / "mine.csv").write_text("method,qa,code\nexact,90,80\n")
+    spec = {"file": "mine", "sums": {"qa": ["qasper", "hotpotqa"], "code": ["lcc"]}}
+    compared(tmp_path, spec)
+    experiment = load_experiment(tmp_path / "demo")
+    (table,) = published_tables(experiment, folder)
+    assert table.columns == ("qa",)  # nothing of `code` was run
+    (pair,) = table.rows[0].pairs
+    assert pair.ours.value == pytest.approx(100.0)  # 50 + 50
+    cell = score_table(experiment.groups[0]).rows[0].cells[AVERAGE]
+    assert pair.ours.low == pytest.approx(200 * cell.score.low)
+    assert pair.published == 90
+
+
+def test_columns_may_be_methods_and_rates_are_matched(tmp_path: Path) -> None:
+    spec = {"file": "balancekv_table5", "methods": ["balancekv", "uniform", "exact"]}
+    for method, rate in (("exact", 0.25), ("balancekv", 0.9), ("balancekv", 0.95), ("snapkv", 0.9)):
+        records = [
+            {"example_id": f"{name}{i}", "dataset": name, "score": 0.5}
+            for name in ("qasper", "multifieldqa_en", "lcc")
+            for i in range(2)
+        ]
+        write_run(
+            tmp_path,
+            task="t",
+            method=method,
+            records=records,
+            task_meta=LINES_META,
+            options={"paper_table": spec, "budget.rate": rate},
+        )
+    (table,) = published_tables(load_experiment(tmp_path / "demo"))
+    published = {
+        (row.label, column): pair.printed
+        for row in table.rows
+        for column, pair in zip(table.columns, row.pairs, strict=True)
+        if pair.printed
+    }
+    assert published[("balancekv, rate 0.9", "qasper")] == "42.3"
+    assert published[("balancekv, rate 0.95", "lcc")] == "49.3"
+    assert ("balancekv, rate 0.95", "qasper") not in published
+    assert ("snapkv", "qasper") not in published
+
+
+def test_a_whole_table_like_the_papers(tmp_path: Path) -> None:
+    models = ("Llama-3.1-8B-Instruct", "Qwen2.5-14B-Instruct")
+    paths = build_report(write_longbench(tmp_path, 4, models=models))
+    folder = paths.page.parent / "tables"
+    experiment = load_experiment(tmp_path / "table1")
+    view = paper_view([score_table(group) for group in experiment.groups], list(DATASETS))
+    assert view.columns[1:15] == (*DATASETS, AVERAGE)  # as the paper has them
+    assert [heading for heading, _ in view.parts] == list(models)
+    assert len(view.rows) == 12
+    columns = {column for _, column in view.bold}
+    assert columns == set(range(1, 15))  # every column has a best
+    assert "exact" not in {view.rows[i][0] for i, _ in view.bold}
+    assert markdown(view) == (folder / "longbench-paper.md").read_text()
+    assert (folder / "longbench-paper.tex").exists()
+    frame = pd.read_csv(folder / "balancekv_table1-longbench-published.csv")
+    assert len(frame) == 2 * 6 * 14
+    ours = frame[(frame["arm"] == "balancekv") & (frame["model"] == models[0])].set_index("column")
+    assert ours["published"]["qasper"] == 35.75
+    assert ours["published"][AVERAGE] == 46.77
+    parts = ours["score"].drop(AVERAGE)
+    assert ours["score"][AVERAGE] == pytest.approx(parts.mean(), abs=1e-3)  # the plain mean
+    assert ours["score_low"][AVERAGE] < ours["score"][AVERAGE] < ours["score_high"][AVERAGE]
+    text = (folder / f"longbench-{models[0]}-pairs.md").read_text()
+    assert "−0.39" in text or "+0.39" in text  # balancekv 46.77, uniform 46.38
+    page = paths.page.read_text()
+    assert "published 46.77" in page
+    assert "Which compressed methods can be told apart" in page
 
 
 def test_without_a_published_table_nothing_is_shown(tmp_path: Path) -> None:
@@ -131,4 +256,4 @@ def test_the_page_shows_both(tmp_path: Path) -> None:
     )
     text = build_report(tmp_path / "demo").page.read_text()
     assert "Published numbers beside ours" in text
-    assert "98 / <b>" in text
+    assert "published 98" in text

@@ -128,10 +128,53 @@ def test_only_proven_differences_are_marked(tmp_path: Path) -> None:
         exact=list(best + 0.2),
         balancekv=list(best),
         snapkv=list(best - 0.1 + 0.1 * rng.random(60)),
-        uniform=list(best + rng.normal(-0.001, 0.2, 60)),
+        uniform=list(best + rng.normal(-0.03, 0.2, 60)),
     )
-    worse = {row.arm.method: row.total.worse for row in score_table(group).rows}
-    assert worse == {"exact": False, "balancekv": False, "snapkv": True, "uniform": False}
+    cells = {row.arm.method: row.total for row in score_table(group).rows}
+    assert {m for m, cell in cells.items() if cell.worse} == {"snapkv"}
+    assert {m for m, cell in cells.items() if cell.tied} == {"uniform"}
+    assert {m for m, cell in cells.items() if cell.best} == {"balancekv"}  # exact does not compete
+
+
+def test_equal_means_are_both_best_and_one_alone_is_not(tmp_path: Path) -> None:
+    group = group_from(tmp_path, exact=[1, 1, 1], snapkv=[1, 0, 1], uniform=[0, 1, 1])
+    assert [row.total.best for row in score_table(group).rows] == [False, True, True]
+    alone = group_from(tmp_path / "alone", exact=[1, 1, 1], snapkv=[1, 0, 1])
+    assert [row.total.best for row in score_table(alone).rows] == [False, False]
+
+
+def test_only_means_over_the_same_examples_are_ranked(tmp_path: Path) -> None:
+    # h2o fails where it is hard: its mean of 1.0 must not win
+    group = group_from(
+        tmp_path, exact=[1] * 6, h2o=[1, 1, 1, None, None, None], snapkv=[1, 1, 1, 0.5, 0.5, 0]
+    )
+    best = {row.arm.method: row.total.best for row in score_table(group).rows}
+    assert best == {"exact": False, "snapkv": True, "h2o": False}
+    # each lacks some: the examples that all scored decide
+    both = group_from(
+        tmp_path / "both",
+        h2o=[1, 0.2, 0.3, None],
+        snapkv=[None, 0.3, 0.4, 0],
+    )
+    best = {row.arm.method: row.total.best for row in score_table(both).rows}
+    assert best == {"snapkv": True, "h2o": False}
+
+
+def test_an_oracle_that_keeps_all_does_not_compete(tmp_path: Path) -> None:
+    for method, keeps, scores in (
+        ("exact", True, [1, 1, 0]),
+        ("topk", True, [1, 1, 1]),
+        ("snapkv", False, [1, 0, 0]),
+        ("uniform", False, [0, 0, 0]),
+    ):
+        records = [
+            {"example_id": str(i), "score": score, "saves_memory": not keeps}
+            for i, score in enumerate(scores)
+        ]
+        write_run(tmp_path, task="t", method=method, records=records, task_meta=LINES_META)
+    (group,) = load_experiment(tmp_path / "demo").groups
+    best = {row.arm.method: row.total.best for row in score_table(group).rows}
+    assert best == {"exact": False, "topk": False, "snapkv": True, "uniform": False}
 
 
 def test_lower_can_be_better(tmp_path: Path) -> None:
@@ -140,7 +183,8 @@ def test_lower_can_be_better(tmp_path: Path) -> None:
         write_run(tmp_path, task="e", method=method, records=records, task_meta=ERROR_META)
     table = score_table(load_experiment(tmp_path / "demo").groups[0])
     assert table.baseline == "uniform"  # no exact: the first
-    assert [row.total.worse for row in table.rows] == [False, False]
+    assert [row.total.best for row in table.rows] == [False, True]
+    assert [row.total.worse for row in table.rows] == [True, False]
     difference = table.rows[1].total.difference
     assert difference is not None
     assert value_text(difference.value, table.unit, signed=True) == "−0.200"
@@ -228,14 +272,17 @@ VIEW = View(
     name="a_b",
     title="needle_1: 50 % & more",
     columns=("method", "Δ exact"),
-    rows=(("streaming_llm", "−3.1 [−5.0, −1.2] †↓"), ("a|b", "–")),
+    rows=(("streaming_llm", "−3.1 [−5.0, −1.2] †≈"), ("a|b", "–")),
     notes=("x^2 ~ {y} \\ $5 #1",),
+    bold=frozenset({(0, 1)}),
+    parts=(("Qwen_2", 1), ("Llama", 1)),
 )
 
 
 def test_latex_is_escaped() -> None:
     text = latex(VIEW)
-    assert r"streaming\_llm & $-$3.1 [$-$5.0, $-$1.2] $^\dagger$$\downarrow$ \\" in text
+    assert r"streaming\_llm & \textbf{$-$3.1} [$-$5.0, $-$1.2] $^\dagger$$^\approx$ \\" in text
+    assert r"\multicolumn{2}{l}{\emph{Qwen\_2}} \\" in text
     assert r"50 \% \& more" in text
     assert r"x\textasciicircum{}2 \textasciitilde{} \{y\} \textbackslash{} \$5 \#1" in text
     for rule in (r"\toprule", r"\midrule", r"\bottomrule", r"\begin{tabular}{lr}"):
@@ -246,8 +293,10 @@ def test_markdown_has_one_line_per_row() -> None:
     lines = markdown(VIEW).splitlines()
     assert lines[2].startswith("| method ")
     assert set(lines[3]) <= set("|:-")
-    assert lines[5].startswith("| a\\|b")
-    assert len({line.count("|") - line.count("\\|") for line in lines[2:6]}) == 1
+    assert lines[4].startswith("| *Qwen_2*")
+    assert "| **−3.1** [−5.0, −1.2] †≈ |" in lines[5]
+    assert lines[7].startswith("| a\\|b")
+    assert len({line.count("|") - line.count("\\|") for line in lines[2:8]}) == 1
 
 
 def test_the_console_shows_marks_and_notes_once() -> None:

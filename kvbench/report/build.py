@@ -11,17 +11,27 @@ from kvbench.report.data import Experiment, Group, load_experiment
 from kvbench.report.figures import Drawn, figures_of, heatmap_alone, save_figures, throughput
 from kvbench.report.formats import latex, markdown
 from kvbench.report.page import Section, render_page
-from kvbench.report.paper import PaperError, published_tables
+from kvbench.report.pairs import pairs_frame, pairs_of, pairs_view
+from kvbench.report.paper import PaperError, Published, comparison_frame, published_tables
+from kvbench.report.paper_views import comparison_name, comparison_views
 from kvbench.report.study import Study, study_of
 from kvbench.report.tables import (
     Overview,
+    ScoreTable,
     frame_of,
     overviews,
     score_table,
     timing_frame,
     timing_table,
 )
-from kvbench.report.views import View, difference_view, overview_view, score_view, timing_view
+from kvbench.report.views import (
+    View,
+    difference_view,
+    overview_view,
+    paper_view,
+    score_view,
+    timing_view,
+)
 from kvbench.store import StoreError
 
 
@@ -50,19 +60,21 @@ def build_report(experiment_folder: str | Path) -> ReportPaths:
     """
     experiment = load_experiment(Path(experiment_folder))
     warnings: list[str] = []
-    sections = [_section(group, experiment.folder, warnings) for group in experiment.groups]
-    across = overviews([s.tables[0] for s in sections if not s.timings and s.study is None])
     try:
         published = published_tables(experiment)
     except PaperError as error:
         published = []
         warnings.append(str(error))
+    sections = [
+        _section(group, experiment.folder, published, warnings) for group in experiment.groups
+    ]
+    across = overviews([s.tables[0] for s in sections if s.ranked])
     try:
         page = _write(
             experiment.folder / "report.html",
             render_page(experiment, sections, across, published, warnings),
         )
-        tables = _write_tables(experiment, sections, across)
+        tables = _write_tables(experiment, sections, across, published)
         figures = save_figures(
             [drawn for section in sections for drawn in (*section.figures, *_alone(section.group))],
             experiment.folder / "figures",
@@ -98,7 +110,9 @@ def _study_or_none(group: Group, folder: Path) -> Study | None:
         return None
 
 
-def _section(group: Group, folder: Path, warnings: list[str]) -> Section:
+def _section(
+    group: Group, folder: Path, published: Sequence[Published], warnings: list[str]
+) -> Section:
     timings = timing_table(group) if _is_timing(group) else []
     fields = [name for name in group.meta.breakdown if name in group.records]
     tables = [score_table(group), *(score_table(group, name) for name in fields)]
@@ -110,7 +124,24 @@ def _section(group: Group, folder: Path, warnings: list[str]) -> Section:
     figures = list(study.figures) if study else figures_of(group, tables)
     if timings:
         figures.append(throughput(group, timings))
-    return Section(group, tuple(tables), tuple(timings), tuple(figures), study)
+    averages = {
+        model: methods
+        for table in published
+        if (table.task, table.model) == (group.task, group.model)
+        for model, methods in table.averages.items()
+    }
+    pairs = [] if timings or study else pairs_of(group, averages)
+    return Section(group, tuple(tables), tuple(timings), tuple(figures), study, tuple(pairs))
+
+
+def printed_tables(sections: Sequence[Section]) -> list[list[ScoreTable]]:
+    """The tables that a paper would print: for each task with several datasets or models, one per
+    model."""
+    by_task: dict[str, list[ScoreTable]] = {}
+    for section in sections:
+        if section.ranked:
+            by_task.setdefault(section.group.task, []).append(section.tables[0])
+    return [t for t in by_task.values() if len(t) > 1 or len(t[0].columns) > 1]
 
 
 def _is_timing(group: Group) -> bool:
@@ -125,12 +156,23 @@ def _alone(group: Group) -> list[Drawn]:
 
 
 def _write_tables(
-    experiment: Experiment, sections: Sequence[Section], across: Sequence[Overview]
+    experiment: Experiment,
+    sections: Sequence[Section],
+    across: Sequence[Overview],
+    published: Sequence[Published],
 ) -> list[Path]:
     folder = experiment.folder / "tables"
     folder.mkdir(exist_ok=True)
     paths = []
     views = [overview_view(overview) for overview in across]
+    for printed in printed_tables(sections):
+        order = [c for table in published if table.task == printed[0].task for c in table.columns]
+        views.append(paper_view(printed, order))
+    for view in comparison_views(published):
+        views.append(view)
+        same = [p for p in published if view.name == comparison_name(p)]
+        text = comparison_frame(same).to_csv(index=False, float_format="%.6g")
+        paths.append(_write(folder / f"{_stem(view)}.csv", text))
     for section in sections:
         group = section.group
         for table in section.tables:
@@ -140,6 +182,10 @@ def _write_tables(
                 views.append(difference_view(table))
             text = frame_of(table).to_csv(index=False, float_format="%.6g")
             paths.append(_write(folder / f"{_stem(view)}.csv", text))
+        if section.pairs:
+            views.append(pairs_view(group, section.pairs))
+            text = pairs_frame(group, section.pairs).to_csv(index=False, float_format="%.6g")
+            paths.append(_write(folder / f"{_stem(views[-1])}.csv", text))
         if section.study is not None:
             views += section.study.views
             for name, frame in section.study.frames.items():

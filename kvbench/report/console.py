@@ -36,6 +36,18 @@ def rich_table(view: View) -> Table:
             no_wrap=index == 0,
             style="bold" if index == 0 else None,
         )
-    for row in view.rows:
-        table.add_row(row[0], *(escape(cell.replace(" [", "\n[")) for cell in row[1:]))
+    for heading, block in view.blocks:
+        if heading:
+            table.add_row(f"[italic]{escape(heading)}[/italic]")
+        for i in block:
+            cells = (_cell(t, (i, j) in view.bold) for j, t in enumerate(view.rows[i][1:], 1))
+            table.add_row(escape(view.rows[i][0]), *cells)
+        table.add_section()
     return table
+
+
+def _cell(text: str, bold: bool) -> str:
+    """Rich markup of a cell: its interval on a line of its own."""
+    value, bracket, rest = text.partition(" [")
+    interval = f"\n{escape(bracket.lstrip() + rest)}" if bracket else ""
+    return (f"[bold]{escape(value)}[/bold]" if bold else escape(value)) + interval

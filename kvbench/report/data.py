@@ -6,6 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,14 @@ class Group:
     records: pd.DataFrame
     baseline: Mapping[str, str | None]
     manifests: tuple[Mapping[str, Any], ...] = field(repr=False, default=())
+
+    @cached_property
+    def compressed(self) -> frozenset[str]:
+        """Labels of the arms that compete: those that save memory, and are no reference."""
+        kept = self.records["arm"][self.records["saves_memory"].eq(False)]
+        return frozenset(
+            arm.label for arm in self.arms if arm.method != BASELINE and arm.label not in set(kept)
+        )
 
     @property
     def baseline_name(self) -> str | None:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from kvbench.report.views import INCOMPLETE, MISSING, WORSE, View
+import re
+import unicodedata
+
+from kvbench.report.views import INCOMPLETE, MISSING, OUTSIDE, TIED, View
+
+_NARROW = 7
+"""LaTeX tables with more columns are scaled to the width of the page."""
 
 _LATEX = {
     "\\": r"\textbackslash{}",
@@ -15,49 +21,113 @@ _LATEX = {
     "}": r"\}",
     "~": r"\textasciitilde{}",
     "^": r"\textasciicircum{}",
+    "<": r"$<$",
+    ">": r"$>$",
+    "|": r"$|$",
     "−": "$-$",
     "Δ": r"$\Delta$",
+    "×": r"$\times$",
+    "±": r"$\pm$",
+    "σ": r"$\sigma$",
+    "≤": r"$\le$",
+    "∞": r"$\infty$",
+    "…": r"\dots{}",
+    "·": r"$\cdot$",
     MISSING: "--",
     INCOMPLETE: r"$^\dagger$",
-    WORSE: r"$\downarrow$",
+    TIED: r"$^\approx$",
+    OUTSIDE: r"$^\ddagger$",
 }
 
 
 def markdown(view: View) -> str:
-    """A pipe table under its title, notes below."""
-    widths = [max(map(len, column)) for column in zip(view.columns, *view.rows, strict=True)]
+    """A pipe table under its title, a line for each row group, notes below."""
+    rows: list[tuple[str, ...]] = []
+    for heading, block in view.blocks:
+        if heading:
+            rows.append((f"*{_pipes(heading)}*", *[""] * (len(view.columns) - 1)))
+        for i in block:
+            texts = enumerate(map(_pipes, view.rows[i]))
+            rows.append(tuple(_starred(t) if (i, j) in view.bold else t for j, t in texts))
+    columns = tuple(map(_pipes, view.columns))
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
 
     def line(cells: tuple[str, ...]) -> str:
-        padded = (
-            cell.replace("|", "\\|").ljust(width) for cell, width in zip(cells, widths, strict=True)
-        )
+        padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
         return f"| {' | '.join(padded)} |"
 
     rule = "|".join([":" + "-" * (widths[0] + 1), *("-" * (w + 1) + ":" for w in widths[1:])])
     notes = "".join(f"- {note}\n" for note in view.notes)
-    rows = "\n".join(map(line, view.rows))
-    return f"### {view.title}\n\n{line(view.columns)}\n|{rule}|\n{rows}\n\n{notes}"
+    body = "\n".join(map(line, rows))
+    return f"### {view.title}\n\n{line(columns)}\n|{rule}|\n{body}\n\n{notes}"
 
 
 def latex(view: View) -> str:
-    """A table environment with booktabs rules; needs ``\\usepackage{booktabs}``."""
-    lines = [
-        r"% needs \usepackage{booktabs}",
-        r"\begin{table}",
-        r"\centering",
-        r"\caption{" + _escape(f"{view.title}. {' '.join(view.notes)}") + "}",
-        r"\label{tab:" + view.name.replace("_", "-") + "}",
+    """A table environment with booktabs rules, the notes as small print below it.
+
+    Needs ``\\usepackage{booktabs}``, and ``graphicx`` where the table is scaled to the page's width.
+    """
+    wide = len(view.columns) > _NARROW
+    body = [
         r"\begin{tabular}{l" + "r" * (len(view.columns) - 1) + "}",
         r"\toprule",
         " & ".join(map(_escape, view.columns)) + r" \\",
-        r"\midrule",
-        *(" & ".join(map(_escape, row)) + r" \\" for row in view.rows),
-        r"\bottomrule",
-        r"\end{tabular}",
-        r"\end{table}",
+    ]
+    for heading, block in view.blocks:
+        body.append(r"\midrule")
+        if heading:
+            span = rf"\multicolumn{{{len(view.columns)}}}{{l}}"
+            body.append(rf"{span}{{\emph{{{_escape(heading)}}}}} \\")
+        body += [
+            " & ".join(_cell(text, (i, j) in view.bold) for j, text in enumerate(view.rows[i]))
+            + r" \\"
+            for i in block
+        ]
+    body += [r"\bottomrule", r"\end{tabular}"]
+    if wide:
+        body = [r"\resizebox{\textwidth}{!}{%", *body[:-1], body[-1] + "}"]
+    notes = " ".join(map(_escape, view.notes))
+    star = "*" if wide else ""
+    lines = [
+        r"% needs \usepackage{booktabs}" + (r" and \usepackage{graphicx}" if wide else ""),
+        rf"\begin{{table{star}}}",
+        r"\centering",
+        rf"\caption{{{_escape(view.title)}.}}",
+        r"\label{tab:" + re.sub(r"[^\w.:-]", "-", view.name).replace("_", "-") + "}",
+        *body,
+        *([r"\par\smallskip", rf"\parbox{{\linewidth}}{{\footnotesize {notes}}}"] if notes else []),
+        rf"\end{{table{star}}}",
     ]
     return "\n".join(lines) + "\n"
 
 
+def _pipes(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _starred(text: str) -> str:
+    value, bracket, rest = text.partition(" [")
+    return f"**{value}**{bracket}{rest}"
+
+
+def _cell(text: str, bold: bool) -> str:
+    """A cell; of a value with its interval only the value in bold."""
+    value, bracket, rest = text.partition(" [")
+    if bold:
+        return rf"\textbf{{{_escape(value)}}}{_escape(bracket + rest)}"
+    escaped = _escape(text)
+    return f"{{{escaped[0]}}}{escaped[1:]}" if escaped.startswith("[") else escaped
+
+
 def _escape(text: str) -> str:
-    return "".join(_LATEX.get(character, character) for character in text)
+    return "".join(_LATEX.get(character) or _plain(character) for character in text)
+
+
+def _plain(character: str) -> str:
+    """What LaTeX's default fonts have; an accent is dropped, anything else shown by its number."""
+    if character in "\n\r\t":
+        return " "
+    if " " <= character <= "~":
+        return character
+    base = unicodedata.normalize("NFKD", character).encode("ascii", "ignore").decode()
+    return "".join(_LATEX.get(c, c) for c in base) or rf"\texttt{{U+{ord(character):04X}}}"

@@ -19,7 +19,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from kvbench.report import views
 from kvbench.report.data import Experiment, Group
 from kvbench.report.figures import Drawn
+from kvbench.report.pairs import ArmPair, pairs_view
 from kvbench.report.paper import Published
+from kvbench.report.paper_views import OUTSIDE_NOTE
 from kvbench.report.predictions import Shown, clip, sample_of
 from kvbench.report.stats import Estimate
 from kvbench.report.study import Study
@@ -40,6 +42,12 @@ class Section:
     timings: tuple[Timing, ...]
     figures: tuple[Drawn, ...]
     study: Study | None = None
+    pairs: tuple[ArmPair, ...] = ()
+
+    @property
+    def ranked(self) -> bool:
+        """Whether scores are compared: no timings, no study."""
+        return not self.timings and self.study is None
 
 
 def render_page(
@@ -66,6 +74,7 @@ def render_page(
         sections=[_section(section, index) for index, section in enumerate(sections, 1)],
         overviews=[overview for overview in overviews if len(overview.tables) > 1],
         published=published,
+        outside_note=OUTSIDE_NOTE,
         warnings=warnings,
         methods=sorted({a.method for s in sections for a in s.group.arms}, key=order_of),
         totals=_totals(experiment),
@@ -91,6 +100,7 @@ def _section(section: Section, index: int) -> dict[str, Any]:
         "timings": views.timing_view(section.group.task, section.group.model, section.timings)
         if section.timings
         else None,
+        "pairs": pairs_view(section.group, section.pairs) if section.pairs else None,
         "notes": views.notes_of(section.tables),
         "figures": [_figure(drawn) for drawn in section.figures],
         "shown": shown,

@@ -5,16 +5,20 @@ The experiment's config says so under ``paper_table``: a file in results/paper, 
     file: subgen_table1        results/paper/subgen_table1.csv
     value: accuracy            long tables: the column that holds the number
     by: num_lines              long tables: the record field (and column) that spreads over columns
+    methods: [exact, uniform]  tables with a column per method: which columns those are
     where: {model: OPT-30B}    only these rows
     method: balancekv          the method of a table that has no column ``method``
     scale: 100                 what to multiply the published number by to be per cent
+    sums: {code: [lcc, repobench-p]}   columns that are sums of datasets' scores
 
-A wide table (one column per dataset) needs only its file. Its average is shown where ours is over the
-same datasets.
+A wide table (one column per dataset) needs only its file. Where the table has our model, only that
+model's rows are shown, else those of all its models. A column ``rate`` is matched with the budget's
+rate of a method that has one. The average is shown where ours is over the same datasets.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +27,8 @@ from typing import Any
 import pandas as pd
 
 from kvbench.report.data import Experiment, Group
-from kvbench.report.tables import AVERAGE, ScoreTable, as_text, score_table
+from kvbench.report.stats import Estimate
+from kvbench.report.tables import AVERAGE, NO_CELL, Cell, ScoreTable, as_text, score_table
 
 
 class PaperError(ValueError):
@@ -32,15 +37,28 @@ class PaperError(ValueError):
 
 @dataclass(frozen=True)
 class Pair:
-    """A published number and ours; NaN where one of them is missing. Both in the shown unit."""
+    """A published number and ours; NaN where one of them is missing. Both in the shown unit.
+
+    Attributes:
+        ours: our mean with its 95 % interval.
+        cell: where ours comes from: how many examples were scored, which failed.
+        printed: the published number as it was printed (before scaling: the same digits).
+    """
 
     published: float
-    ours: float
+    ours: Estimate
+    cell: Cell
+    printed: str
 
     @property
     def difference(self) -> float:
         """Ours minus the published one."""
-        return self.ours - self.published
+        return self.ours.value - self.published
+
+    @property
+    def outside(self) -> bool:
+        """Whether the published value lies outside our interval."""
+        return self.published < self.ours.low or self.published > self.ours.high
 
 
 @dataclass(frozen=True)
@@ -58,7 +76,7 @@ class Published:
     """A published table next to the arms that it has in common with ours.
 
     Attributes:
-        columns: what both tables have.
+        columns: what both tables have, in the paper's order.
     """
 
     source: str
@@ -67,6 +85,17 @@ class Published:
     unit: str
     columns: tuple[str, ...]
     rows: tuple[PublishedRow, ...]
+
+    @property
+    def averages(self) -> dict[str, dict[str, float]]:
+        """By the paper's model, each method's average (or only column), in the shown unit."""
+        if AVERAGE not in self.columns and len(self.columns) != 1:
+            return {}
+        at = self.columns.index(AVERAGE) if AVERAGE in self.columns else 0
+        found: dict[str, dict[str, float]] = {}
+        for row in self.rows:
+            found.setdefault(row.model, {}).setdefault(row.method, row.pairs[at].published)
+        return found
 
 
 def published_tables(experiment: Experiment, folder: Path | None = None) -> list[Published]:
@@ -94,7 +123,34 @@ def published_frame(experiment: Path, name: str) -> pd.DataFrame:
     Raises:
         PaperError: the table is not there.
     """
-    return _read(experiment, {"file": name}, None)
+    frame = _read(experiment, {"file": name}, None)
+    return frame.apply(_numbers)
+
+
+def comparison_frame(tables: Sequence[Published]) -> pd.DataFrame:
+    """Published and ours as numbers, one row per arm, published row and column."""
+    return pd.DataFrame(
+        {
+            "source": table.source,
+            "task": table.task,
+            "model": table.model,
+            "published_model": row.model,
+            "method": row.method,
+            "arm": row.label,
+            "column": column,
+            "published": pair.published,
+            "score": pair.ours.value,
+            "score_low": pair.ours.low,
+            "score_high": pair.ours.high,
+            "difference": pair.difference,
+            "published_outside_interval": pair.outside,
+            "scored": pair.cell.scored,
+            "expected": pair.cell.expected,
+        }
+        for table in tables
+        for row in table.rows
+        for column, pair in zip(table.columns, row.pairs, strict=True)
+    )
 
 
 def _spec_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,58 +161,62 @@ def _spec_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(experiment: Path, spec: Mapping[str, Any], folder: Path | None) -> pd.DataFrame:
+    """The table as text, so that 22.0 stays what was printed; only the rows of ``where``."""
     name = f"{spec.get('file')}".removesuffix(".csv") + ".csv"
     root = Path(__file__).parents[2] / "results" / "paper"
     places = [folder] if folder else [experiment.resolve().parent / "paper", root]
     for place in places:
         if (place / name).is_file():
-            frame = pd.read_csv(place / name)
+            frame = pd.read_csv(place / name, dtype=str, keep_default_na=False)
             break
     else:
         raise PaperError(f"paper_table {name} is in none of {', '.join(map(str, places))}")
     where = spec.get("where") or {}
     named = [*where, *(spec[key] for key in ("value", "by") if spec.get(key))]
+    named += [*(spec.get("methods") or ()), *(spec.get("sums") or ())]
     unknown = [column for column in named if column not in frame]
     if unknown:
         raise PaperError(
             f"{name} has no column {', '.join(unknown)}; it has {', '.join(frame.columns)}"
         )
     for column, wanted in where.items():
-        values = (
-            wanted if isinstance(wanted, Sequence) and not isinstance(wanted, str) else [wanted]
-        )
-        frame = frame[frame[column].isin(values)]
+        several = isinstance(wanted, Sequence) and not isinstance(wanted, str)
+        allowed = {as_text(_number(value)) for value in (wanted if several else [wanted])}
+        frame = frame[frame[column].map(lambda text: as_text(_number(text))).isin(allowed)]
     return frame
 
 
 def _compare(group: Group, spec: Mapping[str, Any], frame: pd.DataFrame) -> Published:
-    by, value = spec.get("by"), spec.get("value")
-    table = score_table(group, by or "dataset")
+    by, value, sums = spec.get("by"), spec.get("value"), spec.get("sums") or {}
+    if spec.get("methods"):
+        kept = [column for column in frame if column not in spec["methods"]]
+        frame = frame.melt(kept, spec["methods"], var_name="method", value_name="value")
+        by, value = by or "dataset", "value"
     if "method" not in frame:
         frame = frame.assign(method=spec.get("method", ""))
+    if "model" in frame and (frame["model"] == group.model).any():
+        frame = frame[frame["model"] == group.model]
+    table = score_table(group, by or "dataset", sums=sums)
     if by and value:
-        keys = [column for column in ("model", "method") if column in frame]
-        numbers = pd.to_numeric(frame[value], errors="coerce")
-        frame = frame.assign(**{by: frame[by].map(as_text), value: numbers})
-        if frame.duplicated([*keys, by]).any():
-            raise PaperError(f"{spec['file']} has several rows per {by}: choose some by `where`")
-        frame = frame.pivot_table(index=keys, columns=by, values=value, sort=False).reset_index()
-    columns = tuple(column for column in table.columns if column in frame)
+        frame = _spread(frame, by, value, str(spec["file"]))
+    order = table.columns if by and value else frame.columns  # as the paper has them
+    columns = tuple(column for column in order if column in table.columns and column in frame)
     if AVERAGE in columns and not _same_datasets(frame, table):
         columns = tuple(column for column in columns if column != AVERAGE)
     scale = float(spec.get("scale", 1.0))
-    rows = []
-    for _, line in frame.iterrows():
-        for row in table.rows:
-            if row.arm.method == line["method"]:
-                pairs = tuple(
-                    _pair(table, row.cells[c].score.value, line[c], scale) for c in columns
-                )
-                rows.append(
-                    PublishedRow(row.arm.method, str(line.get("model", "")), row.arm.label, pairs)
-                )
+    rows = [
+        PublishedRow(
+            method=row.arm.method,
+            model=str(line.get("model", "")),
+            label=row.arm.label,
+            pairs=tuple(_pair(table, row.cells.get(c, NO_CELL), line[c], scale) for c in columns),
+        )
+        for _, line in frame.iterrows()
+        for row in table.rows
+        if row.arm.method == line["method"] and _same_rate(group, row.arm.label, line)
+    ]
     return Published(
-        source=str(spec["file"]),
+        source=str(spec["file"]).removesuffix(".csv"),
         task=group.task,
         model=group.model,
         unit=table.unit,
@@ -165,12 +225,51 @@ def _compare(group: Group, spec: Mapping[str, Any], frame: pd.DataFrame) -> Publ
     )
 
 
+def _spread(frame: pd.DataFrame, by: str, value: str, file: str) -> pd.DataFrame:
+    """A long table with the values of the column `by` as columns."""
+    keys = [column for column in ("model", "method", "rate") if column in frame and column != by]
+    frame = frame.assign(**{by: frame[by].map(lambda text: as_text(_number(text)))})
+    if frame.duplicated([*keys, by]).any():
+        raise PaperError(f"{file} has several rows per {by}: choose some by `where`")
+    wide = frame.pivot(index=keys, columns=by, values=value).reset_index()
+    order = frame[keys].drop_duplicates()
+    return order.merge(wide, on=keys)
+
+
+def _same_rate(group: Group, label: str, line: pd.Series) -> bool:
+    """Whether a published row is about this arm's budget; an arm that keeps all has none."""
+    arm = next(arm for arm in group.arms if arm.label == label)
+    if "rate" not in line or label not in group.compressed or arm.rate is None:
+        return True
+    rate = _number(line["rate"])
+    return isinstance(rate, float) and math.isclose(rate, arm.rate)
+
+
 def _same_datasets(frame: pd.DataFrame, table: ScoreTable) -> bool:
     """Whether both averages are over the same datasets; else they are not comparable."""
-    published = set(frame.select_dtypes("number").columns) - {AVERAGE}
-    return published == set(table.columns) - {AVERAGE}
+    numeric = [c for c in frame if all(x == "" or isinstance(_number(x), float) for x in frame[c])]
+    return set(numeric) - {AVERAGE, "rate"} == set(table.columns) - {AVERAGE}
 
 
-def _pair(table: ScoreTable, ours: float, published: object, scale: float) -> Pair:
-    number = float(pd.to_numeric(pd.Series([published]), errors="coerce").iloc[0]) * scale
-    return Pair(number, ours * 100 if table.unit == "fraction" else ours)
+def _number(text: object) -> object:
+    """A number where the text is one, else what was given."""
+    try:
+        return float(str(text))
+    except ValueError:
+        return text
+
+
+def _numbers(column: pd.Series) -> pd.Series:
+    """A column as numbers where all of it is numeric; what is empty is NaN."""
+    numbers = pd.to_numeric(column.mask(column == ""), errors="coerce")
+    return column if (numbers.isna() & (column != "")).any() else numbers
+
+
+def _pair(table: ScoreTable, cell: Cell, printed: object, scale: float) -> Pair:
+    number = _number(printed)
+    published = number * scale if isinstance(number, float) else math.nan
+    factor = 100.0 if table.unit == "fraction" else 1.0
+    score = cell.score
+    ours = Estimate(score.value * factor, score.low * factor, score.high * factor)
+    text = str(printed) if scale == 1.0 else f"{published:g}"
+    return Pair(published, ours, cell, text if not math.isnan(published) else "")

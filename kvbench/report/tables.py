@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -23,7 +24,9 @@ class Cell:
         score: mean over scored examples.
         difference: the paired difference to the baseline over examples that both scored; None for
             the baseline itself.
-        worse: worse than the best other arm of the same rate, by a paired interval without zero.
+        best: the best of the compressed arms of the same rate.
+        tied: not told apart from the best: the interval of the paired difference holds zero.
+        worse: told apart from the best.
         scored, expected: examples with a score, and examples that any arm was given.
         failures: failed examples by status; "missing" counts those without a record.
     """
@@ -34,6 +37,8 @@ class Cell:
     scored: int
     expected: int
     failures: Mapping[str, int]
+    best: bool = False
+    tied: bool = False
 
     @property
     def complete(self) -> bool:
@@ -130,8 +135,14 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class _Scores:
-    """Scores of one dataset: [pairs, arms], NaN where missing; a pair is one (seed, example)."""
+class Scores:
+    """Scores of one dataset, as every comparison takes them.
+
+    Attributes:
+        values: [pairs, arms], NaN where missing; a pair is one (seed, example).
+        units: [pairs] number of the independent unit that each pair belongs to.
+        statuses: per arm, failed examples by status.
+    """
 
     name: str
     values: Array
@@ -148,18 +159,28 @@ class _Scores:
         return Stratum(self.name, sums, counts)
 
 
-def score_table(group: Group, by: str = "dataset") -> ScoreTable:
+def score_table(
+    group: Group, by: str = "dataset", *, sums: Mapping[str, Sequence[str]] | None = None
+) -> ScoreTable:
     """Mean scores of every arm for each value of the record field `by`.
 
     By dataset, an average over datasets (each counting the same) is added where there are several.
+
+    Args:
+        sums: instead of single values, sums of the means of several, by name; a sum that lacks one
+            of them is left out.
     """
-    records = group.records.reindex(columns=list(dict.fromkeys([*group.records.columns, by])))
-    scores = [
-        _scores(group, records[records[by] == value], f"{by} {as_text(value)}")
-        for value in sorted(records[by].dropna().unique(), key=_natural)
-    ]
-    columns = {one.name.removeprefix(f"{by} "): _cells(group, [one]) for one in scores}
-    if by == "dataset" and len(columns) > 1:
+    scores = strata_of(group, by)
+    if sums:
+        named = {one.name.removeprefix(f"{by} "): one for one in scores}
+        columns = {
+            name: [_scaled(cell, len(parts)) for cell in _cells(group, [named[p] for p in parts])]
+            for name, parts in sums.items()
+            if all(part in named for part in parts)
+        }
+    else:
+        columns = {one.name.removeprefix(f"{by} "): _cells(group, [one]) for one in scores}
+    if by == "dataset" and len(columns) > 1 and not sums:
         columns[AVERAGE] = _cells(group, scores)
     return ScoreTable(
         model=group.model,
@@ -174,6 +195,15 @@ def score_table(group: Group, by: str = "dataset") -> ScoreTable:
             for i, arm in enumerate(group.arms)
         ),
     )
+
+
+def strata_of(group: Group, by: str = "dataset") -> list[Scores]:
+    """The scores for each value of the record field `by`, in its natural order."""
+    records = group.records.reindex(columns=list(dict.fromkeys([*group.records.columns, by])))
+    return [
+        scores_of(group, part, f"{by} {as_text(value)}")
+        for value, part in sorted(records.groupby(by), key=lambda item: _natural(item[0]))
+    ]
 
 
 def overviews(tables: Sequence[ScoreTable]) -> list[Overview]:
@@ -214,6 +244,8 @@ def frame_of(table: ScoreTable) -> pd.DataFrame:
                     "difference": difference.value * scale,
                     "difference_low": difference.low * scale,
                     "difference_high": difference.high * scale,
+                    "best": cell.best,
+                    "not_told_from_best": cell.tied,
                     "worse_than_best": cell.worse,
                     "scored": cell.scored,
                     "expected": cell.expected,
@@ -274,7 +306,7 @@ def failures_of(records: pd.DataFrame) -> dict[str, int]:
     return {str(name): int(counts[name]) for name in sorted(counts.index)}
 
 
-def _scores(group: Group, records: pd.DataFrame, name: str) -> _Scores:
+def scores_of(group: Group, records: pd.DataFrame, name: str) -> Scores:
     labels = [arm.label for arm in group.arms]
     unit = group.meta.unit if group.meta.unit in records else "example_id"
     keys = records["seed"].astype(str) + "/" + records["example_id"].astype(str)
@@ -289,7 +321,7 @@ def _scores(group: Group, records: pd.DataFrame, name: str) -> _Scores:
         failed = failures_of(table[table["arm"] == label])
         missing = len(values) - int(present[label].sum())
         statuses.append(failed | ({"missing": missing} if missing else {}))
-    return _Scores(
+    return Scores(
         name=name,
         values=values.to_numpy(float),
         units=pd.factorize(first.astype(str), sort=True)[0],
@@ -297,13 +329,12 @@ def _scores(group: Group, records: pd.DataFrame, name: str) -> _Scores:
     )
 
 
-def _cells(group: Group, strata: Sequence[_Scores]) -> list[Cell]:
+def _cells(group: Group, strata: Sequence[Scores]) -> list[Cell]:
     """One cell per arm, over one dataset or over the average of several."""
     arms = group.arms
     labels = [arm.label for arm in arms]
     base = [labels.index(group.baseline[label] or label) for label in labels]
-    means = np.mean([_nanmean(one.values) for one in strata], axis=0)
-    rival = _rivals(group, means)
+    rival, best = _rivals(group, strata)
     found = estimates(
         [
             one.stratum(
@@ -314,10 +345,11 @@ def _cells(group: Group, strata: Sequence[_Scores]) -> list[Cell]:
             for one in strata
         ]
     )
-    k = len(arms)
+    k, lower = len(arms), group.meta.lower_is_better
     cells = []
     for i, label in enumerate(labels):
         against = found[2 * k + i]
+        compared = rival[i] != i and i not in best and not math.isnan(against.value)
         failures: dict[str, int] = {}
         for one in strata:
             for status, count in one.statuses[i].items():
@@ -326,30 +358,71 @@ def _cells(group: Group, strata: Sequence[_Scores]) -> list[Cell]:
             Cell(
                 score=found[i],
                 difference=None if group.baseline[label] is None else found[k + i],
-                worse=against.low > 0 if group.meta.lower_is_better else against.high < 0,
+                worse=compared and (against.low > 0 if lower else against.high < 0),
                 scored=sum(int((~np.isnan(one.values[:, i])).sum()) for one in strata),
                 expected=sum(len(one.values) for one in strata),
                 failures=failures,
+                best=i in best,
+                tied=compared and not against.excludes_zero,
             )
         )
     return cells
 
 
-def _rivals(group: Group, means: Array) -> list[int]:
-    """For each arm the best arm of the same rate, the baselines apart."""
-    sign = -1.0 if group.meta.lower_is_better else 1.0
-    rivals = []
+def _scaled(cell: Cell, count: int) -> Cell:
+    """The sum of means whose mean the cell holds."""
+    difference = cell.difference and _times(cell.difference, count)
+    return replace(cell, score=_times(cell.score, count), difference=difference)
+
+
+def _times(estimate: Estimate, factor: float) -> Estimate:
+    return Estimate(estimate.value * factor, estimate.low * factor, estimate.high * factor)
+
+
+def peers_of(group: Group) -> list[list[int]]:
+    """Indices of arms that compete with each other: compressed, at the same rate."""
+    found: dict[float | None, list[int]] = {}
     for i, arm in enumerate(group.arms):
-        peers = [
-            j
-            for j, other in enumerate(group.arms)
-            if group.baseline[other.label] is not None
-            and other.rate == arm.rate
-            and not np.isnan(means[j])
+        if arm.label in group.compressed:
+            found.setdefault(arm.rate, []).append(i)
+    return list(found.values())
+
+
+def common_means(strata: Sequence[Scores], columns: Sequence[int]) -> Array:
+    """Mean over strata of the mean score, over the examples that all these arms scored."""
+    means = []
+    for one in strata:
+        values = one.values[:, columns]
+        means.append(_nanmean(values[~np.isnan(values).any(axis=1)]))
+    return np.asarray(np.mean(means, axis=0))
+
+
+def _rivals(group: Group, strata: Sequence[Scores]) -> tuple[list[int], set[int]]:
+    """For each arm the best arm that it competes with (itself: none), and all that are best.
+
+    Means over different examples cannot be ranked: arms that lack a score stand back where another
+    has them all, and where each lacks some, the examples that all scored decide.
+    """
+    sign = -1.0 if group.meta.lower_is_better else 1.0
+    rivals, best = list(range(len(group.arms))), set()
+    for peers in peers_of(group):
+        lacking = [sum(int(np.isnan(one.values[:, i]).sum()) for one in strata) for i in peers]
+        whole = [i for i, missing in zip(peers, lacking, strict=True) if not missing]
+        scored = [i for i in peers if all((~np.isnan(one.values[:, i])).any() for one in strata)]
+        ranked = whole or scored
+        if len(scored) < 2 or not ranked:
+            continue
+        means = sign * common_means(strata, ranked)
+        if np.isnan(means).all():
+            continue
+        top = float(np.nanmax(means))
+        winners = [
+            i for i, mean in zip(ranked, means, strict=True) if np.isclose(mean, top, rtol=1e-9)
         ]
-        is_baseline = group.baseline[arm.label] is None
-        rivals.append(max(peers, key=lambda j: sign * means[j]) if peers and not is_baseline else i)
-    return rivals
+        best |= set(winners)
+        for i in peers:
+            rivals[i] = winners[0]
+    return rivals, best
 
 
 def _row(group: Group, arm: Arm, cells: Mapping[str, Cell]) -> Row:

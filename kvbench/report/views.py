@@ -8,11 +8,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvbench.report.stats import Estimate
-from kvbench.report.tables import AVERAGE, Cell, Overview, Row, ScoreTable, Timing, failures_text
+from kvbench.report.tables import (
+    AVERAGE,
+    NO_CELL,
+    Cell,
+    Overview,
+    Row,
+    ScoreTable,
+    Timing,
+    failures_text,
+)
 
 MISSING = "–"
 INCOMPLETE = "†"
-WORSE = "↓"
+TIED = "≈"
+OUTSIDE = "‡"
 
 INTERVAL_NOTE = (
     "[low, high] is a 95 % bootstrap interval over examples; of zero width where all scored alike."
@@ -29,6 +39,8 @@ class View:
         name: file name stem, unique within an experiment.
         columns: headers; the first column names the row.
         notes: what the marks mean, and what to keep in mind.
+        bold: (row, column) of the cells to set in bold.
+        parts: row groups, each a heading and how many rows it has; none: one without a heading.
     """
 
     name: str
@@ -36,6 +48,17 @@ class View:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...] = field(default=())
+    bold: frozenset[tuple[int, int]] = frozenset()
+    parts: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def blocks(self) -> list[tuple[str, range]]:
+        """The row groups: their headings, and which rows they have."""
+        start, found = 0, []
+        for heading, count in self.parts or (("", len(self.rows)),):
+            found.append((heading, range(start, start + count)))
+            start += count
+        return found
 
 
 def score_view(table: ScoreTable, *, narrow: bool = False) -> View:
@@ -55,11 +78,13 @@ def score_view(table: ScoreTable, *, narrow: bool = False) -> View:
     costs = costs_of(table) if by_dataset else {}
     header += costs
     header += ["scored", "failed"]
-    rows = []
-    for row in table.rows:
+    rows: list[tuple[str, ...]] = []
+    bold: set[tuple[int, int]] = set()
+    for i, row in enumerate(table.rows):
         cells = [
             score_text(row.cells[c], table.unit, interval=not wide or c == AVERAGE) for c in columns
         ]
+        bold |= {(i, j) for j, c in enumerate(columns, 1) if row.cells[c].best}
         if compare:
             cells.append(difference_text(row.total.difference, table.unit))
         cells += [cost_text(row, attribute) for attribute in costs.values()]
@@ -73,6 +98,44 @@ def score_view(table: ScoreTable, *, narrow: bool = False) -> View:
         columns=tuple(header),
         rows=tuple(rows),
         notes=tuple(notes_of([table])),
+        bold=frozenset(bold),
+    )
+
+
+def paper_view(tables: Sequence[ScoreTable], order: Sequence[str] = ()) -> View:
+    """One task as papers print it: datasets as columns, a block of rows for each model.
+
+    Args:
+        tables: of one task by dataset, one per model.
+        order: columns that go first, where there are such.
+    """
+    task, unit = tables[0].task, tables[0].unit
+    found_columns = {c for t in tables for c in t.columns if c != AVERAGE}
+    columns = list(dict.fromkeys(c for c in order if c in found_columns))
+    columns += dict.fromkeys(
+        c for t in tables for c in t.columns if c in found_columns - set(columns)
+    )
+    if any(AVERAGE in table.columns for table in tables):
+        columns.append(AVERAGE)
+    rows: list[tuple[str, ...]] = []
+    bold: set[tuple[int, int]] = set()
+    for table in tables:
+        for row in table.rows:
+            found = [row.cells.get(column, NO_CELL) for column in columns]
+            bold |= {(len(rows), j) for j, cell in enumerate(found, 1) if cell.best}
+            texts = [
+                score_text(cell, unit, interval=column == AVERAGE or len(columns) <= _WIDE)
+                for column, cell in zip(columns, found, strict=True)
+            ]
+            rows.append((row.arm.label, *texts, number(row.ratio), *_counts(row)))
+    return View(
+        name=f"{task}-paper",
+        title=f"{task}: score{unit_text(unit)}",
+        columns=("method", *columns, "ratio", "scored", "failed"),
+        rows=tuple(rows),
+        notes=tuple(notes_of(tables)),
+        bold=frozenset(bold),
+        parts=tuple((table.model, len(table.rows)) for table in tables),
     )
 
 
@@ -102,11 +165,14 @@ def overview_view(overview: Overview) -> View:
     header = ["method"]
     for table in overview.tables:
         header += [f"{table.task}{unit_text(table.unit)}", f"{table.task} Δ", f"{table.task} ratio"]
-    rows = []
-    for arm in overview.arms:
+    rows: list[tuple[str, ...]] = []
+    bold: set[tuple[int, int]] = set()
+    for i, arm in enumerate(overview.arms):
         cells = [arm.label]
         for table in overview.tables:
             row = overview.row(table, arm)
+            if row is not None and row.total.best:
+                bold.add((i, len(cells)))
             if row is None:
                 cells += [MISSING] * 3
                 continue
@@ -122,6 +188,7 @@ def overview_view(overview: Overview) -> View:
         columns=tuple(header),
         rows=tuple(rows),
         notes=tuple(notes_of(overview.tables)),
+        bold=frozenset(bold),
     )
 
 
@@ -206,13 +273,19 @@ def notes_of(tables: Sequence[ScoreTable]) -> list[str]:
     notes.append(
         "ratio is measured: bytes held / bytes of the exact cache; seconds are medians per example."
     )
-    if any(cell.worse for cell in cells):
+    if any(cell.best for cell in cells):
         notes.append(
-            f"{WORSE} worse than the best compressed method at the same rate: the paired interval"
-            " excludes 0 (not adjusted for the number of comparisons)."
+            "Bold: the best compressed method of the column at its rate. Of the others at that rate,"
+            f" {TIED} marks those that a paired bootstrap over examples cannot tell apart from it (the"
+            " 95 % interval of the difference holds 0); those without a mark are worse. Not adjusted"
+            " for the number of comparisons."
         )
     if any(not cell.complete for cell in cells):
-        notes.append(f"{INCOMPLETE} some examples failed or are missing; the mean leaves them out.")
+        notes.append(
+            f"{INCOMPLETE} some examples failed or are missing: the mean is over the others, and so not"
+            " over the same examples as that of a method without this mark; paired differences are"
+            " over the examples that both scored."
+        )
     whole: Counter[str] = Counter()
     for row in rows:
         whole[row.arm.label] += row.kept_whole
@@ -224,8 +297,8 @@ def notes_of(tables: Sequence[ScoreTable]) -> list[str]:
 
 
 def score_text(cell: Cell, unit: str, *, interval: bool = True) -> str:
-    """E.g. ``71.2 [65.0, 77.1] ↓``."""
-    marks = (INCOMPLETE if not cell.complete else "") + (WORSE if cell.worse else "")
+    """E.g. ``71.2 [65.0, 77.1] ≈``."""
+    marks = (INCOMPLETE if not cell.complete else "") + (TIED if cell.tied else "")
     text = estimate_text(cell.score, unit) if interval else value_text(cell.score.value, unit)
     return f"{text} {marks}".rstrip()
 

@@ -1,0 +1,88 @@
+"""Published numbers beside ours as a table of text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from kvbench.report.paper import Pair, Published
+from kvbench.report.tables import AVERAGE
+from kvbench.report.views import (
+    INCOMPLETE,
+    INTERVAL_NOTE,
+    MISSING,
+    OUTSIDE,
+    View,
+    shown_text,
+    unit_text,
+)
+
+OUTSIDE_NOTE = (
+    f"{OUTSIDE} the published value lies outside our 95 % interval. The interval is of our examples"
+    " alone: papers give none of their own."
+)
+
+
+def comparison_views(tables: Sequence[Published]) -> list[View]:
+    """One table per published source and task: for each of our models a block of rows, for each
+    method ours, its interval, what was published, and the difference."""
+    names = dict.fromkeys(map(comparison_name, tables))
+    return [_view([t for t in tables if comparison_name(t) == name]) for name in names]
+
+
+def comparison_name(table: Published) -> str:
+    """The file name stem of the comparison that a table is part of."""
+    return f"{table.source}-{table.task}-published"
+
+
+def _view(tables: Sequence[Published]) -> View:
+    first = tables[0]
+    columns = list(dict.fromkeys(c for table in tables for c in table.columns if c != AVERAGE))
+    if any(AVERAGE in table.columns for table in tables):
+        columns.append(AVERAGE)
+    rows: list[tuple[str, ...]] = []
+    parts: dict[str, int] = {}
+    incomplete = False
+    for table in tables:
+        for line in table.rows:
+            by_column = dict(zip(table.columns, line.pairs, strict=True))
+            pairs = [by_column.get(column) for column in columns]
+            incomplete |= any(pair is not None and not pair.cell.complete for pair in pairs)
+            block = _lines(pairs, table.unit)
+            rows += [(line.label if i == 0 else "", *texts) for i, texts in enumerate(block)]
+            named = f"{table.model}; published: {line.model}" if line.model else table.model
+            parts[named] = parts.get(named, 0) + len(block)
+    notes = [INTERVAL_NOTE, OUTSIDE_NOTE]
+    if incomplete:
+        notes.append(
+            f"{INCOMPLETE} some of our examples failed or are missing: their mean is left."
+        )
+    return View(
+        name=comparison_name(first),
+        title=f"{first.task}: ours beside {first.source}{unit_text(first.unit)}",
+        columns=("method", "", *columns),
+        rows=tuple(rows),
+        notes=tuple(notes),
+        parts=tuple(parts.items()),
+    )
+
+
+def _lines(pairs: Iterable[Pair | None], unit: str) -> list[tuple[str, ...]]:
+    """Four lines about one method: ours, interval, published, difference."""
+    columns = [_cell(pair, unit) for pair in pairs]
+    heads = ("ours", "95 % interval", "published", "difference")
+    return [(head, *texts) for head, texts in zip(heads, zip(*columns, strict=True), strict=True)]
+
+
+def _cell(pair: Pair | None, unit: str) -> tuple[str, str, str, str]:
+    if pair is None:
+        return ("", "", "", "")
+    ours = pair.ours
+    missing = math.isnan(ours.value)
+    low, high = (shown_text(bound, unit) for bound in (ours.low, ours.high))
+    return (
+        shown_text(ours.value, unit) + ("" if pair.cell.complete else f" {INCOMPLETE}"),
+        MISSING if missing else f"[{low}, {high}]",
+        (pair.printed or MISSING) + (f" {OUTSIDE}" if pair.outside else ""),
+        shown_text(pair.difference, unit, signed=True),
+    )
