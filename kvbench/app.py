@@ -16,6 +16,7 @@ from kvbench.cli import resolved
 from kvbench.dry_run import print_dry_run
 from kvbench.engine.loading import ModelSpec, resolve_device, resolve_dtype
 from kvbench.engine.session import Session
+from kvbench.interrupts import Termination
 from kvbench.kv import Budget, KVError
 from kvbench.nearest import nearest
 from kvbench.plan import Plan, TaskPlan
@@ -40,7 +41,7 @@ KEYS = (
         "results_dir",
         "task_label",
     ),
-    *("seed", "limit", "device", "dtype", "compress_after", "timeout_s", "retry_failed"),
+    *("seed", "limit", "device", "dtype", "compress_after", "example_timeout", "retry_failed"),
     *("lock_timeout", "dry_run", "prefill", "chunk_tokens", "paper_table"),
     *("shard", "shards", "launcher"),
 )
@@ -79,7 +80,7 @@ def build_job(config: DictConfig) -> Job:
         dtype=resolve_dtype(config.dtype, device),
         seed=config.seed,
         compress_after=config.compress_after,
-        timeout_s=config.timeout_s,
+        example_timeout=config.example_timeout,
         prefill=config.prefill,
         chunk_tokens=config.chunk_tokens,
     )
@@ -118,8 +119,8 @@ def run_config(config: DictConfig) -> tuple[Path, JobResult] | None:
         print_dry_run(job)
         return None
     title = f"{job.spec.name} x {job.task}"
-    with progress_display(title) as show:
-        result = run_job(job, show)
+    with progress_display(title) as show, Termination() as termination:
+        result = run_job(job, show, termination.example)
     folder = job.results_dir / job.experiment
     runs = tuple(load_run(path) for path in result.folders.values())
     print_views(views_of(Experiment(job.experiment, folder, runs, tuple(group_runs(runs)))))

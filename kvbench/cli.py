@@ -1,6 +1,7 @@
 """The command line: Hydra composes model x methods x task; errors are one line and an exit status.
 
-Exit status: 0 all well, 1 examples failed (their records say why), 2 wrong usage, 130 interrupted.
+Exit status: 0 all well, 1 examples failed (their records say why), 2 wrong usage, 130 interrupted,
+143 terminated after the example in progress.
 This module imports no torch, so that --help, list, show and usage errors come at once.
 """
 
@@ -26,6 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kvbench import __version__
 from kvbench.catalogue import KINDS, catalogue, config_dir
+from kvbench.interrupts import TERMINATED, Terminated
 from kvbench.nearest import nearest
 from kvbench.overrides import check_groups, check_syntax, check_values, explain, sample_overrides
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from kvbench.runner import JobResult
 
 USAGE, FAILED, INTERRUPTED = 2, 1, 130
+GOES_ON = "what is done is on disk, the same command goes on from there"
 
 
 class UsageError(Exception):
@@ -134,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         _complain(str(error))
         status = USAGE
     except KeyboardInterrupt:
-        _complain("interrupted; what is done is on disk, the same command goes on from there")
+        _complain("interrupted; " + GOES_ON)
         status = INTERRUPTED
     except BrokenPipeError:  # kvbench list methods | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -250,9 +253,12 @@ def _run_hydra(arguments: Sequence[str], outcome: _Outcome) -> None:
     sys.argv = [sys.argv[0], *arguments]
     try:
         run()
-    except KeyboardInterrupt:  # nobody who interrupts wants to wait for figures
+    except (KeyboardInterrupt, Terminated) as stop:  # nobody then wants to wait for figures
         outcome.experiments.clear()
-        raise
+        if isinstance(stop, KeyboardInterrupt):
+            raise
+        _complain("terminated; " + GOES_ON)
+        outcome.status = TERMINATED
     except SystemExit as stop:  # Hydra's, after a message; ours, after one line
         outcome.status = stop.code if isinstance(stop.code, int) else outcome.status
     finally:
@@ -283,6 +289,7 @@ def one_line_errors() -> Iterator[None]:
     or 1 (the disk, another process); anything else is a bug and keeps its traceback."""
     from hydra.errors import InstantiationException
 
+    from kvbench.attempts import DeviceLost
     from kvbench.engine.attention import UnsupportedModel
     from kvbench.engine.loading import ModelError
     from kvbench.kv import KVError
@@ -302,7 +309,7 @@ def one_line_errors() -> Iterator[None]:
     except usage as error:
         _complain(str(error))
         raise SystemExit(USAGE) from error
-    except StoreError as error:
+    except (StoreError, DeviceLost) as error:
         _complain(str(error))
         raise SystemExit(FAILED) from error
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvbench.engine.chunked import check_reads_in_chunks
+from kvbench.engine.faults import is_out_of_memory
 from kvbench.engine.generate import Generation, run_forks
 from kvbench.engine.session import Session
 from kvbench.kv import Budget, BudgetExceeded, KVError
@@ -69,10 +70,7 @@ def status_of(error: BaseException) -> str:
         return "over_budget"
     if isinstance(error, TimeoutError):
         return "timeout"
-    text = str(error).lower()
-    if isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text:
-        return "oom"
-    return "error"
+    return "oom" if is_out_of_memory(error) else "error"
 
 
 def one_line(error: BaseException) -> str:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from kvbench.attempts import DeviceLost, outcomes_of
+from kvbench.engine.faults import device_answers
 from kvbench.engine.loading import ModelSpec
 from kvbench.engine.session import Session
-from kvbench.plan import Methods, Outcome, Plan, Unit, one_line, status_of
+from kvbench.interrupts import in_main_thread
+from kvbench.kv import KVError
+from kvbench.plan import Methods, Outcome, Plan, Unit
 from kvbench.shards import Shard
 from kvbench.store import (
     COMMON_FIELDS,
@@ -25,8 +28,6 @@ from kvbench.store import (
     run_folder,
     write_manifest,
 )
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +87,7 @@ class Job:
             "budget": self.budget_config if method.uses_budget else None,
             "compress_after": self.session.compress_after,
             "prefill": self.session.prefill,
-            "timeout_s": self.session.timeout_s,
+            "timeout_s": self.session.example_timeout,  # as older manifests call it
             "seed": self.session.seed,
         }
 
@@ -135,16 +136,28 @@ class JobResult:
 
 
 def run_job(
-    job: Job, report_progress: Callable[[Progress], None] = lambda progress: None
+    job: Job,
+    report_progress: Callable[[Progress], None] = lambda progress: None,
+    example: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> JobResult:
     """Run what is not on disk yet; every record is flushed before the next unit starts.
+
+    Args:
+        example: entered for each unit and left when its records are on disk; whoever gives it can
+            hold back there what would interrupt an example.
 
     Raises:
         KVError, TaskError, ModelError: what cannot be run, before a model is loaded where possible.
         StoreError: another process holds a folder, or the disk is full.
+        DeviceLost: nothing more can be run in this process.
     """
+    if job.session.example_timeout is not None and not in_main_thread():
+        raise KVError(
+            f"example_timeout is {job.session.example_timeout}; allowed outside the main thread: null"
+        )
     every, units = job.units()
     folders = {label: job.folder(label) for label in job.methods}
+    _load_model(job, units, folders)
     failed = written = 0
     part = None if job.shard is None else job.shard.suffix
     with ExitStack() as stack:
@@ -158,23 +171,34 @@ def run_job(
                 write_manifest(folder, _manifest(job, label, folder))
         progress = Progress(total=len(units))
         report_progress(progress)
+
+        def save(outcomes: Sequence[Outcome]) -> None:
+            nonlocal written
+            for outcome in outcomes:
+                record = _record(job, outcome, folders[outcome.method])
+                written += stores[outcome.method].append(record)
+                progress.add(outcome.method, record["score"])
+
         for unit in units:
             todo = {
                 label: job.methods[label]
                 for label, store in stores.items()
                 if not set(unit.record_ids) <= store.done
             }
-            for outcome in _outcomes(job, unit, todo):
-                record = _record(job, outcome, folders[outcome.method])
-                written += stores[outcome.method].append(record)
-                progress.add(outcome.method, record["score"])
-            progress.done += 1
-            report_progress(progress)
+            with example():
+                outcomes = outcomes_of(job.plan, unit, todo, job.session, save)
+                save(outcomes)
+                progress.done += 1
+                report_progress(progress)
+            if _failed(outcomes) and not device_answers(job.session.device):
+                raise DeviceLost(
+                    f"{job.session.device} answers nothing any more after example {unit.id!r}, whose "
+                    "records say why; the same command goes on after it"
+                )
         wanted = _record_ids(units)
         failed = sum(len(store.failed & wanted) for store in stores.values())
     complete = job.shard is None or all(
-        _record_ids(every) <= {record["example_id"] for record in read_records(folder)}
-        for folder in folders.values()
+        _record_ids(every) <= _recorded(folder) for folder in folders.values()
     )
     return JobResult(folders, failed, written, complete)
 
@@ -183,25 +207,22 @@ def _record_ids(units: Sequence[Unit]) -> set[str]:
     return {record_id for unit in units for record_id in unit.record_ids}
 
 
-def _outcomes(job: Job, unit: Unit, todo: Methods) -> Sequence[Outcome]:
-    """What a unit gives; if it fails as a whole, every record it still owes says why."""
-    outcomes: list[Outcome] = []
-    if not todo:
-        return outcomes
-    try:
-        for outcome in job.plan.run(unit, todo, job.session):
-            outcomes.append(outcome)  # what was told before a failure counts
-    except Exception as failure:
-        log.warning("%s %s: %s", job.task, unit.id, one_line(failure))
-        log.debug("traceback", exc_info=True)
-        told = {(outcome.method, outcome.example_id) for outcome in outcomes}
-        outcomes.extend(
-            Outcome(label, record_id, {"status": status_of(failure), "error": one_line(failure)})
-            for label in todo
-            for record_id in unit.record_ids
-            if (label, record_id) not in told
-        )
-    return outcomes
+def _recorded(folder: Path) -> set[str]:
+    return {record["example_id"] for record in read_records(folder)}
+
+
+def _failed(outcomes: Sequence[Outcome]) -> bool:
+    return any(outcome.fields.get("error") is not None for outcome in outcomes)
+
+
+def _load_model(job: Job, units: Sequence[Unit], folders: Mapping[str, Path]) -> None:
+    """Load the model if anything is to be run with it: before the clock of the first example starts,
+    and before there is a folder for results that a model which cannot be loaded will not give."""
+    if job.plan.meta().get("subject") is not None:
+        return
+    wanted = _record_ids(units)
+    if job.retry_failed or any(wanted - _recorded(folder) for folder in folders.values()):
+        job.session.model  # noqa: B018 - loaded when first asked for
 
 
 def _record(job: Job, outcome: Outcome, folder: Path) -> dict[str, Any]:

@@ -137,7 +137,7 @@ USAGE = [
     (["device=tpu"], "device is 'tpu'; allowed: auto, cpu, cuda, cuda:N"),
     (["dtype=float8"], "dtype is 'float8'; allowed: auto, float32, bfloat16, float16"),
     (["compress_after=never"], "compress_after is 'never'; allowed: prompt, context"),
-    (["timeout_s=-3"], "timeout_s is -3"),
+    (["example_timeout=-3"], "example_timeout is -3"),
     (["dry_run=perhaps"], "dry_run is 'perhaps'"),
     (["experiment_name=a/b"], "experiment_name is 'a/b'; allowed: a folder's name"),
     (["model=hf"], "model.path has no value; allowed: model.path=..."),
@@ -221,7 +221,7 @@ def test_failed_examples_are_status_1_and_a_log_stays_readable(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     failing = [a.replace("tiny_random", "recall_mini") for a in SHORT]
-    status, out, err = main(capsys, *failing, "timeout_s=1e-9", "-v")
+    status, out, err = main(capsys, *failing, "example_timeout=1e-9", "-v")
     assert status == 1, err
     assert "Loading weights" not in err
     assert "\033" not in out + err

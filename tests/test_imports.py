@@ -23,7 +23,9 @@ ALLOWED = {
     "store": set(),
     "report": {"store"},
     "shards": set(),
-    "runner": {"engine", "plan", "shards", "store"},
+    "interrupts": set(),
+    "attempts": {"engine", "interrupts", "plan"},
+    "runner": {"attempts", "engine", "interrupts", "kv", "plan", "shards", "store"},
     "progress": {"runner"},
 }
 """Parts of the package each part may import (besides itself); what is not listed is an entry point."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.attention import capped
+from kvbench.engine.faults import release_frames
 from kvbench.kernels.quantize import Packed, Quantization, pack, unpack
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV
 from kvbench.methods.base import Held, Method
@@ -259,6 +260,13 @@ class Fork:
     appended: int = 0
     failure: Exception | None = None
 
+    def fail(self, failure: Exception) -> None:
+        """This fork ends here; what it holds is given back, for the others to go on with."""
+        self.failure = failure
+        release_frames(failure)
+        self.layers.clear()
+        self.carried.clear()
+
     def clone(self) -> Fork:
         """A copy that goes on separately from here."""
         return replace(self, layers={index: layer.clone() for index, layer in self.layers.items()})
@@ -356,5 +364,5 @@ class ForkBatch:
                     query[i], key[i], value[i], positions[i], scaling, softcap
                 )
             except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
-                fork.failure = failure
+                fork.fail(failure)
         return out

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from kvbench.engine.cache import Fork, ForkBatch
 from kvbench.engine.chunked import chunked_prefill
+from kvbench.engine.faults import NonFiniteLogits, choose
 from kvbench.engine.prefill import Prefill, compressible_layers, forward, prefill, synchronize
 from kvbench.kv import Budget
 from kvbench.methods.base import Method
@@ -25,7 +26,7 @@ class Stopping:
         end_ids: any of these tokens ends it (and is not part of the text).
         strings: any of these in the text ends it (and is cut, with what follows).
         decode: token ids to text; needed for `strings`.
-        timeout_s: seconds of decoding after which the forks still running fail, None for no limit.
+        timeout_s: seconds, prefill included, after which the forks still running fail; None: no limit.
     """
 
     max_new_tokens: int
@@ -107,6 +108,7 @@ def run_forks(
     Returns:
         One `Generation` per label; a fork that failed says so and stops nothing else.
     """
+    begun = time.perf_counter()
     head = [*context_ids, *question_ids] if compress_after == "prompt" else list(context_ids)
     tail = [] if compress_after == "prompt" else list(question_ids)
     forks = [
@@ -134,7 +136,7 @@ def run_forks(
             decode_s=0.0,
             failure=None,
         )
-    _decode(model, starts, forks, tail, stopping, results)
+    _decode(model, starts, forks, tail, stopping, results, begun)
     for fork in forks:
         result = results[fork.label]
         if fork.failure is None:
@@ -142,7 +144,7 @@ def run_forks(
                 fork.audit(len(head), compressible)
                 result.cache_bytes_end = fork.cache_bytes()
             except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
-                fork.failure = failure
+                fork.fail(failure)
         result.failure = fork.failure
         result.new_tokens = len(result.tokens)
         if result.tokens and result.tokens[-1] in stopping.end_ids:
@@ -157,24 +159,31 @@ def _decode(
     tail: list[int],
     stopping: Stopping,
     results: dict[str, Generation],
+    begun: float,
 ) -> None:
-    """Feed the question's tokens (if any), then decode greedily until every fork has ended."""
+    """Feed the question's tokens (if any), then decode greedily until every fork has ended.
+
+    Args:
+        begun: when the example began, on the clock of time.perf_counter.
+    """
     device = model.device
     active = [fork for fork in forks if fork.failure is None]
     position = starts[active[0].label].n if active else 0
     pending = dict.fromkeys(starts, tail)
     if not tail:
         for fork in active:
-            first = int(starts[fork.label].logits.argmax())
+            (first,), (finite,) = choose(starts[fork.label].logits[None])
+            if not finite:
+                fork.fail(NonFiniteLogits(1))
+                continue
             results[fork.label].tokens.append(first)
             pending[fork.label] = [first]
-        active = [f for f in active if not stopping.reached(results[f.label].tokens)]
-    begun = time.perf_counter()
+        active = _running(active, results, stopping)
     while active:
         elapsed = time.perf_counter() - begun
         if stopping.timeout_s is not None and elapsed > stopping.timeout_s:
             for fork in active:
-                fork.failure = TimeoutError(f"decoding took more than {stopping.timeout_s} s")
+                fork.fail(TimeoutError(f"the example took more than {stopping.timeout_s:g} s"))
             return
         ids = torch.tensor([pending[fork.label] for fork in active], device=device)
         count = ids.shape[1]
@@ -182,18 +191,27 @@ def _decode(
         start = time.perf_counter()
         positions = torch.arange(position, position + count, device=device)
         logits = forward(model, ids, positions, ForkBatch(active, positions))
-        chosen = logits.argmax(-1).tolist()
+        chosen, finite_rows = choose(logits)
         seconds = (time.perf_counter() - start) / len(active)
         position += count
-        for fork, token in zip(active, chosen, strict=True):
+        for fork, token, finite in zip(active, chosen, finite_rows, strict=True):
             fork.appended += count
             result = results[fork.label]
             result.decode_s += seconds
+            if fork.failure is None and not finite:
+                fork.fail(NonFiniteLogits(len(result.tokens) + 1))
             if fork.failure is None:
                 result.tokens.append(token)
                 pending[fork.label] = [token]
-        active = [
-            fork
-            for fork in active
-            if fork.failure is None and not stopping.reached(results[fork.label].tokens)
-        ]
+        active = _running(active, results, stopping)
+
+
+def _running(
+    forks: Sequence[Fork], results: Mapping[str, Generation], stopping: Stopping
+) -> list[Fork]:
+    """The forks that have a token to come."""
+    return [
+        fork
+        for fork in forks
+        if fork.failure is None and not stopping.reached(results[fork.label].tokens)
+    ]

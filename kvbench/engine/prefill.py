@@ -133,7 +133,7 @@ class PrefillState:
                 capacity, held = kv.n, keep_all(kv)
             fork.hold(layer, held, capacity)
         except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
-            fork.failure = failure
+            fork.fail(failure)
         synchronize(kv.keys.device)
         # Work that an earlier method of the job did for both is charged to both.
         fork.compress_s += time.perf_counter() - start + charged()

@@ -33,7 +33,7 @@ class Session:
         compress_after: "prompt" or "context"; see `kvbench.engine.generate.run_forks`.
         prefill: "shared" (one exact prefill serves every method) or "chunked" (each method reads the
             prompt through its own bounded cache, `chunk_tokens` at a time).
-        timeout_s: an example whose decoding takes longer is recorded as a timeout; None: no limit.
+        example_timeout: seconds; an example that takes longer is recorded as a timeout; None: no limit.
     """
 
     spec: ModelSpec
@@ -41,7 +41,7 @@ class Session:
     dtype: torch.dtype
     seed: int = 0
     compress_after: str = "prompt"
-    timeout_s: float | None = None
+    example_timeout: float | None = None
     prefill: str = "shared"
     chunk_tokens: int = 512
 
@@ -80,5 +80,9 @@ class Session:
     def stopping(self, max_new_tokens: int, strings: tuple[str, ...] = ()) -> Stopping:
         """When a generation ends, for this model."""
         return Stopping(
-            max_new_tokens, self.end_ids, strings, self.encoder.decode, timeout_s=self.timeout_s
+            max_new_tokens,
+            self.end_ids,
+            strings,
+            self.encoder.decode,
+            timeout_s=self.example_timeout,
         )

@@ -1,0 +1,97 @@
+"""One unit of work and everything that may go wrong in it: always one outcome per record."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from kvbench.engine.faults import device_answers, free_memory
+from kvbench.engine.session import Session
+from kvbench.interrupts import time_limit
+from kvbench.plan import Methods, Outcome, Plan, Unit, one_line, status_of
+
+log = logging.getLogger(__name__)
+
+BLAMED_ON_COMPANY = ("oom", "timeout")
+"""Failures that a method may owe to the methods it ran with."""
+
+
+class DeviceLost(RuntimeError):
+    """The device answers nothing any more: one line that says after which example."""
+
+
+def outcomes_of(
+    plan: Plan,
+    unit: Unit,
+    methods: Methods,
+    session: Session,
+    save: Callable[[Sequence[Outcome]], None],
+) -> list[Outcome]:
+    """What a unit gives, failures included, in the order of the methods.
+
+    All methods run together. Then those that ran out of memory or time, and those that a failure of
+    the whole unit took along, run once more, one at a time; their records say ``retried``.
+
+    Args:
+        save: writes outcomes; called from another thread before the process ends, when code that
+            runs no Python hangs longer than the session's `example_timeout`.
+    """
+    if not methods:
+        return []
+    outcomes, again = _attempt(plan, unit, methods, session, save, [])
+    if len(methods) == 1 or not again or not device_answers(session.device):
+        return outcomes
+    log.info("%s: once more, one at a time: %s", unit.id, ", ".join(again))
+    for label in again:
+        free_memory(session.device)
+        others = [outcome for outcome in outcomes if outcome.method != label]
+        alone, _ = _attempt(plan, unit, {label: methods[label]}, session, save, others)
+        outcomes = [*others, *(replace(o, fields={**o.fields, "retried": True}) for o in alone)]
+    order = list(methods)
+    return sorted(outcomes, key=lambda outcome: order.index(outcome.method))
+
+
+def _attempt(
+    plan: Plan,
+    unit: Unit,
+    methods: Methods,
+    session: Session,
+    save: Callable[[Sequence[Outcome]], None],
+    others: Sequence[Outcome],
+) -> tuple[list[Outcome], list[str]]:
+    """Run methods together; every record still owed after a failure says why.
+
+    Returns:
+        Their outcomes, and the methods for which running alone may end differently.
+    """
+    outcomes: list[Outcome] = []
+
+    def owed(status: str, error: str) -> list[Outcome]:
+        told = {(outcome.method, outcome.example_id) for outcome in outcomes}
+        return [
+            Outcome(label, record_id, {"status": status, "error": error})
+            for label in methods
+            for record_id in unit.record_ids
+            if (label, record_id) not in told
+        ]
+
+    def hung() -> None:
+        error = f"hung: no answer long after example_timeout={session.example_timeout:g}"
+        log.error("%s %s; recorded; the same command goes on after it", unit.id, error)
+        save([*others, *outcomes, *owed("timeout", error)])
+
+    failed: list[Outcome] = []
+    try:
+        with time_limit(session.example_timeout, hung):
+            for outcome in plan.run(unit, methods, session):
+                outcomes.append(outcome)  # what was told before a failure counts
+    except Exception as failure:
+        log.warning("%s: %s", unit.id, one_line(failure))
+        log.debug("traceback", exc_info=True)
+        failed = owed(status_of(failure), one_line(failure))
+    again = dict.fromkeys(outcome.method for outcome in failed)
+    again |= dict.fromkeys(
+        outcome.method for outcome in outcomes if outcome.fields.get("status") in BLAMED_ON_COMPANY
+    )
+    return [*outcomes, *failed], [label for label in methods if label in again]

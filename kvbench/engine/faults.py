@@ -1,0 +1,61 @@
+"""What goes wrong while a model runs, and what is left of the device afterwards."""
+
+from __future__ import annotations
+
+import gc
+import traceback
+
+import torch
+from torch import Tensor
+
+
+class NonFiniteLogits(ArithmeticError):
+    """The model's logits are NaN or infinite, so that no token can be chosen."""
+
+    def __init__(self, token: int) -> None:
+        super().__init__(f"non-finite logits at new token {token}")
+
+
+def choose(logits: Tensor) -> tuple[list[int], list[bool]]:
+    """The greedy token of each row of logits [rows, vocab], and whether it can be trusted.
+
+    NaN and +inf win every maximum, so the maximum tells; -inf beside a finite maximum is a token that
+    the model rules out, and no fault.
+    """
+    best, tokens = logits.max(-1)
+    return tokens.tolist(), torch.isfinite(best).tolist()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device or the host had no memory left."""
+    text = str(error).lower()
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
+        words in text for words in ("out of memory", "can't allocate memory", "_alloc_failed")
+    )
+
+
+def release_frames(error: BaseException) -> None:
+    """Let go of the tensors that the error's traceback keeps alive; the traceback stays readable."""
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__context__
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back what nothing refers to."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def device_answers(device: torch.device) -> bool:
+    """False after an error that leaves a CUDA context unusable (an illegal access, an assertion in a
+    kernel): everything that follows in this process would fail with it."""
+    if device.type != "cuda":
+        return True
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        return is_out_of_memory(error)
+    return True

@@ -1,0 +1,128 @@
+"""What may cut an example short: a time limit, and the signal that asks a job to end.
+
+Both use signals, which Python delivers to the main thread only.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+
+TERMINATED = 143
+"""Exit status after SIGTERM, as a shell reports it."""
+
+PATIENCE = 60.0
+"""Seconds that code which runs no Python may ignore an alarm before it counts as hung for good."""
+
+
+class Terminated(SystemExit):
+    """SIGTERM came: what is done is on disk."""
+
+    def __init__(self) -> None:
+        super().__init__(TERMINATED)
+
+
+class Termination:
+    """SIGTERM ends a job after the example in progress; a second one ends it at once.
+
+        with Termination() as termination:
+            for example in examples:
+                with termination.example():
+                    ...  # finished even if SIGTERM comes now; Terminated is raised afterwards
+
+    Outside the main thread SIGTERM is left as it is.
+    """
+
+    def __init__(self) -> None:
+        self._busy = False
+        self._asked = False
+
+    def __enter__(self) -> Termination:
+        self._ours = in_main_thread()
+        if self._ours:
+            self._before = signal.signal(signal.SIGTERM, self._handle)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._ours:
+            signal.signal(signal.SIGTERM, self._before)
+
+    def _handle(self, _signal: int, _frame: FrameType | None) -> None:
+        if self._busy and not self._asked:
+            self._asked = True
+            return
+        raise Terminated
+
+    @contextmanager
+    def example(self) -> Iterator[None]:
+        """While this lasts, SIGTERM waits.
+
+        Raises:
+            Terminated: at the end, if it came.
+        """
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
+        if self._asked:
+            raise Terminated
+
+
+def in_main_thread() -> bool:
+    """Whether this thread is the one that receives signals."""
+    return threading.current_thread() is threading.main_thread()
+
+
+@contextmanager
+def time_limit(seconds: float | None, on_hang: Callable[[], None]) -> Iterator[None]:
+    """Raise TimeoutError in what runs here too long; None: no limit.
+
+    The alarm comes a tenth (at least one second) late, so that a loop which looks at its own clock is
+    the first to notice, and again and again as long as something catches it and goes on. Code that
+    runs no Python (a kernel that never returns) sees no alarm: `PATIENCE` seconds after one went
+    unheard, `on_hang` is called from another thread and the process ends with status 1.
+
+    Args:
+        on_hang: saves what can be saved; must not wait for this thread.
+    """
+    if seconds is None:
+        yield
+        return
+    period = seconds + max(1.0, seconds / 10)
+    heard, over = threading.Event(), threading.Event()
+
+    def alarm(_signal: int, _frame: FrameType | None) -> None:
+        heard.set()
+        raise TimeoutError(f"the example took more than {seconds:g} s")
+
+    def watch() -> None:
+        wait = period + PATIENCE
+        while not over.wait(wait):
+            if not heard.is_set():
+                try:
+                    on_hang()
+                finally:
+                    os._exit(1)
+            heard.clear()
+            wait = period
+
+    watcher = threading.Thread(target=watch, name="example_timeout", daemon=True)
+    handler = signal.signal(signal.SIGALRM, alarm)
+    watcher.start()
+    signal.setitimer(signal.ITIMER_REAL, period, period)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        over.set()
+        signal.signal(signal.SIGALRM, handler)
