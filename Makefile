@@ -10,7 +10,7 @@ VENV_REFERENCES ?= .venv-references
 PIP_REFERENCES = $(VENV_REFERENCES)/bin/pip install --quiet --disable-pip-version-check \
   -c tests/references/constraints.txt
 
-.PHONY: help setup demo test test-slow test-references lint results reproduce-theory report train-recall-mini bench clean
+.PHONY: help setup demo test test-slow test-references lint results reproduce-theory report figures train-recall-mini bench clean
 
 help: ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 22
@@ -66,8 +66,14 @@ reproduce-theory: setup ## error against memory, discrepancy, clusters, ablation
 	$(BIN)/python -m kvbench experiment=balancekv_needle_ablation results_dir=$(RESULTS)
 	$(BIN)/python -m kvbench experiment=balancekv_confirm results_dir=$(RESULTS)
 
-report: setup ## rebuild tables, figures and page from records: make report EXPERIMENT=demo
-	$(BIN)/python -m kvbench.report $(RESULTS)/$(or $(EXPERIMENT),demo)
+# The experiment's folder: RESULTS=results/demo, or EXPERIMENT=demo in RESULTS, or the demo.
+REPORTED = $(if $(EXPERIMENT),$(RESULTS)/$(EXPERIMENT),$(if $(filter results,$(RESULTS)),results/demo,$(RESULTS)))
+
+report: setup ## rebuild tables, figures and page from records: make report RESULTS=results/demo
+	$(BIN)/python -m kvbench.report $(REPORTED)
+
+figures: setup ## every figure as PDF and PNG, every table as LaTeX: make figures RESULTS=results/demo
+	$(BIN)/python -m kvbench.report --list $(REPORTED)
 
 train-recall-mini: setup ## train the shipped model again (an hour on one core)
 	$(BIN)/python scripts/train_recall_mini.py

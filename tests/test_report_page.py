@@ -216,13 +216,23 @@ def test_views_to_print_cover_every_group(demo: Path) -> None:
 
 
 def test_the_command_rebuilds_and_reports_errors(
-    demo: Path, report: ReportPaths, capsys: pytest.CaptureFixture[str]
+    demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(demo.parent / "nowhere")]) == 1
     assert (
         capsys.readouterr().err
-        == f"error: no results in {demo.parent / 'nowhere'}: the folder does not exist\n"
+        == f"kvbench-report: no results in {demo.parent / 'nowhere'}: the folder does not exist\n"
     )
+    assert main([str(demo.parent)]) == 1
+    assert capsys.readouterr().err.endswith("manifest.json; experiments in it: demo\n")
+    small = write_demo(tmp_path, ("exact", "snapkv"), ("longeval_lines",))
+    assert main([str(small), "--list"]) == 0
+    printed = set(capsys.readouterr().out.splitlines())
+    written = {str(path) for path in small.rglob("*.*") if path.suffix not in (".jsonl", ".json")}
+    assert printed == {path for path in written if not path.endswith(".lock")}
+    assert {Path(path).suffix for path in printed} == {
+        *(".html", ".pdf", ".png", ".csv", ".md", ".tex")
+    }
 
 
 def test_a_report_with_no_published_table_has_no_such_section(demo: Path) -> None:

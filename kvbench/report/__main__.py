@@ -1,30 +1,81 @@
-"""``python -m kvbench.report <experiment folder>``: rebuild tables, figures and the page."""
+"""``kvbench-report``: rebuild an experiment's report, or compare two experiments.
+
+With one folder, tables, figures and the page are written into it again, from its records alone. With
+two, what changed from the first to the second is printed, and written as compare.html, .md and .csv.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
+from typing import NoReturn
 
-from kvbench.report.build import build_report
 from kvbench.store import StoreError
+
+USAGE, FAILED = 2, 1
+
+
+class _Parser(argparse.ArgumentParser):
+    """What is wrong, in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: {message}; see {self.prog} --help", file=sys.stderr)
+        raise SystemExit(USAGE)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Build the report of each folder; 1 when one could not be built."""
-    parser = argparse.ArgumentParser(prog="python -m kvbench.report", description=__doc__)
-    parser.add_argument("folders", nargs="+", metavar="folder", help="<results>/<experiment>")
-    status = 0
-    for folder in parser.parse_args(arguments).folders:
-        try:
-            paths = build_report(folder)
-        except StoreError as error:
-            print(f"error: {error}", file=sys.stderr)
-            status = 1
-            continue
-        for warning in paths.warnings:
-            print(f"warning: {warning}", file=sys.stderr)
-        print(paths.page)
-    return status
+    """Exit status: 0 all well, 1 records that cannot be read or files that cannot be written, 2
+    wrong usage."""
+    parser = _Parser(
+        prog="kvbench-report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", help="<results>/<experiment>")
+    parser.add_argument("other", nargs="?", help="another one, to compare the first with")
+    parser.add_argument("--out", help="folder for the comparison (default: compare-<a>-<b>)")
+    parser.add_argument("--list", action="store_true", help="print every file that was written")
+    options = parser.parse_args(arguments)
+    if options.out is not None and options.other is None:
+        parser.error("--out is for a comparison of two folders")
+    try:
+        if options.other is None:
+            _rebuild(options.folder, every=options.list)
+        else:
+            _compare(options.folder, options.other, options.out)
+    except StoreError as error:
+        print(f"kvbench-report: {error}", file=sys.stderr)
+        return FAILED
+    return 0
+
+
+def _rebuild(folder: str, *, every: bool) -> None:
+    from kvbench.report.build import build_report
+
+    paths = build_report(folder)
+    for warning in paths.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    for path in (*paths.tables, *paths.figures) if every else ():
+        print(path)
+    print(paths.page)
+
+
+def _compare(first: str, second: str, out: str | None) -> None:
+    from kvbench.report.compare import compare
+    from kvbench.report.compare_views import only_lines, terminal_views, write_comparison
+    from kvbench.report.console import print_views
+    from kvbench.report.data import load_experiment
+
+    comparison = compare(load_experiment(Path(first)), load_experiment(Path(second)))
+    names = (name.replace("/", "_") for name in comparison.names)
+    folder = Path(out) if out is not None else Path("-".join(("compare", *names)))
+    paths = write_comparison(comparison, folder)
+    print_views(terminal_views(comparison))
+    for name, lines in only_lines(comparison):
+        print(f"only in {name}: {len(lines)} runs")
+    for path in paths:
+        print(path)
 
 
 if __name__ == "__main__":

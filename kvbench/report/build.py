@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvbench.report.data import Experiment, Group, load_experiment
 from kvbench.report.figures import Drawn, figures_of, heatmap_alone, save_figures, throughput
+from kvbench.report.files import write_text
 from kvbench.report.formats import latex, markdown
 from kvbench.report.page import Section, render_page
 from kvbench.report.pairs import pairs_frame, pairs_of, pairs_view
@@ -70,7 +70,7 @@ def build_report(experiment_folder: str | Path) -> ReportPaths:
     ]
     across = overviews([s.tables[0] for s in sections if s.ranked])
     try:
-        page = _write(
+        page = write_text(
             experiment.folder / "report.html",
             render_page(experiment, sections, across, published, warnings),
         )
@@ -172,7 +172,7 @@ def _write_tables(
         views.append(view)
         same = [p for p in published if view.name == comparison_name(p)]
         text = comparison_frame(same).to_csv(index=False, float_format="%.6g")
-        paths.append(_write(folder / f"{_stem(view)}.csv", text))
+        paths.append(write_text(folder / f"{_stem(view)}.csv", text))
     for section in sections:
         group = section.group
         for table in section.tables:
@@ -181,34 +181,26 @@ def _write_tables(
             if table.baseline and len(table.columns) > 1:
                 views.append(difference_view(table))
             text = frame_of(table).to_csv(index=False, float_format="%.6g")
-            paths.append(_write(folder / f"{_stem(view)}.csv", text))
+            paths.append(write_text(folder / f"{_stem(view)}.csv", text))
         if section.pairs:
             views.append(pairs_view(group, section.pairs))
             text = pairs_frame(group, section.pairs).to_csv(index=False, float_format="%.6g")
-            paths.append(_write(folder / f"{_stem(views[-1])}.csv", text))
+            paths.append(write_text(folder / f"{_stem(views[-1])}.csv", text))
         if section.study is not None:
             views += section.study.views
             for name, frame in section.study.frames.items():
                 stem = name.replace("/", "_").replace(" ", "_")
                 text = frame.to_csv(index=False, float_format="%.6g")
-                paths.append(_write(folder / f"{stem}.csv", text))
+                paths.append(write_text(folder / f"{stem}.csv", text))
         if section.timings:
             views.append(timing_view(group.task, group.model, section.timings))
             text = timing_frame(section.timings).to_csv(index=False, float_format="%.6g")
-            paths.append(_write(folder / f"{_stem(views[-1])}.csv", text))
+            paths.append(write_text(folder / f"{_stem(views[-1])}.csv", text))
     for view in views:
-        paths.append(_write(folder / f"{_stem(view)}.md", markdown(view)))
-        paths.append(_write(folder / f"{_stem(view)}.tex", latex(view)))
+        paths.append(write_text(folder / f"{_stem(view)}.md", markdown(view)))
+        paths.append(write_text(folder / f"{_stem(view)}.tex", latex(view)))
     return paths
 
 
 def _stem(view: View) -> str:
     return view.name.replace("/", "_").replace(" ", "_")
-
-
-def _write(path: Path, text: str) -> Path:
-    """Replace the file in one step, so that an open page is never half a page."""
-    temporary = path.with_name(f".{path.name}.new")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
-    return path

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from kvbench.report.style import order_of
-from kvbench.store import Run, StoreError, load_runs
+from kvbench.store import MANIFEST, Run, StoreError, load_runs
 
 BASELINE = "exact"
 """The method that others are compared with where it was run."""
@@ -146,8 +146,10 @@ def load_experiment(folder: Path) -> Experiment:
     """
     runs = load_runs(folder)
     if not runs:
+        inner = sorted({path.parents[3].name for path in folder.glob(f"*/*/*/*/{MANIFEST}")})
+        hint = f"; experiments in it: {', '.join(inner)}" if inner else ""
         raise StoreError(
-            f"no runs in {folder}: expected <model>/<task>/<method>-<hash8>/{'manifest.json'}"
+            f"no runs in {folder}: expected <model>/<task>/<method>-<hash8>/{MANIFEST}{hint}"
         )
     return Experiment(folder.resolve().name, folder, tuple(runs), tuple(group_runs(runs)))
 
@@ -210,7 +212,7 @@ def arms_of(runs: Sequence[Run]) -> list[Arm]:
     arms: dict[int, Arm] = {}
     for method, indices in by_method.items():
         whole = all(_keeps_all(runs[i].records) for i in indices)
-        configs = {i: _flat(_identity(runs[i].manifest)) for i in indices}
+        configs = {i: flat(_identity(runs[i].manifest)) for i in indices}
         if whole:
             configs = {i: _without_budget(config) for i, config in configs.items()}
         varied = sorted(
@@ -263,14 +265,16 @@ def _without_budget(config: Mapping[str, str]) -> dict[str, str]:
     return {key: value for key, value in config.items() if not key.startswith("budget.")}
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Dotted keys to values as text, without the keys that do not belong in a label."""
-    flat: dict[str, str] = {}
+def flat(
+    config: Mapping[str, Any], prefix: str = "", *, everything: bool = False
+) -> dict[str, str]:
+    """Dotted keys to values as text; unless `everything`, only keys that belong in a label."""
+    found: dict[str, str] = {}
     for key, value in config.items():
-        if key in _NOT_IN_LABELS:
+        if key in _NOT_IN_LABELS and not everything:
             continue
         if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
+            found |= flat(value, f"{prefix}{key}.", everything=everything)
         else:
-            flat[prefix + key] = value if isinstance(value, str) else json.dumps(value)
-    return flat
+            found[prefix + key] = value if isinstance(value, str) else json.dumps(value)
+    return found

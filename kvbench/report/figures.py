@@ -22,6 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from kvbench.report.data import Arm, Group
+from kvbench.report.files import write_bytes
 from kvbench.report.style import style_of
 from kvbench.report.tables import Row, ScoreTable, Timing, as_text
 from kvbench.report.views import value_text
@@ -74,9 +75,7 @@ def save_figures(figures: Sequence[Drawn], folder: Path) -> list[Path]:
     paths = []
     for drawn in figures:
         for suffix, content in ((".png", drawn.png), (".pdf", drawn.pdf)):
-            path = folder / f"{drawn.name}{suffix}"
-            path.write_bytes(content)
-            paths.append(path)
+            paths.append(write_bytes(folder / f"{drawn.name}{suffix}", content))
     return paths
 
 

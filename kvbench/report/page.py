@@ -58,35 +58,51 @@ def render_page(
     warnings: Sequence[str] = (),
 ) -> str:
     """The page's HTML."""
-    environment = Environment(
+    return (
+        environment()
+        .get_template("page.html.j2")
+        .render(
+            **page_parts(),
+            experiment=experiment,
+            sections=[_section(section, index) for index, section in enumerate(sections, 1)],
+            overviews=[overview for overview in overviews if len(overview.tables) > 1],
+            published=published,
+            outside_note=OUTSIDE_NOTE,
+            warnings=warnings,
+            methods=sorted({a.method for s in sections for a in s.group.arms}, key=order_of),
+            totals=_totals(experiment),
+            reproduce=_reproduce(experiment),
+            manifests=[
+                (str(run.folder.relative_to(experiment.folder)), json.dumps(run.manifest, indent=2))
+                for run in experiment.runs
+            ],
+        )
+    )
+
+
+def environment() -> Environment:
+    """Templates beside this file; every value is escaped, an unknown name is an error."""
+    made = Environment(
         loader=FileSystemLoader(_HERE),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals.update(
+    made.globals.update(
         views=views, color=lambda method: style_of(method).color, interval_plot=_interval_plot
     )
+    return made
+
+
+def page_parts() -> dict[str, str]:
+    """Style and script of a page, with the script's hash for its policy."""
     script = (_HERE / "page.js").read_text(encoding="utf-8")
-    return environment.get_template("page.html.j2").render(
-        experiment=experiment,
-        sections=[_section(section, index) for index, section in enumerate(sections, 1)],
-        overviews=[overview for overview in overviews if len(overview.tables) > 1],
-        published=published,
-        outside_note=OUTSIDE_NOTE,
-        warnings=warnings,
-        methods=sorted({a.method for s in sections for a in s.group.arms}, key=order_of),
-        totals=_totals(experiment),
-        reproduce=_reproduce(experiment),
-        manifests=[
-            (str(run.folder.relative_to(experiment.folder)), json.dumps(run.manifest, indent=2))
-            for run in experiment.runs
-        ],
-        style=(_HERE / "page.css").read_text(encoding="utf-8"),
-        script=script,
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-    )
+    return {
+        "style": (_HERE / "page.css").read_text(encoding="utf-8"),
+        "script": script,
+        "script_hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    }
 
 
 def _section(section: Section, index: int) -> dict[str, Any]:

@@ -56,8 +56,22 @@ def estimates(strata: Sequence[Stratum]) -> list[Estimate]:
     for every arm, from a generator seeded by the stratum's name. An arm that has no score in one
     of the strata has no mean over them.
     """
-    value = np.mean([_ratio(s.sums.sum(0), s.counts.sum(0)) for s in strata], axis=0)
-    draws = np.mean([_draws(s) for s in strata], axis=0)
+    return _intervals(_means(strata), np.mean([_draws(s) for s in strata], axis=0))
+
+
+def unpaired_difference(first: Sequence[Stratum], second: Sequence[Stratum]) -> Estimate:
+    """Second minus first mean (of the only column) over units that have nothing to do with each
+    other: each side is resampled by itself, by its strata's names."""
+    draws = [np.mean([_draws(s) for s in side], axis=0) for side in (first, second)]
+    return _intervals(_means(second) - _means(first), draws[1] - draws[0])[0]
+
+
+def _means(strata: Sequence[Stratum]) -> Array:
+    """Per column, the mean over strata of each stratum's mean."""
+    return np.asarray(np.mean([_ratio(s.sums.sum(0), s.counts.sum(0)) for s in strata], axis=0))
+
+
+def _intervals(value: Array, draws: Array) -> list[Estimate]:
     tail = (1 - LEVEL) / 2
     found = ~np.isnan(draws).all(0)
     low, high = np.full((2, len(value)), np.nan)
@@ -88,7 +102,7 @@ def p_values(strata: Sequence[Stratum]) -> list[float]:
     Args:
         strata: columns are differences of pairs of arms.
     """
-    seen = np.mean([_ratio(s.sums.sum(0), s.counts.sum(0)) for s in strata], axis=0)
+    seen = _means(strata)
     totals = [s.counts.sum(0) for s in strata]
     generators = [
         np.random.default_rng([zlib.crc32(s.name.encode()), len(s.sums), 1]) for s in strata
