@@ -12,6 +12,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from kvbench import provenance
+from kvbench.batching import check_batch_size
 from kvbench.cli import resolved
 from kvbench.dry_run import print_dry_run
 from kvbench.engine.loading import ModelSpec, resolve_device, resolve_dtype
@@ -42,7 +43,7 @@ KEYS = (
         "task_label",
     ),
     *("seed", "limit", "device", "dtype", "compress_after", "example_timeout", "retry_failed"),
-    *("lock_timeout", "dry_run", "prefill", "chunk_tokens", "paper_table"),
+    *("lock_timeout", "dry_run", "prefill", "chunk_tokens", "batch_size", "paper_table"),
     *("shard", "shards", "launcher"),
 )
 """Top-level keys of a composed config; Hydra's ``+key=value`` could add others that nothing reads."""
@@ -99,6 +100,7 @@ def build_job(config: DictConfig) -> Job:
         budget_config=budget_config,
         limit=limit,
         shard=Shard.parse(config.shard),
+        batch_size=check_batch_size(config.batch_size),
         retry_failed=config.retry_failed,
         lock_timeout=config.lock_timeout,
         extra={

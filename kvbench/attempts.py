@@ -9,7 +9,7 @@ from dataclasses import replace
 from kvbench.engine.faults import device_answers, free_memory
 from kvbench.engine.session import Session
 from kvbench.interrupts import time_limit
-from kvbench.plan import Methods, Outcome, Plan, Unit, one_line, status_of
+from kvbench.plan import BatchPlan, Methods, Outcome, Plan, Unit, one_line, status_of
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +52,38 @@ def outcomes_of(
     return sorted(outcomes, key=lambda outcome: order.index(outcome.method))
 
 
+def outcomes_together(
+    plan: BatchPlan,
+    work: Sequence[tuple[Unit, Methods]],
+    session: Session,
+    save: Callable[[Sequence[Outcome]], None],
+) -> Sequence[Sequence[Outcome]]:
+    """What several units give that run at once; a failure of the whole is raised."""
+
+    def hung() -> None:
+        error = f"hung in a batch of {len(work)} examples; batch_size=1 tells which it is"
+        log.error("%s ... %s; recorded; the same command goes on after them", work[0][0].id, error)
+        for unit, methods in work:
+            save(owed(unit, methods, "timeout", error))
+
+    seconds = session.example_timeout
+    with time_limit(None if seconds is None else seconds * len(work), hung):
+        return plan.run_batch(work, session)
+
+
+def owed(
+    unit: Unit, methods: Methods, status: str, error: str, told: Sequence[Outcome] = ()
+) -> list[Outcome]:
+    """The outcomes that a unit has not told, each saying why."""
+    known = {(outcome.method, outcome.example_id) for outcome in told}
+    return [
+        Outcome(label, record_id, {"status": status, "error": error})
+        for label in methods
+        for record_id in unit.record_ids
+        if (label, record_id) not in known
+    ]
+
+
 def _attempt(
     plan: Plan,
     unit: Unit,
@@ -67,19 +99,10 @@ def _attempt(
     """
     outcomes: list[Outcome] = []
 
-    def owed(status: str, error: str) -> list[Outcome]:
-        told = {(outcome.method, outcome.example_id) for outcome in outcomes}
-        return [
-            Outcome(label, record_id, {"status": status, "error": error})
-            for label in methods
-            for record_id in unit.record_ids
-            if (label, record_id) not in told
-        ]
-
     def hung() -> None:
         error = f"hung: no answer long after example_timeout={session.example_timeout:g}"
         log.error("%s %s; recorded; the same command goes on after it", unit.id, error)
-        save([*others, *outcomes, *owed("timeout", error)])
+        save([*others, *outcomes, *owed(unit, methods, "timeout", error, outcomes)])
 
     failed: list[Outcome] = []
     try:
@@ -89,7 +112,7 @@ def _attempt(
     except Exception as failure:
         log.warning("%s: %s", unit.id, one_line(failure))
         log.debug("traceback", exc_info=True)
-        failed = owed(status_of(failure), one_line(failure))
+        failed = owed(unit, methods, status_of(failure), one_line(failure), outcomes)
     again = dict.fromkeys(outcome.method for outcome in failed)
     again |= dict.fromkeys(
         outcome.method for outcome in outcomes if outcome.fields.get("status") in BLAMED_ON_COMPANY

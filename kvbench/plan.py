@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from kvbench.engine.chunked import check_reads_in_chunks
 from kvbench.engine.faults import is_out_of_memory
-from kvbench.engine.generate import Generation, run_forks
+from kvbench.engine.generate import Generation, Prompt, run_batch
 from kvbench.engine.session import Session
 from kvbench.kv import Budget, BudgetExceeded, KVError
 from kvbench.methods.base import Method
@@ -61,6 +61,18 @@ class Plan(Protocol):
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
         """One record per (method, record id)."""
+        ...
+
+
+@runtime_checkable
+class BatchPlan(Plan, Protocol):
+    """A plan that can run several units at once."""
+
+    def run_batch(
+        self, work: Sequence[tuple[Unit, Methods]], session: Session
+    ) -> Sequence[Sequence[Outcome]]:
+        """Units, each with the methods it is still to run with: the outcomes of each, as `run` gives
+        them. A failure of the whole is raised."""
         ...
 
 
@@ -157,39 +169,63 @@ class TaskPlan:
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
         """Generate with every method from one prefill, and score."""
-        encoded: EncodedExample = unit.payload
-        example = encoded.example
-        results = run_forks(
+        yield from self.run_batch([(unit, methods)], session)[0]
+
+    def run_batch(
+        self, work: Sequence[tuple[Unit, Methods]], session: Session
+    ) -> list[list[Outcome]]:
+        """Several examples: each with a prefill of its own, all decoded together, and scored."""
+        prompts = [
+            Prompt(
+                unit.payload.context_ids,
+                unit.payload.question_ids,
+                methods,
+                session.stopping(unit.payload.example.max_new_tokens, unit.payload.example.stop),
+                unit.payload.example.id,
+            )
+            for unit, methods in work
+        ]
+        answers = run_batch(
             session.model,
-            encoded.context_ids,
-            encoded.question_ids,
-            dict(methods),
-            session.stopping(example.max_new_tokens, example.stop),
+            prompts,
             seed=session.seed,
-            example_id=example.id,
             compress_after=session.compress_after,
             chunk_tokens=session.chunk_tokens if session.prefill == "chunked" else None,
         )
-        prompt_tail = (example.context + example.question)[-200:]
-        compressed_tokens = (
-            encoded.n if session.compress_after == "prompt" else len(encoded.context_ids)
-        )
-        for label, result in results.items():
-            budget = methods[label][1] if methods[label][0].saves_memory else None
-            fields: dict[str, Any] = {
-                "dataset": example.dataset,
-                "prompt_tokens": encoded.n,
-                "capacity": budget.capacity(compressed_tokens) if budget else compressed_tokens,
-                "answers": list(example.answers),
-                "prompt_tail": prompt_tail,
-                **example.fields,
-                **measured(result),
-            }
-            if result.failure is None:
-                text = session.encoder.decode(result.tokens)
-                fields["prediction"] = session.stopping(1, example.stop).cut(text)
-                fields.update(self.task.score(fields["prediction"], example))
-            yield Outcome(label, example.id, fields)
+        return [
+            [
+                self._outcome(unit.payload, label, methods, answer[label], session)
+                for label in answer
+            ]
+            for (unit, methods), answer in zip(work, answers, strict=True)
+        ]
+
+    def _outcome(
+        self,
+        encoded: EncodedExample,
+        label: str,
+        methods: Methods,
+        result: Generation,
+        session: Session,
+    ) -> Outcome:
+        """The record of one method on one example, but for what the runner adds."""
+        example = encoded.example
+        method, budget = methods[label]
+        tokens = encoded.n if session.compress_after == "prompt" else len(encoded.context_ids)
+        fields: dict[str, Any] = {
+            "dataset": example.dataset,
+            "prompt_tokens": encoded.n,
+            "capacity": budget.capacity(tokens) if method.saves_memory else tokens,
+            "answers": list(example.answers),
+            "prompt_tail": (example.context + example.question)[-200:],
+            **example.fields,
+            **measured(result),
+        }
+        if result.failure is None:
+            text = session.encoder.decode(result.tokens)
+            fields["prediction"] = session.stopping(1, example.stop).cut(text)
+            fields.update(self.task.score(fields["prediction"], example))
+        return Outcome(label, example.id, fields)
 
 
 def measured(result: Generation) -> dict[str, Any]:
@@ -208,4 +244,5 @@ def measured(result: Generation) -> dict[str, Any]:
         "prefill_s": result.prefill_s,
         "compress_s": result.compress_s,
         "decode_s": result.decode_s,
+        "batch": result.batch,
     }

@@ -9,7 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from kvbench.attempts import DeviceLost, outcomes_of
+from kvbench.attempts import DeviceLost
+from kvbench.batching import BatchSize, groups, run_group
 from kvbench.engine.faults import device_answers
 from kvbench.engine.loading import ModelSpec
 from kvbench.engine.session import Session
@@ -40,6 +41,7 @@ class Job:
         method_configs, task_config, budget_config: as written in the config, for hash and manifest.
         limit: run the first so many units only.
         shard: of these, run this part only; other processes run the others.
+        batch_size: units that run together where the plan can, or "auto"; changes no answer.
         retry_failed: run again what an earlier run recorded with a status other than ok.
         extra: further manifest entries (the resolved config, the command ...).
     """
@@ -55,6 +57,7 @@ class Job:
     budget_config: Mapping[str, Any]
     limit: int | None = None
     shard: Shard | None = None
+    batch_size: int | str = 1
     retry_failed: bool = False
     lock_timeout: float = 10.0
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -140,11 +143,11 @@ def run_job(
     report_progress: Callable[[Progress], None] = lambda progress: None,
     example: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> JobResult:
-    """Run what is not on disk yet; every record is flushed before the next unit starts.
+    """Run what is not on disk yet; every record is flushed before the next group of units starts.
 
     Args:
-        example: entered for each unit and left when its records are on disk; whoever gives it can
-            hold back there what would interrupt an example.
+        example: entered for each group of units and left when its records are on disk; whoever gives
+            it can hold back there what would interrupt an example.
 
     Raises:
         KVError, TaskError, ModelError: what cannot be run, before a model is loaded where possible.
@@ -179,21 +182,31 @@ def run_job(
                 written += stores[outcome.method].append(record)
                 progress.add(outcome.method, record["score"])
 
-        for unit in units:
-            todo = {
-                label: job.methods[label]
-                for label, store in stores.items()
-                if not set(unit.record_ids) <= store.done
-            }
+        work = [
+            (
+                unit,
+                {
+                    label: job.methods[label]
+                    for label, store in stores.items()
+                    if not set(unit.record_ids) <= store.done
+                },
+            )
+            for unit in units
+        ]
+        progress.done = sum(not todo for _, todo in work)
+        size = BatchSize(job.batch_size, job.session.device)
+        for group in groups([(unit, todo) for unit, todo in work if todo], size, job.plan):
+            failed_here = False
             with example():
-                outcomes = outcomes_of(job.plan, unit, todo, job.session, save)
-                save(outcomes)
-                progress.done += 1
-                report_progress(progress)
-            if _failed(outcomes) and not device_answers(job.session.device):
+                for outcomes in run_group(job.plan, group, job.session, size, save):
+                    save(outcomes)
+                    failed_here |= _failed(outcomes)
+                    progress.done += 1
+                    report_progress(progress)
+            if failed_here and not device_answers(job.session.device):
                 raise DeviceLost(
-                    f"{job.session.device} answers nothing any more after example {unit.id!r}, whose "
-                    "records say why; the same command goes on after it"
+                    f"{job.session.device} answers nothing any more after example "
+                    f"{group[-1][0].id!r}, whose records say why; the same command goes on after it"
                 )
         wanted = _record_ids(units)
         failed = sum(len(store.failed & wanted) for store in stores.values())
@@ -264,6 +277,7 @@ def _manifest(job: Job, label: str, folder: Path) -> dict[str, Any]:
         "identity": job.identity(label),
         "seed": job.session.seed,
         "shard": None if job.shard is None else str(job.shard),
+        "batch_size": job.batch_size,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "task_meta": job.plan.meta(),
         **job.extra,

@@ -24,7 +24,7 @@ from kvbench.attempts import DeviceLost, outcomes_of
 from kvbench.engine import generate as generation
 from kvbench.engine.cache import Fork
 from kvbench.engine.faults import choose, is_out_of_memory, release_frames
-from kvbench.engine.generate import Stopping, run_forks
+from kvbench.engine.generate import Stopping, run_batch, run_forks
 from kvbench.engine.loading import ModelError
 from kvbench.interrupts import time_limit
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, keep_all
@@ -87,15 +87,14 @@ def test_a_unit_out_of_memory_runs_its_methods_one_by_one(
 ) -> None:
     together: list[int] = []
 
-    def tight(
-        model: Any, context: Any, question: Any, methods: Any, *rest: Any, **named: Any
-    ) -> Any:
-        together.append(len(methods))
-        if named["example_id"] == "e1" and len(methods) > 1:
+    def tight(model: Any, prompts: Any, **named: Any) -> Any:
+        (prompt,) = prompts
+        together.append(len(prompt.methods))
+        if prompt.example_id == "e1" and len(prompt.methods) > 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB")
-        return run_forks(model, context, question, methods, *rest, **named)
+        return run_batch(model, prompts, **named)
 
-    monkeypatch.setattr("kvbench.plan.run_forks", tight)
+    monkeypatch.setattr("kvbench.plan.run_batch", tight)
     result = run_job(make_job(tmp_path))
     assert together == [3, 3, 1, 1, 1, 3, 3]
     assert (result.failed, result.written) == (0, 12)

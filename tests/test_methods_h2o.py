@@ -74,7 +74,7 @@ def test_eviction(capacity, heads, steps, fraction, start, seed):
     scores = torch.rand(heads, held, generator=generator)
     plain = [dict(enumerate(scores[head].tolist())) for head in range(heads)]
     for step in range(steps):
-        newest = 100 + step
+        newest = held + step  # as in a cache: one position after the other
         positions = torch.cat([positions, torch.full((heads, 1), newest)], 1)
         scores = torch.cat([scores, torch.zeros(heads, 1)], 1)
         attention = torch.rand(heads, positions.shape[1], generator=generator)

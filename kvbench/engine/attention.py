@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
 
 IMPLEMENTATION = "kvbench"
 """The name under which the function is registered (``attn_implementation="kvbench"``)."""
@@ -94,14 +93,14 @@ def kvbench_attention(
     return out.transpose(1, 2), None
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    """Causality is the attention state's business, so transformers builds no mask."""
-
-
 def register() -> None:
-    """Make ``attn_implementation="kvbench"`` known to transformers (idempotent)."""
+    """Make ``attn_implementation="kvbench"`` known to transformers (idempotent).
+
+    Causality is the attention state's business. No function for masks is registered beside it:
+    transformers then builds none, and does not look through the position ids for packed sequences,
+    which would make every step wait for the device.
+    """
     AttentionInterface.register(IMPLEMENTATION, kvbench_attention)
-    AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:

@@ -119,12 +119,24 @@ class LayerCache:
         packed = sum(part.nbytes for part in self.packed or ())
         return packed + sum(part.numel() * part.element_size() for part in parts)
 
-    def _entries_of(self, which: int) -> Tensor:
-        """All keys (0) or values (1) held, [kv_heads, length, head_dim]; a view unless packed."""
-        buffer = (self.keys, self.values)[which][:, : self.length - self.first]
+    def _dot_keys(self, query: Tensor, begin: int) -> Tensor:
+        """q.k of query [kv_heads, q, d] with the entries from `begin` on, [kv_heads, q, entries]."""
+        new = self.keys[:, max(0, begin - self.first) : self.length - self.first]
+        logits = query @ new.transpose(1, 2)
         if self.packed is None:
-            return buffer
-        return torch.cat([unpack(self.packed[which]).to(buffer.dtype), buffer], dim=1)
+            return logits
+        # Unpacking writes one layer's prompt for the length of this product; only a kernel that
+        # reads the packed codes itself would not. Nothing that is held is copied.
+        keys = unpack(self.packed[0]).to(query.dtype)
+        return torch.cat([query @ keys.transpose(1, 2), logits], dim=-1)
+
+    def _mix_values(self, weights: Tensor, begin: int) -> Tensor:
+        """weights [kv_heads, q, entries] . v of the entries from `begin` on, [kv_heads, q, d]."""
+        new = self.values[:, max(0, begin - self.first) : self.length - self.first]
+        if self.packed is None:
+            return weights @ new
+        values = unpack(self.packed[1]).to(new.dtype)
+        return weights[..., : self.first] @ values + weights[..., self.first :] @ new
 
     def _held(self) -> Held:
         n = self.length
@@ -138,6 +150,40 @@ class LayerCache:
             part = getattr(self, name)
             setattr(twin, name, None if part is None else part.clone())
         return twin
+
+    @property
+    def takes_one_by_kernel(self) -> bool:
+        """Whether a single token can join through `kvbench.kernels.decode_attention`: all entries
+        lie in the buffers and are seen, and their number grows by one a token or stays the same."""
+        plain = self.packed is None and self.window is None and not self.restricts
+        return plain and (not self.evicts or self.length == self.granted)
+
+    def expect(self, position: int, tokens: int) -> None:
+        """Make ready for so many tokens, the first at `position`, that a kernel will append."""
+        if self.evicts:
+            self._reserve(self.length + 1)
+            return
+        self._reserve(self.length + tokens)
+        following = torch.arange(position, position + tokens, device=self.positions.device)
+        self.positions[:, self.length : self.length + tokens] = following
+
+    def evict_one(self, attention: Tensor, position: Tensor) -> None:
+        """A kernel appended the token at `position` and attended, `attention` [kv_heads, >= length +
+        1] being what every entry received: let the method drop an entry in its place.
+
+        Raises:
+            RuntimeError: the method dropped none, although the cache was full.
+        """
+        full = self.length
+        self.positions[:, full] = position
+        if self.scores is not None:
+            self.scores[:, full] = 0
+        self.length = full + 1
+        self._evict(attention[:, : full + 1])
+        if self.length != full:
+            raise RuntimeError(
+                f"{type(self.method).__name__} evicted nothing from a full cache of {full} entries"
+            )
 
     def _reserve(self, entries: int) -> None:
         """Make the buffers hold `entries` at least; a copy only when they do not."""
@@ -199,23 +245,27 @@ class LayerCache:
             if part is not None:  # the place may be one that an evicted entry left
                 part[:, before:after] = 0
         self.length = after
+        begin = 0
+        if self.window is not None and tokens == 1 and self.packed is None:
+            # A sliding layer's entries lie in the order of their positions: what the window has
+            # passed is left of a view, and costs nothing.
+            begin = max(0, after - self.window)
         group = heads // stored
-        packed = query.reshape(stored, group * tokens, dim)
-        logits = packed @ self._entries_of(0).transpose(1, 2)
-        logits = capped(logits.float() * scaling, softcap)
+        logits = self._dot_keys(query.reshape(stored, group * tokens, dim), begin)
+        logits = capped(logits.float().mul_(scaling), softcap)
         if self.log_weights is not None:
-            logits += self.log_weights[:, None, :after]
+            logits += self.log_weights[:, None, begin:after]
         if tokens > 1:
             order = torch.arange(tokens, device=query.device)
             hidden = (order[None] > order[:, None]).repeat(group, 1)
-            logits[..., before:].masked_fill_(hidden, float("-inf"))
-        if self.window is not None:
+            logits[..., before - begin :].masked_fill_(hidden, float("-inf"))
+        if self.window is not None and not begin:
             past = self.positions[:, None, :after] <= (positions - self.window)[None, :, None]
             logits.masked_fill_(past.repeat(1, group, 1), float("-inf"))
         if self.restricts:
             logits.masked_fill_(self.method.restrict(self._held(), logits), float("-inf"))
         weights = logits.softmax(-1)
-        out = weights.to(value.dtype) @ self._entries_of(1)
+        out = self._mix_values(weights.to(value.dtype), begin)
         if self.evicts:
             self._evict(weights.view(stored, group, after).mean(1))
         return out.view(stored, group, tokens, -1).reshape(heads, tokens, -1)
@@ -223,15 +273,17 @@ class LayerCache:
     def _evict(self, attention: Tensor) -> None:
         """Let the method drop one entry per head; the last entry moves into its place."""
         n = self.length
-        scores, leaving = self.method.evict(self._held(), attention)
-        if self.scores is not None and scores is not None:
-            self.scores[:, :n] = scores
+        held = self._held()
+        scores, leaving = self.method.evict(held, attention)
+        if scores is not None and scores is not held.scores:
+            assert held.scores is not None
+            held.scores.copy_(scores)
         if leaving is None:
             return
         row = torch.arange(self.keys.shape[0], device=self.keys.device)
         for part in (getattr(self, name) for name in _BUFFERS):
             if part is not None:
-                part[row, leaving] = part[row, n - 1].clone()
+                part[row, leaving] = part[:, n - 1].clone()
         self.length = n - 1
 
 

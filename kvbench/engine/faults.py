@@ -16,14 +16,21 @@ class NonFiniteLogits(ArithmeticError):
         super().__init__(f"non-finite logits at new token {token}")
 
 
-def choose(logits: Tensor) -> tuple[list[int], list[bool]]:
-    """The greedy token of each row of logits [rows, vocab], and whether it can be trusted.
+def pick(logits: Tensor) -> Tensor:
+    """[2, rows] int64: the greedy token of each row of logits [rows, vocab], and 1 where it can be
+    trusted, else 0; on the device, so that one transfer tells both.
 
     NaN and +inf win every maximum, so the maximum tells; -inf beside a finite maximum is a token that
     the model rules out, and no fault.
     """
     best, tokens = logits.max(-1)
-    return tokens.tolist(), torch.isfinite(best).tolist()
+    return torch.stack([tokens, torch.isfinite(best).long()])
+
+
+def choose(logits: Tensor) -> tuple[list[int], list[bool]]:
+    """What `pick` says, on the host."""
+    tokens, finite = pick(logits).tolist()
+    return tokens, [bool(sound) for sound in finite]
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -1,17 +1,24 @@
-"""Greedy generation of many forks at once."""
+"""Greedy generation of many forks at once, of one prompt or of several.
+
+Every prompt is prefilled alone and exactly (a long prompt fills a device by itself, and nothing is
+padded); then the forks of all prompts decode together, one batch row each against its own cache. What
+a prompt is answered does not depend on which others are in the batch.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.engine.cache import Fork, ForkBatch
 from kvbench.engine.chunked import chunked_prefill
-from kvbench.engine.faults import NonFiniteLogits, choose
+from kvbench.engine.decoding import DecodeState
+from kvbench.engine.faults import NonFiniteLogits, choose, pick
 from kvbench.engine.prefill import Prefill, compressible_layers, forward, prefill, synchronize
 from kvbench.kv import Budget
 from kvbench.methods.base import Method
@@ -63,8 +70,10 @@ class Generation:
         entries: prompt entries per layer and KV head after compression, mean and maximum.
         cache_bytes, exact_bytes: after compression, and of the exact cache at the same point.
         cache_bytes_end: after the last token.
+        prefill_s, compress_s: seconds of this prompt's own prefill, and of this fork's compression.
         decode_s: seconds of the decode steps this fork took part in, divided by the rows of each
-            (decoding is shared; the throughput probe measures methods alone).
+            (decoding is shared by methods and prompts; the throughput probe measures methods alone).
+        batch: prompts that were decoded together.
         failure: what stopped the fork, None if it ended well.
     """
 
@@ -79,14 +88,50 @@ class Generation:
     compress_s: float
     decode_s: float
     failure: Exception | None
+    batch: int = 1
 
 
-@torch.inference_mode()
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of a batch.
+
+    Attributes:
+        context_ids, question_ids: the prompt is their concatenation.
+        methods: by label, each with its budget; one fork each.
+        stopping: when its generations end.
+        example_id: what the methods' draws depend on, beside seed and layer.
+    """
+
+    context_ids: Sequence[int]
+    question_ids: Sequence[int]
+    methods: Mapping[str, tuple[Method, Budget]]
+    stopping: Stopping
+    example_id: str
+
+
+@dataclass
+class _Row:
+    """One fork's generation in the making: a row of the decoding batch."""
+
+    fork: Fork
+    stopping: Stopping
+    result: Generation
+    prefilled: int  # tokens compressed, as the audit counts them
+    position: int  # of the next token to be fed
+    spent_s: float = 0.0  # wall seconds before the rows of all prompts were joined
+    chosen: list[int] = field(default_factory=list)
+
+    @property
+    def running(self) -> bool:
+        """Whether there is something left to decode."""
+        return self.fork.failure is None and not self.stopping.reached(self.chosen)
+
+
 def run_forks(
     model: PreTrainedModel,
     context_ids: Sequence[int],
     question_ids: Sequence[int],
-    methods: dict[str, tuple[Method, Budget]],
+    methods: Mapping[str, tuple[Method, Budget]],
     stopping: Stopping,
     *,
     seed: int,
@@ -94,124 +139,197 @@ def run_forks(
     compress_after: str = "prompt",
     chunk_tokens: int | None = None,
 ) -> dict[str, Generation]:
-    """One exact prefill, every method's fork, greedy decoding of all forks together.
+    """One prompt: one exact prefill, every method's fork, greedy decoding of all forks together.
 
-    Args:
-        context_ids, question_ids: the prompt is their concatenation.
-        methods: by label; each with its budget.
-        compress_after: "prompt" (the papers' protocol: the question is in the prefill, so the first
-            new token comes from exact attention) or "context" (the context is prefilled and
-            compressed; the question's tokens then run through every fork).
-        chunk_tokens: read the prompt in chunks of so many tokens, each method through its own
-            bounded cache (`kvbench.engine.chunked`), in place of the shared prefill.
+    See `run_batch`, of which this is the case of one prompt.
 
     Returns:
         One `Generation` per label; a fork that failed says so and stops nothing else.
     """
-    begun = time.perf_counter()
-    head = [*context_ids, *question_ids] if compress_after == "prompt" else list(context_ids)
-    tail = [] if compress_after == "prompt" else list(question_ids)
-    forks = [
-        Fork(label, method, budget, seed, example_id, room=len(tail) + stopping.max_new_tokens)
-        for label, (method, budget) in methods.items()
-    ]
-    if chunk_tokens is None:
-        starts = dict.fromkeys(methods, prefill(model, head, forks))
-    else:
-        starts = {fork.label: chunked_prefill(model, head, fork, chunk_tokens) for fork in forks}
-    compressible = compressible_layers(model)
-    results: dict[str, Generation] = {}
-    for fork in forks:
-        healthy = fork.failure is None
-        results[fork.label] = Generation(
-            tokens=[],
-            new_tokens=0,
-            entries=fork.prompt_counts(compressible) if healthy else None,
-            cache_bytes=fork.cache_bytes() if healthy else None,
-            cache_bytes_end=None,
-            exact_bytes=starts[fork.label].exact_bytes,
-            compressed=fork.compressed or fork.method.quantize is not None,
-            prefill_s=starts[fork.label].prefill_s,
-            compress_s=fork.compress_s,
-            decode_s=0.0,
-            failure=None,
-        )
-    _decode(model, starts, forks, tail, stopping, results, begun)
-    for fork in forks:
-        result = results[fork.label]
-        if fork.failure is None:
-            try:
-                fork.audit(len(head), compressible)
-                result.cache_bytes_end = fork.cache_bytes()
-            except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
-                fork.fail(failure)
-        result.failure = fork.failure
-        result.new_tokens = len(result.tokens)
-        if result.tokens and result.tokens[-1] in stopping.end_ids:
-            result.tokens.pop()
-    return results
+    prompt = Prompt(context_ids, question_ids, methods, stopping, example_id)
+    return run_batch(
+        model, [prompt], seed=seed, compress_after=compress_after, chunk_tokens=chunk_tokens
+    )[0]
 
 
-def _decode(
+@torch.inference_mode()
+def run_batch(
     model: PreTrainedModel,
-    starts: Mapping[str, Prefill],
-    forks: Sequence[Fork],
-    tail: list[int],
-    stopping: Stopping,
-    results: dict[str, Generation],
-    begun: float,
-) -> None:
-    """Feed the question's tokens (if any), then decode greedily until every fork has ended.
+    prompts: Sequence[Prompt],
+    *,
+    seed: int,
+    compress_after: str = "prompt",
+    chunk_tokens: int | None = None,
+) -> list[dict[str, Generation]]:
+    """Several prompts, of any lengths: each prefilled alone, all forks decoded together.
 
     Args:
-        begun: when the example began, on the clock of time.perf_counter.
+        compress_after: "prompt" (the papers' protocol: the question is in the prefill, so the first
+            new token comes from exact attention) or "context" (the context is prefilled and
+            compressed; the question's tokens then run through every fork).
+        chunk_tokens: read each prompt in chunks of so many tokens, each method through its own
+            bounded cache (`kvbench.engine.chunked`), in place of the shared prefill.
+
+    Returns:
+        For each prompt, one `Generation` per label; a fork that failed says so and stops nothing
+        else. What stops a prefill as a whole (keys that are not finite, no memory) is raised.
     """
-    device = model.device
-    active = [fork for fork in forks if fork.failure is None]
-    position = starts[active[0].label].n if active else 0
-    pending = dict.fromkeys(starts, tail)
-    if not tail:
-        for fork in active:
-            (first,), (finite,) = choose(starts[fork.label].logits[None])
-            if not finite:
-                fork.fail(NonFiniteLogits(1))
-                continue
-            results[fork.label].tokens.append(first)
-            pending[fork.label] = [first]
-        active = _running(active, results, stopping)
-    while active:
-        elapsed = time.perf_counter() - begun
-        if stopping.timeout_s is not None and elapsed > stopping.timeout_s:
-            for fork in active:
-                fork.fail(TimeoutError(f"the example took more than {stopping.timeout_s:g} s"))
-            return
-        ids = torch.tensor([pending[fork.label] for fork in active], device=device)
-        count = ids.shape[1]
-        synchronize(device)
-        start = time.perf_counter()
-        positions = torch.arange(position, position + count, device=device)
-        logits = forward(model, ids, positions, ForkBatch(active, positions))
-        chosen, finite_rows = choose(logits)
-        seconds = (time.perf_counter() - start) / len(active)
-        position += count
-        for fork, token, finite in zip(active, chosen, finite_rows, strict=True):
-            fork.appended += count
-            result = results[fork.label]
-            result.decode_s += seconds
-            if fork.failure is None and not finite:
-                fork.fail(NonFiniteLogits(len(result.tokens) + 1))
-            if fork.failure is None:
-                result.tokens.append(token)
-                pending[fork.label] = [token]
-        active = _running(active, results, stopping)
+    batch = [_read(model, prompt, seed, compress_after, chunk_tokens) for prompt in prompts]
+    rows = [row for answers in batch for row in answers]
+    _decode(model, [row for row in rows if row.chosen])
+    compressible = compressible_layers(model)
+    for row in rows:
+        row.result.batch = len(prompts)
+        _close(row, compressible)
+    return [{row.fork.label: row.result for row in answers} for answers in batch]
 
 
-def _running(
-    forks: Sequence[Fork], results: Mapping[str, Generation], stopping: Stopping
-) -> list[Fork]:
-    """The forks that have a token to come."""
-    return [
-        fork
-        for fork in forks
-        if fork.failure is None and not stopping.reached(results[fork.label].tokens)
+def _read(
+    model: PreTrainedModel,
+    prompt: Prompt,
+    seed: int,
+    compress_after: str,
+    chunk_tokens: int | None,
+) -> list[_Row]:
+    """Prefill one prompt, and feed its question where that comes after compression; every row holds
+    its first new token afterwards."""
+    begun = time.perf_counter()
+    question = list(prompt.question_ids)
+    head, tail = [*prompt.context_ids, *question], list[int]()
+    if compress_after == "context":
+        head, tail = list(prompt.context_ids), question
+    room = len(tail) + prompt.stopping.max_new_tokens
+    forks = [
+        Fork(label, method, budget, seed, prompt.example_id, room=room)
+        for label, (method, budget) in prompt.methods.items()
     ]
+    if chunk_tokens is None:
+        starts = [prefill(model, head, forks)] * len(forks)
+    else:
+        starts = [chunked_prefill(model, head, fork, chunk_tokens) for fork in forks]
+    compressible = compressible_layers(model)
+    rows = []
+    for fork, start in zip(forks, starts, strict=True):
+        row = _open(fork, start, prompt.stopping, compressible)
+        rows.append(row)
+        if not tail and fork.failure is None:
+            (first,), (finite,) = choose(start.logits[None])
+            _take(row, first, finite)
+    if tail:
+        _feed(model, [row for row in rows if row.fork.failure is None], tail)
+    for row in rows:
+        row.spent_s = time.perf_counter() - begun
+    return rows
+
+
+def _open(fork: Fork, start: Prefill, stopping: Stopping, compressible: Sequence[int]) -> _Row:
+    """A row at the end of its prefill, with what can be told by now."""
+    healthy = fork.failure is None
+    result = Generation(
+        tokens=[],
+        new_tokens=0,
+        entries=fork.prompt_counts(compressible) if healthy else None,
+        cache_bytes=fork.cache_bytes() if healthy else None,
+        cache_bytes_end=None,
+        exact_bytes=start.exact_bytes,
+        compressed=fork.compressed or fork.method.quantize is not None,
+        prefill_s=start.prefill_s,
+        compress_s=fork.compress_s,
+        decode_s=0.0,
+        failure=None,
+    )
+    return _Row(fork, stopping, result, start.n, start.n)
+
+
+def _close(row: _Row, compressible: Sequence[int]) -> None:
+    """Count the entries again, and complete the row's result."""
+    fork, result = row.fork, row.result
+    if fork.failure is None:
+        try:
+            fork.audit(row.prefilled, compressible)
+            result.cache_bytes_end = fork.cache_bytes()
+        except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
+            fork.fail(failure)
+    result.failure = fork.failure
+    result.new_tokens = len(row.chosen)
+    result.tokens = list(row.chosen)
+    if result.tokens and result.tokens[-1] in row.stopping.end_ids:
+        result.tokens.pop()
+
+
+def _feed(model: PreTrainedModel, rows: Sequence[_Row], tail: Sequence[int]) -> None:
+    """The question's tokens through every fork of one prompt, and the token each answers with."""
+    if not rows:
+        return
+    device = model.device
+    ids = torch.tensor([list(tail)] * len(rows), device=device)
+    first = rows[0].position
+    positions = torch.arange(first, first + len(tail), device=device).expand(len(rows), -1)
+    _step(model, rows, ids, positions, ForkBatch([row.fork for row in rows], positions))
+
+
+def _step(
+    model: PreTrainedModel,
+    rows: Sequence[_Row],
+    ids: Tensor,
+    positions: Tensor,
+    state: ForkBatch | DecodeState,
+) -> Tensor:
+    """Feed ids [rows, t] at positions [rows, t]; every row takes the token it chose, and its share
+    of the seconds. Returns the chosen tokens [rows] on the device, where the next step wants them."""
+    synchronize(model.device)
+    start = time.perf_counter()
+    picked = pick(forward(model, ids, positions, state))
+    tokens, finite = picked.tolist()  # the step's only wait for the device
+    seconds = (time.perf_counter() - start) / len(rows)
+    for row, token, sound in zip(rows, tokens, finite, strict=True):
+        row.fork.appended += ids.shape[1]
+        row.position += ids.shape[1]
+        row.result.decode_s += seconds
+        _take(row, token, bool(sound))
+    return picked[0]
+
+
+def _take(row: _Row, token: int, finite: bool) -> None:
+    """A row goes on with this token, unless the logits it came from mean nothing."""
+    if row.fork.failure is None and not finite:
+        row.fork.fail(NonFiniteLogits(len(row.chosen) + 1))
+    if row.fork.failure is None:
+        row.chosen.append(token)
+
+
+def _decode(model: PreTrainedModel, rows: list[_Row]) -> None:
+    """Decode greedily until every row has ended; a row that has leaves the batch."""
+    if not rows:
+        return
+    device = model.device
+    state, ids = _join(rows, device)
+    begun = time.perf_counter()
+    while True:
+        _time_out(rows, time.perf_counter() - begun)
+        staying = [row for row in rows if row.running]
+        if len(staying) < len(rows):
+            state.settle()
+            if not staying:
+                return
+            rows = staying
+            state, ids = _join(rows, device)
+        chosen = _step(model, rows, ids, state.positions[:, None], state)
+        ids.copy_(chosen[:, None])
+        state.advance()
+
+
+def _join(rows: Sequence[_Row], device: torch.device) -> tuple[DecodeState, Tensor]:
+    """State and first ids [rows, 1] of the steps that these rows take together."""
+    positions = torch.tensor([row.position for row in rows], device=device)
+    left = [row.stopping.max_new_tokens - len(row.chosen) + 1 for row in rows]
+    state = DecodeState([row.fork for row in rows], positions, left)
+    return state, torch.tensor([[row.chosen[-1]] for row in rows], device=device)
+
+
+def _time_out(rows: Sequence[_Row], elapsed: float) -> None:
+    """Fail the rows whose prompt took longer than it may: its own prefill, and all decoding since."""
+    for row in rows:
+        limit = row.stopping.timeout_s
+        if limit is not None and row.spent_s + elapsed > limit:
+            row.fork.fail(TimeoutError(f"the example took more than {limit:g} s"))

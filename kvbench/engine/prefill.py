@@ -161,7 +161,8 @@ class Prefill:
 
 
 def forward(model: PreTrainedModel, ids: Tensor, positions: Tensor, state: object) -> Tensor:
-    """Next-token logits [batch, vocab] after feeding ids [batch, t] at positions [t]."""
+    """Next-token logits [batch, vocab] after feeding ids [batch, t] at positions [t] (the same for
+    every row) or [batch, t]."""
     output = model(
         input_ids=ids,
         position_ids=positions.expand(ids.shape[0], -1),

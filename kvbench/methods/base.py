@@ -117,8 +117,9 @@ class Method:
             attention: [kv_heads, c] the step's softmax attention, mean over the group's queries.
 
         Returns:
-            scores [kv_heads, c] (None: no scores), and the index [kv_heads] of the entry that leaves
-            each head (None: nothing leaves). Called only when `evicts`.
+            scores [kv_heads, c] (None: no scores; ``held.scores`` itself where they were changed in
+            place), and the index [kv_heads] of the entry that leaves each head (None: nothing
+            leaves). Called only when `evicts`.
         """
         raise NotImplementedError(f"{type(self).__name__}.evict")
 

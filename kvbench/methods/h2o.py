@@ -67,15 +67,13 @@ class H2O(Method):
     def evict(self, held: Held, attention: Tensor) -> tuple[Tensor, Tensor | None]:
         """Accumulate the step's attention; over capacity, the lightest non-recent entry leaves.
 
-        Recent means the largest positions, whatever the order of the entries in the cache.
+        Recent are the largest positions, whatever the order of the entries in the cache. Tokens
+        come one position after the other and recent ones never leave, so they are those within
+        `recent` positions of the newest. The scores are brought up to date in place.
         """
         assert held.scores is not None
-        scores = held.scores + attention
+        scores = held.scores.add_(attention)
         if scores.shape[-1] <= held.capacity:
             return scores, None
-        recent = self.recent(held.capacity)
-        candidates = scores.clone()
-        if recent:
-            newest = held.positions.topk(recent, dim=-1).indices
-            candidates.scatter_(-1, newest, float("inf"))
-        return scores, candidates.argmin(-1)
+        oldest_recent = held.positions[:, -1:] - self.recent(held.capacity) + 1
+        return scores, scores.masked_fill(held.positions >= oldest_recent, torch.inf).argmin(-1)

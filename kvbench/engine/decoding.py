@@ -1,0 +1,186 @@
+"""The attention of decode steps: every row of the batch a fork, one new token each.
+
+Rows hold different numbers of entries, in buffers of their own. All rows of a layer that can go
+through one kernel do (`kvbench.kernels.decode_attention`): two launches for however many rows, over
+the entries they hold and no others. What such a step needs to know, it reads on the device: nothing is
+copied, nothing is counted on the host, so that a step can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvbench.engine.cache import Fork, LayerCache
+from kvbench.kernels.decode_attention import (
+    EntryTable,
+    append_entries,
+    entry_table,
+    weighted_decode_attention,
+)
+
+
+@dataclass
+class _Group:
+    """Rows of one layer that go through the kernel together.
+
+    Attributes:
+        rows: their places in the batch; index: the same on the device, None where it is every row.
+        table: where their entries are.
+        lengths: entries held before the step, [rows] int32 on the device.
+        grows: what a step adds to them, [rows] int32: 0 where one leaves for every one that comes.
+    """
+
+    rows: list[int]
+    caches: list[LayerCache]
+    index: Tensor | None
+    table: EntryTable
+    lengths: Tensor
+    grows: Tensor
+    evicts: bool
+
+
+class DecodeState:
+    """Attention state of steps of one token, for as long as the rows stay the same.
+
+    Args:
+        forks: one per batch row.
+        positions: [rows] int64, of the first token to be fed; kept, and moved on in place.
+        steps: tokens that will be fed to each row at most: room for them is reserved here.
+    """
+
+    def __init__(self, forks: Sequence[Fork], positions: Tensor, steps: Sequence[int]) -> None:
+        self.forks = list(forks)
+        self.positions = positions
+        self.taken = 0
+        self._groups: dict[int, list[_Group]] = {}
+        self._alone: dict[int, list[int]] = {}
+        first = positions.tolist()
+        for layer in self.forks[0].layers:
+            self._sort(layer, first, steps)
+
+    def _sort(self, layer: int, first: Sequence[int], steps: Sequence[int]) -> None:
+        """Which rows of a layer go through the kernel together, and which go alone."""
+        together: dict[tuple[object, ...], list[int]] = {}
+        alone = []
+        for row, fork in enumerate(self.forks):
+            cache = fork.layers[layer]
+            if not cache.takes_one_by_kernel:
+                alone.append(row)
+                continue
+            cache.expect(first[row], steps[row])
+            keys, values = cache.keys, cache.values
+            kind = (keys.shape[0], keys.shape[2], values.shape[2], keys.dtype, cache.evicts)
+            together.setdefault(kind, []).append(row)
+        self._alone[layer] = alone
+        self._groups[layer] = [self._group(layer, rows) for rows in together.values()]
+
+    def _group(self, layer: int, rows: list[int]) -> _Group:
+        caches = [self.forks[row].layers[layer] for row in rows]
+        device = caches[0].keys.device
+        whole = len(rows) == len(self.forks)
+        grows = [0 if cache.evicts else 1 for cache in caches]
+        return _Group(
+            rows,
+            caches,
+            None if whole else torch.tensor(rows, device=device),
+            entry_table(
+                [cache.keys for cache in caches],
+                [cache.values for cache in caches],
+                [cache.log_weights for cache in caches],
+            ),
+            torch.tensor([cache.length for cache in caches], dtype=torch.int32, device=device),
+            torch.tensor(grows, dtype=torch.int32, device=device),
+            caches[0].evicts,
+        )
+
+    @property
+    def all_together(self) -> bool:
+        """Whether no row of any layer goes alone: then a step asks the host for nothing."""
+        return not any(self._alone.values())
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        softcap: float | None,
+        sliding_window: int | None,
+    ) -> Tensor:
+        """Each row against its own cache; a row whose fork failed attends to nothing."""
+        groups, alone = self._groups[layer], self._alone[layer]
+        if not alone and len(groups) == 1:
+            return self._attend_group(groups[0], query, key, value, scaling, softcap)
+        out = query.new_zeros(*query.shape[:3], value.shape[-1])
+        for group in groups:
+            assert group.index is not None
+            q, k, v = (x.index_select(0, group.index) for x in (query, key, value))
+            mixed = self._attend_group(group, q, k, v, scaling, softcap)
+            out.index_copy_(0, group.index, mixed)
+        for row in alone:
+            fork = self.forks[row]
+            if fork.failure is not None:
+                continue
+            try:
+                position = self.positions[row : row + 1].to(query.device)
+                out[row] = fork.layers[layer].step(
+                    query[row], key[row], value[row], position, scaling, softcap
+                )
+            except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
+                fork.fail(failure)
+        return out
+
+    def _attend_group(
+        self,
+        group: _Group,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        softcap: float | None,
+    ) -> Tensor:
+        repeats = group.table.kv_heads // key.shape[1]
+        if repeats > 1:  # a method that repeats keys to query heads
+            key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+        append_entries(group.table, group.lengths, key[:, :, 0], value[:, :, 0])
+        held = group.lengths + 1
+        out, mass = weighted_decode_attention(
+            query[:, :, 0],
+            group.table,
+            held,
+            scaling=scaling,
+            softcap=softcap,
+            return_mass=group.evicts,
+        )
+        if mass is not None:
+            for place, (row, cache) in enumerate(zip(group.rows, group.caches, strict=True)):
+                self._evict(self.forks[row], cache, mass[place], row)
+        group.lengths += group.grows
+        return out[:, :, None]
+
+    def _evict(self, fork: Fork, cache: LayerCache, mass: Tensor, row: int) -> None:
+        if fork.failure is None:
+            try:
+                cache.evict_one(mass, self.positions[row].to(mass.device))
+            except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
+                fork.fail(failure)
+
+    def advance(self) -> None:
+        """A step is over: the next token has the next position."""
+        self.positions += 1
+        self.taken += 1
+
+    def settle(self) -> None:
+        """The rows part: tell every cache how many entries it holds by now."""
+        for groups in self._groups.values():
+            for group in groups:
+                if not group.evicts:
+                    for cache in group.caches:
+                        cache.length += self.taken
+        self.taken = 0

@@ -1,0 +1,71 @@
+"""How much memory there is, and how much of it a piece of work took at its peak.
+
+On CUDA the numbers are the allocator's. On a CPU they are the process's resident memory, weights and
+libraries included, from /proc (Linux); elsewhere nothing is measured, and nothing is claimed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+_STATUS, _PEAK_RESET, _INFO = (
+    Path("/proc/self/status"),
+    Path("/proc/self/clear_refs"),
+    Path("/proc/meminfo"),
+)
+_CGROUP = Path("/sys/fs/cgroup/memory.max")
+
+
+def reset_peak(device: torch.device) -> bool:
+    """Start measuring the peak anew; False where it cannot be measured."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return True
+    try:
+        _PEAK_RESET.write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """Most memory in use since `reset_peak`: allocated on the device, or resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return _kibibytes(_STATUS, "VmHWM")
+
+
+def used_bytes(device: torch.device) -> int | None:
+    """Memory in use now, by the same count as `peak_bytes`."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return _kibibytes(_STATUS, "VmRSS")
+
+
+def total_bytes(device: torch.device) -> int | None:
+    """What this process may use in all: what it holds, and what is free."""
+    if device.type == "cuda":
+        return torch.cuda.memory_reserved(device) + torch.cuda.mem_get_info(device)[0]
+    used, free = _kibibytes(_STATUS, "VmRSS"), _kibibytes(_INFO, "MemAvailable")
+    if used is None or free is None:
+        return None
+    try:
+        limit = int(_CGROUP.read_text())
+    except (OSError, ValueError):  # no such file, or "max": no limit of its own
+        limit = used + free
+    return min(limit, used + free)
+
+
+def _kibibytes(path: Path, name: str) -> int | None:
+    """The bytes a line ``name: N kB`` of a file of /proc tells, None where there is none."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        key, _, rest = line.partition(":")
+        if key == name:
+            return int(rest.split()[0]) * 1024
+    return None
