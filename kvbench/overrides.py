@@ -233,6 +233,10 @@ _RULES: dict[str, tuple[Any, str]] = {
     "dtype": (lambda v: v in DTYPES, ", ".join(DTYPES)),
     "compress_after": (lambda v: v in COMPRESS_AFTER, ", ".join(COMPRESS_AFTER)),
     "example_timeout": (lambda v: v is None or (_number(v) and v > 0), "a positive number or null"),
+    "batch_size": (
+        lambda v: v == "auto" or (isinstance(v, int) and v is not True and v >= 1),
+        "an integer >= 1, or auto",
+    ),
     "lock_timeout": (lambda v: _number(v) and v >= 0, "a number >= 0"),
     "retry_failed": (lambda v: isinstance(v, bool), "true or false"),
     "dry_run": (lambda v: isinstance(v, bool), "true or false"),

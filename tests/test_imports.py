@@ -25,7 +25,8 @@ ALLOWED = {
     "shards": set(),
     "interrupts": set(),
     "attempts": {"engine", "interrupts", "plan"},
-    "runner": {"attempts", "engine", "interrupts", "kv", "plan", "shards", "store"},
+    "batching": {"attempts", "engine", "kv", "plan"},
+    "runner": {"attempts", "batching", "engine", "interrupts", "kv", "plan", "shards", "store"},
     "progress": {"runner"},
 }
 """Parts of the package each part may import (besides itself); what is not listed is an entry point."""
