@@ -25,7 +25,7 @@ from kvbench.progress import progress_display
 from kvbench.report.build import build_report, views_of
 from kvbench.report.console import print_views
 from kvbench.report.data import Experiment, group_runs
-from kvbench.report.wandb_log import log_runs
+from kvbench.report.wandb_log import check_logger, log_runs
 from kvbench.runner import Job, JobResult, run_job
 from kvbench.shards import Shard
 from kvbench.store import load_run, record_files
@@ -64,6 +64,11 @@ def build_job(config: DictConfig) -> Job:
         raise KVError(f"limit is {limit!r}; allowed: a positive integer or null")
     if not config.get("methods"):
         raise KVError("method is empty; allowed: one or more of conf/method, e.g. method=[exact]")
+    if config.logger.name == "wandb":
+        try:
+            check_logger(config.logger.mode, config.logger.timeout_s)
+        except ValueError as error:
+            raise KVError(str(error)) from error
     device = resolve_device(config.device)
     spec: ModelSpec = instantiate(config.model, _convert_="all")
     budget: Budget = instantiate(config.budget, _convert_="all")
@@ -128,7 +133,13 @@ def run_config(config: DictConfig) -> tuple[Path, JobResult] | None:
     print_views(views_of(Experiment(job.experiment, folder, runs, tuple(group_runs(runs)))))
     if config.logger.name == "wandb" and result.complete:  # of several shards, the last logs
         logger = config.logger
-        log_runs(runs, project=logger.project, entity=logger.entity, mode=logger.mode)
+        log_runs(
+            runs,
+            project=logger.project,
+            entity=logger.entity,
+            mode=logger.mode,
+            timeout_s=logger.timeout_s,
+        )
     return folder, result
 
 

@@ -4,94 +4,61 @@ from __future__ import annotations
 
 import json
 import logging
-import struct
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
-from report_runs import NEEDLE_META, needle_records, write_demo, write_run
+from report_runs import NEEDLE_META, SKILL, needle_records, write_demo, write_run, write_sweep
+from wandb_files import (
+    history,
+    isolated,
+    metrics,
+    offline_run,
+    start_of,
+    table_of,
+    updates,
+)
 
-from kvbench.report import wandb_log
+from kvbench.report import wandb_media
 from kvbench.report.data import load_experiment
-from kvbench.report.wandb_log import log_runs, run_id
-from kvbench.store import load_runs
+from kvbench.report.tables import score_table
+from kvbench.report.wandb_log import check_logger, comparison_id, log_runs, run_id
+from kvbench.report.wandb_media import curves, field_tables, heatmap_figure, memory_lines
+from kvbench.store import Run, load_runs
 
 CONF = Path(__file__).parents[1] / "conf" / "logger"
 
 
 @pytest.fixture(autouse=True)
-def _no_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No key, and nothing outside the test's folder."""
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_DIR", "WANDB_PROJECT", "WANDB_ENTITY"):
-        monkeypatch.delenv(name, raising=False)
-    for name in ("WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR"):
-        monkeypatch.setenv(name, str(tmp_path / name.lower()))
-
-
-def read_offline(path: Path) -> Iterator[Any]:
-    """The protocol messages of a .wandb file: a LevelDB log after a 7-byte header."""
-    from wandb.proto import wandb_internal_pb2 as messages
-
-    content, at, parts = path.read_bytes(), 7, b""
-    while at + 7 <= len(content):
-        if 32768 - at % 32768 < 7:  # too short for a header: padding up to the next block
-            at += 32768 - at % 32768
-            continue
-        _, length, kind = struct.unpack("<IHB", content[at : at + 7])
-        if kind == 0:
-            break
-        parts += content[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # the whole message, or its last part
-            yield messages.Record.FromString(parts)  # type: ignore[attr-defined]
-            parts = b""
-
-
-def offline_run(experiment: Path, manifest: dict[str, Any]) -> tuple[Path, list[Any]]:
-    """A run's folder and its messages, once W&B's own process has written the last one."""
-    (folder,) = (experiment / "wandb").glob(f"offline-run-*-{run_id(manifest)}")
-    (file,) = folder.glob("*.wandb")
-    for _ in range(200):
-        messages = list(read_offline(file))
-        if messages and messages[-1].WhichOneof("record_type") == "exit":
-            return folder, messages
-        time.sleep(0.1)
-    raise AssertionError(f"{file} has no last message")
-
-
-def updates(messages: list[Any], kind: str) -> dict[str, Any]:
-    """Config or summary, as the messages leave it."""
-    found: dict[str, Any] = {}
-    for message in messages:
-        sources = {"config": [message.config], "summary": [message.summary]}[kind]
-        if message.WhichOneof("record_type") == "run" and kind == "config":
-            sources.append(message.run.config)
-        for source in sources:
-            for item in source.update:
-                key = item.key or "/".join(item.nested_key)
-                found[key] = json.loads(item.value_json)
-    return found
+def _isolated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    isolated(monkeypatch, tmp_path)
 
 
 @pytest.fixture(scope="module")
 def experiment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_demo(tmp_path_factory.mktemp("r"), ("exact", "snapkv"), ("needle",))
+    """Two methods on one task, logged."""
+    folder = write_demo(tmp_path_factory.mktemp("r"), ("exact", "snapkv"), ("needle",))
+    with pytest.MonkeyPatch.context() as patch:
+        isolated(patch, folder.parent)
+        assert log_runs(load_runs(folder), project="p") == 2
+    return folder
+
+
+def of_method(runs: list[Run], method: str) -> Run:
+    return next(run for run in runs if run.manifest["method"] == method)
 
 
 def test_an_offline_run_holds_everything(experiment: Path) -> None:
-    runs = load_runs(experiment)
-    assert log_runs(runs, project="p") == 2
-    run = next(run for run in runs if run.manifest["method"] == "snapkv")
-    folder, messages = offline_run(experiment, run.manifest)
+    run = of_method(load_runs(experiment), "snapkv")
+    folder, messages = offline_run(experiment, run_id(run.manifest))
 
-    (start,) = [m.run for m in messages if m.WhichOneof("record_type") == "run"]
+    start = start_of(messages)
     assert (start.project, start.run_group, start.job_type) == ("p", "demo", "needle")
     assert start.run_id == run_id(run.manifest)
-    assert start.display_name == "needle/snapkv/seed0"
+    assert start.display_name == "needle/snapkv rate 0.25/seed0"
     assert set(start.tags) == {"demo", "recall_mini", "needle", "snapkv", "rate 0.25"}
+    assert run.manifest["command"] in start.notes
 
     config = updates(messages, "config")
     assert config["method"] == "snapkv"
@@ -108,9 +75,10 @@ def test_an_offline_run_holds_everything(experiment: Path) -> None:
     assert summary["ratio"] == pytest.approx(run.records["ratio"].mean())
     assert "predictions_note" not in summary
 
-    table = json.loads(next(folder.glob("files/media/table/predictions*.json")).read_text())
-    assert len(table["data"]) == len(run.records)
-    assert table["columns"][:3] == ["example_id", "dataset", "length"]
+    table = table_of(folder, "predictions")
+    assert len(table["prediction"]) == len(run.records)
+    assert list(table)[:3] == ["example_id", "dataset", "length"]
+    assert table["score"] == scores.tolist()
     assert list(folder.glob("files/media/images/heatmap*.png"))
     artifacts = [m.artifact for m in messages if m.WhichOneof("record_type") == "artifact"]
     (records,) = [a for a in artifacts if a.type == "records"]
@@ -120,16 +88,105 @@ def test_an_offline_run_holds_everything(experiment: Path) -> None:
             assert folder in Path(entry.local_path).parents
 
 
+def test_scores_by_length_are_a_curve_with_its_own_axis(experiment: Path) -> None:
+    run = of_method(load_runs(experiment), "snapkv")
+    _, messages = offline_run(experiment, run_id(run.manifest))
+    steps = [step for step in history(messages) if "by_length/length" in step]
+    assert [step["by_length/length"] for step in steps] == [256, 512, 1024, 2048]
+    means = run.records.groupby("length")["score"].mean()
+    assert [step["by_length/score"] for step in steps] == pytest.approx(means.tolist())
+    assert all(s["by_length/score_low"] <= s["by_length/score"] for s in steps)
+    defined = metrics(messages)
+    assert defined["by_length/score"].step_metric == "by_length/length"
+    assert defined["by_length/score"].summary.none  # the last step's score is no summary
+    assert "by_length/score" not in updates(messages, "summary")
+
+
+def test_heatmaps_are_an_image_and_a_chart_with_the_same_numbers(experiment: Path) -> None:
+    run = of_method(load_runs(experiment), "snapkv")
+    folder, messages = offline_run(experiment, run_id(run.manifest))
+    (file,) = folder.glob("files/media/plotly/heatmap_chart*.plotly.json")
+    chart = json.loads(file.read_text())
+    (heat,) = chart["data"]
+    assert heat["type"] == "heatmap"
+    assert heat["x"] == ["256", "512", "1024", "2048"]
+    assert heat["y"] == ["0", "25", "50", "75", "100"]
+    means = run.records.pivot_table(index="depth", columns="length", values="score") * 100
+    assert heat["z"] == means.to_numpy().tolist()
+    assert (chart["layout"]["coloraxis"]["cmin"], chart["layout"]["coloraxis"]["cmax"]) == (0, 100)
+    logged = history(messages)[0]
+    assert logged["heatmap_chart/_type"] == "plotly-file"
+    assert logged["heatmap/_type"] == "image-file"
+
+
+def test_the_comparison_sets_every_method_side_by_side(experiment: Path) -> None:
+    runs = load_runs(experiment)
+    (group,) = load_experiment(experiment).groups
+    folder, messages = offline_run(experiment, comparison_id("demo", group))
+    start = start_of(messages)
+    assert (start.run_group, start.job_type) == ("demo", "comparison")
+    assert set(start.tags) == {"demo", "recall_mini", "needle", "comparison"}
+    table = table_of(folder, "predictions")
+    exact = of_method(runs, "exact").records.set_index("example_id")
+    for i, example in enumerate(table["example_id"]):
+        assert table["exact: prediction"][i] == exact.loc[example, "prediction"]
+        assert table["exact: score"][i] == exact.loc[example, "score"]
+        assert table["exact: ratio"][i] == 1.0
+        assert table["snapkv: ratio"][i] < 1.0
+    assert table["prompt_tail"][0].startswith("What is")
+    assert len(table["answer"]) == len(exact)
+    assert table_of(folder, "scores")["method"] == ["exact", "snapkv"]
+    assert list(folder.glob("files/media/images/heatmaps_*.png"))
+    (file,) = folder.glob("files/media/plotly/heatmap_chart*.plotly.json")
+    assert len(json.loads(file.read_text())["data"]) == 2
+
+
+def test_a_rate_sweep_has_curves_of_score_against_ratio(tmp_path: Path) -> None:
+    folder = write_sweep(tmp_path, ("exact", "snapkv"))
+    runs = load_runs(folder)
+    assert log_runs(runs[:1]) == 1  # the others beside it are in the comparison all the same
+    (group,) = load_experiment(folder).groups
+    lines = memory_lines(group, score_table(group))
+    ratios = [ratio for ratio, _ in lines["snapkv"]]
+    assert ratios == sorted(ratios)
+    assert len(ratios) == 3
+    place, messages = offline_run(folder, comparison_id("sweep", group))
+    table = table_of(place, "score_against_ratio_table")
+    drawn = [
+        (x, y)
+        for x, y, name in zip(table["step"], table["lineVal"], table["lineKey"], strict=True)
+        if name == "snapkv"
+    ]
+    assert drawn == [(ratio, 100 * score) for ratio, score in lines["snapkv"]]
+    assert list(place.glob("files/media/images/score_against_ratio_figure*.png"))
+    config = updates(messages, "config")
+    assert any("visualize/score_against_ratio" in key for key in config)
+
+
+def test_error_against_memory_within_one_run(tmp_path: Path) -> None:
+    folder = write_demo(tmp_path, ("uniform", "balancekv"), ("layer_error",))
+    (group,) = load_experiment(folder).groups
+    arm = next(arm for arm in group.arms if arm.method == "balancekv")
+    (curve,) = curves(group, field_tables(group), arm)
+    assert (curve.section, curve.x) == ("by_rate", "ratio")
+    mine = group.records[group.records["arm"] == arm.label].groupby("ratio")["score"].mean()
+    assert [point["ratio"] for point in curve.points] == mine.index.tolist()
+    assert [point["score"] for point in curve.points] == pytest.approx(mine.tolist())
+    lines = memory_lines(group, score_table(group))
+    assert lines["balancekv"] == [(p["ratio"], p["score"]) for p in curve.points]
+
+
 def test_logging_again_replaces_and_the_report_ignores_it(experiment: Path) -> None:
     runs = load_runs(experiment)
-    for _ in range(2):
-        log_runs(runs[:1])
+    log_runs(runs[:1])
     assert len(list((experiment / "wandb").glob(f"*-{run_id(runs[0].manifest)}"))) == 1
+    (group,) = load_experiment(experiment).groups
+    assert len(list((experiment / "wandb").glob(f"*-{comparison_id('demo', group)}"))) == 1
     assert len(load_experiment(experiment).runs) == 2
 
 
 def test_long_tables_are_capped_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wandb_log, "MAX_PREDICTIONS", 7)
+    monkeypatch.setattr(wandb_media, "MAX_PREDICTIONS", 7)
     write_run(
         tmp_path,
         task="needle",
@@ -139,10 +196,49 @@ def test_long_tables_are_capped_and_say_so(tmp_path: Path, monkeypatch: pytest.M
     )
     (run,) = load_runs(tmp_path / "demo")
     log_runs([run])
-    folder, messages = offline_run(tmp_path / "demo", run.manifest)
-    table = json.loads(next(folder.glob("files/media/table/predictions*.json")).read_text())
-    assert len(table["data"]) == 7
-    assert updates(messages, "summary")["predictions_note"].startswith("the first 7 of 40")
+    folder, messages = offline_run(tmp_path / "demo", run_id(run.manifest))
+    assert len(table_of(folder, "predictions")["score"]) == 7
+    note = updates(messages, "summary")["predictions_note"]
+    assert note == f"7 of 40 are shown; all are in the artifact records-{run_id(run.manifest)}"
+    assert note in start_of(messages).notes
+    assert len(list((tmp_path / "demo" / "wandb").glob("offline-run-*"))) == 1  # nothing to compare
+
+
+def test_failed_examples_are_tagged_and_do_not_stop_a_chart(tmp_path: Path) -> None:
+    records = needle_records("h2o")
+    failed = {"status": "oom", "score": None, "prediction": None, "error": "out of memory"}
+    some = [record | failed if i < 2 else record for i, record in enumerate(records)]
+    all_failed = [record | failed for record in records]
+    for method, made in (("exact", needle_records("exact")), ("h2o", some), ("subgen", all_failed)):
+        write_run(tmp_path, task="needle", method=method, records=made, task_meta=NEEDLE_META)
+    folder = tmp_path / "demo"
+    runs = load_runs(folder)
+    assert log_runs(runs) == 3
+    _, messages = offline_run(folder, run_id(of_method(runs, "h2o").manifest))
+    assert "failures" in start_of(messages).tags
+    assert updates(messages, "summary")["failures"] == {"oom": 2}
+    place, messages = offline_run(folder, run_id(of_method(runs, "subgen").manifest))
+    assert updates(messages, "summary")["failures"] == {"oom": 40}
+    assert not list(place.glob("files/media/plotly/*"))
+    (group,) = load_experiment(folder).groups
+    place, _ = offline_run(folder, comparison_id("demo", group))
+    table = table_of(place, "predictions")
+    assert table["subgen: prediction"][0] == "(oom) out of memory"
+    (file,) = place.glob("files/media/plotly/*")
+    heat = json.loads(file.read_text())["data"]
+    assert len(heat) == 2
+    assert heat[1]["z"][0][0] is None  # both needles of that cell failed
+
+
+def test_many_methods_share_one_scale(tmp_path: Path) -> None:
+    folder = write_demo(tmp_path, tuple(SKILL), ("needle",))
+    (group,) = load_experiment(folder).groups
+    spec: Any = group.meta.figure("heatmap")
+    figure = heatmap_figure(group, group.arms, spec)
+    assert len(figure.data) == 8
+    assert {trace.coloraxis for trace in figure.data} == {"coloraxis"}
+    titles = [annotation.text for annotation in figure.layout.annotations]
+    assert [arm.label for arm in group.arms] == titles[:8]
 
 
 def test_a_failure_is_one_warning(
@@ -156,39 +252,44 @@ def test_a_failure_is_one_warning(
     def refuse(**_options: object) -> None:
         raise OSError("no service\nand a second line")
 
-    monkeypatch.setattr(wandb, "init", refuse)
     runs = load_runs(experiment)
+    monkeypatch.setattr(wandb, "init", refuse)
     with caplog.at_level(logging.WARNING):
         assert log_runs(runs[:1]) == 0
     assert [record.getMessage() for record in caplog.records] == [
-        f"W&B: {runs[0].folder.name} was not logged: no service"
+        f"W&B: {runs[0].folder.name} was not logged: no service",
+        "W&B: the comparison of needle on recall_mini was not logged: no service",
     ]
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_silent_server_is_asked_once(
-    experiment: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_run_that_fails_while_it_is_logged_leaves_no_half_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tried = []
+    import wandb
 
-    def unreachable(*_arguments: object, online: bool) -> None:
-        tried.append(online)
-        if online:
-            raise ConnectionError("no answer")
+    folder = write_demo(tmp_path, ("exact",), ("needle",))
 
-    monkeypatch.setattr(wandb_log, "_log_run", unreachable)
-    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    def full(*_: object, **__: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(wandb.Run, "log_artifact", full)
     with caplog.at_level(logging.WARNING):
-        assert log_runs(load_runs(experiment)) == 2
-    assert tried == [True, False, False]
-    assert len(caplog.records) == 1
-    assert "going offline" in caplog.text
+        assert log_runs(load_runs(folder)) == 0
+    assert "was not logged: No space left on device" in caplog.text
+    assert not list((folder / "wandb").glob("offline-run-*"))
 
 
-def test_disabled_logs_nothing_and_unknown_modes_are_refused(experiment: Path) -> None:
+def test_disabled_logs_nothing_and_wrong_options_are_refused(
+    experiment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert log_runs(load_runs(experiment), mode="disabled") == 0
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert log_runs(load_runs(experiment)) == 0
     with pytest.raises(ValueError, match=r"logger\.mode is 'on'; allowed: auto, online"):
         log_runs([], mode="on")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"logger\.timeout_s is 0; allowed: a positive number"):
+        check_logger("auto", 0)
 
 
 def test_the_configs_name_what_the_function_takes() -> None:
@@ -198,6 +299,7 @@ def test_the_configs_name_what_the_function_takes() -> None:
         "project": "kvbench",
         "entity": None,
         "mode": "auto",
+        "timeout_s": 120,
     }
     for name in ("wandb", "none"):
         assert (CONF / f"{name}.yaml").read_text().startswith("# @package logger\n")

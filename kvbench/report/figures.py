@@ -108,7 +108,7 @@ def figures_of(group: Group, tables: Sequence[ScoreTable]) -> list[Drawn]:
 
 def heatmaps(group: Group, spec: Mapping[str, Any]) -> list[Drawn]:
     """All methods side by side (one figure per rate where there are many), and each alone."""
-    grids = {arm.label: _grid(group, arm, spec) for arm in group.arms}
+    grids = {arm.label: grid_of(group, arm, spec) for arm in group.arms}
     grids = {label: grid for label, grid in grids.items() if grid.size}
     low, high = _scale(group, grids)
     unit = _axis_unit(group)
@@ -148,10 +148,10 @@ def heatmaps(group: Group, spec: Mapping[str, Any]) -> list[Drawn]:
 
 def heatmap_alone(group: Group, arm: Arm, spec: Mapping[str, Any]) -> Drawn:
     """One arm's heatmap, on the scale that all arms share."""
-    low, high = _scale(group, {a.label: _grid(group, a, spec) for a in group.arms})
+    low, high = _scale(group, {a.label: grid_of(group, a, spec) for a in group.arms})
     figure = _new(4.4, 3.2)
     ax = figure.subplots()
-    image = _heat(ax, _grid(group, arm, spec), low, high, group)
+    image = _heat(ax, grid_of(group, arm, spec), low, high, group)
     ax.set_title(f"{group.task}, {group.model}: {arm.label}", fontsize=_TEXT)
     ax.set_xlabel(_axis(spec["x"]), fontsize=_TEXT)
     ax.set_ylabel(_axis(spec["y"]), fontsize=_TEXT)
@@ -449,7 +449,7 @@ def _legend(figure: Figure, ax: Axes, count: int) -> None:
     )
 
 
-def _grid(group: Group, arm: Arm, spec: Mapping[str, Any]) -> pd.DataFrame:
+def grid_of(group: Group, arm: Arm, spec: Mapping[str, Any]) -> pd.DataFrame:
     """y x x means of one arm over the cells that any arm has; NaN where nothing was scored."""
     x, y, value = spec["x"], spec["y"], spec.get("value", "score")
     records = group.records.dropna(subset=[x, y])

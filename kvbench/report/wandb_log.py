@@ -1,29 +1,39 @@
 """A copy of an experiment in Weights & Biases; local files never depend on it.
 
-One W&B run per run folder, with an id made from what the folder's name says: logging again replaces
-what was logged, online by resuming the run, offline by replacing its folder. Offline runs lie in
-``<results>/<experiment>/wandb``; ``wandb sync <that folder>/offline-run-*`` sends them.
+One W&B run per run folder and one per (model, task) that sets the methods side by side. Their ids are
+made from what they are about, so that logging again replaces what was logged. Runs are written
+offline, into ``<results>/<experiment>/wandb``, and then sent if that is wanted; ``wandb sync <that
+folder>`` sends what is left at any time.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import logging
 import math
 import os
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from filelock import FileLock
+
 from kvbench.report.data import BASELINE, Group, group_runs
-from kvbench.report.figures import heatmap_alone
-from kvbench.report.predictions import clip
-from kvbench.report.tables import Row, ScoreTable, as_text, score_table
-from kvbench.store import MANIFEST, Run, record_files
+from kvbench.report.tables import Row, ScoreTable, score_table
+from kvbench.report.wandb_media import (
+    Curve,
+    cap_note,
+    comparison_media,
+    curves,
+    field_tables,
+    run_media,
+)
+from kvbench.report.wandb_send import NotSent, not_taken, quiet_environment, send
+from kvbench.store import MANIFEST, Run, StoreError, load_run, record_files
 
 if TYPE_CHECKING:
     import wandb
@@ -32,10 +42,9 @@ log = logging.getLogger(__name__)
 
 Mode = Literal["auto", "online", "offline", "disabled"]
 MODES = ("auto", "online", "offline", "disabled")
-MAX_PREDICTIONS = 500
-"""Rows of a predictions table; the run's summary says when there were more."""
+COMPARISON = "comparison"
+"""Job type and tag of the W&B runs that set methods side by side."""
 
-_PREDICTION_COLUMNS = ("prompt_tail", "answer", "prediction", "score", "ratio", "status")
 _CONFIG_KEYS = (
     *("experiment", "model", "task", "method", "config_hash", "seed", "command"),
     *("code_revision", "versions", "hardware", "started"),
@@ -48,46 +57,65 @@ def log_runs(
     project: str = "kvbench",
     entity: str | None = None,
     mode: Mode = "auto",
+    timeout_s: float = 120.0,
 ) -> int:
-    """Log runs to W&B, one W&B run each.
+    """Log runs to W&B, one W&B run each, and one for every (model, task) that has several arms.
 
-    Whatever goes wrong there is a warning of one line, and nothing else. A server that does not
-    answer is asked once: what remains is logged offline.
+    All of it is written to disk before anything is sent. Whatever goes wrong is a warning of one
+    line and nothing else; a server that fails is not asked again by this process.
 
     Args:
-        runs: as `kvbench.store.load_runs` gives them; baselines among them serve for differences.
-        mode: "auto" is online when WANDB_API_KEY is set, else offline.
+        runs: as `kvbench.store.load_runs` gives them. Those beside them on disk (same experiment,
+            model and task) serve for differences and for the comparison.
+        mode: "auto" is online when WANDB_API_KEY is set (and WANDB_MODE does not say otherwise),
+            else offline.
+        timeout_s: seconds that sending may take.
 
     Returns:
         How many runs were logged.
 
     Raises:
-        ValueError: an unknown mode.
+        ValueError: an unknown mode, or a timeout that is not positive.
+    """
+    check_logger(mode, timeout_s)
+    mode = _resolved(mode)
+    if mode == "disabled":
+        return 0
+    tasks: dict[Path, list[Path]] = {}
+    for run in runs:
+        if not run.records.empty:
+            tasks.setdefault(run.folder.parent, []).append(run.folder)
+    logged, written = 0, []
+    for task, folders in tasks.items():
+        runs_written, comparisons = _log_task(task, folders, project, entity)
+        logged += len(runs_written)
+        written += [*runs_written, *comparisons]
+    if mode == "online" and written:
+        _send(written, timeout_s)
+    return logged
+
+
+def check_logger(mode: str, timeout_s: float) -> None:
+    """Whether `log_runs` can work with these.
+
+    Raises:
+        ValueError: one line with what is allowed.
     """
     if mode not in MODES:
         raise ValueError(f"logger.mode is {mode!r}; allowed: {', '.join(MODES)}")
-    if mode == "disabled":
-        return 0
-    online = mode == "online" or (mode == "auto" and bool(os.environ.get("WANDB_API_KEY")))
-    logged = 0
-    for run in runs:
-        if run.records.empty:
-            continue
-        try:
-            online = online and _log_online(run, runs, project, entity)
-            if not online:
-                _log_run(run, runs, project, entity, online=False)
-            logged += 1
-        except Exception as error:  # noqa: BLE001 - a copy's failure must not end a sweep
-            log.warning("W&B: %s was not logged: %s", run.folder.name, _line(error))
-    return logged
+    if not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
+        raise ValueError(f"logger.timeout_s is {timeout_s!r}; allowed: a positive number")
 
 
 def run_id(manifest: Mapping[str, Any]) -> str:
     """The same for the same experiment, model, task, method and config hash."""
-    keys = ("experiment", "model", "task", "method", "config_hash")
-    text = json.dumps([str(manifest.get(key)) for key in keys])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return _id(manifest, ("experiment", "model", "task", "method", "config_hash"))
+
+
+def comparison_id(experiment: str, group: Group) -> str:
+    """The same for the same experiment, model and task."""
+    names = {"experiment": experiment, "model": group.model, "task": group.task}
+    return _id(names | {"method": COMPARISON}, ("experiment", "model", "task", "method"))
 
 
 def summary_of(table: ScoreTable, row: Row) -> dict[str, Any]:
@@ -120,75 +148,193 @@ def summary_of(table: ScoreTable, row: Row) -> dict[str, Any]:
     return {key: value for key, value in summary.items() if not _is_nan(value)}
 
 
-def _log_online(run: Run, runs: Sequence[Run], project: str, entity: str | None) -> bool:
-    """Whether the server took the run; if not, say so and let its id be used again."""
-    import wandb
+def _log_task(
+    task: Path, folders: Sequence[Path], project: str, entity: str | None
+) -> tuple[list[Path], list[Path]]:
+    """Write the runs of one task folder and the comparison of all that is there.
 
+    Returns:
+        The W&B folders of the runs, and of the comparisons.
+    """
+    place = task.parents[1] / "wandb"
+    written: list[Path] = []
+    compared: list[Path] = []
     try:
-        _log_run(run, runs, project, entity, online=True)
-    except Exception as error:  # noqa: BLE001 - the network's or the server's, whatever it is
-        log.warning("W&B: going offline, `wandb sync` sends it later: %s", _line(error))
-        wandb.teardown()
-        return False
-    return True
+        place.mkdir(parents=True, exist_ok=True)
+        with FileLock(place / ".lock"):  # several processes may work on one experiment
+            runs = [
+                load_run(path) for path in sorted({p.parent for p in task.glob(f"*/{MANIFEST}")})
+            ]
+            runs = [run for run in runs if not run.records.empty]
+            for run in runs:
+                if run.folder in folders:
+                    with _warning(run.folder.name):
+                        written.append(_log_run(run, runs, project, entity))
+            for group in group_runs(runs):
+                if len(group.arms) > 1:
+                    with _warning(f"the comparison of {group.task} on {group.model}"):
+                        compared.append(_log_comparison(group, place.parent, project, entity))
+    except (OSError, StoreError) as error:
+        log.warning("W&B: %s was not logged: %s", task, _line(error))
+    return written, compared
 
 
-def _log_run(
-    run: Run, runs: Sequence[Run], project: str, entity: str | None, *, online: bool
-) -> None:
-    import wandb  # not above: slow to import, and needed only here
-
+def _log_run(run: Run, runs: Sequence[Run], project: str, entity: str | None) -> Path:
+    """One run beside its baseline; returns the W&B run's folder."""
     manifest = run.manifest
     group, table, row = _compared(run, runs)
-    folder = run.folder.parents[2]
     name = run_id(manifest)
-    _drop_copies(folder, name)
-    media = _media(group, table, row, run)
-    with _environment(WANDB_SILENT="true"):
-        logged = wandb.init(
-            project=project,
-            entity=entity,
-            mode="online" if online else "offline",
+    count = len(run.records)
+    rate = f" {_rate_text(row)}" if _rate_text(row) else ""
+    note = cap_note(count, f"the artifact records-{name}")
+    with _offline_run(
+        run.folder.parents[2],
+        project=project,
+        entity=entity,
+        id=name,
+        name=f"{manifest['task']}/{row.arm.label}{rate}/seed{manifest.get('seed')}",
+        group=str(manifest["experiment"]),
+        job_type=str(manifest["task"]),
+        tags=_tags(manifest, row),
+        notes=_notes(manifest, note),
+        config=_config(manifest),
+    ) as logged:
+        tables = field_tables(group)
+        logged.log(run_media(group, tables, row.arm, run))
+        for curve in curves(group, tables, row.arm):
+            _log_curve(logged, curve)
+        logged.summary.update(summary_of(table, row) | note)
+        logged.log_artifact(_artifact(run, name, Path(logged.dir)))
+    return Path(logged.dir).parent
+
+
+def _log_comparison(group: Group, folder: Path, project: str, entity: str | None) -> Path:
+    """All arms of a group side by side; returns the W&B run's folder."""
+    manifest = group.manifests[-1]
+    experiment = str(manifest["experiment"])
+    table = score_table(group)
+    count = len(group.records[["seed", "example_id"]].drop_duplicates())
+    note = cap_note(count, "the artifacts of the runs that are compared")
+    with _offline_run(
+        folder,
+        project=project,
+        entity=entity,
+        id=comparison_id(experiment, group),
+        name=f"{group.task}/{COMPARISON}",
+        group=experiment,
+        job_type=COMPARISON,
+        tags=_clipped_tags([experiment, group.model, group.task, COMPARISON]),
+        notes=_notes(manifest, note),
+        config={
+            "experiment": experiment,
+            "model": group.model,
+            "task": group.task,
+            "method": COMPARISON,
+            "arms": [arm.label for arm in group.arms],
+            "compared_runs": [run_id(one) for one in group.manifests],
+        },
+    ) as logged:
+        logged.log(comparison_media(group, table))
+        logged.summary.update(note)
+    return Path(logged.dir).parent
+
+
+@contextmanager
+def _offline_run(folder: Path, *, id: str, **about: Any) -> Iterator[wandb.Run]:
+    """A W&B run in ``<folder>/wandb``, in the place of an earlier copy; gone if the block fails."""
+    import wandb  # not above: slow to import, and needed only here
+
+    _drop_copies(folder, id)
+    with _environment({"WANDB_SILENT": "true"}):
+        run = wandb.init(
+            mode="offline",
             dir=str(folder),
-            id=name,
-            resume="allow" if online else None,
-            name=f"{manifest['task']}/{row.arm.label}/seed{manifest.get('seed')}",
-            group=str(manifest["experiment"]),
-            job_type=str(manifest["task"]),
-            tags=_tags(manifest, row),
-            config=_config(manifest),
+            id=id,
             reinit="create_new",
             settings=wandb.Settings(
                 silent=True,
                 console="off",
-                init_timeout=30,
                 x_disable_stats=True,
                 disable_git=True,
                 disable_code=True,
             ),
+            **about,
         )
     try:
-        with _environment(WANDB_DATA_DIR=str(Path(logged.dir).parent)):  # tables' files
-            logged.log(media)
-        logged.summary.update(summary_of(table, row) | _capped(run))
-        logged.log_artifact(_artifact(run, name, Path(logged.dir)))
-    finally:
-        logged.finish()
+        with _environment({"WANDB_DATA_DIR": str(Path(run.dir).parent)}):  # tables' files
+            yield run
+    except BaseException:
+        run.finish(exit_code=1)
+        _drop_copies(folder, id)
+        raise
+    run.finish()
+
+
+def _log_curve(run: wandb.Run, curve: Curve) -> None:
+    """One step per point; its own axis, so that the line panels of several runs overlay."""
+    axis = f"{curve.section}/{curve.x}"
+    run.define_metric(axis, hidden=True, summary="none")
+    for key in curve.points[0]:
+        if key != curve.x:
+            run.define_metric(f"{curve.section}/{key}", step_metric=axis, summary="none")
+    for point in curve.points:
+        run.log({f"{curve.section}/{key}": value for key, value in point.items()})
+
+
+def _send(folders: Sequence[Path], timeout_s: float) -> None:
+    """Send what was written; say in one line where it is, or why it is not there."""
+    place = folders[0].parent
+    failed = place / ".not-sent-by"
+    me = str(os.getpid())
+    if failed.exists() and failed.read_text(encoding="utf-8") == me:
+        return  # said already
+    try:
+        url = send(folders, timeout_s)
+    except (NotSent, OSError) as error:
+        failed.write_text(me, encoding="utf-8")
+        log.warning(
+            "W&B could not be reached: %d of %d runs were not sent (%s). They, and what this process"
+            " logs from now on, are in %s; send them later with: wandb sync %s",
+            len(not_taken(folders)),
+            len(folders),
+            _line(error),
+            place,
+            shlex.quote(str(place)),
+        )
+    else:
+        failed.unlink(missing_ok=True)
+        log.info("W&B: %d runs sent%s", len(folders), f" to {url}" if url else "")
+
+
+def _resolved(mode: Mode) -> Mode:
+    """The mode that "auto" stands for."""
+    if mode != "auto":
+        return mode
+    wanted = os.environ.get("WANDB_MODE")
+    if wanted == "disabled":
+        return "disabled"
+    return "online" if os.environ.get("WANDB_API_KEY") and wanted != "offline" else "offline"
 
 
 @contextmanager
-def _environment(**values: str) -> Iterator[None]:
+def _warning(what: str) -> Iterator[None]:
+    """A failure inside is one line: a copy's failure must not end a sweep."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - W&B's, whatever it is
+        log.warning("W&B: %s was not logged: %s", what, _line(error))
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
     """Environment variables for what W&B reads from there alone, and as they were afterwards."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
+    before = dict(os.environ)
+    os.environ.update(quiet_environment(before | dict(values)))
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _compared(run: Run, runs: Sequence[Run]) -> tuple[Group, ScoreTable, Row]:
@@ -208,54 +354,6 @@ def _compared(run: Run, runs: Sequence[Run]) -> tuple[Group, ScoreTable, Row]:
     return group, table, row
 
 
-def _media(group: Group, table: ScoreTable, row: Row, run: Run) -> dict[str, Any]:
-    """Tables and images."""
-    import wandb
-    from PIL import Image
-
-    media: dict[str, Any] = {"predictions": _predictions(group, run)}
-    for field in group.meta.breakdown:
-        if field in group.records:
-            media[f"by_{field}"] = _breakdown(score_table(group, field), row)
-    spec = group.meta.figure("heatmap")
-    if spec:
-        drawn = heatmap_alone(group, row.arm, spec)
-        media["heatmap"] = wandb.Image(Image.open(io.BytesIO(drawn.png)), caption=drawn.title)
-    return media
-
-
-def _predictions(group: Group, run: Run) -> wandb.Table:
-    import wandb
-
-    fields = [name for name in group.meta.breakdown if name in run.records]
-    table = wandb.Table(columns=["example_id", "dataset", *fields, *_PREDICTION_COLUMNS])
-    for _, record in run.records.head(MAX_PREDICTIONS).iterrows():
-        answers = record["answers"] if isinstance(record["answers"], list) else []
-        table.add_data(
-            str(record["example_id"]),
-            str(record["dataset"]),
-            *(as_text(record[name]) for name in fields),
-            clip(record["prompt_tail"], from_end=True),
-            " | ".join(map(str, answers)),
-            clip(record["prediction"]),
-            _number(record["score"]),
-            _number(record["ratio"]),
-            str(record["status"]),
-        )
-    return table
-
-
-def _breakdown(table: ScoreTable, row: Row) -> wandb.Table:
-    import wandb
-
-    shown = wandb.Table(columns=[table.by, "score", "low", "high", "scored"])
-    mine = next(other for other in table.rows if other.arm == row.arm)
-    for column, cell in mine.cells.items():
-        score = cell.score
-        shown.add_data(column, *map(_number, (score.value, score.low, score.high)), cell.scored)
-    return shown
-
-
 def _artifact(run: Run, name: str, folder: Path) -> wandb.Artifact:
     """The records as they are now, copied into the offline run's folder so that it stays whole."""
     import wandb
@@ -269,22 +367,33 @@ def _artifact(run: Run, name: str, folder: Path) -> wandb.Artifact:
     return artifact
 
 
-def _capped(run: Run) -> dict[str, Any]:
-    count = len(run.records)
-    if count <= MAX_PREDICTIONS:
-        return {}
-    return {"predictions_note": f"the first {MAX_PREDICTIONS} of {count}; all are in the artifact"}
-
-
 def _config(manifest: Mapping[str, Any]) -> dict[str, Any]:
     identity = manifest.get("identity") or manifest.get("config") or {}
     return {key: manifest.get(key) for key in _CONFIG_KEYS} | {"run": dict(identity)}
 
 
+def _notes(manifest: Mapping[str, Any], note: Mapping[str, Any]) -> str:
+    """How to reproduce the run, and what its tables leave out."""
+    lines = [f"Made by: {manifest.get('command')}", f"Code: {manifest.get('code_revision')}"]
+    lines += [f"Predictions: {text}" for text in note.values()]
+    return "\n".join(lines)
+
+
 def _tags(manifest: Mapping[str, Any], row: Row) -> list[str]:
     tags = [str(manifest[key]) for key in ("experiment", "model", "task", "method")]
-    if row.arm.rate is not None:
-        tags.append(f"rate {row.arm.rate:g}")
+    if _rate_text(row):
+        tags.append(_rate_text(row))
+    if row.total.failures:
+        tags.append("failures")
+    return _clipped_tags(tags)
+
+
+def _rate_text(row: Row) -> str:
+    """E.g. ``rate 0.25``; empty where the method has no budget."""
+    return "" if row.arm.rate is None else f"rate {row.arm.rate:g}"
+
+
+def _clipped_tags(tags: Sequence[str]) -> list[str]:
     return [tag[:64] for tag in dict.fromkeys(tags)]  # W&B's limit
 
 
@@ -294,12 +403,13 @@ def _drop_copies(folder: Path, name: str) -> None:
         shutil.rmtree(old)
 
 
-def _line(error: Exception) -> str:
+def _id(names: Mapping[str, Any], keys: Sequence[str]) -> str:
+    text = json.dumps([str(names.get(key)) for key in keys])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def _number(value: Any) -> float | None:
-    return None if value is None or math.isnan(float(value)) else float(value)
 
 
 def _is_nan(value: Any) -> bool:
