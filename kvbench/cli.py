@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import hydra
 from hydra import compose, initialize_config_dir
@@ -28,22 +28,16 @@ from omegaconf.errors import OmegaConfBaseException
 from kvbench import __version__
 from kvbench.catalogue import KINDS, catalogue, config_dir
 from kvbench.interrupts import TERMINATED, Terminated
+from kvbench.jobs import FAILED, USAGE, Jobs, complain, explained
 from kvbench.nearest import nearest
 from kvbench.overrides import check_groups, check_syntax, check_values, explain, sample_overrides
 
-if TYPE_CHECKING:
-    from kvbench.runner import JobResult
-
-USAGE, FAILED, INTERRUPTED = 2, 1, 130
+INTERRUPTED = 130
 GOES_ON = "what is done is on disk, the same command goes on from there"
 
 
 class UsageError(Exception):
     """A command line that cannot be followed: one line that says what is allowed."""
-
-
-def _complain(message: str) -> None:
-    print(f"kvbench: {message}", file=sys.stderr)
 
 
 @contextmanager
@@ -65,9 +59,10 @@ def _composed(overrides: Sequence[str], *, sweep: bool) -> list[DictConfig]:
     """
     configs: list[DictConfig] = []
     with _composer():
-        # An experiment may bring a sweep of its own: what it asks for is known once it is composed.
-        # Its values are checked like those of the command line, which go before them.
-        chosen = [text for text in overrides if text.startswith("experiment=")]
+        # An experiment may bring a sweep of its own, and launchers run sweeps: what they ask for is
+        # known once they are composed. Values are checked like those of the command line, which go
+        # before them.
+        chosen = [text for text in overrides if text.startswith(("experiment=", "launcher="))]
         _raise(check_syntax(chosen, sweep=sweep) or check_groups(chosen))
         try:
             mode, params = _own_sweep(chosen)
@@ -92,11 +87,11 @@ def _raise(problem: str | None) -> None:
         raise UsageError(problem)
 
 
-def _own_sweep(experiment: Sequence[str]) -> tuple[str, list[str]]:
-    """Hydra's mode and the swept keys that an experiment sets in its YAML."""
-    if len(experiment) != 1 or "," in experiment[0]:
+def _own_sweep(chosen: Sequence[str]) -> tuple[str, list[str]]:
+    """Hydra's mode and the swept keys that an experiment or a launcher sets in its YAML."""
+    if not chosen or any("," in text for text in chosen):
         return "RUN", []
-    config = compose("config", overrides=list(experiment), return_hydra_config=True)
+    config = compose("config", overrides=list(chosen), return_hydra_config=True)
     params = config.hydra.sweeper.get("params") or {}
     return str(config.hydra.mode).rpartition(".")[2], [f"{k}={v}" for k, v in params.items()]
 
@@ -110,19 +105,6 @@ def check_overrides(overrides: Sequence[str], *, sweep: bool = False) -> str | N
     return None
 
 
-class _Outcome:
-    """What the jobs of this process came to."""
-
-    def __init__(self) -> None:
-        self.status = 0
-        self.experiments: dict[Path, None] = {}
-
-    def add(self, folder: Path, result: JobResult) -> None:
-        self.experiments[folder] = None
-        if result.failed:
-            self.status = FAILED
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of ``kvbench`` and ``python -m kvbench``."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -134,10 +116,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         else:
             status = _run(arguments)
     except UsageError as error:
-        _complain(str(error))
+        complain(str(error))
         status = USAGE
     except KeyboardInterrupt:
-        _complain("interrupted; " + GOES_ON)
+        complain("interrupted; " + GOES_ON)
         status = INTERRUPTED
     except BrokenPipeError:  # kvbench list methods | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -221,97 +203,109 @@ def _run(arguments: Sequence[str]) -> int:
     options = _arguments(arguments)
     # Hydra wants the overrides in one piece.
     flags = [argument for argument in arguments if argument not in options.overrides]
-    arguments = [*options.overrides, *flags]
-    outcome = _Outcome()
+    overrides = list(options.overrides)
+    jobs = Jobs(sweep=options.multirun)
     with ExitStack() as stack:
         if not options.shell_completion and not options.config_dir and not options.config_name:
             configs = _composed(options.overrides, sweep=options.multirun)
             if not (options.help or options.hydra_help or options.cfg or options.info):
-                if len(configs) > 1:
+                split = _shards(configs, options.overrides)
+                jobs.sweep = bool(options.multirun or split or _is_sweep(configs[0]))
+                if jobs.sweep:
                     _check_jobs(configs)
                 if configs[0].dry_run:  # Hydra leaves a file in the folder of a sweep
                     folder = stack.enter_context(tempfile.TemporaryDirectory())
-                    arguments = [f"hydra.sweep.dir={folder}", *arguments]
-        _run_hydra(arguments, outcome)
-    return outcome.status
+                    overrides.append(f"hydra.sweep.dir={folder}")
+                elif split:
+                    overrides.append(split)
+                    flags += [] if options.multirun else ["--multirun"]
+        status = _run_hydra([*overrides, *flags], jobs)
+        if jobs.sweep and jobs.outcomes and configs[0].dry_run:
+            jobs.print_plan(configs[0].launcher.name, split.count("/") if split else 1)
+        return status
 
 
-def _run_hydra(arguments: Sequence[str], outcome: _Outcome) -> None:
-    """Let Hydra run what the arguments ask for; rebuild the pages of what was run."""
+def _run_hydra(arguments: Sequence[str], jobs: Jobs) -> int:
+    """Let Hydra run what the arguments ask for; say what the jobs came to, rebuild the pages."""
+    sys.argv = [sys.argv[0], *arguments]
+    decorate = hydra.main(
+        version_base="1.3", config_path=str(config_dir().resolve()), config_name="config"
+    )
+    stopped = 0
+    try:
+        decorate(jobs)()
+    except KeyboardInterrupt:  # nobody then wants to wait for figures
+        raise
+    except Terminated:
+        complain("terminated; " + GOES_ON)
+        return TERMINATED
+    except SystemExit as stop:  # Hydra's or a launcher's, after a message
+        stopped = stop.code if isinstance(stop.code, int) else FAILED
+    if len(jobs.outcomes) > 1 and any(outcome.folder for outcome in jobs.outcomes):
+        jobs.print_summary()
+    if jobs.folders:
+        from kvbench.app import finish
 
-    @hydra.main(version_base="1.3", config_path=str(config_dir().resolve()), config_name="config")
-    def run(config: DictConfig) -> int:
-        from kvbench.app import run_config
+        for folder in jobs.folders:
+            finish(Path(folder))
+    return stopped or jobs.status
+
+
+def _is_sweep(config: DictConfig) -> bool:
+    """Whether the config itself asks for a sweep, as experiments and launchers do."""
+    return str(config.hydra.mode).endswith("MULTIRUN")
+
+
+def _shards(configs: Sequence[DictConfig], overrides: Sequence[str]) -> str | None:
+    """The override that splits every job, None where none is asked for.
+
+    Raises:
+        UsageError: several numbers of shards, or one shard and their number.
+    """
+    counts = {config.shards for config in configs}
+    if len(counts) > 1:
+        raise UsageError(f"shards has several values ({', '.join(map(str, counts))}); allowed: one")
+    (count,) = counts
+    one = any(text.partition("=")[0] == "shard" for text in overrides)
+    if count is not None and one:
+        raise UsageError(f"shards is {count} and shard is given, too; allowed: one of the two")
+    if count is None and not one and configs[0].launcher.name == "gpus":
+        from kvbench.devices import worker_devices
 
         with one_line_errors():
-            done = run_config(config)
-        if done is None:
-            return 0
-        outcome.add(*done)
-        return done[1].failed
-
-    sys.argv = [sys.argv[0], *arguments]
-    try:
-        run()
-    except (KeyboardInterrupt, Terminated) as stop:  # nobody then wants to wait for figures
-        outcome.experiments.clear()
-        if isinstance(stop, KeyboardInterrupt):
-            raise
-        _complain("terminated; " + GOES_ON)
-        outcome.status = TERMINATED
-    except SystemExit as stop:  # Hydra's, after a message; ours, after one line
-        outcome.status = stop.code if isinstance(stop.code, int) else outcome.status
-    finally:
-        if outcome.experiments:
-            from kvbench.app import finish
-
-            for folder in outcome.experiments:
-                finish(folder)
+            count = len(worker_devices(configs[0].launcher.workers, configs[0].device))
+    if count in (None, 1):
+        return None
+    return "shard=" + ",".join(f"{index}/{count}" for index in range(1, count + 1))
 
 
 def _check_jobs(configs: Sequence[DictConfig]) -> None:
     """Make the job of every value of a sweep, so that a wrong one is told before the first runs.
 
-    A launcher that runs jobs elsewhere checks them there: other machines have other devices.
+    The jobs of a cluster run on its devices, not on this machine's.
     """
-    if not configs[0].hydra.launcher._target_.endswith("BasicLauncher"):
-        return
     from kvbench.app import build_job
 
     for config in configs:
+        job = _job_config(config)
+        if config.launcher.name == "slurm":
+            job.device = "cpu"
         with one_line_errors():
-            build_job(_job_config(config))
+            build_job(job)
 
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Errors that name a thing, its value and what is allowed end the process with status 2 (usage)
-    or 1 (the disk, another process); anything else is a bug and keeps its traceback."""
-    from hydra.errors import InstantiationException
-
-    from kvbench.attempts import DeviceLost
-    from kvbench.engine.attention import UnsupportedModel
-    from kvbench.engine.loading import ModelError
-    from kvbench.kv import KVError
-    from kvbench.shards import ShardError
-    from kvbench.store import StoreError
-    from kvbench.tasks.base import TaskError
-
-    usage = (KVError, TaskError, ModelError, UnsupportedModel, ShardError)
+    """Errors that name a thing, its value and what is allowed end the process with one line; anything
+    else is a bug and keeps its traceback."""
     try:
         yield
-    except InstantiationException as error:
-        cause = error.__cause__
-        if os.environ.get("HYDRA_FULL_ERROR") == "1" or cause is None:
+    except Exception as error:
+        known = explained(error)
+        if known is None:
             raise
-        _complain(" ".join(str(cause).split()))
-        raise SystemExit(USAGE) from error
-    except usage as error:
-        _complain(str(error))
-        raise SystemExit(USAGE) from error
-    except (StoreError, DeviceLost) as error:
-        _complain(str(error))
-        raise SystemExit(FAILED) from error
+        complain(known[0])
+        raise SystemExit(known[1]) from error
 
 
 def resolved(config: DictConfig) -> dict[str, object]:

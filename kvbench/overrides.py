@@ -175,7 +175,7 @@ def check_values(config: DictConfig) -> str | None:
             return f"{head} is {place!r}; allowed: its keys, e.g. {key}={_EXAMPLES[key]}"
         if last in place and not test(place[last]):
             return f"{key} is {place[last]!r}; allowed: {allowed}"
-    for group in ("model", "task"):
+    for group in ("model", "task", "launcher"):
         if not isinstance(values.get(group), Mapping):
             return f"{group} is {values.get(group)!r}; allowed: {', '.join(_group_choices(group))}"
     methods = values.get("methods")

@@ -129,12 +129,14 @@ class JobResult:
         folders: run folder by method label.
         failed: records of this job with a status other than ok, old ones included.
         written: records written now (the others were there already).
+        records: records of this job that there are.
         complete: whether every unit has a record of every method, those of other shards included.
     """
 
     folders: Mapping[str, Path]
     failed: int
     written: int
+    records: int = 0
     complete: bool = True
 
 
@@ -210,10 +212,11 @@ def run_job(
                 )
         wanted = _record_ids(units)
         failed = sum(len(store.failed & wanted) for store in stores.values())
+        records = sum(len(store.done & wanted) for store in stores.values())
     complete = job.shard is None or all(
         _record_ids(every) <= _recorded(folder) for folder in folders.values()
     )
-    return JobResult(folders, failed, written, complete)
+    return JobResult(folders, failed, written, records, complete)
 
 
 def _record_ids(units: Sequence[Unit]) -> set[str]:

@@ -1,0 +1,307 @@
+"""Hydra launchers for sweeps on Slurm and on the GPUs of one machine, through submitit.
+
+hydra-submitit-launcher submits and runs the jobs; what is added is that a job which dies (killed,
+cancelled, its node lost) is one line and an exit status and leaves the others alone, that jobs are
+found dead without Slurm's accounting, and that several GPUs are fed from one queue.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra._internal.core_plugins.basic_launcher import BasicLauncher
+from hydra.core.singleton import Singleton
+from hydra.core.utils import JobReturn, JobStatus, filter_overrides
+from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
+from hydra_plugins.hydra_submitit_launcher.submitit_launcher import BaseSubmititLauncher
+from omegaconf import OmegaConf
+
+from kvbench.interrupts import Termination
+from kvbench.jobs import FAILED, USAGE, JobOutcome, Jobs, complain, names
+
+Parameters = tuple[Any, ...]
+"""Arguments of `BaseSubmititLauncher.__call__`; the first are the job's overrides."""
+
+
+class _Launcher(BaseSubmititLauncher):
+    """Submits jobs, waits until each has a result or can have none any more."""
+
+    def launch(
+        self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
+    ) -> Sequence[JobReturn]:
+        """Run the jobs; what they came to is added to the task function's outcomes."""
+        assert self.config is not None
+        assert isinstance(self.task_function, Jobs)
+        if self.config.dry_run:
+            return self._launch_here(job_overrides, initial_job_idx)
+        Path(self.config.hydra.sweep.dir).mkdir(parents=True, exist_ok=True)
+        waiting: deque[tuple[int, Parameters]] = deque()
+        for index, overrides in enumerate(job_overrides, initial_job_idx):
+            state = Singleton.get_state()
+            job = (list(overrides), "hydra.sweep.dir", index, f"job_{index}", state)
+            waiting.append((index, job))
+        called = names(job_overrides)
+        running: dict[int, Any] = {}
+        outcomes: dict[int, JobOutcome] = {}
+        try:
+            with Termination():
+                while waiting or running:
+                    self.submit(waiting, running)
+                    ended = self.ended(running)
+                    for index, job in list(running.items()):
+                        overrides = job_overrides[index - initial_job_idx]
+                        outcome = _outcome(job, overrides, ended.get(index))
+                        if outcome is not None:
+                            del running[index]
+                            outcomes[index] = outcome
+                            self.freed(index)
+                            _tell(called[index - initial_job_idx], outcome, len(outcomes))
+                    if running:
+                        time.sleep(self.poll_s)
+        except BaseException:
+            self.abandon(list(running.values()))
+            raise
+        in_order = [outcomes[index] for index in sorted(outcomes)]
+        self.task_function.outcomes.extend(in_order)
+        return [_job_return(outcome) for outcome in in_order]
+
+    def _launch_here(
+        self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
+    ) -> Sequence[JobReturn]:
+        """In this process: nothing runs in a dry run."""
+        here = BasicLauncher()
+        here.setup(
+            hydra_context=self.hydra_context, task_function=self.task_function, config=self.config
+        )
+        return here.launch(job_overrides, initial_job_idx)
+
+    def executor(self, folder: str) -> Any:
+        """submitit's executor with the parameters of ``hydra.launcher``."""
+        import submitit  # not above: Hydra imports plugins at every start
+
+        everywhere = set(OmegaConf.structured(BaseQueueConf).keys())
+        timeouts = self.params.get("max_num_timeout")
+        options = {} if timeouts is None else {f"{self._EXECUTOR}_max_num_timeout": timeouts}
+        executor = submitit.AutoExecutor(folder=folder, cluster=self._EXECUTOR, **options)
+        executor.update_parameters(
+            **{
+                key if key in everywhere else f"{self._EXECUTOR}_{key}": value
+                for key, value in self.params.items()
+                if key not in ("submitit_folder", "max_num_timeout") and value is not None
+            }
+        )
+        return executor
+
+    poll_s: float
+
+    def submit(self, waiting: deque[tuple[int, Parameters]], running: dict[int, Any]) -> None:
+        """Move jobs that can start from `waiting` to `running`."""
+        raise NotImplementedError
+
+    def ended(self, running: dict[int, Any]) -> dict[int, str]:
+        """Jobs that will write no result any more if they have not yet, and how they ended."""
+        raise NotImplementedError
+
+    def freed(self, index: int) -> None:
+        """The job is over."""
+
+    def abandon(self, jobs: Sequence[Any]) -> None:
+        """This process ends before these jobs do."""
+        raise NotImplementedError
+
+
+class SlurmLauncher(_Launcher):
+    """The jobs of a sweep as one Slurm job array."""
+
+    _EXECUTOR = "slurm"
+
+    def submit(self, waiting: deque[tuple[int, Parameters]], running: dict[int, Any]) -> None:
+        """All of them at once: Slurm queues them."""
+        if not waiting:
+            return
+        from submitit.core.utils import FailedJobError
+
+        assert self.config is not None
+        self.poll_s = float(self.config.launcher.poll_s)
+        self._unseen: dict[int, int] = {}
+        try:
+            executor = self.executor(self.params["submitit_folder"])
+            jobs = executor.map_array(self, *zip(*(job for _, job in waiting), strict=True))
+        except FailedJobError as error:  # what sbatch said is in it
+            said = re.findall(r"^sbatch: error: (.*)", str(error), re.MULTILINE)
+            complain(f"Slurm refused the jobs: {said[0] if said else _first_line(error)}")
+            raise SystemExit(USAGE) from error
+        except RuntimeError as error:
+            complain(
+                f"launcher=slurm: {_first_line(error)}; allowed: a machine with sbatch and srun"
+            )
+            raise SystemExit(USAGE) from error
+        running.update(zip((index for index, _ in waiting), jobs, strict=True))
+        waiting.clear()
+        complain(f"{len(jobs)} jobs in Slurm: {_array(jobs)}; logs: {jobs[0].paths.folder.parent}")
+
+    def ended(self, running: dict[int, Any]) -> dict[int, str]:
+        """Asks squeue, which needs no accounting. A file system may show a result late, so a job
+        counts as ended when squeue says so three times in a row."""
+        states = self._states({job.job_id.partition("_")[0] for job in running.values()})
+        if states is None:
+            return {}
+        ended = {}
+        for index, job in running.items():
+            state = states.get(job.job_id, "gone")
+            if state in _ALIVE:
+                self._unseen.pop(index, None)
+                continue
+            self._unseen[index] = self._unseen.get(index, 0) + 1
+            if self._unseen[index] >= 3:
+                ended[index] = state
+        return ended
+
+    def _states(self, arrays: set[str]) -> dict[str, str] | None:
+        """State by job id, for as long as Slurm remembers; None if it does not answer."""
+        states: dict[str, str] = {}
+        for array in arrays:
+            command = ["squeue", "--noheader", "--array", "--states=all", f"--jobs={array}"]
+            said = subprocess.run(
+                [*command, "--format=%i %T"], capture_output=True, text=True, check=False
+            )
+            if said.returncode and "Invalid job id" not in said.stderr:
+                return None
+            for line in said.stdout.splitlines():
+                job_id, state = line.split()
+                states[job_id] = state
+        return states
+
+    def abandon(self, jobs: Sequence[Any]) -> None:
+        """Jobs in Slurm go on."""
+        if jobs:
+            complain(f"{len(jobs)} jobs go on in Slurm; to end them: scancel {_array(jobs)}")
+
+
+_ALIVE = frozenset(
+    (
+        *("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "RESIZING", "REQUEUED"),
+        *("REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SIGNALING", "SPECIAL_EXIT"),
+        *("STAGE_OUT", "STOPPED", "PREEMPTED"),
+    )
+)
+"""States after which a job may still write a result."""
+
+
+class GpuLauncher(_Launcher):
+    """One worker per GPU of this machine; whichever is free takes the next job."""
+
+    _EXECUTOR = "local"
+    poll_s = 0.2
+
+    def submit(self, waiting: deque[tuple[int, Parameters]], running: dict[int, Any]) -> None:
+        """A job for every free device, each in a process of its own."""
+        if not hasattr(self, "_free"):
+            self._free = deque(self._devices())
+            self._workers = len(self._free)
+            self._at: dict[int, str] = {}
+        while waiting and self._free:
+            index, job = waiting.popleft()
+            device = self._free.popleft()
+            # A folder for each: submitit names jobs by process ids, which come again.
+            folder = self.params["submitit_folder"].replace("%j", f"{index}/%j")
+            call = _OnDevice(self._clean(), device, self._workers)
+            running[index] = self.executor(folder).submit(call, *job)
+            self._at[index] = device
+
+    def _clean(self) -> BaseSubmititLauncher:
+        """What is sent to the worker: this launcher without the processes it has started."""
+        plain = type(self)(**self.params)
+        assert self.hydra_context is not None
+        assert self.task_function is not None
+        assert self.config is not None
+        plain.setup(
+            hydra_context=self.hydra_context, task_function=self.task_function, config=self.config
+        )
+        return plain
+
+    def _devices(self) -> list[str]:
+        from kvbench.devices import DeviceError, worker_devices
+
+        assert self.config is not None
+        try:
+            return worker_devices(self.config.launcher.workers, self.config.device)
+        except DeviceError as error:
+            complain(str(error))
+            raise SystemExit(USAGE) from error
+
+    def freed(self, index: int) -> None:
+        """Its device takes the next."""
+        self._free.append(self._at.pop(index))
+
+    def ended(self, running: dict[int, Any]) -> dict[int, str]:
+        """Processes that are no more."""
+        return {index: "killed" for index, job in running.items() if job.state != "RUNNING"}
+
+    def abandon(self, jobs: Sequence[Any]) -> None:
+        """Nobody would wait for the workers: they end, too."""
+        for job in jobs:
+            job.cancel(check=False)
+
+
+class _OnDevice:
+    """A job that sees one device only. submitit calls it in the worker's process."""
+
+    def __init__(self, launcher: BaseSubmititLauncher, device: str, workers: int) -> None:
+        self.launcher, self.device, self.workers = launcher, device, workers
+
+    def __call__(self, *job: Any) -> JobReturn:
+        from kvbench.devices import see_only
+
+        see_only(self.device, self.workers)
+        return self.launcher(*job)
+
+
+def _outcome(job: Any, overrides: Sequence[str], ended: str | None) -> JobOutcome | None:
+    """What a job came to; None while it may still write its result."""
+    if not job.paths.result_pickle.exists():
+        if ended is None:
+            return None
+        return _lost(job, overrides, f"ended without a result ({ended})")
+    try:
+        value = job.results()[0].return_value
+    except Exception as error:  # noqa: BLE001 - submitit's, with the job's traceback in it
+        lines = [line for line in str(error).splitlines() if line and not line.startswith("---")]
+        said = next(
+            (line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exit)\b", line)), ""
+        )
+        return _lost(job, overrides, said or "failed")
+    assert isinstance(value, JobOutcome)
+    return value
+
+
+def _lost(job: Any, overrides: Sequence[str], what: str) -> JobOutcome:
+    named = tuple(filter_overrides(list(overrides)))
+    return JobOutcome(
+        named, error=f"job {job.job_id} {what}; log: {job.paths.stderr}", status=FAILED
+    )
+
+
+def _tell(name: str, outcome: JobOutcome, done: int) -> None:
+    records = f"{outcome.records} records, {outcome.failed} failed"
+    complain(f"{done} done: {name}: {outcome.error or records}")
+
+
+def _job_return(outcome: JobOutcome) -> JobReturn:
+    returned = JobReturn(overrides=outcome.overrides, status=JobStatus.COMPLETED)
+    returned.return_value = outcome
+    return returned
+
+
+def _array(jobs: Sequence[Any]) -> str:
+    return " ".join(sorted({job.job_id.partition("_")[0] for job in jobs}))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,169 @@
+"""The jobs of one command: what each came to, and what the command says and returns in the end.
+
+This module imports no torch: other processes unpickle what is in it before they choose a device.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+FAILED, USAGE = 1, 2
+
+
+def complain(message: str) -> None:
+    """One line on stderr."""
+    print(f"kvbench: {message}", file=sys.stderr, flush=True)
+
+
+def explained(error: Exception) -> tuple[str, int] | None:
+    """One line and an exit status for an error that names a thing, its value and what is allowed:
+    2 for usage, 1 for the disk, the device or another process. None: the error is a bug."""
+    from hydra.errors import InstantiationException
+
+    from kvbench.attempts import DeviceLost
+    from kvbench.devices import DeviceError
+    from kvbench.engine.attention import UnsupportedModel
+    from kvbench.engine.loading import ModelError
+    from kvbench.kv import KVError
+    from kvbench.shards import ShardError
+    from kvbench.store import StoreError
+    from kvbench.tasks.base import TaskError
+
+    if isinstance(error, InstantiationException):
+        cause = error.__cause__
+        if os.environ.get("HYDRA_FULL_ERROR") == "1" or cause is None:
+            return None
+        return " ".join(str(cause).split()), USAGE
+    if isinstance(error, KVError | TaskError | ModelError | UnsupportedModel):
+        return str(error), USAGE
+    if isinstance(error, ShardError | DeviceError):
+        return str(error), USAGE
+    if isinstance(error, StoreError | DeviceLost):
+        return str(error), FAILED
+    return None
+
+
+@dataclass(frozen=True)
+class JobOutcome:
+    """What one job came to.
+
+    Attributes:
+        overrides: what the job was asked for.
+        folder: the experiment's folder, None where nothing ran.
+        records, failed, written: records of this job there are, those of them whose status is not
+            ok, and those written now.
+        error: one line: why the job did not get to its end.
+        status: the exit status it would have alone.
+    """
+
+    overrides: tuple[str, ...] = ()
+    folder: str | None = None
+    records: int = 0
+    failed: int = 0
+    written: int = 0
+    error: str | None = None
+    status: int = 0
+
+
+class Jobs:
+    """Runs the jobs of a command, here or, pickled, in other processes, and keeps what they came to.
+
+    Args:
+        sweep: whether a job that fails must leave the others alone.
+    """
+
+    def __init__(self, *, sweep: bool) -> None:
+        self.sweep = sweep
+        self.argv: list[str] | None = None
+        self.outcomes: list[JobOutcome] = []
+
+    def __getstate__(self) -> dict[str, object]:
+        """For another process, whose own arguments say nothing: what the user typed."""
+        return {"sweep": self.sweep, "argv": list(sys.argv), "outcomes": []}
+
+    def __call__(self, config: DictConfig) -> JobOutcome:
+        """Run one job. An error that can be explained is one line; another keeps its traceback, and
+        ends the command unless there are other jobs."""
+        if self.argv is not None:
+            sys.argv = self.argv
+        outcome = self._run(config, tuple(HydraConfig.get().overrides.task))
+        self.outcomes.append(outcome)
+        return outcome
+
+    def _run(self, config: DictConfig, overrides: tuple[str, ...]) -> JobOutcome:
+        from kvbench.app import run_config
+
+        try:
+            done = run_config(config)
+        except Exception as error:
+            known = explained(error)
+            if known is None and not self.sweep:
+                raise
+            if known is None:
+                traceback.print_exc()
+                known = f"{type(error).__name__}: {error}".splitlines()[0], FAILED
+            complain(known[0])
+            return JobOutcome(overrides, error=known[0], status=known[1])
+        if done is None:  # a dry run
+            return JobOutcome(overrides)
+        folder, result = done
+        return JobOutcome(
+            overrides,
+            str(folder),
+            result.records,
+            result.failed,
+            result.written,
+            status=FAILED if result.failed else 0,
+        )
+
+    @property
+    def folders(self) -> list[str]:
+        """The experiments that have new records or had them already."""
+        return list(dict.fromkeys(o.folder for o in self.outcomes if o.folder is not None))
+
+    @property
+    def status(self) -> int:
+        """The command's exit status: 0, 2 if all that is wrong is usage, else 1."""
+        wrong = {outcome.status for outcome in self.outcomes} - {0}
+        return 0 if not wrong else USAGE if wrong == {USAGE} else FAILED
+
+    def print_plan(self, launcher: str, shards: int) -> None:
+        """One line at the end of a dry run of a sweep."""
+        count = len(self.outcomes)
+        each = f", each in {shards} shards: {count * shards} jobs" if shards > 1 else ""
+        print(f"{count} jobs{each}; launcher={launcher}")
+
+    def print_summary(self, console: Console | None = None) -> None:
+        """One row per job: what it was, its records, what is wrong."""
+        out = console or Console(width=None if sys.stdout.isatty() else 140)
+        wrong = sum(outcome.status != 0 for outcome in self.outcomes)
+        head = f"{len(self.outcomes)} jobs, " + (f"{wrong} of them failed" if wrong else "all well")
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=head, title_justify="left")
+        table.add_column("job", style="bold", overflow="fold")
+        for column in ("records", "new", "failed"):
+            table.add_column(column, justify="right")
+        table.add_column("", overflow="fold")
+        called = names([outcome.overrides for outcome in self.outcomes])
+        for name, outcome in zip(called, self.outcomes, strict=True):
+            counts = (outcome.records, outcome.written, outcome.failed)
+            shown = ["-"] * 3 if outcome.error is not None else list(map(str, counts))
+            table.add_row(escape(name), *shown, escape(outcome.error or ""))
+        out.print(table)
+
+
+def names(jobs: Sequence[Sequence[str]]) -> list[str]:
+    """What sets each job apart from the others: of its overrides those that not all have."""
+    common = set.intersection(*map(set, jobs)) if len(jobs) > 1 else set()
+    own = (" ".join(text for text in overrides if text not in common) for overrides in jobs)
+    return [name or f"job {number}" for number, name in enumerate(own, 1)]
