@@ -96,7 +96,8 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
         return (
             f"unknown {group} {choice!r}{nearest(choice, allowed)}; allowed: {', '.join(allowed)}"
         )
-    for key in (_parse(text).key_or_group for text in overrides):
+    keys = [_parse(text).key_or_group for text in overrides]
+    for key in (key for key in keys if key not in _groups()):
         if re.search(rf"'{re.escape(key)}'|\b{re.escape(key.rpartition('.')[2])}\b", text):
             return _explain_key(key, overrides) or _first_line(text)
     return _first_line(text)
@@ -114,8 +115,6 @@ def _group_choices(group: str) -> list[str]:
 def _explain_key(key: str, overrides: Sequence[str]) -> str | None:
     """Walk down the key in the config that the group choices alone compose to."""
     groups = [text for text in overrides if _parse(text).key_or_group in _groups()]
-    if key in _groups():
-        return None
     composed = compose("config", overrides=groups)
     node: Node | None = composed
     walked: list[str] = []

@@ -1,0 +1,221 @@
+"""Sweeps: a job that fails leaves the others alone, workers share a queue, the end says it all."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_cli import main
+
+from kvbench.devices import DeviceError, see_only, worker_devices
+from kvbench.jobs import FAILED, USAGE, JobOutcome, Jobs, names
+
+TIMES = ("prefill_s", "compress_s", "decode_s")
+SMALL = ["logger=none", "device=cpu", "task=longeval_lines", "task.num_lines=[20]"]
+SMALL += ["method=[exact,h2o]", "task.num_examples=8"]
+
+
+def records(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """All records below a folder by run, without seconds, by example."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted(folder.rglob("records*.jsonl")):
+        rows = found.setdefault(path.parent.name, [])
+        for line in path.read_text().splitlines():
+            rows.append({k: v for k, v in json.loads(line).items() if k not in TIMES})
+    return {run: sorted(rows, key=lambda row: row["example_id"]) for run, rows in found.items()}
+
+
+def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+    """The command in a process of its own."""
+    command = [sys.executable, "-m", "kvbench", *arguments]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_each(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+# -- in one process ------------------------------------------------------------------------------
+
+
+def test_a_job_that_fails_leaves_the_others_alone(capsys, tmp_path):
+    # what is wrong shows only when the model is loaded: the folder is there, its weights are not
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text('{"model_type": "llama"}')
+    status, out, err = main(
+        capsys, "-m", "model=hf", f"model.path={broken},asset:recall_mini", "logger=none",
+        "method=[exact]", "task.num_lines=[10]", "task.num_examples=1", "device=cpu",
+        f"results_dir={tmp_path / 'results'}",
+    )  # fmt: skip
+    assert status == USAGE, err
+    assert "cannot be loaded" in err
+    assert "Traceback" not in err
+    assert "2 jobs, 1 of them failed" in out
+    assert [len(rows) for rows in records(tmp_path / "results").values()] == [1]
+    assert "page: " in out
+
+
+def test_the_exit_status_of_a_sweep():
+    jobs = Jobs(sweep=True)
+    for outcomes, status in (
+        ([0, 0], 0),
+        ([0, FAILED], FAILED),
+        ([USAGE, 0], USAGE),
+        ([USAGE, FAILED, 0], FAILED),
+    ):
+        jobs.outcomes = [JobOutcome(status=one) for one in outcomes]
+        assert jobs.status == status
+
+
+def test_jobs_are_called_by_what_sets_them_apart():
+    sweep = [["limit=2", "task=a", "seed=0"], ["limit=2", "task=b", "seed=0"]]
+    assert names(sweep) == ["task=a", "task=b"]
+    assert names([["limit=2"]]) == ["limit=2"]
+    assert names([["limit=2"], ["limit=2"]]) == ["job 1", "job 2"]
+
+
+def test_shards_split_every_job_of_a_sweep(capsys, tmp_path):
+    fast = ["model=tiny_random", "method=[exact]", "task.max_new_tokens=2", *SMALL[:4]]
+    once, twice = tmp_path / "once", tmp_path / "twice"
+    assert main(capsys, *fast, "task.num_examples=5", f"results_dir={once}")[0] == 0
+    status, out, err = main(
+        capsys, *fast, "task.num_examples=5", f"results_dir={twice}", "shards=2"
+    )
+    assert status == 0, err
+    assert "2 jobs, all well" in out
+    assert "shard=2/2" in out
+    assert records(twice) == records(once)
+    status, out, _ = main(
+        capsys, *fast, "-m", "task.num_examples=5,4", f"results_dir={tmp_path / 'dry'}", "shards=2",
+        "dry_run=true",
+    )  # fmt: skip
+    assert status == 0
+    assert out.count("dry run, nothing written") == 2
+    assert "2 jobs, each in 2 shards: 4 jobs; launcher=local" in out
+    assert not (tmp_path / "dry").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["shards=0"], "shards is 0; allowed: a positive integer or null"),
+        (["shards=2", "shard=1/2"], "shards is 2 and shard is given, too; allowed: one of the two"),
+        (["-m", "shards=2,3"], "shards has several values (2, 3); allowed: one"),
+        (["launcher=slurms"], "unknown launcher 'slurms' (did you mean 'slurm'?)"),
+        (["launcher=slurm", "launcher.partitoin=x"], "unknown key 'partitoin' of launcher"),
+        (["launcher=gpus", "device=cpu"], "launcher=gpus finds no GPU; allowed:"),
+        (["launcher=gpus", "device=cpu", "launcher.workers=0"], "launcher.workers is 0; allowed:"),
+        (["launcher=gpus", "device=cuda:1"], "device is 'cuda:1'; allowed with launcher=gpus:"),
+        (["launcher=slurm", "methods.h2o.nope=1"], "unknown key 'nope'"),
+    ],
+)
+def test_wrong_usage_of_sweeps_is_one_line(capsys, arguments, said):
+    status, out, err = main(capsys, "logger=none", "method=[h2o]", *arguments)
+    assert (status, out) == (USAGE, "")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_without_slurm_launcher_slurm_says_so(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    status, _, err = main(capsys, *SMALL, "launcher=slurm", f"results_dir={tmp_path / 'r'}")
+    assert status == USAGE
+    assert err == (
+        'kvbench: launcher=slurm: Could not detect "srun", are you indeed on a slurm cluster?; '
+        "allowed: a machine with sbatch and srun\n"
+    )
+
+
+# -- devices -------------------------------------------------------------------------------------
+
+
+def test_workers_share_the_visible_gpus(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert worker_devices(None, "auto") == ["0", "1", "2"]
+    assert worker_devices(2, "cuda") == ["0", "1"]
+    assert worker_devices(4, "cuda") == ["0", "1", "2", "0"]
+    assert worker_devices(2, "cpu") == ["", ""]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-5ebe9f43,7")
+    assert worker_devices(None, "auto") == ["4", "GPU-5ebe9f43", "7"]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    for workers, device in ((None, "auto"), (2, "cuda")):
+        with pytest.raises(DeviceError, match="finds no GPU"):
+            worker_devices(workers, device)
+    see_only("7", workers=1)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
+
+
+# -- other processes -----------------------------------------------------------------------------
+
+
+def workers_of(parent: int) -> list[int]:
+    """Processes that run jobs for a launcher: its children's children."""
+
+    def children(pid: int) -> list[int]:
+        path = Path(f"/proc/{pid}/task/{pid}/children")
+        return [int(child) for child in path.read_text().split()] if path.exists() else []
+
+    return [worker for controller in children(parent) for worker in children(controller)]
+
+
+@pytest.mark.slow
+def test_one_of_two_workers_is_killed_and_the_rest_goes_on(tmp_path):
+    alone = start(*SMALL, f"results_dir={tmp_path / 'alone'}")
+    assert alone.wait() == 0
+    command = [*SMALL, "launcher=gpus", "launcher.workers=2", "shards=4"]
+    command += [f"results_dir={tmp_path / 'split'}"]
+    first = start(*command)
+    while not list((tmp_path / "split").rglob("records-1of4.jsonl")):
+        assert first.poll() is None
+        time.sleep(0.02)
+    victims = workers_of(first.pid)
+    assert len(victims) == 2, "one process per worker"
+    os.kill(victims[0], signal.SIGKILL)
+    out, err = first.communicate()
+    assert first.returncode == FAILED
+    assert "Traceback" not in err
+    assert err.count("ended without a result (killed)") == 1
+    assert "4 jobs, 1 of them failed" in out
+    before = sum(map(len, records(tmp_path / "split").values()))
+    assert 12 <= before < 16, "three of four shards are there"
+    again = start(*command)
+    out, err = again.communicate()
+    assert again.returncode == 0, err
+    assert "4 jobs, all well" in out
+    assert records(tmp_path / "split") == records(tmp_path / "alone")
+    environment = json.loads(next((tmp_path / "split").rglob("manifest.json")).read_text())
+    assert "launcher=gpus" in environment["command"], "what the user typed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signal_", [signal.SIGTERM, signal.SIGINT])
+def test_workers_end_with_the_command(tmp_path, signal_):
+    command = [*SMALL[:-1], "task.num_examples=200", "launcher=gpus", "launcher.workers=2"]
+    parent = start(*command, f"results_dir={tmp_path}", start_new_session=True)
+    while len(list(tmp_path.rglob("records-*.jsonl"))) < 4:
+        assert parent.poll() is None
+        time.sleep(0.02)
+    workers = workers_of(parent.pid)
+    assert len(workers) == 2
+    parent.send_signal(signal_)
+    _, err = parent.communicate()
+    assert parent.returncode == 128 + signal_
+    assert "the same command goes on from there" in err
+    assert "Traceback" not in err
+    for _ in range(100):
+        if not any(Path(f"/proc/{worker}").exists() for worker in workers):
+            break
+        time.sleep(0.1)
+    assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
