@@ -101,7 +101,8 @@ def test_the_same_records_give_the_same_files(tmp_path: Path) -> None:
 def test_model_output_stays_text(report: ReportPaths) -> None:
     text = report.page.read_text(encoding="utf-8")
     assert HOSTILE not in text
-    assert "&lt;script&gt;document.title=" in text  # the sample on the page has it
+    shown = re.sub("</?mark>", "", text)  # what differs from the baseline's answer
+    assert "&lt;script&gt;document.title=" in shown  # the sample on the page has it
     page = Page(text)
     assert len(page.scripts) == 1  # its own
     assert page.handlers == []

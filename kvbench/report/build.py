@@ -16,7 +16,6 @@ from kvbench.report.paper import PaperError, Published, comparison_frame, publis
 from kvbench.report.paper_views import comparison_name, comparison_views
 from kvbench.report.study import Study, study_of
 from kvbench.report.tables import (
-    Overview,
     ScoreTable,
     frame_of,
     overviews,
@@ -69,12 +68,16 @@ def build_report(experiment_folder: str | Path) -> ReportPaths:
         _section(group, experiment.folder, published, warnings) for group in experiment.groups
     ]
     across = overviews([s.tables[0] for s in sections if s.ranked])
+    printed = _printed(sections, published)
+    several = [view for view in printed if len(view.parts) > 1]
     try:
         page = write_text(
             experiment.folder / "report.html",
-            render_page(experiment, sections, across, published, warnings),
+            render_page(experiment, sections, across, published, warnings, several),
         )
-        tables = _write_tables(experiment, sections, across, published)
+        tables = _write_tables(
+            experiment, sections, [*map(overview_view, across), *printed], published
+        )
         figures = save_figures(
             [drawn for section in sections for drawn in (*section.figures, *_alone(section.group))],
             experiment.folder / "figures",
@@ -134,14 +137,18 @@ def _section(
     return Section(group, tuple(tables), tuple(timings), tuple(figures), study, tuple(pairs))
 
 
-def printed_tables(sections: Sequence[Section]) -> list[list[ScoreTable]]:
-    """The tables that a paper would print: for each task with several datasets or models, one per
-    model."""
+def _printed(sections: Sequence[Section], published: Sequence[Published]) -> list[View]:
+    """The tables that a paper would print: one for each task with several datasets or models, its
+    datasets in the order of the published table where there is one."""
     by_task: dict[str, list[ScoreTable]] = {}
     for section in sections:
         if section.ranked:
             by_task.setdefault(section.group.task, []).append(section.tables[0])
-    return [t for t in by_task.values() if len(t) > 1 or len(t[0].columns) > 1]
+    return [
+        paper_view(tables, [c for table in published if table.task == task for c in table.columns])
+        for task, tables in by_task.items()
+        if len(tables) > 1 or len(tables[0].columns) > 1
+    ]
 
 
 def _is_timing(group: Group) -> bool:
@@ -158,16 +165,13 @@ def _alone(group: Group) -> list[Drawn]:
 def _write_tables(
     experiment: Experiment,
     sections: Sequence[Section],
-    across: Sequence[Overview],
+    across: Sequence[View],
     published: Sequence[Published],
 ) -> list[Path]:
     folder = experiment.folder / "tables"
     folder.mkdir(exist_ok=True)
     paths = []
-    views = [overview_view(overview) for overview in across]
-    for printed in printed_tables(sections):
-        order = [c for table in published if table.task == printed[0].task for c in table.columns]
-        views.append(paper_view(printed, order))
+    views = list(across)
     for view in comparison_views(published):
         views.append(view)
         same = [p for p in published if view.name == comparison_name(p)]

@@ -55,18 +55,15 @@ def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
     for name, lines in only_lines(comparison):
         text += f"\nOnly in {name}:\n\n" + "".join(f"- {line}\n" for line in lines)
     table = comparison_table(comparison).to_csv(index=False, float_format="%.6g")
-    page = (
-        environment()
-        .get_template("compare.html.j2")
-        .render(
-            **page_parts(),
-            comparison=comparison,
-            tables=views,
-            only=only_lines(comparison),
-            flips=_shown_flips(comparison),
-            total_flips=sum(len(m.flips) for t in comparison.tasks for m in t.matches),
-            clip=clip,
-        )
+    template = environment().get_template("compare.html.j2")
+    page = template.render(
+        **page_parts(),
+        comparison=comparison,
+        tables=views,
+        only=only_lines(comparison),
+        flips=_shown_flips(comparison),
+        total_flips=sum(len(m.flips) for t in comparison.tasks for m in t.matches),
+        clip=clip,
     )
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -101,7 +102,8 @@ class Group:
     """All records of one model on one task: what a table compares.
 
     Attributes:
-        records: one row per (arm, seed, example), with the arm's label in the column ``arm``.
+        records: one row per (arm, seed, example), with the arm's label in the column ``arm`` and
+            entries held per layer and KV head in ``entries_mean`` and ``entries_max``.
         arms: in table order.
         baseline: for each arm's label, the label of the arm it is compared with (None: it is it).
     """
@@ -168,16 +170,15 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     return sorted(found, key=lambda g: (g.model, g.meta.score_unit != "fraction", g.task))
 
 
-def entries_of(records: pd.DataFrame, which: str) -> pd.Series:
+def _entries(records: pd.DataFrame, which: str) -> list[float]:
     """The records' ``entries`` as one number each: "mean" or "max" over layers and heads."""
-    reduce = np.mean if which == "mean" else np.max
-
-    def one(entries: object) -> float:
-        if not isinstance(entries, Mapping) or entries.get(which) is None:
-            return np.nan
-        return float(reduce(entries[which]))
-
-    return records["entries"].map(one).astype(float)
+    found = []
+    for entries in records["entries"]:
+        value = entries.get(which) if isinstance(entries, Mapping) else None
+        if isinstance(value, Sequence) and len(value):
+            value = max(value) if which == "max" else sum(value) / len(value)
+        found.append(float(value) if isinstance(value, int | float) else math.nan)
+    return found
 
 
 def _group(model: str, task: str, runs: Sequence[Run]) -> Group:
@@ -188,6 +189,9 @@ def _group(model: str, task: str, runs: Sequence[Run]) -> Group:
     for name in runs[0].records.columns.difference(records.columns):
         records[name] = np.nan
     records = records.drop_duplicates(["arm", "seed", "example_id"], ignore_index=True)
+    records = records.assign(
+        entries_mean=_entries(records, "mean"), entries_max=_entries(records, "max")
+    )
     unique = tuple(sorted(set(arms), key=lambda arm: arm.sort_key))
     return Group(
         model=model,

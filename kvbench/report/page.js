@@ -5,7 +5,6 @@ function sortTable(button) {
   const table = header.closest("table");
   const index = Array.from(header.parentNode.children).indexOf(header);
   const down = header.getAttribute("aria-sort") === "descending";
-  const body = table.tBodies[0];
   const key = (row) => row.cells[index].dataset.sort ?? row.cells[index].textContent.trim();
   const compare = (a, b) => {
     const [x, y] = [key(a), key(b)];
@@ -15,7 +14,12 @@ function sortTable(button) {
   };
   for (const other of header.parentNode.children) other.removeAttribute("aria-sort");
   header.setAttribute("aria-sort", down ? "ascending" : "descending");
-  body.append(...Array.from(body.rows).sort(compare));
+  for (const body of table.tBodies) {  // each group of rows by itself, its heading on top
+    const rows = Array.from(body.rows);
+    const heading = rows.filter((row) => row.classList.contains("part"));
+    const others = rows.filter((row) => !row.classList.contains("part"));
+    body.append(...heading, ...others.sort(compare));
+  }
 }
 function filterExamples(section) {
   const wanted = Array.from(section.querySelectorAll("select")).filter((s) => s.value !== "");

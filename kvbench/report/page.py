@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +28,11 @@ from kvbench.report.stats import Estimate
 from kvbench.report.study import Study
 from kvbench.report.style import order_of, style_of
 from kvbench.report.tables import Overview, ScoreTable, Timing
+from kvbench.report.views import View
 
 _HERE = Path(__file__).parent
 _FAILURES_SHOWN = 100
+_MANIFESTS_SHOWN = 100
 _PIXELS_PER_INCH = 92
 
 
@@ -56,27 +59,31 @@ def render_page(
     overviews: Sequence[Overview],
     published: Sequence[Published],
     warnings: Sequence[str] = (),
+    printed: Sequence[View] = (),
 ) -> str:
-    """The page's HTML."""
-    return (
-        environment()
-        .get_template("page.html.j2")
-        .render(
-            **page_parts(),
-            experiment=experiment,
-            sections=[_section(section, index) for index, section in enumerate(sections, 1)],
-            overviews=[overview for overview in overviews if len(overview.tables) > 1],
-            published=published,
-            outside_note=OUTSIDE_NOTE,
-            warnings=warnings,
-            methods=sorted({a.method for s in sections for a in s.group.arms}, key=order_of),
-            totals=_totals(experiment),
-            reproduce=_reproduce(experiment),
-            manifests=[
-                (str(run.folder.relative_to(experiment.folder)), json.dumps(run.manifest, indent=2))
-                for run in experiment.runs
-            ],
-        )
+    """The page's HTML.
+
+    Args:
+        printed: tables of several models, as papers print them.
+    """
+    template = environment().get_template("page.html.j2")
+    return template.render(
+        **page_parts(),
+        experiment=experiment,
+        sections=[_section(section, index) for index, section in enumerate(sections, 1)],
+        overviews=[overview for overview in overviews if len(overview.tables) > 1],
+        published=published,
+        outside_note=OUTSIDE_NOTE,
+        warnings=warnings,
+        methods=sorted({a.method for s in sections for a in s.group.arms}, key=order_of),
+        totals=_totals(experiment),
+        reproduce=_reproduce(experiment),
+        manifests=[
+            (str(run.folder.relative_to(experiment.folder)), json.dumps(run.manifest, indent=2))
+            for run in experiment.runs[:_MANIFESTS_SHOWN]
+        ],
+        statuses=_statuses(experiment),
+        printed=printed,
     )
 
 
@@ -160,8 +167,15 @@ def _totals(experiment: Experiment) -> dict[str, int]:
         "tasks": len({group.task for group in experiment.groups}),
         "runs": len(experiment.runs),
         "records": sum(len(group.records) for group in experiment.groups),
-        "failed": sum(int((g.records["status"] != "ok").sum()) for g in experiment.groups),
     }
+
+
+def _statuses(experiment: Experiment) -> dict[str, int]:
+    """Records by status: ok first, then failures."""
+    counts: Counter[str] = Counter({"ok": 0})
+    for group in experiment.groups:
+        counts.update(group.records["status"].astype(str))
+    return dict(sorted(counts.items(), key=lambda item: (item[0] != "ok", item[0])))
 
 
 def _reproduce(experiment: Experiment) -> list[tuple[str, list[str]]]:

@@ -87,6 +87,11 @@ class Published:
     rows: tuple[PublishedRow, ...]
 
     @property
+    def other_models(self) -> bool:
+        """Whether a published row is about another model than ours."""
+        return any(row.model != self.model for row in self.rows)
+
+    @property
     def averages(self) -> dict[str, dict[str, float]]:
         """By the paper's model, each method's average (or only column), in the shown unit."""
         if AVERAGE not in self.columns and len(self.columns) != 1:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,8 @@ Array = NDArray[np.float64]
 RESAMPLES = 4000
 LEVEL = 0.95
 _CHUNK = 250
+_REMEMBERED_UNITS = 600
+"""Up to this many units the resamples of a stratum are kept: 10 MB of them, of 20 strata at most."""
 FLIPS = 20_000
 """Random sign assignments of the paired test: no p-value below 1 / (FLIPS + 1)."""
 POWER = 0.8
@@ -179,13 +182,23 @@ def units_needed(
 def _draws(stratum: Stratum) -> Array:
     """[RESAMPLES, arms] means over resampled units."""
     units = len(stratum.sums)
-    generator = np.random.default_rng([zlib.crc32(stratum.name.encode()), units])
+    known = units <= _REMEMBERED_UNITS
+    times = _remembered_times(stratum.name, units) if known else _times(stratum.name, units)
+    return np.concatenate([_ratio(chunk @ stratum.sums, chunk @ stratum.counts) for chunk in times])
+
+
+def _times(name: str, units: int) -> Iterator[Array]:
+    """How often each resample draws each unit, [_CHUNK, units] at a time; seeded by the name."""
+    generator = np.random.default_rng([zlib.crc32(name.encode()), units])
     even = np.full(units, 1 / units) if units else np.empty(0)
-    parts = []
     for _ in range(0, RESAMPLES, _CHUNK):
-        times = generator.multinomial(units, even, size=_CHUNK).astype(float)
-        parts.append(_ratio(times @ stratum.sums, times @ stratum.counts))
-    return np.concatenate(parts)
+        yield generator.multinomial(units, even, size=_CHUNK).astype(np.float32)
+
+
+@lru_cache(maxsize=20)
+def _remembered_times(name: str, units: int) -> tuple[Array, ...]:
+    """The same, kept: a table resamples each of its datasets for every column and average."""
+    return tuple(_times(name, units))
 
 
 def _ratio(sums: Array, counts: Array) -> Array:

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from kvbench.report.data import Arm, Group, entries_of
+from kvbench.report.data import Arm, Group
 from kvbench.report.stats import Array, Estimate, Stratum, estimates
 
 AVERAGE = "average"
@@ -199,9 +199,11 @@ def score_table(
 
 def strata_of(group: Group, by: str = "dataset") -> list[Scores]:
     """The scores for each value of the record field `by`, in its natural order."""
-    records = group.records.reindex(columns=list(dict.fromkeys([*group.records.columns, by])))
+    unit = group.meta.unit if group.meta.unit in group.records else "example_id"
+    needed = dict.fromkeys(["arm", "seed", "example_id", "status", "score", unit, by])
+    records = group.records.reindex(columns=list(needed))
     return [
-        scores_of(group, part, f"{by} {as_text(value)}")
+        _scores(group, part, unit, f"{by} {as_text(value)}")
         for value, part in sorted(records.groupby(by), key=lambda item: _natural(item[0]))
     ]
 
@@ -306,25 +308,28 @@ def failures_of(records: pd.DataFrame) -> dict[str, int]:
     return {str(name): int(counts[name]) for name in sorted(counts.index)}
 
 
-def scores_of(group: Group, records: pd.DataFrame, name: str) -> Scores:
+def _scores(group: Group, records: pd.DataFrame, unit: str, name: str) -> Scores:
     labels = [arm.label for arm in group.arms]
-    unit = group.meta.unit if group.meta.unit in records else "example_id"
-    keys = records["seed"].astype(str) + "/" + records["example_id"].astype(str)
-    good = records["score"].where(records["status"] == "ok")
-    table = records.assign(pair=keys, good=good)
-    values = table.pivot(index="pair", columns="arm", values="good").reindex(columns=labels)
-    seen = table.assign(one=1.0).pivot(index="pair", columns="arm", values="one")
-    first = table.drop_duplicates("pair").set_index("pair")[unit].reindex(values.index)
-    present = seen.reindex(columns=labels).notna()
+    pairs = records["seed"].astype(str) + "/" + records["example_id"].astype(str)
+    codes, keys = pd.factorize(pairs, sort=True)
+    arms = pd.Index(labels).get_indexer(pd.Index(records["arm"]))
+    values = np.full((len(keys), len(labels)), np.nan)
+    values[codes, arms] = records["score"].where(records["status"] == "ok").to_numpy(float)
+    present = np.zeros(values.shape, dtype=bool)
+    present[codes, arms] = True
+    named = records[unit].astype(str).to_numpy()
+    of_pair = np.empty(len(keys), dtype=object)
+    of_pair[codes[::-1]] = named[::-1]  # the first record of a pair names its unit
+    failed = dict(iter(records.groupby("arm")))
     statuses = []
-    for label in labels:
-        failed = failures_of(table[table["arm"] == label])
-        missing = len(values) - int(present[label].sum())
-        statuses.append(failed | ({"missing": missing} if missing else {}))
+    for i, label in enumerate(labels):
+        missing = len(keys) - int(present[:, i].sum())
+        found = failures_of(failed[label]) if label in failed else {}
+        statuses.append(found | ({"missing": missing} if missing else {}))
     return Scores(
         name=name,
-        values=values.to_numpy(float),
-        units=pd.factorize(first.astype(str), sort=True)[0],
+        values=values,
+        units=pd.factorize(of_pair, sort=True)[0],
         statuses=tuple(statuses),
     )
 
@@ -433,8 +438,8 @@ def _row(group: Group, arm: Arm, cells: Mapping[str, Cell]) -> Row:
         arm=arm,
         cells=cells,
         ratio=float(good["ratio"].mean()),
-        entries_mean=float(entries_of(good, "mean").mean()),
-        entries_max=float(entries_of(good, "max").max()),
+        entries_mean=float(good["entries_mean"].mean()),
+        entries_max=float(good["entries_max"].max()),
         prefill_s=float(good["prefill_s"].median()),
         compress_s=float(good["compress_s"].median()),
         decode_s=float(good["decode_s"].median()),
