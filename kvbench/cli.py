@@ -124,6 +124,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     except BrokenPipeError:  # kvbench list methods | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = FAILED
+    except OSError as error:  # a full disk, say, where no job runs
+        known = explained(error)
+        complain(known[0] if known else str(error))
+        status = FAILED
     sys.exit(status)
 
 
@@ -213,10 +217,11 @@ def _run(arguments: Sequence[str]) -> int:
                 jobs.sweep = bool(options.multirun or split or _is_sweep(configs[0]))
                 if jobs.sweep:
                     _check_jobs(configs)
-                if configs[0].dry_run:  # Hydra leaves a file in the folder of a sweep
+                if configs[0].dry_run or (jobs.sweep and _runs_here(configs[0])):
+                    # Hydra leaves a file in the folder of a sweep
                     folder = stack.enter_context(tempfile.TemporaryDirectory())
                     overrides.append(f"hydra.sweep.dir={folder}")
-                elif split:
+                if split and not configs[0].dry_run:
                     overrides.append(split)
                     flags += [] if options.multirun else ["--multirun"]
         status = _run_hydra([*overrides, *flags], jobs)
@@ -246,9 +251,15 @@ def _run_hydra(arguments: Sequence[str], jobs: Jobs) -> int:
     if jobs.folders:
         from kvbench.app import finish
 
-        for folder in jobs.folders:
-            finish(Path(folder))
+        with one_line_errors():
+            for folder in jobs.folders:
+                finish(Path(folder))
     return stopped or jobs.status
+
+
+def _runs_here(config: DictConfig) -> bool:
+    """Whether the jobs of a sweep run in this process, one after another."""
+    return str(config.hydra.launcher._target_).endswith("BasicLauncher")
 
 
 def _is_sweep(config: DictConfig) -> bool:

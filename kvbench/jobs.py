@@ -18,12 +18,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvbench.secrets import redact
+
 FAILED, USAGE = 1, 2
 
 
 def complain(message: str) -> None:
     """One line on stderr."""
-    print(f"kvbench: {message}", file=sys.stderr, flush=True)
+    print(f"kvbench: {redact(message)}", file=sys.stderr, flush=True)
 
 
 def explained(error: Exception) -> tuple[str, int] | None:
@@ -51,6 +53,11 @@ def explained(error: Exception) -> tuple[str, int] | None:
         return str(error), USAGE
     if isinstance(error, StoreError | DeviceLost):
         return str(error), FAILED
+    if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
+        where = f"{error.filename}: " if error.filename else ""
+        return where + (
+            error.strerror or " ".join(str(error).split()) or type(error).__name__
+        ), FAILED
     return None
 
 

@@ -20,6 +20,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, Node, OmegaConf
 
 from kvbench.nearest import nearest
+from kvbench.secrets import names_a_secret
 from kvbench.shards import ALLOWED as ALLOWED_SHARD
 from kvbench.shards import Shard
 
@@ -57,6 +58,11 @@ def check_syntax(overrides: Sequence[str], *, sweep: bool) -> str | None:
             if not override.is_discrete_sweep():
                 return f"{text!r} is no list of values; allowed: {override.key_or_group}=a,b,c"
         key = override.get_key_element()
+        if names_a_secret(override.key_or_group):
+            return (
+                f"{key}=... would be written with the results; allowed: secrets in the environment "
+                "(HF_TOKEN, WANDB_API_KEY)"
+            )
         if key in keys:
             together = f"; several as {key}=[...]" if override.key_or_group in _groups() else ""
             return f"{key} is given twice ({keys[key]} and {text}); allowed: once{together}"

@@ -16,6 +16,7 @@ from kvbench.engine.generate import Generation, Prompt, run_batch
 from kvbench.engine.session import Session
 from kvbench.kv import Budget, BudgetExceeded, KVError
 from kvbench.methods.base import Method
+from kvbench.secrets import redact
 from kvbench.tasks.base import Example, PromptEncoder, Task
 
 Methods = Mapping[str, tuple[Method, Budget]]
@@ -87,7 +88,7 @@ def status_of(error: BaseException) -> str:
 
 def one_line(error: BaseException) -> str:
     """An exception as one line: its type and the first line of its message."""
-    lines = str(error).strip().splitlines()
+    lines = redact(str(error)).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 

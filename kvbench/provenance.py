@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import kvbench
+from kvbench.secrets import redact
 
 LIBRARIES = (
     *("torch", "transformers", "tokenizers", "datasets", "numpy", "hydra-core", "triton"),
@@ -88,4 +89,6 @@ def command() -> str:
     """The command that started this process, as a user would type it."""
     program = Path(sys.argv[0])
     name = "python -m kvbench" if program.name == "__main__.py" else program.name
-    return " ".join([name, *map(shlex.quote, sys.argv[1:])])
+    # where Hydra leaves a file of its own says nothing about a run, and may be a temporary folder
+    words = [word for word in sys.argv[1:] if not word.startswith("hydra.sweep.dir=")]
+    return redact(" ".join([name, *map(shlex.quote, words)]))

@@ -17,6 +17,7 @@ from kvbench.engine.session import Session
 from kvbench.interrupts import in_main_thread
 from kvbench.kv import KVError
 from kvbench.plan import Methods, Outcome, Plan, Unit
+from kvbench.secrets import redact
 from kvbench.shards import Shard
 from kvbench.store import (
     COMMON_FIELDS,
@@ -270,7 +271,7 @@ def _manifest(job: Job, label: str, folder: Path) -> dict[str, Any]:
         before = read_manifest(folder / MANIFEST)
         start = {key: before.get(key) for key in EACH_START}
         earlier = [*before.get("earlier_starts", []), start]
-    return {
+    manifest = {
         "earlier_starts": earlier,
         "experiment": job.experiment,
         "model": job.spec.name,
@@ -285,3 +286,4 @@ def _manifest(job: Job, label: str, folder: Path) -> dict[str, Any]:
         "task_meta": job.plan.meta(),
         **job.extra,
     }
+    return redact(manifest)

@@ -12,6 +12,8 @@ with status ok counts, or else the first: records.jsonl before the shards' files
 
 What is promised:
 
+- what `RecordStore.append` returned from survives a power cut: the line, the file's name and its
+  folders' names are on disk;
 - a record is either there as a whole line or not there; what a killed process left half-written
   is dropped when the folder is next opened for writing, and ignored by readers;
 - an error while writing (no space left, say) takes back what it wrote, so earlier records stay;
@@ -28,7 +30,6 @@ import math
 import os
 import re
 import socket
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -43,6 +44,8 @@ from filelock import FileLock, Timeout
 if TYPE_CHECKING:
     import pandas as pd
 
+FORMAT = 1
+"""Of manifest and records; raised when an older kvbench would misread them. Absent means 1."""
 RECORDS = "records.jsonl"
 MANIFEST = "manifest.json"
 
@@ -150,9 +153,10 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> Path:
         StoreError: a value that is not JSON, or the file system refuses.
     """
     path = folder / MANIFEST
+    manifest = {"format": FORMAT, **manifest}
     text = json.dumps(_jsonable(manifest, "manifest"), indent=2) + "\n"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        _make_folder(folder)
         _replace(path, text.encode())
     except OSError as error:
         raise StoreError(_explain(error, path)) from error
@@ -170,7 +174,7 @@ def manifest_lock(folder: Path, timeout: float = 60.0) -> Iterator[None]:
     path = folder / MANIFEST
     lock = FileLock(str(folder / ".lock-manifest"))
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        _make_folder(folder)
         lock.acquire(timeout=timeout)
     except Timeout:
         raise StoreError(f"{path} is locked by another process for {timeout:g} s") from None
@@ -183,18 +187,42 @@ def manifest_lock(folder: Path, timeout: float = 60.0) -> Iterator[None]:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Write `path` in one step: another file, on disk, then renamed."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    """Write `path` in one step: another file, on disk, then renamed, and the renaming on disk.
+
+    Whoever writes `path` holds a lock, so what a killed process left under the other name is its own.
+    """
+    temporary = path.with_name(f".{path.name}.new")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with temporary.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
         os.replace(temporary, path)
+        _sync_folder(path.parent)
     except OSError:
-        Path(temporary).unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise
+
+
+def _make_folder(folder: Path) -> None:
+    """Make a folder and its parents; their names survive a power cut."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on disk: syncing a file leaves its name to luck."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot
+            raise
+    finally:
+        os.close(handle)
 
 
 class RecordStore:
@@ -233,7 +261,7 @@ class RecordStore:
 
     def __enter__(self) -> RecordStore:
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            _make_folder(self.folder)
             self._acquire()
         except OSError as error:
             raise StoreError(_explain(error, self.path)) from error
@@ -343,7 +371,10 @@ class RecordStore:
             raise
 
     def _open(self) -> None:
+        new = not self.path.exists()
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        if new:
+            _sync_folder(self.folder)
         _, self._size = _whole_lines(self.path)
         if os.fstat(self._file).st_size > self._size:
             os.ftruncate(self._file, self._size)
@@ -381,7 +412,9 @@ def load_runs(experiment_folder: str | Path) -> list[Run]:
     if not folder.is_dir():
         raise StoreError(f"no results in {folder}: the folder does not exist")
     names = (RECORDS, "records-*of*.jsonl", MANIFEST)
-    found = {path.parent for name in names for path in folder.glob(f"*/*/*/{name}")}
+    files = [path for name in names for path in folder.glob(f"*/*/*/{name}")]
+    # a run that was killed before its manifest was written has nothing to show
+    found = {path.parent for path in files if path.name == MANIFEST or path.stat().st_size}
     return [load_run(path) for path in sorted(found)]
 
 
@@ -431,11 +464,20 @@ def read_manifest(path: Path) -> dict[str, Any]:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise StoreError(f"{path.parent} has records but no {MANIFEST}") from None
-    except (OSError, ValueError) as error:
-        raise StoreError(f"{path} cannot be read: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise StoreError(f"{path} cannot be read: {error}; {_MOVE_AWAY}") from error
     if not isinstance(manifest, dict):
-        raise StoreError(f"{path} is not a JSON object")
+        raise StoreError(f"{path} is not a JSON object; {_MOVE_AWAY}")
+    written = manifest.get("format", FORMAT)
+    if isinstance(written, bool) or not isinstance(written, int) or not 1 <= written <= FORMAT:
+        raise StoreError(
+            f"{path} is of format {written!r}; this kvbench reads 1 to {FORMAT}: use the version that "
+            "wrote it, or another results_dir"
+        )
     return manifest
+
+
+_MOVE_AWAY = "move it away, and the run's command writes a new one; the records stay"
 
 
 def _whole_lines(path: Path) -> tuple[list[bytes], int]:
@@ -457,7 +499,7 @@ def _whole_lines(path: Path) -> tuple[list[bytes], int]:
 def _is_json(line: bytes) -> bool:
     try:
         json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True
 
@@ -465,7 +507,7 @@ def _is_json(line: bytes) -> bool:
 def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StoreError(f"{path}, line {number}: not JSON ({error})") from error
     if not isinstance(record, dict):
         raise StoreError(f"{path}, line {number}: not a JSON object")

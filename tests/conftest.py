@@ -3,10 +3,12 @@ the official data beside the checkout skip, with the reason, where it is absent.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from fork_server import ForkServer
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
@@ -15,6 +17,13 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 def _one_thread() -> None:
     """Same sums in the same order on every machine."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[ForkServer]:
+    """Starts processes that have imported everything already."""
+    with ForkServer() as running:
+        yield running
 
 
 @pytest.fixture

@@ -74,7 +74,7 @@ def test_records_come_back_as_written(tmp_path: Path) -> None:
         assert records.done == {"a", "b"}
     write_manifest(folder, {"model": "model", "seed": 0})
     (run,) = load_runs(tmp_path)
-    assert run.manifest == {"model": "model", "seed": 0}
+    assert run.manifest == {"format": 1, "model": "model", "seed": 0}
     assert list(run.records["example_id"]) == ["b", "a"]
     assert run.records["prediction"][0] == "a\u2028b\n\0<é"
     assert run.records["depth"][0] == 50
@@ -195,7 +195,7 @@ def test_manifest_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(StoreError, match=r"no space left to write .*manifest"):
         write_manifest(tmp_path, {"a": 2})
     assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
-    assert json.loads((tmp_path / "manifest.json").read_text()) == {"a": 1}
+    assert json.loads((tmp_path / "manifest.json").read_text()) == {"format": 1, "a": 1}
 
 
 @pytest.mark.parametrize("written", [0, 20])

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from kvbench.engine.attention import IMPLEMENTATION, register
+from kvbench.engine.faults import is_out_of_memory
 from kvbench.tasks.base import PromptEncoder
 
 ASSET_PREFIX = "asset:"
@@ -144,6 +145,13 @@ def _one_line(what: str, spec: ModelSpec) -> Iterator[None]:
             ) from error
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"{what} {spec.path!r} cannot be loaded: {first}") from error
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ModelError(
+            f"{what} {spec.path!r} does not fit into memory; allowed: a smaller model, "
+            "dtype=bfloat16, or model.device_map=auto over several devices"
+        ) from error
 
 
 def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:

@@ -1,0 +1,212 @@
+"""Signals, kills, full and read-only disks, as the command line meets them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fork_server import Child, ForkServer, whole_rows
+from test_cli import FAST
+
+from kvbench.interrupts import Terminated, Termination
+from kvbench.store import load_runs
+
+JOB = [*FAST, "task.num_examples=40", "task.max_new_tokens=8"]
+FEW = [*FAST, "task.num_examples=3", "task.max_new_tokens=2"]
+TIMES = ("prefill_s", "compress_s", "decode_s")
+
+
+def records(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Records by run folder, without what a clock measured."""
+    return whole_rows(list(folder.glob("results/**/records.jsonl")), TIMES)
+
+
+def wait_for_records(folder: Path, child: Child, count: int) -> None:
+    end = time.monotonic() + 120
+    while time.monotonic() < end and child.running():
+        if sum(map(len, records(folder).values())) >= count:
+            return
+        time.sleep(0.002)
+    raise AssertionError(child.err.read_text())
+
+
+@contextmanager
+def mounted(folder: Path, *options: str) -> Iterator[Path]:
+    """A file system of its own at `folder`, or a skip that says why not."""
+    folder.mkdir(exist_ok=True)
+    command = ["mount", *options, str(folder)]
+    if shutil.which("mount") is None:
+        pytest.skip("needs mount")
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"mounting is not permitted here: {done.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def one_line(err: str) -> str:
+    lines = [
+        line for line in err.splitlines() if line and "longeval_lines:" not in line
+    ]  # progress
+    assert len(lines) == 1, err
+    assert lines[0].startswith("kvbench: ")
+    return lines[0]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    server: ForkServer, tmp_path_factory: pytest.TempPathFactory
+) -> Mapping[str, list[dict[str, Any]]]:
+    """What `JOB` gives when nothing happens."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert server.kvbench(folder, *JOB).wait() == 0
+    return records(folder)
+
+
+def test_sigterm_ends_after_the_example_in_progress_and_the_next_start_goes_on(
+    server: ForkServer, tmp_path: Path, undisturbed: Mapping[str, Any]
+) -> None:
+    child = server.kvbench(tmp_path, *JOB)
+    wait_for_records(tmp_path, child, 5)
+    child.signal(signal.SIGTERM)
+    assert child.wait() == 143
+    assert one_line(child.err.read_text()) == (
+        "kvbench: terminated; what is done is on disk, the same command goes on from there"
+    )
+    found = records(tmp_path)
+    counts = {len(rows) for rows in found.values()}
+    assert len(counts) == 1, "an example that was begun is finished with every method"
+    assert 3 <= counts.pop() < 40
+    assert not (tmp_path / "results/default/report.html").exists()
+    assert server.kvbench(tmp_path, *JOB).wait() == 0
+    assert records(tmp_path) == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)]
+)
+def test_killed_or_interrupted_the_next_start_goes_on(
+    server: ForkServer,
+    tmp_path: Path,
+    undisturbed: Mapping[str, Any],
+    number: signal.Signals,
+    status: int,
+) -> None:
+    child = server.kvbench(tmp_path, *JOB)
+    wait_for_records(tmp_path, child, 5)
+    child.signal(number)
+    assert child.wait() == status
+    assert "Traceback" not in child.err.read_text()
+    assert server.kvbench(tmp_path, *JOB).wait() == 0
+    assert records(tmp_path) == undisturbed
+
+
+def test_two_at_once_share_nothing_and_lose_nothing(
+    server: ForkServer, tmp_path: Path, undisturbed: Mapping[str, Any]
+) -> None:
+    first = server.kvbench(tmp_path, *JOB)
+    wait_for_records(tmp_path, first, 2)
+    patient = server.kvbench(tmp_path, *JOB, "lock_timeout=60")
+    impatient = server.kvbench(tmp_path, *JOB, "lock_timeout=0")
+    first.signal(signal.SIGSTOP)  # holds the folder as long as the others need
+    assert impatient.wait() == 1
+    said = one_line(impatient.err.read_text())
+    assert f"is being written by process {first.pid} on " in said
+    first.signal(signal.SIGCONT)
+    assert first.wait() == 0
+    assert patient.wait() == 0
+    assert records(tmp_path) == undisturbed
+
+
+def test_termination_waits_for_the_example_once() -> None:
+    order = []
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Terminated) as stop, Termination() as termination:  # noqa: PT012
+        with termination.example():
+            order.append("first")
+        with termination.example():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.01)
+            order.append("finished")
+        order.append("never")
+    assert stop.value.code == 143
+    assert order == ["first", "finished"]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_termination_between_examples_and_a_second_time_is_at_once() -> None:
+    with pytest.raises(Terminated), Termination():  # noqa: PT012
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+        pytest.fail("went on")
+    order = []
+    with pytest.raises(Terminated), Termination() as termination, termination.example():  # noqa: PT012
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.01)
+        order.append("waits")
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+        order.append("went on")
+    assert order == ["waits"]
+
+
+def test_a_full_disk_is_one_line_and_the_records_stay(server: ForkServer, tmp_path: Path) -> None:
+    """A disk that is full at many points of a run in turn, the last of them after its records."""
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    assert server.kvbench(whole, *FEW).wait() == 0
+    said, kept = [], []
+    with mounted(tmp_path / "results", "-t", "tmpfs", "-o", "size=512k", "tmpfs") as disk:
+        ballast = disk / "ballast"
+        for room in (0, 4, 12, 20, 32, 48, 96):
+            ballast.write_bytes(b"")
+            taken = os.statvfs(disk).f_bavail * 4 - room
+            ballast.write_bytes(b"\0" * (taken * 1024))
+            child = server.kvbench(tmp_path, *FEW)
+            assert child.wait() == 1
+            said.append(one_line(child.err.read_text()))
+            kept.append(sum(map(len, records(tmp_path).values())))
+            if (disk / "default").exists():
+                for run in load_runs(disk / "default"):
+                    assert set(run.records["status"]) <= {"ok"}
+        assert all("no space left" in line.lower() for line in said), said
+        assert kept == sorted(kept), "nothing written is lost"
+        assert kept[0] == 0
+        assert "cannot write the report" in said[-1], "the records were there, the page was not"
+        assert records(tmp_path) == records(whole)
+
+
+def test_a_read_only_results_folder_is_one_line_and_nothing_is_lost(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    assert server.kvbench(tmp_path, *FEW, "limit=1").wait() == 0
+    before = records(tmp_path)
+    results = tmp_path / "results"
+    with mounted(results, "--bind", str(results)):
+        done = subprocess.run(["mount", "-o", "remount,bind,ro", str(results)], capture_output=True)
+        if done.returncode:
+            pytest.skip("remounting read-only is not permitted here")
+        for words in (FEW, [*FEW, "experiment_name=new"], ["-m", *FEW, "seed=1,2"]):
+            child = server.kvbench(tmp_path, *words)
+            assert child.wait() == 1
+            err = child.err.read_text()
+            for line in err.splitlines() if "-m" in words else [one_line(err)]:
+                assert line.startswith("kvbench: "), err
+                assert "Read-only file system" in line
+        assert server.kvbench(tmp_path, *FEW, "dry_run=true").wait() == 0
+    assert records(tmp_path) == before
+    assert server.kvbench(tmp_path, *FEW).wait() == 0
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    assert server.kvbench(whole, *FEW).wait() == 0
+    assert records(tmp_path) == records(whole)
