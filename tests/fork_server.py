@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -106,10 +107,14 @@ def serve() -> None:
     import test_runner
 
     import kvbench.app
-    import kvbench.cli
+    import kvbench.cli  # noqa: F401
+    from kvbench.report.build import build_report
+    from kvbench.runner import run_job
 
-    test_runner.make_job(Path("nowhere"))  # what building a model imports
-    del kvbench.app
+    # what running and reporting import when they need it
+    with tempfile.TemporaryDirectory() as folder:
+        run_job(test_runner.make_job(Path(folder)))
+        build_report(Path(folder) / "e")
     for line in sys.stdin:
         request = json.loads(line)
         if "ready" in request:
