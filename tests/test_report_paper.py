@@ -134,7 +134,7 @@ def test_what_lies_outside_our_interval_is_flagged(tmp_path: Path) -> None:
     assert view.rows[2][2:] == ("50", "99 ‡")
     assert view.rows[3][2:] == ("0.0", "−49.0")
     assert any(note.startswith("‡") for note in view.notes)
-    assert r"99 $^\ddagger$" in latex(view)
+    assert r"99\rlap{$^\ddagger$}" in latex(view)
     frame = comparison_frame([table])
     assert list(frame["published_outside_interval"]) == [False, True]
     assert list(frame["scored"]) == [20, 20]

@@ -7,8 +7,11 @@ import unicodedata
 
 from kvbench.report.views import INCOMPLETE, MISSING, OUTSIDE, TIED, View
 
-_NARROW = 7
-"""LaTeX tables with more columns are scaled to the width of the page."""
+_NARROW, _UPRIGHT = 7, 10
+"""LaTeX tables with more columns are scaled to the width of the page; with still more, their heads stand
+upright."""
+
+_MARKS = f" {INCOMPLETE}{TIED}{OUTSIDE}"
 
 _LATEX = {
     "\\": r"\textbackslash{}",
@@ -71,7 +74,7 @@ def latex(view: View) -> str:
     body = [
         r"\begin{tabular}{l" + "r" * (len(view.columns) - 1) + "}",
         r"\toprule",
-        " & ".join(map(_escape, view.columns)) + r" \\",
+        " & ".join(_heads(view)) + r" \\",
     ]
     for heading, block in view.blocks:
         body.append(r"\midrule")
@@ -85,7 +88,8 @@ def latex(view: View) -> str:
         ]
     body += [r"\bottomrule", r"\end{tabular}"]
     if wide:
-        body = [r"\resizebox{\textwidth}{!}{%", *body[:-1], body[-1] + "}"]
+        narrow = r"\setlength{\tabcolsep}{5pt}" if len(view.columns) > _UPRIGHT else ""
+        body = [narrow + r"\resizebox{\textwidth}{!}{%", *body[:-1], body[-1] + "}"]
     notes = " ".join(map(_escape, view.notes))
     star = "*" if wide else ""
     lines = [
@@ -101,6 +105,13 @@ def latex(view: View) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _heads(view: View) -> list[str]:
+    heads = list(map(_escape, view.columns))
+    if len(heads) <= _UPRIGHT:
+        return heads
+    return [heads[0], *(rf"\rotatebox{{90}}{{{head}}}" if head else "" for head in heads[1:])]
+
+
 def _pipes(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
@@ -111,12 +122,13 @@ def _starred(text: str) -> str:
 
 
 def _cell(text: str, bold: bool) -> str:
-    """A cell; of a value with its interval only the value in bold."""
-    value, bracket, rest = text.partition(" [")
-    if bold:
-        return rf"\textbf{{{_escape(value)}}}{_escape(bracket + rest)}"
-    escaped = _escape(text)
-    return f"{{{escaped[0]}}}{escaped[1:]}" if escaped.startswith("[") else escaped
+    """A cell; of a value with its interval only the value in bold, and marks beyond the right edge."""
+    marks = text[len(text.rstrip(_MARKS)) :].replace(" ", "")
+    value, bracket, rest = text[: len(text.rstrip(_MARKS))].partition(" [")
+    shown = rf"\textbf{{{_escape(value)}}}" if bold else _escape(value)
+    if shown.startswith("["):  # else an argument of the line break before it
+        shown = f"{{{shown[0]}}}{shown[1:]}"
+    return shown + _escape(bracket + rest) + (rf"\rlap{{{_escape(marks)}}}" if marks else "")
 
 
 def _escape(text: str) -> str:

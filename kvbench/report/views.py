@@ -117,6 +117,7 @@ def paper_view(tables: Sequence[ScoreTable], order: Sequence[str] = ()) -> View:
     )
     if any(AVERAGE in table.columns for table in tables):
         columns.append(AVERAGE)
+    failed = any(row.total.failures for table in tables for row in table.rows)
     rows: list[tuple[str, ...]] = []
     bold: set[tuple[int, int]] = set()
     for table in tables:
@@ -127,11 +128,11 @@ def paper_view(tables: Sequence[ScoreTable], order: Sequence[str] = ()) -> View:
                 score_text(cell, unit, interval=column == AVERAGE or len(columns) <= _WIDE)
                 for column, cell in zip(columns, found, strict=True)
             ]
-            rows.append((row.arm.label, *texts, number(row.ratio), *_counts(row)))
+            rows.append((row.arm.label, *texts, number(row.ratio), *(_counts(row)[1:] * failed)))
     return View(
         name=f"{task}-paper",
         title=f"{task}: score{unit_text(unit)}",
-        columns=("method", *columns, "ratio", "scored", "failed"),
+        columns=("method", *columns, "ratio", *(["failed"] * failed)),
         rows=tuple(rows),
         notes=tuple(notes_of(tables)),
         bold=frozenset(bold),
@@ -164,7 +165,7 @@ def overview_view(overview: Overview) -> View:
     """Every arm on every task of one model."""
     header = ["method"]
     for table in overview.tables:
-        header += [f"{table.task}{unit_text(table.unit)}", f"{table.task} Δ", f"{table.task} ratio"]
+        header += [f"{table.task}{unit_text(table.unit)}", "ratio"]
     rows: list[tuple[str, ...]] = []
     bold: set[tuple[int, int]] = set()
     for i, arm in enumerate(overview.arms):
@@ -174,13 +175,9 @@ def overview_view(overview: Overview) -> View:
             if row is not None and row.total.best:
                 bold.add((i, len(cells)))
             if row is None:
-                cells += [MISSING] * 3
+                cells += [MISSING] * 2
                 continue
-            cells += [
-                score_text(row.total, table.unit),
-                difference_text(row.total.difference, table.unit),
-                number(row.ratio),
-            ]
+            cells += [score_text(row.total, table.unit), number(row.ratio)]
         rows.append(tuple(cells))
     return View(
         name=f"overview-{overview.model}",
