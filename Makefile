@@ -10,7 +10,7 @@ VENV_REFERENCES ?= .venv-references
 PIP_REFERENCES = $(VENV_REFERENCES)/bin/pip install --quiet --disable-pip-version-check \
   -c tests/references/constraints.txt
 
-.PHONY: help setup demo test test-slow test-references lint results reproduce-theory report figures train-recall-mini bench clean
+.PHONY: help setup demo test test-slow test-references lint results reproduce-theory report figures wandb-report train-recall-mini bench clean
 
 help: ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 22
@@ -74,6 +74,9 @@ report: setup ## rebuild tables, figures and page from records: make report RESU
 
 figures: setup ## every figure as PDF and PNG, every table as LaTeX: make figures RESULTS=results/demo
 	$(BIN)/python -m kvbench.report --list $(REPORTED)
+
+wandb-report: setup ## a W&B report, sent if WANDB_API_KEY is set: make wandb-report RESULTS=results/demo
+	$(BIN)/python -m kvbench.report.wandb_report $(REPORTED)
 
 train-recall-mini: setup ## train the shipped model again (an hour on one core)
 	$(BIN)/python scripts/train_recall_mini.py

@@ -143,6 +143,7 @@ class StandIn:
     def _do_UpsertBucket(self, v: dict[str, Any]) -> dict[str, Any]:
         inserted = v["name"] not in self.runs
         received = self.runs.setdefault(v["name"], Received())
+        self.projects.add(v["project"])
         received.start |= {key: value for key, value in v.items() if value is not None}
         if v.get("config"):
             config = json.loads(v["config"])
@@ -215,6 +216,31 @@ class StandIn:
     def _do_CommitArtifact(self, v: dict[str, Any]) -> dict[str, Any]:
         self.artifacts[v["artifactID"]].committed = True
         return {"commitArtifact": {"artifact": {"id": v["artifactID"], "digest": "d"}}}
+
+    def _do_GetDefaultEntity(self, _: dict[str, Any]) -> dict[str, Any]:
+        return {"viewer": {"id": "u", "entity": ENTITY}}
+
+    def _do_GetProjects(self, v: dict[str, Any]) -> dict[str, Any]:
+        about = {"__typename": "Project", "id": "p", "entityName": ENTITY, "isBenchmark": False}
+        about |= {"createdAt": "2026-01-01T00:00:00", "user": None}
+        page = {"__typename": "PageInfo", "endCursor": None, "hasNextPage": False}
+        edges = [{"node": about | {"name": name}} for name in sorted(self.projects)]
+        return {"models": {"pageInfo": page, "edges": edges}}
+
+    def _do_CreateProject(self, v: dict[str, Any]) -> dict[str, Any]:
+        self.projects.add(v["input"]["name"])
+        return {"result": {"project": None, "model": None, "inserted": True}}
+
+    def _do_upsertView(self, v: dict[str, Any]) -> dict[str, Any]:
+        inserted = not v["id"]
+        self.views.append(v)
+        name = v["id"] or f"view-{len(self.views) - 1}"
+        project = {"id": "p", "name": v["projectName"], "entityName": v["entityName"]}
+        view = {
+            **{key: v[key] for key in ("type", "name", "displayName", "description", "spec")},
+            **{"id": name, "project": project, "updatedAt": None},
+        }
+        return {"upsertView": {"view": view, "inserted": inserted}}
 
 
 _ENTITY = {"id": "e", "name": ENTITY}

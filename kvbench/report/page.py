@@ -77,7 +77,7 @@ def render_page(
         warnings=warnings,
         methods=sorted({a.method for s in sections for a in s.group.arms}, key=order_of),
         totals=_totals(experiment),
-        reproduce=_reproduce(experiment),
+        reproduce=how_to_reproduce(experiment),
         manifests=[
             (str(run.folder.relative_to(experiment.folder)), json.dumps(run.manifest, indent=2))
             for run in experiment.runs[:_MANIFESTS_SHOWN]
@@ -178,7 +178,7 @@ def _statuses(experiment: Experiment) -> dict[str, int]:
     return dict(sorted(counts.items(), key=lambda item: (item[0] != "ok", item[0])))
 
 
-def _reproduce(experiment: Experiment) -> list[tuple[str, list[str]]]:
+def how_to_reproduce(experiment: Experiment) -> list[tuple[str, list[str]]]:
     """What the runs were made with: one line per distinct value."""
     manifests = [run.manifest for run in experiment.runs]
     return [

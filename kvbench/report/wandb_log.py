@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from filelock import FileLock
 
 from kvbench.report.data import BASELINE, Group, group_runs
-from kvbench.report.tables import Row, ScoreTable, score_table
+from kvbench.report.tables import Row, ScoreTable, score_table, timing_table
 from kvbench.report.wandb_media import (
     Curve,
     cap_note,
@@ -203,7 +203,7 @@ def _log_run(run: Run, runs: Sequence[Run], project: str, entity: str | None) ->
         logged.log(run_media(group, tables, row.arm, run))
         for curve in curves(group, tables, row.arm):
             _log_curve(logged, curve)
-        logged.summary.update(summary_of(table, row) | note)
+        logged.summary.update(summary_of(table, row) | _timings(group, row) | note)
         logged.log_artifact(_artifact(run, name, Path(logged.dir)))
     return Path(logged.dir).parent
 
@@ -237,6 +237,19 @@ def _log_comparison(group: Group, folder: Path, project: str, entity: str | None
         logged.log(comparison_media(group, table))
         logged.summary.update(note)
     return Path(logged.dir).parent
+
+
+def _timings(group: Group, row: Row) -> dict[str, float]:
+    """What a throughput probe measured: of one setting by its plain names, of several by each."""
+    if not group.meta.figure("throughput"):
+        return {}
+    mine = [timing for timing in timing_table(group) if timing.arm == row.arm]
+    found: dict[str, float] = {}
+    for timing in mine:
+        prefix = f"{timing.setting}/" if len(mine) > 1 else ""
+        for key in ("tokens_per_s", "decode_tokens_per_s", "peak_bytes", "cache_bytes"):
+            found[prefix + key] = getattr(timing, key)
+    return {key: value for key, value in found.items() if not _is_nan(value)}
 
 
 @contextmanager

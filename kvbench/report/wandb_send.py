@@ -40,7 +40,7 @@ def send(folders: Sequence[Path], timeout_s: float) -> str | None:
     """
     import wandb
 
-    _probe(wandb.setup().settings.base_url)
+    probe(wandb.setup().settings.base_url)
     command = [sys.executable, "-m", "wandb", "sync", *map(str, folders)]
     environment = dict(os.environ) | {"WANDB_DIR": str(folders[0].parents[1])}  # its own logs
     environment.pop("WANDB_MODE", None)
@@ -77,7 +77,7 @@ def quiet_environment(environment: dict[str, str]) -> dict[str, str]:
     return {"WANDB_ERROR_REPORTING": "false", **environment}
 
 
-def _probe(url: str) -> None:
+def probe(url: str) -> None:
     """Whether anything answers there, so that nobody waits for the client's many retries.
 
     Raises:
