@@ -63,5 +63,5 @@ def test_add_your_own_method_as_written(tmp_path):
     assert {line["status"] for line in lines} == {"ok"}
     assert all(line["entries"]["max"] == line["capacity"] for line in lines)
     assert (tmp_path / "results/default/report.html").is_file()
-    # by default every run is copied to W&B, offline where there is no key
-    assert len(list((tmp_path / "results/default/wandb").glob("offline-run-*"))) == 2
+    # by default every run is copied to W&B, and both side by side; offline where there is no key
+    assert len(list((tmp_path / "results/default/wandb").glob("offline-run-*"))) == 3
