@@ -3,12 +3,16 @@ the official data beside the checkout skip, with the reason, where it is absent.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from fork_server import ForkServer
+
+if not torch.cuda.is_available():  # before anything imports triton; see interpreted.py
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 

@@ -30,8 +30,8 @@ def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def obstacle(*tensors: Tensor) -> str | None:
-    """Why the Triton kernels cannot take these tensors [..., dim]; None when they can."""
+def _obstacle(tensors: tuple[Tensor, ...], rows_on_chip: bool) -> str | None:
+    """Why the Triton kernels cannot take these tensors; None when they can."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     for tensor in tensors:
@@ -39,16 +39,19 @@ def obstacle(*tensors: Tensor) -> str | None:
             return f"tensors on {tensor.device}: needs CUDA, or TRITON_INTERPRET=1 to test"
         if tensor.dtype not in DTYPES:
             return f"{tensor.dtype}: needs one of {', '.join(map(str, DTYPES))}"
-        if tensor.shape[-1] > LARGEST_DIM:
+        if rows_on_chip and tensor.shape[-1] > LARGEST_DIM:
             return f"head_dim {tensor.shape[-1]}: at most {LARGEST_DIM}"
     return None
 
 
-def use_triton(operation: str, choice: str, *tensors: Tensor) -> bool:
+def use_triton(operation: str, choice: str, *tensors: Tensor, rows_on_chip: bool = True) -> bool:
     """True when `operation` on these tensors is to run as its Triton kernel.
 
     `auto` takes Triton on CUDA and torch elsewhere; where CUDA tensors cannot go through Triton it
     says so, once per reason, in the log.
+
+    Args:
+        rows_on_chip: the tensors are [..., dim] and the kernel holds whole rows of them.
 
     Raises:
         ValueError: an unknown choice; or a forced `triton` that is not possible.
@@ -59,10 +62,17 @@ def use_triton(operation: str, choice: str, *tensors: Tensor) -> bool:
         raise ValueError(f"implementation is {choice!r}; allowed: {', '.join(CHOICES)}")
     if choice == "torch" or (choice == "auto" and not tensors[0].is_cuda):
         return False
-    reason = obstacle(*tensors)
+    reason = _obstacle(tensors, rows_on_chip)
     if reason is None:
         return True
     if choice == "triton":
         raise ValueError(f"{operation} cannot run as a Triton kernel: {reason}")
     _say_once(f"{operation} runs in plain torch on this GPU: {reason}")
     return False
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Of a CUDA device; 1 where the kernels are interpreted."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count

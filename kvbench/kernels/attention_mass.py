@@ -5,12 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvbench.kernels._choice import use_triton
+
 TILE_ELEMENTS = 1 << 20
 """Attention scores held at once: 4 MiB of float32, so that they stay in cache."""
 
 
 def attention_mass(
-    queries: Tensor, keys: Tensor, *, scaling: float, softcap: float | None = None
+    queries: Tensor,
+    keys: Tensor,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    implementation: str = "auto",
 ) -> Tensor:
     """Column sums of the causal softmax attention of the last m queries.
 
@@ -24,15 +31,23 @@ def attention_mass(
         keys: [batch, kv_heads, n, head_dim]; query head i uses KV head i // group.
         scaling: factor on q.k before the softmax.
         softcap: s of s * tanh(logit / s), applied after scaling; None for none.
+        implementation: auto (Triton on CUDA, torch elsewhere) | triton | torch.
 
     Returns:
         [batch, heads, n] float32; each head sums to m. With m = n this is H2O's accumulated score,
         with m = window SnapKV's.
+
+    Raises:
+        ValueError: shapes that do not fit; a forced implementation that is not possible.
     """
     batch, heads, m, dim = queries.shape
     kv_heads, n = keys.shape[1], keys.shape[2]
     if m > n or heads % kv_heads:
         raise ValueError(f"{m} queries of {heads} heads over {n} keys of {kv_heads} KV heads")
+    if use_triton("attention_mass", implementation, queries, keys):
+        from kvbench.kernels import _triton_mass
+
+        return _triton_mass.attention_mass(queries, keys, scaling=scaling, softcap=softcap)
     group = heads // kv_heads
     q = (queries.float() * scaling).view(batch * kv_heads, group, m, dim)
     k = keys.float().reshape(batch * kv_heads, n, dim)

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from kvbench.kernels._choice import use_triton
+
 GROUP = 128
 """Blocks walked together: enough to hide the loop over steps, few enough to stay in cache."""
 CHUNK = 8
@@ -30,46 +32,110 @@ def balanced_walk(
     counts: Tensor | None = None,
     weights: Tensor | None = None,
     centre: str = "mean",
+    implementation: str = "auto",
 ) -> Tensor:
     """Signs of the walk within each block: the first is +1; for i >= 1,
 
         inner_i = sum over j < i of G_ij s_j,    s_i = +1 if u_i < 1/2 - gamma * inner_i, else -1,
         G_ij = exp(temperature * <k_i, k_j> / sqrt(d) - beta) * (<w_i v_i, w_j v_j> + offset),
 
-    with k centred within its block. The kernel matrix is formed in strips of rows and only up to the
-    diagonal; what earlier strips contribute to `inner` is summed at once, so only the steps inside a
-    strip are walked one by one.
+    with k centred within its block. The kernel matrix is never held whole: see `_torch_walk` and
+    `_triton_walk` for how it is cut up.
 
     Keys of any norm are safe: a row whose exponents could overflow is scaled by its largest one (the
     comparison is scaled alike), so that probability saturates where the plain formula gives NaN.
 
+    Leading dimensions (...), none or [batch, kv_heads], are those of every tensor.
+
     Args:
-        keys: [rows, d], any float dtype; computed in float32 (float64 inputs in float64).
-        values: [rows, e], or None for G without its value factor.
-        index: [blocks, b] int64, the row of each place; places beyond `counts` hold any valid row.
-        uniforms: [blocks, b] in [0, 1), one per place (the first of a block is not used).
+        keys: [..., rows, d], any float dtype; computed in float32 (float64 inputs in float64).
+        values: [..., rows, e], or None for G without its value factor.
+        index: [..., blocks, b] int64, the row of each place; places beyond `counts` hold any valid
+            row.
+        uniforms: [..., blocks, b] in [0, 1), one per place (the first of a block is not used).
         gamma: >= 0; 0 makes every sign a fair coin (but the first).
         offset: added to the values' inner product.
         temperature, beta: of the exponent.
-        counts: [blocks] real rows of each block, from the start; None when all are full. Signs of
-            places beyond mean nothing.
-        weights: [blocks, b], factors on the values; None for 1.
+        counts: [..., blocks] real rows of each block, from the start; None when all are full. Signs
+            of places beyond mean nothing.
+        weights: [..., blocks, b], factors on the values; None for 1.
         centre: mean (over a block's real rows) | released (their sum over b, as if the block were
             padded with zero rows) | none.
+        implementation: auto (Triton on CUDA, torch elsewhere) | triton | torch.
 
     Returns:
-        [blocks, b] bool, True for +1.
+        [..., blocks, b] bool, True for +1.
+
+    Raises:
+        ValueError: a forced implementation that is not possible.
+    """
+    if gamma == 0.0:
+        positive = uniforms < 0.5
+        positive[..., :1] = True
+        return positive
+    scale, reach = temperature / keys.shape[-1] ** 0.5, math.exp(beta) / gamma
+    tensors = (keys,) if values is None else (keys, values)
+    if use_triton("balanced_walk", implementation, *tensors):
+        from kvbench.kernels import _triton_walk
+
+        def led(x: Tensor) -> Tensor:
+            return x if index.ndim == 4 else x[None, None]
+
+        return _triton_walk.walk(
+            led(keys),
+            None if values is None else led(values),
+            led(index),
+            led(uniforms),
+            scale=scale,
+            offset=offset,
+            reach=reach,
+            counts=None if counts is None else led(counts),
+            weights=None if weights is None else led(weights),
+            centre=centre,
+        ).view(index.shape)
+    b, rows = index.shape[-1], keys.shape[-2]
+    if index.ndim > 2:
+        heads = math.prod(index.shape[:-2])
+        origin = torch.arange(heads, device=index.device) * rows
+        index_of_all = (index.reshape(heads, -1) + origin.unsqueeze(-1)).view(-1, b)
+    else:
+        index_of_all = index
+    return _torch_walk(
+        keys.reshape(-1, keys.shape[-1]),
+        None if values is None else values.reshape(-1, values.shape[-1]),
+        index_of_all,
+        uniforms.reshape(-1, b),
+        scale,
+        offset,
+        reach,
+        None if counts is None else counts.reshape(-1),
+        None if weights is None else weights.reshape(-1, b),
+        centre,
+    ).view(index.shape)
+
+
+def _torch_walk(
+    keys: Tensor,
+    values: Tensor | None,
+    index: Tensor,
+    uniforms: Tensor,
+    scale: float,
+    offset: float,
+    reach: float,
+    counts: Tensor | None,
+    weights: Tensor | None,
+    centre: str,
+) -> Tensor:
+    """`balanced_walk` with no leading dimensions, [blocks, b].
+
+    The kernel matrix is formed in strips of rows and only up to the diagonal; what earlier strips
+    contribute to `inner` is summed at once, so only the steps inside a strip are walked one by one.
     """
     blocks, b = index.shape
     dtype = torch.promote_types(keys.dtype, torch.float32)
-    if gamma == 0.0:
-        positive = uniforms < 0.5
-        positive[:, :1] = True
-        return positive
     # What is left of the threshold once the signs so far are summed; the first sign has no choice.
-    room = (0.5 - uniforms.to(dtype)) * (math.exp(beta) / gamma)
+    room = (0.5 - uniforms.to(dtype)) * reach
     room[:, 0] = float("inf")
-    scale = temperature / keys.shape[1] ** 0.5
     signs = torch.empty_like(room)
     strips = [(top, min(top + STRIP, b)) for top in range(0, b, STRIP)]
     shape = min(GROUP, blocks)

@@ -45,21 +45,35 @@ class EntryTable:
         """Entries the largest buffer has room for."""
         return max(key.shape[1] for key in self.keys)
 
-    @property
+    @cached_property
     def weighted(self) -> bool:
         """True when any row has log-weights."""
         return any(weight is not None for weight in self.log_weights)
 
     @cached_property
+    def reserved(self) -> int:
+        """(row, KV head, entry) places in all."""
+        return self.kv_heads * sum(key.shape[1] for key in self.keys)
+
+    @cached_property
+    def aligned(self) -> bool:
+        """True when every entry of every row begins at a multiple of 16 bytes."""
+        return all(
+            part.data_ptr() % 16 == 0
+            and all(stride * part.element_size() % 16 == 0 for stride in part.stride()[:2])
+            for part in (*self.keys, *self.values)
+        )
+
+    @cached_property
     def pointers(self) -> Tensor:
-        """[rows, 9] int64 on the rows' device: addresses of keys, values and log-weights (0: none),
-        then the strides over heads and over entries of each, in elements."""
+        """[rows, 10] int64 on the rows' device: addresses of keys, values and log-weights (0: none),
+        the strides over heads and over entries of each, in elements, and the entries reserved."""
         table = []
         for key, value, weight in zip(self.keys, self.values, self.log_weights, strict=True):
             strides = [*key.stride()[:2], *value.stride()[:2]]
             strides += [0, 0] if weight is None else weight.stride()
             address = 0 if weight is None else weight.data_ptr()
-            table.append([key.data_ptr(), value.data_ptr(), address, *strides])
+            table.append([key.data_ptr(), value.data_ptr(), address, *strides, key.shape[1]])
         return torch.tensor(table, dtype=torch.int64).to(self.keys[0].device)
 
 
@@ -158,8 +172,32 @@ def weighted_decode_attention(
             f"query {tuple(query.shape)} and {len(lengths)} lengths over {table.rows} rows of "
             f"{kv_heads} KV heads of dim {table.keys[0].shape[2]}"
         )
-    use_triton("weighted_decode_attention", implementation, query, table.keys[0], table.values[0])
-    return _torch_attention(query, table, lengths, scaling, softcap, return_mass)
+    held = table.keys[0], table.values[0]
+    if not use_triton("weighted_decode_attention", implementation, *held):
+        return _torch_attention(query, table, lengths, scaling, softcap, return_mass)
+    from kvbench.kernels import _triton_decode
+
+    out, mass = _triton_decode.attention(
+        query.to(held[0].dtype),
+        table.pointers,
+        _on_device(lengths, query),
+        kv_heads=kv_heads,
+        value_dim=held[1].shape[2],
+        longest=table.longest,
+        entries=table.reserved,
+        aligned=table.aligned,
+        weighted=table.weighted,
+        scaling=scaling,
+        softcap=softcap,
+        return_mass=return_mass,
+    )
+    return out.to(query.dtype), mass
+
+
+def _on_device(lengths: Tensor | Sequence[int], like: Tensor) -> Tensor:
+    if isinstance(lengths, Tensor):
+        return lengths.to(like.device)
+    return torch.tensor(lengths, dtype=torch.int64, device=like.device)
 
 
 def _torch_attention(
@@ -226,7 +264,11 @@ def append_entries(
                 f"{name} is {tuple(new.shape)} {new.dtype}; "
                 f"allowed: {(rows, kv_heads, held.shape[2])} {held.dtype}"
             )
-    use_triton("append_entries", implementation, key, value)
+    if use_triton("append_entries", implementation, key, value):
+        from kvbench.kernels import _triton_decode
+
+        _triton_decode.append(table.pointers, _on_device(lengths, key), key, value)
+        return
     counts = lengths.tolist() if isinstance(lengths, Tensor) else lengths
     for row, n in enumerate(counts):
         if not 0 <= n < table.keys[row].shape[1]:

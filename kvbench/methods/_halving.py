@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvbench.kernels.balanced_cut import halve
+
 PADDING = -1
 """Position of an entry that exists only because another head holds more."""
 
@@ -63,40 +65,13 @@ class Survivors:
         return self.order.masked_fill(beyond, PADDING), self.weights.masked_fill(beyond, 0.0)
 
 
-def cut(state: Survivors, positive: Tensor, by_class: bool) -> Survivors:
-    """Halve the first m entries of every head exactly: floor(m / 2) of them survive.
-
-    The signs of a head are scanned in order, over all its blocks, to the place where one class has
-    floor(m / 2) members; that class is dropped up to there, the other one kept with its weight
-    doubled, and what follows is kept as it is. Where both classes reach that number the later place
-    counts. Of an odd m the last survivor goes too. Both as in the released code.
+def cut(state: Survivors, positive: Tensor) -> Survivors:
+    """Halve the first m entries of every head exactly (`kernels.balanced_cut`).
 
     Args:
         positive: [batch, kv_heads, m] bool, the signs of the first m entries.
-        by_class: survivors go on doubled entries first, then the others; else in order.
     """
-    batch, heads, m = positive.shape
-    half = m // 2
-    if half == 0:
-        return Survivors(state.order[:, :, m:], state.weights[:, :, m:])
-    place = torch.arange(m, device=positive.device)
-    seen = positive.cumsum(-1, dtype=torch.int32)
-    ends = []
-    for count in (seen, place + 1 - seen):
-        first = (count < half).sum(-1, keepdim=True)
-        ends.append(first.masked_fill(first == m, -1))  # -1: never
-    end = torch.maximum(*ends)
-    keep = (positive != positive.gather(-1, end)) | (place > end)
-    kept = keep.nonzero()[:, -1].view(batch, heads, m - half)[:, :, :half]
-    doubled = kept <= end
-    if by_class:
-        first_doubled = doubled.logical_not().to(torch.uint8).argsort(dim=-1, stable=True)
-        kept, doubled = kept.gather(-1, first_doubled), doubled.gather(-1, first_doubled)
-    order, weights = state.order.gather(-1, kept), state.weights.gather(-1, kept) * (1.0 + doubled)
-    return Survivors(
-        torch.cat([order, state.order[:, :, m:]], dim=-1),
-        torch.cat([weights, state.weights[:, :, m:]], dim=-1),
-    )
+    return Survivors(*halve(positive, state.order, state.weights))
 
 
 def smaller_classes(

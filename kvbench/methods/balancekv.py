@@ -171,12 +171,10 @@ class BalanceKV(Method):
     ) -> tuple[Tensor, Tensor]:
         """`select` among the entries `order` [batch, kv_heads, n] of keys and values, in that order,
         without a copy of them."""
-        batch, heads, rows, dim = keys.shape
+        batch, heads = keys.shape[:2]
         device = keys.device
-        flat_keys, flat_values = keys.reshape(-1, dim), None
-        if values is not None and self.use_values:
-            flat_values = values.reshape(-1, values.shape[3])
-        origin = torch.arange(batch * heads, device=device).view(batch, heads, 1) * rows
+        if not self.use_values:
+            values = None
         state = Survivors(order, torch.ones(1, device=device).expand(order.shape))
         sizes = per_halving(self, "block_size", len(plan))
         gammas = per_halving(self, "gamma", len(plan))
@@ -190,22 +188,22 @@ class BalanceKV(Method):
             halved = state.to_halve(left, size)
             counts = block_counts(shape, size, halved)
             places = shape[2] * b
-            weights = state.weights[:, :, :size] if step and flat_values is not None else None
+            weights = state.weights[:, :, :size] if step and values is not None else None
             positive = balanced_walk(
-                flat_keys,
-                flat_values,
-                blocked(state.order[:, :, :size] + origin, places).view(-1, b),
-                uniforms[step].to(device).expand(shape).reshape(-1, b),
+                keys,
+                values,
+                blocked(state.order[:, :, :size], places).view(shape),
+                uniforms[step].to(device).expand(shape),
                 gamma=float(gamma),
                 offset=self.value_offset,
                 temperature=self.temperature,
                 beta=self.beta,
-                counts=counts if counts is None else counts.to(device),
-                weights=weights if weights is None else blocked(weights, places).view(-1, b),
+                counts=counts if counts is None else counts.to(device).view(shape[:3]),
+                weights=weights if weights is None else blocked(weights, places).view(shape),
                 centre=self.centre,
             ).view(batch, heads, places)
             if self.selection == "cut":
-                state = cut(state, positive[:, :, :size], by_class=self.order == "released")
+                state = cut(state, positive[:, :, :size])
             else:
                 state = smaller_classes(state, positive, b, size, halved)
         return state.marked()

@@ -1,0 +1,391 @@
+"""Triton kernels of `decode_attention`: split over the entries, then reduced (flash decoding).
+
+A program reads one chunk of one KV head of one row, once, for all query heads of its group; the
+chunks of a (row, head) are independent programs, so a few long rows fill the device as well as many
+short ones, and a chunk beyond a row's length costs one load. A second kernel reduces the chunks.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvbench.kernels._choice import multiprocessors
+
+TABLE_COLUMNS = tl.constexpr(10)
+"""int64 columns of `EntryTable.pointers`."""
+STAGE_BYTES = 32768
+"""Keys and values one pipeline stage holds on chip: three stages fit twice in an SM of 227 KB and
+once in one of 163 KB, and two in flight are far more than latency x bandwidth of an SM (about 20 KB)."""
+
+
+@triton.jit
+def _row_pointer(table, row, column, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    pointer = tl.load(table + row * TABLE_COLUMNS + column).to(tl.pointer_type(dtype))
+    if ALIGNED:  # 16 bytes: without the promise the compiler loads number by number
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def _row_stride(table, row, column, ALIGNED: tl.constexpr, UNIT: tl.constexpr):
+    stride = tl.load(table + row * TABLE_COLUMNS + column)
+    if ALIGNED:
+        stride = tl.multiple_of(stride, UNIT)
+    return stride
+
+
+@triton.jit
+def split_kernel(
+    query,  # [rows, heads, DIM], contiguous, in the keys' dtype
+    table,
+    lengths,
+    partial_out,  # [rows, heads, splits, VALUE_DIM] float32
+    partial_max,  # [rows, heads, splits] float32
+    partial_sum,
+    logits,  # [rows, heads, longest] float32, where kept
+    scaling,
+    softcap,
+    chunk,
+    splits,
+    longest,
+    kv_heads,
+    group,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    UNIT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    KEEP_LOGITS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    row = (tl.program_id(0) // kv_heads).to(tl.int64)
+    head = (tl.program_id(0) % kv_heads).to(tl.int64)
+    split = tl.program_id(1)
+    reserved = tl.load(table + row * TABLE_COLUMNS + 9)
+    n = tl.minimum(tl.load(lengths + row).to(tl.int64), reserved).to(tl.int32)
+    first = split * chunk
+    if first >= n:
+        return
+    last = tl.minimum(first + chunk, n)
+    dtype: tl.constexpr = query.dtype.element_ty
+    key = _row_pointer(table, row, 0, dtype, ALIGNED)
+    value = _row_pointer(table, row, 1, dtype, ALIGNED)
+    key += head * _row_stride(table, row, 3, ALIGNED, UNIT)
+    key_step = _row_stride(table, row, 4, ALIGNED, UNIT)
+    value += head * _row_stride(table, row, 5, ALIGNED, UNIT)
+    value_step = _row_stride(table, row, 6, ALIGNED, UNIT)
+
+    members = tl.arange(0, GROUP)
+    columns = tl.arange(0, D)
+    value_columns = tl.arange(0, E)
+    places = tl.arange(0, BLOCK)
+    in_group = members < group
+    query_head = row * kv_heads * group + head * group + members  # over all rows
+    q = tl.load(
+        query + query_head[:, None] * DIM + columns[None, :],
+        mask=in_group[:, None] & (columns < DIM)[None, :],
+        other=0.0,
+    )
+    top = tl.full([GROUP], -float("inf"), tl.float32)
+    total = tl.zeros([GROUP], tl.float32)
+    out = tl.zeros([GROUP, E], tl.float32)
+    for start in tl.range(first, last, BLOCK, num_stages=STAGES):
+        place = start + places
+        held = place < last
+        step = place.to(tl.int64)
+        k_mask = held[:, None]
+        if D != DIM:
+            k_mask = k_mask & (columns < DIM)[None, :]
+        v_mask = held[:, None]
+        if E != VALUE_DIM:
+            v_mask = v_mask & (value_columns < VALUE_DIM)[None, :]
+        k = tl.load(key + step[:, None] * key_step + columns[None, :], mask=k_mask, other=0.0)
+        v = tl.load(
+            value + step[:, None] * value_step + value_columns[None, :], mask=v_mask, other=0.0
+        )
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scaling
+        if SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2x) + 1), which saturates as it should
+            s = softcap * (1.0 - 2.0 / (tl.exp(2.0 * s / softcap) + 1.0))
+        if WEIGHTED:
+            weight = tl.load(table + row * TABLE_COLUMNS + 2)
+            if weight != 0:
+                pointer = weight.to(tl.pointer_type(tl.float32))
+                pointer += head * tl.load(table + row * TABLE_COLUMNS + 7)
+                weight_step = tl.load(table + row * TABLE_COLUMNS + 8)
+                s += tl.load(pointer + step * weight_step, mask=held, other=0.0)[None, :]
+        s = tl.where(held[None, :], s, -float("inf"))
+        if KEEP_LOGITS:
+            tl.store(
+                logits + query_head[:, None] * longest + step[None, :],
+                s,
+                mask=in_group[:, None] & held[None, :],
+            )
+        new_top = tl.maximum(top, tl.max(s, 1))
+        # Entries of weight -inf so far: nothing to scale by.
+        base = tl.where(new_top == -float("inf"), 0.0, new_top)
+        p = tl.exp(s - base[:, None])
+        shrink = tl.exp(top - base)
+        total = total * shrink + tl.sum(p, 1)
+        out = tl.dot(p.to(dtype), v, out * shrink[:, None], input_precision=PRECISION)
+        top = new_top
+    slot = query_head * splits + split
+    tl.store(partial_max + slot, top, mask=in_group)
+    tl.store(partial_sum + slot, total, mask=in_group)
+    tl.store(
+        partial_out + slot[:, None] * VALUE_DIM + value_columns[None, :],
+        out,
+        mask=in_group[:, None] & (value_columns < VALUE_DIM)[None, :],
+    )
+
+
+@triton.jit
+def reduce_kernel(
+    table,
+    lengths,
+    partial_out,
+    partial_max,
+    partial_sum,
+    out,  # [rows, heads, VALUE_DIM], contiguous
+    log_sum,  # [rows, heads] float32
+    chunk,
+    splits,
+    heads,
+    VALUE_DIM: tl.constexpr,
+    E: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PART: tl.constexpr,
+):
+    query_head = tl.program_id(0).to(tl.int64)
+    row = query_head // heads
+    reserved = tl.load(table + row * TABLE_COLUMNS + 9)
+    n = tl.minimum(tl.load(lengths + row).to(tl.int64), reserved).to(tl.int32)
+    used = tl.cdiv(n, chunk)  # what later programs would have written was not written
+    all_parts = tl.arange(0, SPLITS)
+    tops = tl.load(
+        partial_max + query_head * splits + all_parts, mask=all_parts < used, other=-float("inf")
+    )
+    top = tl.max(tops, 0)
+    base = tl.where(top == -float("inf"), 0.0, top)
+    sums = tl.load(partial_sum + query_head * splits + all_parts, mask=all_parts < used, other=0.0)
+    total = tl.sum(sums * tl.exp(tops - base), 0)
+    columns = tl.arange(0, E)
+    result = tl.zeros([E], tl.float32)
+    for start in range(0, used, PART):
+        part = start + tl.arange(0, PART)
+        weight = tl.exp(
+            tl.load(partial_max + query_head * splits + part, mask=part < used, other=-float("inf"))
+            - base
+        )
+        slot = query_head * splits + part
+        rows = tl.load(
+            partial_out + slot[:, None] * VALUE_DIM + columns[None, :],
+            mask=(part < used)[:, None] & (columns < VALUE_DIM)[None, :],
+            other=0.0,
+        )
+        result += tl.sum(rows * weight[:, None], 0)
+    some = total > 0.0  # else no entries, or none that is not hidden
+    result = tl.where(some, result / tl.where(some, total, 1.0), 0.0)
+    tl.store(
+        out + query_head * VALUE_DIM + columns,
+        result.to(out.dtype.element_ty),
+        mask=columns < VALUE_DIM,
+    )
+    tl.store(
+        log_sum + query_head,
+        tl.where(some, base + tl.log(tl.where(some, total, 1.0)), float("inf")),
+    )
+
+
+@triton.jit
+def mass_kernel(
+    table,
+    lengths,
+    logits,  # [rows, heads, longest]
+    log_sum,  # [rows, heads]
+    mass,  # [rows, kv_heads, longest]
+    longest,
+    kv_heads,
+    group,
+    BLOCK: tl.constexpr,
+):
+    row_head = tl.program_id(0).to(tl.int64)
+    row = row_head // kv_heads
+    reserved = tl.load(table + row * TABLE_COLUMNS + 9)
+    n = tl.minimum(tl.load(lengths + row).to(tl.int64), reserved)
+    place = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    received = tl.zeros([BLOCK], tl.float32)
+    for member in range(0, group):
+        head = row_head * group + member
+        s = tl.load(logits + head * longest + place, mask=place < n, other=-float("inf"))
+        received += tl.exp(s - tl.load(log_sum + head))
+    tl.store(mass + row_head * longest + place, received / group, mask=place < longest)
+
+
+@triton.jit
+def append_kernel(
+    table,
+    lengths,
+    key,  # [rows, kv_heads, DIM], contiguous
+    value,
+    kv_heads,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+):
+    row_head = tl.program_id(0).to(tl.int64)
+    row, head = row_head // kv_heads, row_head % kv_heads
+    place = tl.load(lengths + row).to(tl.int64)
+    if place >= tl.load(table + row * TABLE_COLUMNS + 9):
+        return  # no room: documented as the caller's business, but never somebody else's memory
+    dtype: tl.constexpr = key.dtype.element_ty
+    to_key = _row_pointer(table, row, 0, dtype, False)
+    to_key += head * tl.load(table + row * TABLE_COLUMNS + 3)
+    to_key += place * tl.load(table + row * TABLE_COLUMNS + 4)
+    to_value = _row_pointer(table, row, 1, dtype, False)
+    to_value += head * tl.load(table + row * TABLE_COLUMNS + 5)
+    to_value += place * tl.load(table + row * TABLE_COLUMNS + 6)
+    columns = tl.arange(0, D)
+    value_columns = tl.arange(0, E)
+    new_key = tl.load(key + row_head * DIM + columns, mask=columns < DIM)
+    tl.store(to_key + columns, new_key, mask=columns < DIM)
+    new_value = tl.load(
+        value + row_head * VALUE_DIM + value_columns, mask=value_columns < VALUE_DIM
+    )
+    tl.store(to_value + value_columns, new_value, mask=value_columns < VALUE_DIM)
+    weight = tl.load(table + row * TABLE_COLUMNS + 2)
+    if weight != 0:
+        pointer = weight.to(tl.pointer_type(tl.float32))
+        pointer += head * tl.load(table + row * TABLE_COLUMNS + 7)
+        tl.store(pointer + place * tl.load(table + row * TABLE_COLUMNS + 8), 0.0)
+
+
+def split_options(
+    dim: int, value_dim: int, group: int, itemsize: int, aligned: bool
+) -> dict[str, int | bool | str]:
+    """Compile-time constants of `split_kernel` for these shapes."""
+    d, e = (max(16, triton.next_power_of_2(size)) for size in (dim, value_dim))
+    return {
+        "DIM": dim,
+        "VALUE_DIM": value_dim,
+        "D": d,
+        "E": e,
+        "GROUP": max(16, triton.next_power_of_2(group)),  # the matrix units' least
+        "BLOCK": min(128, max(16, STAGE_BYTES // (2 * itemsize * max(d, e)))),
+        "STAGES": 3,
+        "ALIGNED": aligned,
+        "UNIT": 16 // itemsize,
+        # float32 keys: full precision, as the reference; the kernel waits for memory anyway.
+        "PRECISION": "ieee" if itemsize == 4 else "tf32",
+        "num_warps": 4,
+    }
+
+
+def chunk_length(entries: int, device: torch.device) -> int:
+    """Entries per program, when all (row, KV head) pairs together have room for `entries`.
+
+    Four programs per multiprocessor keep all of them busy to the end although rows differ; a power
+    of two from 128 (below, the second kernel costs more than the first) to 4096.
+    """
+    share = -(-entries // (4 * multiprocessors(device)))
+    return min(4096, max(128, triton.next_power_of_2(share)))
+
+
+def attention(
+    query: Tensor,
+    pointers: Tensor,
+    lengths: Tensor,
+    *,
+    kv_heads: int,
+    value_dim: int,
+    longest: int,
+    entries: int,
+    aligned: bool,
+    weighted: bool,
+    scaling: float,
+    softcap: float | None,
+    return_mass: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """`weighted_decode_attention` on CUDA: three launches at most, nothing read back."""
+    rows, heads, dim = query.shape
+    group = heads // kv_heads
+    query = query.contiguous()
+    chunk = chunk_length(entries, query.device)
+    splits = max(1, -(-longest // chunk))
+    out = query.new_empty(rows, heads, value_dim)
+    parts = query.new_empty(rows, heads, splits, value_dim, dtype=torch.float32)
+    tops, sums = query.new_empty(2, rows, heads, splits, dtype=torch.float32)
+    log_sum = query.new_empty(rows, heads, dtype=torch.float32)
+    logits = log_sum if not return_mass else log_sum.new_empty(rows, heads, longest)
+    split_kernel[(rows * kv_heads, splits)](
+        query,
+        pointers,
+        lengths,
+        parts,
+        tops,
+        sums,
+        logits,
+        scaling,
+        0.0 if softcap is None else softcap,
+        chunk,
+        splits,
+        longest,
+        kv_heads,
+        group,
+        SOFTCAP=softcap is not None,
+        WEIGHTED=weighted,
+        KEEP_LOGITS=return_mass,
+        **split_options(dim, value_dim, group, query.element_size(), aligned),
+    )
+    reduce_kernel[(rows * heads,)](
+        pointers,
+        lengths,
+        parts,
+        tops,
+        sums,
+        out,
+        log_sum,
+        chunk,
+        splits,
+        heads,
+        VALUE_DIM=value_dim,
+        E=triton.next_power_of_2(value_dim),
+        SPLITS=triton.next_power_of_2(splits),
+        PART=16,
+        num_warps=4,
+    )
+    if not return_mass:
+        return out, None
+    mass = log_sum.new_empty(rows, kv_heads, longest)
+    block = 1024
+    mass_kernel[(rows * kv_heads, -(-longest // block))](
+        pointers, lengths, logits, log_sum, mass, longest, kv_heads, group, BLOCK=block, num_warps=4
+    )
+    return out, mass
+
+
+def append(pointers: Tensor, lengths: Tensor, key: Tensor, value: Tensor) -> None:
+    """`append_entries` on CUDA: one launch."""
+    rows, kv_heads, dim = key.shape
+    value_dim = value.shape[2]
+    append_kernel[(rows * kv_heads,)](
+        pointers,
+        lengths,
+        key.contiguous(),
+        value.contiguous(),
+        kv_heads,
+        DIM=dim,
+        VALUE_DIM=value_dim,
+        D=triton.next_power_of_2(dim),
+        E=triton.next_power_of_2(value_dim),
+        num_warps=1,
+    )

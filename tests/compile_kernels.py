@@ -1,0 +1,180 @@
+"""Compile the Triton kernels for GPUs that need not be there, exactly as they would be launched.
+
+    python tests/compile_kernels.py 90 quick|full     # sm_90; prints one JSON line per kernel compiled
+
+The launchers run on tensors without storage under a driver that only names the target, so every
+constant, type, alignment and option is the one a launch on that GPU would have. Nothing is launched.
+`ptxas` (it comes with Triton) then reports registers and spills.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "0"
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from kvbench.kernels import _triton_decode, _triton_mass, _triton_walk
+
+
+class NamedTarget:
+    """A driver that knows which GPU to compile for and nothing else."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compiled(launch: Callable[[], object]) -> list:
+    """Kernels that `launch` would have started."""
+    kernels = []
+    run = JITFunction.run
+
+    def warm(self, *args, **kwargs):
+        kernel = run(self, *args, **{**kwargs, "warmup": True})
+        kernels.append(kernel)
+        return kernel
+
+    JITFunction.run = warm  # type: ignore[method-assign]
+    try:
+        launch()
+    finally:
+        JITFunction.run = run  # type: ignore[method-assign]
+    return kernels
+
+
+def resources(kernel) -> dict[str, int | str]:
+    """What ptxas says of the kernel's registers and spills; shared memory as Triton asks for it."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    arch = re.search(r"\.target (\w+)", kernel.asm["ptx"])
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(kernel.asm["ptx"])
+        file.flush()
+        command = [str(tool), "-v", f"--gpu-name={arch.group(1)}", file.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return {
+        "kernel": kernel.metadata.name,
+        "shared": kernel.metadata.shared,
+        "registers": int(re.search(r"Used (\d+) registers", said).group(1)),
+        "spills": sum(map(int, re.findall(r"(\d+) bytes spill", said))),
+        "stack": sum(map(int, re.findall(r"(\d+) bytes stack frame", said))),
+        "warps": kernel.metadata.num_warps,
+        "wgmma": kernel.asm["ptx"].count("wgmma.mma_async"),
+        "mma": len(re.findall(r"\bmma\.sync", kernel.asm["ptx"])),
+        "wide_loads": len(
+            re.findall(r"ld\.global[.\w:]*\.v4|cp\.async[.\w]* .*0x10", kernel.asm["ptx"])
+        ),
+    }
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def decode(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, **options: object) -> None:
+    """Eight rows of 16k entries."""
+    _triton_decode.attention(
+        empty(8, heads, dim, dtype=dtype),
+        empty(8, 10, dtype=torch.int64),
+        empty(8, dtype=torch.int64),
+        kv_heads=kv_heads,
+        value_dim=dim,
+        longest=16640,
+        entries=8 * kv_heads * 16640,
+        aligned=True,
+        scaling=dim**-0.5,
+        **{"weighted": True, "softcap": None, "return_mass": False, **options},
+    )
+
+
+def walk(b: int, dim: int, dtype: torch.dtype, **options: object) -> None:
+    """16k tokens of 8 KV heads, a second halving: gathered, weighted, a short last block."""
+    index = empty(1, 8, 16384 // b, b, dtype=torch.int64)
+    _triton_walk.walk(
+        empty(1, 8, 16384, dim, dtype=dtype),
+        empty(1, 8, 16384, dim, dtype=dtype),
+        index,
+        empty(*index.shape),
+        scale=dim**-0.5,
+        offset=0.025,
+        reach=0.25,
+        **{
+            "counts": empty(*index.shape[:3], dtype=torch.int64),
+            "weights": empty(*index.shape),
+            "centre": "mean",
+            **options,
+        },
+    )
+
+
+def cut() -> None:
+    positive, order = empty(8, 16384, dtype=torch.bool), empty(8, 16384, dtype=torch.int64)
+    _triton_walk.cut(positive, order, empty(8, 16384))
+
+
+def mass(m: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, softcap=None) -> None:
+    """The last m of 16k queries."""
+    queries, keys = (
+        empty(1, heads, m, dim, dtype=dtype),
+        empty(1, kv_heads, 16384, dim, dtype=dtype),
+    )
+    _triton_mass.attention_mass(queries, keys, scaling=dim**-0.5, softcap=softcap)
+
+
+def launches(size: str) -> Iterator[tuple[str, Callable[[], object]]]:
+    half, brain, single = torch.float16, torch.bfloat16, torch.float32
+    yield "decode bf16 d=128", lambda: decode(32, 8, 128, brain, return_mass=True)
+    yield "walk bf16 b=256 d=128", lambda: walk(256, 128, brain)
+    yield "cut", cut
+    yield "mass bf16 d=128", lambda: mass(16384, 32, 8, 128, brain)
+    if size == "quick":
+        return
+    for dtype in (half, brain, single):
+        for dim in (32, 64, 128, 256):
+            yield (
+                f"mass {dtype} d={dim}",
+                lambda dtype=dtype, dim=dim: mass(16384, 8, 8, dim, dtype, softcap=50.0),
+            )
+            for b in (64, 128, 256):
+                yield (
+                    f"walk {dtype} b={b} d={dim}",
+                    lambda dtype=dtype, dim=dim, b=b: walk(b, dim, dtype),
+                )
+    for dtype in (half, single):
+        for dim in (32, 64, 128, 256):
+            yield (
+                f"decode {dtype} d={dim}",
+                lambda dtype=dtype, dim=dim: decode(16, 16, dim, dtype, softcap=30.0),
+            )
+
+
+def main() -> None:
+    capability, size = int(sys.argv[1]), sys.argv[2]
+    driver.set_active(NamedTarget(GPUTarget("cuda", capability, 32)))
+    for name, launch in launches(size):
+        for kernel in compiled(launch):
+            print(json.dumps({"launch": name, **resources(kernel)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""Triton kernels in tests: on a GPU for real, elsewhere through Triton's interpreter.
+
+conftest.py sets TRITON_INTERPRET=1 before anything imports triton. Import `triton_only` from here to
+mark tests, and `DEVICE` to place tensors.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HAVE_TRITON = importlib.util.find_spec("triton") is not None
+triton_only = pytest.mark.skipif(not HAVE_TRITON, reason="the package triton is not installed")
+
+
+def _mend_interpreter() -> None:
+    """Two things Triton 3.6's interpreter lacks: numpy >= 2.4 turns no array of one number into an
+    int, which it asks for the bounds of a loop; and it multiplies the bit patterns of bfloat16."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_and_mend(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    dot = interpreter.InterpreterBuilder.create_dot
+
+    def widened(handle):
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        numbers = (handle.data.astype(np.uint32) << 16).view(np.float32)
+        return interpreter.TensorHandle(numbers, tl.float32)
+
+    def dot_of_numbers(self, a, b, *rest):
+        return dot(self, widened(a), widened(b), *rest)
+
+    interpreter._patch_lang_tensor = patch_and_mend
+    interpreter.InterpreterBuilder.create_dot = dot_of_numbers
+
+
+if HAVE_TRITON and DEVICE == "cpu":
+    _mend_interpreter()
