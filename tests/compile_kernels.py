@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from kvbench.kernels import _triton_decode, _triton_mass, _triton_walk
+from kvbench.kernels import _triton_decode, _triton_kcentre, _triton_mass, _triton_walk
 
 
 class NamedTarget:
@@ -107,6 +107,12 @@ def decode(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, **options: o
     )
 
 
+def append(dim: int, dtype: torch.dtype) -> None:
+    table, lengths = empty(8, 10, dtype=torch.int64), empty(8, dtype=torch.int64)
+    new = empty(8, 8, dim, dtype=dtype)
+    _triton_decode.append(table, lengths, new, new)
+
+
 def walk(b: int, dim: int, dtype: torch.dtype, **options: object) -> None:
     """16k tokens of 8 KV heads, a second halving: gathered, weighted, a short last block."""
     index = empty(1, 8, 16384 // b, b, dtype=torch.int64)
@@ -141,16 +147,28 @@ def mass(m: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, softca
     _triton_mass.attention_mass(queries, keys, scaling=dim**-0.5, softcap=softcap)
 
 
+def kcentre(n: int, dim: int, dtype: torch.dtype) -> None:
+    """A quarter of n points of 8 heads."""
+    first = empty(8, dtype=torch.int64)
+    _triton_kcentre.greedy_k_centre(empty(8, n, dim, dtype=dtype), empty(8, n), n // 4, first)
+
+
 def launches(size: str) -> Iterator[tuple[str, Callable[[], object]]]:
     half, brain, single = torch.float16, torch.bfloat16, torch.float32
     yield "decode bf16 d=128", lambda: decode(32, 8, 128, brain, return_mass=True)
+    yield "append bf16 d=128", lambda: append(128, brain)
     yield "walk bf16 b=256 d=128", lambda: walk(256, 128, brain)
     yield "cut", cut
     yield "mass bf16 d=128", lambda: mass(16384, 32, 8, 128, brain)
+    yield "kcentre bf16 d=128", lambda: kcentre(16384, 128, brain)
     if size == "quick":
         return
     for dtype in (half, brain, single):
         for dim in (32, 64, 128, 256):
+            yield (
+                f"kcentre {dtype} d={dim}",
+                lambda dtype=dtype, dim=dim: kcentre(131072, dim, dtype),
+            )
             yield (
                 f"mass {dtype} d={dim}",
                 lambda dtype=dtype, dim=dim: mass(16384, 8, 8, dim, dtype, softcap=50.0),

@@ -1,19 +1,16 @@
 """Triton kernels in tests: on a GPU for real, elsewhere through Triton's interpreter.
 
-conftest.py sets TRITON_INTERPRET=1 before anything imports triton. Import `triton_only` from here to
-mark tests, and `DEVICE` to place tensors.
+conftest.py sets TRITON_INTERPRET=1 before anything imports triton. `DEVICE` is where tensors go.
 """
 
 from __future__ import annotations
 
 import importlib.util
 
-import pytest
 import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HAVE_TRITON = importlib.util.find_spec("triton") is not None
-triton_only = pytest.mark.skipif(not HAVE_TRITON, reason="the package triton is not installed")
 
 
 def _mend_interpreter() -> None:

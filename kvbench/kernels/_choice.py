@@ -56,10 +56,11 @@ def use_triton(operation: str, choice: str, *tensors: Tensor, rows_on_chip: bool
     Raises:
         ValueError: an unknown choice; or a forced `triton` that is not possible.
     """
-    if choice == "auto":
-        choice = os.environ.get(VARIABLE, "auto")
-    if choice not in CHOICES:
-        raise ValueError(f"implementation is {choice!r}; allowed: {', '.join(CHOICES)}")
+    for name in ("implementation", VARIABLE):
+        if name == VARIABLE and choice == "auto":
+            choice = os.environ.get(VARIABLE, "auto")
+        if choice not in CHOICES:
+            raise ValueError(f"{name} is {choice!r}; allowed: {', '.join(CHOICES)}")
     if choice == "torch" or (choice == "auto" and not tensors[0].is_cuda):
         return False
     reason = _obstacle(tensors, rows_on_chip)

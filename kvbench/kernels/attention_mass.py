@@ -49,7 +49,7 @@ def attention_mass(
 
         return _triton_mass.attention_mass(queries, keys, scaling=scaling, softcap=softcap)
     group = heads // kv_heads
-    q = (queries.float() * scaling).view(batch * kv_heads, group, m, dim)
+    q = (queries.float() * scaling).reshape(batch * kv_heads, group, m, dim)
     k = keys.float().reshape(batch * kv_heads, n, dim)
     mass = torch.zeros(batch * kv_heads, group, n, dtype=torch.float32, device=keys.device)
     for head in range(batch * kv_heads):

@@ -5,31 +5,52 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvbench.kernels._choice import use_triton
+
 CANDIDATES = 64
 """Far points looked at together; as many centres as this may be found per pass over the points."""
 
 
-def greedy_k_centre(points: Tensor, count: int, first: Tensor) -> Tensor:
+def greedy_k_centre(
+    points: Tensor, count: int, first: Tensor, *, implementation: str = "auto"
+) -> Tensor:
     """Repeatedly take the point farthest (l2) from the centres chosen so far.
 
-    The farthest points of one moment are mostly those of the next ones too. So the `CANDIDATES`
-    farthest are compared among themselves, and a candidate is taken for as long as its distance to
-    every centre, the new ones included, is no less than the distance of every other point to the
-    old ones (which can only shrink): that makes it the farthest of all. Then one matrix product
-    brings all running minimum distances up to date. The choice is the greedy one exactly, up to
-    ties and rounding; O(n) memory beyond the points.
+    Both implementations make the greedy choice exactly, up to ties and rounding, in O(n) memory
+    beyond the points, by looking again only at points that may be the farthest: see `_torch_greedy`
+    and `_triton_kcentre`.
 
     Args:
         points: [batch, n, dim], any float dtype; distances are computed in float32.
         count: centres wanted, 0 <= count <= n.
         first: [batch] int64, the centre to start from.
+        implementation: auto (Triton on CUDA, torch elsewhere) | triton | torch.
 
     Returns:
         [batch, count] int64, distinct, in the order chosen.
+
+    Raises:
+        ValueError: an impossible count; a forced implementation that is not possible.
+    """
+    if not 0 <= count <= points.shape[1]:
+        raise ValueError(f"{count} centres of {points.shape[1]} points")
+    if count and use_triton("greedy_k_centre", implementation, points):
+        from kvbench.kernels import _triton_kcentre
+
+        x = _origin_free(points) if points.dtype == torch.float32 else points
+        square = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).square_()
+        return _triton_kcentre.greedy_k_centre(x, square, count, first)
+    return _torch_greedy(points, count, first)
+
+
+def _torch_greedy(points: Tensor, count: int, first: Tensor) -> Tensor:
+    """The farthest points of one moment are mostly those of the next ones too. So the `CANDIDATES`
+    farthest are compared among themselves, and a candidate is taken for as long as its distance to
+    every centre, the new ones included, is no less than the distance of every other point to the
+    old ones (which can only shrink): that makes it the farthest of all. Then one matrix product
+    brings all running minimum distances up to date.
     """
     batch, n, _ = points.shape
-    if not 0 <= count <= n:
-        raise ValueError(f"{count} centres of {n} points")
     x = _origin_free(points)
     square = x.square().sum(-1)
     distance = torch.full_like(square, float("inf"))
