@@ -10,7 +10,7 @@ VENV_REFERENCES ?= .venv-references
 PIP_REFERENCES = $(VENV_REFERENCES)/bin/pip install --quiet --disable-pip-version-check \
   -c tests/references/constraints.txt
 
-.PHONY: help setup demo test test-slow test-references lint results reproduce-theory report figures wandb-report train-recall-mini bench clean
+.PHONY: help setup demo test test-slow test-slurm test-references lint results reproduce-theory report figures wandb-report train-recall-mini bench clean
 
 help: ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 22
@@ -32,6 +32,9 @@ test: setup lint ## lint, types, tests
 
 test-slow: setup ## the long tests: many kill points, fuzzing, a sweep on Slurm
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow
+
+test-slurm: setup ## a sweep on a Slurm of this machine (root; installs slurm-wlm where it is missing)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -rs tests/test_slurm.py
 
 test-references: $(VENV_REFERENCES)/.ready ## compare with the real kvpress and minference packages, in $(VENV_REFERENCES)
 	$(VENV_REFERENCES)/bin/python -m pytest tests/references tests/test_adapters.py \

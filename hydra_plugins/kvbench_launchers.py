@@ -7,11 +7,16 @@ found dead without Slurm's accounting, and that several GPUs are fed from one qu
 
 from __future__ import annotations
 
+import io
+import os
 import re
+import signal
 import subprocess
+import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +29,9 @@ from omegaconf import OmegaConf
 
 from kvbench.interrupts import Termination
 from kvbench.jobs import FAILED, USAGE, JobOutcome, Jobs, complain, names
+
+PATIENCE = 30.0
+"""Seconds for workers to finish their examples when the command is interrupted."""
 
 Parameters = tuple[Any, ...]
 """Arguments of `BaseSubmititLauncher.__call__`; the first are the job's overrides."""
@@ -130,9 +138,11 @@ class SlurmLauncher(_Launcher):
         assert self.config is not None
         self.poll_s = float(self.config.launcher.poll_s)
         self._unseen: dict[int, int] = {}
+        said_by_sbatch = io.StringIO()
         try:
             executor = self.executor(self.params["submitit_folder"])
-            jobs = executor.map_array(self, *zip(*(job for _, job in waiting), strict=True))
+            with redirect_stderr(said_by_sbatch):
+                jobs = executor.map_array(self, *zip(*(job for _, job in waiting), strict=True))
         except FailedJobError as error:  # what sbatch said is in it
             said = re.findall(r"^sbatch: error: (.*)", str(error), re.MULTILINE)
             complain(f"Slurm refused the jobs: {said[0] if said else _first_line(error)}")
@@ -142,6 +152,7 @@ class SlurmLauncher(_Launcher):
                 f"launcher=slurm: {_first_line(error)}; allowed: a machine with sbatch and srun"
             )
             raise SystemExit(USAGE) from error
+        print(said_by_sbatch.getvalue(), end="", file=sys.stderr)
         running.update(zip((index for index, _ in waiting), jobs, strict=True))
         waiting.clear()
         complain(f"{len(jobs)} jobs in Slurm: {_array(jobs)}; logs: {jobs[0].paths.folder.parent}")
@@ -212,7 +223,8 @@ class GpuLauncher(_Launcher):
             # A folder for each: submitit names jobs by process ids, which come again.
             folder = self.params["submitit_folder"].replace("%j", f"{index}/%j")
             call = _OnDevice(self._clean(), device, self._workers)
-            running[index] = self.executor(folder).submit(call, *job)
+            with _deaf_to_interrupts():
+                running[index] = self.executor(folder).submit(call, *job)
             self._at[index] = device
 
     def _clean(self) -> BaseSubmititLauncher:
@@ -245,9 +257,14 @@ class GpuLauncher(_Launcher):
         return {index: "killed" for index, job in running.items() if job.state != "RUNNING"}
 
     def abandon(self, jobs: Sequence[Any]) -> None:
-        """Nobody would wait for the workers: they end, too."""
-        for job in jobs:
-            job.cancel(check=False)
+        """Nobody would wait for the workers: each finishes its example and ends."""
+        patience = time.monotonic() + PATIENCE
+        for _ in range(2):  # a second SIGTERM ends the example, too
+            for job in jobs:
+                if job.state == "RUNNING":
+                    os.kill(int(job.job_id), signal.SIGTERM)
+            while time.monotonic() < patience and any(job.state == "RUNNING" for job in jobs):
+                time.sleep(0.1)
 
 
 class _OnDevice:
@@ -259,8 +276,19 @@ class _OnDevice:
     def __call__(self, *job: Any) -> JobReturn:
         from kvbench.devices import see_only
 
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # submitit ignores it
         see_only(self.device, self.workers)
         return self.launcher(*job)
+
+
+@contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    """Processes started here ignore the terminal's Ctrl-C: the command hears it and ends them."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _outcome(job: Any, overrides: Sequence[str], ended: str | None) -> JobOutcome | None:

@@ -172,28 +172,29 @@ def workers_of(parent: int) -> list[int]:
 
 @pytest.mark.slow
 def test_one_of_two_workers_is_killed_and_the_rest_goes_on(tmp_path):
-    alone = start(*SMALL, f"results_dir={tmp_path / 'alone'}")
+    many = [*SMALL[:-1], "task.num_examples=36"]
+    alone = start(*many, f"results_dir={tmp_path / 'alone'}")
     assert alone.wait() == 0
-    command = [*SMALL, "launcher=gpus", "launcher.workers=2", "shards=4"]
+    command = [*many, "launcher=gpus", "launcher.workers=2", "shards=3"]
     command += [f"results_dir={tmp_path / 'split'}"]
     first = start(*command)
-    while not list((tmp_path / "split").rglob("records-1of4.jsonl")):
+    while len(list((tmp_path / "split").rglob("records-*.jsonl"))) < 4:  # two runs, two shards
         assert first.poll() is None
         time.sleep(0.02)
-    victims = workers_of(first.pid)
-    assert len(victims) == 2, "one process per worker"
-    os.kill(victims[0], signal.SIGKILL)
+    workers = workers_of(first.pid)
+    assert len(workers) == 2, "one process per worker"
+    os.kill(workers[0], signal.SIGKILL)
     out, err = first.communicate()
     assert first.returncode == FAILED
     assert "Traceback" not in err
     assert err.count("ended without a result (killed)") == 1
-    assert "4 jobs, 1 of them failed" in out
+    assert "3 jobs, 1 of them failed" in out
     before = sum(map(len, records(tmp_path / "split").values()))
-    assert 12 <= before < 16, "three of four shards are there"
+    assert 48 <= before < 72, "two of three shards are there"
     again = start(*command)
     out, err = again.communicate()
     assert again.returncode == 0, err
-    assert "4 jobs, all well" in out
+    assert "3 jobs, all well" in out
     assert records(tmp_path / "split") == records(tmp_path / "alone")
     environment = json.loads(next((tmp_path / "split").rglob("manifest.json")).read_text())
     assert "launcher=gpus" in environment["command"], "what the user typed"

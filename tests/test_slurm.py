@@ -1,0 +1,127 @@
+"""A sweep on a real Slurm of this machine: killed, cancelled and preempted jobs lose nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from test_launchers import SMALL, records, start
+
+from kvbench.jobs import FAILED, USAGE
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = Path(__file__).parents[1] / "scripts/slurm_one_node.sh"
+CANNOT_INSTALL = 3
+SWEEP = [*SMALL[:2], "-m", "task=longeval_lines,longeval_redundant", "method=[exact,h2o]"]
+SWEEP += ["task.num_lines=[20]", "task.num_examples=24"]
+SLURM = ["launcher=slurm", "shards=2", "launcher.poll_s=1", "launcher.cpus_per_task=1"]
+SLURM += ["launcher.gpus_per_node=null", "launcher.mem_gb=null"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """Slurm on loopback, with a CPU for each of four jobs, for as long as these tests run."""
+    with pytest.MonkeyPatch.context() as patch:
+        # not below pytest's folder: munge wants one that everybody may enter
+        patch.setenv("SLURM_ONE_NODE", tempfile.mkdtemp(prefix="slurm-"))
+        patch.setenv("SLURM_ONE_NODE_CPUS", "4")
+        started = subprocess.run([SCRIPT, "start"], stderr=subprocess.PIPE, text=True, check=False)
+        if started.returncode == CANNOT_INSTALL:
+            pytest.skip(started.stderr.strip())
+        try:
+            assert started.returncode == 0, started.stderr
+            said = subprocess.run([SCRIPT, "env"], capture_output=True, text=True, check=True)
+            name, _, value = said.stdout.strip().removeprefix("export ").partition("=")
+            patch.setenv(name, value)
+            yield
+        finally:
+            subprocess.run([SCRIPT, "stop"], check=True)
+
+
+def wait_for(
+    what: Callable[[], object], process: subprocess.Popen[str], seconds: float = 240
+) -> None:
+    """Until `what` is true, while the command waits for its jobs."""
+    end = time.monotonic() + seconds
+    while not what():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end, "took too long"
+        time.sleep(0.1)
+
+
+def lines(results: Path, task: str, part: str) -> int:
+    """Fewest records that a run of the task has in this shard's file."""
+    files = list(results.glob(f"default/*/{task}/*/records-{part}.jsonl"))
+    return min((path.read_bytes().count(b"\n") for path in files), default=0)
+
+
+def writer(results: Path, task: str, part: str) -> int | None:
+    """The process that writes this shard, as its lock says."""
+    for path in results.glob(f"default/*/{task}/h2o-*/.holder-{part}"):
+        return int(json.loads(path.read_text() or "{}").get("pid", 0)) or None
+    return None
+
+
+def array(process: subprocess.Popen[str]) -> str:
+    """The number of the job array that the command submitted."""
+    assert process.stderr is not None
+    head = process.stderr.readline()
+    assert "4 jobs in Slurm: " in head, head + process.stderr.read()
+    return head.partition("4 jobs in Slurm: ")[2].partition(";")[0]
+
+
+def slurm(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_cancelled_killed_and_preempted_jobs_go_on_where_they_were(tmp_path):
+    whole, spread = tmp_path / "whole", tmp_path / "spread"
+    first = start(*SWEEP, *SLURM, f"results_dir={spread}")
+    jobs = array(first)
+    wait_for(lambda: lines(spread, "longeval_lines", "1of2") >= 2, first)
+    slurm("scancel", f"{jobs}_0")
+    wait_for(lambda: lines(spread, "longeval_redundant", "2of2") >= 2, first)
+    victim = writer(spread, "longeval_redundant", "2of2")
+    assert victim is not None
+    subprocess.run(["kill", "-9", str(victim)], check=True)
+    out, err = first.communicate()
+    assert first.returncode == FAILED, err
+    assert "Traceback" not in err
+    assert err.count("ended without a result") == 2, err
+    assert f"job {jobs}_0 ended without a result (CANCELLED)" in err
+    assert f"job {jobs}_3 ended without a result (FAILED)" in err
+    assert "4 jobs, 2 of them failed" in out
+    assert lines(spread, "longeval_lines", "1of2") < 24
+    assert lines(spread, "longeval_redundant", "2of2") < 24
+
+    second = start(*SWEEP, *SLURM, f"results_dir={spread}")
+    jobs = array(second)
+    wait_for(lambda: writer(spread, "longeval_lines", "1of2") is not None, second)
+    preempted = writer(spread, "longeval_lines", "1of2")
+    slurm("scancel", "--signal=USR2", f"{jobs}_0")  # what Slurm sends before a time limit
+    wait_for(lambda: writer(spread, "longeval_lines", "1of2") != preempted, second)
+    out, err = second.communicate()
+    assert second.returncode == 0, err
+    assert "4 jobs, all well" in out
+    assert "Restarts=1" in slurm("scontrol", "show", "job", f"{jobs}_0")
+
+    alone = start(*SWEEP, f"results_dir={whole}")
+    out, err = alone.communicate()
+    assert alone.returncode == 0, err
+    expected = records(whole)
+    assert len(expected) == 4
+    assert {len(rows) for rows in expected.values()} == {24}
+    assert records(spread) == expected
+
+
+def test_what_slurm_refuses_is_one_line(tmp_path):
+    refused = start(*SWEEP, *SLURM, "launcher.partition=nope", f"results_dir={tmp_path}")
+    _, err = refused.communicate()
+    assert refused.returncode == USAGE
+    assert err == "kvbench: Slurm refused the jobs: invalid partition specified: nope\n"
