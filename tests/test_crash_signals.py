@@ -19,12 +19,14 @@ from test_cli import FAST
 from kvbench.interrupts import Terminated, Termination
 from kvbench.store import load_runs
 
-JOB = [*FAST, "task.num_examples=24", "task.max_new_tokens=8"]
-FEW = [*FAST, "task.num_examples=3", "task.max_new_tokens=2"]
+EXAMPLES = 40
+JOB = [*FAST, f"task.num_examples={EXAMPLES}", "task.max_new_tokens=6"]
+FEW = [*JOB, "limit=3"]
+Records = Mapping[str, list[dict[str, Any]]]
 TIMES = ("prefill_s", "compress_s", "decode_s")
 
 
-def records(folder: Path) -> dict[str, list[dict[str, Any]]]:
+def records(folder: Path) -> Records:
     """Records by run folder, without what a clock measured."""
     return whole_rows(list(folder.glob("results/**/records.jsonl")), TIMES)
 
@@ -64,55 +66,48 @@ def one_line(err: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(
-    server: ForkServer, tmp_path_factory: pytest.TempPathFactory
-) -> Mapping[str, list[dict[str, Any]]]:
+def undisturbed(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Records:
     """What `JOB` gives when nothing happens."""
     folder = tmp_path_factory.mktemp("undisturbed")
     assert server.kvbench(folder, *JOB).wait() == 0
     return records(folder)
 
 
-def test_sigterm_ends_after_the_example_in_progress_and_the_next_start_goes_on(
-    server: ForkServer, tmp_path: Path, undisturbed: Mapping[str, Any]
+def first_of_each(whole: Records, count: int) -> Records:
+    return {name: rows[:count] for name, rows in whole.items()}
+
+
+def test_terminated_killed_interrupted_the_next_start_goes_on(
+    server: ForkServer, tmp_path: Path, undisturbed: Records
 ) -> None:
+    """One run, stopped in three ways, one start after the other."""
     child = server.kvbench(tmp_path, *JOB)
-    wait_for_records(tmp_path, child, 5)
+    wait_for_records(tmp_path, child, 3)
     child.signal(signal.SIGTERM)
     assert child.wait() == 143
     assert one_line(child.err.read_text()) == (
         "kvbench: terminated; what is done is on disk, the same command goes on from there"
     )
-    found = records(tmp_path)
-    counts = {len(rows) for rows in found.values()}
+    counts = {len(rows) for rows in records(tmp_path).values()}
     assert len(counts) == 1, "an example that was begun is finished with every method"
-    assert 3 <= counts.pop() < 24
-    assert not (tmp_path / "results/default/report.html").exists()
+    done = counts.pop()
+    assert 2 <= done < EXAMPLES
+    assert records(tmp_path) == first_of_each(undisturbed, done)
+    for number, status in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)):
+        before = sum(map(len, records(tmp_path).values()))
+        child = server.kvbench(tmp_path, *JOB)
+        wait_for_records(tmp_path, child, before + 5)
+        child.signal(number)
+        assert child.wait() == status
+        assert "Traceback" not in child.err.read_text()
+    assert not (tmp_path / "results/default/report.html").exists(), "nobody waited for a page"
     assert server.kvbench(tmp_path, *JOB).wait() == 0
     assert records(tmp_path) == undisturbed
-
-
-@pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)]
-)
-def test_killed_or_interrupted_the_next_start_goes_on(
-    server: ForkServer,
-    tmp_path: Path,
-    undisturbed: Mapping[str, Any],
-    number: signal.Signals,
-    status: int,
-) -> None:
-    child = server.kvbench(tmp_path, *JOB)
-    wait_for_records(tmp_path, child, 5)
-    child.signal(number)
-    assert child.wait() == status
-    assert "Traceback" not in child.err.read_text()
-    assert server.kvbench(tmp_path, *JOB).wait() == 0
-    assert records(tmp_path) == undisturbed
+    assert (tmp_path / "results/default/report.html").exists()
 
 
 def test_two_at_once_share_nothing_and_lose_nothing(
-    server: ForkServer, tmp_path: Path, undisturbed: Mapping[str, Any]
+    server: ForkServer, tmp_path: Path, undisturbed: Records
 ) -> None:
     first = server.kvbench(tmp_path, *JOB)
     wait_for_records(tmp_path, first, 2)
@@ -160,15 +155,14 @@ def test_termination_between_examples_and_a_second_time_is_at_once() -> None:
     assert order == ["waits"]
 
 
-def test_a_full_disk_is_one_line_and_the_records_stay(server: ForkServer, tmp_path: Path) -> None:
+def test_a_full_disk_is_one_line_and_the_records_stay(
+    server: ForkServer, tmp_path: Path, undisturbed: Records
+) -> None:
     """A disk that is full at many points of a run in turn, the last of them after its records."""
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    assert server.kvbench(whole, *FEW).wait() == 0
     said, kept = [], []
     with mounted(tmp_path / "results", "-t", "tmpfs", "-o", "size=512k", "tmpfs") as disk:
         ballast = disk / "ballast"
-        for room in (0, 4, 12, 20, 32, 48, 96):
+        for room in (0, 4, 12, 24, 96):
             ballast.write_bytes(b"")
             taken = os.statvfs(disk).f_bavail * 4 - room
             ballast.write_bytes(b"\0" * (taken * 1024))
@@ -183,13 +177,13 @@ def test_a_full_disk_is_one_line_and_the_records_stay(server: ForkServer, tmp_pa
         assert kept == sorted(kept), "nothing written is lost"
         assert kept[0] == 0
         assert "cannot write the report" in said[-1], "the records were there, the page was not"
-        assert records(tmp_path) == records(whole)
+        assert records(tmp_path) == first_of_each(undisturbed, 3)
 
 
 def test_a_read_only_results_folder_is_one_line_and_nothing_is_lost(
-    server: ForkServer, tmp_path: Path
+    server: ForkServer, tmp_path: Path, undisturbed: Records
 ) -> None:
-    assert server.kvbench(tmp_path, *FEW, "limit=1").wait() == 0
+    assert server.kvbench(tmp_path, *JOB, "limit=1").wait() == 0
     before = records(tmp_path)
     results = tmp_path / "results"
     with mounted(results, "--bind", str(results)):
@@ -206,7 +200,4 @@ def test_a_read_only_results_folder_is_one_line_and_nothing_is_lost(
         assert server.kvbench(tmp_path, *FEW, "dry_run=true").wait() == 0
     assert records(tmp_path) == before
     assert server.kvbench(tmp_path, *FEW).wait() == 0
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    assert server.kvbench(whole, *FEW).wait() == 0
-    assert records(tmp_path) == records(whole)
+    assert records(tmp_path) == first_of_each(undisturbed, 3)
