@@ -13,7 +13,7 @@ PIP_REFERENCES = $(VENV_REFERENCES)/bin/pip install --quiet --disable-pip-versio
 .PHONY: help setup demo test test-slow test-slurm test-references lint results reproduce-theory report figures wandb-report train-recall-mini bench clean
 
 help: ## show the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 22
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 22
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("kvbench needs Python 3.11 or newer") if sys.version_info < (3, 11) else None'
@@ -83,6 +83,28 @@ wandb-report: setup ## a W&B report, sent if WANDB_API_KEY is set: make wandb-re
 
 train-recall-mini: setup ## train the shipped model again (an hour on one core)
 	$(BIN)/python scripts/train_recall_mini.py
+
+.PHONY: reproduce-table2 reproduce-h2o-table3 reproduce-h2o-table5 bench-throughput
+reproduce-table2: setup ## BalanceKV's Table 2: seconds of prefill and decoding (a GPU of 40 GB)
+	$(BIN)/python -m kvbench experiment=throughput_balancekv_table2 results_dir=$(RESULTS)
+
+reproduce-h2o-table3: setup ## H2O's Table 3: tokens/s at the largest batch that fits (OPT-30B: 80 GB)
+	$(BIN)/python -m kvbench experiment=throughput_h2o_table3 results_dir=$(RESULTS)
+	$(BIN)/python -m kvbench experiment=throughput_h2o_table3 model=opt_30b results_dir=$(RESULTS)
+
+reproduce-h2o-table5: setup ## H2O's Table 5: latency at equal batch (a GPU of 80 GB)
+	$(BIN)/python -m kvbench experiment=throughput_h2o_table5 results_dir=$(RESULTS)
+	$(BIN)/python -m kvbench experiment=throughput_h2o_table5 model=opt_13b \
+	  'task.settings=[[5000,5000,4]]' results_dir=$(RESULTS)
+	$(BIN)/python -m kvbench experiment=throughput_h2o_table5 model=opt_30b \
+	  'task.settings=[[7000,1024,1]]' results_dir=$(RESULTS)
+
+# On a GPU with the real architecture: make bench-throughput MODEL=llama31_8b_instruct CONTEXT=4096,16384,65536,130816
+MODEL ?= recall_mini
+CONTEXT ?= 1024,2048,4096
+bench-throughput: setup ## seconds and memory by context, beside transformers' caches: MODEL=, CONTEXT=
+	$(BIN)/python -m kvbench experiment=throughput_context model=$(MODEL) \
+	  'task.prompt_tokens=[$(CONTEXT)]' results_dir=$(RESULTS)
 
 bench: setup ## what sharing a prefill saves, what compression costs
 	$(BIN)/python scripts/bench_sharing.py

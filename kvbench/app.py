@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from kvbench.engine.session import Session
 from kvbench.interrupts import Termination
 from kvbench.kv import Budget, KVError
 from kvbench.nearest import nearest
-from kvbench.plan import Plan, TaskPlan
+from kvbench.plan import BringsRows, Plan, TaskPlan
 from kvbench.progress import progress_display
 from kvbench.report.build import build_report, views_of
 from kvbench.report.console import print_views
@@ -30,6 +31,8 @@ from kvbench.runner import Job, JobResult, run_job
 from kvbench.shards import Shard
 from kvbench.store import load_run, record_files
 from kvbench.tasks.base import Task
+
+log = logging.getLogger(__name__)
 
 KEYS = (
     *(
@@ -80,6 +83,15 @@ def build_job(config: DictConfig) -> Job:
         method.quantization()
     task = instantiate(config.task, _convert_="all")
     plan: Plan = TaskPlan(task) if isinstance(task, Task) else task
+    configured: Any = plain["methods"]
+    method_configs: dict[str, Any] = dict(configured)
+    if isinstance(plan, BringsRows):  # ways to generate that are no methods of ours
+        rows, left_out = plan.rows()
+        for label, row in rows.items():
+            methods[label] = (row, budget)
+            method_configs[label] = {"row_of": task.name, "name": label}
+        for reason in left_out.values():
+            log.warning("left out: %s", reason)
     session = Session(
         spec=spec,
         device=device,
@@ -90,7 +102,6 @@ def build_job(config: DictConfig) -> Job:
         prefill=config.prefill,
         chunk_tokens=config.chunk_tokens,
     )
-    method_configs: Any = plain["methods"]
     task_config: Any = plain["task"]
     budget_config: Any = plain["budget"]
     return Job(

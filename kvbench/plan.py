@@ -77,6 +77,15 @@ class BatchPlan(Plan, Protocol):
         ...
 
 
+@runtime_checkable
+class BringsRows(Protocol):
+    """A plan that has rows of its own beside the job's methods."""
+
+    def rows(self) -> tuple[Mapping[str, Method], Mapping[str, str]]:
+        """Rows by label; and labels asked for that cannot run here, each with one line why."""
+        ...
+
+
 def status_of(error: BaseException) -> str:
     """The record status an exception stands for."""
     if isinstance(error, BudgetExceeded):

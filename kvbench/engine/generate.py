@@ -100,6 +100,7 @@ class Prompt:
         methods: by label, each with its budget; one fork each.
         stopping: when its generations end.
         example_id: what the methods' draws depend on, beside seed and layer.
+        room: new tokens to reserve memory for, None: `stopping.max_new_tokens`.
     """
 
     context_ids: Sequence[int]
@@ -107,6 +108,7 @@ class Prompt:
     methods: Mapping[str, tuple[Method, Budget]]
     stopping: Stopping
     example_id: str
+    room: int | None = None
 
 
 @dataclass
@@ -198,7 +200,7 @@ def _read(
     head, tail = [*prompt.context_ids, *question], list[int]()
     if compress_after == "context":
         head, tail = list(prompt.context_ids), question
-    room = len(tail) + prompt.stopping.max_new_tokens
+    room = len(tail) + max(prompt.room or 0, prompt.stopping.max_new_tokens)
     forks = [
         Fork(label, method, budget, seed, prompt.example_id, room=room)
         for label, (method, budget) in prompt.methods.items()

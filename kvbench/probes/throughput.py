@@ -1,129 +1,336 @@
-"""Seconds, memory and tokens per second of each method alone (BalanceKV, section 4.4, Table 2)."""
+"""Seconds, memory and tokens per second of each method alone, beside what users run otherwise.
+
+BalanceKV (arXiv 2502.07861), section 4.4, Table 2: seconds of prefill and decoding. H2O (arXiv
+2306.14048), Tables 3 and 5: tokens per second, the largest batch that fits, latency at equal batch.
+"""
 
 from __future__ import annotations
 
-import resource
-import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
-from kvbench.engine.generate import Generation, Stopping, run_forks
+from kvbench.engine import memory
+from kvbench.engine.faults import free_memory
+from kvbench.engine.generate import Prompt, Stopping, run_batch
 from kvbench.engine.session import Session
-from kvbench.kv import KVError
-from kvbench.plan import Methods, Outcome, Unit, measured
+from kvbench.kv import Budget, KVError
+from kvbench.methods.base import Method
+from kvbench.plan import Methods, Outcome, Unit, measured, one_line, status_of
+from kvbench.probes.baselines import Baseline, baselines_of
+from kvbench.probes.largest import largest_batch
 from kvbench.tasks.base import TaskError
+
+REFERENCE = "exact"
+"""The method that the others' times are divided by."""
+
+LARGEST = "largest"
+"""A batch size: for each method, the largest that fits."""
+
+WARM_UP_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What one measurement generates: `batch` prompts, `new_tokens` each."""
+
+    prompt_tokens: int
+    new_tokens: int
+    batch: int | str
+    rate: float | None
+
+    def __str__(self) -> str:
+        rate = "" if self.rate is None else f"/rate{self.rate:g}"
+        return f"n{self.prompt_tokens}+{self.new_tokens}/b{self.batch}{rate}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """A random prompt, a fixed number of new tokens, every method with a prefill of its own.
+    """Random prompts, a fixed number of new tokens, every method with prefills of its own.
 
     Nothing is shared between methods, the device is synchronised before every clock reading, and one
-    warm-up run per method and length is left out. End tokens do not end the generation.
+    warm-up run per method and setting is left out. End tokens do not end the generation. A batch is
+    so many different prompts, each prefilled alone, all decoded together. In every run the methods
+    take turns, the exact cache first, so that drift favours nobody and ratios are of one moment.
 
     Attributes:
-        prompt_tokens: prompt lengths (the paper: 16384).
-        new_tokens: tokens generated (the paper: 1024).
-        runs: measured runs per method and length (the paper: 10).
+        prompt_tokens: prompt lengths (BalanceKV: 16384).
+        new_tokens: tokens generated (BalanceKV: 1024), one number or several.
+        batch: batch sizes; "largest": for each method, the largest that fits.
+        settings: in place of these three, a list of (prompt tokens, new tokens, batch).
+        rates: budgets to measure, in place of the job's one.
+        runs: measured runs per method and setting (BalanceKV: 10).
+        baselines: names of `kvbench.probes.baselines`, rows beside the methods.
+        most_batch: where the search for the largest batch ends.
     """
 
     name: ClassVar[str] = "throughput"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
 
     prompt_tokens: Sequence[int] = (16384,)
-    new_tokens: int = 1024
+    new_tokens: int | Sequence[int] = 1024
+    batch: Sequence[int | str] = (1,)
+    settings: Sequence[Sequence[int | str]] = ()
+    rates: Sequence[float] = ()
     runs: int = 10
-    _warm: set[tuple[int, str]] = field(default_factory=set, init=False, repr=False, compare=False)
+    baselines: Sequence[str] = ()
+    most_batch: int = 1024
+    _warm: set[tuple[Setting, str]] = field(
+        default_factory=set, init=False, repr=False, compare=False
+    )
+    _largest: dict[tuple[Setting, str], int] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _failed: dict[tuple[Setting, str], dict[str, Any]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         for name, values in (
-            ("prompt_tokens", self.prompt_tokens),
-            ("new_tokens", [self.new_tokens]),
+            ("prompt_tokens", [s.prompt_tokens for s in self._settings()]),
+            ("new_tokens", [s.new_tokens for s in self._settings()]),
             ("runs", [self.runs]),
+            ("most_batch", [self.most_batch]),
         ):
             for value in values:
-                if value < 1:
+                if not _counts(value):
                     raise TaskError(f"task.{name} has {value}; allowed: integers >= 1")
+        for setting in self._settings():
+            if setting.batch != LARGEST and not _counts(setting.batch):
+                raise TaskError(
+                    f"task.batch has {setting.batch}; allowed: integers >= 1, or {LARGEST}"
+                )
+        for rate in self.rates:
+            Budget(rate=rate)
+        baselines_of(self.baselines)
+
+    def _settings(self) -> list[Setting]:
+        """What is measured, without the runs."""
+        several = isinstance(self.new_tokens, Sequence)
+        new_tokens: Any = self.new_tokens if several else [self.new_tokens]
+        cells: Any = self.settings or [
+            (n, new, batch)
+            for n in self.prompt_tokens
+            for new in new_tokens
+            for batch in self.batch
+        ]
+        for cell in cells:
+            if len(cell) != 3:
+                raise TaskError(
+                    f"task.settings has {list(cell)}; allowed: [prompt tokens, new tokens, batch]"
+                )
+        rates: Sequence[float | None] = self.rates or [None]
+        return [Setting(n, new, batch, rate) for n, new, batch in cells for rate in rates]
+
+    def rows(self) -> tuple[dict[str, Method], dict[str, str]]:
+        """The baselines that can run here, and of the others why not, by label."""
+        asked = baselines_of(self.baselines)
+        reasons = {label: baseline.obstacle() for label, baseline in asked.items()}
+        runnable: dict[str, Method] = {k: b for k, b in asked.items() if reasons[k] is None}
+        return runnable, {label: reason for label, reason in reasons.items() if reason is not None}
 
     def meta(self) -> dict[str, Any]:
-        """See `kvbench.plan.Plan.meta`."""
+        """See `kvbench.plan.Plan.meta`; `left_out`: baselines that cannot run here, and why."""
         return {
             "version": self.version,
             "score_unit": "tokens/s",
             "lower_is_better": False,
-            "breakdown": ["prompt_tokens"] if len(self.prompt_tokens) > 1 else [],
+            "breakdown": ["prompt_tokens"] if len(self._settings()) > 1 else [],
             "figures": [{"kind": "throughput"}],
+            "reference": REFERENCE,
+            "left_out": self.rows()[1],
         }
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
-        """One unit per (length, method, run): methods take turns, so that drift favours nobody.
+        """One unit per (setting, run).
 
         Raises:
-            KVError: sink + window longer than a prompt.
+            KVError: sink + window longer than a prompt, or a prompt longer than the model reads.
         """
-        for label, (method, budget) in methods.items():
-            for n in self.prompt_tokens:
+        limit = (session.spec.architecture or {}).get("max_position_embeddings")
+        for setting in self._settings():
+            n, new = setting.prompt_tokens, setting.new_tokens
+            if isinstance(limit, int) and n + new > limit:
+                raise KVError(
+                    f"{n} prompt and {new} new tokens are {n + new}; model {session.spec.name} has "
+                    f"{limit} positions (random weights may have more: "
+                    "model.architecture.max_position_embeddings)"
+                )
+            for label, (method, budget) in methods.items():
                 if method.uses_budget and budget.sink + budget.window > n:
                     raise KVError(
                         f"budget.sink + budget.window is {budget.sink + budget.window}; the prompt "
                         f"has {n} tokens, so {label!r} would compress nothing; allowed: at most {n}"
                     )
         return [
-            Unit(f"n{n}/run{run}", (f"n{n}/run{run}",), (n, run))
-            for n in self.prompt_tokens
+            Unit(f"{s}/run{run}", (f"{s}/run{run}",), (s.prompt_tokens, s, run))
+            for s in self._settings()
             for run in range(self.runs)
         ]
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
         """Each method in turn; before the first measured run of a process, a warm-up of each."""
-        n, run = unit.payload
-        vocabulary = session.model.config.get_text_config().vocab_size
-        generator = torch.Generator().manual_seed(session.seed)
-        ids = torch.randint(vocabulary, (n,), generator=generator).tolist()
-        for label in methods:
-            one = {label: methods[label]}
-            if (n, label) not in self._warm:
-                _once(session, ids, one, self.new_tokens)
-                self._warm.add((n, label))
-            _reset_peak(session.device)
-            result = _once(session, ids, one, self.new_tokens)[label]
-            fields = {**measured(result), "run": run, "prompt_tokens": n, "dataset": f"n{n}"}
+        _, setting, run = unit.payload
+        reference: dict[str, Any] = {}
+        for label in sorted(methods, key=lambda label: label != REFERENCE):
             method, budget = methods[label]
-            fields["capacity"] = budget.capacity(n) if method.saves_memory else n
-            fields["peak_bytes"] = _peak_bytes(session.device)
-            if result.failure is None:
-                total = result.prefill_s + result.compress_s + result.decode_s
-                fields["tokens_per_s"] = fields["score"] = result.new_tokens / total
-                fields["prefill_compress_s"] = result.prefill_s + result.compress_s
+            if setting.rate is not None:
+                budget = replace(budget, rate=setting.rate)
+            fields = self._measure(setting, label, method, budget, session)
+            if label == REFERENCE:
+                reference = fields
+            n = setting.prompt_tokens
+            fields = {
+                "dataset": str(setting),
+                "prompt_tokens": n,
+                "asked_new_tokens": setting.new_tokens,
+                "asked_batch": str(setting.batch),
+                "asked_rate": setting.rate,
+                "capacity": budget.capacity(n) if method.saves_memory else n,
+                "run": run,
+                "runs": self.runs,
+                **fields,
+                **_ratios(fields, reference),
+            }
             yield Outcome(label, unit.id, fields)
 
+    def _measure(
+        self, setting: Setting, label: str, method: Method, budget: Budget, session: Session
+    ) -> dict[str, Any]:
+        """One measured run; what failed once in this process is not tried again."""
+        key = (setting, label)
+        if key in self._failed:
+            return dict(self._failed[key])
+        try:
+            batch = self._batch(setting, label, method, budget, session)
+            if key not in self._warm:
+                few = setting.new_tokens
+                if not isinstance(method, Baseline):  # a static cache is compiled for its length
+                    few = min(few, WARM_UP_TOKENS)
+                _generate(session, setting, batch, label, method, budget, new_tokens=few)
+                self._warm.add(key)
+            free_memory(session.device)
+            known = memory.reset_peak(session.device)
+            before = memory.used_bytes(session.device)
+            fields = _generate(session, setting, batch, label, method, budget)
+        except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
+            self._failed[key] = {"status": status_of(failure), "error": one_line(failure)}
+            failed = True
+        else:
+            failed = False
+        if failed:
+            free_memory(session.device)  # out of the except block: the traceback is gone
+            return dict(self._failed[key])
+        peak = memory.peak_bytes(session.device) if known else None
+        seconds = fields["prefill_s"] + (fields["compress_s"] or 0.0) + fields["decode_s"]
+        rate = batch * fields["new_tokens"] / seconds
+        return fields | {
+            "batch": batch,
+            "latency_s": seconds,
+            "prefill_compress_s": fields["prefill_s"] + (fields["compress_s"] or 0.0),
+            "tokens_per_s": rate,
+            "score": rate,
+            "decode_tokens_per_s": _over(batch * (fields["new_tokens"] - 1), fields["decode_s"]),
+            "peak_bytes": peak,
+            "bytes_before": before,
+            "peak_is": "allocated" if session.device.type == "cuda" else "resident",
+        }
 
-def _once(
-    session: Session, ids: list[int], methods: Methods, new_tokens: int
-) -> dict[str, Generation]:
-    return run_forks(
+    def _batch(
+        self, setting: Setting, label: str, method: Method, budget: Budget, session: Session
+    ) -> int:
+        """How many prompts at once."""
+        if isinstance(setting.batch, int):
+            return setting.batch
+        key = (setting, label)
+        if key not in self._largest:
+            few = setting.new_tokens if isinstance(method, Baseline) else 2
+
+            def trial(batch: int) -> object:
+                return _generate(session, setting, batch, label, method, budget, new_tokens=few)
+
+            self._largest[key] = largest_batch(trial, session.device, self.most_batch)
+        return self._largest[key]
+
+
+def _generate(
+    session: Session,
+    setting: Setting,
+    batch: int,
+    label: str,
+    method: Method,
+    budget: Budget,
+    *,
+    new_tokens: int | None = None,
+) -> dict[str, Any]:
+    """Generate once; record fields of the whole batch, its bytes summed over the rows.
+
+    Raises:
+        Exception: whatever stopped any of the rows.
+    """
+    ids = _random_ids(session, setting.prompt_tokens, batch)
+    new = setting.new_tokens if new_tokens is None else new_tokens
+    if isinstance(method, Baseline):
+        times = method.generate(session.model, ids.to(session.model.device), new, budget)
+        return {
+            "prefill_s": times.prefill_s,
+            "compress_s": None,
+            "decode_s": times.decode_s,
+            "new_tokens": times.new_tokens,
+            "cache_bytes_end": times.cache_bytes,
+        }
+    prompts = [
+        Prompt(
+            row, [], {label: (method, budget)}, Stopping(new), f"throughput{i}", setting.new_tokens
+        )
+        for i, row in enumerate(ids.tolist())
+    ]
+    answers = run_batch(
         session.model,
-        ids,
-        [],
-        dict(methods),
-        Stopping(new_tokens),
+        prompts,
         seed=session.seed,
-        example_id="throughput",
         chunk_tokens=session.chunk_tokens if session.prefill == "chunked" else None,
     )
+    results = [answer[label] for answer in answers]
+    for result in results:
+        if result.failure is not None:
+            raise result.failure
+    first = measured(results[0])
+    summed = {
+        name: sum(getattr(result, name) for result in results)
+        for name in (
+            *("prefill_s", "compress_s", "decode_s"),
+            *("cache_bytes", "cache_bytes_end", "exact_bytes"),
+        )
+    }
+    return first | summed
 
 
-def _reset_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+def _random_ids(session: Session, n: int, batch: int) -> Tensor:
+    """Prompts [batch, n] of random tokens; a prompt is the same whatever the batch."""
+    vocabulary = session.model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(session.seed)
+    return torch.randint(vocabulary, (batch, n), generator=generator)
 
 
-def _peak_bytes(device: torch.device) -> int:
-    """Peak memory: of the device since the run began, or on a CPU of the process since it began."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+def _ratios(fields: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, Any]:
+    """How a row compares with the exact cache of the same unit; null where there is none."""
+    whole, ours = reference.get("tokens_per_s"), fields.get("tokens_per_s")
+    if whole is None or ours is None:
+        return {"speedup": None, "decode_speedup": None, "prefill_ratio": None}
+    return {
+        "speedup": ours / whole,
+        "decode_speedup": _over(fields["decode_tokens_per_s"], reference["decode_tokens_per_s"]),
+        "prefill_ratio": _over(fields["prefill_compress_s"], reference["prefill_compress_s"]),
+    }
+
+
+def _over(a: float | None, b: float | None) -> float | None:
+    return None if a is None or not b else a / b
+
+
+def _counts(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -197,10 +197,14 @@ def timing_view(task: str, model: str, timings: Sequence[Timing]) -> View:
         columns=(
             "method",
             "prompt + new tokens",
+            "batch",
             "prefill + compress s",
+            "/ exact's",
             "decode s",
             "tokens/s",
+            "x exact's",
             "decode tokens/s",
+            "x exact's ",
             "peak memory",
             "cache",
             "ratio",
@@ -211,10 +215,14 @@ def timing_view(task: str, model: str, timings: Sequence[Timing]) -> View:
             (
                 t.arm.label,
                 t.setting,
+                MISSING if math.isnan(t.batch) else f"{t.batch:g}",
                 " / ".join(map(number, t.prefill_s)),
+                number(t.prefill_ratio),
                 " / ".join(map(number, t.decode_s)),
                 number(t.tokens_per_s),
+                number(t.speedup),
                 number(t.decode_tokens_per_s),
+                number(t.decode_speedup),
                 size(t.peak_bytes),
                 size(t.cache_bytes),
                 number(t.ratio),
@@ -224,8 +232,9 @@ def timing_view(task: str, model: str, timings: Sequence[Timing]) -> View:
             for t in timings
         ),
         notes=(
-            "No prefill is shared. tokens/s are medians: new tokens over the time of prefill,"
-            " compression and decoding, and over decoding alone.",
+            "No prefill is shared. tokens/s are medians: new tokens of the whole batch over the time"
+            " of prefill, compression and decoding, and over decoding alone. Ratios are medians of"
+            " those to the exact cache in the same run.",
         ),
     )
 

@@ -1,0 +1,204 @@
+"""What a user would otherwise run: transformers' own generation with its caches, and kvpress.
+
+Rows of the throughput probe beside kvbench's methods. They generate by code of their own, so they have
+no `compress`; on anything but that probe they say so.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+
+from kvbench.engine.attention import IMPLEMENTATION
+from kvbench.engine.prefill import synchronize
+from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
+from kvbench.methods.base import Method
+from kvbench.tasks.base import TaskError
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one generation of a whole batch, and what its cache held when it was over.
+
+    Attributes:
+        prefill_s: until the logits of the first new token, compression included where it cannot be
+            told apart (kvpress compresses inside the prefill).
+        cache_bytes: None where the cache's class does not tell.
+    """
+
+    prefill_s: float
+    decode_s: float
+    new_tokens: int
+    cache_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baseline(Method):
+    """`model.generate` with one of transformers' caches, on scaled-dot-product attention."""
+
+    saves_memory: ClassVar[bool] = False
+    uses_budget: ClassVar[bool] = False
+
+    name: str
+    cache: str | None = None
+    cache_config: tuple[tuple[str, Any], ...] = ()
+
+    def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
+        """Refused: a baseline generates by code of its own."""
+        raise KVError(f"{self.name} is a baseline of the throughput probe; allowed: methods")
+
+    def obstacle(self) -> str | None:
+        """Why it cannot run here, None when it can."""
+        if self.cache == "quantized" and not (_found("optimum.quanto") or _found("hqq")):
+            return f"{self.name} needs the package optimum-quanto or hqq; neither is installed"
+        return None
+
+    def around(self, model: PreTrainedModel, budget: Budget, n: int) -> AbstractContextManager[Any]:
+        """What to generate inside of."""
+        return nullcontext()
+
+    @torch.inference_mode()
+    def generate(
+        self, model: PreTrainedModel, ids: Tensor, new_tokens: int, budget: Budget
+    ) -> Times:
+        """Generate exactly `new_tokens` greedily from prompts ids [batch, n] of one length.
+
+        Raises:
+            KVError: `obstacle`.
+        """
+        reason = self.obstacle()
+        if reason is not None:
+            raise KVError(reason)
+        config = GenerationConfig(
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+            do_sample=False,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+        )
+        if self.cache is not None:
+            config.cache_implementation = self.cache
+        if self.cache_config:
+            config.cache_config = {"backend": _quantization_backend(), **dict(self.cache_config)}
+        clock = _FirstToken(model.device)
+        generate: Any = model.generate
+        with _library_attention(model), self.around(model, budget, ids.shape[1]):
+            synchronize(model.device)
+            start = time.perf_counter()
+            output = generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                generation_config=config,
+                logits_processor=LogitsProcessorList([clock]),
+            )
+            synchronize(model.device)
+            end = time.perf_counter()
+        assert clock.at is not None
+        made = output.sequences.shape[1] - ids.shape[1]
+        held = _cache_bytes(output.past_key_values)
+        return Times(clock.at - start, end - clock.at, made, held)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvpressBaseline(Baseline):
+    """`model.generate` under one of kvpress's presses, at the ratio that gives our capacity."""
+
+    saves_memory: ClassVar[bool] = True
+    uses_budget: ClassVar[bool] = True
+
+    press: str = "SnapKVPress"
+
+    def obstacle(self) -> str | None:
+        """kvpress wants an older transformers than kvbench runs on by default."""
+        if not _found("kvpress"):
+            return f"{self.name} needs the package kvpress (transformers < 5.3), not installed here"
+        return None
+
+    def around(self, model: PreTrainedModel, budget: Budget, n: int) -> AbstractContextManager[Any]:
+        """The press's own context."""
+        import kvpress
+
+        ratio = 1.0 - budget.capacity(n) / n
+        context: AbstractContextManager[Any] = getattr(kvpress, self.press)(ratio)(model)
+        return context
+
+
+BASELINES: dict[str, Baseline] = {
+    one.name: one
+    for one in (
+        Baseline(name="hf_dynamic"),
+        Baseline(name="hf_static", cache="static"),
+        Baseline(name="hf_quantized", cache="quantized", cache_config=(("nbits", 4),)),
+        KvpressBaseline(name="kvpress_snapkv"),
+        KvpressBaseline(name="kvpress_h2o", press="ObservedAttentionPress"),
+    )
+}
+"""Baselines by name."""
+
+
+def baselines_of(names: Sequence[str]) -> dict[str, Baseline]:
+    """The baselines of these names.
+
+    Raises:
+        TaskError: a name that is none.
+    """
+    for name in names:
+        if name not in BASELINES:
+            raise TaskError(f"task.baselines has {name!r}; allowed: {', '.join(BASELINES)}")
+    return {name: BASELINES[name] for name in names}
+
+
+class _FirstToken(LogitsProcessor):
+    """Notes when the logits of the first new token were there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.at: float | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if self.at is None:
+            synchronize(self.device)
+            self.at = time.perf_counter()
+        return scores
+
+
+@contextmanager
+def _library_attention(model: PreTrainedModel) -> Iterator[None]:
+    """The model on torch's own attention; afterwards on kvbench's."""
+    model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(IMPLEMENTATION)
+
+
+def _cache_bytes(cache: Any) -> int | None:
+    """Bytes of a transformers cache's keys and values, as reserved."""
+    total = 0
+    for layer in getattr(cache, "layers", ()):
+        if "Quantized" in type(layer).__name__:
+            return None
+        for part in (layer.keys, layer.values):
+            if not isinstance(part, Tensor):
+                return None
+            total += part.numel() * part.element_size()
+    return total or None
+
+
+def _quantization_backend() -> str:
+    return "quanto" if _found("optimum.quanto") else "hqq"
+
+
+def _found(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # of a parent package
+        return False
