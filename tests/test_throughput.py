@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
-import csv
-import math
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
 from test_runner import SMALL, make_job, records_of
 
+from kvbench.app import build_job
 from kvbench.engine import generate as engine
+from kvbench.engine.baselines import BASELINES, KvpressBaseline, baselines_of
 from kvbench.kv import KVError
 from kvbench.methods import build_method
 from kvbench.probes import throughput
-from kvbench.probes.baselines import BASELINES, KvpressBaseline, baselines_of
 from kvbench.probes.largest import largest_batch
 from kvbench.probes.throughput import Throughput
+from kvbench.report.data import load_experiment
+from kvbench.report.tables import timing_frame, timing_table
+from kvbench.report.views import timing_view
 from kvbench.runner import run_job
 from kvbench.tasks.base import TaskError
 
 METHODS = {name: build_method(name) for name in ("h2o", "exact", "balancekv")}
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _no_collection(monkeypatch):
+    """Collecting garbage takes longer than everything else here."""
+    for module in ("probes.throughput", "probes.largest", "attempts", "batching"):
+        monkeypatch.setattr(f"kvbench.{module}.free_memory", lambda device: None)
 
 
 def job(tmp_path, probe, methods=METHODS):
@@ -94,9 +103,6 @@ def short_memory(monkeypatch, entries, prompt=None):
         return real(model, ids, positions, state)
 
     monkeypatch.setattr(engine, "forward", forward)
-    monkeypatch.setattr(throughput, "free_memory", lambda device: None)
-    monkeypatch.setattr("kvbench.probes.largest.free_memory", lambda device: None)
-    monkeypatch.setattr("kvbench.attempts.free_memory", lambda device: None)
 
 
 def test_the_largest_batch_is_found_for_each_method(tmp_path, monkeypatch):
@@ -130,8 +136,7 @@ def test_a_sweep_over_contexts_goes_on_after_one_that_does_not_fit(tmp_path, mon
 @pytest.mark.parametrize(
     ("room", "most", "want"), [(1, 64, 1), (7, 64, 7), (64, 64, 64), (100, 64, 64), (90, 1024, 88)]
 )
-def test_the_largest_batch_is_within_a_sixteenth(room, most, want, monkeypatch):
-    monkeypatch.setattr("kvbench.probes.largest.free_memory", lambda device: None)
+def test_the_largest_batch_is_within_a_sixteenth(room, most, want):
     tried = []
 
     def trial(batch):
@@ -145,8 +150,7 @@ def test_the_largest_batch_is_within_a_sixteenth(room, most, want, monkeypatch):
     assert want <= min(room, most) <= want + max(1, want // 16)
 
 
-def test_the_largest_batch_of_none_is_out_of_memory_and_other_failures_are_told(monkeypatch):
-    monkeypatch.setattr("kvbench.probes.largest.free_memory", lambda device: None)
+def test_the_largest_batch_of_none_is_out_of_memory_and_other_failures_are_told():
 
     def never(batch):
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -165,7 +169,6 @@ def test_on_a_cpu_nothing_is_tried_that_would_take_most_of_the_memory(monkeypatc
     from kvbench.engine import memory
 
     last = [0]
-    monkeypatch.setattr("kvbench.probes.largest.free_memory", lambda device: None)
     monkeypatch.setattr(memory, "reset_peak", lambda device: True)
     monkeypatch.setattr(memory, "used_bytes", lambda device: 10)
     monkeypatch.setattr(memory, "peak_bytes", lambda device: 10 + 10 * last[0])
@@ -220,7 +223,7 @@ def test_baselines_generate_what_the_exact_cache_generates(tmp_path):
 
 
 def test_a_baseline_that_cannot_run_is_left_out_with_its_reason(monkeypatch):
-    monkeypatch.setattr("kvbench.probes.baselines._found", lambda package: False)
+    monkeypatch.setattr("kvbench.engine.baselines._found", lambda package: False)
     probe = Throughput(baselines=("hf_dynamic", "hf_quantized", "kvpress_snapkv"))
     rows, left_out = probe.rows()
     assert list(rows) == ["hf_dynamic"]
@@ -303,18 +306,20 @@ SMALLER = {
 def test_every_experiment_runs_small(experiment, tmp_path):
     """Its own model made tiny, on a CPU: the whole way from the config to the table."""
     architecture, smaller = SMALLER[experiment]
-    command = [sys.executable, "-m", "kvbench", f"experiment={experiment}", "device=cpu"]
-    command += [f"model.architecture.{name}={value}" for name, value in architecture.items()]
-    command += [*smaller, "task.runs=1", "logger=none", "budget.sink=8", "budget.window=8"]
-    command += [f"results_dir={tmp_path}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    tables = list(tmp_path.glob(f"{experiment}/tables/*timing.csv"))
-    assert len(tables) == 1, done.stdout
-    lines = tables[0].read_text().splitlines()
-    header = lines[0].split(",")
-    ratio = header.index("tokens_per_s_over_exact")
-    rows = list(csv.reader(lines[1:]))
-    methods = {row[header.index("method")] for row in rows}
-    assert methods >= {"exact", "hf_dynamic", "hf_static", "h2o", "balancekv"}
-    assert all(math.isfinite(float(row[ratio])) for row in rows)
+    overrides = [f"experiment={experiment}", "device=cpu", "task_label=throughput", *smaller]
+    overrides += [f"model.architecture.{name}={value}" for name, value in architecture.items()]
+    overrides += ["task.runs=1", "budget.sink=8", "budget.window=8", f"results_dir={tmp_path}"]
+    with initialize_config_dir(str(Path(__file__).parents[1] / "conf"), version_base=None):
+        result = run_job(build_job(compose("config", overrides=overrides)))
+    assert result.failed == 0
+    (group,) = load_experiment(tmp_path / experiment).groups
+    table = timing_frame(timing_table(group))
+    assert set(table["method"]) >= {"exact", "hf_dynamic", "hf_static", "h2o", "balancekv"}
+    assert (table["runs"] == 1).all()
+    ratios = ["tokens_per_s_over_exact", "decode_tokens_per_s_over_exact"]
+    assert (table[[*ratios, "prefill_compress_s_over_exact", "peak_bytes"]] > 0).all(axis=None)
+    settings = len(smaller[0].split("],")) if "settings" in smaller[0] else 1
+    assert table.groupby("method").size().min() >= settings
+    assert not table.duplicated(["arm", "prompt_and_new_tokens"]).any()
+    view = timing_view(group.task, group.model, timing_table(group))
+    assert all(len(row) == len(view.columns) for row in view.rows)

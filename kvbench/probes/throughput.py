@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from kvbench.engine import memory
+from kvbench.engine.baselines import Baseline, baselines_of
 from kvbench.engine.faults import free_memory
 from kvbench.engine.generate import Prompt, Stopping, run_batch
 from kvbench.engine.session import Session
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
 from kvbench.plan import Methods, Outcome, Unit, measured, one_line, status_of
-from kvbench.probes.baselines import Baseline, baselines_of
 from kvbench.probes.largest import largest_batch
 from kvbench.tasks.base import TaskError
 
@@ -63,7 +63,7 @@ class Throughput:
         settings: in place of these three, a list of (prompt tokens, new tokens, batch).
         rates: budgets to measure, in place of the job's one.
         runs: measured runs per method and setting (BalanceKV: 10).
-        baselines: names of `kvbench.probes.baselines`, rows beside the methods.
+        baselines: names of `kvbench.engine.baselines`, rows beside the methods.
         most_batch: where the search for the largest batch ends.
     """
 
