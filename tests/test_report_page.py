@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import time
+from collections import Counter
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,17 +19,29 @@ from matplotlib.collections import LineCollection
 from matplotlib.colors import to_hex
 from matplotlib.container import ErrorbarContainer
 from matplotlib.patches import Rectangle
-from report_runs import HOSTILE, LINES_META, NEEDLE_META, needle_records, write_demo, write_run
+from report_runs import (
+    DATASETS,
+    HOSTILE,
+    LINES_META,
+    NEEDLE_META,
+    THROUGHPUT_META,
+    needle_records,
+    throughput_records,
+    write_demo,
+    write_longbench,
+    write_run,
+)
 from report_runs import write_sweep as write_rates
 
 from kvbench.report.__main__ import main
 from kvbench.report.build import ReportPaths, build_report, views_of
+from kvbench.report.curves import throughput
 from kvbench.report.data import Group, load_experiment
 from kvbench.report.figures import figures_of, heatmap_alone
 from kvbench.report.page import Section, render_page
-from kvbench.report.predictions import sample_of
+from kvbench.report.predictions import bucket_of, marked, sample_of
 from kvbench.report.style import style_of
-from kvbench.report.tables import overviews, score_table
+from kvbench.report.tables import AVERAGE, overviews, score_table, timing_table
 
 METHODS = ("exact", "snapkv", "h2o", "balancekv")
 
@@ -185,6 +200,67 @@ def test_a_rate_sweep_is_drawn_against_the_measured_ratio(tmp_path: Path) -> Non
     assert len(drawn["num_lines"].figure.axes) == 3  # a panel per rate
 
 
+def test_errors_of_many_rates_are_drawn_against_the_measured_ratio(demo: Path) -> None:
+    group = group_of(demo, "layer_error")
+    (drawn,) = [f for f in figures_of(group, [score_table(group)]) if f.name.endswith("-ratio")]
+    ax = drawn.figure.axes[0]
+    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
+    handles, labels = ax.get_legend_handles_labels()
+    assert labels == [arm.label for arm in group.arms]
+    line = cast(ErrorbarContainer, handles[-1])[0]
+    records = group.records[group.records["arm"] == labels[-1]].groupby("rate")
+    assert list(line.get_xdata()) == pytest.approx(list(records["ratio"].mean()))
+    assert list(line.get_ydata()) == pytest.approx(list(records["score"].mean()))
+
+
+def test_every_dataset_has_its_paired_difference(tmp_path: Path) -> None:
+    (group,) = load_experiment(write_longbench(tmp_path, 6)).groups
+    table = score_table(group)
+    drawn = next(f for f in figures_of(group, [table]) if f.name.endswith("-by-dataset"))
+    ax = drawn.figure.axes[0]
+    names = [label.get_text() for label in ax.get_xticklabels()]
+    assert names == [*sorted(DATASETS), AVERAGE]
+    handles, labels = ax.get_legend_handles_labels()
+    assert "exact" not in labels
+    row = next(row for row in table.rows if row.arm.label == labels[0])
+    shown = cast(ErrorbarContainer, handles[0])[0].get_ydata()
+    expected = [d.value * 100 for n in names if (d := row.cells[n].difference)]
+    assert list(shown) == pytest.approx(expected)
+
+
+def test_time_and_memory_are_bars_and_what_failed_is_named(tmp_path: Path) -> None:
+    for method in ("exact", "snapkv"):
+        records = throughput_records(method)
+        if method == "exact":
+            for record in records:
+                record |= {"status": "oom", "score": None, "error": "out of memory"}
+        write_run(tmp_path, task="t", method=method, records=records, task_meta=THROUGHPUT_META)
+    (group,) = load_experiment(tmp_path / "demo").groups
+    figure = throughput(group, timing_table(group)).figure
+    assert [ax.get_xlabel().split(" (")[0] for ax in figure.axes] == [
+        "seconds: prefill + compress",
+        "new tokens per second while decoding",
+        "peak memory",
+    ]
+    assert [text.get_text().strip() for text in figure.axes[0].texts] == ["5 oom"]
+    widths = [cast(Rectangle, bar).get_width() for bar in figure.axes[2].patches]
+    assert widths[0] == pytest.approx(9e8 / 2**30)
+
+
+def test_a_narrow_range_of_scores_fills_the_figure(tmp_path: Path) -> None:
+    for method in ("exact", "snapkv"):
+        records = [
+            {"example_id": f"{n}-{i}", "num_lines": n, "score": 0.5 + 0.01 * (i % 3)}
+            for n in (10, 20)
+            for i in range(9)
+        ]
+        write_run(tmp_path, task="t", method=method, records=records, task_meta=LINES_META)
+    (group,) = load_experiment(tmp_path / "demo").groups
+    figures = figures_of(group, [score_table(group), score_table(group, "num_lines")])
+    low, high = figures[0].figure.axes[0].get_ylim()
+    assert 45 < low < 50 < 52 < high < 56
+
+
 def test_a_column_without_one_scored_example_still_draws(tmp_path: Path) -> None:
     records = needle_records("exact")
     for record in records:
@@ -207,6 +283,49 @@ def test_the_sample_of_predictions_is_spread_and_says_so(demo: Path) -> None:
     assert {answer.label for answer in shown[0].answers} == set(METHODS)
     wrong = [a for e in shown for a in e.answers if a.verdict == "wrong" and a.method != "exact"]
     assert all(answer.differs for answer in wrong if answer.text != "<41077>")
+
+
+def test_every_dataset_and_length_is_in_the_sample(tmp_path: Path) -> None:
+    (group,) = load_experiment(write_longbench(tmp_path, 30, ("exact", "snapkv"))).groups
+    shown, total = sample_of(group)
+    assert (len(shown), total) == (60, 13 * 30)
+    kinds = Counter((example.dataset, example.fields["length_bucket"]) for example in shown)
+    assert len(kinds) == 13 * 3
+    assert max(kinds.values()) - min(kinds.values()) <= 1
+
+
+def test_prompts_are_filtered_by_length(demo: Path) -> None:
+    shown, _ = sample_of(group_of(demo, "longeval_lines"))
+    assert {e.fields["prompt_tokens"] for e in shown} == {"below 1k", "1–2k"}
+    assert "prompt_tokens" not in sample_of(group_of(demo, "needle"))[0][0].fields  # has lengths
+    assert [bucket_of(n) for n in (999, 1000, 5000, 130_000, float("nan"))] == [
+        "below 1k",
+        "1–2k",
+        "4–8k",
+        "128k and more",
+        "",
+    ]
+
+
+def test_words_that_the_baseline_has_not_are_marked() -> None:
+    pieces = marked("In 1999, Paris was larger.", "In 1998, Paris was large.")
+    assert [text for text, new in pieces if new] == ["1999", "larger"]
+    assert "".join(text for text, _ in pieces) == "In 1999, Paris was larger."
+    assert marked("same", "same") == (("same", False),)
+    assert marked("", "x") == ()
+
+
+def test_a_large_study_stays_small_and_quick(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    folder = write_longbench(tmp_path, 40, models=("a", "b"))  # 6,240 records
+    start = time.process_time()
+    paths = build_report(folder)
+    assert time.process_time() - start < 40
+    text = paths.page.read_text(encoding="utf-8")
+    assert len(text) < 3e6
+    assert text.count("60 of 520 examples") == 2
 
 
 def test_views_to_print_cover_every_group(demo: Path) -> None:

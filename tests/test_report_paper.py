@@ -183,6 +183,8 @@ def test_columns_may_be_methods_and_rates_are_matched(tmp_path: Path) -> None:
     assert published[("balancekv, rate 0.95", "lcc")] == "49.3"
     assert ("balancekv, rate 0.95", "qasper") not in published
     assert ("snapkv", "qasper") not in published
+    (exact,) = [row for row in table.rows if row.label == "exact"]  # of three rates, one row
+    assert {pair.printed for pair in exact.pairs} == {"43.1", "47.8", "49.5"}
 
 
 def test_a_whole_table_like_the_papers(tmp_path: Path) -> None:

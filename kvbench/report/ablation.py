@@ -23,7 +23,7 @@ import pandas as pd
 from matplotlib.artist import Artist
 
 from kvbench.report.data import Group
-from kvbench.report.figures import Drawn, _label_axes, _new, _stem, _style_axes, _tick
+from kvbench.report.drawing import Drawn, label_axes, new_figure, stem, style_axes, tick_text
 from kvbench.report.paper import published_frame
 from kvbench.report.stats import Estimate, Stratum, estimates, widened
 from kvbench.report.tables import as_text
@@ -113,7 +113,7 @@ def ablation_figure(group: Group, spec: Mapping[str, Any]) -> Drawn:
     series = sorted({s for e in effects for _, s in e.cells})
     places = _places(effects)
     height = max(places) + 1
-    figure = _new(1.7 + 2.6 * len(panels), 1.1 + 0.205 * height)
+    figure = new_figure(1.7 + 2.6 * len(panels), 1.1 + 0.205 * height)
     axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
     limit = _limit(effects)
     lowest = max(0.0, *(-e.low for effect in effects for e in effect.cells.values()))
@@ -156,9 +156,9 @@ def ablation_figure(group: Group, spec: Mapping[str, Any]) -> Drawn:
                     linestyle="none",
                     label=label,
                 )
-        ax.set_title(f"{_words(spec['by'])} {_tick(panel, spec['by'])}", fontsize=9)
+        ax.set_title(f"{_words(spec['by'])} {tick_text(panel, spec['by'])}", fontsize=9)
         ax.set_xlim(-min(limit, 105 * lowest) - 1, limit * 1.04)
-        _style_axes(ax, grid="x")
+        style_axes(ax, grid="x")
     for place, before in zip(places[1:], places, strict=False):
         if place - before > 1:
             for ax in axes:
@@ -166,7 +166,7 @@ def ablation_figure(group: Group, spec: Mapping[str, Any]) -> Drawn:
     axes[0].set_yticks(places, [effect.label for effect in effects])
     axes[0].set_ylim(height - 0.3, -0.8)
     what = _words(spec["y"])
-    _label_axes(figure, list(axes), f"change of {what} against {spec['reference']} (%)", "")
+    label_axes(figure, list(axes), f"change of {what} against {spec['reference']} (%)", "")
     handles: dict[str, Artist] = {}
     for ax in axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
@@ -181,7 +181,7 @@ def ablation_figure(group: Group, spec: Mapping[str, Any]) -> Drawn:
             fontsize=8,
         )
     return Drawn(
-        f"{_stem(group)}-ablation",
+        f"{stem(group)}-ablation",
         f"{group.task}: one option changed at a time",
         f"Change of {what} against {spec['reference']} on the same tensors (left is better), geometric"
         f" mean with 95 % bootstrap intervals over {_units(group, spec)}; a triangle at the edge stands"
@@ -290,8 +290,8 @@ def grid_view(group: Group, spec: Mapping[str, Any], folder: Path) -> View | Non
         columns=(
             "layer",
             "block size",
-            *(f"error, rate {_tick(float(r), 'rate')}" for r in rates),
-            *(f"seconds, rate {_tick(float(r), 'rate')}" for r in rates),
+            *(f"error, rate {tick_text(float(r), 'rate')}" for r in rates),
+            *(f"seconds, rate {tick_text(float(r), 'rate')}" for r in rates),
         ),
         rows=tuple(rows),
         notes=(

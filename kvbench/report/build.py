@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvbench.report.curves import throughput
 from kvbench.report.data import Experiment, Group, load_experiment
-from kvbench.report.figures import Drawn, figures_of, heatmap_alone, save_figures, throughput
+from kvbench.report.drawing import Drawn, save_figures
+from kvbench.report.figures import figures_of, heatmap_alone
 from kvbench.report.files import write_text
 from kvbench.report.formats import latex, markdown
 from kvbench.report.page import Section, render_page

@@ -19,7 +19,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from kvbench.report import views
 from kvbench.report.data import Experiment, Group
-from kvbench.report.figures import Drawn
+from kvbench.report.drawing import Drawn
 from kvbench.report.pairs import ArmPair, pairs_view
 from kvbench.report.paper import Published
 from kvbench.report.paper_views import OUTSIDE_NOTE

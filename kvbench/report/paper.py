@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -226,8 +226,24 @@ def _compare(group: Group, spec: Mapping[str, Any], frame: pd.DataFrame) -> Publ
         model=group.model,
         unit=table.unit,
         columns=columns,
-        rows=tuple(rows) if columns else (),
+        rows=tuple(_joined(rows)) if columns else (),
     )
+
+
+def _joined(rows: Sequence[PublishedRow]) -> list[PublishedRow]:
+    """Rows about the same arm and model as one where no column has a number in both: a table may
+    print other columns for every rate, and an arm without a budget is in each of its rows."""
+    found: list[PublishedRow] = []
+    for row in rows:
+        for i, other in enumerate(found):
+            both = list(zip(other.pairs, row.pairs, strict=True))
+            same = (other.label, other.model) == (row.label, row.model)
+            if same and not any(a.printed and b.printed for a, b in both):
+                found[i] = replace(other, pairs=tuple(a if a.printed else b for a, b in both))
+                break
+        else:
+            found.append(row)
+    return found
 
 
 def _spread(frame: pd.DataFrame, by: str, value: str, file: str) -> pd.DataFrame:

@@ -17,7 +17,7 @@ from kvbench.report.ablation import (
     grid_view,
 )
 from kvbench.report.data import Group
-from kvbench.report.figures import Drawn
+from kvbench.report.drawing import Drawn
 from kvbench.report.theory import (
     scaling_figures,
     scaling_findings,

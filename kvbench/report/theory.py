@@ -25,7 +25,7 @@ import numpy as np
 import pandas as pd
 
 from kvbench.report.data import Arm, Group
-from kvbench.report.figures import Drawn, _label_axes, _legend, _new, _stem, _style_axes
+from kvbench.report.drawing import Drawn, add_legend, label_axes, new_figure, stem, style_axes
 from kvbench.report.stats import LEVEL, RESAMPLES, Array, Estimate, widened
 from kvbench.report.style import Style, order_of, style_of
 from kvbench.report.views import View, number
@@ -450,7 +450,7 @@ def _curves_figure(group: Group, spec: Mapping[str, Any], curves: Sequence[Curve
     facets = list(dict.fromkeys(curve.facet for curve in curves))
     columns = 2 if len(facets) == 4 else min(3, len(facets))
     rows = math.ceil(len(facets) / columns)
-    figure = _new(1.0 + (4.6 if columns == 1 else 2.55 * columns), 1.0 + 2.15 * rows)
+    figure = new_figure(1.0 + (4.6 if columns == 1 else 2.55 * columns), 1.0 + 2.15 * rows)
     axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
     looks = _looks(group.arms)
     for ax, facet in zip(axes.flat, facets, strict=False):
@@ -469,7 +469,7 @@ def _curves_figure(group: Group, spec: Mapping[str, Any], curves: Sequence[Curve
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")
         ax.set_title(facet, fontsize=9)
-        _style_axes(ax)
+        style_axes(ax)
     low, high = axes.flat[0].get_ylim()
     for ax, facet in zip(axes.flat, facets, strict=False):
         _guides(ax, [c for c in curves if c.facet == facet], spec)
@@ -478,12 +478,12 @@ def _curves_figure(group: Group, spec: Mapping[str, Any], curves: Sequence[Curve
         ax.remove()
     shown = list(axes.flat)[: len(facets)]
     xlabel, ylabel = (str(spec.get(f"{a}label", _words(spec[a]))) for a in "xy")
-    _label_axes(figure, shown, xlabel, ylabel)
+    label_axes(figure, shown, xlabel, ylabel)
     most = max(range(len(facets)), key=lambda i: len(shown[i].lines))
-    _legend(figure, shown[most], len(looks))
+    add_legend(figure, shown[most], len(looks))
     slopes = " and ".join(_signed(slope) for slope in spec.get("guides", ()))
     return Drawn(
-        f"{_stem(group)}-scaling",
+        f"{stem(group)}-scaling",
         f"{group.task}: {_words(spec['y'])} against {_words(spec['x'])}",
         f"Mean with its 95 % bootstrap interval over {_count(curves)} repetitions, both axes"
         f" logarithmic; dashed in grey: slope {slopes}.",
@@ -505,7 +505,7 @@ def _slopes_figure(group: Group, spec: Mapping[str, Any], fits: Sequence[Fit]) -
     facets = list(dict.fromkeys(fit.curve.facet for fit in fits))
     looks = _looks(group.arms)
     arms = [a for a in group.arms if any(f.curve.arm == a for f in fits)]
-    figure = _new(6.4, 1.2 + len(facets) * max(0.34, 0.085 * len(arms) + 0.12))
+    figure = new_figure(6.4, 1.2 + len(facets) * max(0.34, 0.085 * len(arms) + 0.12))
     ax = figure.subplots()
     for slope in spec.get("guides", ()):
         ax.axvline(slope, color=_GREY, linestyle=(0, (4, 3)), linewidth=0.9)
@@ -537,10 +537,10 @@ def _slopes_figure(group: Group, spec: Mapping[str, Any], fits: Sequence[Fit]) -
         ax.axhline(edge, color="#DDDDDD", linewidth=0.6)
     across = str(spec.get("xlabel", _words(spec["x"])))
     ax.set_xlabel(f"slope of log {_words(spec['y'])} against log {across}", fontsize=9)
-    _style_axes(ax, grid="x")
-    _legend(figure, ax, min(4, len(arms)))
+    style_axes(ax, grid="x")
+    add_legend(figure, ax, min(4, len(arms)))
     return Drawn(
-        f"{_stem(group)}-slopes",
+        f"{stem(group)}-slopes",
         f"{group.task}: fitted slopes",
         f"Least-squares slopes on logarithmic axes{_reach(fits)}, with 95 % bootstrap intervals over"
         f" {_count(fits)} repetitions; dashed: the slopes of the papers' bounds.",
