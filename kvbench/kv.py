@@ -186,14 +186,23 @@ def gather_entries(
     layer: LayerKV, positions: Tensor, log_weights: Tensor | None = None
 ) -> CompressedKV:
     """The entries of ``layer`` at ``positions`` [batch, kv_heads, c], in the order given."""
-    index = positions.unsqueeze(-1).expand(-1, -1, -1, layer.keys.shape[-1])
-    value_index = positions.unsqueeze(-1).expand(-1, -1, -1, layer.values.shape[-1])
     return CompressedKV(
-        keys=layer.keys.gather(2, index),
-        values=layer.values.gather(2, value_index),
+        keys=_rows_at(layer.keys, positions),
+        values=_rows_at(layer.values, positions),
         log_weights=log_weights,
         positions=positions,
     )
+
+
+def _rows_at(x: Tensor, positions: Tensor) -> Tensor:
+    """Rows of x [batch, kv_heads, n, dim] at positions [batch, kv_heads, c]."""
+    batch, heads, n, dim = x.shape
+    if not x.is_contiguous():
+        return x.gather(2, positions.unsqueeze(-1).expand(-1, -1, -1, dim))
+    # Whole rows: some times faster than gathering number by number.
+    first = torch.arange(0, batch * heads * n, n, device=x.device).view(batch, heads, 1)
+    rows = x.view(-1, dim).index_select(0, (positions + first).flatten())
+    return rows.view(batch, heads, -1, dim)
 
 
 def keep_all(layer: LayerKV) -> CompressedKV:

@@ -143,7 +143,6 @@ def _torch_walk(
     work = room.new_empty(2, CHUNK * min(STRIP, b) * b)
     for first in range(0, blocks, GROUP):
         group = slice(first, min(first + GROUP, blocks))
-        scaled = False
         for start in range(first, group.stop, CHUNK):
             chunk = slice(start, min(start + CHUNK, group.stop))
             rows = index[chunk].reshape(-1)
@@ -153,14 +152,13 @@ def _torch_walk(
             if values is not None:
                 v = values.index_select(0, rows).to(dtype).view(-1, b, values.shape[1])
                 if weights is not None:
-                    v = v * weights[chunk].to(dtype).unsqueeze(-1)
+                    v *= weights[chunk].to(dtype).unsqueeze(-1)
             out = [strip[start - first : chunk.stop - first] for strip in kernel]
             shift = _form_kernel(k, v, out, work, scale, offset)
             if shift is not None:
-                scaled = True
                 room[chunk] *= torch.exp(-shift)
         size = group.stop - first
-        _walk([strip[:size] for strip in kernel], room[group], signs[group], scaled)
+        _walk([strip[:size] for strip in kernel], room[group], signs[group])
     return signs > 0
 
 
@@ -186,7 +184,8 @@ def _form_kernel(
     """Fill `out`, the strips [blocks, rows, end] of G; return the exponent each row was scaled by.
 
     None, or [blocks, b]: the row's largest exponent over earlier places, at least 0, where a bound
-    (Cauchy-Schwarz) says that the row might overflow; 0 elsewhere.
+    (Cauchy-Schwarz) says that the row might overflow; 0 elsewhere. Rows are scaled left of the
+    diagonal tile; the tile itself is what its rows do to later places, so there columns are.
     """
     norms = torch.linalg.vector_norm(k, dim=-1)
     bound = norms * norms.amax(-1, keepdim=True) * abs(scale)
@@ -201,14 +200,7 @@ def _form_kernel(
         e = work[0, : g.numel()].view(g.shape) if v is not None else g
         torch.baddbmm(e, k[:, top:end], k[:, :end].mT, beta=0, alpha=scale, out=e)
         if shift is not None:
-            later = torch.ones(end - top, end - top, dtype=torch.bool, device=e.device).triu_()
-            largest = e[:, :, top:].masked_fill(later, float("-inf")).amax(-1)
-            if top:
-                largest = torch.maximum(largest, e[:, :, :top].amax(-1))
-            shift[:, top:end] = torch.where(risky[:, top:end], largest.clamp_(min=0.0), 0.0)
-            e -= shift[:, top:end].unsqueeze(-1)
-            # Below, nothing that counts beside exp(0), but slow denormals; above, places not read.
-            e.clamp_(-SAFE_EXPONENT, SAFE_EXPONENT)
+            _scale_rows(e, shift[:, top:end], risky[:, top:end], work[1])
         e.exp_()
         if v is not None:
             p = work[1, : g.numel()].view(g.shape)
@@ -217,16 +209,31 @@ def _form_kernel(
     return shift
 
 
-def _walk(kernel: list[Tensor], room: Tensor, signs: Tensor, scaled: bool) -> None:
+def _scale_rows(e: Tensor, shift: Tensor, risky: Tensor, work: Tensor) -> None:
+    """Subtract from the exponents e [blocks, rows, end] each row's largest one where `risky`."""
+    rows, end = e.shape[1:]
+    top = end - rows
+    tile = work[: e[:, :, top:].numel()].view(-1, rows, rows)
+    later = torch.full((rows, rows), float("-inf"), dtype=e.dtype, device=e.device).tril_()
+    largest = torch.add(e[:, :, top:], later, out=tile).amax(1)
+    if top:
+        largest = torch.maximum(largest, e[:, :, :top].amax(-1))
+    torch.mul(largest.clamp_(min=0.0), risky, out=shift)
+    e[:, :, :top] -= shift.unsqueeze(-1)
+    e[:, :, top:] -= shift.unsqueeze(1)
+    # Nothing that counts beside exp(0), but slow denormals. (Places not read may overflow.)
+    e.clamp_(min=-SAFE_EXPONENT)
+
+
+def _walk(kernel: list[Tensor], room: Tensor, signs: Tensor) -> None:
     """Fill `signs` [blocks, b] with +-1, using `room` [blocks, b] up."""
     plus, minus = signs.new_tensor(1.0), signs.new_tensor(-1.0)
     for g in kernel:
         end = g.shape[2]
         top = end - g.shape[1]
         if top:
-            room[:, top:end] -= g[:, :, :top].mul_(signs[:, None, :top]).sum(-1)
-        # Row i of the tile is G_ij for the later j: by symmetry, unless rows were scaled.
-        tile = g[:, :, top:].mT.contiguous() if scaled else g[:, :, top:]
+            room[:, top:end] -= torch.bmm(g[:, :, :top], signs[:, :top, None]).squeeze(-1)
+        tile = g[:, :, top:]  # row i: what place i does to later ones
         for i in range(end - top):
             here = top + i
             sign = torch.where(room[:, here] > 0, plus, minus)

@@ -237,7 +237,7 @@ class BalanceKV(Method):
             values = kept.values.clone()
             values[:, :, inside] *= (weights / mean).to(values.dtype).unsqueeze(-1)
             kept = replace(kept, values=values)
-        if not bool(padding.any()):
+        if self.selection == "cut":  # leaves every head the same number (and asks no device)
             return replace(kept, log_weights=None if self.weights == "none" else log_weights)
         log_weights[:, :, inside].masked_fill_(padding, -math.inf)
         positions = kept.positions.clone()
