@@ -95,6 +95,15 @@ def test_show_resolves_and_version_is_ours(capsys: Any) -> None:
     assert main(capsys, "--version")[1].startswith("kvbench 0.")
 
 
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [("kvbench task=nee", "task=needle"), ("kvbench budget.ra", "budget.rate=")],
+)
+def test_the_shell_completes(typed: str, offered: str) -> None:
+    done = run("-sc", "query=bash", env={**os.environ, "COMP_LINE": typed})
+    assert offered in done.stdout.split()
+
+
 USAGE = [
     (["method=snapkvv"], "unknown method 'snapkvv' (did you mean 'snapkv'?); allowed: "),
     (["method=[exact,zzzzzz]"], "unknown method 'zzzzzz'; allowed: "),
