@@ -239,11 +239,11 @@ class GpuLauncher(_Launcher):
         return plain
 
     def _devices(self) -> list[str]:
-        from kvbench.devices import DeviceError, worker_devices
+        from kvbench.devices import DeviceError, devices_of
 
         assert self.config is not None
         try:
-            return worker_devices(self.config.launcher.workers, self.config.device)
+            return devices_of(self.config)
         except DeviceError as error:
             complain(str(error))
             raise SystemExit(USAGE) from error

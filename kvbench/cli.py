@@ -281,10 +281,10 @@ def _shards(configs: Sequence[DictConfig], overrides: Sequence[str]) -> str | No
     if count is not None and one:
         raise UsageError(f"shards is {count} and shard is given, too; allowed: one of the two")
     if count is None and not one and configs[0].launcher.name == "gpus":
-        from kvbench.devices import worker_devices
+        from kvbench.devices import devices_of
 
         with one_line_errors():
-            count = len(worker_devices(configs[0].launcher.workers, configs[0].device))
+            count = len(devices_of(configs[0]))
     if count in (None, 1):
         return None
     return "shard=" + ",".join(f"{index}/{count}" for index in range(1, count + 1))

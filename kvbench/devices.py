@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from omegaconf import DictConfig
+
 CPU = ""
 """The device of a worker without a GPU, as CUDA_VISIBLE_DEVICES has it."""
 
@@ -21,20 +23,24 @@ def visible_gpus() -> list[str]:
     return named[:count] if named else [str(index) for index in range(count)]
 
 
-def worker_devices(workers: int | None, device: str) -> list[str]:
-    """One entry per worker: its GPU as CUDA_VISIBLE_DEVICES names it, or `CPU`.
+def worker_devices(workers: int | None, device: str, gpus_per_worker: int = 1) -> list[str]:
+    """One entry per worker: its GPUs as CUDA_VISIBLE_DEVICES names them, or `CPU`.
 
     Args:
-        workers: how many; None: one per visible GPU. More than there are GPUs share them in turn.
+        workers: how many; None: as many as the visible GPUs are enough for. More share them in turn.
         device: the config's device.
+        gpus_per_worker: more than one for a model that is spread over several.
 
     Raises:
-        DeviceError: no GPU and no number of workers on the CPU; a device that names one GPU.
+        DeviceError: no GPU and no number of workers on the CPU; a device that names one GPU; fewer
+            GPUs than one worker needs.
     """
-    if workers is not None and (
-        not isinstance(workers, int) or isinstance(workers, bool) or workers < 1
-    ):
+    if workers is not None and not _positive(workers):
         raise DeviceError(f"launcher.workers is {workers!r}; allowed: a positive integer or null")
+    if not _positive(gpus_per_worker):
+        raise DeviceError(
+            f"launcher.gpus_per_worker is {gpus_per_worker!r}; allowed: a positive integer"
+        )
     if device not in ("auto", "cpu", "cuda"):
         raise DeviceError(f"device is {device!r}; allowed with launcher=gpus: auto, cuda, cpu")
     gpus = [] if device == "cpu" else visible_gpus()
@@ -45,11 +51,27 @@ def worker_devices(workers: int | None, device: str) -> list[str]:
                 "launcher.workers=N for N workers on its CPUs"
             )
         return [CPU] * workers
-    return [gpus[index % len(gpus)] for index in range(workers or len(gpus))]
+    if gpus_per_worker > len(gpus):
+        raise DeviceError(
+            f"launcher.gpus_per_worker is {gpus_per_worker}; this machine has {len(gpus)} GPUs"
+        )
+    starts = range(0, len(gpus) - gpus_per_worker + 1, gpus_per_worker)
+    groups = [",".join(gpus[start : start + gpus_per_worker]) for start in starts]
+    return [groups[index % len(groups)] for index in range(workers or len(groups))]
+
+
+def _positive(value: object) -> bool:
+    return type(value) is int and value > 0
+
+
+def devices_of(config: DictConfig) -> list[str]:
+    """`worker_devices` of a config with ``launcher=gpus``."""
+    launcher = config.launcher
+    return worker_devices(launcher.workers, config.device, launcher.gpus_per_worker)
 
 
 def see_only(device: str, workers: int = 1) -> None:
-    """Leave this process one device; to be called before torch is asked for one.
+    """Leave this process one worker's device; to be called before torch is asked for one.
 
     Args:
         workers: how many processes share the CPU cores.

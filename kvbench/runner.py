@@ -31,6 +31,9 @@ from kvbench.store import (
     write_manifest,
 )
 
+PLACEMENT = ("device_map", "max_memory")
+"""What a model's config says about where its weights lie: it changes no result."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -82,7 +85,7 @@ class Job:
         method, _ = self.methods[label]
         meta = self.plan.meta()
         return {
-            "model": vars(self.spec),
+            "model": {k: v for k, v in vars(self.spec).items() if k not in PLACEMENT},
             "dtype": str(self.session.dtype),
             "task": self.task_config,
             "task_version": meta["version"],

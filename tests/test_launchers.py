@@ -147,6 +147,10 @@ def test_workers_share_the_visible_gpus(monkeypatch):
     assert worker_devices(2, "cuda") == ["0", "1"]
     assert worker_devices(4, "cuda") == ["0", "1", "2", "0"]
     assert worker_devices(2, "cpu") == ["", ""]
+    assert worker_devices(None, "auto", 2) == ["0,1"]
+    assert worker_devices(2, "auto", 3) == ["0,1,2", "0,1,2"]
+    with pytest.raises(DeviceError, match=r"gpus_per_worker is 4; this machine has 3 GPUs"):
+        worker_devices(None, "auto", 4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-5ebe9f43,7")
     assert worker_devices(None, "auto") == ["4", "GPU-5ebe9f43", "7"]
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)

@@ -323,6 +323,11 @@ class Fork:
         """A copy that goes on separately from here."""
         return replace(self, layers={index: layer.clone() for index, layer in self.layers.items()})
 
+    def carry_to(self, device: torch.device) -> None:
+        """What the method noted at earlier layers, on the device of the next."""
+        for name, noted in self.carried.items():
+            self.carried[name] = noted.to(device)
+
     def hold(
         self,
         layer: int,
@@ -374,7 +379,8 @@ class Fork:
 
     def prompt_counts(self, compressible: Sequence[int]) -> dict[str, float]:
         """Entries held after compression, per layer and KV head: mean and maximum."""
-        counts = torch.cat([self.layers[layer].prompt_entries.flatten() for layer in compressible])
+        entries = [self.layers[layer].prompt_entries.flatten() for layer in compressible]
+        counts = torch.cat([one.to(entries[0].device) for one in entries])  # layers of other GPUs
         return {"mean": float(counts.float().mean()), "max": int(counts.max())}
 
     def cache_bytes(self) -> int:

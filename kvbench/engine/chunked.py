@@ -16,7 +16,14 @@ import torch
 from transformers import PreTrainedModel
 
 from kvbench.engine.cache import Fork, ForkBatch
-from kvbench.engine.prefill import Prefill, compressible_layers, forward, prefill, synchronize
+from kvbench.engine.prefill import (
+    Prefill,
+    compressible_layers,
+    forward,
+    input_device,
+    prefill,
+    synchronize,
+)
 from kvbench.kv import KVError
 from kvbench.methods.base import Method
 
@@ -40,7 +47,7 @@ def chunked_prefill(
 ) -> Prefill:
     """Read the prompt with one fork; its seconds are all reading, `compress_s` stays 0."""
     check_reads_in_chunks(fork.label, fork.method)
-    n, device = len(ids), model.device
+    n, device = len(ids), input_device(model)
     capacity = fork.budget.capacity(n) if fork.method.uses_budget else n
     first = min(n, capacity if fork.method.uses_budget else chunk_tokens)
     if not fork.method.evicts:

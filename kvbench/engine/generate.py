@@ -19,7 +19,14 @@ from kvbench.engine.cache import Fork, ForkBatch
 from kvbench.engine.chunked import chunked_prefill
 from kvbench.engine.decoding import DecodeState
 from kvbench.engine.faults import NonFiniteLogits, choose, pick
-from kvbench.engine.prefill import Prefill, compressible_layers, forward, prefill, synchronize
+from kvbench.engine.prefill import (
+    Prefill,
+    compressible_layers,
+    forward,
+    input_device,
+    prefill,
+    synchronize,
+)
 from kvbench.kv import Budget
 from kvbench.methods.base import Method
 
@@ -263,7 +270,7 @@ def _feed(model: PreTrainedModel, rows: Sequence[_Row], tail: Sequence[int]) -> 
     """The question's tokens through every fork of one prompt, and the token each answers with."""
     if not rows:
         return
-    device = model.device
+    device = input_device(model)
     ids = torch.tensor([list(tail)] * len(rows), device=device)
     first = rows[0].position
     positions = torch.arange(first, first + len(tail), device=device).expand(len(rows), -1)
@@ -279,7 +286,7 @@ def _step(
 ) -> Tensor:
     """Feed ids [rows, t] at positions [rows, t]; every row takes the token it chose, and its share
     of the seconds. Returns the chosen tokens [rows] on the device, where the next step wants them."""
-    synchronize(model.device)
+    synchronize(ids.device)
     start = time.perf_counter()
     picked = pick(forward(model, ids, positions, state))
     tokens, finite = picked.tolist()  # the step's only wait for the device
@@ -304,7 +311,7 @@ def _decode(model: PreTrainedModel, rows: list[_Row]) -> None:
     """Decode greedily until every row has ended; a row that has leaves the batch."""
     if not rows:
         return
-    device = model.device
+    device = input_device(model)
     state, ids = _join(rows, device)
     begun = time.perf_counter()
     while True:

@@ -48,7 +48,10 @@ class ModelSpec:
         random_weights: build `architecture` (or the path's config) with random weights: for speed
             and memory measurements without a download.
         architecture: a transformers config (`model_type` and its fields) for `random_weights`.
-        device_map: accelerate's device map ("auto" shards over all GPUs), None for one device.
+        device_map: accelerate's device map ("auto" spreads over all GPUs, then the host's memory, then
+            the disk; or a device by module), None for one device. Where a model lies changes no
+            result, so neither this nor `max_memory` is part of a run's hash.
+        max_memory: what "auto" may use of each device, e.g. ``{0: 70GiB, cpu: 200GiB}``.
         trust_remote_code: run code from the model repository. Off unless written in a config.
     """
 
@@ -59,13 +62,19 @@ class ModelSpec:
     chat_template: str = "auto"
     random_weights: bool = False
     architecture: Mapping[str, Any] | None = None
-    device_map: str | None = None
+    device_map: str | Mapping[str, Any] | None = None
+    max_memory: Mapping[Any, Any] | None = None
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         if self.chat_template not in ("auto", "always", "never"):
             raise ModelError(
                 f"model.chat_template is {self.chat_template!r}; allowed: auto, always, never"
+            )
+        if self.device_map is not None and self.random_weights:
+            raise ModelError(
+                f"model.device_map is {self.device_map!r} and model.random_weights is true; allowed: "
+                "null, since only weights that are read from files are spread over devices"
             )
 
 
@@ -199,7 +208,10 @@ def load_model(
                 revision=spec.revision,
                 dtype=dtype,
                 attn_implementation=IMPLEMENTATION,
-                device_map=spec.device_map,
+                device_map=dict(spec.device_map)
+                if isinstance(spec.device_map, Mapping)
+                else spec.device_map,
+                max_memory=None if spec.max_memory is None else dict(spec.max_memory),
                 trust_remote_code=spec.trust_remote_code,
                 use_safetensors=True,
             )

@@ -56,6 +56,14 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where the token ids go: to the embedding, which a device map may keep on no device between two
+    passes (weights that accelerate offloads)."""
+    embedding = model.get_input_embeddings()
+    device = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)
+    return next(embedding.parameters()).device if device is None else torch.device(device)
+
+
 class PrefillState:
     """Attention state of the prefill: exact attention, then every fork takes its share of the layer.
 
@@ -123,6 +131,7 @@ class PrefillState:
         start = time.perf_counter()
         try:
             if fork.compressed:
+                fork.carry_to(kv.keys.device)
                 kv = replace(kv, carried=fork.carried)
                 generator = layer_generator(fork.seed, fork.example_id, layer)
                 capacity = fork.method.layer_capacity(
@@ -187,7 +196,7 @@ def prefill(
         always_compress: call the methods even where the prompt is within their capacity, so that
             they can note the scores of what they keep (reading in chunks goes on from there).
     """
-    device = model.device
+    device = input_device(model)
     compressible = compressible_layers(model)
     for fork in forks:
         over = always_compress or len(ids) > fork.budget.capacity(len(ids))
@@ -251,6 +260,7 @@ def capture_layers(
                 f"layer {layer} does not exist; allowed: 0..{count - 1} (0-based)"
             )
     state = CaptureState(dict.fromkeys(layers), count)
-    tokens = torch.tensor([list(ids)], device=model.device)
-    forward(model, tokens, torch.arange(len(ids), device=model.device), state)
+    device = input_device(model)
+    tokens = torch.tensor([list(ids)], device=device)
+    forward(model, tokens, torch.arange(len(ids), device=device), state)
     return {layer: kv for layer, kv in state.layers.items() if kv is not None}
