@@ -606,6 +606,9 @@ def test_needles_are_kept_exactly_in_every_later_layer():
         assert kept.log_weights[0, 0, places].eq(0).all()
         assert not wanted <= set(positions[1]), "the other head has no needles"
         # A head without needles is compressed as balancekv would with the same number to keep.
+        padding = kept.positions == -1
+        assert padding[0].sum(-1).tolist() == [0, 1], "190 // 4 entries, not round(190 / 4)"
+        assert torch.equal(padding, kept.log_weights == -torch.inf)
         assert int(kept.entries.max()) <= budget.capacity(200)
         assert int(kept.entries[0, 0]) >= budget.capacity(200) - 1
 

@@ -116,9 +116,9 @@ def blocked(x: Tensor, places: int) -> Tensor:
 
 
 def block_counts(
-    shape: tuple[int, int, int, int], size: int, halved: Tensor | None
+    shape: tuple[int, int, int, int], size: int, halved: Tensor | None, device: torch.device
 ) -> Tensor | None:
-    """Real entries of each block, flat [batch * kv_heads * blocks]; None when every block is full.
+    """Real entries of each block, [batch, kv_heads, blocks]; None when every block is full.
 
     Args:
         shape: batch, kv_heads, blocks, entries per block.
@@ -128,6 +128,6 @@ def block_counts(
     if halved is None and size == blocks * b:
         return None
     if halved is None:
-        halved = torch.full((batch, heads), size)
-    starts = torch.arange(blocks, device=halved.device) * b
-    return (halved.unsqueeze(-1) - starts).clamp(0, b).flatten()
+        halved = torch.full((batch, heads), size, device=device)
+    starts = torch.arange(blocks, device=device) * b
+    return (halved.unsqueeze(-1) - starts).clamp(0, b)

@@ -64,3 +64,10 @@ def draw_uniforms(generator: torch.Generator, *shape: int, dtype: torch.dtype) -
     the batch it travels in.
     """
     return torch.rand(1, *shape, generator=generator, dtype=dtype)
+
+
+def to_device(draws: Tensor, device: torch.device) -> Tensor:
+    """Draws made on the CPU, on `device`; without waiting for what a GPU has still to do."""
+    if device.type == "cuda" and draws.device.type == "cpu":
+        return draws.pin_memory().to(device, non_blocking=True)
+    return draws.to(device)

@@ -32,6 +32,7 @@ from kvbench.methods._options import (
 from kvbench.methods._select import (
     draw_uniforms,
     positions_between,
+    to_device,
     with_sink_and_window,
 )
 from kvbench.methods.base import Method
@@ -126,7 +127,9 @@ class BalanceKV(Method):
         ]
         order = positions_between(layer, budget.sink, n - budget.window)
         chosen, weights = self._select(layer.keys, layer.values, draws, plan, order)
-        return self._weighted(layer, budget, chosen, weights, plan)
+        # The cut leaves every head the same number: no need to ask the device for padding.
+        ragged = self.selection != "cut"
+        return self._weighted(layer, budget, chosen, weights, plan, ragged=ragged)
 
     def select(
         self,
@@ -186,19 +189,19 @@ class BalanceKV(Method):
             if size == 0:
                 continue
             halved = state.to_halve(left, size)
-            counts = block_counts(shape, size, halved)
+            counts = block_counts(shape, size, halved, device)
             places = shape[2] * b
             weights = state.weights[:, :, :size] if step and values is not None else None
             positive = balanced_walk(
                 keys,
                 values,
                 blocked(state.order[:, :, :size], places).view(shape),
-                uniforms[step].to(device).expand(shape),
+                to_device(uniforms[step], device).expand(shape),
                 gamma=float(gamma),
                 offset=self.value_offset,
                 temperature=self.temperature,
                 beta=self.beta,
-                counts=counts if counts is None else counts.to(device).view(shape[:3]),
+                counts=counts,
                 weights=weights if weights is None else blocked(weights, places).view(shape),
                 centre=self.centre,
             ).view(batch, heads, places)
@@ -215,8 +218,10 @@ class BalanceKV(Method):
         chosen: Tensor,
         weights: Tensor,
         plan: list[tuple[int, int]],
+        *,
+        ragged: bool = True,
     ) -> CompressedKV:
-        """Entries and log-weights from the choice (prompt positions)."""
+        """Entries and log-weights from the choice (prompt positions; `ragged`: some may be padding)."""
         padding = chosen == PADDING
         middle, count = budget.middle(layer.n), chosen.shape[2]
         if self.order == "released":
@@ -237,7 +242,7 @@ class BalanceKV(Method):
             values = kept.values.clone()
             values[:, :, inside] *= (weights / mean).to(values.dtype).unsqueeze(-1)
             kept = replace(kept, values=values)
-        if self.selection == "cut":  # leaves every head the same number (and asks no device)
+        if not (ragged and bool(padding.any())):
             return replace(kept, log_weights=None if self.weights == "none" else log_weights)
         log_weights[:, :, inside].masked_fill_(padding, -math.inf)
         positions = kept.positions.clone()
