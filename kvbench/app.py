@@ -46,7 +46,7 @@ KEYS = (
         "task_label",
     ),
     *("seed", "limit", "device", "dtype", "compress_after", "example_timeout", "retry_failed"),
-    *("lock_timeout", "dry_run", "prefill", "chunk_tokens", "batch_size", "paper_table"),
+    *("lock_timeout", "dry_run", "prefill", "chunk_tokens", "batch_size", "decode", "paper_table"),
     *("shard", "shards", "launcher"),
 )
 """Top-level keys of a composed config; Hydra's ``+key=value`` could add others that nothing reads."""
@@ -101,6 +101,7 @@ def build_job(config: DictConfig) -> Job:
         example_timeout=config.example_timeout,
         prefill=config.prefill,
         chunk_tokens=config.chunk_tokens,
+        decode=config.decode,
     )
     task_config: Any = plain["task"]
     budget_config: Any = plain["budget"]

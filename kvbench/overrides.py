@@ -238,8 +238,9 @@ _RULES: dict[str, tuple[Any, str]] = {
     "dtype": (lambda v: v in DTYPES, ", ".join(DTYPES)),
     "compress_after": (lambda v: v in COMPRESS_AFTER, ", ".join(COMPRESS_AFTER)),
     "example_timeout": (lambda v: v is None or (_number(v) and v > 0), "a positive number or null"),
+    "decode": (lambda v: v in ("auto", "eager", "graph"), "auto, eager, graph"),
     "batch_size": (
-        lambda v: v == "auto" or (isinstance(v, int) and v is not True and v >= 1),
+        lambda v: v == "auto" or _integer(v, 1),
         "an integer >= 1, or auto",
     ),
     "lock_timeout": (lambda v: _number(v) and v >= 0, "a number >= 0"),

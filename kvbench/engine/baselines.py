@@ -88,10 +88,10 @@ class Baseline(Method):
             config.cache_implementation = self.cache
         if self.cache_config:
             config.cache_config = {"backend": _quantization_backend(), **dict(self.cache_config)}
-        clock = _FirstToken(model.device)
+        clock = _FirstToken(ids.device)
         generate: Any = model.generate
         with _library_attention(model), self.around(model, budget, ids.shape[1]):
-            synchronize(model.device)
+            synchronize(ids.device)
             start = time.perf_counter()
             output = generate(
                 ids,
@@ -99,7 +99,7 @@ class Baseline(Method):
                 generation_config=config,
                 logits_processor=LogitsProcessorList([clock]),
             )
-            synchronize(model.device)
+            synchronize(ids.device)
             end = time.perf_counter()
         assert clock.at is not None
         made = output.sequences.shape[1] - ids.shape[1]

@@ -31,7 +31,8 @@ class _Group:
         rows: their places in the batch; index: the same on the device, None where it is every row.
         table: where their entries are.
         lengths: entries held before the step, [rows] int32 on the device.
-        grows: what a step adds to them, [rows] int32: 0 where one leaves for every one that comes.
+        grows: what a step adds to them, [rows] int32: 0 where one leaves for every one that comes,
+            and where the row has ended.
     """
 
     rows: list[int]
@@ -55,7 +56,9 @@ class DecodeState:
     def __init__(self, forks: Sequence[Fork], positions: Tensor, steps: Sequence[int]) -> None:
         self.forks = list(forks)
         self.positions = positions
+        self.moves = torch.ones_like(positions)
         self.taken = 0
+        self._ended: set[int] = set()
         self._groups: dict[int, list[_Group]] = {}
         self._alone: dict[int, list[int]] = {}
         first = positions.tolist()
@@ -168,19 +171,47 @@ class DecodeState:
         if fork.failure is None:
             try:
                 cache.evict_one(mass, self.positions[row].to(mass.device))
-            except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
+            except Exception as failure:
+                if mass.is_cuda and torch.cuda.is_current_stream_capturing():
+                    raise  # nothing has run yet: the step cannot be captured, no method failed
                 fork.fail(failure)
 
-    def advance(self) -> None:
-        """A step is over: the next token has the next position."""
-        self.positions += 1
+    def move_on(self) -> None:
+        """The next token has the next position; part of the step, on the device."""
+        self.positions += self.moves
+
+    def count(self) -> None:
+        """A step is over."""
         self.taken += 1
+
+    def end(self, row: int) -> None:
+        """A row has ended and stays in the batch: from here on its steps come to nothing. It writes
+        its token to the same free place every time, and its position does not move."""
+        self._settle(row)
+        self._ended.add(row)
+        self.moves[row] = 0
+        for group in self._groups_of(row):
+            group.grows[group.rows.index(row)] = 0
+
+    def _groups_of(self, row: int) -> list[_Group]:
+        return [g for groups in self._groups.values() for g in groups if row in g.rows]
+
+    def _settle(self, row: int) -> None:
+        if row not in self._ended:
+            for group in self._groups_of(row):
+                if not group.evicts:
+                    group.caches[group.rows.index(row)].length += self.taken
+
+    def restore(self) -> None:
+        """Undo what an attempt to capture a step left of itself on the host."""
+        for groups in self._groups.values():
+            for group in groups:
+                if group.evicts:
+                    for cache in group.caches:
+                        cache.length = cache.granted
 
     def settle(self) -> None:
         """The rows part: tell every cache how many entries it holds by now."""
-        for groups in self._groups.values():
-            for group in groups:
-                if not group.evicts:
-                    for cache in group.caches:
-                        cache.length += self.taken
+        for row in range(len(self.forks)):
+            self._settle(row)
         self.taken = 0

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvbench.engine import graphs
 from kvbench.engine.cache import Fork, ForkBatch
 from kvbench.engine.chunked import chunked_prefill
 from kvbench.engine.decoding import DecodeState
@@ -129,11 +130,12 @@ class _Row:
     position: int  # of the next token to be fed
     spent_s: float = 0.0  # wall seconds before the rows of all prompts were joined
     chosen: list[int] = field(default_factory=list)
+    ended: bool = False
 
     @property
     def running(self) -> bool:
         """Whether there is something left to decode."""
-        return self.fork.failure is None and not self.stopping.reached(self.chosen)
+        return self.fork.failure is None and not self.ended
 
 
 def run_forks(
@@ -169,6 +171,7 @@ def run_batch(
     seed: int,
     compress_after: str = "prompt",
     chunk_tokens: int | None = None,
+    decode: str = "eager",
 ) -> list[dict[str, Generation]]:
     """Several prompts, of any lengths: each prefilled alone, all forks decoded together.
 
@@ -178,6 +181,7 @@ def run_batch(
             compressed; the question's tokens then run through every fork).
         chunk_tokens: read each prompt in chunks of so many tokens, each method through its own
             bounded cache (`kvbench.engine.chunked`), in place of the shared prefill.
+        decode: how the steps run, see `kvbench.engine.graphs`; changes no token.
 
     Returns:
         For each prompt, one `Generation` per label; a fork that failed says so and stops nothing
@@ -185,7 +189,7 @@ def run_batch(
     """
     batch = [_read(model, prompt, seed, compress_after, chunk_tokens) for prompt in prompts]
     rows = [row for answers in batch for row in answers]
-    _decode(model, [row for row in rows if row.chosen])
+    _decode(model, [row for row in rows if row.chosen], decode)
     compressible = compressible_layers(model)
     for row in rows:
         row.result.batch = len(prompts)
@@ -274,29 +278,25 @@ def _feed(model: PreTrainedModel, rows: Sequence[_Row], tail: Sequence[int]) -> 
     ids = torch.tensor([list(tail)] * len(rows), device=device)
     first = rows[0].position
     positions = torch.arange(first, first + len(tail), device=device).expand(len(rows), -1)
-    _step(model, rows, ids, positions, ForkBatch([row.fork for row in rows], positions))
+    state = ForkBatch([row.fork for row in rows], positions)
+    _step(model, rows, len(tail), lambda: pick(forward(model, ids, positions, state)))
 
 
 def _step(
-    model: PreTrainedModel,
-    rows: Sequence[_Row],
-    ids: Tensor,
-    positions: Tensor,
-    state: ForkBatch | DecodeState,
-) -> Tensor:
-    """Feed ids [rows, t] at positions [rows, t]; every row takes the token it chose, and its share
-    of the seconds. Returns the chosen tokens [rows] on the device, where the next step wants them."""
-    synchronize(ids.device)
+    model: PreTrainedModel, rows: Sequence[_Row], tokens: int, step: Callable[[], Tensor]
+) -> None:
+    """Run a step that feeds so many tokens to every row, and give every row that has not ended the
+    token it chose and its share of the seconds. `step` returns what `pick` says of its logits."""
+    synchronize(input_device(model))
     start = time.perf_counter()
-    picked = pick(forward(model, ids, positions, state))
-    tokens, finite = picked.tolist()  # the step's only wait for the device
+    chosen, finite = step().tolist()  # the step's only wait for the device
     seconds = (time.perf_counter() - start) / len(rows)
-    for row, token, sound in zip(rows, tokens, finite, strict=True):
-        row.fork.appended += ids.shape[1]
-        row.position += ids.shape[1]
-        row.result.decode_s += seconds
-        _take(row, token, bool(sound))
-    return picked[0]
+    for row, token, sound in zip(rows, chosen, finite, strict=True):
+        if row.running:
+            row.fork.appended += tokens
+            row.position += tokens
+            row.result.decode_s += seconds
+            _take(row, token, bool(sound))
 
 
 def _take(row: _Row, token: int, finite: bool) -> None:
@@ -305,35 +305,68 @@ def _take(row: _Row, token: int, finite: bool) -> None:
         row.fork.fail(NonFiniteLogits(len(row.chosen) + 1))
     if row.fork.failure is None:
         row.chosen.append(token)
+        row.ended = row.stopping.reached(row.chosen)
 
 
-def _decode(model: PreTrainedModel, rows: list[_Row]) -> None:
-    """Decode greedily until every row has ended; a row that has leaves the batch."""
-    if not rows:
-        return
-    device = input_device(model)
-    state, ids = _join(rows, device)
+def _decode(model: PreTrainedModel, rows: list[_Row], decode: str) -> None:
+    """Decode greedily until every row has ended.
+
+    A row that has ended leaves the batch; where steps are replayed, when half of the batch has.
+    """
+    batch: _Batch | None = None
     begun = time.perf_counter()
     while True:
         _time_out(rows, time.perf_counter() - begun)
-        staying = [row for row in rows if row.running]
-        if len(staying) < len(rows):
-            state.settle()
-            if not staying:
+        running = [row for row in rows if row.running]
+        if batch is None or batch.to_be_left(running):
+            if batch is not None:
+                batch.state.settle()
+            if not running:
                 return
-            rows = staying
-            state, ids = _join(rows, device)
-        chosen = _step(model, rows, ids, state.positions[:, None], state)
-        ids.copy_(chosen[:, None])
-        state.advance()
+            batch, rows = _Batch(model, running, decode), running
+        batch.step()
 
 
-def _join(rows: Sequence[_Row], device: torch.device) -> tuple[DecodeState, Tensor]:
-    """State and first ids [rows, 1] of the steps that these rows take together."""
-    positions = torch.tensor([row.position for row in rows], device=device)
-    left = [row.stopping.max_new_tokens - len(row.chosen) + 1 for row in rows]
-    state = DecodeState([row.fork for row in rows], positions, left)
-    return state, torch.tensor([[row.chosen[-1]] for row in rows], device=device)
+class _Batch:
+    """Rows that take their steps together, until some of them leave."""
+
+    def __init__(self, model: PreTrainedModel, rows: list[_Row], decode: str) -> None:
+        self.model = model
+        self.rows = rows
+        device = input_device(model)
+        positions = torch.tensor([row.position for row in rows], device=device)
+        left = [row.stopping.max_new_tokens - len(row.chosen) + 1 for row in rows]
+        self.state = DecodeState([row.fork for row in rows], positions, left)
+        self.ids = torch.tensor([[row.chosen[-1]] for row in rows], device=device)
+        self.replay: Callable[[], Tensor] | None = None
+        self.ended: set[int] = set()
+        worth = max(left) >= graphs.FIRST_STEPS + graphs.WORTH_STEPS
+        self.may_capture = decode != "eager" and worth and not graphs.obstacle(model, self.state)
+
+    def _run(self) -> Tensor:
+        """One step, all of it on the device and on the same tensors every time."""
+        positions = self.state.positions[:, None]
+        picked = pick(forward(self.model, self.ids, positions, self.state))
+        self.ids.copy_(picked[0, :, None])
+        self.state.move_on()
+        return picked
+
+    def step(self) -> None:
+        """One token for every row that has not ended."""
+        if self.may_capture and self.state.taken == graphs.FIRST_STEPS:
+            self.may_capture = False
+            self.replay = graphs.capture(self.model, self.state, self._run)
+        for place, row in enumerate(self.rows):
+            if not row.running and place not in self.ended:
+                self.ended.add(place)
+                self.state.end(place)
+        _step(self.model, self.rows, 1, self.replay or self._run)
+        self.state.count()
+
+    def to_be_left(self, running: Sequence[_Row]) -> bool:
+        """Whether the rows that go on should do so without those that have ended."""
+        few = len(self.rows) // 2 if self.replay is not None else len(self.rows) - 1
+        return len(running) <= few
 
 
 def _time_out(rows: Sequence[_Row], elapsed: float) -> None:

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvbench.engine.generate import Stopping
+from kvbench.engine.graphs import check_decode
 from kvbench.engine.loading import (
     ModelSpec,
     end_token_ids,
@@ -33,6 +34,7 @@ class Session:
         compress_after: "prompt" or "context"; see `kvbench.engine.generate.run_forks`.
         prefill: "shared" (one exact prefill serves every method) or "chunked" (each method reads the
             prompt through its own bounded cache, `chunk_tokens` at a time).
+        decode: how decode steps run, see `kvbench.engine.graphs`; changes no answer.
         example_timeout: seconds; an example that takes longer is recorded as a timeout; None: no limit.
     """
 
@@ -44,6 +46,7 @@ class Session:
     example_timeout: float | None = None
     prefill: str = "shared"
     chunk_tokens: int = 512
+    decode: str = "eager"
 
     def __post_init__(self) -> None:
         if self.compress_after not in COMPRESS_AFTER:
@@ -52,6 +55,7 @@ class Session:
             )
         if self.prefill not in PREFILLS:
             raise KVError(f"prefill is {self.prefill!r}; allowed: {', '.join(PREFILLS)}")
+        check_decode(self.decode, self.device)
         if not isinstance(self.chunk_tokens, int) or self.chunk_tokens < 1:
             raise KVError(f"chunk_tokens is {self.chunk_tokens!r}; allowed: an integer >= 1")
 

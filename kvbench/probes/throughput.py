@@ -17,6 +17,7 @@ from kvbench.engine import memory
 from kvbench.engine.baselines import Baseline, baselines_of
 from kvbench.engine.faults import free_memory
 from kvbench.engine.generate import Prompt, Stopping, run_batch
+from kvbench.engine.prefill import input_device
 from kvbench.engine.session import Session
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
@@ -274,7 +275,7 @@ def _generate(
     ids = _random_ids(session, setting.prompt_tokens, batch)
     new = setting.new_tokens if new_tokens is None else new_tokens
     if isinstance(method, Baseline):
-        times = method.generate(session.model, ids.to(session.model.device), new, budget)
+        times = method.generate(session.model, ids.to(input_device(session.model)), new, budget)
         return {
             "prefill_s": times.prefill_s,
             "compress_s": None,
@@ -293,6 +294,7 @@ def _generate(
         prompts,
         seed=session.seed,
         chunk_tokens=session.chunk_tokens if session.prefill == "chunked" else None,
+        decode=session.decode,
     )
     results = [answer[label] for answer in answers]
     for result in results:

@@ -1,0 +1,97 @@
+"""Decode steps as a captured CUDA graph: one launch a token in place of a thousand.
+
+A step is captured after the first few have run as they are (so that every kernel is compiled and every
+library ready), and replayed for the tokens that follow. That is sound because a step, once its rows are
+fixed, does the same launches on the same buffers: the new token's id and position, the number of
+entries of every row and the entries themselves are read and written on the device
+(`kvbench.engine.decoding`). Where a step cannot be captured, decoding goes on step by step, and says so
+once per model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvbench.engine.decoding import DecodeState
+from kvbench.engine.faults import is_out_of_memory
+from kvbench.kv import KVError
+
+log = logging.getLogger(__name__)
+
+DECODES = ("auto", "eager", "graph")
+"""How decode steps run: ``graph`` and ``auto`` capture them where that is possible."""
+
+FIRST_STEPS = 3
+"""Steps that run as they are before one is captured."""
+
+WORTH_STEPS = 16
+"""Steps to come below which capturing costs more than it saves."""
+
+_uncapturable: WeakSet[PreTrainedModel] = WeakSet()
+
+
+def check_decode(value: object, device: torch.device) -> str:
+    """`value`, if it names a way to decode on this device.
+
+    Raises:
+        KVError: otherwise.
+    """
+    if value not in DECODES:
+        raise KVError(f"decode is {value!r}; allowed: {', '.join(DECODES)}")
+    if value == "graph" and device.type != "cuda":
+        raise KVError(f"decode is 'graph' and the device is {device}; allowed there: auto, eager")
+    return str(value)
+
+
+def obstacle(model: PreTrainedModel, state: DecodeState) -> str | None:
+    """Why steps of this state cannot be captured; None when they may be tried."""
+    devices = {parameter.device for parameter in model.parameters()}
+    if any(device.type != "cuda" for device in devices):
+        return "the model is not on a GPU"
+    if len(devices) > 1:
+        return f"the model lies on {len(devices)} devices"
+    if not state.all_together:
+        return "a method or a layer of the batch decodes row by row"
+    if model in _uncapturable:
+        return "an earlier capture of this model failed"
+    return None
+
+
+def capture(
+    model: PreTrainedModel, state: DecodeState, step: Callable[[], Tensor]
+) -> Callable[[], Tensor] | None:
+    """A function that does what `step` does, by replaying it; None if it could not be captured.
+
+    Capturing runs nothing: afterwards the state is as it was before.
+
+    Args:
+        step: works on the same tensors at every call and returns one, always the same afterwards.
+    """
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            result = step()
+    except Exception as failure:
+        if is_out_of_memory(failure):
+            raise
+        _uncapturable.add(model)
+        state.restore()
+        lines = str(failure).strip().splitlines()
+        log.warning(
+            "%s decodes without CUDA graphs: %s",
+            type(model).__name__,
+            lines[0] if lines else failure,
+        )
+        return None
+
+    def replay() -> Tensor:
+        graph.replay()
+        return result
+
+    return replay
