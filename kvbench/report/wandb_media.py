@@ -11,14 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from kvbench.report.curves import score_against_ratio
 from kvbench.report.data import Arm, Group
-from kvbench.report.figures import (
-    Drawn,
-    grid_of,
-    heatmap_alone,
-    heatmaps,
-    score_against_ratio,
-)
+from kvbench.report.drawing import Drawn, axis_name
+from kvbench.report.figures import grid_of, heatmap_alone, heatmaps
 from kvbench.report.predictions import clip, sample_of
 from kvbench.report.tables import Cell, Row, ScoreTable, as_text, score_table
 from kvbench.report.views import unit_text
@@ -165,8 +161,8 @@ def heatmap_figure(group: Group, arms: Sequence[Arm], spec: Mapping[str, Any]) -
         shared_yaxes="all",
         horizontal_spacing=0.03,
         vertical_spacing=0.12 if rows < 4 else 0.05,
-        x_title=x.replace("_", " "),
-        y_title=y.replace("_", " "),
+        x_title=axis_name(x),
+        y_title=axis_name(y),
     )
     label = value.replace("_", " ")
     for i, grid in enumerate(grids):
@@ -177,6 +173,9 @@ def heatmap_figure(group: Group, arms: Sequence[Arm], spec: Mapping[str, Any]) -
                 y=[as_text(name) for name in grid.index],
                 z=cells,
                 coloraxis="coloraxis",
+                xgap=1,
+                ygap=1,
+                texttemplate="%{z:.3~g}" if grid.size <= 64 else None,
                 hoverongaps=False,
                 hovertemplate=f"{x} %{{x}}<br>{y} %{{y}}<br>{label} %{{z:.3g}}<extra></extra>",
             ),
@@ -191,7 +190,9 @@ def heatmap_figure(group: Group, arms: Sequence[Arm], spec: Mapping[str, Any]) -
             "colorscale": "Viridis",
             "cmin": low,
             "cmax": high,
-            "colorbar": {"title": f"{label}{unit_text(group.meta.score_unit)}"},
+            "colorbar": {
+                "title": {"text": f"{label}{unit_text(group.meta.score_unit)}", "side": "right"}
+            },
         },
         width=220 + 260 * columns,
         height=160 + 240 * rows,
