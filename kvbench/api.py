@@ -49,9 +49,10 @@ def compress(
 
     The prompt is prefilled exactly; then every layer holds what the method keeps and nothing else.
     Greedy decoding, sampling, beams, several returned sequences, streamers, stopping criteria,
-    left-padded batches and pipelines work as without it. Refused in one line: caches of an earlier
-    call, static, quantised and offloaded caches, assisted decoding, chunked prefill,
-    ``use_cache=False``, ``output_attentions=True``, encoder-decoder models.
+    left-padded batches, pipelines and compiled models work as without it. Refused in one line: caches
+    of an earlier call, static, quantised and offloaded caches, assisted decoding, guidance by a
+    second prompt, `generate_batch`, chunked prefill, ``use_cache=False``, ``output_attentions=True``,
+    encoder-decoder models, one `compress` of a model inside another.
 
     A loop of one's own may call the model with the cache it returned, under ``torch.no_grad()``: the
     first call's tokens are compressed, those of later calls are all kept (H2O goes on evicting).
@@ -116,6 +117,7 @@ def compare(
     """
     import pandas as pd
 
+    model = getattr(model, "_orig_mod", model)  # of a compiled model
     named = _labelled(methods)
     budget = Budget(rate=rate, sink=sink, window=window)
     if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
@@ -203,6 +205,10 @@ def _labelled(methods: Sequence[str | Method] | Mapping[str, str | Method]) -> d
 def _token_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
     if isinstance(prompt, str):
         ids = tokenizer(prompt)["input_ids"]
+    elif not isinstance(prompt, Sequence) or not all(isinstance(m, Mapping) for m in prompt):
+        raise KVError(
+            f"prompt is a {type(prompt).__name__}; allowed: one text, or the messages of a chat"
+        )
     else:
         ids = tokenizer.apply_chat_template(
             [dict(message) for message in prompt], add_generation_prompt=True, return_dict=True

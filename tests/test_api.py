@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -273,6 +274,8 @@ def test_what_a_compressed_cache_cannot_serve_is_refused_in_one_line() -> None:
             ({"cache_implementation": "static"}, "'static'; allowed: none"),
             ({"cache_implementation": "quantized"}, "'quantized'; allowed: none"),
             ({"prefill_chunk_size": 16}, "whole prompt at once"),
+            ({"guidance_scale": 1.5}, "guidance_scale is 1.5"),
+            ({"cache_implementation": "offloaded"}, "'offloaded'; allowed: none"),
             ({"use_cache": False}, "no cache to compress"),
             ({"output_attentions": True}, "computes none"),
             ({"generation_config": t.GenerationConfig(use_cache=False)}, "no cache to compress"),
@@ -294,8 +297,12 @@ def test_what_a_compressed_cache_cannot_serve_is_refused_in_one_line() -> None:
             pass
         with pytest.raises(UnsupportedGeneration, match="cannot be cropped"):
             output.past_key_values.crop(-1)
+        with pytest.raises(UnsupportedGeneration, match="a paged cache of its own"):
+            model.generate_batch([prompt_ids(9)])
         model.generate(**inputs)  # still works, and so it does outside
     model.generate(**inputs)
+    with pytest.raises(UnsupportedGeneration, match="whose generation is over"):
+        model.generate(output.sequences, past_key_values=output.past_key_values)
 
 
 def test_wrong_arguments_are_refused_before_anything_is_touched() -> None:
@@ -367,6 +374,9 @@ def test_compare_takes_chats_labels_and_failures() -> None:
     assert frame.loc["mine", "ratio"] == 1.0
     assert "holds 61 entries" in frame.loc["over", "error"]
     assert frame["text"].isna().tolist() == [False, True, False]
+    for thing in (["one text", "another"], {"input_ids": [1, 2]}, torch.ones(1, 3)):
+        with pytest.raises(KVError, match=r"prompt is a \w+; allowed: one text, or the messages"):
+            compare(model, Letters(), thing, ["exact"])  # type: ignore[arg-type]
     for wrong, message in [
         ([], "methods is empty"),
         (["exact", "exact"], "names 'exact' twice"),
@@ -402,6 +412,129 @@ def test_a_pipeline_batches_pads_and_stops_as_usual() -> None:
         pipe(prompts, **options)
     assert session.ratio[0] < 0.5
     assert pipe(prompts, batch_size=2, **options) == plain
+
+
+def test_a_text_streamer_in_a_thread_gives_the_text_as_it_comes() -> None:
+    from kvbench.engine.loading import local_path
+
+    path = local_path("asset:recall_mini")
+    model: Any = t.AutoModelForCausalLM.from_pretrained(path).eval()
+    tokenizer = t.AutoTokenizer.from_pretrained(path)
+    inputs = tokenizer("line one: the value is 7. " * 8, return_tensors="pt")
+    options = {"max_new_tokens": 6, "do_sample": False}
+    with compress(model, "snapkv", **SMALL) as session:
+        whole = model.generate(**inputs, **options)[0, inputs["input_ids"].shape[1] :]
+        streamer = t.TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=30)
+        thread = threading.Thread(
+            target=model.generate, kwargs={**inputs, **options, "streamer": streamer}
+        )
+        thread.start()
+        pieces = list(streamer)
+        thread.join()
+    assert "".join(pieces) == tokenizer.decode(whole)
+    assert len(pieces) > 1
+    assert len(session.rows) == 2
+    with compress(model, "snapkv", **SMALL):
+        pipe = t.pipeline("text-generation", model=model, tokenizer=tokenizer)  # made inside
+        made = pipe("line one: the value is 7. " * 8, return_full_text=False, **options)
+    assert made[0]["generated_text"] == "".join(pieces)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_keeps_its_type(dtype: torch.dtype) -> None:
+    model = tiny_model("llama").to(dtype)
+    inputs = batch(*LENGTHS)
+    with compress(model, "balancekv", **SMALL) as session:
+        model.generate(**inputs)
+    kept = Budget(**SMALL).capacity(80)
+    assert session.entries[1] == kept
+    assert (
+        session.exact_bytes[1] == 4 * 2 * 80 * 2 * 16 * 2
+    )  # layers, heads, n, k and v, dim, bytes
+
+
+def test_hidden_states_stop_strings_and_decorators_work() -> None:
+    model = tiny_model("llama")
+    inputs = batch(50) | {"max_new_tokens": 4}
+
+    @compress(model, "snapkv", **SMALL)
+    def generated() -> Any:
+        return model.generate(
+            **inputs,
+            output_hidden_states=True,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+
+    before = state_of(model)
+    for _ in range(2):
+        output = generated()
+        assert [len(states) for states in output.hidden_states] == [5] * 4
+        assert len(output.logits) == 4
+        assert state_of(model) == before
+    with torch.inference_mode(), compress(model, "snapkv", **SMALL):
+        assert torch.equal(model.generate(**inputs), output.sequences)
+
+
+def test_a_compiled_model_gives_what_the_plain_one_gives() -> None:
+    model = tiny_model("llama")
+    inputs = batch(60)
+    with compress(model, "snapkv", **SMALL):
+        expected = model.generate(**inputs)
+    compiled: Any = torch.compile(model, backend="eager")
+    with compress(compiled, "snapkv", **SMALL) as session:
+        assert torch.equal(compiled.generate(**inputs), expected)
+    assert session.ratio[0] < 0.5
+    frame = compare(compiled, Letters(), "x" * 50, "snapkv", **SMALL, max_new_tokens=3)
+    assert frame.loc["snapkv", "ratio"] < 1
+    assert "generate" not in vars(model)
+
+
+def test_a_model_that_drops_keyword_arguments_is_refused() -> None:
+    config = t.StableLmConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    model: Any = t.StableLmForCausalLM(config).eval()
+    with pytest.raises(UnsupportedModel, match="does not pass keyword"), compress(model, "snapkv"):
+        model.generate(**batch(20))
+    model.generate(**batch(20))
+
+
+def test_the_text_part_of_a_vision_language_model_is_compressed() -> None:
+    vision = t.CLIPVisionConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=8,
+        patch_size=4,
+        projection_dim=16,
+    )
+    model: Any = t.LlavaForConditionalGeneration(
+        t.LlavaConfig(
+            vision_config=vision, text_config=tiny_model("llama").config, image_token_index=96
+        )
+    ).eval()
+    ids = torch.tensor([[min(i, 95) for i in prompt_ids(55)] + [96] * 4 + [5]])
+    image = torch.randn(1, 3, 8, 8)
+    inputs = {"input_ids": ids, "pixel_values": image, "max_new_tokens": 5, "do_sample": False}
+    plain = model.generate(**inputs)
+    before = state_of(model)
+    with compress(model, "exact"):
+        assert torch.equal(model.generate(**inputs), plain)
+    with compress(model, "snapkv", **SMALL) as session:
+        model.generate(**inputs)
+    assert session.rows[0].prompt_tokens == 60
+    assert session.ratio[0] < 0.5
+    assert state_of(model) == before
+    marked = torch.zeros_like(ids)
+    with compress(model, "exact"), pytest.raises(UnsupportedGeneration, match="both ways"):
+        model(ids, pixel_values=image, token_type_ids=marked)
 
 
 def test_importing_kvbench_imports_no_torch() -> None:

@@ -69,8 +69,9 @@ def kvbench_attention(
     name = type(module).__name__
     if kvbench is None:
         raise UnsupportedModel(
-            f"{name} runs with attention 'kvbench' outside kvbench's engine; "
-            "call model.set_attn_implementation('sdpa') first"
+            f"{name} runs with attention 'kvbench' outside kvbench's engine (call "
+            "model.set_attn_implementation('sdpa') first), or its model does not pass keyword "
+            "arguments on to its attention (not supported)"
         )
     for argument in ("s_aux", "position_bias"):
         if other.get(argument) is not None:

@@ -13,26 +13,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import Cache
 
 from kvbench.engine.attention import IMPLEMENTATION, UnsupportedModel, register
 from kvbench.engine.cache import Fork, ForkBatch
+from kvbench.engine.live_cache import LiveCache, UnsupportedGeneration
 from kvbench.engine.prefill import PrefillState, compressible_layers
 from kvbench.kv import Budget
 from kvbench.methods.base import Method
 
 _active: WeakSet[PreTrainedModel] = WeakSet()
 """Models that are under `compressed_generation` now."""
-
-
-class UnsupportedGeneration(ValueError):
-    """A use of `generate` that a compressed cache cannot serve: one line with what is allowed."""
 
 
 def prompt_name(ids: Sequence[int]) -> str:
@@ -66,86 +62,6 @@ class Row:
     def ratio(self) -> float:
         """Bytes held over the bytes of the exact cache, after compression."""
         return self.cache_bytes / self.exact_bytes
-
-
-class LiveCache(Cache):
-    """The forks of a batch, as generate's cache.
-
-    Args:
-        forks: one per row.
-        lengths: prompt tokens of each row, without padding.
-        num_layers: of the model.
-    """
-
-    def __init__(self, forks: Sequence[Fork], lengths: Sequence[int], num_layers: int) -> None:
-        super().__init__(layers=[])
-        self.forks = list(forks)
-        self.lengths = list(lengths)
-        self.num_layers = num_layers
-        self.seen = 0  # tokens fed so far, padding included
-
-    def __len__(self) -> int:
-        return self.num_layers
-
-    @property
-    def is_compileable(self) -> bool:
-        """Rows differ in length, so there is nothing to compile."""
-        return False
-
-    @property
-    def is_croppable(self) -> bool:
-        """What a method dropped cannot come back."""
-        return False
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        """The new keys and values as they are: the attention function stores them."""
-        return key_states, value_states
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens fed so far, padding included."""
-        return self.seen
-
-    def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
-        """Length and offset of the mask that transformers believes it needs."""
-        count = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
-        return self.seen + count, 0
-
-    def _pick(self, indices: Sequence[int]) -> None:
-        """Rows in a new order; a row that is wanted more than once is copied."""
-        taken: set[int] = set()
-        forks = []
-        for index in indices:
-            fork = self.forks[index]
-            forks.append(fork.clone() if index in taken else fork)
-            taken.add(index)
-        self.forks = forks
-        self.lengths = [self.lengths[index] for index in indices]
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Beam search: row i goes on from row ``beam_idx[i]``."""
-        self._pick(beam_idx.tolist())
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row `repeats` times."""
-        self._pick([row for row in range(len(self.forks)) for _ in range(repeats)])
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep some rows."""
-        self._pick(torch.arange(len(self.forks))[indices.cpu()].tolist())
-
-    def crop(self, *arguments: int, **named: int) -> None:
-        """Refused, unless nothing is to be cropped: what a method dropped cannot come back."""
-        if any(arguments) or any(named.values()):
-            raise UnsupportedGeneration(
-                "a compressed cache cannot be cropped (assisted decoding does so); "
-                "allowed: greedy, sampling, beam search"
-            )
-
-    def reset(self) -> None:
-        """Refused: every call of generate starts afresh anyway."""
-        raise UnsupportedGeneration("a compressed cache cannot be reset; call generate again")
 
 
 class _BatchPrefill:
@@ -257,6 +173,11 @@ class Compression:
             )
         if kwargs.get("output_attentions"):
             raise UnsupportedGeneration(_NO_ATTENTIONS)
+        if kwargs.get("token_type_ids") is not None and hasattr(self.model.config, "text_config"):
+            raise UnsupportedGeneration(
+                "token_type_ids says which tokens are an image's, which attend to each other both "
+                "ways; allowed: causal attention only"
+            )
         if torch.is_grad_enabled():
             raise UnsupportedGeneration(
                 "compress does not keep gradients; allowed: generate, or calls under torch.no_grad()"
@@ -355,6 +276,8 @@ class Compression:
             BudgetExceeded: a row holds more than its budget and the tokens since.
         """
         cache, self._cache = self._cache, None
+        if cache is not None:
+            cache.open = False
         if self._prefill is not None:  # a prefill that did not get through
             self._prefill = None
             return
@@ -423,6 +346,11 @@ def _refuse(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
         raise UnsupportedGeneration(
             "prefill_chunk_size is set; methods see the whole prompt at once; allowed: none"
         )
+    if option("guidance_scale") not in (None, 1):
+        raise UnsupportedGeneration(
+            f"guidance_scale is {option('guidance_scale')}, which generates from two prompts with two "
+            "caches at once; allowed: none"
+        )
     if option("use_cache") is False:
         raise UnsupportedGeneration(_NO_CACHE)
     if option("output_attentions"):
@@ -449,6 +377,42 @@ def _guarded(compression: Compression, original: Callable[..., Any]) -> Callable
     return generate
 
 
+def _no_batches(*_: Any, **__: Any) -> NoReturn:
+    """In the place of `generate_batch`."""
+    raise UnsupportedGeneration(
+        "generate_batch has a paged cache of its own; allowed: generate, with a batch of prompts"
+    )
+
+
+@contextmanager
+def _attribute(model: PreTrainedModel, name: str, value: Any) -> Iterator[None]:
+    """An attribute of this one object, and afterwards whatever it had before."""
+    own = {name: model.__dict__[name]} if name in model.__dict__ else {}
+    model.__dict__[name] = value
+    try:
+        yield
+    finally:
+        del model.__dict__[name]
+        model.__dict__.update(own)
+
+
+def _of_text(model: PreTrainedModel) -> str | dict[str, str]:
+    """kvbench's attention for the language model alone: a vision tower keeps its own.
+
+    Raises:
+        UnsupportedModel: some tokens of a prompt attend to later ones.
+    """
+    text = model.config.get_text_config()
+    if getattr(text, "use_bidirectional_attention", None):
+        raise UnsupportedModel(
+            f"{type(model).__name__} attends both ways within its prompt; allowed: causal models"
+        )
+    if text is model.config:
+        return IMPLEMENTATION
+    (part,) = (key for key in model.config.sub_configs if getattr(model.config, key, None) is text)
+    return {part: IMPLEMENTATION}
+
+
 @contextmanager
 def kvbench_attention_on(model: PreTrainedModel) -> Iterator[None]:
     """The model on kvbench's attention function; afterwards on whatever it was on before.
@@ -459,8 +423,8 @@ def kvbench_attention_on(model: PreTrainedModel) -> Iterator[None]:
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModel(
-            f"model is a {name}; allowed: a transformers PreTrainedModel (of a PEFT model, "
-            "model.get_base_model())"
+            f"model is a {name}; allowed: a transformers PreTrainedModel (of a pipeline, pipe.model; "
+            "of a PEFT model, model.get_base_model())"
         )
     if model.config.is_encoder_decoder:
         raise UnsupportedModel(f"{name} is an encoder-decoder; allowed: decoder-only models")
@@ -473,7 +437,7 @@ def kvbench_attention_on(model: PreTrainedModel) -> Iterator[None]:
             configs.setdefault(id(module.config), module.config)
     before = [(config, config._attn_implementation) for config in configs.values()]
     try:
-        model.set_attn_implementation(IMPLEMENTATION)
+        model.set_attn_implementation(_of_text(model))
         if model.config.get_text_config()._attn_implementation != IMPLEMENTATION:
             raise UnsupportedModel(
                 f"{name} does not use transformers' attention interface; allowed: models that do"
@@ -492,7 +456,9 @@ def compressed_generation(compression: Compression) -> Iterator[Compression]:
         UnsupportedModel: see `kvbench_attention_on` and `compressible_layers`.
         UnsupportedGeneration: the model is under compression already.
     """
-    model = compression.model
+    compression.model = model = getattr(
+        compression.model, "_orig_mod", compression.model
+    )  # compiled
     with ExitStack() as stack:
         stack.enter_context(kvbench_attention_on(model))
         if model in _active:
@@ -502,17 +468,14 @@ def compressed_generation(compression: Compression) -> Iterator[Compression]:
         compression._compressible = compressible_layers(model)
         _active.add(model)
         stack.callback(_active.discard, model)
-        own = model.__dict__.get("generate")
-        generate: Any = model.generate
         before = model.register_forward_pre_hook(compression.before_forward, with_kwargs=True)
         stack.callback(before.remove)
         after = model.register_forward_hook(compression.after_forward, with_kwargs=True)
         stack.callback(after.remove)
-        model.__dict__["generate"] = _guarded(compression, generate)
-        if own is None:
-            stack.callback(model.__dict__.pop, "generate", None)
-        else:
-            stack.callback(model.__dict__.__setitem__, "generate", own)
+        generate: Any = model.generate
+        guarded = _guarded(compression, generate)
+        stack.enter_context(_attribute(model, "generate", guarded))
+        stack.enter_context(_attribute(model, "generate_batch", _no_batches))
         try:
             yield compression
         except BaseException:
