@@ -205,14 +205,15 @@ def _labelled(methods: Sequence[str | Method] | Mapping[str, str | Method]) -> d
 def _token_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
     if isinstance(prompt, str):
         ids = tokenizer(prompt)["input_ids"]
-    elif not isinstance(prompt, Sequence) or not all(isinstance(m, Mapping) for m in prompt):
-        raise KVError(
-            f"prompt is a {type(prompt).__name__}; allowed: one text, or the messages of a chat"
-        )
     else:
-        ids = tokenizer.apply_chat_template(
-            [dict(message) for message in prompt], add_generation_prompt=True, return_dict=True
-        )["input_ids"]
+        chat = [dict(m) for m in prompt if isinstance(m, Mapping)]
+        if isinstance(prompt, Mapping) or len(chat) < len(prompt):
+            raise KVError(
+                f"prompt is a {type(prompt).__name__}; allowed: one text, or the messages of a chat"
+            )
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)[
+            "input_ids"
+        ]
     if not ids:
         raise KVError("prompt is empty; allowed: at least one token")
     return list(ids)
