@@ -23,9 +23,18 @@ from kvbench.secrets import redact
 FAILED, USAGE = 1, 2
 
 
+LONGEST = 1000
+"""Characters of a message that a reader gets to see."""
+
+
 def complain(message: str) -> None:
-    """One line on stderr."""
-    print(f"kvbench: {redact(message)}", file=sys.stderr, flush=True)
+    """One line on stderr, whatever is in the message: no line ends, no control characters, no secrets,
+    and of a very long one both ends."""
+    text = redact(message)
+    if len(text) > LONGEST:
+        text = f"{text[: LONGEST - 300]} [...] {text[-300:]}"
+    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    print(f"kvbench: {text}", file=sys.stderr, flush=True)
 
 
 def explained(error: Exception) -> tuple[str, int] | None:

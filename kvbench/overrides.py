@@ -162,7 +162,7 @@ def check_groups(overrides: Sequence[str]) -> str | None:
                 return f"method is empty; allowed: one or more of {allowed}"
             if twice:
                 return f"method names {twice[0]!r} twice; allowed: each once"
-        elif value in ("", None) or isinstance(value, list):
+        elif not isinstance(value, str) or not value:
             how = "one or more" if several else "one"
             return f"{override.input_line!r} names no {group}; allowed: {how} of {allowed}"
     return None

@@ -6,6 +6,7 @@ same to the runner: a `Plan`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -157,6 +158,12 @@ class TaskPlan:
                 whose question is empty.
         """
         encoded = [encode_example(e, session.encoder) for e in self.task.examples(session.encoder)]
+        for name, count in Counter(e.example.id for e in encoded).items():
+            if count > 1:
+                raise KVError(
+                    f"task {self.task.name} has {count} examples with the id {name!r}; allowed: one, "
+                    "or the others would be skipped"
+                )
         if session.prefill == "chunked":
             for label, (method, _) in methods.items():
                 check_reads_in_chunks(label, method)

@@ -32,7 +32,18 @@ class PromptEncoder:
     suffix_ids: tuple[int, ...] = ()
 
     def encode_text(self, text: str) -> list[int]:
-        """Token ids of `text` alone, no special tokens."""
+        """Token ids of `text` alone, no special tokens.
+
+        Raises:
+            TaskError: text that is no text, as half of a surrogate pair.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise TaskError(
+                f"text {text[max(0, error.start - 20) : error.end + 20]!r} holds half a character "
+                f"({error.reason}); allowed: text that has a UTF-8 form"
+            ) from error
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, ids: Sequence[int]) -> str:

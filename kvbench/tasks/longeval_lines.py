@@ -78,6 +78,22 @@ def _integer(name: str, value: Any, low: int, high: int) -> int:
     return value
 
 
+def _test_case(row: str) -> dict[str, Any] | None:
+    """One line of an official file with its numbers as integers; None if it is no such line."""
+    try:
+        case = json.loads(row)
+        prompt, (key, place) = case["prompt"], case["random_idx"]
+        total = case.get("num_lines") or prompt.count(": REGISTER_CONTENT is <")
+        expected, place, total = int(case["expected_number"]), int(place), int(total)
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        return None
+    texts = (prompt, key, case.get("correct_line") or "")
+    if not all(isinstance(text, str) for text in texts) or not 0 <= place < max(1, total):
+        return None
+    numbers = {"expected_number": expected, "random_idx": (key, place), "num_lines": total}
+    return {**case, **numbers}
+
+
 @dataclass(frozen=True, kw_only=True)
 class LongEvalLines(Task):
     """Line retrieval, by number of lines.
@@ -202,34 +218,31 @@ class LongEvalLines(Task):
         found = []
         try:
             with path.open(encoding="utf-8") as stream:
-                rows = [line for line in stream if line.strip()]
+                rows = [(line, row) for line, row in enumerate(stream, 1) if row.strip()]
         except (OSError, UnicodeDecodeError) as problem:
             raise TaskError(f"longeval_lines: cannot read {path}: {problem}") from problem
-        for number, row in enumerate(rows):
-            try:
-                case = json.loads(row)
-                prompt, expected = case["prompt"], int(case["expected_number"])
-                key, place = case["random_idx"][0], int(case["random_idx"][1])
-            except (ValueError, KeyError, TypeError, IndexError) as problem:
+        for number, (line, row) in enumerate(rows):
+            case = _test_case(row)
+            if case is None:
                 raise TaskError(
-                    f"longeval_lines: {path} line {number + 1} is not a test case "
+                    f"longeval_lines: {path} line {line} is not a test case "
                     "(JSON with prompt, expected_number, random_idx)"
-                ) from problem
+                )
+            prompt, total = case["prompt"], case["num_lines"]
             cut = prompt.rfind(QUESTION_START)
             if cut < 0:
                 raise TaskError(
-                    f"longeval_lines: {path} line {number + 1} has no "
+                    f"longeval_lines: {path} line {line} has no "
                     f"{QUESTION_START.strip()!r} after a blank line; only the lines task is read"
                 )
-            total = int(case.get("num_lines") or prompt.count(": REGISTER_CONTENT is <"))
             example = self._example(
                 id=f"{path.stem}-{number:04d}",
                 context=prompt[:cut],
                 question=prompt[cut:],
-                number=expected,
+                number=case["expected_number"],
                 num_lines=total,
-                key=key,
-                place=place,
+                key=case["random_idx"][0],
+                place=case["random_idx"][1],
                 total=total,
                 correct_line=case.get("correct_line"),
             )
