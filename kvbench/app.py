@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
 from hydra.utils import instantiate
@@ -20,6 +20,7 @@ from kvbench.engine.loading import ModelSpec, resolve_device, resolve_dtype
 from kvbench.engine.session import Session
 from kvbench.interrupts import Termination
 from kvbench.kv import Budget, KVError
+from kvbench.methods.base import Method
 from kvbench.nearest import nearest
 from kvbench.plan import BringsRows, Plan, TaskPlan
 from kvbench.progress import progress_display
@@ -52,6 +53,25 @@ KEYS = (
 """Top-level keys of a composed config; Hydra's ``+key=value`` could add others that nothing reads."""
 
 
+_PLAN = ("meta", "units", "run")
+T = TypeVar("T")
+
+
+def _made(node: DictConfig, key: str, kind: type[T]) -> T:
+    """What a config's ``_target_`` makes.
+
+    Raises:
+        KVError: it is not of the kind that the key stands for.
+    """
+    made = instantiate(node, _convert_="all")
+    if not isinstance(made, kind):
+        raise KVError(
+            f"{key}._target_ is {node.get('_target_')!r}, which makes a {type(made).__name__}; "
+            f"allowed: a {kind.__name__}"
+        )
+    return made
+
+
 def build_job(config: DictConfig) -> Job:
     """Instantiate what the config names and check what can be checked without loading a model.
 
@@ -73,15 +93,17 @@ def build_job(config: DictConfig) -> Job:
         except ValueError as error:
             raise KVError(str(error)) from error
     device = resolve_device(config.device)
-    spec: ModelSpec = instantiate(config.model, _convert_="all")
-    budget: Budget = instantiate(config.budget, _convert_="all")
+    spec = _made(config.model, "model", ModelSpec)
+    budget = _made(config.budget, "budget", Budget)
     methods = {
-        str(label): (instantiate(node, _convert_="all"), budget)
+        str(label): (_made(node, f"methods.{label}", Method), budget)
         for label, node in config.methods.items()
     }
     for method, _ in methods.values():
         method.quantization()
-    task = instantiate(config.task, _convert_="all")
+    task = _made(config.task, "task", object)
+    if not isinstance(task, Task) and not all(hasattr(task, part) for part in _PLAN):
+        raise KVError(f"task is a {type(task).__name__}; allowed: a task or a probe")
     plan: Plan = TaskPlan(task) if isinstance(task, Task) else task
     configured: Any = plain["methods"]
     method_configs: dict[str, Any] = dict(configured)

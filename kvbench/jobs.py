@@ -52,10 +52,9 @@ def explained(error: Exception) -> tuple[str, int] | None:
     from kvbench.tasks.base import TaskError
 
     if isinstance(error, InstantiationException):
-        cause = error.__cause__
-        if os.environ.get("HYDRA_FULL_ERROR") == "1" or cause is None:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
             return None
-        return " ".join(str(cause).split()), USAGE
+        return " ".join(str(error.__cause__ or error).split()), USAGE
     if isinstance(error, KVError | TaskError | ModelError | UnsupportedModel):
         return str(error), USAGE
     if isinstance(error, ShardError | DeviceError):

@@ -60,7 +60,7 @@ def check_syntax(overrides: Sequence[str], *, sweep: bool) -> str | None:
         key = override.get_key_element()
         if names_a_secret(override.key_or_group):
             return (
-                f"{key}=... would be written with the results; allowed: secrets in the environment "
+                f"{key} is given a value, which the results would keep; allowed: the environment "
                 "(HF_TOKEN, WANDB_API_KEY)"
             )
         if key in keys:

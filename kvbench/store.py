@@ -96,6 +96,16 @@ NUMBER_FIELDS = (
 """Common fields that are numbers (or null)."""
 
 
+_TEXTS = ("experiment", "model", "task", "dataset", "method", "prediction", "prompt_tail", "error")
+_KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(_TEXTS, (str,)),
+    "entries": (dict,),
+    "answers": (list, tuple),
+    "compressed": (bool,),
+    "saves_memory": (bool,),
+}
+
+
 class StoreError(RuntimeError):
     """A user-facing error: one line that names the file and what is wrong with it."""
 
@@ -432,7 +442,7 @@ def load_run(folder: Path) -> Run:
     for name in NUMBER_FIELDS:
         try:
             records[name] = pd.to_numeric(records[name]).astype(float)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise StoreError(f"{folder}: field {name!r} holds a value that is no number") from error
     return Run(folder, manifest, records)
 
@@ -511,6 +521,8 @@ def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
         raise StoreError(f"{path}, line {number}: not JSON ({error})") from error
     if not isinstance(record, dict):
         raise StoreError(f"{path}, line {number}: not a JSON object")
+    if b"\\ud" in line.lower() and not _is_text(record):
+        raise StoreError(f"{path}, line {number}: holds half a character, which no text does")
     try:
         _check(record)
     except StoreError as error:
@@ -518,8 +530,17 @@ def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
     return record
 
 
+def _is_text(value: Any) -> bool:
+    """Whether all strings in a JSON value have a UTF-8 form."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _check(record: Mapping[str, Any]) -> None:
-    """Refuse a record that lacks a common field."""
+    """Refuse a record that lacks a common field, or has something else in one."""
     missing = [name for name in COMMON_FIELDS if name not in record]
     if missing:
         raise StoreError(
@@ -527,6 +548,9 @@ def _check(record: Mapping[str, Any]) -> None:
         )
     if not isinstance(record["example_id"], str):
         raise StoreError(f"example_id is {record['example_id']!r}; it must be a string")
+    for name, kind in _KINDS.items():
+        if record[name] is not None and not isinstance(record[name], kind):
+            raise StoreError(f"{name} is {record[name]!r:.60}; allowed: {kind[0].__name__} or null")
     if record["status"] not in STATUSES:
         raise StoreError(f"status is {record['status']!r}; allowed: {', '.join(STATUSES)}")
 

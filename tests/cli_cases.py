@@ -38,14 +38,27 @@ KEYS = {
         *("max_new_tokens", "stop"),
     ],
     "throughput": ["prompt_tokens", "new_tokens", "runs"],
-    "layer_error_synthetic": ["n", "head_dim", "kv_heads", "layers", "metrics", "queries", "seeds"],
-    "walk_discrepancy": ["lengths", "dims", "seeds", "rules", "betas"],
-    "subgen_clusters": ["deltas", "num_prompts", "lengths", "seeds"],
-    "error_scaling": ["lengths", "rates", "seeds", "draws", "layers", "heads"],
+    "layer_error_synthetic": [
+        *("rates", "layers", "seeds", "num_prompts", "exact", "synthetic", "synthetic.n"),
+        *("synthetic.heads", "synthetic.kv_heads", "synthetic.head_dim", "synthetic.key_norm"),
+        *("synthetic.clusters", "synthetic.spread", "synthetic._target_", "prompts"),
+    ],
+    "walk_discrepancy": ["steps", "walks", "compare", "data", "data.x"],
+    "subgen_clusters": ["steps", "draws", "prompts", "data", "data.'d 4'.head_dim"],
+    "error_scaling": [
+        *("n", "kept", "queries", "draws", "fit_rate", "per_kept", "compare", "expected", "data"),
+        *("prompts", "data.'d 4, bound 1'.head_dim", "data.'d 4, bound 1'.key_norm"),
+    ],
 }
 """Options of tasks; names that a task does not have are cases, too."""
 
-QUICK = {"throughput": ["task.prompt_tokens=[80]", "task.new_tokens=2"]}
+QUICK = {
+    "throughput": ["task.prompt_tokens=[80]", "task.new_tokens=2"],
+    "layer_error_synthetic": ["task.exact=8", "task.synthetic.n=64", "task.seeds=1"],
+    "walk_discrepancy": ["task.steps=[8,16]", "task.walks=2"],
+    "subgen_clusters": ["task.steps=[8,16]", "task.draws=1"],
+    "error_scaling": ["task.n=128", "task.kept=[16,32]", "task.draws=1"],
+}
 """What makes a task's dry run, which tries an example, short."""
 
 TOP = [
@@ -171,7 +184,7 @@ class Ended:
     def problem(self) -> str | None:
         """Why this is neither a correct run nor an error of one line; None if it is."""
         text = self.out + self.err
-        lines = [line for line in self.err.splitlines() if line.strip()]
+        lines = [line for line in self.err.splitlines() if line.strip() and " left; " not in line]
         told = [line for line in lines if line.startswith("kvbench: ")]
         if "Traceback" in text or "Error executing job" in text or "HYDRA_FULL_ERROR" in text:
             return "a traceback"

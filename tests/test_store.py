@@ -96,8 +96,8 @@ def test_values_json_does_not_know(tmp_path: Path) -> None:
                 prediction="half a pair \ud800",
             )
         )
-        with pytest.raises(StoreError, match=r"'b'.*error holds a object"):
-            records.append(make_record("b", error=object()))
+        with pytest.raises(StoreError, match=r"'b'.*extra holds a object"):
+            records.append(make_record("b", extra=object()))
     (line,) = (tmp_path / "records.jsonl").read_text().splitlines()
     record = json.loads(line)
     assert (record["score"], record["ratio"], record["capacity"]) == (None, None, 3)

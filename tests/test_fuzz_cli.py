@@ -1,0 +1,102 @@
+"""Any command line is a correct run or an error of one line: never a traceback, never a silent skip."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cli_cases import BASE, Ended, command_lines, ended
+from hypothesis import HealthCheck, Phase, given, settings
+
+COMMON = {
+    "deadline": None,
+    "database": None,
+    "suppress_health_check": list(HealthCheck),
+    "phases": [Phase.generate],
+}
+
+
+def explain(arguments: list[str], found: Ended, problem: str) -> str:
+    return f"{problem}: kvbench {arguments}\nstatus {found.status}\n{found.err[-3000:]}"
+
+
+@settings(max_examples=30, derandomize=True, **COMMON)
+@given(command_lines())
+def test_a_sample_of_command_lines(arguments: list[str]) -> None:
+    found = ended(arguments)
+    problem = found.problem()
+    assert problem is None, explain(arguments, found, problem)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(4))
+def test_a_thousand_command_lines(part: int) -> None:
+    @settings(max_examples=250, **COMMON)
+    @given(command_lines())
+    def many(arguments: list[str]) -> None:
+        found = ended(arguments)
+        problem = found.problem()
+        assert problem is None, explain(arguments, found, problem)
+
+    many()
+
+
+FOUND = [
+    (["experiment=nan"], "names no experiment"),
+    (["experiment=2"], "names no experiment"),
+    (["model=3"], "names no model"),
+    (["task=[]"], "names no task"),
+    (["=", "='\n'"], "is given twice"),
+    (["-x", "\x13\x1b[31mred\r"], r"\x13\x1b[31mred\r"),
+    (["'" + "x" * 5000 + "'=1"], " [...] "),
+    (["task.files=['" + "y" * 3000 + "']"], " [...] "),
+    (["seed=" + "9" * 400], None),
+    (["budget.rate=1e400"], "budget.rate is inf"),
+    (["budget.rate=nan"], "budget.rate is nan"),
+    (["experiment_name=../../x"], "experiment_name is '../../x'; allowed: a folder's name"),
+    (["task_label=.."], "task_label is '..'; allowed: a folder's name"),
+    (["task_label=/etc"], "task_label is '/etc'"),
+    (["experiment_name='a\nb'"], r"experiment_name is 'a\nb'"),
+    (
+        ["hydra.job.env_set.HF_TOKEN=hf_abcdefghijklmnopqrstuvwx"],
+        "would be written with the results",
+    ),
+    (["+model.api_key=123"], "model.api_key=... would be written"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), FOUND, ids=lambda v: str(v)[:30])
+def test_what_was_found(arguments: list[str], message: str | None) -> None:
+    """Command lines that once gave a traceback, several lines, or wrote where they should not."""
+    given = {text.partition("=")[0] for text in arguments}
+    base = [word for word in BASE if word.partition("=")[0] not in given]
+    found = ended([*base, "method=[exact,snapkv]", *arguments])
+    problem = found.problem()
+    assert problem is None, explain(arguments, found, problem)
+    if message is not None:
+        assert found.status == 2
+        assert message in found.err
+
+
+@pytest.mark.parametrize(
+    "name", ["../../escape", "..", "/tmp/escape", "a/../../escape", "~/escape"]
+)
+def test_no_name_leads_out_of_the_results_folder(tmp_path: Path, name: str) -> None:
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    base = [word for word in BASE if not word.startswith("dry_run")]
+    base += ["method=exact", "task=longeval_lines", "task.num_lines=[5]", "task.max_new_tokens=1"]
+    for words in (
+        [f"experiment_name={name}"],
+        [f"task_label={name}"],
+        [f"+methods.'{name}'._target_=kvbench.methods.exact.Exact"],
+        [f"model.name={name}"],
+    ):
+        found = ended([*base, *words], folder=inside)
+        assert found.problem() is None, explain(words, found, str(found.problem()))
+        written = [path for path in tmp_path.rglob("*") if "escape" in path.name]
+        for path in written:
+            assert path.is_relative_to(inside / "results"), path
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["inside"]
+    assert not Path("/tmp/escape").exists()
+    assert not Path("~/escape").expanduser().exists()

@@ -1,0 +1,281 @@
+"""Any data file is examples or an error of one line that names it: never a traceback, never a
+silently skipped row."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import strategies as st
+
+from kvbench.plan import TaskPlan
+from kvbench.store import StoreError, load_runs
+from kvbench.tasks.base import Example, PromptEncoder, TaskError
+from kvbench.tasks.longeval_lines import QUESTION_START, LongEvalLines
+from kvbench.tasks.needle import Needle
+
+COMMON: dict[str, Any] = {
+    "deadline": None,
+    "database": None,
+    "suppress_health_check": list(HealthCheck),
+}
+FEW = settings(max_examples=30, derandomize=True, phases=[Phase.explicit, Phase.generate], **COMMON)
+MANY = settings(max_examples=400, **COMMON)
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes, strict about what is text."""
+
+    eos_token_id = None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [byte + 3 for byte in text.encode()]
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        return bytes(i - 3 for i in token_ids if i >= 3).decode(errors="replace")
+
+
+ENCODER = PromptEncoder(Bytes())
+
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.sampled_from([10**400, -(2**70), 1e308]),
+    st.floats(),
+    st.text(max_size=20),
+    st.sampled_from(["\ud800", "\0", "\u2028", "../../x", "<script>", "1" * 5000]),
+)
+JSON = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+
+
+@st.composite
+def files_like(draw: st.DrawFn, row: Mapping[str, Any]) -> bytes:
+    """A JSON-lines file of a few rows, most of them like `row`, then damaged in one way or none."""
+    lines = []
+    for _ in range(draw(st.integers(1, 3))):
+        fields = dict(row)
+        for name in draw(st.lists(st.sampled_from([*row, "other"]), max_size=2)):
+            if draw(st.booleans()):
+                fields[name] = draw(JSON)
+            else:
+                fields.pop(name, None)
+        lines.append(json.dumps(fields, ensure_ascii=draw(st.booleans())))
+    content = ("\n".join(lines) + "\n").encode(errors="surrogatepass")
+    damage = draw(
+        st.sampled_from(["none", "none", "cut", "bytes", "swap", "brackets", "bom", "crlf"])
+    )
+    place = draw(st.integers(0, len(content)))
+    if damage == "cut":
+        return content[:place]
+    if damage == "bytes":
+        return content[:place] + draw(st.binary(min_size=1, max_size=8)) + content[place:]
+    if damage == "swap":
+        return draw(JSON.map(lambda value: json.dumps(value).encode())) + b"\n" + content
+    if damage == "brackets":
+        return b"[" * 20_000 + b"\n" + content
+    if damage == "bom":
+        return b"\xef\xbb\xbf" + content
+    return content.replace(b"\n", b"\r\n") if damage == "crlf" else content
+
+
+def one_line(error: Exception, *names: str) -> None:
+    assert "\n" not in str(error)
+    assert any(name in str(error) for name in names), error
+
+
+def whole_or_one_line(make: Callable[[], Sequence[Example]], name: str) -> list[Example] | None:
+    """The examples, each fit for a prompt and a record; None after an error that names the file."""
+    try:
+        examples = list(make())
+        for each in examples:
+            ENCODER.encode_text(each.context)
+            ENCODER.encode_text(each.question)
+    except TaskError as error:
+        one_line(error, name, "half a character")
+        return None
+    assert examples
+    for each in examples:
+        assert isinstance(each.id, str)
+        assert each.answers
+        assert all(isinstance(answer, str) for answer in each.answers)
+        json.dumps(each.fields)
+    return examples
+
+
+LINE = {
+    "prompt": f"line a-b: REGISTER_CONTENT is <17>\n{QUESTION_START}Which? ",
+    "expected_number": 17,
+    "random_idx": ["a-b", 0],
+    "correct_line": "line a-b: REGISTER_CONTENT is <17>",
+    "num_lines": 1,
+}
+
+
+def lines_task(content: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "case_lines.jsonl"
+        path.write_bytes(content)
+        task = LongEvalLines(files=[str(path)])
+        found = whole_or_one_line(lambda: task.examples(ENCODER), "case_lines.jsonl")
+        if found is not None:
+            rows = [row for row in content.decode().splitlines() if row.strip()]
+            text_lines = [row for row in content.decode().split("\n") if row.strip()]
+            assert len(found) in (len(rows), len(text_lines)), "a row was skipped"
+            for each in found:
+                assert task.score("17", each)["score"] in (0.0, 1.0)
+
+
+BAD_LINES = [
+    b"",
+    b"\n\n",
+    json.dumps(LINE | {"prompt": 3}).encode(),
+    json.dumps(LINE | {"prompt": None}).encode(),
+    json.dumps(LINE | {"random_idx": ["a", 1e400]}).encode(),
+    json.dumps(LINE | {"random_idx": [["a"], 0]}).encode(),
+    json.dumps(LINE | {"random_idx": ["a", -3]}).encode(),
+    json.dumps(LINE | {"num_lines": "many"}).encode(),
+    json.dumps(LINE | {"expected_number": 1e400}).encode(),
+    json.dumps(LINE | {"prompt": "\ud800" + LINE["prompt"]}).encode(),
+    json.dumps([LINE]).encode(),
+    b"[" * 100_000,
+    b"\xff\xfe",
+]
+
+
+@FEW
+@given(files_like(LINE))
+@example(json.dumps(LINE | {"prompt": "x" * 10_000_000 + str(LINE["prompt"])}).encode())
+def test_files_of_lines(content: bytes) -> None:
+    lines_task(content)
+
+
+@pytest.mark.slow
+@MANY
+@given(files_like(LINE))
+def test_many_files_of_lines(content: bytes) -> None:
+    lines_task(content)
+
+
+@pytest.mark.parametrize("content", BAD_LINES, ids=range(len(BAD_LINES)))
+def test_lines_that_are_no_test_case_are_refused_by_name(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "1_lines.jsonl"
+    path.write_bytes(content)
+    found = whole_or_one_line(lambda: LongEvalLines(files=[str(path)]).examples(ENCODER), path.name)
+    assert found is None
+
+
+def needle_task(content: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "essay.txt"
+        path.write_bytes(content)
+        task = Needle(
+            needle="The key is 5.",
+            question="Which key?",
+            answer="5",
+            lengths=[128],
+            depths=[0, 50],
+            haystack="files",
+            haystack_files=str(Path(folder) / "*.txt"),
+        )
+        try:
+            examples = task.examples(ENCODER)
+        except TaskError as error:
+            one_line(error, "needle: ")
+            return
+        assert len(examples) == 2
+        for each in examples:
+            assert each.context_ids is not None
+            assert each.question_ids is not None
+            assert len(each.context_ids) + len(each.question_ids) == 128
+
+
+ESSAYS = st.one_of(
+    st.binary(max_size=300),
+    st.text(max_size=300).map(lambda text: text.encode(errors="replace")),
+    st.text("a. \n!?é", max_size=300).map(str.encode),
+)
+
+
+@FEW
+@given(ESSAYS)
+@example(b"")
+@example(b" \n\t ")
+@example(b"no sentence ends here " * 500_000)
+@example(b"\xff")
+@example(b"a")
+def test_haystack_files(content: bytes) -> None:
+    needle_task(content)
+
+
+@pytest.mark.slow
+@MANY
+@given(ESSAYS)
+def test_many_haystack_files(content: bytes) -> None:
+    needle_task(content)
+
+
+def test_two_examples_of_one_id_are_refused() -> None:
+    """The second would be taken for done."""
+
+    class Twice(LongEvalLines):
+        def examples(self, encoder: PromptEncoder) -> Sequence[Example]:
+            return [*super().examples(encoder)] * 2
+
+    class Session:
+        encoder = ENCODER
+        prefill = "shared"
+        compress_after = "prompt"
+
+    session: Any = Session()
+    plan = TaskPlan(Twice(num_lines=[5], num_examples=1))
+    with pytest.raises(ValueError, match="2 examples with the id 'lines5-0000'"):
+        plan.units(session, {})
+
+
+def results_folder(records: bytes, manifest: bytes) -> None:
+    """A results folder from elsewhere is read or named."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "model" / "task" / "m-00000000"
+        run.mkdir(parents=True)
+        (run / "records.jsonl").write_bytes(records)
+        (run / "manifest.json").write_bytes(manifest)
+        try:
+            load_runs(folder)
+        except StoreError as error:
+            one_line(error, "m-00000000")
+
+
+def _record() -> dict[str, Any]:
+    from test_store import make_record
+
+    return make_record("a", dataset="d", prompt_tokens=3, prediction="x", answers=["x"])
+
+
+def _cases() -> Iterator[st.SearchStrategy[bytes]]:
+    yield files_like(_record())
+    yield st.one_of(st.just(b"{}"), JSON.map(lambda value: json.dumps(value).encode()), st.binary())
+
+
+@FEW
+@given(*_cases())
+def test_results_folders(records: bytes, manifest: bytes) -> None:
+    results_folder(records, manifest)
+
+
+@pytest.mark.slow
+@MANY
+@given(*_cases())
+def test_many_results_folders(records: bytes, manifest: bytes) -> None:
+    results_folder(records, manifest)
