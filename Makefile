@@ -106,9 +106,10 @@ bench-throughput: setup ## seconds and memory by context, beside transformers' c
 	$(BIN)/python -m kvbench experiment=throughput_context model=$(MODEL) \
 	  'task.prompt_tokens=[$(CONTEXT)]' results_dir=$(RESULTS)
 
-bench: setup ## what sharing a prefill saves, what compression costs
+bench: setup ## what sharing a prefill saves, what compression costs, every kernel against its floor
 	$(BIN)/python scripts/bench_sharing.py
 	$(BIN)/python scripts/bench_compress.py
+	$(BIN)/python scripts/bench_kernels.py
 
 clean: ## remove the virtual environment and caches, not the results
 	rm -rf $(VENV) $(VENV_REFERENCES) .pytest_cache .mypy_cache .ruff_cache .hypothesis

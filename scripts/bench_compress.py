@@ -1,6 +1,7 @@
 """Time BalanceKV's compression of one layer against its own unavoidable block products.
 
     python scripts/bench_compress.py            # n = 16384, 8 KV heads, head_dim 128, b = 256, T = 2
+    python scripts/bench_compress.py --key-scale 4      # keys whose exponentials overflow float32
 
 Compression is everything `BalanceKV.compress` does, from drawing the uniforms to the gathered
 entries. The yardstick is the batched matrix products of the kernel matrices alone, full b x b blocks
@@ -49,6 +50,7 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=128, help="head_dim")
     parser.add_argument("--block", type=int, default=256, help="block_size")
     parser.add_argument("--halvings", type=int, default=2)
+    parser.add_argument("--key-scale", type=float, default=1.0, help="factor on normal keys")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
@@ -56,7 +58,9 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     shape = (1, args.heads, args.n, args.dim)
-    layer = LayerKV(torch.randn(shape), torch.randn(shape), None, 0, 1, args.dim**-0.5)
+    layer = LayerKV(
+        args.key_scale * torch.randn(shape), torch.randn(shape), None, 0, 1, args.dim**-0.5
+    )
     # The whole prompt is middle, so that compression and yardstick cover the same blocks.
     budget = Budget(rate=0.5**args.halvings, sink=0, window=0)
     method = build_method("balancekv", block_size=args.block)

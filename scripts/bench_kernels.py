@@ -1,0 +1,427 @@
+"""Time the hot operations: torch reference, Triton kernel, and the floor the device sets.
+
+    python scripts/bench_kernels.py                  # on CUDA where there is a device, else on the CPU
+    python scripts/bench_kernels.py --device cpu --threads 1 --only attention_mass
+
+Prints a table and writes results/bench/<device>.json with device, versions, commit and command.
+
+The floor of a row is the larger of two times: the fewest bytes over the device's copy rate, and the
+fewest floating-point operations (two per multiply-add) over its matrix-product rate. Both rates are
+measured first, in the same process (copy: bytes read plus bytes written of a large copy). A row's
+formula is in its `floor_formula`:
+
+    balanced_halving   bytes: keys and values once, draws and signs once;
+                       flops: b^2 d multiply-adds x 2 (keys, values) per block
+    decode_attention   bytes: keys and values of the entries held, once
+    attention_mass     flops: one causal q.k (summing columns in O(n) memory takes two)
+    kcentre            flops: every point against every centre
+    cut                bytes: signs, order and weights read, half of the latter written
+
+Compression rows are one layer of `Method.compress`, everything included. On CUDA the kernels' results
+are compared with the reference's (`agreement`: relative error, or share of equal choices).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from bench_compress import block_products
+from torch import Tensor
+
+from kvbench import provenance
+from kvbench.kernels._choice import VARIABLE
+from kvbench.kernels.attention_mass import attention_mass
+from kvbench.kernels.balanced_cut import halve
+from kvbench.kernels.balanced_walk import balanced_walk
+from kvbench.kernels.decode_attention import EntryTable, entry_table, weighted_decode_attention
+from kvbench.kernels.kcentre import greedy_k_centre
+from kvbench.kv import Budget, LayerKV
+from kvbench.methods import build_method
+from kvbench.methods.base import Method
+
+KV_HEADS, DIM = 8, 128
+"""Of a Llama-3.1-8B layer, whose group is 4."""
+
+
+@dataclass
+class Row:
+    """One line of the table; seconds are medians. `triton_s` is None where Triton did not run."""
+
+    operation: str
+    size: str
+    torch_s: float
+    triton_s: float | None = None
+    floor_s: float | None = None
+    floor_by: str | None = None
+    floor_formula: str = ""
+    agreement: float | None = None
+
+    @property
+    def best_s(self) -> float:
+        return self.torch_s if self.triton_s is None else self.triton_s
+
+
+@dataclass
+class Case:
+    """An operation to time: `run(implementation)`; fewest bytes and flops, with their formula."""
+
+    operation: str
+    size: str
+    run: Callable[[str], Any]
+    bytes: float = 0.0
+    flops: float = 0.0
+    formula: str = ""
+    agree: Callable[[Any, Any], float] | None = None
+
+
+class Bench:
+    """Times cases on one device."""
+
+    def __init__(self, device: torch.device, repeats: int) -> None:
+        self.device, self.repeats = device, repeats
+        self.cuda = device.type == "cuda"
+        self.dtype = torch.bfloat16 if self.cuda else torch.float32
+        self.copy_rate = self._copy_rate()
+        self.matmul_rate = self._matmul_rate()
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """Median time of one call, after warming up; on CUDA by device events, caches cold."""
+        if self.cuda:
+            from triton.testing import do_bench
+
+            return do_bench(run, warmup=50, rep=50 * self.repeats, return_mode="median") / 1e3
+        run()
+        times = []
+        for _ in range(self.repeats):
+            start = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)
+
+    def normal(self, *shape: int, seed: int = 0) -> Tensor:
+        generator = torch.Generator(self.device).manual_seed(seed)
+        return torch.randn(*shape, generator=generator, device=self.device).to(self.dtype)
+
+    def _copy_rate(self) -> float:
+        source = torch.empty(1 << (30 if self.cuda else 28), dtype=torch.uint8, device=self.device)
+        source.random_()
+        target = torch.empty_like(source)
+        return 2 * source.numel() / self.seconds(lambda: target.copy_(source))
+
+    def _matmul_rate(self) -> float:
+        n = 8192 if self.cuda else 2048
+        a, b = self.normal(n, n), self.normal(n, n, seed=1)
+        return 2 * n**3 / self.seconds(lambda: a @ b)
+
+    def measure(self, case: Case) -> Row:
+        row = Row(case.operation, case.size, self.seconds(lambda: case.run("torch")))
+        if self.cuda:
+            row.triton_s = self.seconds(lambda: case.run("triton"))
+            if case.agree is not None:
+                row.agreement = case.agree(case.run("triton"), case.run("torch"))
+        if case.formula:
+            by_bytes, by_flops = case.bytes / self.copy_rate, case.flops / self.matmul_rate
+            row.floor_s = max(by_bytes, by_flops)
+            row.floor_by = "bytes" if by_bytes >= by_flops else "flops"
+            row.floor_formula = case.formula
+        return row
+
+
+@contextmanager
+def forced(implementation: str) -> Iterator[None]:
+    """Within: what every kernel called without a choice runs as."""
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = implementation
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[VARIABLE]
+        else:
+            os.environ[VARIABLE] = before
+
+
+def relative_error(found: Any, expected: Any) -> float:
+    """||found - expected|| / ||expected|| of tensors, or of the first of a pair."""
+    if isinstance(found, tuple):
+        found, expected = found[0], expected[0]
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def equal_share(found: Any, expected: Any) -> float:
+    """Share of equal elements."""
+    if isinstance(found, tuple):
+        found, expected = found[0], expected[0]
+    return float((found == expected).double().mean())
+
+
+def halvings(bench: Bench, n: int) -> Iterator[Case]:
+    """Signs of one halving of n tokens, of usual keys and of keys whose exponents overflow."""
+    keys, values = bench.normal(1, KV_HEADS, n, DIM), bench.normal(1, KV_HEADS, n, DIM, seed=1)
+    item = keys.element_size()
+    for b, norm in ((64, 1.0), (128, 1.0), (256, 1.0), (256, 4.0)):
+        shape = (1, KV_HEADS, n // b, b)
+        index = torch.arange(n, device=bench.device).expand(1, KV_HEADS, n).reshape(shape)
+        uniforms = torch.rand(shape, device=bench.device)
+        scaled = keys * norm
+
+        def run(
+            implementation: str, k: Tensor = scaled, i: Tensor = index, u: Tensor = uniforms
+        ) -> Tensor:
+            return balanced_walk(
+                k, values, i, u, gamma=4.0, offset=0.025, implementation=implementation
+            )
+
+        yield Case(
+            "balanced_halving",
+            f"n={n} b={b}" + (" large norms" if norm > 1 else ""),
+            run,
+            bytes=KV_HEADS * n * (2 * DIM * item + 4 + 1),
+            flops=KV_HEADS * n // b * 2 * (2 * b * b * DIM),
+            formula="heads n (2 d itemsize + 5) bytes; heads n/b * 2 * 2 b^2 d flops",
+            agree=equal_share,
+        )
+    positive = torch.rand(1, KV_HEADS, n, device=bench.device) < 0.5
+    order = torch.arange(n, device=bench.device).expand(1, KV_HEADS, n).contiguous()
+    weights = torch.ones(1, KV_HEADS, n, device=bench.device)
+    yield Case(
+        "cut",
+        f"n={n}",
+        lambda implementation: halve(positive, order, weights, implementation=implementation),
+        bytes=KV_HEADS * n * (1 + 12 + 6),
+        formula="heads n (1 + 12 + 6) bytes",
+        agree=equal_share,
+    )
+
+
+def decoding(bench: Bench, n: int, rows: int) -> Iterator[Case]:
+    """One token per row over n entries and over a quarter of them, in buffers of the same size."""
+    keys = [bench.normal(KV_HEADS, n, DIM, seed=row) for row in range(rows)]
+    values = [bench.normal(KV_HEADS, n, DIM, seed=rows + row) for row in range(rows)]
+    log_weights = [torch.zeros(KV_HEADS, n, device=bench.device) for _ in range(rows)]
+    query = bench.normal(rows, 4 * KV_HEADS, DIM)
+    plain, weighted = entry_table(keys, values), entry_table(keys, values, log_weights)
+    item = query.element_size()
+    for held, table, mass in (
+        (n, plain, False),
+        (n, plain, True),
+        (n, weighted, False),
+        (n // 4, weighted, False),
+    ):
+        lengths = torch.full((rows,), held, device=bench.device)
+
+        def run(
+            implementation: str,
+            table: EntryTable = table,
+            lengths: Tensor = lengths,
+            mass: bool = mass,
+        ) -> tuple[Tensor, Tensor | None]:
+            return weighted_decode_attention(
+                query,
+                table,
+                lengths,
+                scaling=DIM**-0.5,
+                return_mass=mass,
+                implementation=implementation,
+            )
+
+        extra = (" weights" if table is weighted else "") + (" mass" if mass else "")
+        yield Case(
+            "decode_attention",
+            f"rows={rows} entries={held}{extra}",
+            run,
+            bytes=rows * KV_HEADS * held * (2 * DIM * item + (4 if table is weighted else 0)),
+            flops=rows * 4 * KV_HEADS * held * 4 * DIM,
+            formula="rows kv_heads entries (2 d itemsize [+ 4]) bytes; rows heads entries 4 d flops",
+            agree=relative_error,
+        )
+
+
+def masses(bench: Bench, sizes: list[tuple[int, int, int]]) -> Iterator[Case]:
+    """Attention mass of (heads, m, n), beside one exact causal attention of the same size."""
+    for heads, m, n in sizes:
+        kv_heads = heads if heads < KV_HEADS else KV_HEADS
+        queries, keys = bench.normal(1, heads, m, DIM), bench.normal(1, kv_heads, n, DIM, seed=1)
+        values = bench.normal(1, kv_heads, n, DIM, seed=2)
+        item = keys.element_size()
+        pairs = m * (n - m) + m * (m + 1) // 2
+
+        def run(implementation: str, queries: Tensor = queries, keys: Tensor = keys) -> Tensor:
+            return attention_mass(queries, keys, scaling=DIM**-0.5, implementation=implementation)
+
+        size = f"heads={heads} queries={m} n={n}"
+        yield Case(
+            "attention_mass",
+            size,
+            run,
+            bytes=(heads * m + kv_heads * n) * DIM * item + heads * n * 4,
+            flops=2 * heads * pairs * DIM,
+            formula="(heads m + kv_heads n) d itemsize + 4 heads n bytes; 2 heads (pairs) d flops",
+            agree=relative_error,
+        )
+        if m == n:
+
+            def exact(_: str, q: Tensor = queries, k: Tensor = keys, v: Tensor = values) -> Tensor:
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+            yield Case(
+                "exact attention (F.sdpa)",
+                size,
+                exact,
+                flops=4 * heads * pairs * DIM,
+                formula="4 heads (pairs) d flops",
+            )
+
+
+def centres(bench: Bench, n: int, count: int) -> Iterator[Case]:
+    """k-centre of random points (which spread: the hard case) of every KV head."""
+    points = bench.normal(KV_HEADS, n, DIM)
+    first = torch.zeros(KV_HEADS, dtype=torch.int64, device=bench.device)
+    yield Case(
+        "kcentre",
+        f"n={n} centres={count}",
+        lambda implementation: greedy_k_centre(points, count, first, implementation=implementation),
+        bytes=KV_HEADS * n * DIM * points.element_size(),
+        flops=2 * KV_HEADS * n * count * DIM,
+        formula="kv_heads n d itemsize bytes; 2 kv_heads n count d flops",
+        agree=equal_share,
+    )
+
+
+def compressions(bench: Bench, n: int, heads: int) -> Iterator[Case]:
+    """One layer of `compress`, all of it, at rate 0.25."""
+    keys, values = bench.normal(1, KV_HEADS, n, DIM), bench.normal(1, KV_HEADS, n, DIM, seed=1)
+    queries = bench.normal(1, heads, n, DIM, seed=2)
+    budget = Budget(rate=0.25)
+    for name in ("uniform", "snapkv", "balancekv", "h2o", "subgen"):
+        method = build_method(name)
+
+        def run(implementation: str, method: Method = method) -> object:
+            with forced(implementation):
+                layer = LayerKV(keys, values, queries, 0, 1, DIM**-0.5)
+                return method.compress(layer, budget, torch.Generator().manual_seed(0))
+
+        yield Case("compress", f"{name} n={n}", run)
+        if name == "balancekv" and not bench.cuda:
+            products = block_products(n, KV_HEADS, DIM, 256, 2)
+
+            def multiply(_: str, products: Callable[[], None] = products) -> None:
+                products()
+
+            yield Case("block products of it", f"n={n} b=256 T=2", multiply)
+
+
+def cases(bench: Bench) -> Iterator[Case]:
+    """Everything, at sizes the device finishes in minutes."""
+    if bench.cuda:
+        yield from halvings(bench, 16384)
+        yield from halvings(bench, 131072)
+        yield from decoding(bench, 16384, 8)
+        yield from decoding(bench, 131072, 1)
+        yield from masses(bench, [(32, 16384, 16384), (32, 32, 16384), (32, 32, 131072)])
+        yield from centres(bench, 16384, 4096)
+        yield from compressions(bench, 16384, 32)
+    else:
+        yield from halvings(bench, 16384)
+        yield from decoding(bench, 16384, 1)
+        yield from masses(bench, [(8, 8192, 8192), (32, 32, 16384)])
+        yield from centres(bench, 16384, 4096)
+        yield from compressions(bench, 16384, KV_HEADS)
+
+
+def milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:.3g}"
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as text, in milliseconds."""
+    header = [
+        "operation",
+        "size",
+        "torch ms",
+        "triton ms",
+        "floor ms",
+        "by",
+        "floor/time",
+        "agreement",
+    ]
+    lines = [header]
+    for row in rows:
+        share = "-" if row.floor_s is None else f"{row.floor_s / row.best_s:.2f}"
+        agreement = "-" if row.agreement is None else f"{row.agreement:.3g}"
+        times = map(milliseconds, (row.torch_s, row.triton_s, row.floor_s))
+        by = row.floor_by or "-"
+        lines.append([row.operation, row.size, *times, by, share, agreement])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def plain_name(device: torch.device) -> str:
+    """cpu, or the GPU's name in lower case with dashes."""
+    if device.type != "cuda":
+        return device.type
+    return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=default, help="cpu | cuda (default: cuda if there)")
+    parser.add_argument("--threads", type=int, help="torch threads (default: torch's own)")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", default="", help="operations whose name contains this")
+    parser.add_argument("--out", type=Path, default=Path("results/bench"), help="folder")
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    device = torch.device(args.device)
+    bench = Bench(device, args.repeats)
+    print(
+        f"{device}: copy {bench.copy_rate / 1e9:.1f} GB/s, "
+        f"{bench.dtype} products {bench.matmul_rate / 1e12:.3f} TFLOP/s"
+    )
+    rows = []
+    for case in cases(bench):
+        if args.only in case.operation:
+            rows.append(bench.measure(case))
+            print(f"{case.operation}, {case.size}: {milliseconds(rows[-1].best_s)} ms", flush=True)
+    print("\n" + table(rows))
+    reason = "" if bench.cuda else "no CUDA device: Triton kernels were not timed"
+    if reason:
+        print(reason)
+    report = {
+        "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": "python scripts/" + provenance.command(),
+        "code_revision": provenance.code_revision(),
+        "versions": provenance.versions(),
+        "hardware": provenance.hardware(device),
+        "dtype": str(bench.dtype),
+        "copy_bytes_per_s": bench.copy_rate,
+        "matmul_flops_per_s": bench.matmul_rate,
+        "triton": reason or "timed",
+        "rows": [asdict(row) for row in rows],
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"{plain_name(device)}.json"
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"written: {path}")
+
+
+if __name__ == "__main__":
+    main()
