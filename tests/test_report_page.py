@@ -407,6 +407,34 @@ def test_the_page_in_a_browser(browser: Chromium, report: ReportPaths) -> None:
     assert 0 < browser.evaluate(f"{visible}.length") < before or before <= 1
 
 
+def test_cells_are_sorted_as_numbers(browser: Chromium, report: ReportPaths) -> None:
+    browser.open(report.page)
+    cells = [*("858 MiB", "3.00 GiB", "512 B", "12,345", "−3.1 [−5.0, −1.2] ≈", "<0.001")]
+    cells += ["∞", "100.0 [99.0, 100.0]", "50.0", "9.5e-05"]
+    numbers = browser.evaluate(f"{cells}.map(numberOf).map(x => x === Infinity ? 'inf' : x)")
+    assert numbers[:3] == [858 * 2**20, 3 * 2**30, 512]
+    assert numbers[3:] == [12345, -3.1, 0.001, "inf", 100, 50, 9.5e-05]
+    browser.evaluate(
+        "window.table = Array.from(document.querySelectorAll('details table')).find("
+        "t => t.caption && t.caption.textContent.includes('can be told apart'));"
+        "window.at = Array.from(table.tHead.rows[0].cells).findIndex("
+        "c => c.textContent.startsWith('needed'));"
+        "table.tHead.rows[0].cells[at].querySelector('button').click()"
+    )
+    texts = browser.evaluate("Array.from(table.tBodies[0].rows).map(r => r.cells[at].textContent)")
+    needed = [float("inf") if t == "∞" else float(t.replace(",", "")) for t in texts if t != "–"]
+    assert len(needed) == 3
+    assert needed == sorted(needed, reverse=True)
+
+
+def test_groups_of_rows_are_sorted_by_themselves(browser: Chromium, tmp_path: Path) -> None:
+    browser.open(build_report(write_longbench(tmp_path, 2, ("exact", "snapkv"), ("a", "b"))).page)
+    table = "document.querySelector('#overview + .scroll table')"
+    browser.evaluate(f"{table}.tHead.rows[0].cells[0].querySelector('button').click()")
+    rows = browser.evaluate(f"Array.from({table}.rows).slice(1).map(r => r.cells[0].textContent)")
+    assert rows == ["a", "snapkv", "exact", "b", "snapkv", "exact"]
+
+
 @pytest.mark.parametrize("width", [1280, 400])
 def test_the_page_fits_its_window(
     browser: Chromium, report: ReportPaths, tmp_path: Path, width: int

@@ -71,6 +71,7 @@ def _compare(first: str, second: str, out: str | None) -> None:
     names = (name.replace("/", "_") for name in comparison.names)
     folder = Path(out) if out is not None else Path("-".join(("compare", *names)))
     paths = write_comparison(comparison, folder)
+    print("first: {}\nsecond: {}\n".format(*comparison.names))
     print_views(terminal_views(comparison))
     for name, lines in only_lines(comparison):
         print(f"only in {name}: {len(lines)} runs")

@@ -37,7 +37,7 @@ def comparison_views(comparison: Comparison) -> list[View]:
     """What changed in the runs, then every task: methods, and methods by dataset."""
     views = [_settings_view(comparison)] if comparison.settings else []
     for task in comparison.tasks:
-        views.append(_task_view(comparison, task))
+        views.append(_task_view(task))
         if any(len(match.changes) > 1 for match in task.matches):
             views.append(_dataset_view(task))
     return views
@@ -50,7 +50,8 @@ def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
         StoreError: the folder cannot be written.
     """
     views = comparison_views(comparison)
-    text = f"# {comparison.names[0]} → {comparison.names[1]}\n\n"
+    first, second = comparison.names
+    text = f"# {first} → {second}\n\nfirst: {first}; second: {second}\n\n"
     text += "\n".join(markdown(view) for view in views)
     for name, lines in only_lines(comparison):
         text += f"\nOnly in {name}:\n\n" + "".join(f"- {line}\n" for line in lines)
@@ -86,10 +87,11 @@ def _settings_view(comparison: Comparison) -> View:
     return View(
         name="settings",
         title="What changed in the runs that both have",
-        columns=("key", *comparison.names, "where"),
+        columns=("key", "first", "second", "where"),
         rows=tuple(
             (s.key, _short(s.first), _short(s.second), _where(s)) for s in comparison.settings
         ),
+        texts=frozenset({1, 2, 3}),
     )
 
 
@@ -104,10 +106,9 @@ def _short(value: str) -> str:
     return value if len(value) <= _LONG_VALUE else f"{value[:_LONG_VALUE]}…"
 
 
-def _task_view(comparison: Comparison, task: TaskComparison) -> View:
-    first, second = comparison.names
+def _task_view(task: TaskComparison) -> View:
     totals = [match.total for match in task.matches]
-    header = ["method", first, second, "change", "p, adjusted", "common", "better", "worse"]
+    header = ["method", "first", "second", "change", "p, adjusted", "common", "better", "worse"]
     header += ["ratio", "seconds", "failed"]
     rows = [
         (

@@ -32,7 +32,7 @@ def rich_table(view: View) -> Table:
     for index, column in enumerate(view.columns):
         table.add_column(
             escape(column),
-            justify="right" if index else "left",
+            justify="right" if index and index not in view.texts else "left",
             no_wrap=index == 0,
             style="bold" if index == 0 else None,
         )

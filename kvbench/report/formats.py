@@ -59,7 +59,8 @@ def markdown(view: View) -> str:
         padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
         return f"| {' | '.join(padded)} |"
 
-    rule = "|".join([":" + "-" * (widths[0] + 1), *("-" * (w + 1) + ":" for w in widths[1:])])
+    dashes = zip(_left(view), widths, strict=True)
+    rule = "|".join(f":{'-' * (w + 1)}" if left else f"{'-' * (w + 1)}:" for left, w in dashes)
     notes = "".join(f"- {note}\n" for note in view.notes)
     body = "\n".join(map(line, rows))
     return f"### {view.title}\n\n{line(columns)}\n|{rule}|\n{body}\n\n{notes}"
@@ -72,7 +73,7 @@ def latex(view: View) -> str:
     """
     wide = len(view.columns) > _NARROW
     body = [
-        r"\begin{tabular}{l" + "r" * (len(view.columns) - 1) + "}",
+        r"\begin{tabular}{" + "".join("l" if left else "r" for left in _left(view)) + "}",
         r"\toprule",
         " & ".join(_heads(view)) + r" \\",
     ]
@@ -103,6 +104,11 @@ def latex(view: View) -> str:
         rf"\end{{table{star}}}",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _left(view: View) -> list[bool]:
+    """Which columns are text, and so aligned to the left."""
+    return [i == 0 or i in view.texts for i in range(len(view.columns))]
 
 
 def _heads(view: View) -> list[str]:

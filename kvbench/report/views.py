@@ -41,6 +41,7 @@ class View:
         notes: what the marks mean, and what to keep in mind.
         bold: (row, column) of the cells to set in bold.
         parts: row groups, each a heading and how many rows it has; none: one without a heading.
+        texts: columns of text rather than numbers, besides the first.
     """
 
     name: str
@@ -50,6 +51,7 @@ class View:
     notes: tuple[str, ...] = field(default=())
     bold: frozenset[tuple[int, int]] = frozenset()
     parts: tuple[tuple[str, int], ...] = ()
+    texts: frozenset[int] = frozenset()
 
     @property
     def blocks(self) -> list[tuple[str, range]]:
