@@ -6,6 +6,9 @@ TORCH ?= torch==2.13.0
 RESULTS ?= results
 LONGEVAL ?= ../shared/data/longeval_lines
 BIN = $(VENV)/bin
+# How the jobs of the reproduce targets run: LAUNCHER=local, gpus or slurm; each split into SHARDS.
+LAUNCHER ?= local
+LAUNCH = launcher=$(LAUNCHER) $(if $(PARTITION),launcher.partition=$(PARTITION)) $(if $(SHARDS),shards=$(SHARDS))
 VENV_REFERENCES ?= .venv-references
 PIP_REFERENCES = $(VENV_REFERENCES)/bin/pip install --quiet --disable-pip-version-check \
   -c tests/references/constraints.txt

@@ -34,7 +34,9 @@ class Termination:
                 with termination.example():
                     ...  # finished even if SIGTERM comes now; Terminated is raised afterwards
 
-    Outside the main thread SIGTERM is left as it is.
+    SIGTERM is left as it is outside the main thread, and where it has a handler already: in a job on
+    Slurm it announces that the job is preempted, and one that ends by itself is not put back into the
+    queue.
     """
 
     def __init__(self) -> None:
@@ -42,7 +44,7 @@ class Termination:
         self._asked = False
 
     def __enter__(self) -> Termination:
-        self._ours = in_main_thread()
+        self._ours = in_main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         if self._ours:
             self._before = signal.signal(signal.SIGTERM, self._handle)
         return self

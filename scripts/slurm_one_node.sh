@@ -76,9 +76,12 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 ReturnToService=2
-KillWait=5
+KillWait=1
 NodeName=$name NodeAddr=127.0.0.1 CPUs=$cpus State=UNKNOWN
-PartitionName=one Nodes=$name Default=YES MaxTime=INFINITE State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=one Nodes=$name Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=1
+PartitionName=urgent Nodes=$name MaxTime=INFINITE State=UP PriorityTier=2
 CONF
 }
 
