@@ -101,7 +101,7 @@ def build_job(config: DictConfig) -> Job:
     }
     for method, _ in methods.values():
         method.quantization()
-    task = _made(config.task, "task", object)
+    task: Any = _made(config.task, "task", object)
     if not isinstance(task, Task) and not all(hasattr(task, part) for part in _PLAN):
         raise KVError(f"task is a {type(task).__name__}; allowed: a task or a probe")
     plan: Plan = TaskPlan(task) if isinstance(task, Task) else task

@@ -218,11 +218,14 @@ def _parses(parse: Callable[[Any], object], value: Any) -> bool:
 
 
 def _name(value: Any) -> bool:
-    """A folder's name, or an interpolation that will give one."""
-    return isinstance(value, str) and (value.startswith("${") or bool(re.fullmatch(_NAME, value)))
+    """A folder's name as the store would write it, or an interpolation that will give one."""
+    if not isinstance(value, str):
+        return False
+    fits = len(value.encode(errors="replace")) <= 120
+    return value.startswith("${") or (fits and bool(re.fullmatch(_NAME, value)))
 
 
-_NAME = r"[\w.+=@-]*[\w+=@-][\w.+=@-]*"
+_NAME = r"[\w+=@-][\w.+=@-]*"
 _RULES: dict[str, tuple[Any, str]] = {
     "budget.rate": (lambda v: _number(v) and 0 < v <= 1, "a number in (0, 1]"),
     "budget.sink": (lambda v: _integer(v, 0), "an integer >= 0"),

@@ -49,7 +49,13 @@ FOUND = [
     (["=", "='\n'"], "is given twice"),
     (["-x", "\x13\x1b[31mred\r"], r"\x13\x1b[31mred\r"),
     (["'" + "x" * 5000 + "'=1"], " [...] "),
-    (["task.files=['" + "y" * 3000 + "']"], " [...] "),
+    (["experiment_name=" + "y" * 3000], " [...] "),
+    (["experiment_name=.hidden"], "experiment_name is '.hidden'; allowed: a folder's name"),
+    (["task.files=['" + "y" * 3000 + "']"], None),
+    (["methods.snapkv._target_=os.getcwd"], "takes no keyword arguments"),
+    (["methods.snapkv._target_=kvbench.kv.Budget"], "unexpected keyword argument"),
+    (["task._target_=3"], "Expected a callable target"),
+    (["model._target_=builtins.dict"], "model._target_ is 'builtins.dict', which makes a dict"),
     (["seed=" + "9" * 400], None),
     (["budget.rate=1e400"], "budget.rate is inf"),
     (["budget.rate=nan"], "budget.rate is nan"),
@@ -59,9 +65,9 @@ FOUND = [
     (["experiment_name='a\nb'"], r"experiment_name is 'a\nb'"),
     (
         ["hydra.job.env_set.HF_TOKEN=hf_abcdefghijklmnopqrstuvwx"],
-        "would be written with the results",
+        "which the results would keep",
     ),
-    (["+model.api_key=123"], "model.api_key=... would be written"),
+    (["+model.api_key=123"], "model.api_key is given a value"),
 ]
 
 
