@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 from chromium import BROWSER, Chromium
 from matplotlib.collections import LineCollection
-from matplotlib.colors import to_hex
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.container import ErrorbarContainer
 from matplotlib.patches import Rectangle
 from report_runs import (
@@ -33,6 +34,7 @@ from report_runs import (
 )
 from report_runs import write_sweep as write_rates
 
+from kvbench.catalogue import catalogue
 from kvbench.report.__main__ import main
 from kvbench.report.build import ReportPaths, build_report, views_of
 from kvbench.report.curves import throughput
@@ -189,6 +191,22 @@ def test_a_method_has_one_colour_everywhere(demo: Path, tmp_path: Path) -> None:
                 }
     assert {color.upper() for color in colors} == {style_of("snapkv").color.upper()}
     assert style_of("a_new_method") == style_of("a_new_method")
+
+
+def test_methods_that_ship_look_different() -> None:
+    names = [*catalogue("methods"), "hf_dynamic", "hf_static", "hf_quantized", "kvpress_snapkv"]
+    styles = [style_of(name) for name in names]
+    assert len(set(styles)) == len(names)
+    near = {("#44AA99", "#44AA99")}  # `fixed` and `pyramidkv_released` are in no table together
+    for one, other in itertools.combinations(sorted(style.color for style in styles), 2):
+        distance = np.linalg.norm(np.subtract(to_rgb(one), to_rgb(other)))
+        assert distance > 0.1 or (one, other) in near, (one, other)
+
+
+def test_fonts_in_figures_are_truetype(report: ReportPaths) -> None:
+    path = next(path for path in report.figures if path.name.endswith("-difference.pdf"))
+    assert b"/Type3" not in path.read_bytes()
+    assert b"/CIDFontType2" in path.read_bytes()
 
 
 def test_a_rate_sweep_is_drawn_against_the_measured_ratio(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.container import ErrorbarContainer
@@ -64,7 +65,8 @@ class Drawn:
             self.figure.draw_without_rendering()
             self.figure.set_layout_engine("none")
         buffer = io.BytesIO()
-        self.figure.savefig(buffer, format=kind, dpi=_DPI, metadata=dict(metadata))
+        with rc_context({"pdf.fonttype": 42}):  # TrueType: many venues refuse Type 3 fonts
+            self.figure.savefig(buffer, format=kind, dpi=_DPI, metadata=dict(metadata))
         return buffer.getvalue()
 
 
