@@ -6,6 +6,7 @@ python scripts/execute_notebook.py scripts/quickstart.ipynb     # writes the out
 from __future__ import annotations
 
 import ast
+import base64
 import contextlib
 import io
 import json
@@ -32,8 +33,12 @@ def run_cell(source: str, namespace: dict[str, Any], name: str) -> list[Cell]:
         text = printed.getvalue().splitlines(keepends=True)
         outputs.append({"name": "stdout", "output_type": "stream", "text": text})
     if value is not None:
-        data = {"text/plain": repr(value).splitlines(keepends=True)}
-        if hasattr(value, "_repr_html_"):
+        data: Cell = {"text/plain": repr(value).splitlines(keepends=True)}
+        if hasattr(value, "savefig"):  # a figure of matplotlib
+            png = io.BytesIO()
+            value.savefig(png, format="png", dpi=72, metadata={"Software": None})
+            data["image/png"] = base64.b64encode(png.getvalue()).decode()
+        elif hasattr(value, "_repr_html_"):
             data["text/html"] = str(value._repr_html_()).splitlines(keepends=True)
         outputs.append({"data": data, "metadata": {}, "output_type": "execute_result"})
     return outputs

@@ -174,6 +174,11 @@ def test_error_against_memory_within_one_run(tmp_path: Path) -> None:
     assert [point["score"] for point in curve.points] == pytest.approx(mine.tolist())
     lines = memory_lines(group, score_table(group))
     assert lines["balancekv"] == [(p["ratio"], p["score"]) for p in curve.points]
+    log_runs(load_runs(folder))
+    place, _ = offline_run(folder, comparison_id("demo", group))
+    assert list(place.glob("files/media/images/error_against_memory_figure*.png"))
+    table = table_of(place, "score_against_ratio_table")
+    assert set(table["lineKey"]) == {"uniform", "balancekv"}
 
 
 def test_logging_again_replaces_and_the_report_ignores_it(experiment: Path) -> None:
@@ -278,6 +283,21 @@ def test_a_run_that_fails_while_it_is_logged_leaves_no_half_copy(
         assert log_runs(load_runs(folder)) == 0
     assert "was not logged: No space left on device" in caplog.text
     assert not list((folder / "wandb").glob("offline-run-*"))
+
+
+def test_a_run_of_the_users_own_goes_on(experiment: Path, tmp_path: Path) -> None:
+    import wandb
+
+    mine = wandb.init(mode="offline", dir=str(tmp_path), project="mine", settings={"silent": True})
+    try:
+        assert log_runs(load_runs(experiment)[:1]) == 1
+        assert wandb.run is mine
+        mine.log({"loss": 1.0})
+    finally:
+        mine.finish()
+    (folder,) = (tmp_path / "wandb").glob("offline-run-*")
+    _, messages = offline_run(tmp_path, folder.name.split("-")[-1])
+    assert history(messages)[0]["loss"] == 1.0
 
 
 def test_disabled_logs_nothing_and_wrong_options_are_refused(

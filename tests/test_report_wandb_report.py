@@ -109,11 +109,30 @@ def test_building_needs_no_network_and_holds_every_part(
     side = grid_after(spec, "needle on recall_mini: all methods side by side")
     assert panels_of(side, "Media Browser")[0]["mediaKeys"] == ["heatmaps"]
 
+    side = grid_after(spec, "layer_error on recall_mini: all methods side by side")
+    assert panels_of(side, "Media Browser")[0]["mediaKeys"] == ["error_against_memory_figure"]
+
     tables = [block["content"] for block in blocks_of(spec, "markdown-block")]
     assert any("| snapkv" in text and "Δ exact" in text for text in tables)
     code = json.dumps(blocks_of(spec, "code-block"))
     assert runs[0].manifest["command"] in code
     assert "torch 2.13.0" in code
+
+
+@pytest.mark.usefixtures("no_network")
+def test_the_library_reads_its_own_report_back(experiment: Path) -> None:
+    import wandb_workspaces.reports.v2 as wr
+    from wandb_workspaces.reports.v2 import internal
+
+    report = wandb_report.build_wandb_report(load_experiment(experiment), "p", "me")
+    assert isinstance(report.blocks[0], wr.TableOfContents)
+    dumped = report._to_model().model_dump(by_alias=True)
+    again = wr.Report._from_model(internal.ReportViewspec.model_validate(dumped))
+    assert [type(block) for block in again.blocks] == [type(block) for block in report.blocks]
+    grids = [block for block in again.blocks if isinstance(block, wr.PanelGrid)]
+    assert [runs.name for runs in grids[0].runsets] == list(SKILL)
+    assert "method" in grids[0].runsets[3].filters
+    assert "snapkv" in grids[0].runsets[3].filters
 
 
 @pytest.mark.usefixtures("no_network")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -158,6 +159,30 @@ def test_a_slow_server_is_waited_for(
     assert all(run.complete for run in server.runs.values())
 
 
+@pytest.mark.slow
+def test_a_job_with_a_key_and_no_server_ends_well_and_says_one_line(tmp_path: Path) -> None:
+    url = nobody()
+    command = [sys.executable, "-m", "kvbench", "model=tiny_random", "method=[exact]"]
+    command += ["task=longeval_lines", "task.num_lines=[20]", "task.num_examples=1"]
+    command += ["task.max_new_tokens=2", f"results_dir={tmp_path}/results"]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "WANDB_BASE_URL": url},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    place = f"{tmp_path}/results/default/wandb"
+    assert [line for line in done.stderr.splitlines() if "W&B" in line] == [
+        f"WARNING: W&B could not be reached: 1 of 1 runs were not sent ({url}: Connection refused)."
+        f" They, and what this process logs from now on, are in {place}; send them later with:"
+        f" wandb sync {place}"
+    ]
+    assert (tmp_path / "results/default/report.html").is_file()
+    key_is_nowhere(tmp_path, done.stdout, done.stderr)
+
+
 def fails(
     experiment: Path,
     url: str,
@@ -191,6 +216,19 @@ def fails(
         assert list(folder.glob("files/media/table/predictions*.json"))
     assert capfd.readouterr() == ("", "")
     key_is_nowhere(experiment, caplog.text)
+
+
+@pytest.mark.parametrize(
+    ("output", "reason"),
+    [
+        ("wandb: Not authenticated.\n", "there is no API key: run `wandb login`, or set"),
+        (f"wandb: ERROR the key {KEY} is old\n", "the key *** is old"),
+        ("wandb: ERROR one\nwandb: ERROR two\nwandb: done\n", "two"),
+        ("wandb: nothing said\n", "`wandb sync` ended with status 3"),
+    ],
+)
+def test_what_the_client_said_is_the_reason(output: str, reason: str) -> None:
+    assert wandb_send._reason(output, 3).startswith(reason)
 
 
 def nobody() -> str:

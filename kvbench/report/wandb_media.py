@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from kvbench.report.curves import score_against_ratio
+from kvbench.report.curves import error_against_memory, score_against_ratio
 from kvbench.report.data import Arm, Group
 from kvbench.report.drawing import Drawn, axis_name
 from kvbench.report.figures import grid_of, heatmap_alone, heatmaps
@@ -77,6 +77,9 @@ def comparison_media(group: Group, table: ScoreTable) -> dict[str, Any]:
         media["heatmap_chart"] = heatmap_chart(group, arms, spec)
     if len({arm.rate for arm in group.arms if arm.rate is not None}) > 1:
         media["score_against_ratio_figure"] = image(score_against_ratio(group, table))
+    errors = error_against_memory(group)
+    if errors is not None:
+        media["error_against_memory_figure"] = image(errors)
     lines = memory_lines(group, table)
     if any(len(points) > 1 for points in lines.values()):
         media["score_against_ratio"] = memory_chart(group, lines)

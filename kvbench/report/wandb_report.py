@@ -273,6 +273,8 @@ def _side_by_side(experiment: Experiment, group: Group) -> wr.PanelGrid:
         experiment, [{**manifest, "task": group.task, "model": group.model}], COMPARISON
     )
     keys = ["score_against_ratio_figure"] if _sweeps(group) else []
+    if "rate" in group.records and group.records["rate"].nunique() > 1:
+        keys.append("error_against_memory_figure")
     keys += ["heatmaps"] if group.meta.figure("heatmap") else []
     panels: list[Any] = [
         wr.MediaBrowser(media_keys=[key], num_columns=1, layout=wr.Layout(w=_WIDE, h=_HIGH))
