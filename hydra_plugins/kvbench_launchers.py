@@ -77,6 +77,7 @@ class _Launcher(BaseSubmititLauncher):
             raise
         in_order = [outcomes[index] for index in sorted(outcomes)]
         self.task_function.outcomes.extend(in_order)
+        self.task_function.elsewhere = True
         return [_job_return(outcome) for outcome in in_order]
 
     def _launch_here(

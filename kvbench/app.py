@@ -26,7 +26,7 @@ from kvbench.plan import BringsRows, Plan, TaskPlan
 from kvbench.progress import progress_display
 from kvbench.report.build import build_report, views_of
 from kvbench.report.console import print_views
-from kvbench.report.data import Experiment, group_runs
+from kvbench.report.data import Experiment, group_runs, load_experiment
 from kvbench.report.wandb_log import check_logger, log_runs
 from kvbench.runner import Job, JobResult, run_job
 from kvbench.shards import Shard
@@ -175,6 +175,11 @@ def run_config(config: DictConfig) -> tuple[Path, JobResult] | None:
             timeout_s=logger.timeout_s,
         )
     return folder, result
+
+
+def print_tables(folder: Path) -> None:
+    """Print the tables of an experiment whose jobs ran in other processes."""
+    print_views(views_of(load_experiment(folder)))
 
 
 def finish(folder: Path) -> None:

@@ -203,12 +203,13 @@ def _run(arguments: Sequence[str]) -> int:
     if "--version" in arguments:
         print(f"kvbench {__version__}")
         return 0
+    typed = [sys.argv[0], *arguments]
     arguments = _own_options(arguments)
     options = _arguments(arguments)
     # Hydra wants the overrides in one piece.
     flags = [argument for argument in arguments if argument not in options.overrides]
     overrides = list(options.overrides)
-    jobs = Jobs(sweep=options.multirun)
+    jobs = Jobs(typed, sweep=options.multirun)
     with ExitStack() as stack:
         if not options.shell_completion and not options.config_dir and not options.config_name:
             configs = _composed(options.overrides, sweep=options.multirun)
@@ -246,12 +247,14 @@ def _run_hydra(arguments: Sequence[str], jobs: Jobs) -> int:
         return TERMINATED
     except SystemExit as stop:  # Hydra's or a launcher's, after a message
         stopped = stop.code if isinstance(stop.code, int) else FAILED
-    if len(jobs.outcomes) > 1 and any(outcome.folder for outcome in jobs.outcomes):
-        jobs.print_summary()
     if jobs.folders:
-        from kvbench.app import finish
+        from kvbench.app import finish, print_tables
 
         with one_line_errors():
+            for folder in jobs.folders if jobs.elsewhere else []:
+                print_tables(Path(folder))
+            if len(jobs.outcomes) > 1:
+                jobs.print_summary()
             for folder in jobs.folders:
                 finish(Path(folder))
     return stopped or jobs.status

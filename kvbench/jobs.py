@@ -95,23 +95,23 @@ class Jobs:
     """Runs the jobs of a command, here or, pickled, in other processes, and keeps what they came to.
 
     Args:
+        argv: what the user typed; Hydra is given more, and other processes are given nothing like it.
         sweep: whether a job that fails must leave the others alone.
+
+    Attributes:
+        elsewhere: whether a launcher ran them in other processes and told what they came to.
     """
 
-    def __init__(self, *, sweep: bool) -> None:
+    def __init__(self, argv: Sequence[str], *, sweep: bool) -> None:
+        self.argv = list(argv)
         self.sweep = sweep
-        self.argv: list[str] | None = None
+        self.elsewhere = False
         self.outcomes: list[JobOutcome] = []
-
-    def __getstate__(self) -> dict[str, object]:
-        """For another process, whose own arguments say nothing: what the user typed."""
-        return {"sweep": self.sweep, "argv": list(sys.argv), "outcomes": []}
 
     def __call__(self, config: DictConfig) -> JobOutcome:
         """Run one job. An error that can be explained is one line; another keeps its traceback, and
         ends the command unless there are other jobs."""
-        if self.argv is not None:
-            sys.argv = self.argv
+        sys.argv = self.argv  # where the manifest looks for the command
         outcome = self._run(config, tuple(HydraConfig.get().overrides.task))
         self.outcomes.append(outcome)
         return outcome

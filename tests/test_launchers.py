@@ -67,7 +67,7 @@ def test_a_job_that_fails_leaves_the_others_alone(capsys, tmp_path):
 
 
 def test_the_exit_status_of_a_sweep():
-    jobs = Jobs(sweep=True)
+    jobs = Jobs(["kvbench"], sweep=True)
     for outcomes, status in (
         ([0, 0], 0),
         ([0, FAILED], FAILED),
@@ -96,6 +96,8 @@ def test_shards_split_every_job_of_a_sweep(capsys, tmp_path):
     assert "2 jobs, all well" in out
     assert "shard=2/2" in out
     assert records(twice) == records(once)
+    manifest = json.loads(next(twice.rglob("manifest.json")).read_text())
+    assert manifest["command"].endswith(f"results_dir={twice} shards=2"), "what the user typed"
     status, out, _ = main(
         capsys, *fast, "-m", "task.num_examples=5,4", f"results_dir={tmp_path / 'dry'}", "shards=2",
         "dry_run=true",
@@ -199,6 +201,8 @@ def test_one_of_two_workers_is_killed_and_the_rest_goes_on(tmp_path):
     out, err = again.communicate()
     assert again.returncode == 0, err
     assert "3 jobs, all well" in out
+    assert "longeval_lines on recall_mini: score" in out, "the tables are those of all shards"
+    assert out.count("36/36") == 2
     assert records(tmp_path / "split") == records(tmp_path / "alone")
     environment = json.loads(next((tmp_path / "split").rglob("manifest.json")).read_text())
     assert "launcher=gpus" in environment["command"], "what the user typed"
