@@ -9,6 +9,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import cast
@@ -37,7 +38,7 @@ from report_runs import write_sweep as write_rates
 from kvbench.catalogue import catalogue
 from kvbench.report.__main__ import main
 from kvbench.report.build import ReportPaths, build_report, views_of
-from kvbench.report.curves import throughput
+from kvbench.report.curves import throughput, throughput_scaling
 from kvbench.report.data import Group, load_experiment
 from kvbench.report.figures import figures_of, heatmap_alone
 from kvbench.report.page import Section, render_page
@@ -263,6 +264,38 @@ def test_time_and_memory_are_bars_and_what_failed_is_named(tmp_path: Path) -> No
     assert [text.get_text().strip() for text in figure.axes[0].texts] == ["5 oom"]
     widths = [cast(Rectangle, bar).get_width() for bar in figure.axes[2].patches]
     assert widths[0] == pytest.approx(9e8 / 2**30)
+
+
+def test_time_against_length_ends_where_a_method_failed(tmp_path: Path) -> None:
+    for method in ("exact", "snapkv"):
+        records = [
+            {
+                "example_id": f"{n}/{run}",
+                "dataset": f"n{n}",
+                "prompt_tokens": n,
+                "latency_s": n / 1000 + run,
+                "decode_tokens_per_s": 10.0,
+                "score": 10.0,
+            }
+            | ({"status": "oom", "score": None} if method == "exact" and n == 4096 else {})
+            for n in (1024, 2048, 4096)
+            for run in range(3)
+        ]
+        write_run(tmp_path, task="t", method=method, records=records, task_meta=THROUGHPUT_META)
+    (group,) = load_experiment(tmp_path / "demo").groups
+    drawn = throughput_scaling(group)
+    assert drawn is not None
+    assert [ax.get_ylabel() for ax in drawn.figure.axes] == [
+        "seconds in all",
+        "new tokens per second while decoding",
+    ]
+    handles, labels = drawn.figure.axes[0].get_legend_handles_labels()
+    assert labels == ["exact", "snapkv"]
+    exact, snapkv = (cast(ErrorbarContainer, handle)[0] for handle in handles)
+    assert list(exact.get_xdata()) == [1024, 2048]
+    assert list(snapkv.get_ydata()) == pytest.approx([2.024, 3.048, 5.096])
+    kept = group.records[group.records["prompt_tokens"] < 4096]
+    assert throughput_scaling(replace(group, records=kept)) is None
 
 
 def test_a_narrow_range_of_scores_fills_the_figure(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvbench.report.curves import throughput
+from kvbench.report.curves import throughput, throughput_scaling
 from kvbench.report.data import Experiment, Group, load_experiment
 from kvbench.report.drawing import Drawn, save_figures
 from kvbench.report.figures import figures_of, heatmap_alone
@@ -128,7 +128,8 @@ def _section(
         warnings.append(str(error))
     figures = list(study.figures) if study else figures_of(group, tables)
     if timings:
-        figures.append(throughput(group, timings))
+        scaling = throughput_scaling(group)
+        figures += [throughput(group, timings), *([scaling] if scaling else [])]
     averages = {
         model: methods
         for table in published

@@ -178,6 +178,65 @@ def throughput(group: Group, timings: Sequence[Timing]) -> Drawn:
     )
 
 
+_SCALING = (
+    ("latency_s", "seconds in all", 1.0),
+    ("decode_tokens_per_s", "new tokens per second while decoding", 1.0),
+    ("peak_bytes", "peak memory (GiB)", 2.0**-30),
+)
+
+
+def throughput_scaling(group: Group) -> Drawn | None:
+    """Time and memory against the prompt's length, one line per method: medians with the range over
+    runs. A line ends where a method failed. None below three lengths, or where more than the length
+    varies.
+    """
+    records = group.records
+    lengths = records["prompt_tokens"].nunique()
+    panels = [p for p in _SCALING if p[0] in records and records[p[0]].notna().any()]
+    if lengths < 3 or records["dataset"].nunique() != lengths or not panels:
+        return None
+    figure = new_figure(0.8 + 3.1 * len(panels), 3.3)
+    axes: list[Axes] = list(figure.subplots(1, len(panels), squeeze=False)[0])
+    arms = [arm for arm in group.arms if (records["arm"] == arm.label).any()]
+    for ax, (field, label, scale) in zip(axes, panels, strict=True):
+        for arm in arms:
+            mine = records[records["arm"].eq(arm.label) & records["status"].eq("ok")]
+            values = mine[field].astype(float) * scale
+            by_length = values.groupby(mine["prompt_tokens"])
+            middle = by_length.median().dropna()
+            low, high = by_length.min()[middle.index], by_length.max()[middle.index]
+            style = style_of(arm.method)
+            ax.errorbar(
+                middle.index,
+                middle,
+                [middle - low, high - middle],
+                color=style.color,
+                marker=style.marker,
+                markersize=marker_size(style.marker),
+                linewidth=1.3,
+                elinewidth=0.8,
+                capsize=1.5,
+                label=arm.label,
+            )
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log")
+        span = records.loc[records["status"] == "ok", "prompt_tokens"]
+        few = span.max() < 32 * span.min()
+        _plain_ticks(ax.xaxis, LogLocator(base=2 if few else 4))
+        _plain_ticks(ax.yaxis, LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
+        ax.set_xlabel("prompt length (tokens)", fontsize=TEXT)
+        ax.set_ylabel(label, fontsize=TEXT)
+        style_axes(ax)
+    add_legend(figure, axes[0], len(arms))
+    return Drawn(
+        f"{stem(group)}-scaling",
+        f"{group.task}: time and memory against the prompt's length",
+        "Medians, with the range over runs; a line ends where a method failed. Both axes are"
+        " logarithmic.",
+        figure,
+    )
+
+
 def _bar(ax: Axes, at: int, value: float, color: str) -> None:
     """A horizontal bar with its value beside it."""
     ax.barh(at, value, 0.68, color=color)
