@@ -133,14 +133,15 @@ def _torch_walk(
     """
     blocks, b = index.shape
     dtype = torch.promote_types(keys.dtype, torch.float32)
-    # What is left of the threshold once the signs so far are summed; the first sign has no choice.
-    room = (0.5 - uniforms.to(dtype)) * reach
-    room[:, 0] = float("inf")
-    signs = torch.empty_like(room)
+    # How far the sum over the signs so far exceeds the threshold: the next sign is its opposite (at
+    # zero, too: -1). The first sign has no choice.
+    excess = (uniforms.to(dtype) - 0.5) * reach
+    excess[:, 0] = float("-inf")
+    opposite = torch.empty_like(excess)
     strips = [(top, min(top + STRIP, b)) for top in range(0, b, STRIP)]
     shape = min(GROUP, blocks)
-    kernel = [room.new_empty(shape, end - top, end) for top, end in strips]
-    work = room.new_empty(2, CHUNK * min(STRIP, b) * b)
+    kernel = [excess.new_empty(shape, end - top, end) for top, end in strips]
+    work = excess.new_empty(2, CHUNK * min(STRIP, b) * b)
     for first in range(0, blocks, GROUP):
         group = slice(first, min(first + GROUP, blocks))
         for start in range(first, group.stop, CHUNK):
@@ -156,10 +157,10 @@ def _torch_walk(
             out = [strip[start - first : chunk.stop - first] for strip in kernel]
             shift = _form_kernel(k, v, out, work, scale, offset)
             if shift is not None:
-                room[chunk] *= torch.exp(-shift)
+                excess[chunk] *= torch.exp(-shift)
         size = group.stop - first
-        _walk([strip[:size] for strip in kernel], room[group], signs[group])
-    return signs > 0
+        _walk([strip[:size] for strip in kernel], excess[group], opposite[group])
+    return opposite < 0
 
 
 def _centred(k: Tensor, counts: Tensor | None, centre: str) -> Tensor:
@@ -200,7 +201,7 @@ def _form_kernel(
         e = work[0, : g.numel()].view(g.shape) if v is not None else g
         torch.baddbmm(e, k[:, top:end], k[:, :end].mT, beta=0, alpha=scale, out=e)
         if shift is not None:
-            _scale_rows(e, shift[:, top:end], risky[:, top:end], work[1])
+            _scale_rows(e, shift[:, top:end], risky[:, top:end])
         e.exp_()
         if v is not None:
             p = work[1, : g.numel()].view(g.shape)
@@ -209,35 +210,35 @@ def _form_kernel(
     return shift
 
 
-def _scale_rows(e: Tensor, shift: Tensor, risky: Tensor, work: Tensor) -> None:
+def _scale_rows(e: Tensor, shift: Tensor, risky: Tensor) -> None:
     """Subtract from the exponents e [blocks, rows, end] each row's largest one where `risky`."""
     rows, end = e.shape[1:]
     top = end - rows
-    tile = work[: e[:, :, top:].numel()].view(-1, rows, rows)
-    later = torch.full((rows, rows), float("-inf"), dtype=e.dtype, device=e.device).tril_()
-    largest = torch.add(e[:, :, top:], later, out=tile).amax(1)
+    tile = e[:, :, top:]
+    # Places that are not read.
+    tile += torch.full((rows, rows), float("-inf"), dtype=e.dtype, device=e.device).tril_()
+    largest = tile.amax(1)
     if top:
         largest = torch.maximum(largest, e[:, :, :top].amax(-1))
     torch.mul(largest.clamp_(min=0.0), risky, out=shift)
     e[:, :, :top] -= shift.unsqueeze(-1)
-    e[:, :, top:] -= shift.unsqueeze(1)
-    # Nothing that counts beside exp(0), but slow denormals. (Places not read may overflow.)
+    tile -= shift.unsqueeze(1)
+    # Nothing that counts beside exp(0), but slow denormals.
     e.clamp_(min=-SAFE_EXPONENT)
 
 
-def _walk(kernel: list[Tensor], room: Tensor, signs: Tensor) -> None:
-    """Fill `signs` [blocks, b] with +-1, using `room` [blocks, b] up."""
-    plus, minus = signs.new_tensor(1.0), signs.new_tensor(-1.0)
+def _walk(kernel: list[Tensor], excess: Tensor, opposite: Tensor) -> None:
+    """Fill `opposite` [blocks, b] with minus the signs, using `excess` [blocks, b] up."""
+    one = excess.new_tensor(1.0)
     for g in kernel:
         end = g.shape[2]
         top = end - g.shape[1]
         if top:
-            room[:, top:end] -= torch.bmm(g[:, :, :top], signs[:, :top, None]).squeeze(-1)
+            excess[:, top:end] -= torch.bmm(g[:, :, :top], opposite[:, :top, None]).squeeze(-1)
         tile = g[:, :, top:]  # row i: what place i does to later ones
         for i in range(end - top):
             here = top + i
-            sign = torch.where(room[:, here] > 0, plus, minus)
-            signs[:, here] = sign
+            # Of +0 it is +1. A difference of equal numbers is +0.
+            step = torch.copysign(one, excess[:, here : here + 1], out=opposite[:, here : here + 1])
             if here + 1 < end:
-                later = room[:, here + 1 : end]
-                later.addcmul_(tile[:, i, i + 1 :], sign.unsqueeze(-1), value=-1)
+                excess[:, here + 1 : end].addcmul_(tile[:, i, i + 1 :], step, value=-1)
