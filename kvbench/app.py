@@ -117,7 +117,7 @@ def build_job(config: DictConfig) -> Job:
     session = Session(
         spec=spec,
         device=device,
-        dtype=resolve_dtype(config.dtype, device),
+        dtype=resolve_dtype(config.dtype, device, spec.dtype),
         seed=config.seed,
         compress_after=config.compress_after,
         example_timeout=config.example_timeout,

@@ -124,6 +124,8 @@ def encode_example(example: Example, encoder: PromptEncoder) -> EncodedExample:
         context = tuple(encoder.encode_text(example.context))
     if question is None:
         question = tuple(encoder.encode_text(example.question))
+    if example.complete:
+        return EncodedExample(example, context, question)
     return EncodedExample(
         example, (*encoder.prefix_ids, *context), (*question, *encoder.suffix_ids)
     )
@@ -143,7 +145,7 @@ class TaskPlan:
             figures.append({"kind": "heatmap", "x": x, "y": y, "value": "score"})
         return {
             "version": self.task.version,
-            "data": dict(self.task.data()),
+            "data": dict(self.task.digests()),
             "score_unit": self.task.score_unit,
             "lower_is_better": False,
             "breakdown": list(self.task.breakdown),

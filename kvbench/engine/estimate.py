@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig
 
-from kvbench.engine.loading import ModelError, ModelSpec, local_path
+from kvbench.engine.loading import ModelError, ModelSpec, load_config, local_path
 
 CHEAP_BYTES = 512 * 2**20
 """Weights up to this size are loaded for a quick measurement."""
@@ -37,7 +36,7 @@ class CacheShape:
 def cache_shape(spec: ModelSpec, dtype: torch.dtype) -> CacheShape | None:
     """The shape of the model's cache, None where its config is not at hand or says too little."""
     try:
-        config = _config(spec).get_text_config()
+        config = load_config(spec).get_text_config()
     except (ModelError, OSError, ValueError):  # not on this machine, and no way to the Hub
         return None
     try:
@@ -52,15 +51,6 @@ def cache_shape(spec: ModelSpec, dtype: torch.dtype) -> CacheShape | None:
     window = getattr(config, "sliding_window", None) or 0
     return CacheShape(
         2 * kv_heads * head_dim * dtype.itemsize, count - sliding, (window,) * sliding
-    )
-
-
-def _config(spec: ModelSpec) -> PreTrainedConfig:
-    if spec.architecture is not None:
-        fields = dict(spec.architecture)
-        return AutoConfig.for_model(fields.pop("model_type"), **fields)
-    return AutoConfig.from_pretrained(
-        local_path(spec.path), revision=spec.revision, trust_remote_code=spec.trust_remote_code
     )
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -19,7 +20,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from kvbench.engine.attention import IMPLEMENTATION, register
+from kvbench.engine.attention import IMPLEMENTATION, UnsupportedModel, register
 from kvbench.engine.faults import is_out_of_memory
 from kvbench.tasks.base import PromptEncoder
 
@@ -44,7 +45,11 @@ class ModelSpec:
         path: ``asset:<name>`` (shipped), a local folder, or a Hub id.
         revision: Hub revision; recorded with every result.
         tokenizer: another path for the tokenizer; None: the model's own.
-        chat_template: "auto" (used when the tokenizer has one), "always" or "never".
+        chat_template: "auto" (used when the tokenizer has one), "always" or "never"; or the text of
+            a Jinja template, for a chat model whose tokenizer has none.
+        max_input: prompt tokens that benchmarks truncate to, None for what the protocol says.
+        stop_tokens: tokens that end an answer beside the tokenizer's end token (end of turn).
+        dtype: of the weights where the job's `dtype` is auto and the device is CUDA; "auto": bfloat16.
         random_weights: build `architecture` (or the path's config) with random weights: for speed
             and memory measurements without a download.
         architecture: a transformers config (`model_type` and its fields) for `random_weights`.
@@ -60,6 +65,9 @@ class ModelSpec:
     revision: str | None = None
     tokenizer: str | None = None
     chat_template: str = "auto"
+    max_input: int | None = None
+    stop_tokens: Sequence[str] = ()
+    dtype: str = "auto"
     random_weights: bool = False
     architecture: Mapping[str, Any] | None = None
     device_map: str | Mapping[str, Any] | None = None
@@ -67,15 +75,30 @@ class ModelSpec:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        if self.chat_template not in ("auto", "always", "never"):
+        if self.chat_template not in ("auto", "always", "never") and not self.own_template:
             raise ModelError(
-                f"model.chat_template is {self.chat_template!r}; allowed: auto, always, never"
+                f"model.chat_template is {self.chat_template!r}; allowed: auto, always, never, "
+                "or a Jinja template"
             )
         if self.device_map is not None and self.random_weights:
             raise ModelError(
                 f"model.device_map is {self.device_map!r} and model.random_weights is true; allowed: "
                 "null, since only weights that are read from files are spread over devices"
             )
+        if self.max_input is not None and (
+            not isinstance(self.max_input, int) or self.max_input < 2
+        ):
+            raise ModelError(
+                f"model.max_input is {self.max_input!r}; allowed: an integer >= 2, or null"
+            )
+        if self.dtype not in ("auto", *DTYPES):
+            raise ModelError(f"model.dtype is {self.dtype!r}; allowed: auto, {', '.join(DTYPES)}")
+        object.__setattr__(self, "stop_tokens", tuple(self.stop_tokens))
+
+    @property
+    def own_template(self) -> bool:
+        """Whether `chat_template` is a template itself."""
+        return "{" in self.chat_template
 
 
 def resolve_device(device: str) -> torch.device:
@@ -95,14 +118,21 @@ def resolve_device(device: str) -> torch.device:
     return resolved
 
 
-def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """``auto`` is float32 on the CPU and bfloat16 on CUDA.
+def resolve_dtype(dtype: str, device: torch.device, models: str = "auto") -> torch.dtype:
+    """``auto`` is float32 on the CPU, and on CUDA what the model's config says, else bfloat16.
+
+    Args:
+        dtype: what the job asks for.
+        models: `ModelSpec.dtype`.
 
     Raises:
         ModelError: unknown name.
     """
+    if dtype == "auto" and device.type == "cpu":
+        return torch.float32
+    dtype = models if dtype == "auto" else dtype
     if dtype == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
+        return torch.bfloat16
     if dtype not in DTYPES:
         raise ModelError(f"dtype is {dtype!r}; allowed: auto, {', '.join(DTYPES)}")
     return DTYPES[dtype]
@@ -166,20 +196,46 @@ def _one_line(what: str, spec: ModelSpec) -> Iterator[None]:
 def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
     """The model's tokenizer, or the one `spec.tokenizer` names."""
     with _one_line("tokenizer of model", spec):
-        return AutoTokenizer.from_pretrained(
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             local_path(spec.tokenizer or spec.path),
             revision=None if spec.tokenizer else spec.revision,
             trust_remote_code=spec.trust_remote_code,
         )
+    if spec.own_template:
+        tokenizer.chat_template = spec.chat_template
+    return tokenizer
 
 
-def _config(spec: ModelSpec) -> PreTrainedConfig:
+def load_config(spec: ModelSpec) -> PreTrainedConfig:
+    """The model's transformers config: `architecture`, or the one of its path."""
     if spec.architecture is not None:
         fields = dict(spec.architecture)
         return AutoConfig.for_model(fields.pop("model_type"), **fields)
+    return _config_of_path(spec)
+
+
+def _config_of_path(spec: ModelSpec) -> PreTrainedConfig:
     return AutoConfig.from_pretrained(
         local_path(spec.path), revision=spec.revision, trust_remote_code=spec.trust_remote_code
     )
+
+
+def check_serves_interface(config: PreTrainedConfig) -> None:
+    """Refuse architectures that compute attention themselves: nothing could be compressed there.
+
+    Raises:
+        UnsupportedModel: naming the architecture.
+    """
+    try:
+        architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except KeyError:
+        return  # from_pretrained says what it is
+    if not getattr(architecture, "_supports_attention_backend", False):
+        raise UnsupportedModel(
+            f"model type {config.model_type!r} ({architecture.__name__}) computes its attention itself "
+            "instead of through transformers' attention interface; allowed: models that use it "
+            "(Llama, Qwen, Mistral, Gemma, OPT, GPT-NeoX ...)"
+        )
 
 
 def load_model(
@@ -195,12 +251,15 @@ def load_model(
     """
     register()
     with _one_line("model", spec):
+        config = load_config(spec) if spec.random_weights else _config_of_path(spec)
+    check_serves_interface(config)
+    with _one_line("model", spec):
         if spec.random_weights:
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 torch.manual_seed(seed)
                 with device:
                     model = AutoModelForCausalLM.from_config(
-                        _config(spec), dtype=dtype, attn_implementation=IMPLEMENTATION
+                        config, dtype=dtype, attn_implementation=IMPLEMENTATION
                     )
         else:
             model = AutoModelForCausalLM.from_pretrained(
@@ -246,6 +305,45 @@ def prompt_encoder(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> Promp
     whole = tokenizer.encode("a")
     before_text = whole.index(plain[0]) if plain and plain[0] in whole else 0
     return PromptEncoder(tokenizer, tuple(whole[:before_text]), ())
+
+
+def with_model_facts(
+    encoder: PromptEncoder, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec
+) -> PromptEncoder:
+    """The encoder with what benchmark protocols ask about the model.
+
+    Raises:
+        ModelError: a stop token that the tokenizer does not have.
+    """
+    with _one_line("model", spec):
+        config = load_config(spec).get_text_config()
+    positions = getattr(config, "max_position_embeddings", None)
+    return replace(
+        encoder,
+        family=str(config.model_type),
+        chat=bool(getattr(tokenizer, "chat_template", None)) and spec.chat_template != "never",
+        max_input=spec.max_input,
+        max_positions=positions if isinstance(positions, int) else None,
+        end_ids=stop_token_ids(tokenizer, spec),
+    )
+
+
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> frozenset[int]:
+    """The tokenizer's end token and the model's `stop_tokens`.
+
+    Raises:
+        ModelError: a stop token that the tokenizer does not have.
+    """
+    vocabulary = tokenizer.get_vocab() if spec.stop_tokens else {}
+    for token in spec.stop_tokens:
+        if token not in vocabulary:
+            raise ModelError(
+                f"model.stop_tokens names {token!r}, which the tokenizer of {spec.path!r} does not "
+                "have; allowed: tokens of its vocabulary"
+            )
+    ids = {vocabulary[token] for token in spec.stop_tokens}
+    end = tokenizer.eos_token_id
+    return frozenset(ids if end is None else {*ids, end})
 
 
 def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -16,6 +16,7 @@ from kvbench.engine.loading import (
     load_model,
     load_tokenizer,
     prompt_encoder,
+    with_model_facts,
 )
 from kvbench.engine.quiet import quiet_unless_terminal
 from kvbench.kv import KVError
@@ -68,7 +69,8 @@ class Session:
     @cached_property
     def encoder(self) -> PromptEncoder:
         """Text to token ids, with what this model puts around a prompt."""
-        return prompt_encoder(self.tokenizer, self.spec)
+        encoder = prompt_encoder(self.tokenizer, self.spec)
+        return with_model_facts(encoder, self.tokenizer, self.spec)
 
     @cached_property
     def model(self) -> PreTrainedModel:
@@ -79,7 +81,7 @@ class Session:
     @cached_property
     def end_ids(self) -> frozenset[int]:
         """Tokens that end a generation."""
-        return end_token_ids(self.model, self.tokenizer)
+        return end_token_ids(self.model, self.tokenizer) | self.encoder.end_ids
 
     def stopping(self, max_new_tokens: int, strings: tuple[str, ...] = ()) -> Stopping:
         """When a generation ends, for this model."""

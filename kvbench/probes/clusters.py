@@ -122,7 +122,7 @@ class SubGenClusters:
         """See `kvbench.plan.Plan.meta`."""
         return {
             "version": self.version,
-            "data": dict(self.prompts.data()) if self.prompts is not None else {},
+            "data": dict(self.prompts.digests()) if self.prompts is not None else {},
             "subject": "synthetic tensors" if self.prompts is None else None,
             "score_unit": "clusters",
             "lower_is_better": True,

@@ -189,7 +189,7 @@ class ErrorScaling:
         """See `kvbench.plan.Plan.meta`."""
         return {
             "version": self.version,
-            "data": dict(self.prompts.data()) if self.prompts is not None else {},
+            "data": dict(self.prompts.digests()) if self.prompts is not None else {},
             "subject": "synthetic tensors" if self.prompts is None else None,
             "score_unit": "scaled error",
             "lower_is_better": True,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
+from operator import eq
 from typing import Any, ClassVar, Protocol
 
 
@@ -25,11 +27,21 @@ class PromptEncoder:
     Attributes:
         tokenizer: the model's.
         prefix_ids, suffix_ids: tokens before and after the user's text; empty for base models.
+        family: the model's architecture ("llama", "qwen2" ...), for protocols that depend on it.
+        chat: whether the tokenizer has a chat template, and the model's config lets it be used.
+        max_input: prompt tokens that the model's config allows, None where it does not say.
+        max_positions: tokens that the model has positions for, prompt and answer; None if unknown.
+        end_ids: the tokenizer's end token, and those that the model's config adds (end of turn).
     """
 
     tokenizer: Tokenizer
     prefix_ids: tuple[int, ...] = ()
     suffix_ids: tuple[int, ...] = ()
+    family: str | None = None
+    chat: bool = False
+    max_input: int | None = None
+    max_positions: int | None = None
+    end_ids: frozenset[int] = frozenset()
 
     def encode_text(self, text: str) -> list[int]:
         """Token ids of `text` alone, no special tokens.
@@ -50,6 +62,33 @@ class PromptEncoder:
         """Text of `ids`, special tokens dropped."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
+    def encode_prompt(self, text: str, cut: int, *, special: bool) -> tuple[list[int], int]:
+        """Token ids of a whole prompt in one piece, and how many of them are text before `cut`.
+
+        Args:
+            cut: a place in the text (characters); the token across it counts as after it.
+            special: whether the tokenizer adds its special tokens (BOS).
+        """
+        tokenizer: Any = self.tokenizer
+        encoded = tokenizer(text, add_special_tokens=special, verbose=False)
+        ids = list(encoded["input_ids"])
+        if getattr(encoded, "is_fast", False):
+            after = (encoded.char_to_token(place) for place in range(cut, len(text)))
+            return ids, next((token for token in after if token is not None), len(ids))
+        head = tokenizer(text[:cut], add_special_tokens=special, verbose=False)["input_ids"]
+        return ids, sum(1 for _ in takewhile(bool, map(eq, ids, head)))
+
+    def render_chat(self, text: str) -> str:
+        """`text` as a user's message in the tokenizer's chat template, up to where the answer begins.
+
+        The template adds its own default system message, if it has one.
+        """
+        tokenizer: Any = self.tokenizer
+        message = [{"role": "user", "content": text}]
+        return str(
+            tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        )
+
     @property
     def overhead(self) -> int:
         """Tokens added around the user's text; count them when a prompt needs an exact length."""
@@ -61,9 +100,9 @@ class Example:
     """One prompt and what counts as its answer.
 
     The prompt is ``context + question``. Tasks that need exact token counts give `context_ids` and
-    `question_ids` (without prefix and suffix) as well, and those are used as they are; otherwise
-    context and question are tokenised separately, so that the boundary is a token boundary under
-    both settings of ``compress_after``.
+    `question_ids` (without prefix and suffix, unless `complete`) as well, and those are used as they
+    are; otherwise context and question are tokenised separately, so that the boundary is a token
+    boundary under both settings of ``compress_after``.
 
     Attributes:
         id: unique within the task and stable under `limit`.
@@ -73,6 +112,10 @@ class Example:
         max_new_tokens: generation limit.
         stop: generation ends when one of these strings appears; it is cut from the prediction.
         dataset: name of the subset the example belongs to (the task's name where there is one only).
+        complete: `context_ids` and `question_ids` are the whole prompt; nothing is put around them.
+        end_ids: tokens that end the generation; None for all that the model knows.
+        min_new_tokens: before so many, an end token is passed over for the next best one.
+        settled: of the text so far: nothing that may follow changes the score, so generation may end.
         fields: what the record keeps beside the common fields (number of lines, depth ...);
             JSON values only.
     """
@@ -86,6 +129,10 @@ class Example:
     stop: tuple[str, ...] = ()
     context_ids: tuple[int, ...] | None = None
     question_ids: tuple[int, ...] | None = None
+    complete: bool = False
+    end_ids: frozenset[int] | None = None
+    min_new_tokens: int = 0
+    settled: Callable[[str], bool] | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -103,7 +150,7 @@ class Task:
     heatmap: ClassVar[tuple[str, str] | None] = None
     """Record fields (x, y) of the heatmap, or None."""
 
-    def data(self) -> Mapping[str, str]:
+    def digests(self) -> Mapping[str, str]:
         """Digest of each data file the examples come from; part of the config hash, so that another
         file under the same name is another run. Empty where the data follow from the options."""
         return {}

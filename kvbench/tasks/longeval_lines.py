@@ -151,7 +151,7 @@ class LongEvalLines(Task):
         object.__setattr__(self, "files", tuple(str(file) for file in files))
         object.__setattr__(self, "stop", stop)
 
-    def data(self) -> Mapping[str, str]:
+    def digests(self) -> Mapping[str, str]:
         """sha256 of each official file, by file name."""
         return {
             Path(file).name: hashlib.sha256(Path(file).read_bytes()).hexdigest()

@@ -159,7 +159,7 @@ class Needle(Task):
         object.__setattr__(self, "haystack_files", files)
         object.__setattr__(self, "stop", stop)
 
-    def data(self) -> Mapping[str, str]:
+    def digests(self) -> Mapping[str, str]:
         """sha256 of each haystack file, by file name."""
         if self.haystack != "files":
             return {}
