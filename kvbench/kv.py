@@ -42,11 +42,13 @@ class Budget:
         rate: fraction of the middle that is kept, in (0, 1].
         sink: leading tokens that are always kept.
         window: trailing tokens that are always kept.
+        size: entries per layer and KV head in all, whatever the prompt's length; in place of the rate.
     """
 
     rate: float = 0.25
     sink: int = 32
     window: int = 32
+    size: int | None = None
 
     def __post_init__(self) -> None:
         if not 0.0 < self.rate <= 1.0:
@@ -55,17 +57,29 @@ class Budget:
             value = getattr(self, name)
             if value < 0:
                 raise KVError(f"budget.{name} is {value}; allowed: an integer >= 0")
+        if self.size is not None and self.size <= self.sink + self.window:
+            raise KVError(
+                f"budget.size is {self.size}; allowed: more than budget.sink + budget.window, "
+                f"{self.sink + self.window}"
+            )
 
     def middle(self, n: int) -> int:
         """Tokens of an n-token prompt that are neither sink nor window (0 for short prompts)."""
         return max(0, n - self.sink - self.window)
 
     def middle_kept(self, n: int) -> int:
-        """Entries of the middle a method may keep: round(rate * middle), half to even."""
+        """Entries of the middle a method may keep: round(rate * middle), half to even; with `size`,
+        what is left of it."""
+        if self.size is not None:
+            return min(self.middle(n), self.size - self.sink - self.window)
         return round(self.rate * self.middle(n))
 
+    def rate_of(self, n: int) -> float:
+        """Fraction of an n-token prompt's middle that is kept: `rate`, or what `size` comes to."""
+        return self.rate if self.size is None else self.middle_kept(n) / max(1, self.middle(n))
+
     def capacity(self, n: int) -> int:
-        """Entries per layer and KV head: sink + window + round(rate * middle), at most n."""
+        """Entries per layer and KV head: sink, window and `middle_kept`, at most n."""
         return min(n, self.sink + self.window + self.middle_kept(n))
 
 

@@ -230,6 +230,7 @@ _RULES: dict[str, tuple[Any, str]] = {
     "budget.rate": (lambda v: _number(v) and 0 < v <= 1, "a number in (0, 1]"),
     "budget.sink": (lambda v: _integer(v, 0), "an integer >= 0"),
     "budget.window": (lambda v: _integer(v, 0), "an integer >= 0"),
+    "budget.size": (lambda v: v is None or _integer(v, 1), "an integer >= 1 or null"),
     "seed": (lambda v: _integer(v, 0), "an integer >= 0"),
     "limit": (lambda v: v is None or _integer(v, 1), "a positive integer or null"),
     "shard": (lambda v: _parses(Shard.parse, v), ALLOWED_SHARD),
@@ -248,9 +249,10 @@ _RULES: dict[str, tuple[Any, str]] = {
     ),
     "lock_timeout": (lambda v: _number(v) and v >= 0, "a number >= 0"),
     "retry_failed": (lambda v: isinstance(v, bool), "true or false"),
+    "confirm": (lambda v: isinstance(v, bool), "true or false"),
     "dry_run": (lambda v: isinstance(v, bool), "true or false"),
     "experiment_name": (_name, "a folder's name"),
     "task_label": (_name, "a folder's name"),
     "results_dir": (lambda v: isinstance(v, str) and v != "", "a folder"),
 }
-_EXAMPLES = {"budget.rate": 0.25, "budget.sink": 32, "budget.window": 32}
+_EXAMPLES = {"budget.rate": 0.25, "budget.sink": 32, "budget.window": 32, "budget.size": 2000}

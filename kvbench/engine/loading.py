@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ class ModelSpec:
         max_input: prompt tokens that benchmarks truncate to, None for what the protocol says.
         stop_tokens: tokens that end an answer beside the tokenizer's end token (end of turn).
         dtype: of the weights where the job's `dtype` is auto and the device is CUDA; "auto": bfloat16.
+        config: fields of the model's own config to be changed ({sliding_window: null}).
         random_weights: build `architecture` (or the path's config) with random weights: for speed
             and memory measurements without a download.
         architecture: a transformers config (`model_type` and its fields) for `random_weights`.
@@ -68,6 +69,7 @@ class ModelSpec:
     max_input: int | None = None
     stop_tokens: Sequence[str] = ()
     dtype: str = "auto"
+    config: Mapping[str, Any] = field(default_factory=dict)
     random_weights: bool = False
     architecture: Mapping[str, Any] | None = None
     device_map: str | Mapping[str, Any] | None = None
@@ -80,10 +82,10 @@ class ModelSpec:
                 f"model.chat_template is {self.chat_template!r}; allowed: auto, always, never, "
                 "or a Jinja template"
             )
-        if self.device_map is not None and self.random_weights:
+        if self.device_map not in (None, "auto") and self.random_weights:
             raise ModelError(
                 f"model.device_map is {self.device_map!r} and model.random_weights is true; allowed: "
-                "null, since only weights that are read from files are spread over devices"
+                "null or auto, since only weights that are read from files are spread over devices"
             )
         if self.max_input is not None and (
             not isinstance(self.max_input, int) or self.max_input < 2
@@ -209,15 +211,31 @@ def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
 def load_config(spec: ModelSpec) -> PreTrainedConfig:
     """The model's transformers config: `architecture`, or the one of its path."""
     if spec.architecture is not None:
-        fields = dict(spec.architecture)
+        fields = {**spec.architecture, **spec.config}
         return AutoConfig.for_model(fields.pop("model_type"), **fields)
     return _config_of_path(spec)
 
 
 def _config_of_path(spec: ModelSpec) -> PreTrainedConfig:
     return AutoConfig.from_pretrained(
-        local_path(spec.path), revision=spec.revision, trust_remote_code=spec.trust_remote_code
+        local_path(spec.path),
+        revision=spec.revision,
+        trust_remote_code=spec.trust_remote_code,
+        **spec.config,
     )
+
+
+def checked_config(spec: ModelSpec) -> PreTrainedConfig:
+    """`load_config`, its failures as one line, and only of what can be run.
+
+    Raises:
+        ModelError: it cannot be loaded.
+        UnsupportedModel: see `check_serves_interface`.
+    """
+    with _one_line("model", spec):
+        config = load_config(spec)
+    check_serves_interface(config)
+    return config
 
 
 def check_serves_interface(config: PreTrainedConfig) -> None:
@@ -264,7 +282,8 @@ def load_model(
         else:
             model = AutoModelForCausalLM.from_pretrained(
                 local_path(spec.path),
-                revision=spec.revision,
+                config=config,
+                revision=spec.revision or "main",  # only there, weights without safetensors are converted
                 dtype=dtype,
                 attn_implementation=IMPLEMENTATION,
                 device_map=dict(spec.device_map)
@@ -274,7 +293,7 @@ def load_model(
                 trust_remote_code=spec.trust_remote_code,
                 use_safetensors=True,
             )
-    if spec.device_map is None:
+    if spec.device_map is None or spec.random_weights:
         model = model.to(device)
     return model.eval()
 
@@ -315,8 +334,7 @@ def with_model_facts(
     Raises:
         ModelError: a stop token that the tokenizer does not have.
     """
-    with _one_line("model", spec):
-        config = load_config(spec).get_text_config()
+    config = checked_config(spec).get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
     return replace(
         encoder,

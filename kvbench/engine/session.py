@@ -12,6 +12,7 @@ from kvbench.engine.generate import Stopping
 from kvbench.engine.graphs import check_decode
 from kvbench.engine.loading import (
     ModelSpec,
+    checked_config,
     end_token_ids,
     load_model,
     load_tokenizer,
@@ -69,6 +70,7 @@ class Session:
     @cached_property
     def encoder(self) -> PromptEncoder:
         """Text to token ids, with what this model puts around a prompt."""
+        checked_config(self.spec)  # before anything is fetched for a model that cannot be run
         encoder = prompt_encoder(self.tokenizer, self.spec)
         return with_model_facts(encoder, self.tokenizer, self.spec)
 

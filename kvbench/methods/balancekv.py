@@ -119,7 +119,7 @@ class BalanceKV(Method):
         """
         heads, n = layer.keys.shape[1:3]
         middle = budget.middle(n)
-        plan = plan_halvings(middle, budget.rate, budget.middle_kept(n))
+        plan = plan_halvings(middle, budget.rate_of(n), budget.middle_kept(n))
         sizes = per_halving(self, "block_size", len(plan))
         draws = [
             draw_uniforms(generator, heads, math.ceil(size / b), b, dtype=torch.float32)

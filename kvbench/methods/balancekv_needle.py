@@ -124,7 +124,7 @@ class BalanceKVNeedle(BalanceKV):
         room = kept - len(protected)
         if not room or not len(left):
             return protected + budget.sink, torch.ones(len(protected), device=means.device)
-        rate = budget.rate if not len(protected) else room / len(left)
+        rate = budget.rate_of(layer.n) if not len(protected) else room / len(left)
         plan = plan_halvings(len(left), rate, room)
         uniforms = [
             draw[:, head : head + 1, : math.ceil(size / draw.shape[3])]

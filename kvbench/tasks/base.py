@@ -149,6 +149,8 @@ class Task:
     """Record fields that tables split by (e.g. ``("num_lines",)``)."""
     heatmap: ClassVar[tuple[str, str] | None] = None
     """Record fields (x, y) of the heatmap, or None."""
+    unhashed: ClassVar[tuple[str, ...]] = ()
+    """Options on which no score depends (how many examples, where the files are)."""
 
     def digests(self) -> Mapping[str, str]:
         """Digest of each data file the examples come from; part of the config hash, so that another

@@ -63,6 +63,7 @@ class LongBench(Task):
 
     name: ClassVar[str] = "longbench"
     breakdown: ClassVar[tuple[str, ...]] = ("length_bucket",)
+    unhashed: ClassVar[tuple[str, ...]] = ("data", "revision", "per_dataset")
 
     split: str = "e"
     datasets: Sequence[str] | None = None
