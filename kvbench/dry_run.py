@@ -90,6 +90,13 @@ def print_dry_run(job: Job, console: Console | None = None) -> None:
         )
 
 
+def units_to_run(job: Job) -> list[Unit]:
+    """The job's units of which some method has no record yet."""
+    _, units = job.units()
+    done = [_done(job.folder(label), units) for label in job.methods]
+    return [unit for unit in units if any(not set(unit.record_ids) <= d for d in done)]
+
+
 def _done(folder: Path, units: Sequence[Unit]) -> set[str]:
     """Records of these units that are on disk already."""
     try:
@@ -141,7 +148,7 @@ def estimate(job: Job, todo: Sequence[Unit]) -> Estimate:
     known = [n for n in lengths if n is not None]
     shortest = todo[lengths.index(min(known))] if known else todo[0]
     try:
-        if _seconds(job, _few_tokens(shortest)) > PATIENCE:  # loads the model and warms it up
+        if _seconds(job, few_tokens(shortest)) > PATIENCE:  # loads the model and warms it up
             return Estimate(None, f"unknown (example {shortest.id} takes too long to try)")
         seconds = _seconds(job, shortest)
     except Exception as failure:  # noqa: BLE001 - a dry run says what it can
@@ -156,7 +163,7 @@ def _seconds(job: Job, unit: Unit) -> float:
     return time.perf_counter() - start
 
 
-def _few_tokens(unit: Unit) -> Unit:
+def few_tokens(unit: Unit) -> Unit:
     """The same unit, with a short answer."""
     if not isinstance(unit.payload, EncodedExample):
         return unit

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -71,13 +72,17 @@ class Job:
         """The model."""
         return self.session.spec
 
+    @cached_property
+    def _units(self) -> list[Unit]:
+        return list(self.plan.units(self.session, self.methods))[: self.limit]
+
     def units(self) -> tuple[list[Unit], list[Unit]]:
         """All units up to the limit, and those of them that are this job's.
 
         Raises:
             KVError, TaskError: what the plan refuses to run.
         """
-        units = list(self.plan.units(self.session, self.methods))[: self.limit]
+        units = self._units  # made once: a benchmark has tens of millions of tokens
         return units, units if self.shard is None else self.shard.select(units)
 
     def identity(self, label: str) -> dict[str, Any]:
