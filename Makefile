@@ -13,7 +13,8 @@ VENV_REFERENCES ?= .venv-references
 PIP_REFERENCES = $(VENV_REFERENCES)/bin/pip install --quiet --disable-pip-version-check \
   -c tests/references/constraints.txt
 
-.PHONY: help setup demo test test-slow test-slurm test-references lint results reproduce-theory report figures wandb-report train-recall-mini bench clean
+.PHONY: help setup demo test test-slow test-slurm test-references lint results reproduce-theory reproduce-table1 reproduce-table5 \
+  reproduce-table6 reproduce-subgen-table2 report figures wandb-report train-recall-mini bench clean
 
 help: ## show the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 22
@@ -74,6 +75,23 @@ reproduce-theory: setup ## error against memory, discrepancy, clusters, ablation
 
 # The experiment's folder: RESULTS=results/demo, or EXPERIMENT=demo in RESULTS, or the demo.
 REPORTED = $(if $(EXPERIMENT),$(RESULTS)/$(EXPERIMENT),$(if $(filter results,$(RESULTS)),results/demo,$(RESULTS)))
+
+# make reproduce-table1 MODEL=recall_mini LIMIT=2 task.data=tests/data/longbench ARGS='device=cpu'
+# MODEL: of conf/model; LIMIT: examples of every dataset; ARGS: any further overrides.
+NARROW = results_dir=$(RESULTS) $(if $(MODEL),model=$(MODEL)) $(if $(LIMIT),task.per_dataset=$(LIMIT)) \
+  $(if $(task.data),task.data=$(task.data)) $(ARGS)
+
+reproduce-table1: setup ## BalanceKV's Table 1: three models on LongBench-E; narrow it by MODEL=, LIMIT=, ARGS=
+	$(BIN)/python -m kvbench experiment=table1 $(NARROW)
+
+reproduce-table5: setup ## BalanceKV's Table 5: rates 0.8, 0.9 and 0.95
+	$(BIN)/python -m kvbench experiment=table5 $(NARROW)
+
+reproduce-table6: setup ## BalanceKV's Table 6: SubGen on LongBench-E
+	$(BIN)/python -m kvbench experiment=table6 $(NARROW)
+
+reproduce-subgen-table2: setup ## SubGen's Table 2: LongBench, categories summed
+	$(BIN)/python -m kvbench experiment=subgen_table2 $(NARROW)
 
 report: setup ## rebuild tables, figures and page from records: make report RESULTS=results/demo
 	$(BIN)/python -m kvbench.report $(REPORTED)

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
+from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from kvbench import provenance
 from kvbench.batching import check_batch_size
-from kvbench.cli import resolved
+from kvbench.cli import INTERRUPTED, resolved
+from kvbench.confirm import go_on
 from kvbench.dry_run import print_dry_run
 from kvbench.engine.loading import ModelSpec, resolve_device, resolve_dtype
 from kvbench.engine.session import Session
@@ -48,7 +50,7 @@ KEYS = (
     ),
     *("seed", "limit", "device", "dtype", "compress_after", "example_timeout", "retry_failed"),
     *("lock_timeout", "dry_run", "prefill", "chunk_tokens", "batch_size", "decode", "paper_table"),
-    *("shard", "shards", "launcher"),
+    *("shard", "shards", "launcher", "confirm"),
 )
 """Top-level keys of a composed config; Hydra's ``+key=value`` could add others that nothing reads."""
 
@@ -126,6 +128,8 @@ def build_job(config: DictConfig) -> Job:
         decode=config.decode,
     )
     task_config: Any = plain["task"]
+    if isinstance(task, Task):
+        task_config = {k: v for k, v in task_config.items() if k not in task.unhashed}
     budget_config: Any = plain["budget"]
     return Job(
         experiment=config.experiment_name,
@@ -159,6 +163,9 @@ def run_config(config: DictConfig) -> tuple[Path, JobResult] | None:
     if config.dry_run:
         print_dry_run(job)
         return None
+    if config.confirm and not go_on(job, ask=_first_of_sweep()):
+        print("kvbench: nothing was run", file=sys.stderr)
+        raise SystemExit(INTERRUPTED)
     title = f"{job.spec.name} x {job.task}"
     with progress_display(title) as show, Termination() as termination:
         result = run_job(job, show, termination.example)
@@ -180,6 +187,13 @@ def run_config(config: DictConfig) -> tuple[Path, JobResult] | None:
 def print_tables(folder: Path) -> None:
     """Print the tables of an experiment whose jobs ran in other processes."""
     print_views(views_of(load_experiment(folder)))
+
+
+def _first_of_sweep() -> bool:
+    """Whether no job of this command has run before: a sweep asks its user once."""
+    hydra = HydraConfig.instance().cfg
+    number = None if hydra is None else OmegaConf.select(hydra, "hydra.job.num")
+    return not number
 
 
 def finish(folder: Path) -> None:

@@ -71,8 +71,7 @@ def calibrate(job: Job, todo: Sequence[Unit]) -> Estimate:
     steps = max(_column(outcomes, "new_tokens"))
     writing = sum(_column(outcomes, "decode_s")) / max(1.0, steps - 1)  # per step, all methods
     seconds = sum(
-        reading / middle.payload.n * unit.payload.n
-        + writing * unit.payload.example.max_new_tokens
+        reading / middle.payload.n * unit.payload.n + writing * unit.payload.example.max_new_tokens
         for unit in units
     )
     return Estimate(

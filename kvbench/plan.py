@@ -199,7 +199,7 @@ class TaskPlan:
                 unit.payload.context_ids,
                 unit.payload.question_ids,
                 methods,
-                session.stopping(unit.payload.example.max_new_tokens, unit.payload.example.stop),
+                session.stopping(unit.payload.example),
                 unit.payload.example.id,
             )
             for unit, methods in work
@@ -243,7 +243,7 @@ class TaskPlan:
         }
         if result.failure is None:
             text = session.encoder.decode(result.tokens)
-            fields["prediction"] = session.stopping(1, example.stop).cut(text)
+            fields["prediction"] = session.stopping(example).cut(text)
             fields.update(self.task.score(fields["prediction"], example))
         return Outcome(label, example.id, fields)
 

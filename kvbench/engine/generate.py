@@ -41,6 +41,8 @@ class Stopping:
         end_ids: any of these tokens ends it (and is not part of the text).
         strings: any of these in the text ends it (and is cut, with what follows).
         decode: token ids to text; needed for `strings`.
+        may_be_empty: False: as the first token, the best one that does not end the generation.
+        settled: of the text so far: what follows would change nothing, so it ends, uncut.
         timeout_s: seconds, prefill included, after which the forks still running fail; None: no limit.
     """
 
@@ -49,6 +51,15 @@ class Stopping:
     strings: tuple[str, ...] = ()
     decode: Callable[[Sequence[int]], str] | None = None
     timeout_s: float | None = None
+    may_be_empty: bool = True
+    settled: Callable[[str], bool] | None = None
+
+    def first(self, logits: Tensor) -> Tensor:
+        """Logits [rows, vocab] of the first token, without what it may not be."""
+        if self.may_be_empty or not self.end_ids:
+            return logits
+        ends = torch.tensor(sorted(self.end_ids), device=logits.device)
+        return logits.index_fill(-1, ends, float("-inf"))
 
     def cut(self, text: str) -> str:
         """`text` up to the first stop string."""
@@ -60,12 +71,15 @@ class Stopping:
         """Whether a generation that produced `tokens` is over."""
         if len(tokens) >= self.max_new_tokens or (tokens and tokens[-1] in self.end_ids):
             return True
-        if self.strings and self.decode is not None:
+        if self.decode is None or not tokens:
+            return False
+        if self.strings:
             # A stop string of c characters spans at most c tokens that hold a character each; the
             # margin covers multi-token characters at its edge.
             tail = self.decode(list(tokens[-(max(map(len, self.strings)) + 8) :]))
-            return any(stop in tail for stop in self.strings)
-        return False
+            if any(stop in tail for stop in self.strings):
+                return True
+        return self.settled is not None and self.settled(self.decode(list(tokens)))
 
 
 @dataclass
@@ -226,7 +240,7 @@ def _read(
         row = _open(fork, start, prompt.stopping, compressible)
         rows.append(row)
         if not tail and fork.failure is None:
-            (first,), (finite,) = choose(start.logits[None])
+            (first,), (finite,) = choose(prompt.stopping.first(start.logits[None]))
             _take(row, first, finite)
     if tail:
         _feed(model, [row for row in rows if row.fork.failure is None], tail)
@@ -276,10 +290,10 @@ def _feed(model: PreTrainedModel, rows: Sequence[_Row], tail: Sequence[int]) -> 
         return
     device = input_device(model)
     ids = torch.tensor([list(tail)] * len(rows), device=device)
-    first = rows[0].position
+    first_token, first = rows[0].stopping.first, rows[0].position
     positions = torch.arange(first, first + len(tail), device=device).expand(len(rows), -1)
     state = ForkBatch([row.fork for row in rows], positions)
-    _step(model, rows, len(tail), lambda: pick(forward(model, ids, positions, state)))
+    _step(model, rows, len(tail), lambda: pick(first_token(forward(model, ids, positions, state))))
 
 
 def _step(

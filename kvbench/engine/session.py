@@ -21,7 +21,7 @@ from kvbench.engine.loading import (
 )
 from kvbench.engine.quiet import quiet_unless_terminal
 from kvbench.kv import KVError
-from kvbench.tasks.base import PromptEncoder
+from kvbench.tasks.base import Example, PromptEncoder
 
 COMPRESS_AFTER = ("prompt", "context")
 PREFILLS = ("shared", "chunked")
@@ -85,12 +85,14 @@ class Session:
         """Tokens that end a generation."""
         return end_token_ids(self.model, self.tokenizer) | self.encoder.end_ids
 
-    def stopping(self, max_new_tokens: int, strings: tuple[str, ...] = ()) -> Stopping:
-        """When a generation ends, for this model."""
+    def stopping(self, example: Example) -> Stopping:
+        """When the answer to an example ends, for this model."""
         return Stopping(
-            max_new_tokens,
-            self.end_ids,
-            strings,
+            example.max_new_tokens,
+            self.end_ids if example.end_ids is None else example.end_ids,
+            example.stop,
             self.encoder.decode,
             timeout_s=self.example_timeout,
+            may_be_empty=example.may_be_empty,
+            settled=example.settled,
         )

@@ -114,7 +114,7 @@ class Example:
         dataset: name of the subset the example belongs to (the task's name where there is one only).
         complete: `context_ids` and `question_ids` are the whole prompt; nothing is put around them.
         end_ids: tokens that end the generation; None for all that the model knows.
-        min_new_tokens: before so many, an end token is passed over for the next best one.
+        may_be_empty: False: as the first token, the best one that does not end the generation.
         settled: of the text so far: nothing that may follow changes the score, so generation may end.
         fields: what the record keeps beside the common fields (number of lines, depth ...);
             JSON values only.
@@ -131,7 +131,7 @@ class Example:
     question_ids: tuple[int, ...] | None = None
     complete: bool = False
     end_ids: frozenset[int] | None = None
-    min_new_tokens: int = 0
+    may_be_empty: bool = True
     settled: Callable[[str], bool] | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
 

@@ -60,9 +60,8 @@ class LongBenchProtocol(Protocol):
         """
         ...
 
-    def end_ids(self, encoder: PromptEncoder, dataset: str) -> tuple[frozenset[int] | None, int]:
-        """Tokens that end an answer (None: all that the model knows), and how many tokens must come
-        before one may."""
+    def end_ids(self, encoder: PromptEncoder, dataset: str) -> tuple[frozenset[int] | None, bool]:
+        """Tokens that end an answer (None: all that the model knows), and whether one may come first."""
         ...
 
     def answer(self, encoder: PromptEncoder, dataset: str, prediction: str) -> str:
@@ -125,11 +124,11 @@ class OfficialProtocol:
         )  # characters: at least as many as tokens
         return max(2, encoder.max_positions - new_tokens - around)
 
-    def end_ids(self, encoder: PromptEncoder, dataset: str) -> tuple[frozenset[int] | None, int]:
+    def end_ids(self, encoder: PromptEncoder, dataset: str) -> tuple[frozenset[int] | None, bool]:
         """See `LongBenchProtocol.end_ids`."""
         if dataset == "samsum":
-            return encoder.end_ids | {encoder.encode_text("\n")[-1]}, 1
-        return None, 0
+            return encoder.end_ids | {encoder.encode_text("\n")[-1]}, False
+        return None, True
 
     def answer(self, encoder: PromptEncoder, dataset: str, prediction: str) -> str:
         """The whole prediction."""
@@ -188,10 +187,10 @@ class BalanceKVProtocol:
             "model.chat_template=never"
         )
 
-    def end_ids(self, encoder: PromptEncoder, dataset: str) -> tuple[frozenset[int] | None, int]:
+    def end_ids(self, encoder: PromptEncoder, dataset: str) -> tuple[frozenset[int] | None, bool]:
         """See `LongBenchProtocol.end_ids`."""
         del dataset
-        return encoder.end_ids, 0
+        return encoder.end_ids, True
 
     def answer(self, encoder: PromptEncoder, dataset: str, prediction: str) -> str:
         """See `LongBenchProtocol.answer`."""

@@ -155,7 +155,7 @@ class LongBench(Task):
             encoder, dataset, prompt, cut, new_tokens=limit, limit=self.max_input
         )
         ids = [known.setdefault(token, token) for token in encoded.ids]
-        end_ids, at_least = protocol.end_ids(encoder, dataset)
+        end_ids, may_be_empty = protocol.end_ids(encoder, dataset)
         return LongBenchExample(
             id=f"{dataset}-{row.id}",
             context=prompt[:cut],
@@ -167,7 +167,7 @@ class LongBench(Task):
             question_ids=tuple(ids[encoded.cut :]),
             complete=True,
             end_ids=end_ids,
-            min_new_tokens=at_least,
+            may_be_empty=may_be_empty,
             settled=partial(protocol.settled, encoder, dataset),
             fields={
                 "length": row.length,
