@@ -17,7 +17,7 @@ PIP_REFERENCES = $(VENV_REFERENCES)/bin/pip install --quiet --disable-pip-versio
   reproduce-table6 reproduce-subgen-table2 report figures wandb-report train-recall-mini bench clean
 
 help: ## show the targets
-	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 22
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 25
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("kvbench needs Python 3.11 or newer") if sys.version_info < (3, 11) else None'

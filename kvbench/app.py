@@ -191,7 +191,7 @@ def print_tables(folder: Path) -> None:
 
 def _first_of_sweep() -> bool:
     """Whether no job of this command has run before: a sweep asks its user once."""
-    hydra = HydraConfig.instance().cfg
+    hydra: Any = HydraConfig.instance().cfg
     number = None if hydra is None else OmegaConf.select(hydra, "hydra.job.num")
     return not number
 
