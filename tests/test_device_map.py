@@ -122,7 +122,9 @@ def test_where_a_model_lies_is_not_part_of_a_run(tmp_path, folder):
 
 
 def test_a_device_map_that_cannot_be_is_one_line(folder):
-    with pytest.raises(ModelError, match=r"device_map is 'balanced' and model.random_weights is true"):
+    with pytest.raises(
+        ModelError, match=r"device_map is 'balanced' and model.random_weights is true"
+    ):
         ModelSpec(name="x", path="y", random_weights=True, device_map="balanced")
     with pytest.raises(ModelError, match="cannot be loaded") as error:
         load(folder, device_map="autu")

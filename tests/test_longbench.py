@@ -212,7 +212,9 @@ def test_text_that_looks_like_a_date_stays_text(tmp_path):
 
 
 def test_missing_files_say_how_to_get_them(tmp_path):
-    with pytest.raises(TaskError, match=r"hf download THUDM/LongBench data\.zip --repo-type dataset"):
+    with pytest.raises(
+        TaskError, match=r"hf download THUDM/LongBench data\.zip --repo-type dataset"
+    ):
         Source(str(tmp_path)).rows("qasper_e")
     with pytest.raises(TaskError, match="which does not exist"):
         Source(str(tmp_path / "nothing")).rows("qasper_e")

@@ -283,8 +283,7 @@ def load_model(
             model = AutoModelForCausalLM.from_pretrained(
                 local_path(spec.path),
                 config=config,
-                revision=spec.revision
-                or "main",  # converts what is not safetensors
+                revision=spec.revision or "main",  # converts what is not safetensors
                 dtype=dtype,
                 attn_implementation=IMPLEMENTATION,
                 device_map=dict(spec.device_map)
