@@ -251,7 +251,7 @@ def test_kvpress_is_asked_for_our_capacity(monkeypatch):
     baseline = BASELINES["kvpress_snapkv"]
     assert isinstance(baseline, KvpressBaseline)
     assert baseline.around(None, SMALL, 200) == "context"
-    assert round((1 - asked[0]) * 200) == SMALL.capacity(200)
+    assert int((1 - asked[0]) * 200) == SMALL.capacity(200)  # as kvpress counts
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,12 @@ class Times:
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline(Method):
-    """`model.generate` with one of transformers' caches, on scaled-dot-product attention."""
+    """`model.generate` with one of transformers' caches.
+
+    Attributes:
+        cache, cache_config: transformers' ``cache_implementation`` and its configuration.
+        attention: the attention implementation a user would have.
+    """
 
     saves_memory: ClassVar[bool] = False
     uses_budget: ClassVar[bool] = False
@@ -50,6 +55,7 @@ class Baseline(Method):
     name: str
     cache: str | None = None
     cache_config: tuple[tuple[str, Any], ...] = ()
+    attention: str = "sdpa"
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """Refused: a baseline generates by code of its own."""
@@ -90,7 +96,7 @@ class Baseline(Method):
             config.cache_config = {"backend": _quantization_backend(), **dict(self.cache_config)}
         clock = _FirstToken(ids.device)
         generate: Any = model.generate
-        with _library_attention(model), self.around(model, budget, ids.shape[1]):
+        with _library_attention(model, self.attention), self.around(model, budget, ids.shape[1]):
             synchronize(ids.device)
             start = time.perf_counter()
             output = generate(
@@ -126,7 +132,8 @@ class KvpressBaseline(Baseline):
         """The press's own context."""
         import kvpress
 
-        ratio = 1.0 - budget.capacity(n) / n
+        # kvpress keeps int(n * (1 - ratio)) entries: half an entry more, against rounding down
+        ratio = max(0.0, 1.0 - (budget.capacity(n) + 0.5) / n)
         context: AbstractContextManager[Any] = getattr(kvpress, self.press)(ratio)(model)
         return context
 
@@ -138,7 +145,8 @@ BASELINES: dict[str, Baseline] = {
         Baseline(name="hf_static", cache="static"),
         Baseline(name="hf_quantized", cache="quantized", cache_config=(("nbits", 4),)),
         KvpressBaseline(name="kvpress_snapkv"),
-        KvpressBaseline(name="kvpress_h2o", press="ObservedAttentionPress"),
+        # it reads the attention matrix, which only eager attention makes
+        KvpressBaseline(name="kvpress_h2o", press="ObservedAttentionPress", attention="eager"),
     )
 }
 """Baselines by name."""
@@ -171,9 +179,9 @@ class _FirstToken(LogitsProcessor):
 
 
 @contextmanager
-def _library_attention(model: PreTrainedModel) -> Iterator[None]:
-    """The model on torch's own attention; afterwards on kvbench's."""
-    model.set_attn_implementation("sdpa")
+def _library_attention(model: PreTrainedModel, implementation: str) -> Iterator[None]:
+    """The model on one of transformers' own implementations; afterwards on kvbench's."""
+    model.set_attn_implementation(implementation)
     try:
         yield
     finally:

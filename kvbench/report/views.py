@@ -198,16 +198,16 @@ def timing_view(task: str, model: str, timings: Sequence[Timing]) -> View:
         title=f"{task} on {model}: minimum / median over runs",
         columns=(
             "method",
-            "prompt + new tokens",
+            "prompt + new",
             "batch",
-            "prefill + compress s",
-            "/ exact's",
+            "prefill s",
+            "prefill x",
             "decode s",
             "tokens/s",
-            "x exact's",
+            "tokens/s x",
             "decode tokens/s",
-            "x exact's ",
-            "peak memory",
+            "decode x",
+            "peak",
             "cache",
             "ratio",
             "runs",
@@ -234,9 +234,9 @@ def timing_view(task: str, model: str, timings: Sequence[Timing]) -> View:
             for t in timings
         ),
         notes=(
-            "No prefill is shared. tokens/s are medians: new tokens of the whole batch over the time"
-            " of prefill, compression and decoding, and over decoding alone. Ratios are medians of"
-            " those to the exact cache in the same run.",
+            "No prefill is shared; its seconds include compression. tokens/s are medians: new tokens"
+            " of the whole batch over the time of prefill and decoding, and over decoding alone."
+            " x: times the exact cache's in the same run, median.",
         ),
     )
 
