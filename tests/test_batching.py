@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from interpreted import DEVICE, HAVE_TRITON
 from test_runner import SMALL, Echo, Letters, make_job, records_of
 from tiny import Broken, prompt_ids, tiny_model
 
@@ -399,3 +400,30 @@ def test_memory_is_measured_or_not_claimed():
     assert memory.reset_peak(cpu)
     assert memory.peak_bytes(cpu) < before + 80_000_000
     assert memory.total_bytes(cpu) > memory.used_bytes(cpu)
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="needs the package triton")
+def test_a_batch_decodes_alike_through_the_triton_kernels(monkeypatch):
+    """Rows of different methods and lengths, evicted entries and weights: the whole way to the
+    kernels that run on a GPU (here interpreted; only the decoding, prefill's have their own tests)."""
+    model = tiny_model("llama").to(DEVICE)
+    model.set_attn_implementation("kvbench")
+    picked = {label: (methods()[label], SMALL) for label in ("exact", "h2o", "uniform")}
+    prompts = [
+        replace(prompt, methods=picked, stopping=Stopping(3 + i))
+        for i, prompt in enumerate(unlike_prompts()[:2])
+    ]
+    monkeypatch.setenv("KVBENCH_KERNELS", "torch")
+    want = run_batch(model, prompts, seed=1)
+    real = engine._decode
+
+    def decode(*arguments):
+        with monkeypatch.context() as during:
+            during.setenv("KVBENCH_KERNELS", "triton")
+            real(*arguments)
+
+    monkeypatch.setattr(engine, "_decode", decode)
+    got = run_batch(model, prompts, seed=1)
+    for one, other in zip(got, want, strict=True):
+        assert facts(one) == facts(other)
+        assert {r.failure for r in one.values()} == {None}

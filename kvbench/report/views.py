@@ -236,7 +236,8 @@ def timing_view(task: str, model: str, timings: Sequence[Timing]) -> View:
         notes=(
             "No prefill is shared; its seconds include compression. tokens/s are medians: new tokens"
             " of the whole batch over the time of prefill and decoding, and over decoding alone."
-            " x: times the exact cache's in the same run, median.",
+            " x: times the exact cache's in the same run, median. peak: allocated on the GPU; on a"
+            " CPU the whole process, weights and libraries included.",
         ),
     )
 
