@@ -174,7 +174,12 @@ def test_error_against_memory_within_one_run(tmp_path: Path) -> None:
     assert [point["score"] for point in curve.points] == pytest.approx(mine.tolist())
     lines = memory_lines(group, score_table(group))
     assert lines["balancekv"] == [(p["ratio"], p["score"]) for p in curve.points]
-    log_runs(load_runs(folder))
+    runs = load_runs(folder)
+    log_runs(runs)
+    place, _ = offline_run(folder, run_id(runs[0].manifest))
+    table = table_of(place, "records")
+    assert "prediction" not in table
+    assert table["score"] == runs[0].records["score"].head(500).tolist()
     place, _ = offline_run(folder, comparison_id("demo", group))
     assert list(place.glob("files/media/images/error_against_memory_figure*.png"))
     table = table_of(place, "score_against_ratio_table")
@@ -219,7 +224,13 @@ def test_failed_examples_are_tagged_and_do_not_stop_a_chart(tmp_path: Path) -> N
     folder = tmp_path / "demo"
     runs = load_runs(folder)
     assert log_runs(runs) == 3
-    _, messages = offline_run(folder, run_id(of_method(runs, "h2o").manifest))
+    place, messages = offline_run(folder, run_id(of_method(runs, "h2o").manifest))
+    table = table_of(place, "predictions")
+    assert (table["status"][0], table["error"][0], table["score"][0]) == (
+        "oom",
+        "out of memory",
+        None,
+    )
     assert "failures" in start_of(messages).tags
     assert updates(messages, "summary")["failures"] == {"oom": 2}
     place, messages = offline_run(folder, run_id(of_method(runs, "subgen").manifest))
@@ -239,6 +250,7 @@ def test_many_methods_share_one_scale(tmp_path: Path) -> None:
     folder = write_demo(tmp_path, tuple(SKILL), ("needle",))
     (group,) = load_experiment(folder).groups
     spec: Any = group.meta.figure("heatmap")
+    assert len(heatmap_figure(group, group.arms * 13, spec).data) == 104  # a large sweep
     figure = heatmap_figure(group, group.arms, spec)
     assert len(figure.data) == 8
     assert {trace.coloraxis for trace in figure.data} == {"coloraxis"}

@@ -204,7 +204,7 @@ def test_a_server_that_fails_is_one_line(
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         assert wandb_report.main([str(folder)]) == 1
     err = capsys.readouterr().err.splitlines()
-    assert err == [f"error: {server.url} answers 500"]
+    assert err == [f"error: the server {server.url} answers 500"]
     assert (folder / "wandb" / "report.json").exists()
     assert wandb_report.main([str(tmp_path / "nothing")]) == 1
     assert "no results in" in capsys.readouterr().err

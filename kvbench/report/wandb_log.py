@@ -306,12 +306,11 @@ def _send(folders: Sequence[Path], timeout_s: float) -> None:
     except (NotSent, OSError) as error:
         failed.write_text(me, encoding="utf-8")
         log.warning(
-            "W&B could not be reached: %d of %d runs were not sent (%s). They, and what this process"
-            " logs from now on, are in %s; send them later with: wandb sync %s",
+            "W&B: %s. %d of %d runs were not sent; they, and what this process logs from now on, are"
+            " on disk. Send them later with: wandb sync %s",
+            _line(error),
             len(not_taken(folders)),
             len(folders),
-            _line(error),
-            place,
             shlex.quote(str(place)),
         )
     else:

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 MAX_PREDICTIONS = 500
 """Rows of a predictions table; a note beside it says when there were more."""
 
-_ANSWER_COLUMNS = ("prompt_tail", "answer", "prediction", "score", "ratio", "status")
+_ANSWER_COLUMNS = ("prompt_tail", "answer", "prediction")
+_MEASURED_COLUMNS = ("score", "ratio", "status", "error")
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ def field_tables(group: Group, fields: Collection[str] | None = None) -> list[Sc
 
 def run_media(group: Group, tables: Sequence[ScoreTable], arm: Arm, run: Run) -> dict[str, Any]:
     """Tables, heatmaps and images of one arm; `tables` as `field_tables` gives them."""
-    media: dict[str, Any] = {"predictions": predictions(group, run)}
+    predicted = run.records["prediction"].notna().any()
+    media: dict[str, Any] = {"predictions" if predicted else "records": examples(group, run)}
     for table in tables:
         media[f"by_{table.by}/table"] = breakdown(table, arm)
     spec = group.meta.figure("heatmap")
@@ -163,7 +165,7 @@ def heatmap_figure(group: Group, arms: Sequence[Arm], spec: Mapping[str, Any]) -
         shared_xaxes="all",
         shared_yaxes="all",
         horizontal_spacing=0.03,
-        vertical_spacing=0.12 if rows < 4 else 0.05,
+        vertical_spacing=min(0.12, 0.4 / rows),
         x_title=axis_name(x),
         y_title=axis_name(y),
     )
@@ -203,24 +205,33 @@ def heatmap_figure(group: Group, arms: Sequence[Arm], spec: Mapping[str, Any]) -
     return figure
 
 
-def predictions(group: Group, run: Run) -> wandb.Table:
-    """What one run answered: its first `MAX_PREDICTIONS` examples."""
+def examples(group: Group, run: Run) -> wandb.Table:
+    """What one run answered (where it answers anything) and scored: its first `MAX_PREDICTIONS`
+    examples."""
     import wandb
 
     fields = [name for name in group.meta.breakdown if name in run.records]
-    table = wandb.Table(columns=["example_id", "dataset", *fields, *_ANSWER_COLUMNS])
+    predicted = run.records["prediction"].notna().any()
+    answer_columns = _ANSWER_COLUMNS if predicted else ()
+    table = wandb.Table(
+        columns=["example_id", "dataset", *fields, *answer_columns, *_MEASURED_COLUMNS]
+    )
     for _, record in run.records.head(MAX_PREDICTIONS).iterrows():
         answers = record["answers"] if isinstance(record["answers"], list) else []
+        texts = (
+            clip(record["prompt_tail"], from_end=True),
+            " | ".join(map(str, answers)),
+            clip(record["prediction"]),
+        )
         table.add_data(
             str(record["example_id"]),
             str(record["dataset"]),
             *(as_text(record[name]) for name in fields),
-            clip(record["prompt_tail"], from_end=True),
-            " | ".join(map(str, answers)),
-            clip(record["prediction"]),
+            *(texts if predicted else ()),
             _number(record["score"]),
             _number(record["ratio"]),
             str(record["status"]),
+            clip(record["error"]),
         )
     return table
 

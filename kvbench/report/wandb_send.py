@@ -93,24 +93,22 @@ def probe(url: str) -> None:
     except urllib.error.HTTPError as error:
         error.close()
         if error.code >= 500:
-            raise NotSent(f"{url} answers {error.code}") from error
-    except TimeoutError as error:
-        raise NotSent(f"{url} has not answered in {PROBE_S:g} s") from error
+            raise NotSent(f"the server {url} answers {error.code}") from error
     except (OSError, ValueError) as error:  # URLError is an OSError; ValueError: not a URL
         cause = getattr(error, "reason", error)
+        why = getattr(cause, "strerror", None) or cause
         if isinstance(cause, TimeoutError):
-            raise NotSent(f"{url} has not answered in {PROBE_S:g} s") from error
-        raise NotSent(f"{url}: {getattr(cause, 'strerror', None) or cause}") from error
+            why = f"no answer in {PROBE_S:g} s"
+        raise NotSent(f"the server {url} could not be reached: {why}") from error
 
 
 def _reason(output: str, status: int) -> str:
     """What the client said last about an error."""
     lines = [line.removeprefix("wandb: ").strip() for line in output.splitlines()]
-    if "Not authenticated." in lines:
-        return "there is no API key: run `wandb login`, or set WANDB_API_KEY"
-    errors = [line.removeprefix("ERROR ") for line in lines if line.startswith("ERROR ")]
+    found = [re.match(r"error:? (?!find detailed error logs)(.*)", line, re.I) for line in lines]
+    errors = [match.group(1).rstrip(".") for match in found if match]
     if errors and errors[-1] == "<no message>":  # what the client makes of an empty 401
-        return "it refused the runs, as it does when it does not know the API key"
+        return "the server refused them, as it does when it does not know the API key"
     text = errors[-1] if errors else f"`wandb sync` ended with status {status}"
     key = os.environ.get("WANDB_API_KEY")
     return text.replace(key, "***") if key else text
