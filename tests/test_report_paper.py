@@ -7,7 +7,15 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from report_runs import DATASETS, LINES_META, lines_records, write_longbench, write_run
+from report_runs import (
+    DATASETS,
+    LINES_META,
+    THROUGHPUT_META,
+    lines_records,
+    throughput_records,
+    write_longbench,
+    write_run,
+)
 
 from kvbench.report.build import build_report
 from kvbench.report.data import load_experiment
@@ -156,6 +164,27 @@ def test_sums_of_datasets_are_compared_as_sums(tmp_path: Path) -> None:
     assert pair.published == 90
 
 
+def test_seconds_are_compared_with_seconds(tmp_path: Path) -> None:
+    spec = {"file": "balancekv_table2", "fields": {"decode_s": "decode_s"}}
+    for method in ("exact", "snapkv", "uniform"):
+        write_run(
+            tmp_path,
+            task="throughput",
+            method=method,
+            records=throughput_records(method),
+            task_meta=THROUGHPUT_META,
+            options={"paper_table": spec},
+        )
+    experiment = load_experiment(tmp_path / "demo")
+    (table,) = published_tables(experiment)
+    assert [row.method for row in table.rows] == ["exact", "snapkv"]
+    (pair,) = table.rows[0].pairs
+    records = experiment.groups[0].records
+    assert pair.ours.value == pytest.approx(records[records["arm"] == "exact"]["decode_s"].mean())
+    assert (pair.printed, pair.outside) == ("37.769", True)
+    assert "published 37.769" in build_report(tmp_path / "demo").page.read_text()
+
+
 def test_columns_may_be_methods_and_rates_are_matched(tmp_path: Path) -> None:
     spec = {"file": "balancekv_table5", "methods": ["balancekv", "uniform", "exact"]}
     for method, rate in (("exact", 0.25), ("balancekv", 0.9), ("balancekv", 0.95), ("snapkv", 0.9)):
@@ -230,6 +259,10 @@ def test_without_a_published_table_nothing_is_shown(tmp_path: Path) -> None:
             "has several rows per rate: choose some by `where`",
         ),
         ({"file": "subgen_table1", "value": "acc"}, "has no column acc; it has method, n_tokens"),
+        (
+            {"file": "balancekv_table2", "fields": {"decode_s": "decode_s"}},
+            "balancekv_table2 has one setting; t was run with several",
+        ),
     ],
 )
 def test_a_wrong_name_is_a_warning_on_the_page(tmp_path: Path, spec: Any, message: str) -> None:

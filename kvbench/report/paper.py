@@ -10,6 +10,7 @@ The experiment's config says so under ``paper_table``: a file in results/paper, 
     method: balancekv          the method of a table that has no column ``method``
     scale: 100                 what to multiply the published number by to be per cent
     sums: {code: [lcc, repobench-p]}   columns that are sums of datasets' scores
+    fields: {decode_s: decode_s}       columns that are other record fields than the score (seconds)
 
 A wide table (one column per dataset) needs only its file. Where the table has our model, only that
 model's rows are shown, else those of all its models. A column ``rate`` is matched with the budget's
@@ -178,7 +179,7 @@ def _read(experiment: Path, spec: Mapping[str, Any], folder: Path | None) -> pd.
         raise PaperError(f"paper_table {name} is in none of {', '.join(map(str, places))}")
     where = spec.get("where") or {}
     named = [*where, *(spec[key] for key in ("value", "by") if spec.get(key))]
-    named += [*(spec.get("methods") or ()), *(spec.get("sums") or ())]
+    named += [name for key in ("methods", "sums", "fields") for name in spec.get(key) or ()]
     unknown = [column for column in named if column not in frame]
     if unknown:
         raise PaperError(
@@ -202,6 +203,8 @@ def _compare(group: Group, spec: Mapping[str, Any], frame: pd.DataFrame) -> Publ
     if "model" in frame and (frame["model"] == group.model).any():
         frame = frame[frame["model"] == group.model]
     table = score_table(group, by or "dataset", sums=sums)
+    if spec.get("fields"):
+        table = _fields_table(group, spec["fields"], str(spec["file"]))
     if by and value:
         frame = _spread(frame, by, value, str(spec["file"]))
     order = table.columns if by and value else frame.columns  # as the paper has them
@@ -244,6 +247,27 @@ def _joined(rows: Sequence[PublishedRow]) -> list[PublishedRow]:
         else:
             found.append(row)
     return found
+
+
+def _fields_table(group: Group, fields: Mapping[str, str], file: str) -> ScoreTable:
+    """Means of record fields over runs, by the published column that they stand beside.
+
+    Raises:
+        PaperError: no such field, or records of several settings, whose means say nothing.
+    """
+    if group.records["dataset"].nunique() > 1:
+        raise PaperError(f"{file} has one setting; {group.task} was run with several")
+    cells: dict[str, dict[str, Cell]] = {arm.label: {} for arm in group.arms}
+    for column, name in fields.items():
+        if name not in group.records:
+            raise PaperError(f"{file}: the records of {group.task} have no field {name}")
+        numbers = pd.to_numeric(group.records[name], errors="coerce")
+        measured = replace(group, records=group.records.assign(score=numbers))
+        table = score_table(measured)
+        for row in table.rows:
+            cells[row.arm.label][column] = row.total
+    rows = tuple(replace(row, cells=cells[row.arm.label]) for row in table.rows)
+    return replace(table, columns=tuple(fields), rows=rows)
 
 
 def _spread(frame: pd.DataFrame, by: str, value: str, file: str) -> pd.DataFrame:
