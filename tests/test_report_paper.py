@@ -182,6 +182,7 @@ def test_seconds_are_compared_with_seconds(tmp_path: Path) -> None:
     records = experiment.groups[0].records
     assert pair.ours.value == pytest.approx(records[records["arm"] == "exact"]["decode_s"].mean())
     assert (pair.printed, pair.outside) == ("37.769", True)
+    assert comparison_views([table])[0].title == "throughput: ours beside balancekv_table2, s"
     assert "published 37.769" in build_report(tmp_path / "demo").page.read_text()
 
 

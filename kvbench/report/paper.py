@@ -10,7 +10,7 @@ The experiment's config says so under ``paper_table``: a file in results/paper, 
     method: balancekv          the method of a table that has no column ``method``
     scale: 100                 what to multiply the published number by to be per cent
     sums: {code: [lcc, repobench-p]}   columns that are sums of datasets' scores
-    fields: {decode_s: decode_s}       columns that are other record fields than the score (seconds)
+    fields: {decode_s: decode_s}       columns that are seconds: other record fields than the score
 
 A wide table (one column per dataset) needs only its file. Where the table has our model, only that
 model's rows are shown, else those of all its models. A column ``rate`` is matched with the budget's
@@ -250,7 +250,7 @@ def _joined(rows: Sequence[PublishedRow]) -> list[PublishedRow]:
 
 
 def _fields_table(group: Group, fields: Mapping[str, str], file: str) -> ScoreTable:
-    """Means of record fields over runs, by the published column that they stand beside.
+    """Means over runs of record fields (seconds), by the published column they stand beside.
 
     Raises:
         PaperError: no such field, or records of several settings, whose means say nothing.
@@ -267,7 +267,7 @@ def _fields_table(group: Group, fields: Mapping[str, str], file: str) -> ScoreTa
         for row in table.rows:
             cells[row.arm.label][column] = row.total
     rows = tuple(replace(row, cells=cells[row.arm.label]) for row in table.rows)
-    return replace(table, columns=tuple(fields), rows=rows)
+    return replace(table, unit="s", columns=tuple(fields), rows=rows)
 
 
 def _spread(frame: pd.DataFrame, by: str, value: str, file: str) -> pd.DataFrame:
