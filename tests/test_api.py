@@ -476,6 +476,34 @@ def test_hidden_states_stop_strings_and_decorators_work() -> None:
         assert torch.equal(model.generate(**inputs), output.sequences)
 
 
+def test_two_models_are_compressed_at_once_each_its_own_way() -> None:
+    first, second = tiny_model("llama"), tiny_model("qwen3")
+    with compress(first, "snapkv", **SMALL) as one, compress(second, "uniform", **SMALL) as other:
+        first.generate(**batch(50))
+        second.generate(**batch(80, 33))
+        with pytest.raises(UnsupportedGeneration, match="one at a time"), compress(first, "exact"):
+            pass
+        first.generate(**batch(50))
+    assert [row.prompt_tokens for row in one.rows] == [50, 50]
+    assert [row.prompt_tokens for row in other.rows] == [80, 33]
+
+
+def test_chats_work_in_pipelines_and_in_compare() -> None:
+    from kvbench.engine.loading import local_path
+
+    path = local_path("asset:recall_mini")
+    model: Any = t.AutoModelForCausalLM.from_pretrained(path, device_map="cpu").eval()
+    tokenizer = t.AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    chat = [{"role": "user", "content": "line one: the value is 7. " * 8}]
+    pipe = t.pipeline("text-generation", model=model, tokenizer=tokenizer)
+    with compress(model, "snapkv", **SMALL) as session:
+        answer = pipe(chat, max_new_tokens=4, do_sample=False)[0]["generated_text"][-1]
+    frame = compare(model, tokenizer, chat, ["snapkv"], **SMALL, max_new_tokens=4)
+    assert answer == {"role": "assistant", "content": frame.loc["snapkv", "text"]}
+    assert frame.loc["snapkv", "ratio"] == session.ratio[0]
+
+
 def test_a_compiled_model_gives_what_the_plain_one_gives() -> None:
     model = tiny_model("llama")
     inputs = batch(60)

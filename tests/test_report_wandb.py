@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -295,6 +297,26 @@ def test_a_run_that_fails_while_it_is_logged_leaves_no_half_copy(
         assert log_runs(load_runs(folder)) == 0
     assert "was not logged: No space left on device" in caplog.text
     assert not list((folder / "wandb").glob("offline-run-*"))
+
+
+@pytest.mark.slow
+def test_processes_that_log_one_experiment_at_once_leave_one_copy_of_each_run(
+    tmp_path: Path,
+) -> None:
+    folder = write_demo(tmp_path, ("exact", "snapkv"), ("needle",))
+    script = (
+        "import sys\nfrom pathlib import Path\nfrom kvbench.report.wandb_log import log_runs\n"
+        "from kvbench.store import load_runs\n"
+        "assert log_runs(load_runs(Path(sys.argv[1]))) == 2\n"
+    )
+    command = [sys.executable, "-c", script, str(folder)]
+    for process in [subprocess.Popen(command) for _ in range(3)]:
+        assert process.wait() == 0
+    runs = load_runs(folder)
+    assert len(list((folder / "wandb").glob("offline-run-*"))) == 3
+    for run in runs:
+        _, messages = offline_run(folder, run_id(run.manifest))
+        assert updates(messages, "summary")["ratio"] == pytest.approx(run.records["ratio"].mean())
 
 
 def test_a_run_of_the_users_own_goes_on(experiment: Path, tmp_path: Path) -> None:

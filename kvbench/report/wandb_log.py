@@ -32,7 +32,7 @@ from kvbench.report.wandb_media import (
     field_tables,
     run_media,
 )
-from kvbench.report.wandb_send import NotSent, not_taken, quiet_environment, send
+from kvbench.report.wandb_send import QUIET, NotSent, not_taken, send
 from kvbench.store import MANIFEST, Run, StoreError, load_run, record_files
 
 if TYPE_CHECKING:
@@ -340,13 +340,17 @@ def _warning(what: str) -> Iterator[None]:
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
     """Environment variables for what W&B reads from there alone, and as they were afterwards."""
-    before = dict(os.environ)
-    os.environ.update(quiet_environment(before | dict(values)))
+    changed = {**QUIET, **values}
+    before = {name: os.environ.get(name) for name in changed}
+    os.environ.update({**QUIET, **{k: v for k, v in before.items() if v is not None}, **values})
     try:
         yield
     finally:
-        os.environ.clear()
-        os.environ.update(before)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _compared(run: Run, runs: Sequence[Run]) -> tuple[Group, ScoreTable, Row]:

@@ -21,6 +21,10 @@ PROBE_S = 10.0
 """Seconds within which the server must answer at all."""
 
 
+QUIET = {"WANDB_ERROR_REPORTING": "false"}
+"""W&B's reports about errors of its own are off, unless the environment asks for them."""
+
+
 class NotSent(RuntimeError):
     """Why the server did not take everything: one line, without the API key."""
 
@@ -46,7 +50,7 @@ def send(folders: Sequence[Path], timeout_s: float) -> str | None:
     environment.pop("WANDB_MODE", None)
     process = subprocess.Popen(
         command,
-        env=quiet_environment(environment),
+        env={**QUIET, **environment},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -70,11 +74,6 @@ def send(folders: Sequence[Path], timeout_s: float) -> str | None:
 def not_taken(folders: Sequence[Path]) -> list[Path]:
     """Those of the runs that the client has not marked as sent (and nobody has replaced since)."""
     return [folder for folder in folders if folder.exists() and not any(folder.glob("*.synced"))]
-
-
-def quiet_environment(environment: dict[str, str]) -> dict[str, str]:
-    """The environment with W&B's reports about its own errors off, unless they were asked for."""
-    return {"WANDB_ERROR_REPORTING": "false", **environment}
 
 
 def probe(url: str) -> None:
