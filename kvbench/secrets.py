@@ -20,7 +20,7 @@ _SHAPES = re.compile(
     r"|(?:sk|ghp|gho|glpat|xox[abp])[-_][A-Za-z0-9_-]{16,})\b"  # others of the trade
     r"|(?<=://)[^/\s@:]+:[^/\s@]+(?=@)"  # user:password@host
 )
-_BARE_KEY = re.compile(rf"((?:{_NAMES})['\"]?\s*[=:]\s*)([^\s,'\"}}\]]+)", re.IGNORECASE)
+_BARE_KEY = re.compile(rf"((?:{_NAMES})['\"]?\s*[=:]\s*['\"]?)([^\s,'\"}}\]]+)", re.IGNORECASE)
 _SHORTEST = 8
 """Characters below which a variable's value is no secret: hiding every "1" would garble the text."""
 

@@ -184,6 +184,11 @@ def _one_line(what: str, spec: ModelSpec) -> Iterator[None]:
                 f"{what} {spec.path!r} is gated: accept its licence on its Hub page, then set "
                 "HF_TOKEN to a token that may read it"
             ) from error
+        if "trust_remote_code" in str(error):
+            raise ModelError(
+                f"{what} {spec.path!r} brings code of its own; allowed: a model that transformers "
+                "knows, or model.trust_remote_code=true to run that code"
+            ) from error
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"{what} {spec.path!r} cannot be loaded: {first}") from error
     except (MemoryError, RuntimeError) as error:

@@ -261,7 +261,7 @@ def _offline_run(folder: Path, *, id: str, **about: Any) -> Iterator[wandb.Run]:
     with _environment({"WANDB_SILENT": "true"}):
         run = wandb.init(
             mode="offline",
-            dir=str(folder),
+            dir=str(folder.resolve()),  # its service may have another working directory
             id=id,
             reinit="create_new",
             settings=wandb.Settings(
@@ -270,6 +270,7 @@ def _offline_run(folder: Path, *, id: str, **about: Any) -> Iterator[wandb.Run]:
                 x_disable_stats=True,
                 disable_git=True,
                 disable_code=True,
+                x_disable_meta=True,  # the command as it was typed; the config has it without secrets
             ),
             **about,
         )
