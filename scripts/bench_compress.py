@@ -22,10 +22,19 @@ from kvbench.kv import Budget, LayerKV
 from kvbench.methods import build_method
 
 
-def block_products(n: int, heads: int, dim: int, b: int, halvings: int) -> Callable[[], None]:
+def block_products(
+    n: int,
+    heads: int,
+    dim: int,
+    b: int,
+    halvings: int,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Callable[[], None]:
     """The matrix products of all blocks and halvings, keys and values."""
     blocks = heads * n // b
-    x, out = torch.randn(blocks, b, dim), torch.empty(blocks, b, b)
+    x = torch.randn(blocks, b, dim, device=device).to(dtype)
+    out = torch.empty(blocks, b, b, device=device, dtype=dtype)
 
     def run() -> None:
         for halving in range(halvings):

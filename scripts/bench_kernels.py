@@ -18,7 +18,8 @@ formula is in its `floor_formula`:
     cut                bytes: signs, order and weights read, half of the latter written
 
 Compression rows are one layer of `Method.compress`, everything included. On CUDA the kernels' results
-are compared with the reference's (`agreement`: relative error, or share of equal choices).
+are compared with the reference's (`agreement`: relative error, or share of equal choices; one sign
+that is too close to call in float32 changes all later ones of its block).
 """
 
 from __future__ import annotations
@@ -58,7 +59,10 @@ KV_HEADS, DIM = 8, 128
 
 @dataclass
 class Row:
-    """One line of the table; seconds are medians. `triton_s` is None where Triton did not run."""
+    """One line of the table; seconds are medians. `triton_s` is None where Triton did not run.
+
+    `beside` names something of the same size that was timed in turn with the row, call by call.
+    """
 
     operation: str
     size: str
@@ -68,6 +72,8 @@ class Row:
     floor_by: str | None = None
     floor_formula: str = ""
     agreement: float | None = None
+    beside: str | None = None
+    beside_s: float | None = None
 
     @property
     def best_s(self) -> float:
@@ -85,6 +91,7 @@ class Case:
     flops: float = 0.0
     formula: str = ""
     agree: Callable[[Any, Any], float] | None = None
+    beside: tuple[str, Callable[[], object]] | None = None
 
 
 class Bench:
@@ -97,19 +104,23 @@ class Bench:
         self.copy_rate = self._copy_rate()
         self.matmul_rate = self._matmul_rate()
 
-    def seconds(self, run: Callable[[], object]) -> float:
-        """Median time of one call, after warming up; on CUDA by device events, caches cold."""
+    def seconds(self, *runs: Callable[[], object]) -> list[float]:
+        """Median time of a call of each, after warming up, in turn so that what else the machine
+        does meets all alike; on CUDA one after the other, by device events, caches cold."""
         if self.cuda:
             from triton.testing import do_bench
 
-            return do_bench(run, warmup=50, rep=50 * self.repeats, return_mode="median") / 1e3
-        run()
-        times = []
-        for _ in range(self.repeats):
-            start = time.perf_counter()
+            options = {"warmup": 50, "rep": 50 * self.repeats, "return_mode": "median"}
+            return [do_bench(run, **options) / 1e3 for run in runs]
+        for run in runs:
             run()
-            times.append(time.perf_counter() - start)
-        return statistics.median(times)
+        times: list[list[float]] = [[] for _ in runs]
+        for _ in range(self.repeats):
+            for own, run in zip(times, runs, strict=True):
+                start = time.perf_counter()
+                run()
+                own.append(time.perf_counter() - start)
+        return [statistics.median(own) for own in times]
 
     def normal(self, *shape: int, seed: int = 0) -> Tensor:
         generator = torch.Generator(self.device).manual_seed(seed)
@@ -119,17 +130,25 @@ class Bench:
         source = torch.empty(1 << (30 if self.cuda else 28), dtype=torch.uint8, device=self.device)
         source.random_()
         target = torch.empty_like(source)
-        return 2 * source.numel() / self.seconds(lambda: target.copy_(source))
+        return 2 * source.numel() / self.seconds(lambda: target.copy_(source))[0]
 
     def _matmul_rate(self) -> float:
         n = 8192 if self.cuda else 2048
         a, b = self.normal(n, n), self.normal(n, n, seed=1)
-        return 2 * n**3 / self.seconds(lambda: a @ b)
+        return 2 * n**3 / self.seconds(lambda: a @ b)[0]
 
     def measure(self, case: Case) -> Row:
-        row = Row(case.operation, case.size, self.seconds(lambda: case.run("torch")))
+        runs: list[Callable[[], object]] = [lambda: case.run("torch")]
+        if case.beside is not None:
+            runs.append(case.beside[1])
         if self.cuda:
-            row.triton_s = self.seconds(lambda: case.run("triton"))
+            runs.append(lambda: case.run("triton"))
+        times = self.seconds(*runs)
+        row = Row(case.operation, case.size, times[0])
+        if case.beside is not None:
+            row.beside, row.beside_s = case.beside[0], times[1]
+        if self.cuda:
+            row.triton_s = times[-1]
             if case.agree is not None:
                 row.agreement = case.agree(case.run("triton"), case.run("torch"))
         if case.formula:
@@ -262,28 +281,19 @@ def masses(bench: Bench, sizes: list[tuple[int, int, int]]) -> Iterator[Case]:
         def run(implementation: str, queries: Tensor = queries, keys: Tensor = keys) -> Tensor:
             return attention_mass(queries, keys, scaling=DIM**-0.5, implementation=implementation)
 
-        size = f"heads={heads} queries={m} n={n}"
+        def exact(q: Tensor = queries, k: Tensor = keys, v: Tensor = values) -> Tensor:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
         yield Case(
             "attention_mass",
-            size,
+            f"heads={heads} queries={m} n={n}",
             run,
             bytes=(heads * m + kv_heads * n) * DIM * item + heads * n * 4,
             flops=2 * heads * pairs * DIM,
             formula="(heads m + kv_heads n) d itemsize + 4 heads n bytes; 2 heads (pairs) d flops",
             agree=relative_error,
+            beside=("exact attention (sdpa)", exact) if m == n else None,
         )
-        if m == n:
-
-            def exact(_: str, q: Tensor = queries, k: Tensor = keys, v: Tensor = values) -> Tensor:
-                return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-            yield Case(
-                "exact attention (F.sdpa)",
-                size,
-                exact,
-                flops=4 * heads * pairs * DIM,
-                formula="4 heads (pairs) d flops",
-            )
 
 
 def centres(bench: Bench, n: int, count: int) -> Iterator[Case]:
@@ -314,14 +324,11 @@ def compressions(bench: Bench, n: int, heads: int) -> Iterator[Case]:
                 layer = LayerKV(keys, values, queries, 0, 1, DIM**-0.5)
                 return method.compress(layer, budget, torch.Generator().manual_seed(0))
 
-        yield Case("compress", f"{name} n={n}", run)
-        if name == "balancekv" and not bench.cuda:
-            products = block_products(n, KV_HEADS, DIM, 256, 2)
-
-            def multiply(_: str, products: Callable[[], None] = products) -> None:
-                products()
-
-            yield Case("block products of it", f"n={n} b=256 T=2", multiply)
+        beside = None
+        if name == "balancekv":
+            products = block_products(n, KV_HEADS, DIM, 256, 2, bench.device, bench.dtype)
+            beside = ("its block products", products)
+        yield Case("compress", f"{name} n={n}", run, beside=beside)
 
 
 def cases(bench: Bench) -> Iterator[Case]:
@@ -357,6 +364,7 @@ def table(rows: list[Row]) -> str:
         "by",
         "floor/time",
         "agreement",
+        "beside",
     ]
     lines = [header]
     for row in rows:
@@ -364,7 +372,10 @@ def table(rows: list[Row]) -> str:
         agreement = "-" if row.agreement is None else f"{row.agreement:.3g}"
         times = map(milliseconds, (row.torch_s, row.triton_s, row.floor_s))
         by = row.floor_by or "-"
-        lines.append([row.operation, row.size, *times, by, share, agreement])
+        beside = "-"
+        if row.beside_s is not None:
+            beside = f"{row.best_s / row.beside_s:.2f} x {row.beside}"
+        lines.append([row.operation, row.size, *times, by, share, agreement, beside])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()

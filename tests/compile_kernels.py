@@ -153,8 +153,47 @@ def kcentre(n: int, dim: int, dtype: torch.dtype) -> None:
     _triton_kcentre.greedy_k_centre(empty(8, n, dim, dtype=dtype), empty(8, n), n // 4, first)
 
 
+def single() -> None:
+    """Everything once: the compiler makes a constant of an argument that is 1."""
+    one = empty(1, 1, 1, 16)
+    _triton_mass.attention_mass(one, one, scaling=1, softcap=30)
+    _triton_kcentre.greedy_k_centre(one[0], empty(1, 1), 1, empty(1, dtype=torch.int64))
+    _triton_kcentre.greedy_k_centre(empty(1, 2, 16), empty(1, 2), 2, empty(1, dtype=torch.int64))
+    table, lengths = empty(1, 10, dtype=torch.int64), empty(1, dtype=torch.int32)
+    _triton_decode.append(table, lengths, one[0], one[0])
+    for longest in (1, 300):
+        _triton_decode.attention(
+            empty(1, 1, 16),
+            table,
+            lengths,
+            kv_heads=1,
+            value_dim=16,
+            longest=longest,
+            entries=longest,
+            aligned=False,
+            weighted=False,
+            scaling=1,
+            softcap=30,
+            return_mass=True,
+        )
+    _triton_walk.walk(
+        one,
+        None,
+        empty(1, 1, 1, 1, dtype=torch.int64),
+        one[..., :1],
+        scale=1,
+        offset=0,
+        reach=1,
+        counts=None,
+        weights=None,
+        centre="none",
+    )
+    positive = empty(1, 2, dtype=torch.bool)
+    _triton_walk.cut(positive, empty(1, 2, dtype=torch.int64), empty(1, 2))
+
+
 def launches(size: str) -> Iterator[tuple[str, Callable[[], object]]]:
-    half, brain, single = torch.float16, torch.bfloat16, torch.float32
+    half, brain, full = torch.float16, torch.bfloat16, torch.float32
     yield "decode bf16 d=128", lambda: decode(32, 8, 128, brain, return_mass=True)
     yield "append bf16 d=128", lambda: append(128, brain)
     yield "walk bf16 b=256 d=128", lambda: walk(256, 128, brain)
@@ -163,7 +202,8 @@ def launches(size: str) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "kcentre bf16 d=128", lambda: kcentre(16384, 128, brain)
     if size == "quick":
         return
-    for dtype in (half, brain, single):
+    yield "ones", single
+    for dtype in (half, brain, full):
         for dim in (32, 64, 128, 256):
             yield (
                 f"kcentre {dtype} d={dim}",
@@ -178,7 +218,7 @@ def launches(size: str) -> Iterator[tuple[str, Callable[[], object]]]:
                     f"walk {dtype} b={b} d={dim}",
                     lambda dtype=dtype, dim=dim, b=b: walk(b, dim, dtype),
                 )
-    for dtype in (half, single):
+    for dtype in (half, full):
         for dim in (32, 64, 128, 256):
             yield (
                 f"decode {dtype} d={dim}",

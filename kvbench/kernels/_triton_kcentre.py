@@ -23,7 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+# A count of 1 made a constant leaves a loop that never runs, over which the compiler (3.6) stumbles.
+@triton.jit(do_not_specialize=["count"])
 def kcentre_kernel(
     points,
     square,  # [batch, n] float32, squared norms

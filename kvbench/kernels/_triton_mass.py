@@ -210,7 +210,7 @@ def attention_mass(
     parts = max(1, min(wanted, -(-n // 1024)))
     options["SOFTCAP"] = softcap is not None
     strides = (*queries.stride()[:3], *keys.stride()[:3])
-    cap = 0.0 if softcap is None else softcap
+    scaling, cap = float(scaling), 0.0 if softcap is None else float(softcap)
     partial = queries.new_empty(batch * heads, parts, m, dtype=torch.float32)
     normaliser_kernel[(blocks, parts, batch * heads)](
         queries,
