@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,40 @@ def test_workers_share_the_visible_gpus(monkeypatch):
 # -- other processes -----------------------------------------------------------------------------
 
 
+def wait_for(
+    what: Callable[[], object], process: subprocess.Popen[str], seconds: float = 240
+) -> None:
+    """Until `what` is true, while the command waits for its jobs."""
+    end = time.monotonic() + seconds
+    while not what():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end, "took too long"
+        time.sleep(0.02)
+
+
+def lines(results: Path, task: str, part: str) -> int:
+    """Fewest records that a run of the task has in this shard's file."""
+    files = list(results.glob(f"default/*/{task}/*/records-{part}.jsonl"))
+    return min((path.read_bytes().count(b"\n") for path in files), default=0)
+
+
+def writer(results: Path, task: str, part: str) -> int | None:
+    """The process that writes this shard, as its lock says."""
+    for path in results.glob(f"default/*/{task}/h2o-*/.holder-{part}"):
+        return int(json.loads(path.read_text() or "{}").get("pid", 0)) or None
+    return None
+
+
+def stop_all(results: Path, jobs: Collection[tuple[str, str]], stopped: dict[Any, int]) -> bool:
+    """Stop each job (task, shard) at its first records, so that none ends before all have begun."""
+    for task, part in jobs:
+        process = writer(results, task, part) if lines(results, task, part) else None
+        if process is not None and (task, part) not in stopped:
+            os.kill(process, signal.SIGSTOP)
+            stopped[task, part] = process
+    return len(stopped) == len(jobs)
+
+
 def workers_of(parent: int) -> list[int]:
     """Processes that run jobs for a launcher: its children's children."""
 
@@ -184,12 +219,12 @@ def test_one_of_two_workers_is_killed_and_the_rest_goes_on(tmp_path):
     command = [*many, "launcher=gpus", "launcher.workers=2", "shards=3"]
     command += [f"results_dir={tmp_path / 'split'}"]
     first = start(*command)
-    while len(list((tmp_path / "split").rglob("records-*.jsonl"))) < 4:  # two runs, two shards
-        assert first.poll() is None
-        time.sleep(0.02)
-    workers = workers_of(first.pid)
-    assert len(workers) == 2, "one process per worker"
-    os.kill(workers[0], signal.SIGKILL)
+    first_two = [("longeval_lines", "1of3"), ("longeval_lines", "2of3")]
+    stopped: dict[Any, int] = {}
+    wait_for(lambda: stop_all(tmp_path / "split", first_two, stopped), first)
+    assert sorted(workers_of(first.pid)) == sorted(stopped.values()), "one process per worker"
+    os.kill(stopped[first_two[0]], signal.SIGKILL)
+    os.kill(stopped[first_two[1]], signal.SIGCONT)
     out, err = first.communicate()
     assert first.returncode == FAILED
     assert "Traceback" not in err

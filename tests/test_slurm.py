@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
 
 import pytest
-from test_launchers import SMALL, records, start
+from test_launchers import SMALL, lines, records, start, stop_all, wait_for, writer
 
 from kvbench.jobs import FAILED, USAGE
 
@@ -25,6 +23,7 @@ CANNOT_INSTALL = 3
 TASKS, PARTS = ("longeval_lines", "longeval_redundant"), ("1of2", "2of2")
 SWEEP = [*SMALL[:2], "-m", f"task={','.join(TASKS)}", "method=[exact,h2o]"]
 SWEEP += ["task.num_lines=[20]", "task.num_examples=24"]
+JOBS = list(product(TASKS, PARTS))
 SLURM = ["launcher=slurm", "shards=2", "launcher.poll_s=1", "launcher.cpus_per_task=1"]
 SLURM += ["launcher.gpus_per_node=null", "launcher.mem_gb=null"]
 
@@ -47,40 +46,6 @@ def cluster() -> Iterator[None]:
             yield
         finally:
             subprocess.run([SCRIPT, "stop"], check=True)
-
-
-def wait_for(
-    what: Callable[[], object], process: subprocess.Popen[str], seconds: float = 240
-) -> None:
-    """Until `what` is true, while the command waits for its jobs."""
-    end = time.monotonic() + seconds
-    while not what():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end, "took too long"
-        time.sleep(0.02)
-
-
-def lines(results: Path, task: str, part: str) -> int:
-    """Fewest records that a run of the task has in this shard's file."""
-    files = list(results.glob(f"default/*/{task}/*/records-{part}.jsonl"))
-    return min((path.read_bytes().count(b"\n") for path in files), default=0)
-
-
-def writer(results: Path, task: str, part: str) -> int | None:
-    """The process that writes this shard, as its lock says."""
-    for path in results.glob(f"default/*/{task}/h2o-*/.holder-{part}"):
-        return int(json.loads(path.read_text() or "{}").get("pid", 0)) or None
-    return None
-
-
-def stop_all(results: Path, stopped: dict[tuple[str, str], int]) -> bool:
-    """Stop each job at its first records, so that none ends before the others have begun."""
-    for task, part in product(TASKS, PARTS):
-        process = writer(results, task, part) if lines(results, task, part) else None
-        if process is not None and (task, part) not in stopped:
-            os.kill(process, signal.SIGSTOP)
-            stopped[task, part] = process
-    return len(stopped) == 4
 
 
 def stop_for_good(processes: Iterable[int]) -> bool:
@@ -109,7 +74,7 @@ def test_cancelled_killed_and_preempted_jobs_go_on_where_they_were(tmp_path):
     first = start(*SWEEP, *SLURM, f"results_dir={spread}")
     jobs = array(first)
     stopped: dict[tuple[str, str], int] = {}
-    wait_for(lambda: stop_all(spread, stopped), first)
+    wait_for(lambda: stop_all(spread, JOBS, stopped), first)
     slurm("scancel", f"{jobs}_0")
     os.kill(stopped["longeval_redundant", "2of2"], signal.SIGKILL)
     # a job that may push the others from the node: they go back into the queue
