@@ -131,7 +131,7 @@ class Source:
         name = f"{self.location or REPOSITORY} {stem}"
         if self.is_mirror:
             with _readable(name):
-                raw = _load(str(self.location).removeprefix(HUB), name=stem, revision=self.revision)
+                raw = _load_mirror(str(self.location).removeprefix(HUB), stem, self.revision)
             rows = _checked(enumerate(raw, start=1), dataset, name)
         else:
             rows = [row for file in self.files(stem) for row in _rows_of(file, dataset)]
@@ -168,15 +168,26 @@ def _mirror_commit(location: str, revision: str | None) -> str:
         ) from problem
 
 
-def _load(path: str, **options: Any) -> list[dict[str, Any]]:
-    """Rows as `datasets` reads them, without its own copy on disk.
-
-    Mirrors name their only split "test"; files have none, and get "train".
-    """
+def _load_mirror(repository: str, name: str, revision: str | None) -> list[dict[str, Any]]:
+    """Rows of a configuration of a Hub repository; mirrors name their only split "test"."""
     from datasets import load_dataset
 
-    split = "test" if "name" in options else "train"
-    return [dict(row) for row in load_dataset(path, split=split, streaming=True, **options)]
+    rows = load_dataset(repository, name=name, split="test", streaming=True, revision=revision)
+    return [dict(row) for row in rows]
+
+
+def _load_file(file: str) -> list[dict[str, Any]]:
+    """Rows as `datasets`' JSON or parquet loader reads them, without its own copy on disk.
+
+    The loader is asked by itself: `load_dataset` reports every use to a server, which a job without
+    a network waits for.
+    """
+    if file.endswith(".parquet"):
+        from datasets.packaged_modules.parquet.parquet import Parquet as Loader
+    else:
+        from datasets.packaged_modules.json.json import Json as Loader
+    rows = Loader(data_files={"train": [file]}).as_streaming_dataset(split="train")
+    return [dict(row) for row in rows]
 
 
 @contextmanager
@@ -194,11 +205,11 @@ def _rows_of(file: str, dataset: str) -> list[Row]:
     """The rows of one file."""
     if file.endswith(".parquet"):
         with _readable(file):
-            raw = _load("parquet", data_files=file)
+            raw = _load_file(file)
         return _checked(enumerate(raw, start=1), dataset, file)
     with _silent(logging.getLogger("datasets")):
         try:
-            return _checked(enumerate(_load("json", data_files=file), start=1), dataset, file)
+            return _checked(enumerate(_load_file(file), start=1), dataset, file)
         except Exception:  # noqa: BLE001 - what is wrong is found out below
             # The loader guesses types (text like 2009-01-02 becomes a date) and names no line: where
             # it stumbles, or what it gives is wrong, the lines themselves decide.
