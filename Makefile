@@ -77,8 +77,8 @@ reproduce-theory: setup ## error against memory, discrepancy, clusters, ablation
 REPORTED = $(if $(EXPERIMENT),$(RESULTS)/$(EXPERIMENT),$(if $(filter results,$(RESULTS)),results/demo,$(RESULTS)))
 
 # make reproduce-table1 MODEL=recall_mini LIMIT=2 task.data=tests/data/longbench ARGS='device=cpu'
-# MODEL: of conf/model; LIMIT: examples of every dataset; ARGS: any further overrides.
-NARROW = results_dir=$(RESULTS) $(if $(MODEL),model=$(MODEL)) $(if $(LIMIT),task.per_dataset=$(LIMIT)) \
+# LAUNCHER=slurm PARTITION=gpu SHARDS=8: on a cluster. MODEL: of conf/model; LIMIT: examples of every dataset; ARGS: any further overrides.
+NARROW = results_dir=$(RESULTS) $(LAUNCH) $(if $(MODEL),model=$(MODEL)) $(if $(LIMIT),task.per_dataset=$(LIMIT)) \
   $(if $(task.data),task.data=$(task.data)) $(ARGS)
 
 reproduce-table1: setup ## BalanceKV's Table 1: three models on LongBench-E; narrow it by MODEL=, LIMIT=, ARGS=

@@ -157,7 +157,7 @@ class Jobs:
         """One line at the end of a dry run of a sweep."""
         count = len(self.outcomes)
         each = f", each in {shards} shards: {count * shards} jobs" if shards > 1 else ""
-        print(f"{count} jobs{each}; launcher={launcher}")
+        print(f"{count} job{'s' * (count > 1)}{each}; launcher={launcher}")
 
     def print_summary(self, console: Console | None = None) -> None:
         """One row per job: what it was, its records, what is wrong."""
