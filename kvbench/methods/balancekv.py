@@ -64,7 +64,7 @@ class BalanceKV(Method):
             a tie). `algorithm2` leaves at most half, not exactly half, and not the same number in
             every head: the result is padded with entries of log-weight -inf.
         order: position | released (doubled entries first, then the others): the order in which the
-            next halving finds the survivors.
+            next halving finds the survivors. The same after a cut: all doubled entries are before it.
         weights: entry (log w on each entry) | released (values scaled by w / 2^T, log 2^T on all
             compressed entries, for T halvings; with a partial last one the mean factor
             middle / kept stands for 2^T) | none.
