@@ -121,10 +121,9 @@ reproduce-h2o-table5: setup ## H2O's Table 5: latency at equal batch (a GPU of 8
 	  'task.settings=[[7000,1024,1]]' results_dir=$(RESULTS)
 
 # On a GPU with the real architecture: make bench-throughput MODEL=llama31_8b_instruct CONTEXT=4096,16384,65536,130816
-MODEL ?= recall_mini
 CONTEXT ?= 1024,2048,4096
 bench-throughput: setup ## seconds and memory by context, beside transformers' caches: MODEL=, CONTEXT=
-	$(BIN)/python -m kvbench experiment=throughput_context model=$(MODEL) \
+	$(BIN)/python -m kvbench experiment=throughput_context model=$(or $(MODEL),recall_mini) \
 	  'task.prompt_tokens=[$(CONTEXT)]' results_dir=$(RESULTS)
 
 bench: setup ## what sharing a prefill saves, what compression costs, every kernel against its floor

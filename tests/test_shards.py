@@ -7,12 +7,14 @@ import multiprocessing
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_runner import TIMES, make_job
 
+from kvbench import app
 from kvbench.methods import build_method
 from kvbench.runner import run_job
 from kvbench.shards import Shard, ShardError
@@ -187,32 +189,32 @@ def test_a_torn_line_of_another_shard_is_ignored(tmp_path):
     assert path.read_bytes().count(b"\n") == 1, "another's file is never changed"
 
 
-def _finish(folder: Path, order: multiprocessing.Queue[str]) -> None:
-    from kvbench import app
-
+def _finish(folder: Path, order: Any, together: Any) -> None:
     real = app.build_report
 
     def slow(path: Path) -> object:
         order.put("start")
-        time.sleep(0.3)
+        time.sleep(2)  # the others are waiting by then
         built = real(path)
         order.put("end")
         return built
 
     app.build_report = slow
+    together.wait()
     app.finish(folder)
 
 
 def test_one_page_is_built_at_a_time_and_none_in_vain(tmp_path):
     run_job(make_job(tmp_path, methods={"exact": build_method("exact")}, limit=1))
     context = multiprocessing.get_context("fork")
-    order = context.Queue()
-    processes = [context.Process(target=_finish, args=(tmp_path / "e", order)) for _ in range(3)]
+    shared = (context.Queue(), context.Barrier(3))
+    processes = [context.Process(target=_finish, args=(tmp_path / "e", *shared)) for _ in range(3)]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0] * 3
+    order = shared[0]
     assert [order.get(timeout=1) for _ in range(2)] == ["start", "end"]
     assert order.empty(), "who waited for a page of the same records does not build it again"
     assert (tmp_path / "e/report.html").is_file()
