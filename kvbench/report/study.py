@@ -18,13 +18,9 @@ from kvbench.report.ablation import (
 )
 from kvbench.report.data import Group
 from kvbench.report.drawing import Drawn
-from kvbench.report.theory import (
-    scaling_figures,
-    scaling_findings,
-    scaling_of,
-    slope_frame,
-    slope_view,
-)
+from kvbench.report.theory import scaling_of, slope_frame, slope_view
+from kvbench.report.theory_figures import scaling_figures
+from kvbench.report.theory_words import scaling_findings
 from kvbench.report.views import View
 
 

@@ -1,4 +1,4 @@
-"""Rates of growth and decay from records: curves, log-log slopes, and what was found in words.
+"""Rates of growth and decay from records: curves and log-log slopes.
 
 Drawn for the figure kind ``scaling`` of a task's meta, a mapping with
 
@@ -25,14 +25,10 @@ import numpy as np
 import pandas as pd
 
 from kvbench.report.data import Arm, Group
-from kvbench.report.drawing import Drawn, add_legend, label_axes, new_figure, stem, style_axes
+from kvbench.report.drawing import words
 from kvbench.report.stats import LEVEL, RESAMPLES, Array, Estimate, widened
-from kvbench.report.style import Style, order_of, style_of
-from kvbench.report.views import View, number
+from kvbench.report.views import View
 
-_GREY = "#888888"
-_SPARE = ("#332288", "#44AA99", "#CC79A7", "#999933", "#661100", "#117733", "#DDCC77", "#AA4499")
-_SPARE_MARKERS = ("h", "p", ">", "d", "8", "H", "v", "^")
 NEAR = 0.1
 """A slope this close to the predicted one agrees with it."""
 WIDE = 0.5
@@ -196,15 +192,6 @@ def fits_of(curves: Sequence[Curve], spec: Mapping[str, Any]) -> list[Fit]:
     return fits
 
 
-def scaling_figures(group: Group, spec: Mapping[str, Any]) -> list[Drawn]:
-    """The curves, a panel per data set; and, where slopes are predicted, the fitted ones."""
-    curves = curves_of(group, spec)
-    figures = [_curves_figure(group, spec, curves)]
-    if spec.get("expected"):
-        figures.append(_slopes_figure(group, spec, fits_of(curves, spec)))
-    return figures
-
-
 def slope_frame(group: Group, spec: Mapping[str, Any]) -> pd.DataFrame:
     """Slopes in long form: one row per data set and arm."""
     lines = []
@@ -261,303 +248,20 @@ def slope_view(group: Group, spec: Mapping[str, Any]) -> View:
         expected = next(f.expected for f in mine if f is not None)
         row = [arm.label]
         if predicted:
-            row.append(_signed(expected) if math.isfinite(expected) else "–")
-        rows.append((*row, *("–" if f is None else _slope_text(f.slope) for f in mine)))
-    reach = _reach(fits)
+            row.append(signed_text(expected) if math.isfinite(expected) else "–")
+        rows.append((*row, *("–" if f is None else slope_text(f.slope) for f in mine)))
+    reach = reach_text(fits)
     return View(
         name=f"{group.task}-{group.model}-slopes",
         title=f"{group.task} on {group.model}: log-log slopes",
         columns=("method", *(("predicted",) if predicted else ()), *facets),
         rows=tuple(rows),
         notes=(
-            f"Least-squares slopes of log {_words(spec['y'])} against log {_words(spec['x'])}"
-            f"{reach}, with 95 % bootstrap intervals over {_count(fits)} repetitions, widened by"
+            f"Least-squares slopes of log {words(spec['y'])} against log {words(spec['x'])}"
+            f"{reach}, with 95 % bootstrap intervals over {count_text(fits)} repetitions, widened by"
             " Student's t for their number.",
         ),
     )
-
-
-def scaling_findings(group: Group, spec: Mapping[str, Any]) -> list[str]:
-    """What was found, one sentence or two per arm, from the numbers alone."""
-    fits = fits_of(curves_of(group, spec), spec)
-    arms = list(dict.fromkeys(fit.curve.arm.label for fit in fits))
-    by_arm = {label: [f for f in fits if f.curve.arm.label == label] for label in arms}
-    kind = spec.get("finding")
-    if kind == "discrepancy":
-        return _discrepancy_words(by_arm, spec)
-    if kind == "clusters":
-        return _cluster_words(by_arm)
-    return _error_words(by_arm, spec, fits) + _exponent_words(group, spec)
-
-
-def _error_words(
-    by_arm: Mapping[str, Sequence[Fit]], spec: Mapping[str, Any], fits: Sequence[Fit]
-) -> list[str]:
-    first, last = fits[0].least, fits[0].most
-    found = [
-        f"Slopes of the error of equation (2) against entries held, fitted from {first:.0f} to "
-        f"{last:.0f} entries asked for, 95 % intervals over {_count(fits)} repetitions; as predicted "
-        f"means within {NEAR:g} of the prediction, not determined an interval wider than {WIDE:g}. "
-        f"{_reached(by_arm)}"
-    ]
-    for label, mine in by_arm.items():
-        expected = mine[0].expected
-        if not math.isfinite(expected):
-            continue
-        parts, settled = [], [f for f in mine if f.determined]
-        for words, chosen in (
-            ("as predicted on", [f for f in settled if f.agrees]),
-            ("steeper on", [f for f in settled if f.slope.value < expected - NEAR]),
-            ("shallower on", [f for f in settled if f.slope.value > expected + NEAR]),
-            ("not determined on", [f for f in mine if not f.determined]),
-        ):
-            if chosen:
-                named = "; ".join(f"{f.curve.facet} ({_slope_text(f.slope)})" for f in chosen)
-                parts.append(f"{words} {named}")
-        text = f"{label}, predicted {_signed(expected)}: {'. '.join(map(_capital, parts))}."
-        bent = [f for f in mine if _bends(f)]
-        if bent:
-            named = "; ".join(
-                f"{f.curve.facet} ({_signed(f.lower.value)} up to {f.split:.0f} entries, "
-                f"{_signed(f.upper.value)} beyond)"
-                for f in bent
-            )
-            text += f" The slope changes along the way: {named}."
-        found.append(text)
-    compare = spec.get("compare")
-    gains = [f for f in fits if f.curve.arm.method != compare and math.isfinite(f.ratio.value)]
-    if gains:
-        sentences = []
-        for label, mine in by_arm.items():
-            ratios = [f for f in mine if f in gains]
-            if not ratios:
-                continue
-            below = [f for f in ratios if f.ratio.high < 1]
-            above = [f for f in ratios if f.ratio.low > 1]
-            low, high = (pick(ratios, key=lambda f: f.ratio.value) for pick in (min, max))
-            spread = f"from {_ratio_text(low.ratio)} times on {low.curve.facet}"
-            if high is not low:
-                spread += f" to {_ratio_text(high.ratio)} on {high.curve.facet}"
-            sentences.append(
-                f"{label} {spread} (interval below 1 on {len(below)}, above 1 on {len(above)} of "
-                f"{len(ratios)})"
-            )
-        found.append(
-            f"Error relative to {compare}'s with {last:.0f} entries asked for: "
-            f"{'; '.join(sentences)}."
-        )
-    heavy: dict[str, float] = {}
-    for f in fits:
-        share = float((f.curve.x / f.curve.levels).max())
-        heavy[f.curve.arm.label] = max(heavy.get(f.curve.arm.label, 0.0), share)
-    heavy = {label: share for label, share in heavy.items() if share > 1.02}
-    if heavy:
-        named = "; ".join(f"{label} up to {share:.2f} times" for label, share in heavy.items())
-        found.append(
-            f"Entries held beyond those asked for: {named}. Slopes and curves are against what is "
-            "held."
-        )
-    return found
-
-
-def _exponent_words(group: Group, spec: Mapping[str, Any]) -> list[str]:
-    """How large the factor in BalanceKV's bound is, where the records say."""
-    if "key_exponent" not in group.records:
-        return []
-    known = group.records.dropna(subset=["key_exponent"])
-    by_facet = known.groupby(spec["facet"], sort=False)["key_exponent"].median()
-    named = "; ".join(f"{facet} ({number(float(value))})" for facet, value in by_facet.items())
-    return [
-        "The largest exponent of the walk's kernel, ||k||^2 / sqrt(d) of the keys less their mean"
-        f" (median over repetitions): {named}. The bound of BalanceKV grows with its exponential."
-    ]
-
-
-def _reached(by_arm: Mapping[str, Sequence[Fit]]) -> str:
-    """How many data sets each arm is as steep on as predicted, arms of one prediction together."""
-    predictions = sorted({f.expected for mine in by_arm.values() for f in mine})
-    sentences = []
-    for expected in (p for p in predictions if math.isfinite(p)):
-        named = []
-        for label, mine in by_arm.items():
-            if mine[0].expected == expected:
-                steep = sum(f.determined and f.slope.value <= expected + NEAR for f in mine)
-                named.append(f"{label} on {steep} of {len(mine)}")
-        sentences.append(
-            f"The predicted {_signed(expected)} or steeper is reached by {', '.join(named)} data sets."
-        )
-    return " ".join(sentences)
-
-
-def _discrepancy_words(by_arm: Mapping[str, Sequence[Fit]], spec: Mapping[str, Any]) -> list[str]:
-    some = next(iter(by_arm.values()))[0]
-    found = [
-        f"Growth of the largest coordinate of the signed sum as n^slope, fitted from n = "
-        f"{some.least:.0f} to {some.most:.0f}, 95 % intervals over {_count([some])} walks. "
-        "Random signs must give 1/2, a logarithm something close to 0."
-    ]
-    for label, mine in by_arm.items():
-        parts = []
-        for f in mine:
-            at = f.curve.mean[np.flatnonzero(f.curve.levels == f.most)[0]]
-            text = f"{f.curve.facet} (slope {_slope_text(f.slope)}, {number(float(at))} at the end"
-            if math.isfinite(f.ratio.value) and f.curve.arm.method != spec.get("compare"):
-                text += f", {_ratio_text(f.ratio)} times {spec['compare']}"
-            parts.append(f"{text})")
-        found.append(f"{label}: {'; '.join(parts)}.")
-    base = {f.curve.facet: f.curve for f in by_arm.get(str(spec.get("compare")), [])}
-    starts = []
-    for label, mine in by_arm.items():
-        if label == spec.get("compare"):
-            continue
-        named = []
-        for f in mine:
-            other = base.get(f.curve.facet)
-            if other is None:
-                continue
-            below = [n for n in f.curve.levels if f.curve.over(other, float(n)).high < 1]
-            where = f"from n = {min(below):.0f}" if below else "nowhere"
-            named.append(f"{f.curve.facet} {where}")
-        if named:
-            starts.append(f"{label} ({', '.join(named)})")
-    if starts:
-        found.append(
-            f"Smaller than {spec['compare']}, the whole interval of the paired ratio below 1: "
-            f"{'; '.join(starts)}."
-        )
-    return found
-
-
-def _cluster_words(by_arm: Mapping[str, Sequence[Fit]]) -> list[str]:
-    some = next(iter(by_arm.values()))[0]
-    found = [
-        f"Growth of the number of clusters m as n^slope, fitted from n = {some.least:.0f} to "
-        f"{some.most:.0f}; memory is sublinear in n only where the slope is below 1."
-    ]
-    for label, mine in by_arm.items():
-        parts = []
-        for f in mine:
-            share = f.curve.mean[-1] / f.curve.levels[-1]
-            parts.append(
-                f"{f.curve.facet} (slope {_slope_text(f.slope)}, m = {number(float(f.curve.mean[-1]))},"
-                f" {100 * share:.3g} % of n)"
-            )
-        found.append(f"{label}: {'; '.join(parts)}.")
-    return found
-
-
-def _curves_figure(group: Group, spec: Mapping[str, Any], curves: Sequence[Curve]) -> Drawn:
-    facets = list(dict.fromkeys(curve.facet for curve in curves))
-    columns = 2 if len(facets) == 4 else min(3, len(facets))
-    rows = math.ceil(len(facets) / columns)
-    figure = new_figure(1.0 + (4.6 if columns == 1 else 2.55 * columns), 1.0 + 2.15 * rows)
-    axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
-    looks = _looks(group.arms)
-    for ax, facet in zip(axes.flat, facets, strict=False):
-        for curve in (c for c in curves if c.facet == facet):
-            look = looks[curve.arm.label]
-            ax.fill_between(curve.x, curve.low, curve.high, color=look.color, alpha=0.15, lw=0)
-            ax.plot(
-                curve.x,
-                curve.mean,
-                color=look.color,
-                marker=look.marker,
-                markersize=4,
-                linewidth=1.2,
-                label=curve.arm.label,
-            )
-        ax.set_xscale("log", base=2)
-        ax.set_yscale("log")
-        ax.set_title(facet, fontsize=9)
-        style_axes(ax)
-    low, high = axes.flat[0].get_ylim()
-    for ax, facet in zip(axes.flat, facets, strict=False):
-        _guides(ax, [c for c in curves if c.facet == facet], spec)
-    axes.flat[0].set_ylim(low, high)
-    for ax in list(axes.flat)[len(facets) :]:
-        ax.remove()
-    shown = list(axes.flat)[: len(facets)]
-    xlabel, ylabel = (str(spec.get(f"{a}label", _words(spec[a]))) for a in "xy")
-    label_axes(figure, shown, xlabel, ylabel)
-    most = max(range(len(facets)), key=lambda i: len(shown[i].lines))
-    add_legend(figure, shown[most], len(looks))
-    slopes = " and ".join(_signed(slope) for slope in spec.get("guides", ()))
-    return Drawn(
-        f"{stem(group)}-scaling",
-        f"{group.task}: {_words(spec['y'])} against {_words(spec['x'])}",
-        f"Mean with its 95 % bootstrap interval over {_count(curves)} repetitions, both axes"
-        f" logarithmic; dashed in grey: slope {slopes}.",
-        figure,
-    )
-
-
-def _guides(ax: Any, curves: Sequence[Curve], spec: Mapping[str, Any]) -> None:
-    """Grey lines through the first point of the panel's first curve."""
-    if not curves:
-        return
-    x = np.array([curves[0].x[0], max(c.x[-1] for c in curves)])
-    for slope in spec.get("guides", ()):
-        y = curves[0].mean[0] * (x / x[0]) ** slope
-        ax.plot(x, y, color=_GREY, linestyle=(0, (4, 3)), linewidth=0.9, zorder=1)
-
-
-def _slopes_figure(group: Group, spec: Mapping[str, Any], fits: Sequence[Fit]) -> Drawn:
-    facets = list(dict.fromkeys(fit.curve.facet for fit in fits))
-    looks = _looks(group.arms)
-    arms = [a for a in group.arms if any(f.curve.arm == a for f in fits)]
-    figure = new_figure(6.4, 1.2 + len(facets) * max(0.34, 0.085 * len(arms) + 0.12))
-    ax = figure.subplots()
-    for slope in spec.get("guides", ()):
-        ax.axvline(slope, color=_GREY, linestyle=(0, (4, 3)), linewidth=0.9)
-    for k, arm in enumerate(arms):
-        look = looks[arm.label]
-        mine = [f for f in fits if f.curve.arm == arm and math.isfinite(f.slope.value)]
-        shift = (k - (len(arms) - 1) / 2) * 0.78 / len(arms)
-        value = np.array([f.slope.value for f in mine])
-        spread = np.array(
-            [
-                [f.slope.value - f.slope.low for f in mine],
-                [f.slope.high - f.slope.value for f in mine],
-            ]
-        )
-        ax.errorbar(
-            value,
-            [facets.index(f.curve.facet) + shift for f in mine],
-            xerr=np.clip(spread, 0, None),
-            linestyle="none",
-            color=look.color,
-            marker=look.marker,
-            markersize=4.5,
-            elinewidth=1.1,
-            label=arm.label,
-        )
-    ax.set_yticks(range(len(facets)), facets)
-    ax.set_ylim(len(facets) - 0.5, -0.5)
-    for edge in np.arange(0.5, len(facets) - 1):
-        ax.axhline(edge, color="#DDDDDD", linewidth=0.6)
-    across = str(spec.get("xlabel", _words(spec["x"])))
-    ax.set_xlabel(f"slope of log {_words(spec['y'])} against log {across}", fontsize=9)
-    style_axes(ax, grid="x")
-    add_legend(figure, ax, min(4, len(arms)))
-    return Drawn(
-        f"{stem(group)}-slopes",
-        f"{group.task}: fitted slopes",
-        f"Least-squares slopes on logarithmic axes{_reach(fits)}, with 95 % bootstrap intervals over"
-        f" {_count(fits)} repetitions; dashed: the slopes of the papers' bounds.",
-        figure,
-    )
-
-
-def _looks(arms: Sequence[Arm]) -> dict[str, Style]:
-    """The papers' methods as everywhere; variants of them in the spare colours, in order."""
-    looks: dict[str, Style] = {}
-    unknown = order_of("")[0]
-    spare = zip(_SPARE * 9, _SPARE_MARKERS * 9, strict=True)
-    for arm in arms:
-        known = order_of(arm.method)[0] != unknown
-        taken = any(style_of(arm.method) == look for look in looks.values())
-        looks[arm.label] = style_of(arm.method) if known and not taken else Style(*next(spare))
-    return looks
 
 
 def _resampled(name: str, values: Array) -> Array:
@@ -585,46 +289,28 @@ def _expected(label: str, spec: Mapping[str, Any]) -> float:
     return float(spec["expected"][max(found, key=len)]) if found else math.nan
 
 
-def _bends(fit: Fit) -> bool:
-    """The two halves differ by more than `NEAR` and their intervals do not overlap."""
-    apart = fit.lower.high < fit.upper.low or fit.upper.high < fit.lower.low
-    return apart and abs(fit.lower.value - fit.upper.value) > NEAR
+def count_text(parts: Sequence[Fit] | Sequence[Curve]) -> str:
+    """How many repetitions, as a number or a range."""
+    units = {part.curve.units if isinstance(part, Fit) else part.units for part in parts}
+    return str(units.pop()) if len(units) == 1 else f"{min(units)} to {max(units)}"
 
 
-def _reach(fits: Sequence[Fit]) -> str:
+def slope_text(slope: Estimate) -> str:
+    """A slope with its interval."""
+    if math.isnan(slope.value):
+        return "–"
+    return f"{signed_text(slope.value)} [{signed_text(slope.low)}, {signed_text(slope.high)}]"
+
+
+def reach_text(fits: Sequence[Fit]) -> str:
+    """Over which levels the slopes were fitted, for a caption; empty without fits."""
     if not fits:
         return ""
     least, most = min(f.least for f in fits), max(f.most for f in fits)
     return f" from {least:.0f} to {most:.0f}"
 
 
-def _count(parts: Sequence[Fit] | Sequence[Curve]) -> str:
-    units = {part.curve.units if isinstance(part, Fit) else part.units for part in parts}
-    return str(units.pop()) if len(units) == 1 else f"{min(units)} to {max(units)}"
-
-
-def _slope_text(slope: Estimate) -> str:
-    if math.isnan(slope.value):
-        return "–"
-    return f"{_signed(slope.value)} [{_signed(slope.low)}, {_signed(slope.high)}]"
-
-
-def _ratio_text(ratio: Estimate) -> str:
-    low, value, high = (
-        f"{x:.2f}" if x >= 0.1 or math.isnan(x) else f"{x:.2g}"
-        for x in (ratio.low, ratio.value, ratio.high)
-    )
-    return f"{value} [{low}, {high}]"
-
-
-def _signed(value: float) -> str:
+def signed_text(value: float) -> str:
+    """Two decimals with a proper minus sign, and none before zero."""
     text = f"{value:.2f}"
     return (text.lstrip("-") if float(text) == 0 else text).replace("-", "−")
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")
