@@ -12,8 +12,9 @@ with status ok counts, or else the first: records.jsonl before the shards' files
 
 What is promised:
 
-- what `RecordStore.append` returned from survives a power cut: the line, the file's name and its
-  folders' names are on disk;
+- what `RecordStore.append` returned from survives the death of the process at once, and a power cut
+  as soon as the disk has answered, which leaving the store waits for (names of files and folders
+  included): meanwhile the next example runs;
 - a record is either there as a whole line or not there; what a killed process left half-written
   is dropped when the folder is next opened for writing, and ignored by readers;
 - an error while writing (no space left, say) takes back what it wrote, so earlier records stay;
@@ -30,6 +31,7 @@ import math
 import os
 import re
 import socket
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -235,6 +237,51 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+class _Syncer:
+    """Syncs one file in a thread of its own, one wait of the disk after another: whoever writes does
+    not wait, and whatever was written while the disk was busy is in the next sync.
+
+    Attributes:
+        error: what a sync ended in; later ones are not tried.
+    """
+
+    def __init__(self, file: int) -> None:
+        self.error: OSError | None = None
+        self._file = file
+        self._wanted = threading.Event()
+        self._over = False
+        self._thread: threading.Thread | None = None
+
+    def wake(self) -> None:
+        """Sync what has been written, soon."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="sync", daemon=True)
+            self._thread.start()
+        self._wanted.set()
+
+    def finish(self) -> None:
+        """Wait until everything written is on disk."""
+        if self._thread is not None:
+            self._over = True
+            self._wanted.set()
+            self._thread.join()
+            self._thread = None
+            self._over = False
+
+    def _run(self) -> None:
+        while True:
+            self._wanted.wait()
+            self._wanted.clear()  # first, so that no later call of wake or finish is overlooked
+            over = self._over
+            try:
+                os.fsync(self._file)
+            except OSError as error:
+                self.error = error
+                return
+            if over:
+                return
+
+
 class RecordStore:
     """The records of one run folder, open for appending; use as a context manager.
 
@@ -267,6 +314,7 @@ class RecordStore:
         self._holder = self.folder / f".holder{suffix}"
         self._file = -1
         self._size = 0
+        self._syncer = _Syncer(-1)
         self._done: dict[str, str] = {}  # status by example_id
 
     def __enter__(self) -> RecordStore:
@@ -290,7 +338,12 @@ class RecordStore:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._close()
+        try:
+            self._syncer.finish()
+            if kind is None:
+                self._raise_late()
+        finally:
+            self._close()
 
     @property
     def done(self) -> set[str]:
@@ -314,6 +367,7 @@ class RecordStore:
         failed = self.failed
         if not failed:
             return
+        self._syncer.finish()
         lines, _ = _whole_lines(self.path)
         kept = [
             line
@@ -331,17 +385,19 @@ class RecordStore:
             del self._done[example_id]
 
     def append(self, record: Mapping[str, Any]) -> bool:
-        """Write one record and wait until it is on disk.
+        """Write one record, and let the disk sync while the next example runs.
 
         Returns:
             False when the example already has a record: the first one stays, nothing is written.
 
         Raises:
             StoreError: a common field is missing, the status is unknown, a value is not JSON, or
-                the file system refuses; the file is then as it was before the call.
+                the file system refuses, now or when it synced an earlier record; in the first case
+                the file is then as it was before the call.
         """
         if self._file < 0:
             raise StoreError(f"{self.path} is not open: use `with RecordStore(folder) as store`")
+        self._raise_late()
         _check(record)
         example_id = record["example_id"]
         if example_id in self._done:
@@ -351,7 +407,6 @@ class RecordStore:
         line = text.encode(errors="replace")  # half a surrogate pair has no UTF-8 form
         try:
             _write_all(self._file, line)
-            os.fsync(self._file)
         except BaseException as error:
             self._take_back()
             if isinstance(error, OSError):
@@ -359,7 +414,15 @@ class RecordStore:
             raise
         self._size += len(line)
         self._done[example_id] = record["status"]
+        self._syncer.wake()
         return True
+
+    def _raise_late(self) -> None:
+        """Say what a sync that nobody waited for ended in."""
+        if self._syncer.error is not None:
+            error, self._syncer.error = self._syncer.error, None
+            line = _explain(error, self.path)
+            raise StoreError(f"{line}; the latest records may be lost by a power cut") from error
 
     def _acquire(self) -> None:
         try:
@@ -389,6 +452,7 @@ class RecordStore:
         if os.fstat(self._file).st_size > self._size:
             os.ftruncate(self._file, self._size)
             os.fsync(self._file)
+        self._syncer = _Syncer(self._file)
         for record in read_records(self.folder):
             self._done[record["example_id"]] = record["status"]
 
@@ -400,6 +464,7 @@ class RecordStore:
             self._file = -1
 
     def _close(self) -> None:
+        self._syncer.finish()
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

@@ -229,16 +229,60 @@ def test_no_space_left_keeps_earlier_records(
 def test_an_interrupt_while_writing_leaves_no_half_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(_file: int) -> None:
+    real = os.write
+
+    def interrupted(file: int, data: bytes) -> int:
+        real(file, data[:9])
         raise KeyboardInterrupt
 
     with RecordStore(tmp_path) as records:
         with monkeypatch.context() as patch:
-            patch.setattr(store.os, "fsync", interrupted)
+            patch.setattr(store.os, "write", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 records.append(make_record("a"))
         assert records.path.read_bytes() == b""
         assert records.append(make_record("a"))
+
+
+def test_a_disk_that_refuses_to_sync_is_told_by_the_next_record_or_on_leaving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_file: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    def write(again: bool) -> None:
+        with RecordStore(tmp_path / str(again)) as records, monkeypatch.context() as patch:
+            patch.setattr(store.os, "fsync", broken)
+            records.append(make_record("a"))
+            records._syncer.finish()
+            if again:
+                records.append(make_record("b"))
+
+    for again in (True, False):
+        with pytest.raises(StoreError, match=r"Input/output error; the latest records may be lost"):
+            write(again)
+        with RecordStore(tmp_path / str(again)) as records:
+            assert records.done == {"a"}
+
+
+def test_leaving_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = []
+    real = os.fsync
+
+    def slow(file: int) -> None:
+        size = os.fstat(file).st_size
+        time.sleep(0.05)
+        real(file)
+        synced.append(size)
+
+    with RecordStore(tmp_path) as records:
+        monkeypatch.setattr(store.os, "fsync", slow)
+        begun = time.monotonic()
+        for number in range(20):
+            records.append(make_record(str(number)))
+        assert time.monotonic() - begun < 0.5, "nobody waited for the disk"
+    assert synced[-1] == (tmp_path / "records.jsonl").stat().st_size
+    assert len(synced) < 20
 
 
 WRITER = """
@@ -347,6 +391,7 @@ def test_a_full_disk_keeps_failed_records_too(
 
     with RecordStore(tmp_path) as records:
         records.append(make_record("a", status="error", score=None))
+    with RecordStore(tmp_path) as records:
         with monkeypatch.context() as patch:
             patch.setattr(store.os, "fsync", full)
             with pytest.raises(StoreError, match="no space left"):
