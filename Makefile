@@ -130,6 +130,7 @@ bench: setup ## what sharing a prefill saves, what compression costs, every kern
 	$(BIN)/python scripts/bench_sharing.py
 	$(BIN)/python scripts/bench_compress.py
 	$(BIN)/python scripts/bench_kernels.py
+	$(BIN)/python scripts/bench_store.py --folder .
 
 clean: ## remove the virtual environment and caches, not the results
 	rm -rf $(VENV) $(VENV_REFERENCES) .pytest_cache .mypy_cache .ruff_cache .hypothesis
