@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from kvbench.plan import TaskPlan
 from kvbench.store import StoreError, load_runs
 from kvbench.tasks.base import Example, PromptEncoder, TaskError
+from kvbench.tasks.longbench.data import Source
 from kvbench.tasks.longeval_lines import QUESTION_START, LongEvalLines
 from kvbench.tasks.needle import Needle
 
@@ -224,6 +225,64 @@ def test_haystack_files(content: bytes) -> None:
 @given(ESSAYS)
 def test_many_haystack_files(content: bytes) -> None:
     needle_task(content)
+
+
+LONGBENCH = {
+    "_id": "0a",
+    "context": "Some text.",
+    "input": "What?",
+    "answers": ["Some"],
+    "length": 2,
+    "all_classes": None,
+    "dataset": "hotpotqa",
+    "language": "en",
+}
+
+
+def longbench_rows(content: bytes, stem: str) -> None:
+    """Every row of a LongBench file, or a line that names the file."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"{stem}.jsonl"
+        path.write_bytes(content)
+        try:
+            rows = Source(location=folder).rows(stem)
+        except TaskError as error:
+            one_line(error, path.name, stem)
+            return
+        lines = [line for line in content.splitlines() if line.strip()]
+        assert len(rows) == len(lines), "a row was skipped"
+        for row in rows:
+            assert row.answers
+            assert all(isinstance(answer, str) for answer in row.answers)
+
+
+BAD_ROWS = [
+    b"",
+    json.dumps(LONGBENCH).encode()[:-9],
+    json.dumps(LONGBENCH | {"answers": []}).encode(),
+    json.dumps(LONGBENCH | {"answers": None}).encode(),
+    json.dumps(LONGBENCH | {"context": 3}).encode(),
+    json.dumps(LONGBENCH).encode().replace(b"Some", b"\xff\xfe"),
+    b"[" * 50_000,
+]
+
+
+@pytest.mark.parametrize("content", BAD_ROWS, ids=range(len(BAD_ROWS)))
+def test_longbench_files_that_are_none_are_refused_by_name(content: bytes) -> None:
+    longbench_rows(content, "hotpotqa")
+    if content:
+        longbench_rows(json.dumps(LONGBENCH | {"_id": "0b"}).encode() + b"\n" + content, "trec")
+
+
+def test_null_classes_are_fine_where_no_class_is_asked_for() -> None:
+    longbench_rows(json.dumps(LONGBENCH).encode() + b"\n", "hotpotqa")
+
+
+@pytest.mark.slow
+@settings(max_examples=200, **COMMON)
+@given(files_like(LONGBENCH), st.sampled_from(["hotpotqa", "trec"]))
+def test_many_longbench_files(content: bytes, stem: str) -> None:
+    longbench_rows(content, stem)
 
 
 def test_two_examples_of_one_id_are_refused() -> None:

@@ -246,7 +246,7 @@ def _json_lines(file: str) -> Iterator[tuple[int, Any]]:
                 raise TaskError(
                     f"longbench: {file} line {number} is not UTF-8 (byte {problem.start})"
                 ) from problem
-            except ValueError as problem:
+            except (ValueError, RecursionError) as problem:
                 raise TaskError(
                     f"longbench: {file} line {number} is not complete JSON ({problem})"
                 ) from problem
