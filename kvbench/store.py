@@ -31,7 +31,6 @@ import math
 import os
 import re
 import socket
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -42,6 +41,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
+
+from kvbench.durable import Syncer, make_folder, replace, sync_folder, write_all
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -168,8 +169,8 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> Path:
     manifest = {"format": FORMAT, **manifest}
     text = json.dumps(_jsonable(manifest, "manifest"), indent=2) + "\n"
     try:
-        _make_folder(folder)
-        _replace(path, text.encode())
+        make_folder(folder)
+        replace(path, text.encode())
     except OSError as error:
         raise StoreError(_explain(error, path)) from error
     return path
@@ -186,7 +187,7 @@ def manifest_lock(folder: Path, timeout: float = 60.0) -> Iterator[None]:
     path = folder / MANIFEST
     lock = FileLock(str(folder / ".lock-manifest"))
     try:
-        _make_folder(folder)
+        make_folder(folder)
         lock.acquire(timeout=timeout)
     except Timeout:
         raise StoreError(f"{path} is locked by another process for {timeout:g} s") from None
@@ -196,90 +197,6 @@ def manifest_lock(folder: Path, timeout: float = 60.0) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write `path` in one step: another file, on disk, then renamed, and the renaming on disk.
-
-    Whoever writes `path` holds a lock, so what a killed process left under the other name is its own.
-    """
-    temporary = path.with_name(f".{path.name}.new")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        _sync_folder(path.parent)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
-
-
-def _make_folder(folder: Path) -> None:
-    """Make a folder and its parents; their names survive a power cut."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in missing:
-        _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on disk: syncing a file leaves its name to luck."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot
-            raise
-    finally:
-        os.close(handle)
-
-
-class _Syncer:
-    """Syncs one file in a thread of its own, one wait of the disk after another: whoever writes does
-    not wait, and whatever was written while the disk was busy is in the next sync.
-
-    Attributes:
-        error: what a sync ended in; later ones are not tried.
-    """
-
-    def __init__(self, file: int) -> None:
-        self.error: OSError | None = None
-        self._file = file
-        self._wanted = threading.Event()
-        self._over = False
-        self._thread: threading.Thread | None = None
-
-    def wake(self) -> None:
-        """Sync what has been written, soon."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="sync", daemon=True)
-            self._thread.start()
-        self._wanted.set()
-
-    def finish(self) -> None:
-        """Wait until everything written is on disk."""
-        if self._thread is not None:
-            self._over = True
-            self._wanted.set()
-            self._thread.join()
-            self._thread = None
-            self._over = False
-
-    def _run(self) -> None:
-        while True:
-            self._wanted.wait()
-            self._wanted.clear()  # first, so that no later call of wake or finish is overlooked
-            over = self._over
-            try:
-                os.fsync(self._file)
-            except OSError as error:
-                self.error = error
-                return
-            if over:
-                return
 
 
 class RecordStore:
@@ -314,12 +231,12 @@ class RecordStore:
         self._holder = self.folder / f".holder{suffix}"
         self._file = -1
         self._size = 0
-        self._syncer = _Syncer(-1)
+        self._syncer = Syncer(-1)
         self._done: dict[str, str] = {}  # status by example_id
 
     def __enter__(self) -> RecordStore:
         try:
-            _make_folder(self.folder)
+            make_folder(self.folder)
             self._acquire()
         except OSError as error:
             raise StoreError(_explain(error, self.path)) from error
@@ -375,7 +292,7 @@ class RecordStore:
             if _parse(line, self.path, number)["example_id"] not in failed
         ]
         try:
-            _replace(self.path, b"".join(line + b"\n" for line in kept))
+            replace(self.path, b"".join(line + b"\n" for line in kept))
         except OSError as error:
             raise StoreError(_explain(error, self.path, len(self._done))) from error
         os.close(self._file)
@@ -406,7 +323,7 @@ class RecordStore:
         text = json.dumps(_jsonable(record, where), ensure_ascii=False) + "\n"
         line = text.encode(errors="replace")  # half a surrogate pair has no UTF-8 form
         try:
-            _write_all(self._file, line)
+            write_all(self._file, line)
         except BaseException as error:
             self._take_back()
             if isinstance(error, OSError):
@@ -447,12 +364,12 @@ class RecordStore:
         new = not self.path.exists()
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         if new:
-            _sync_folder(self.folder)
+            sync_folder(self.folder)
         _, self._size = _whole_lines(self.path)
         if os.fstat(self._file).st_size > self._size:
             os.ftruncate(self._file, self._size)
             os.fsync(self._file)
-        self._syncer = _Syncer(self._file)
+        self._syncer = Syncer(self._file)
         for record in read_records(self.folder):
             self._done[record["example_id"]] = record["status"]
 
@@ -657,11 +574,6 @@ def _safe(name: str) -> str:
     if len(safe.encode()) > 120:
         safe = f"{safe[:60]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}-{safe[-30:]}"
     return safe
-
-
-def _write_all(file: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(file, data) :]
 
 
 def _holder(path: Path) -> str:
