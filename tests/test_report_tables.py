@@ -11,7 +11,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from report_runs import ERROR_META, LINES_META, lines_records, write_run, write_sweep
+from report_runs import (
+    ERROR_META,
+    LINES_META,
+    lines_records,
+    write_longbench,
+    write_run,
+    write_sweep,
+)
 from rich.console import Console
 from scipy.stats import bootstrap
 
@@ -19,7 +26,7 @@ from kvbench.report.console import print_views
 from kvbench.report.data import Group, group_runs, load_experiment
 from kvbench.report.formats import latex, markdown
 from kvbench.report.stats import Stratum, estimates
-from kvbench.report.tables import AVERAGE, frame_of, score_table
+from kvbench.report.tables import AVERAGE, frame_of, score_table, split_frame
 from kvbench.report.views import View, number, score_view, size, value_text
 from kvbench.store import StoreError, load_runs
 
@@ -343,3 +350,22 @@ def test_the_frame_of_a_table_is_numbers(tmp_path: Path) -> None:
     assert frame["score"].dtype == float
     assert isinstance(frame, pd.DataFrame)
     assert list(frame["failures"]) == ["", "1 oom"]
+
+
+def test_a_dataset_split_by_length_has_the_mean_of_its_buckets(tmp_path):
+    write_longbench(tmp_path, count=4, methods=("exact", "snapkv"))
+    (group,) = load_experiment(next(tmp_path.iterdir())).groups
+    frame = split_frame(group, "length_bucket")
+    assert list(dict.fromkeys(frame["arm"])) == ["exact", "snapkv"]
+    part = frame[(frame["arm"] == "snapkv") & (frame["dataset"] == "lcc")]
+    records = group.records[
+        (group.records["arm"] == "snapkv") & (group.records["dataset"] == "lcc")
+    ]
+    by_hand = [
+        100 * records["score"][records["length_bucket"] == bucket].mean()
+        for bucket in ("0-4k", "4-8k", "8k+")
+    ]
+    assert part["length_bucket"].tolist() == ["0-4k", "4-8k", "8k+"]
+    assert part["score"].tolist() == pytest.approx(by_hand)
+    assert part["scored"].tolist() == [2, 1, 1]
+    assert part["mean_of_parts"].tolist() == pytest.approx([np.mean(by_hand)] * 3)

@@ -22,6 +22,7 @@ from kvbench.report.tables import (
     frame_of,
     overviews,
     score_table,
+    split_frame,
     timing_frame,
     timing_table,
 )
@@ -189,6 +190,9 @@ def _write_tables(
                 views.append(difference_view(table))
             text = frame_of(table).to_csv(index=False, float_format="%.6g")
             paths.append(write_text(folder / f"{_stem(view)}.csv", text))
+            if table.by != "dataset" and group.records["dataset"].nunique() > 1:
+                text = split_frame(group, table.by).to_csv(index=False, float_format="%.6g")
+                paths.append(write_text(folder / f"{_stem(view)}-and-dataset.csv", text))
         if section.pairs:
             views.append(pairs_view(group, section.pairs))
             text = pairs_frame(group, section.pairs).to_csv(index=False, float_format="%.6g")

@@ -273,6 +273,28 @@ def frame_of(table: ScoreTable) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
+def split_frame(group: Group, by: str) -> pd.DataFrame:
+    """Every dataset split by the record field `by`, in long form; fractions as per cent.
+
+    Beside each part's mean stands the plain mean of the dataset's parts, which is how LongBench-E
+    averages a dataset over its length buckets.
+    """
+    scale = 100.0 if group.meta.score_unit == "fraction" else 1.0
+    good = group.records[group.records["status"] == "ok"]
+    keys = ["arm", "dataset"]
+    means = good.groupby([*keys, by])["score"].agg(["mean", "count"]).reset_index()
+    means["score"] = means.pop("mean") * scale
+    means["mean_of_parts"] = means.groupby(keys)["score"].transform("mean")
+    arms = [arm.label for arm in group.arms]
+    means.insert(0, "model", group.model)
+    means.insert(1, "task", group.task)
+    means = means.rename(columns={"count": "scored"})
+    ranks = means["arm"].map(arms.index)
+    natural = means[by].map(_natural)
+    order = sorted(means.index, key=lambda i: (ranks[i], means["dataset"][i], natural[i]))
+    return means.loc[order]
+
+
 def timing_frame(timings: Sequence[Timing]) -> pd.DataFrame:
     """Timings as numbers, one row per arm and setting."""
     return pd.DataFrame(
