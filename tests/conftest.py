@@ -3,7 +3,9 @@ the official data beside the checkout skip, with the reason, where it is absent.
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,10 @@ from fork_server import ForkServer
 if not torch.cuda.is_available():  # before anything imports triton; see interpreted.py
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# A shell's background jobs ignore it, and so would every process that a test starts and interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
@@ -21,6 +27,16 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 def _one_thread() -> None:
     """Same sums in the same order on every machine."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _log_handlers_of_its_own() -> Iterator[None]:
+    """The command line sets up logging for its process: here it is undone after every test, before
+    pytest closes the streams that the handlers write to."""
+    root = logging.getLogger()
+    before = list(root.handlers), root.level
+    yield
+    root.handlers[:], root.level = before
 
 
 @pytest.fixture(scope="session")

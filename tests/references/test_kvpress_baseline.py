@@ -10,6 +10,8 @@ from kvbench.engine.baselines import BASELINES
 from kvbench.engine.loading import load_model
 from kvbench.kv import Budget
 
+pytest.importorskip("kvpress", reason="needs the package kvpress: make test-references")
+
 
 @pytest.mark.parametrize("name", ["kvpress_snapkv", "kvpress_h2o"])
 def test_a_press_generates_and_holds_what_our_budget_allows(name):
