@@ -190,7 +190,8 @@ def _write_tables(
                 views.append(difference_view(table))
             text = frame_of(table).to_csv(index=False, float_format="%.6g")
             paths.append(write_text(folder / f"{_stem(view)}.csv", text))
-            if table.by != "dataset" and group.records["dataset"].nunique() > 1:
+            several = section.study is None and group.records["dataset"].nunique() > 1
+            if several and table.by != "dataset":
                 text = split_frame(group, table.by).to_csv(index=False, float_format="%.6g")
                 paths.append(write_text(folder / f"{_stem(view)}-and-dataset.csv", text))
         if section.pairs:
