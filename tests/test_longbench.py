@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import zipfile
 from pathlib import Path
 
@@ -223,7 +224,7 @@ def test_missing_files_say_how_to_get_them(tmp_path):
         Source(str(tmp_path / "file")).rows("qasper_e")
 
 
-def test_the_hubs_archive_is_fetched_at_its_revision(tmp_path, monkeypatch):
+def test_the_hubs_archive_is_fetched_at_its_revision(tmp_path, monkeypatch, caplog):
     with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
         archive.write(EXAMPLES / "lcc_e.jsonl", "data/lcc_e.jsonl")
     asked = []
@@ -237,13 +238,16 @@ def test_the_hubs_archive_is_fetched_at_its_revision(tmp_path, monkeypatch):
     assert set(asked) == {("THUDM/LongBench", "data.zip", "dataset", "abc")}
 
     def refuse(*arguments, **options):
+        logging.getLogger("huggingface_hub.utils").warning("Retrying in 1s")
         raise OSError("no network\nat all")
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
-    with pytest.raises(
-        TaskError, match=r"revision abc\) cannot be fetched \(OSError\); allowed: a"
+    with (
+        caplog.at_level(logging.WARNING),
+        pytest.raises(TaskError, match=r"revision abc\) cannot be fetched \(OSError\); allowed: a"),
     ):
         Source(None, "abc").rows("lcc_e")
+    assert not caplog.records, "the error is the only line"
 
 
 def test_a_mirror_is_read_by_datasets(monkeypatch):

@@ -148,7 +148,10 @@ def _fetch_archive(revision: str | None) -> Path:
     from huggingface_hub import hf_hub_download
 
     try:
-        return Path(hf_hub_download(REPOSITORY, ARCHIVE, repo_type="dataset", revision=revision))
+        with _silent(logging.getLogger("huggingface_hub")):  # five retries, a paragraph each
+            return Path(
+                hf_hub_download(REPOSITORY, ARCHIVE, repo_type="dataset", revision=revision)
+            )
     except Exception as problem:
         raise TaskError(
             f"longbench: {ARCHIVE} of {REPOSITORY} (revision {revision or 'main'}) cannot be fetched "
@@ -160,7 +163,8 @@ def _mirror_commit(location: str, revision: str | None) -> str:
     from huggingface_hub import HfApi
 
     try:
-        return str(HfApi().dataset_info(location.removeprefix(HUB), revision=revision).sha)
+        with _silent(logging.getLogger("huggingface_hub")):
+            return str(HfApi().dataset_info(location.removeprefix(HUB), revision=revision).sha)
     except Exception as problem:
         raise TaskError(
             f"longbench: task.data is {location!r}, which cannot be read "
@@ -218,12 +222,12 @@ def _rows_of(file: str, dataset: str) -> list[Row]:
 
 @contextmanager
 def _silent(logger: logging.Logger) -> Iterator[None]:
-    before = logger.disabled, logger.level
+    before = logger.level
     logger.setLevel(logging.CRITICAL + 1)
     try:
         yield
     finally:
-        logger.setLevel(before[1])
+        logger.setLevel(before)
 
 
 def _open(file: str) -> Any:
