@@ -180,6 +180,8 @@ class Ended:
     out: str
     err: str
     sweep: bool
+    verbose: bool
+    """Whether the libraries' own messages were asked for."""
 
     def problem(self) -> str | None:
         """Why this is neither a correct run nor an error of one line; None if it is."""
@@ -190,7 +192,8 @@ class Ended:
             return "a traceback"
         if self.status not in (0, 1, 2):
             return f"status {self.status!r}"
-        if len(told) != len(lines) or (len(told) > 1 and not self.sweep):
+        others = 0 if self.verbose else len(lines) - len(told)
+        if others or (len(told) > 1 and not self.sweep):
             return "not one line"
         if self.status == 2 and not told:
             return "refused without a line"
@@ -225,7 +228,8 @@ def ended(arguments: Sequence[str], *, folder: Path | None = None) -> Ended:
             os.environ.clear()
             os.environ.update(environment)
     sweep = bool({"-m", "--multirun"} & set(arguments))
-    return Ended(status, out.getvalue(), err.getvalue(), sweep)
+    verbose = any(text.startswith(("-v", "--verbose", "hydra.verbose")) for text in arguments)
+    return Ended(status, out.getvalue(), err.getvalue(), sweep, verbose)
 
 
 def overrides() -> st.SearchStrategy[str]:
