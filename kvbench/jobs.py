@@ -41,6 +41,7 @@ def explained(error: Exception) -> tuple[str, int] | None:
     """One line and an exit status for an error that names a thing, its value and what is allowed:
     2 for usage, 1 for the disk, the device or another process. None: the error is a bug."""
     from hydra.errors import InstantiationException
+    from omegaconf.errors import OmegaConfBaseException
 
     from kvbench.attempts import DeviceLost
     from kvbench.devices import DeviceError
@@ -55,6 +56,8 @@ def explained(error: Exception) -> tuple[str, int] | None:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             return None
         return " ".join(str(error.__cause__ or error).split()), USAGE
+    if isinstance(error, OmegaConfBaseException):  # an interpolation that leads nowhere
+        return " ".join(str(error).split()), USAGE
     if isinstance(error, KVError | TaskError | ModelError | UnsupportedModel):
         return str(error), USAGE
     if isinstance(error, ShardError | DeviceError):

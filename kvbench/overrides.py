@@ -206,7 +206,12 @@ def _integer(value: Any, least: int) -> bool:
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer that is no float
+        return False
 
 
 def _parses(parse: Callable[[Any], object], value: Any) -> bool:

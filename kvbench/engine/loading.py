@@ -165,7 +165,11 @@ def local_path(path: str) -> str:
 @contextmanager
 def _one_line(what: str, spec: ModelSpec) -> Iterator[None]:
     """Turn the Hub's failures into one line that says what to do."""
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        RepositoryNotFoundError,
+        StrictDataclassError,
+    )
 
     try:
         yield
@@ -178,7 +182,7 @@ def _one_line(what: str, spec: ModelSpec) -> Iterator[None]:
         raise ModelError(
             f"{what} {spec.path!r} is not on the Hub, or is private: check the name, or set HF_TOKEN"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, StrictDataclassError) as error:
         if "gated repo" in str(error).lower():
             raise ModelError(
                 f"{what} {spec.path!r} is gated: accept its licence on its Hub page, then set "

@@ -1,7 +1,7 @@
 """LongBench's examples: the hub's archive, a local folder or zip, or a parquet mirror; checked.
 
 The Hub repository's loading script no longer runs with current `datasets`; its archive ``data.zip``
-holds one JSON-lines file per dataset, which the library's JSON loader reads.
+holds one JSON-lines file per dataset, which is read here.
 """
 
 from __future__ import annotations
@@ -180,17 +180,15 @@ def _load_mirror(repository: str, name: str, revision: str | None) -> list[dict[
     return [dict(row) for row in rows]
 
 
-def _load_file(file: str) -> list[dict[str, Any]]:
-    """Rows as `datasets`' JSON or parquet loader reads them, without its own copy on disk.
+def _load_parquet(file: str) -> list[dict[str, Any]]:
+    """Rows as `datasets`' parquet loader reads them, without its own copy on disk.
 
     The loader is asked by itself: `load_dataset` reports every use to a server, which a job without
     a network waits for.
     """
-    if file.endswith(".parquet"):
-        from datasets.packaged_modules.parquet.parquet import Parquet as Loader
-    else:
-        from datasets.packaged_modules.json.json import Json as Loader
-    rows = Loader(data_files={"train": [file]}).as_streaming_dataset(split="train")
+    from datasets.packaged_modules.parquet.parquet import Parquet
+
+    rows = Parquet(data_files={"train": [file]}).as_streaming_dataset(split="train")
     return [dict(row) for row in rows]
 
 
@@ -206,18 +204,16 @@ def _readable(name: str) -> Iterator[None]:
 
 
 def _rows_of(file: str, dataset: str) -> list[Row]:
-    """The rows of one file."""
+    """The rows of one file.
+
+    JSON lines are parsed one by one and not by `datasets`' JSON loader: that guesses types (text like
+    2009-01-02 becomes a date), names no line, and broken files have crashed its process.
+    """
     if file.endswith(".parquet"):
         with _readable(file):
-            raw = _load_file(file)
+            raw = _load_parquet(file)
         return _checked(enumerate(raw, start=1), dataset, file)
-    with _silent(logging.getLogger("datasets")):
-        try:
-            return _checked(enumerate(_load_file(file), start=1), dataset, file)
-        except Exception:  # noqa: BLE001 - what is wrong is found out below
-            # The loader guesses types (text like 2009-01-02 becomes a date) and names no line: where
-            # it stumbles, or what it gives is wrong, the lines themselves decide.
-            return _checked(_json_lines(file), dataset, file)
+    return _checked(_json_lines(file), dataset, file)
 
 
 @contextmanager
