@@ -59,6 +59,8 @@ FOUND = [
     (["seed=" + "9" * 400], None),
     (["budget.rate=" + "9" * 400], "allowed: a number in (0, 1]"),
     (["-m", "seed=${nosuch}"], "nosuch"),
+    (["model.tokenizer=[a,b]"], "model.tokenizer is ['a', 'b']; allowed: text, or null"),
+    (["task=layer_error_synthetic", "task.synthetic=10"], "allowed: a SyntheticLayers, or null"),
     (["-m", "model.architecture.hidden_size={}"], "cannot be loaded"),
     (["budget.rate=1e400"], "budget.rate is inf"),
     (["budget.rate=nan"], "budget.rate is nan"),

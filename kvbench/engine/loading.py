@@ -77,6 +77,10 @@ class ModelSpec:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("revision", "tokenizer"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise ModelError(f"model.{name} is {value!r}; allowed: text, or null")
         if self.chat_template not in ("auto", "always", "never") and not self.own_template:
             raise ModelError(
                 f"model.chat_template is {self.chat_template!r}; allowed: auto, always, never, "

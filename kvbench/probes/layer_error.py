@@ -136,6 +136,10 @@ class LayerError:
                 "task.prompts and task.synthetic: exactly one of them must be given "
                 f"(got {'both' if self.prompts is not None else 'neither'})"
             )
+        for name, kind in (("prompts", Task), ("synthetic", SyntheticLayers)):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise TaskError(f"task.{name} is {value!r}; allowed: a {kind.__name__}, or null")
         for name in ("seeds", "num_prompts", "exact"):
             if getattr(self, name) < 1:
                 raise TaskError(f"task.{name} is {getattr(self, name)}; allowed: an integer >= 1")
