@@ -31,11 +31,8 @@ setup: $(VENV)/.ready ## create the virtual environment
 demo: setup ## the shipped model x all methods x tasks; tables, and results/demo/report.html
 	$(BIN)/python -m kvbench experiment=demo results_dir=$(RESULTS)
 
-# test_security.py has a process of its own: after many other tests in one process, something it loads
-# has been seen to close pytest's captured output.
 test: setup lint ## lint, types, tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --ignore tests/test_security.py
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_security.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 test-slow: setup ## the long tests: many kill points, fuzzing, a sweep on Slurm
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow

@@ -6,11 +6,13 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from absl import logging as absl_logging
 from fork_server import ForkServer
 
 if not torch.cuda.is_available():  # before anything imports triton; see interpreted.py
@@ -19,6 +21,10 @@ if not torch.cuda.is_available():  # before anything imports triton; see interpr
 # A shell's background jobs ignore it, and so would every process that a test starts and interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# rouge-score loads absl, whose log handler keeps the stderr of that moment, pytest's captured one, and
+# closes it when Hydra sets up logging while a test has redirected stderr: let it keep the real one.
+absl_logging.get_absl_handler().python_handler.stream = sys.__stderr__
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 

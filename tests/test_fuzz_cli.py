@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,16 @@ def test_what_was_found(arguments: list[str], message: str | None) -> None:
     if message is not None:
         assert found.status == 2
         assert message in found.err
+
+
+def test_setting_up_logging_leaves_the_tests_output_open() -> None:
+    """Hydra closes all log handlers, that of a library loaded by an earlier test among them, which may
+    hold the stderr of that test."""
+    from rouge_score import rouge_scorer  # noqa: F401 - loads absl
+
+    stderr = sys.stderr
+    assert ended([*BASE, "task=needle", "method=exact"]).status == 0
+    assert not stderr.closed
 
 
 @pytest.mark.parametrize(
