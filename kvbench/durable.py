@@ -49,18 +49,21 @@ def sync_folder(folder: Path) -> None:
 
 
 class Syncer:
-    """Syncs one file in a thread of its own, one wait of the disk after another: whoever writes does
-    not wait, and whatever was written while the disk was busy is in the next sync.
+    """Syncs one file in a thread of its own, at most once per `PAUSE`: whoever writes does not wait, and
+    whatever was written meanwhile is in the next sync.
 
     Attributes:
         error: what a sync ended in; later ones are not tried.
     """
 
+    PAUSE = 1.0
+    """Seconds from the first write that is not synced to the sync that takes it."""
+
     def __init__(self, file: int) -> None:
         self.error: OSError | None = None
         self._file = file
         self._wanted = threading.Event()
-        self._over = False
+        self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
     def wake(self) -> None:
@@ -68,22 +71,23 @@ class Syncer:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="sync", daemon=True)
             self._thread.start()
-        self._wanted.set()
+        if not self._wanted.is_set():
+            self._wanted.set()
 
     def finish(self) -> None:
         """Wait until everything written is on disk."""
         if self._thread is not None:
-            self._over = True
+            self._over.set()
             self._wanted.set()
             self._thread.join()
             self._thread = None
-            self._over = False
+            self._over.clear()
 
     def _run(self) -> None:
         while True:
             self._wanted.wait()
-            self._wanted.clear()  # first, so that no later call of wake or finish is overlooked
-            over = self._over
+            over = self._over.wait(self.PAUSE)
+            self._wanted.clear()  # before the sync, which may miss what is written from now on
             try:
                 os.fsync(self._file)
             except OSError as error:

@@ -154,7 +154,7 @@ def run_job(
     report_progress: Callable[[Progress], None] = lambda progress: None,
     example: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> JobResult:
-    """Run what is not on disk yet; every record is flushed before the next group of units starts.
+    """Run what is not on disk yet; every record is written before the next group of units starts.
 
     Args:
         example: entered for each group of units and left when its records are on disk; whoever gives

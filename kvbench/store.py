@@ -2,7 +2,7 @@
 
 A run lives in one folder, ``<results>/<experiment>/<model>/<task>/<method>-<hash8>``:
 
-    records.jsonl        one JSON object per line, flushed to disk before the next example starts
+    records.jsonl        one JSON object per line, written before the next example starts
     records-<i>of<k>.jsonl   the same, of the i-th of k shards of the run (`kvbench.shards`)
     manifest.json        resolved config, versions, code revision, hardware, seed
     .lock*, .holder*     who is writing; none holds results
@@ -13,8 +13,8 @@ with status ok counts, or else the first: records.jsonl before the shards' files
 What is promised:
 
 - what `RecordStore.append` returned from survives the death of the process at once, and a power cut
-  as soon as the disk has answered, which leaving the store waits for (names of files and folders
-  included): meanwhile the next example runs;
+  a second later (`Syncer.PAUSE`, and the time of the disk), which leaving the store waits for (names of
+  files and folders included): meanwhile the next examples run;
 - a record is either there as a whole line or not there; what a killed process left half-written
   is dropped when the folder is next opened for writing, and ignored by readers;
 - an error while writing (no space left, say) takes back what it wrote, so earlier records stay;
@@ -320,7 +320,7 @@ class RecordStore:
         if example_id in self._done:
             return False
         where = f"record of example {example_id!r}"
-        text = json.dumps(_jsonable(record, where), ensure_ascii=False) + "\n"
+        text = _as_json(record, where) + "\n"
         line = text.encode(errors="replace")  # half a surrogate pair has no UTF-8 form
         try:
             write_all(self._file, line)
@@ -535,6 +535,14 @@ def _check(record: Mapping[str, Any]) -> None:
             raise StoreError(f"{name} is {record[name]!r:.60}; allowed: {kind[0].__name__} or null")
     if record["status"] not in STATUSES:
         raise StoreError(f"status is {record['status']!r}; allowed: {', '.join(STATUSES)}")
+
+
+def _as_json(record: Mapping[str, Any], where: str) -> str:
+    """A record as one line."""
+    try:  # nearly always enough, and faster
+        return json.dumps(record, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError):
+        return json.dumps(_jsonable(record, where), ensure_ascii=False)
 
 
 def _jsonable(value: Any, where: str) -> Any:

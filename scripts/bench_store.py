@@ -1,8 +1,9 @@
 """What careful writing costs: the store's part of a run of 50 ms examples.
 
-Each example computes for a while and appends one record of the usual size per method; the record is
-on disk (fsync) before the next example starts. The run is repeated; the smallest share counts, as other
-work on the machine only adds to it. `--folder` chooses the disk.
+Each example computes for a while and appends one record of the usual size per method. Counted are the
+seconds that the appends take and the CPU seconds of the threads that sync the files meanwhile. The run
+is repeated; the smallest share counts, as other work on the machine only adds to it. `--folder` chooses
+the disk.
 
     python scripts/bench_store.py
 """
@@ -58,12 +59,15 @@ def compute(seconds: float) -> None:
         pass
 
 
-def run(folder: Path, examples: int, methods: list[str], example_s: float) -> list[float]:
-    """Seconds that each example's records took."""
+def run(
+    folder: Path, examples: int, methods: list[str], example_s: float
+) -> tuple[list[float], float]:
+    """Seconds that each example's records took, and CPU seconds of the other threads."""
     stores = {method: RecordStore(folder / method) for method in methods}
     taken = []
     for store in stores.values():
         store.__enter__()
+    others = time.process_time() - time.thread_time()
     try:
         for number in range(examples):
             compute(example_s)
@@ -74,7 +78,7 @@ def run(folder: Path, examples: int, methods: list[str], example_s: float) -> li
     finally:
         for store in stores.values():
             store.__exit__(None, None, None)
-    return taken
+    return taken, time.process_time() - time.thread_time() - others
 
 
 def main() -> None:
@@ -96,9 +100,10 @@ def main() -> None:
         found = []
         for _ in range(arguments.runs):
             with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-                taken = run(Path(folder), arguments.examples, methods, arguments.ms / 1000)
-            whole = sum(taken) + arguments.examples * arguments.ms / 1000
-            found.append((sum(taken) / whole, 1000 * statistics.median(taken) / count))
+                taken, syncing = run(Path(folder), arguments.examples, methods, arguments.ms / 1000)
+            store_s = sum(taken) + syncing
+            whole = store_s + arguments.examples * arguments.ms / 1000
+            found.append((store_s / whole, 1000 * statistics.median(taken) / count))
         shares = ", ".join(f"{share:.2%}" for share, _ in found)
         least = min(found)
         print(

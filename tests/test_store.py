@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import queue
 import random
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 
 from kvbench import store
+from kvbench.durable import Syncer
 from kvbench.store import (
     COMMON_FIELDS,
     RecordStore,
@@ -283,6 +285,28 @@ def test_leaving_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert time.monotonic() - begun < 0.5, "nobody waited for the disk"
     assert synced[-1] == (tmp_path / "records.jsonl").stat().st_size
     assert len(synced) < 20
+
+
+def test_records_are_synced_without_leaving_and_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: queue.Queue[int] = queue.Queue()
+    real = os.fsync
+
+    def counted(file: int) -> None:
+        real(file)
+        synced.put(os.fstat(file).st_size)
+
+    with RecordStore(tmp_path) as records:
+        monkeypatch.setattr(store.os, "fsync", counted)
+        monkeypatch.setattr(Syncer, "PAUSE", 0.2)
+        for part in range(2):
+            for number in range(50):
+                records.append(make_record(f"{part}-{number}"))
+            size, count = records.path.stat().st_size, 1
+            while synced.get(timeout=30) < size:
+                count += 1
+            assert count < 50
 
 
 WRITER = """
