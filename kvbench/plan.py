@@ -210,7 +210,7 @@ class TaskPlan:
             seed=session.seed,
             compress_after=session.compress_after,
             chunk_tokens=session.chunk_tokens if session.prefill == "chunked" else None,
-            decode=session.decode,
+            graphs=session.graphs,
         )
         return [
             [

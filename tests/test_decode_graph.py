@@ -12,6 +12,7 @@ from tiny import tiny_model
 
 from kvbench.engine import graphs
 from kvbench.engine.generate import Stopping, run_batch
+from kvbench.engine.graphs import StepGraphs
 from kvbench.engine.loading import ModelSpec
 from kvbench.engine.session import Session
 from kvbench.kv import KVError
@@ -43,15 +44,15 @@ def pretended(monkeypatch):
     """Steps count as captured on a CPU, and are run again instead of replayed."""
     captured = []
 
-    def capture(model, state, step):
+    def capture(self, model, state, step):
         captured.append(len(state.forks))
         return lambda: step()
 
-    def obstacle(model, state):
+    def obstacle(self, model, state):
         return None if state.all_together else "row by row"
 
-    monkeypatch.setattr(graphs, "capture", capture)
-    monkeypatch.setattr(graphs, "obstacle", obstacle)
+    monkeypatch.setattr(StepGraphs, "capture", capture)
+    monkeypatch.setattr(StepGraphs, "obstacle", obstacle)
     monkeypatch.setattr(graphs, "WORTH_STEPS", 4)
     return captured
 
@@ -62,7 +63,7 @@ def test_rows_that_ended_change_nothing_for_those_that_go_on(pretended, compress
     how = {"seed": 1, "compress_after": compress_after}
     eager = run_batch(model, prompts, **how)
     assert not pretended
-    graph = run_batch(model, prompts, **how, decode="auto")
+    graph = run_batch(model, prompts, **how, graphs=StepGraphs("auto"))
     assert len(pretended) >= 2, "captured anew when half of the rows had ended"
     assert pretended == sorted(pretended, reverse=True)
     for got, want in zip(graph, eager, strict=True):
@@ -74,7 +75,7 @@ def test_what_decodes_row_by_row_is_not_captured(pretended):
     model = model_on("cpu")
     prompt = replace(unlike_prompts()[0], stopping=Stopping(30))
     eager = run_batch(model, [prompt], seed=1)
-    graph = run_batch(model, [prompt], seed=1, decode="auto")
+    graph = run_batch(model, [prompt], seed=1, graphs=StepGraphs("auto"))
     assert not pretended
     assert facts(graph[0]) == facts(eager[0])
 
@@ -93,7 +94,7 @@ def test_a_row_that_times_out_stands_still_like_one_that_ended(pretended, monkey
         real(rows, elapsed)
 
     monkeypatch.setattr(generate, "_time_out", slow)
-    answer = run_batch(model, prompts, seed=1, decode="auto")[0]
+    answer = run_batch(model, prompts, seed=1, graphs=StepGraphs("auto"))[0]
     assert isinstance(answer["exact"].failure, TimeoutError)
     assert {r.failure for label, r in answer.items() if label != "exact"} == {None}
     monkeypatch.setattr(generate, "_time_out", real)
@@ -104,7 +105,7 @@ def test_a_row_that_times_out_stands_still_like_one_that_ended(pretended, monkey
 
 
 def test_the_cpu_captures_nothing_and_graph_is_refused_there():
-    assert graphs.obstacle(model_on("cpu"), None) == "the model is not on a GPU"
+    assert StepGraphs("graph").obstacle(model_on("cpu"), None) == "the model is not on a GPU"
     with pytest.raises(
         KVError, match="decode is 'graph' and the device is cpu; allowed there: auto"
     ):
@@ -121,17 +122,17 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 @pytest.mark.parametrize("compress_after", ["prompt", "context"])
 def test_replayed_steps_give_the_tokens_of_eager_ones(architecture, compress_after, monkeypatch):
     model, prompts = model_on("cuda", architecture), capturable_prompts(60)
-    captured, real = [], graphs.capture
+    captured, real = [], StepGraphs.capture
 
-    def capture(model, state, step):
-        captured.append(real(model, state, step))
+    def capture(self, model, state, step):
+        captured.append(real(self, model, state, step))
         return captured[-1]
 
-    monkeypatch.setattr(graphs, "capture", capture)
+    monkeypatch.setattr(StepGraphs, "capture", capture)
     how = {"seed": 1, "compress_after": compress_after}
     eager = run_batch(model, prompts, **how)
     for _ in range(2):
-        graph = run_batch(model, prompts, **how, decode="graph")
+        graph = run_batch(model, prompts, **how, graphs=StepGraphs("graph"))
         for got, want in zip(graph, eager, strict=True):
             assert facts(got) == facts(want)
     assert len(captured) >= 2
@@ -150,8 +151,9 @@ def test_a_step_that_cannot_be_captured_runs_as_it_is_and_says_so_once(monkeypat
         return output
 
     monkeypatch.setattr(model, "forward", waits)
+    steps = StepGraphs("graph")
     for _ in range(2):
-        answer = run_batch(model, prompts, seed=1, decode="graph")
+        answer = run_batch(model, prompts, seed=1, graphs=steps)
         for got, want in zip(answer, eager, strict=True):
             assert facts(got) == facts(want)
     assert sum("decodes without CUDA graphs" in r.message for r in caplog.records) == 1

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.engine import graphs
 from kvbench.engine.cache import Fork, ForkBatch
 from kvbench.engine.chunked import chunked_prefill
 from kvbench.engine.decoding import DecodeState
 from kvbench.engine.faults import NonFiniteLogits, choose, pick
+from kvbench.engine.graphs import FIRST_STEPS, StepGraphs
 from kvbench.engine.prefill import (
     Prefill,
     compressible_layers,
@@ -185,7 +185,7 @@ def run_batch(
     seed: int,
     compress_after: str = "prompt",
     chunk_tokens: int | None = None,
-    decode: str = "eager",
+    graphs: StepGraphs | None = None,
 ) -> list[dict[str, Generation]]:
     """Several prompts, of any lengths: each prefilled alone, all forks decoded together.
 
@@ -195,7 +195,7 @@ def run_batch(
             compressed; the question's tokens then run through every fork).
         chunk_tokens: read each prompt in chunks of so many tokens, each method through its own
             bounded cache (`kvbench.engine.chunked`), in place of the shared prefill.
-        decode: how the steps run, see `kvbench.engine.graphs`; changes no token.
+        graphs: whether steps are captured, None: no; changes no token.
 
     Returns:
         For each prompt, one `Generation` per label; a fork that failed says so and stops nothing
@@ -203,7 +203,7 @@ def run_batch(
     """
     batch = [_read(model, prompt, seed, compress_after, chunk_tokens) for prompt in prompts]
     rows = [row for answers in batch for row in answers]
-    _decode(model, [row for row in rows if row.chosen], decode)
+    _decode(model, [row for row in rows if row.chosen], graphs or StepGraphs())
     compressible = compressible_layers(model)
     for row in rows:
         row.result.batch = len(prompts)
@@ -322,7 +322,7 @@ def _take(row: _Row, token: int, finite: bool) -> None:
         row.ended = row.stopping.reached(row.chosen)
 
 
-def _decode(model: PreTrainedModel, rows: list[_Row], decode: str) -> None:
+def _decode(model: PreTrainedModel, rows: list[_Row], graphs: StepGraphs) -> None:
     """Decode greedily until every row has ended.
 
     A row that has ended leaves the batch; where steps are replayed, when half of the batch has.
@@ -337,14 +337,14 @@ def _decode(model: PreTrainedModel, rows: list[_Row], decode: str) -> None:
                 batch.state.settle()
             if not running:
                 return
-            batch, rows = _Batch(model, running, decode), running
+            batch, rows = _Batch(model, running, graphs), running
         batch.step()
 
 
 class _Batch:
     """Rows that take their steps together, until some of them leave."""
 
-    def __init__(self, model: PreTrainedModel, rows: list[_Row], decode: str) -> None:
+    def __init__(self, model: PreTrainedModel, rows: list[_Row], graphs: StepGraphs) -> None:
         self.model = model
         self.rows = rows
         device = input_device(model)
@@ -354,8 +354,8 @@ class _Batch:
         self.ids = torch.tensor([[row.chosen[-1]] for row in rows], device=device)
         self.replay: Callable[[], Tensor] | None = None
         self.ended: set[int] = set()
-        worth = max(left) >= graphs.FIRST_STEPS + graphs.WORTH_STEPS
-        self.may_capture = decode != "eager" and worth and not graphs.obstacle(model, self.state)
+        self.graphs = graphs
+        self.may_capture = graphs.wanted(model, self.state, max(left))
 
     def _run(self) -> Tensor:
         """One step, all of it on the device and on the same tensors every time."""
@@ -367,9 +367,9 @@ class _Batch:
 
     def step(self) -> None:
         """One token for every row that has not ended."""
-        if self.may_capture and self.state.taken == graphs.FIRST_STEPS:
+        if self.may_capture and self.state.taken == FIRST_STEPS:
             self.may_capture = False
-            self.replay = graphs.capture(self.model, self.state, self._run)
+            self.replay = self.graphs.capture(self.model, self.state, self._run)
         for place, row in enumerate(self.rows):
             if not row.running and place not in self.ended:
                 self.ended.add(place)

@@ -5,14 +5,13 @@ library ready), and replayed for the tokens that follow. That is sound because a
 fixed, does the same launches on the same buffers: the new token's id and position, the number of
 entries of every row and the entries themselves are read and written on the device
 (`kvbench.engine.decoding`). Where a step cannot be captured, decoding goes on step by step, and says so
-once per model.
+once.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -33,8 +32,6 @@ FIRST_STEPS = 3
 WORTH_STEPS = 16
 """Steps to come below which capturing costs more than it saves."""
 
-_uncapturable: WeakSet[PreTrainedModel] = WeakSet()
-
 
 def check_decode(value: object, device: torch.device) -> str:
     """`value`, if it names a way to decode on this device.
@@ -49,49 +46,67 @@ def check_decode(value: object, device: torch.device) -> str:
     return str(value)
 
 
-def obstacle(model: PreTrainedModel, state: DecodeState) -> str | None:
-    """Why steps of this state cannot be captured; None when they may be tried."""
-    devices = {parameter.device for parameter in model.parameters()}
-    if any(device.type != "cuda" for device in devices):
-        return "the model is not on a GPU"
-    if len(devices) > 1:
-        return f"the model lies on {len(devices)} devices"
-    if not state.all_together:
-        return "a method or a layer of the batch decodes row by row"
-    if model in _uncapturable:
-        return "an earlier capture of this model failed"
-    return None
-
-
-def capture(
-    model: PreTrainedModel, state: DecodeState, step: Callable[[], Tensor]
-) -> Callable[[], Tensor] | None:
-    """A function that does what `step` does, by replaying it; None if it could not be captured.
-
-    Capturing runs nothing: afterwards the state is as it was before.
+class StepGraphs:
+    """How the decode steps of one model run.
 
     Args:
-        step: works on the same tensors at every call and returns one, always the same afterwards.
+        decode: one of `DECODES`.
+
+    Attributes:
+        failed: whether a capture has failed; then none is tried again.
     """
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            result = step()
-    except Exception as failure:
-        if is_out_of_memory(failure):
-            raise
-        _uncapturable.add(model)
-        state.restore()
-        lines = str(failure).strip().splitlines()
-        log.warning(
-            "%s decodes without CUDA graphs: %s",
-            type(model).__name__,
-            lines[0] if lines else failure,
-        )
+
+    def __init__(self, decode: str = "eager") -> None:
+        self.decode = decode
+        self.failed = False
+
+    def wanted(self, model: PreTrainedModel, state: DecodeState, steps: int) -> bool:
+        """Whether a step of this state, with so many to come, is to be captured."""
+        worth = self.decode != "eager" and steps >= FIRST_STEPS + WORTH_STEPS
+        return worth and self.obstacle(model, state) is None
+
+    def obstacle(self, model: PreTrainedModel, state: DecodeState) -> str | None:
+        """Why steps of this state cannot be captured; None when they may be tried."""
+        devices = {parameter.device for parameter in model.parameters()}
+        if any(device.type != "cuda" for device in devices):
+            return "the model is not on a GPU"
+        if len(devices) > 1:
+            return f"the model lies on {len(devices)} devices"
+        if not state.all_together:
+            return "a method or a layer of the batch decodes row by row"
+        if self.failed:
+            return "an earlier capture of this model failed"
         return None
 
-    def replay() -> Tensor:
-        graph.replay()
-        return result
+    def capture(
+        self, model: PreTrainedModel, state: DecodeState, step: Callable[[], Tensor]
+    ) -> Callable[[], Tensor] | None:
+        """A function that does what `step` does, by replaying it; None if it could not be captured.
 
-    return replay
+        Capturing runs nothing: afterwards the state is as it was before.
+
+        Args:
+            step: works on the same tensors at every call and returns one, always the same afterwards.
+        """
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                result = step()
+        except Exception as failure:
+            if is_out_of_memory(failure):
+                raise
+            self.failed = True
+            state.restore()
+            lines = str(failure).strip().splitlines()
+            log.warning(
+                "%s decodes without CUDA graphs: %s",
+                type(model).__name__,
+                lines[0] if lines else failure,
+            )
+            return None
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay

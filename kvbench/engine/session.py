@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvbench.engine.generate import Stopping
-from kvbench.engine.graphs import check_decode
+from kvbench.engine.graphs import StepGraphs, check_decode
 from kvbench.engine.loading import (
     ModelSpec,
     checked_config,
@@ -79,6 +79,11 @@ class Session:
         """The model, ready for kvbench's attention."""
         with quiet_unless_terminal():
             return load_model(self.spec, device=self.device, dtype=self.dtype, seed=self.seed)
+
+    @cached_property
+    def graphs(self) -> StepGraphs:
+        """How the model's decode steps run."""
+        return StepGraphs(self.decode)
 
     @cached_property
     def end_ids(self) -> frozenset[int]:

@@ -294,7 +294,7 @@ def _generate(
         prompts,
         seed=session.seed,
         chunk_tokens=session.chunk_tokens if session.prefill == "chunked" else None,
-        decode=session.decode,
+        graphs=session.graphs,
     )
     results = [answer[label] for answer in answers]
     for result in results:
