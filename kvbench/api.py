@@ -55,7 +55,8 @@ def compress(
     encoder-decoder models, one `compress` of a model inside another.
 
     A loop of one's own may call the model with the cache it returned, under ``torch.no_grad()``: the
-    first call's tokens are compressed, those of later calls are all kept (H2O goes on evicting).
+    first call's tokens are compressed, those of later calls are all kept (H2O goes on evicting). A deep
+    copy made inside the block stays compressed, on its own.
 
     Args:
         model: a causal language model of transformers.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import subprocess
 import sys
@@ -486,6 +487,25 @@ def test_two_models_are_compressed_at_once_each_its_own_way() -> None:
         first.generate(**batch(50))
     assert [row.prompt_tokens for row in one.rows] == [50, 50]
     assert [row.prompt_tokens for row in other.rows] == [80, 33]
+
+
+def test_a_deep_copy_made_inside_generates_with_itself_and_compressed() -> None:
+    model = tiny_model("llama")
+    inputs = batch(60)
+    with compress(model, "snapkv", rate=0.25, **SMALL) as session:
+        twin = copy.deepcopy(model)
+        torch.nn.init.zeros_(twin.lm_head.weight)  # now it says nothing but token 0
+        assert twin.generate(**inputs)[0, 60:].unique().tolist() == [0]
+        assert session.rows == [], "the copy's rows are its own"
+        wanted = model.generate(**inputs)
+        assert len(session.rows) == 1
+        twins = twin.generate.compression
+        assert twins.model is twin
+        assert [row.entries for row in twins.rows] == [row.entries for row in session.rows]
+        with pytest.raises(UnsupportedGeneration, match="one at a time"), compress(twin, "h2o"):
+            pass
+        assert torch.equal(wanted, model.generate(**inputs)), "and changed nothing here"
+    assert "generate" not in vars(model)
 
 
 def test_chats_work_in_pipelines_and_in_compare() -> None:

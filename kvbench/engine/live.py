@@ -12,9 +12,8 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import update_wrapper
 from typing import Any, NoReturn
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -26,9 +25,6 @@ from kvbench.engine.live_cache import LiveCache, UnsupportedGeneration
 from kvbench.engine.prefill import PrefillState, compressible_layers
 from kvbench.kv import Budget
 from kvbench.methods.base import Method
-
-_active: WeakSet[PreTrainedModel] = WeakSet()
-"""Models that are under `compressed_generation` now."""
 
 
 def prompt_name(ids: Sequence[int]) -> str:
@@ -357,24 +353,29 @@ def _refuse(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
         raise UnsupportedGeneration(_NO_ATTENTIONS)
 
 
-def _guarded(compression: Compression, original: Callable[..., Any]) -> Callable[..., Any]:
-    """`model.generate` that refuses what it must and ends each generation properly."""
-    signature = inspect.signature(original)
+class _Guarded:
+    """`model.generate` that refuses what it must and ends each generation properly.
 
-    @wraps(original)
-    def generate(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind_partial(*args, **kwargs).arguments
-        _refuse(compression.model, {**bound, **bound.get("kwargs", {})})
-        compression.finish()
+    An object, not a closure, so that a deep copy of the model has one of its own.
+    """
+
+    def __init__(self, compression: Compression, original: Callable[..., Any]) -> None:
+        self.compression = compression
+        self.original = original
+        update_wrapper(self, original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """See `transformers.GenerationMixin.generate`."""
+        bound = inspect.signature(self.original).bind_partial(*args, **kwargs).arguments
+        _refuse(self.compression.model, {**bound, **bound.get("kwargs", {})})
+        self.compression.finish()
         try:
-            output = original(*args, **kwargs)
+            output = self.original(*args, **kwargs)
         except BaseException:
-            compression.finish(audit=False)
+            self.compression.finish(audit=False)
             raise
-        compression.finish()
+        self.compression.finish()
         return output
-
-    return generate
 
 
 def _no_batches(*_: Any, **__: Any) -> NoReturn:
@@ -461,19 +462,17 @@ def compressed_generation(compression: Compression) -> Iterator[Compression]:
     )  # compiled
     with ExitStack() as stack:
         stack.enter_context(kvbench_attention_on(model))
-        if model in _active:
+        if isinstance(model.__dict__.get("generate"), _Guarded):
             raise UnsupportedGeneration(
                 f"{type(model).__name__} is under compress already; allowed: one at a time"
             )
         compression._compressible = compressible_layers(model)
-        _active.add(model)
-        stack.callback(_active.discard, model)
         before = model.register_forward_pre_hook(compression.before_forward, with_kwargs=True)
         stack.callback(before.remove)
         after = model.register_forward_hook(compression.after_forward, with_kwargs=True)
         stack.callback(after.remove)
         generate: Any = model.generate
-        guarded = _guarded(compression, generate)
+        guarded = _Guarded(compression, generate)
         stack.enter_context(_attribute(model, "generate", guarded))
         stack.enter_context(_attribute(model, "generate_batch", _no_batches))
         try:
