@@ -26,13 +26,13 @@ from kvbench.methods.base import Method
 from kvbench.nearest import nearest
 from kvbench.plan import BringsRows, Plan, TaskPlan
 from kvbench.progress import progress_display
+from kvbench.records import load_run, record_files
 from kvbench.report.build import build_report, views_of
 from kvbench.report.console import print_views
 from kvbench.report.data import Experiment, group_runs, load_experiment
 from kvbench.report.wandb_log import check_logger, log_runs
 from kvbench.runner import Job, JobResult, run_job
 from kvbench.shards import Shard
-from kvbench.store import load_run, record_files
 from kvbench.tasks.base import Task
 
 log = logging.getLogger(__name__)

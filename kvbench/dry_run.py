@@ -18,8 +18,8 @@ from kvbench.engine.estimate import CacheShape, cache_shape, is_cheap
 from kvbench.kv import Budget
 from kvbench.methods.base import Method
 from kvbench.plan import EncodedExample, Unit, one_line
+from kvbench.records import StoreError, load_run
 from kvbench.runner import Job
-from kvbench.store import StoreError, load_run
 
 PATIENCE = 10.0
 """Seconds that trying an example with a short answer may take."""

@@ -48,8 +48,8 @@ def explained(error: Exception) -> tuple[str, int] | None:
     from kvbench.engine.attention import UnsupportedModel
     from kvbench.engine.loading import ModelError
     from kvbench.kv import KVError
+    from kvbench.records import StoreError
     from kvbench.shards import ShardError
-    from kvbench.store import StoreError
     from kvbench.tasks.base import TaskError
 
     if isinstance(error, InstantiationException):

@@ -18,19 +18,10 @@ from kvbench.engine.session import Session
 from kvbench.interrupts import in_main_thread
 from kvbench.kv import KVError
 from kvbench.plan import Methods, Outcome, Plan, Unit
+from kvbench.records import COMMON_FIELDS, MANIFEST, read_manifest, read_records
 from kvbench.secrets import redact
 from kvbench.shards import Shard
-from kvbench.store import (
-    COMMON_FIELDS,
-    MANIFEST,
-    RecordStore,
-    config_hash,
-    manifest_lock,
-    read_manifest,
-    read_records,
-    run_folder,
-    write_manifest,
-)
+from kvbench.store import RecordStore, config_hash, manifest_lock, run_folder, write_manifest
 
 PLACEMENT = ("device_map", "max_memory")
 """What a model's config says about where its weights lie: it changes no result."""

@@ -1,7 +1,7 @@
 """Shards: one run split by example over several processes, each with a records file of its own.
 
 ``shard=i/k`` is the i-th of k parts, counted from 1. Every part of every shard count writes to the
-same run folder (`kvbench.store` reads all of them as one), so shards need no merging, and a later
+same run folder (`kvbench.records` reads all of them as one), so shards need no merging, and a later
 run, with another k or none, does only what no part has done.
 """
 

@@ -19,7 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvbench.store import COMMON_FIELDS, RecordStore
+from kvbench.records import COMMON_FIELDS
+from kvbench.store import RecordStore
 
 
 def record(number: int, method: str) -> dict[str, Any]:

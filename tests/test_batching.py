@@ -213,7 +213,7 @@ def test_records_are_the_same_at_any_batch_size(tmp_path, compress_after):
 
 
 def test_the_manifest_says_which_batch_size_was_asked_for(tmp_path):
-    from kvbench.store import load_run
+    from kvbench.records import load_run
 
     result = run_job(job(tmp_path, batch_size="auto", labels=("exact",)))
     assert load_run(result.folders["exact"]).manifest["batch_size"] == "auto"

@@ -16,17 +16,16 @@ from test_store import fill, make_record
 
 from kvbench import store
 from kvbench.methods import build_method
-from kvbench.runner import run_job
-from kvbench.store import (
+from kvbench.records import (
     COMMON_FIELDS,
     FORMAT,
-    RecordStore,
     StoreError,
     load_runs,
     read_manifest,
     read_records,
-    write_manifest,
 )
+from kvbench.runner import run_job
+from kvbench.store import RecordStore, write_manifest
 
 
 def folder_of(root: Path) -> Path:

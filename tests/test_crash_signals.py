@@ -17,7 +17,7 @@ from fork_server import Child, ForkServer, whole_rows
 from test_cli import FAST
 
 from kvbench.interrupts import Terminated, Termination
-from kvbench.store import load_runs
+from kvbench.records import load_runs
 
 EXAMPLES = 40
 JOB = [*FAST, f"task.num_examples={EXAMPLES}", "task.max_new_tokens=6"]

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from kvbench.plan import TaskPlan
-from kvbench.store import StoreError, load_runs
+from kvbench.records import StoreError, load_runs
 from kvbench.tasks.base import Example, PromptEncoder, TaskError
 from kvbench.tasks.longbench.data import Source
 from kvbench.tasks.longeval_lines import QUESTION_START, LongEvalLines

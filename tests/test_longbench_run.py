@@ -18,7 +18,7 @@ from kvbench.engine.attention import UnsupportedModel
 from kvbench.engine.loading import ModelSpec, checked_config
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
-from kvbench.store import load_runs
+from kvbench.records import load_runs
 from kvbench.tasks.longbench import BUCKETS, E_DATASETS
 
 DATA = Path(__file__).parent / "data" / "longbench"

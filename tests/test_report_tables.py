@@ -22,13 +22,13 @@ from report_runs import (
 from rich.console import Console
 from scipy.stats import bootstrap
 
+from kvbench.records import StoreError, load_runs
 from kvbench.report.console import print_views
 from kvbench.report.data import Group, group_runs, load_experiment
 from kvbench.report.formats import latex, markdown
 from kvbench.report.stats import Stratum, estimates
 from kvbench.report.tables import AVERAGE, frame_of, score_table, split_frame
 from kvbench.report.views import View, number, score_view, size, value_text
-from kvbench.store import StoreError, load_runs
 
 
 def group_from(folder: Path, **scores: list[float | None]) -> Group:

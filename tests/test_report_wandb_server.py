@@ -17,10 +17,10 @@ from report_runs import write_demo
 from wandb_files import isolated, offline_run, updates
 from wandb_server import ENTITY, Fault, StandIn
 
+from kvbench.records import load_runs
 from kvbench.report import wandb_send
 from kvbench.report.data import load_experiment
 from kvbench.report.wandb_log import comparison_id, log_runs, run_id
-from kvbench.store import load_runs
 
 KEY = "0123456789abcdef" * 2 + "01234567"
 

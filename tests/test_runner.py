@@ -16,8 +16,8 @@ from kvbench.engine.session import Session
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
 from kvbench.plan import TaskPlan
+from kvbench.records import load_run
 from kvbench.runner import Job, run_job
-from kvbench.store import load_run
 from kvbench.tasks.base import Example, PromptEncoder, Task
 
 SMALL = Budget(rate=0.25, sink=4, window=4)

@@ -20,9 +20,9 @@ from report_runs import LINES_META, write_run
 import kvbench
 from kvbench.engine.loading import ModelError, ModelSpec, load_model, load_tokenizer
 from kvbench.methods.snapkv import SnapKV
+from kvbench.records import load_runs
 from kvbench.report.build import build_report
 from kvbench.secrets import HIDDEN, names_a_secret, redact
-from kvbench.store import load_runs
 
 PACKAGE = Path(kvbench.__file__).parent
 SMALL = [

@@ -16,9 +16,10 @@ from test_runner import TIMES, make_job
 
 from kvbench import app
 from kvbench.methods import build_method
+from kvbench.records import COMMON_FIELDS, load_run, load_runs, record_files
 from kvbench.runner import run_job
 from kvbench.shards import Shard, ShardError
-from kvbench.store import COMMON_FIELDS, RecordStore, load_run, load_runs, record_files
+from kvbench.store import RecordStore
 
 
 def shards(count: int) -> list[Shard]:

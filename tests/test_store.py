@@ -19,15 +19,8 @@ import pytest
 
 from kvbench import store
 from kvbench.durable import Syncer
-from kvbench.store import (
-    COMMON_FIELDS,
-    RecordStore,
-    StoreError,
-    config_hash,
-    load_runs,
-    run_folder,
-    write_manifest,
-)
+from kvbench.records import COMMON_FIELDS, StoreError, load_runs
+from kvbench.store import RecordStore, config_hash, run_folder, write_manifest
 
 
 def make_record(example_id: str, **changes: object) -> dict:
@@ -311,7 +304,8 @@ def test_records_are_synced_without_leaving_and_together(
 
 WRITER = """
 import sys
-from kvbench.store import COMMON_FIELDS, RecordStore
+from kvbench.records import COMMON_FIELDS
+from kvbench.store import RecordStore
 record = dict.fromkeys(COMMON_FIELDS) | {"status": "ok", "prediction": "x" * 3000}
 with RecordStore(sys.argv[1], lock_timeout=float(sys.argv[2])) as store:
     print("ready", flush=True)

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from kvbench.store import StoreError
+from kvbench.records import StoreError
 
 USAGE, FAILED = 2, 1
 

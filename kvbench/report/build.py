@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvbench.records import StoreError
 from kvbench.report.curves import throughput, throughput_scaling
 from kvbench.report.data import Experiment, Group, load_experiment
 from kvbench.report.drawing import Drawn, save_figures
@@ -34,7 +35,6 @@ from kvbench.report.views import (
     score_view,
     timing_view,
 )
-from kvbench.store import StoreError
 
 
 @dataclass(frozen=True)

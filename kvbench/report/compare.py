@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from kvbench.records import StoreError
 from kvbench.report.data import Arm, Experiment, Group, flat
 from kvbench.report.stats import Estimate, Stratum, estimates, holm, p_values, unpaired_difference
 from kvbench.report.tables import AVERAGE, failures_of
-from kvbench.store import StoreError
 
 _PROMPT = ("prompt_tokens", "prompt_tail", "answers")
 """Fields that are the same where two records of one id are about the same example."""

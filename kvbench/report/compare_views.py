@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvbench.records import StoreError
 from kvbench.report.compare import (
     Change,
     Comparison,
@@ -27,7 +28,6 @@ from kvbench.report.views import (
     number,
     unit_text,
 )
-from kvbench.store import StoreError
 
 _FLIPS_SHOWN = 60
 _LONG_VALUE = 160

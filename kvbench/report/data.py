@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from kvbench.records import MANIFEST, Run, StoreError, load_runs
 from kvbench.report.style import order_of
-from kvbench.store import MANIFEST, Run, StoreError, load_runs
 
 BASELINE = "exact"
 """The method that others are compared with where it was run."""

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from filelock import FileLock
 
+from kvbench.records import MANIFEST, Run, StoreError, load_run, record_files
 from kvbench.report.data import BASELINE, Group, group_runs
 from kvbench.report.tables import Row, ScoreTable, score_table, timing_table
 from kvbench.report.wandb_media import (
@@ -33,7 +34,6 @@ from kvbench.report.wandb_media import (
     run_media,
 )
 from kvbench.report.wandb_send import QUIET, NotSent, not_taken, send
-from kvbench.store import MANIFEST, Run, StoreError, load_run, record_files
 
 if TYPE_CHECKING:
     import wandb
@@ -65,7 +65,7 @@ def log_runs(
     line and nothing else; a server that fails is not asked again by this process.
 
     Args:
-        runs: as `kvbench.store.load_runs` gives them. Those beside them on disk (same experiment,
+        runs: as `kvbench.records.load_runs` gives them. Those beside them on disk (same experiment,
             model and task) serve for differences and for the comparison.
         mode: "auto" is online when WANDB_API_KEY is set (and WANDB_MODE does not say otherwise),
             else offline.

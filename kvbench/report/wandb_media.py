@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from kvbench.records import Run
 from kvbench.report.curves import error_against_memory, score_against_ratio
 from kvbench.report.data import Arm, Group
 from kvbench.report.drawing import Drawn, axis_name
@@ -18,7 +19,6 @@ from kvbench.report.figures import grid_of, heatmap_alone, heatmaps
 from kvbench.report.predictions import clip, sample_of
 from kvbench.report.tables import Cell, Row, ScoreTable, as_text, score_table
 from kvbench.report.views import unit_text
-from kvbench.store import Run
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

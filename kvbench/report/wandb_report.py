@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvbench.records import StoreError
 from kvbench.report.build import views_of
 from kvbench.report.data import Experiment, Group, load_experiment
 from kvbench.report.files import write_text
@@ -28,7 +29,6 @@ from kvbench.report.views import unit_text
 from kvbench.report.wandb_log import COMPARISON, comparison_id, log_runs, run_id
 from kvbench.report.wandb_media import curves, field_tables
 from kvbench.report.wandb_send import NotSent, probe
-from kvbench.store import StoreError
 
 if TYPE_CHECKING:
     import wandb_workspaces.reports.v2 as wr
