@@ -44,7 +44,8 @@ from kvbench.report.figures import figures_of, heatmap_alone
 from kvbench.report.page import Section, render_page
 from kvbench.report.predictions import bucket_of, marked, sample_of
 from kvbench.report.style import style_of
-from kvbench.report.tables import AVERAGE, overviews, score_table, timing_table
+from kvbench.report.tables import AVERAGE, overviews, score_table
+from kvbench.report.timings import timing_table
 
 METHODS = ("exact", "snapkv", "h2o", "balancekv")
 

@@ -18,15 +18,8 @@ from kvbench.report.pairs import pairs_frame, pairs_of, pairs_view
 from kvbench.report.paper import PaperError, Published, comparison_frame, published_tables
 from kvbench.report.paper_views import comparison_name, comparison_views
 from kvbench.report.study import Study, study_of
-from kvbench.report.tables import (
-    ScoreTable,
-    frame_of,
-    overviews,
-    score_table,
-    split_frame,
-    timing_frame,
-    timing_table,
-)
+from kvbench.report.tables import ScoreTable, frame_of, overviews, score_table, split_frame
+from kvbench.report.timings import timing_frame, timing_table
 from kvbench.report.views import (
     View,
     difference_view,

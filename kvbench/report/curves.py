@@ -25,7 +25,8 @@ from kvbench.report.drawing import (
 )
 from kvbench.report.stats import Estimate
 from kvbench.report.style import style_of
-from kvbench.report.tables import AVERAGE, ScoreTable, Timing, failures_text, score_table
+from kvbench.report.tables import AVERAGE, ScoreTable, failures_text, score_table
+from kvbench.report.timings import Timing
 from kvbench.report.views import value_text
 
 Point = tuple[float, Estimate]

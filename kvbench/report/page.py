@@ -27,7 +27,8 @@ from kvbench.report.predictions import Shown, clip, sample_of
 from kvbench.report.stats import Estimate
 from kvbench.report.study import Study
 from kvbench.report.style import order_of, style_of
-from kvbench.report.tables import Overview, ScoreTable, Timing
+from kvbench.report.tables import Overview, ScoreTable
+from kvbench.report.timings import Timing
 from kvbench.report.views import View
 
 _HERE = Path(__file__).parent

@@ -8,16 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvbench.report.stats import Estimate
-from kvbench.report.tables import (
-    AVERAGE,
-    NO_CELL,
-    Cell,
-    Overview,
-    Row,
-    ScoreTable,
-    Timing,
-    failures_text,
-)
+from kvbench.report.tables import AVERAGE, NO_CELL, Cell, Overview, Row, ScoreTable, failures_text
+from kvbench.report.timings import Timing
 
 MISSING = "–"
 INCOMPLETE = "†"

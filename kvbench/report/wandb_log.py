@@ -24,7 +24,8 @@ from filelock import FileLock
 
 from kvbench.records import MANIFEST, Run, StoreError, load_run, record_files
 from kvbench.report.data import BASELINE, Group, group_runs
-from kvbench.report.tables import Row, ScoreTable, score_table, timing_table
+from kvbench.report.tables import Row, ScoreTable, score_table
+from kvbench.report.timings import timing_table
 from kvbench.report.wandb_media import (
     Curve,
     cap_note,
