@@ -8,8 +8,9 @@ from dataclasses import replace
 
 from kvbench.engine.faults import device_answers, free_memory
 from kvbench.engine.session import Session
-from kvbench.interrupts import time_limit
-from kvbench.plan import BatchPlan, Methods, Outcome, Plan, Unit, one_line, status_of
+from kvbench.interrupts import asks_to_stop, time_limit
+from kvbench.messages import one_line, traceback_of
+from kvbench.plan import BatchPlan, Methods, Outcome, Plan, Unit, status_of
 
 log = logging.getLogger(__name__)
 
@@ -109,9 +110,11 @@ def _attempt(
         with time_limit(session.example_timeout, hung):
             for outcome in plan.run(unit, methods, session):
                 outcomes.append(outcome)  # what was told before a failure counts
-    except Exception as failure:
+    except BaseException as failure:
+        if asks_to_stop(failure):
+            raise
         log.warning("%s: %s", unit.id, one_line(failure))
-        log.debug("traceback", exc_info=True)
+        log.debug("%s", traceback_of(failure))
         failed = owed(unit, methods, status_of(failure), one_line(failure), outcomes)
     again = dict.fromkeys(outcome.method for outcome in failed)
     again |= dict.fromkeys(

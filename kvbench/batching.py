@@ -17,8 +17,10 @@ from kvbench.attempts import BLAMED_ON_COMPANY, outcomes_of, outcomes_together, 
 from kvbench.engine import memory
 from kvbench.engine.faults import device_answers, free_memory, is_out_of_memory
 from kvbench.engine.session import Session
+from kvbench.interrupts import asks_to_stop
 from kvbench.kv import KVError
-from kvbench.plan import BatchPlan, Methods, Outcome, Plan, Unit, one_line
+from kvbench.messages import one_line
+from kvbench.plan import BatchPlan, Methods, Outcome, Plan, Unit
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +130,9 @@ def run_group(
     out_of_memory = False
     try:
         together = outcomes_together(plan, group, session, save)
-    except Exception as failure:  # noqa: BLE001 - smaller groups tell whose failure it is
+    except BaseException as failure:  # smaller groups tell whose failure it is
+        if asks_to_stop(failure):
+            raise
         out_of_memory = is_out_of_memory(failure)
         error = one_line(failure)
         log.info("batch of %d: %s", len(group), error)

@@ -8,11 +8,12 @@ This module imports no torch, so that --help, list, show and usage errors come a
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import NoReturn
 
@@ -27,10 +28,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kvbench import __version__
 from kvbench.catalogue import KINDS, catalogue, config_dir
-from kvbench.interrupts import TERMINATED, Terminated
+from kvbench.interrupts import TERMINATED, Terminated, Termination
 from kvbench.jobs import FAILED, USAGE, Jobs, complain, explained
+from kvbench.messages import traceback_of
 from kvbench.nearest import nearest
 from kvbench.overrides import check_groups, check_syntax, check_values, explain, sample_overrides
+from kvbench.secrets import redact
 
 INTERRUPTED = 130
 GOES_ON = "what is done is on disk, the same command goes on from there"
@@ -114,19 +117,26 @@ def main(argv: Sequence[str] | None = None) -> None:
         elif arguments[:1] == ["show"]:
             status = _show(arguments[1:])
         else:
-            status = _run(arguments)
+            with Termination():
+                status = _run(arguments)
     except UsageError as error:
         complain(str(error))
         status = USAGE
     except KeyboardInterrupt:
         complain("interrupted; " + GOES_ON)
         status = INTERRUPTED
+    except Terminated:
+        complain("terminated; " + GOES_ON)
+        status = TERMINATED
     except BrokenPipeError:  # kvbench list methods | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = FAILED
     except OSError as error:  # a full disk, say, where no job runs
         known = explained(error)
         complain(known[0] if known else str(error))
+        status = FAILED
+    except Exception as error:  # noqa: BLE001 - a bug: its traceback, but no secrets
+        print(traceback_of(error), file=sys.stderr, end="", flush=True)
         status = FAILED
     sys.exit(status)
 
@@ -159,7 +169,7 @@ def _show(arguments: Sequence[str]) -> int:
         if argument.startswith("-"):
             raise UsageError(f"show has no option {argument!r}; allowed: key=value")
     config = _composed(arguments, sweep=False)[0]
-    print(OmegaConf.to_yaml(_job_config(config), resolve=True), end="")
+    print(redact(OmegaConf.to_yaml(_job_config(config), resolve=True)), end="")
     return 0
 
 
@@ -210,10 +220,11 @@ def _run(arguments: Sequence[str]) -> int:
     flags = [argument for argument in arguments if argument not in options.overrides]
     overrides = list(options.overrides)
     jobs = Jobs(typed, sweep=options.multirun)
+    asked = bool(options.help or options.hydra_help or options.cfg or options.info)
     with ExitStack() as stack:
         if not options.shell_completion and not options.config_dir and not options.config_name:
             configs = _composed(options.overrides, sweep=options.multirun)
-            if not (options.help or options.hydra_help or options.cfg or options.info):
+            if not asked:
                 split = _shards(configs, options.overrides)
                 jobs.sweep = bool(options.multirun or split or _is_sweep(configs[0]))
                 if jobs.sweep:
@@ -225,10 +236,22 @@ def _run(arguments: Sequence[str]) -> int:
                 if split and not configs[0].dry_run:
                     overrides.append(split)
                     flags += [] if options.multirun else ["--multirun"]
-        status = _run_hydra([*overrides, *flags], jobs)
+        with _said_without_secrets() if asked else nullcontext():
+            status = _run_hydra([*overrides, *flags], jobs)
         if jobs.sweep and jobs.outcomes and configs[0].dry_run:
             jobs.print_plan(configs[0].launcher.name, split.count("/") if split else 1)
         return status
+
+
+@contextmanager
+def _said_without_secrets() -> Iterator[None]:
+    """What Hydra prints of a config goes out without the tokens and keys that are in it."""
+    said = io.StringIO()
+    try:
+        with redirect_stdout(said):
+            yield
+    finally:
+        print(redact(said.getvalue()), end="")
 
 
 def _run_hydra(arguments: Sequence[str], jobs: Jobs) -> int:
@@ -240,11 +263,8 @@ def _run_hydra(arguments: Sequence[str], jobs: Jobs) -> int:
     stopped = 0
     try:
         decorate(jobs)()
-    except KeyboardInterrupt:  # nobody then wants to wait for figures
+    except (KeyboardInterrupt, Terminated):  # nobody then wants to wait for figures
         raise
-    except Terminated:
-        complain("terminated; " + GOES_ON)
-        return TERMINATED
     except SystemExit as stop:  # Hydra's or a launcher's, after a message
         stopped = stop.code if isinstance(stop.code, int) else FAILED
     if jobs.folders:

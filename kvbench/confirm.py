@@ -8,7 +8,8 @@ import sys
 from collections.abc import Sequence
 
 from kvbench.dry_run import Estimate, duration, few_tokens, units_to_run
-from kvbench.plan import EncodedExample, Outcome, Unit, one_line
+from kvbench.messages import one_line
+from kvbench.plan import EncodedExample, Outcome, Unit
 from kvbench.runner import Job
 
 

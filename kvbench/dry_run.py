@@ -16,8 +16,9 @@ from rich.table import Table
 
 from kvbench.engine.estimate import CacheShape, cache_shape, is_cheap
 from kvbench.kv import Budget
+from kvbench.messages import one_line
 from kvbench.methods.base import Method
-from kvbench.plan import EncodedExample, Unit, one_line
+from kvbench.plan import EncodedExample, Unit
 from kvbench.records import StoreError, load_run
 from kvbench.runner import Job
 

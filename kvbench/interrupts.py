@@ -36,7 +36,7 @@ class Termination:
 
     SIGTERM is left as it is outside the main thread, and where it has a handler already: in a job on
     Slurm it announces that the job is preempted, and one that ends by itself is not put back into the
-    queue.
+    queue. Within another `Termination`, it is the other.
     """
 
     def __init__(self) -> None:
@@ -44,10 +44,12 @@ class Termination:
         self._asked = False
 
     def __enter__(self) -> Termination:
-        self._ours = in_main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        before = signal.getsignal(signal.SIGTERM)
+        self._ours = in_main_thread() and before == signal.SIG_DFL
         if self._ours:
-            self._before = signal.signal(signal.SIGTERM, self._handle)
-        return self
+            signal.signal(signal.SIGTERM, self._handle)
+        outer = getattr(before, "__self__", None)
+        return outer if isinstance(outer, Termination) else self
 
     def __exit__(
         self,
@@ -56,7 +58,7 @@ class Termination:
         traceback: TracebackType | None,
     ) -> None:
         if self._ours:
-            signal.signal(signal.SIGTERM, self._before)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _handle(self, _signal: int, _frame: FrameType | None) -> None:
         if self._busy and not self._asked:
@@ -78,6 +80,13 @@ class Termination:
             self._busy = False
         if self._asked:
             raise Terminated
+
+
+def asks_to_stop(error: BaseException) -> bool:
+    """Whether an exception is somebody's wish that this process ends. Any other is a failure of what
+    ran, those that are no `Exception` too: a panic in a library written in Rust, a library's
+    ``sys.exit``."""
+    return isinstance(error, KeyboardInterrupt | GeneratorExit | Terminated)
 
 
 def in_main_thread() -> bool:
@@ -105,6 +114,8 @@ def time_limit(seconds: float | None, on_hang: Callable[[], None]) -> Iterator[N
 
     def alarm(_signal: int, _frame: FrameType | None) -> None:
         heard.set()
+        if over.is_set():
+            return
         raise TimeoutError(f"the example took more than {seconds:g} s")
 
     def watch() -> None:
@@ -123,8 +134,11 @@ def time_limit(seconds: float | None, on_hang: Callable[[], None]) -> Iterator[N
     watcher.start()
     signal.setitimer(signal.ITIMER_REAL, period, period)
     try:
-        yield
+        try:
+            yield
+        finally:
+            over.set()  # the next alarm after one that comes right here is a period away
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         over.set()
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,26 +17,19 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvbench.interrupts import asks_to_stop
+from kvbench.messages import one_line, presentable, text_of, traceback_of
 from kvbench.secrets import redact
 
 FAILED, USAGE = 1, 2
 
 
-LONGEST = 1000
-"""Characters of a message that a reader gets to see."""
-
-
 def complain(message: str) -> None:
-    """One line on stderr, whatever is in the message: no line ends, no control characters, no secrets,
-    and of a very long one both ends."""
-    text = redact(message)
-    if len(text) > LONGEST:
-        text = f"{text[: LONGEST - 300]} [...] {text[-300:]}"
-    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-    print(f"kvbench: {text}", file=sys.stderr, flush=True)
+    """One line on stderr, whatever is in the message; see `presentable`."""
+    print(f"kvbench: {presentable(message)}", file=sys.stderr, flush=True)
 
 
-def explained(error: Exception) -> tuple[str, int] | None:
+def explained(error: BaseException) -> tuple[str, int] | None:
     """One line and an exit status for an error that names a thing, its value and what is allowed:
     2 for usage, 1 for the disk, the device or another process. None: the error is a bug."""
     from hydra.errors import InstantiationException
@@ -55,7 +47,7 @@ def explained(error: Exception) -> tuple[str, int] | None:
     if isinstance(error, InstantiationException):
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             return None
-        return " ".join(str(error.__cause__ or error).split()), USAGE
+        return " ".join(text_of(error.__cause__ or error).split()), USAGE
     if isinstance(error, OmegaConfBaseException):  # an interpolation that leads nowhere
         return " ".join(str(error).split()), USAGE
     if isinstance(error, KVError | TaskError | ModelError | UnsupportedModel):
@@ -112,8 +104,8 @@ class Jobs:
         self.outcomes: list[JobOutcome] = []
 
     def __call__(self, config: DictConfig) -> JobOutcome:
-        """Run one job. An error that can be explained is one line; another keeps its traceback, and
-        ends the command unless there are other jobs."""
+        """Run one job. An error that can be explained is one line; another is a bug, and a traceback
+        before the line. Neither stops the other jobs."""
         sys.argv = self.argv  # where the manifest looks for the command
         outcome = self._run(config, tuple(HydraConfig.get().overrides.task))
         self.outcomes.append(outcome)
@@ -124,15 +116,15 @@ class Jobs:
 
         try:
             done = run_config(config)
-        except Exception as error:
-            known = explained(error)
-            if known is None and not self.sweep:
+        except BaseException as error:
+            if asks_to_stop(error) or isinstance(error, SystemExit):
                 raise
+            known = explained(error)
             if known is None:
-                traceback.print_exc()
-                known = f"{type(error).__name__}: {error}".splitlines()[0], FAILED
+                print(traceback_of(error), file=sys.stderr, end="", flush=True)
+                known = one_line(error), FAILED
             complain(known[0])
-            return JobOutcome(overrides, error=known[0], status=known[1])
+            return JobOutcome(overrides, error=presentable(known[0]), status=known[1])
         if done is None:  # a dry run
             return JobOutcome(overrides)
         folder, result = done
@@ -184,4 +176,4 @@ def names(jobs: Sequence[Sequence[str]]) -> list[str]:
     """What sets each job apart from the others: of its overrides those that not all have."""
     common = set.intersection(*map(set, jobs)) if len(jobs) > 1 else set()
     own = (" ".join(text for text in overrides if text not in common) for overrides in jobs)
-    return [name or f"job {number}" for number, name in enumerate(own, 1)]
+    return [redact(name) or f"job {number}" for number, name in enumerate(own, 1)]

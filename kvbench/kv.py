@@ -226,6 +226,24 @@ def keep_all(layer: LayerKV) -> CompressedKV:
     return CompressedKV(layer.keys, layer.values, None, positions)
 
 
+def check_held(held: CompressedKV, layer: LayerKV) -> None:
+    """Refuse what cannot stand in the layer's place, before other methods' rows meet it.
+
+    Raises:
+        ValueError: naming the tensor, its shape and dtype, and what is allowed.
+    """
+    heads = held.keys.shape[1] if held.keys.dim() == 4 else 0
+    repeats = max(1, heads // layer.keys.shape[1])  # a method may repeat keys to query heads
+    for name in ("keys", "values"):
+        part, like = getattr(held, name), getattr(layer, name)
+        batch, kv_heads, _, dim = like.shape
+        allowed = (batch, repeats * kv_heads, *held.keys.shape[2:3], dim)
+        if tuple(part.shape) != allowed or part.dtype != like.dtype:
+            raise ValueError(
+                f"{name} are {tuple(part.shape)} {part.dtype}; allowed: {allowed} {like.dtype}"
+            )
+
+
 def check_finite(layer: LayerKV) -> None:
     """Refuse keys or values that are not finite: no method can choose among them.
 

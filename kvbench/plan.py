@@ -16,8 +16,8 @@ from kvbench.engine.faults import is_out_of_memory
 from kvbench.engine.generate import Generation, Prompt, run_batch
 from kvbench.engine.session import Session
 from kvbench.kv import Budget, BudgetExceeded, KVError
+from kvbench.messages import one_line
 from kvbench.methods.base import Method
-from kvbench.secrets import redact
 from kvbench.tasks.base import Example, PromptEncoder, Task
 
 Methods = Mapping[str, tuple[Method, Budget]]
@@ -94,12 +94,6 @@ def status_of(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
         return "timeout"
     return "oom" if is_out_of_memory(error) else "error"
-
-
-def one_line(error: BaseException) -> str:
-    """An exception as one line: its type and the first line of its message."""
-    lines = redact(str(error)).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 @dataclass(frozen=True)

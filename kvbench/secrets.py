@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 T = TypeVar("T")
 
@@ -13,7 +14,9 @@ HIDDEN = "***"
 
 _NAMES = r"token|api_?key|access_?key|secret|password|passwd|credentials?"
 _SECRET_NAME = re.compile(rf"(?:^|[_.\-])(?:{_NAMES})$", re.IGNORECASE)
-_SECRET_VARIABLE = re.compile(rf"(?:{_NAMES})(?:_|$)", re.IGNORECASE)
+_SECRET_VARIABLE = re.compile(
+    rf"(?:{_NAMES})(?:_|$)|(?:^|_)(?:key|pass|passphrase|auth)$", re.IGNORECASE
+)
 _SHAPES = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}"  # Hugging Face
     r"|(?:wandb_v1_|local-)[A-Za-z0-9_]{20,}"  # W&B, beside the bare 40 hex digits below
@@ -40,13 +43,13 @@ def redact(value: T) -> T:
 
 
 def _environment() -> list[str]:
-    """Secrets of the environment, the longest first."""
+    """Secrets of the environment, as they are and as a URL has them, the longest first."""
     found = {
         value
         for name, value in os.environ.items()
         if _SECRET_VARIABLE.search(name) and len(value) >= _SHORTEST
     }
-    return sorted(found, key=len, reverse=True)
+    return sorted(found | {quote(value, safe="") for value in found}, key=len, reverse=True)
 
 
 def _redacted(value: Any, known: list[str]) -> Any:

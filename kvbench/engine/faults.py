@@ -8,6 +8,8 @@ import traceback
 import torch
 from torch import Tensor
 
+from kvbench.messages import text_of
+
 
 class NonFiniteLogits(ArithmeticError):
     """The model's logits are NaN or infinite, so that no token can be chosen."""
@@ -35,7 +37,7 @@ def choose(logits: Tensor) -> tuple[list[int], list[bool]]:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the device or the host had no memory left."""
-    text = str(error).lower()
+    text = text_of(error).lower()
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
         words in text for words in ("out of memory", "can't allocate memory", "_alloc_failed")
     )
@@ -43,10 +45,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def release_frames(error: BaseException) -> None:
     """Let go of the tensors that the error's traceback keeps alive; the traceback stays readable."""
-    seen: BaseException | None = error
-    while seen is not None:
-        traceback.clear_frames(seen.__traceback__)
-        seen = seen.__context__
+    seen: set[int] = set()
+    each: BaseException | None = error
+    while (
+        each is not None and id(each) not in seen
+    ):  # contexts set by hand may go round in a circle
+        seen.add(id(each))
+        traceback.clear_frames(each.__traceback__)
+        each = each.__context__
 
 
 def free_memory(device: torch.device) -> None:

@@ -56,9 +56,10 @@ class Stopping:
 
     def first(self, logits: Tensor) -> Tensor:
         """Logits [rows, vocab] of the first token, without what it may not be."""
-        if self.may_be_empty or not self.end_ids:
+        ids = [one for one in sorted(self.end_ids) if 0 <= one < logits.shape[-1]]
+        if self.may_be_empty or not ids:
             return logits
-        ends = torch.tensor(sorted(self.end_ids), device=logits.device)
+        ends = torch.tensor(ids, device=logits.device)
         return logits.index_fill(-1, ends, float("-inf"))
 
     def cut(self, text: str) -> str:

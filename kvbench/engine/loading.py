@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
@@ -19,10 +21,14 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import cached_file
 
 from kvbench.engine.attention import IMPLEMENTATION, UnsupportedModel, register
 from kvbench.engine.faults import is_out_of_memory
+from kvbench.messages import first_line, one_line, traceback_of
 from kvbench.tasks.base import PromptEncoder
+
+log = logging.getLogger(__name__)
 
 ASSET_PREFIX = "asset:"
 """``path: asset:recall_mini`` names a model that ships with the package."""
@@ -177,6 +183,8 @@ def _one_line(what: str, spec: ModelSpec) -> Iterator[None]:
 
     try:
         yield
+    except ModelError:
+        raise
     except GatedRepoError as error:
         raise ModelError(
             f"{what} {spec.path!r} is gated: accept its licence on its Hub page, then set HF_TOKEN "
@@ -197,15 +205,15 @@ def _one_line(what: str, spec: ModelSpec) -> Iterator[None]:
                 f"{what} {spec.path!r} brings code of its own; allowed: a model that transformers "
                 "knows, or model.trust_remote_code=true to run that code"
             ) from error
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"{what} {spec.path!r} cannot be loaded: {first}") from error
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise ModelError(
-            f"{what} {spec.path!r} does not fit into memory; allowed: a smaller model, "
-            "dtype=bfloat16, or model.device_map=auto over several devices"
-        ) from error
+        raise ModelError(f"{what} {spec.path!r} cannot be loaded: {first_line(error)}") from error
+    except Exception as error:  # whatever the libraries make of files that are broken
+        if is_out_of_memory(error):
+            raise ModelError(
+                f"{what} {spec.path!r} does not fit into memory; allowed: a smaller model, "
+                "dtype=bfloat16, or model.device_map=auto over several devices"
+            ) from error
+        log.debug("%s", traceback_of(error))
+        raise ModelError(f"{what} {spec.path!r} cannot be loaded: {one_line(error)}") from error
 
 
 def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
@@ -293,7 +301,8 @@ def load_model(
                         config, dtype=dtype, attn_implementation=IMPLEMENTATION
                     )
         else:
-            model = AutoModelForCausalLM.from_pretrained(
+            _check_safetensors(spec, config)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 local_path(spec.path),
                 config=config,
                 revision=spec.revision or "main",  # converts what is not safetensors
@@ -305,10 +314,55 @@ def load_model(
                 max_memory=None if spec.max_memory is None else dict(spec.max_memory),
                 trust_remote_code=spec.trust_remote_code,
                 use_safetensors=True,
+                output_loading_info=True,
             )
+            model, found = loaded
+            _check_whole(found["missing_keys"], spec)
+            model_end_ids(model)
     if spec.device_map is None or spec.random_weights:
         model = model.to(device)
     return model.eval()
+
+
+def _check_safetensors(spec: ModelSpec, config: PreTrainedConfig) -> None:
+    """Refuse a model whose files name weights of another kind. The library's ``use_safetensors`` looks
+    at no more than the name of the first file: what an index lists, or the config names in its place,
+    it would unpickle.
+
+    Raises:
+        ModelError: naming the file.
+    """
+    named = getattr(config, "transformers_weights", None) or "model.safetensors.index.json"
+    files = [named.removesuffix(".index.json")]
+    index = cached_file(
+        local_path(spec.path),
+        named if named.endswith(".index.json") else "model.safetensors.index.json",
+        revision=spec.revision or "main",
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    if index is not None:
+        files += json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()
+    for file in files:
+        if not file.endswith(".safetensors"):
+            raise ModelError(
+                f"model {spec.path!r} keeps weights in {file!r}; allowed: safetensors files, since "
+                "others may run code when they are read"
+            )
+
+
+def _check_whole(missing: Collection[str], spec: ModelSpec) -> None:
+    """Refuse a model of which weights are missing: the library would draw them at random.
+
+    Raises:
+        ModelError: naming the first of them.
+    """
+    if missing:
+        raise ModelError(
+            f"model {spec.path!r} lacks {len(missing)} weights, e.g. {min(missing)}; allowed: a "
+            "folder with all of them"
+        )
 
 
 def prompt_encoder(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> PromptEncoder:
@@ -317,6 +371,11 @@ def prompt_encoder(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> Promp
     Raises:
         ModelError: `chat_template: always` and the tokenizer has none.
     """
+    with _one_line("tokenizer of model", spec):
+        return _prompt_encoder(tokenizer, spec)
+
+
+def _prompt_encoder(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> PromptEncoder:
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if spec.chat_template == "always" and not has_template:
         raise ModelError(
@@ -324,9 +383,10 @@ def prompt_encoder(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> Promp
             "allowed: auto, never"
         )
     if has_template and spec.chat_template != "never":
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True
-        )
+        with _one_line("chat template of model", spec):
+            text = tokenizer.apply_chat_template(
+                [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True
+            )
         before, _, after = str(text).partition(_MARK)
         return PromptEncoder(
             tokenizer,
@@ -379,10 +439,24 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> froze
 
 def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Tokens that end a generation: the generation config's (one or several), the tokenizer's."""
+    end = tokenizer.eos_token_id
+    return model_end_ids(model) | (frozenset() if end is None else {end})
+
+
+def model_end_ids(model: PreTrainedModel) -> frozenset[int]:
+    """Tokens that end a generation, as the model's folder says.
+
+    Raises:
+        ModelError: it names something else.
+    """
     ids: set[int] = set()
     for source in (model.generation_config, model.config):
         end = getattr(source, "eos_token_id", None)
-        ids.update([end] if isinstance(end, int) else end or [])
-    if tokenizer.eos_token_id is not None:
-        ids.add(tokenizer.eos_token_id)
+        several = list(end) if isinstance(end, list | tuple) else [] if end is None else [end]
+        if not all(isinstance(one, int) and not isinstance(one, bool) for one in several):
+            raise ModelError(
+                f"eos_token_id of model {model.name_or_path!r} is {end!r}; allowed: a token's number, "
+                "or a list of them"
+            )
+        ids.update(several)
     return frozenset(ids)

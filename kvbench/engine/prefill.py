@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from kvbench.engine.attention import UnsupportedModel, exact_attention
 from kvbench.engine.cache import Fork, layer_generator
-from kvbench.kv import CompressedKV, LayerKV, check_finite, keep_all
+from kvbench.kv import CompressedKV, LayerKV, check_finite, check_held, keep_all
 
 
 def compressible_layers(model: PreTrainedModel) -> list[int]:
@@ -138,6 +138,7 @@ class PrefillState:
                     fork.budget, kv.n, kv.layer_index, kv.num_layers
                 )
                 held = fork.method.compress(kv, fork.budget, generator)
+                check_held(held, kv)
             else:
                 capacity, held = kv.n, keep_all(kv)
             fork.hold(layer, held, capacity)

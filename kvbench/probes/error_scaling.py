@@ -30,9 +30,10 @@ from kvbench.engine.cache import layer_generator
 from kvbench.engine.prefill import capture_layers
 from kvbench.engine.session import Session
 from kvbench.kv import Budget, KVError, LayerKV, check_finite, keep_all
+from kvbench.messages import one_line
 from kvbench.methods.base import Method
 from kvbench.nearest import nearest
-from kvbench.plan import Methods, Outcome, Unit, encode_example, one_line, status_of
+from kvbench.plan import Methods, Outcome, Unit, encode_example, status_of
 from kvbench.probes.layer_error import compress_measured, estimate
 from kvbench.tasks.base import Task, TaskError
 

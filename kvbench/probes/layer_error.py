@@ -23,8 +23,9 @@ from kvbench.kv import (
     check_finite,
     keep_all,
 )
+from kvbench.messages import one_line
 from kvbench.methods.base import Method
-from kvbench.plan import Methods, Outcome, Unit, encode_example, one_line, status_of
+from kvbench.plan import Methods, Outcome, Unit, encode_example, status_of
 from kvbench.tasks.base import Task, TaskError
 
 

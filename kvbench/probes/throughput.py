@@ -20,8 +20,9 @@ from kvbench.engine.generate import Prompt, Stopping, run_batch
 from kvbench.engine.prefill import input_device
 from kvbench.engine.session import Session
 from kvbench.kv import Budget, KVError
+from kvbench.messages import one_line
 from kvbench.methods.base import Method
-from kvbench.plan import Methods, Outcome, Unit, measured, one_line, status_of
+from kvbench.plan import Methods, Outcome, Unit, measured, status_of
 from kvbench.probes.largest import largest_batch
 from kvbench.tasks.base import TaskError
 

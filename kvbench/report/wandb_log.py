@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from filelock import FileLock
 
+from kvbench.messages import first_line
 from kvbench.records import MANIFEST, Run, StoreError, load_run, record_files
 from kvbench.report.data import BASELINE, Group, group_runs
 from kvbench.report.tables import Row, ScoreTable, score_table
@@ -176,7 +177,7 @@ def _log_task(
                     with _warning(f"the comparison of {group.task} on {group.model}"):
                         compared.append(_log_comparison(group, place.parent, project, entity))
     except (OSError, StoreError) as error:
-        log.warning("W&B: %s was not logged: %s", task, _line(error))
+        log.warning("W&B: %s was not logged: %s", task, first_line(error))
     return written, compared
 
 
@@ -310,7 +311,7 @@ def _send(folders: Sequence[Path], timeout_s: float) -> None:
         log.warning(
             "W&B: %s. %d of %d runs were not sent; they, and what this process logs from now on, are"
             " on disk. Send them later with: wandb sync %s",
-            _line(error),
+            first_line(error),
             len(not_taken(folders)),
             len(folders),
             shlex.quote(str(place)),
@@ -336,7 +337,7 @@ def _warning(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # noqa: BLE001 - W&B's, whatever it is
-        log.warning("W&B: %s was not logged: %s", what, _line(error))
+        log.warning("W&B: %s was not logged: %s", what, first_line(error))
 
 
 @contextmanager
@@ -424,10 +425,6 @@ def _drop_copies(folder: Path, name: str) -> None:
 def _id(names: Mapping[str, Any], keys: Sequence[str]) -> str:
     text = json.dumps([str(names.get(key)) for key in keys])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _is_nan(value: Any) -> bool:

@@ -17,6 +17,8 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvbench.secrets import redact
+
 PROBE_S = 10.0
 """Seconds within which the server must answer at all."""
 
@@ -108,9 +110,7 @@ def _reason(output: str, status: int) -> str:
     errors = [match.group(1).rstrip(".") for match in found if match]
     if errors and errors[-1] == "<no message>":  # what the client makes of an empty 401
         return "the server refused them, as it does when it does not know the API key"
-    text = errors[-1] if errors else f"`wandb sync` ended with status {status}"
-    key = os.environ.get("WANDB_API_KEY")
-    return text.replace(key, "***") if key else text
+    return redact(errors[-1] if errors else f"`wandb sync` ended with status {status}")
 
 
 def _kill(process: subprocess.Popen[str]) -> None:

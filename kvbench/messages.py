@@ -1,0 +1,44 @@
+"""What is said about an error: one line that a terminal, a record and a log can hold, without secrets,
+whatever the error's own message is."""
+
+from __future__ import annotations
+
+import traceback
+
+from kvbench.secrets import redact
+
+LONGEST = 1000
+"""Characters of a message that a reader gets to see."""
+
+
+def presentable(text: str) -> str:
+    """One line: no line ends, no control characters, no secrets, and of a very long one both ends."""
+    text = redact(text)
+    if len(text) > LONGEST:
+        text = f"{text[: LONGEST - 300]} [...] {text[-300:]}"
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def text_of(error: BaseException) -> str:
+    """The error's message. Some errors fail to tell it: then that."""
+    try:
+        return str(error)
+    except Exception as failure:  # noqa: BLE001 - code of whoever wrote the error's class
+        return f"(its message is not to be had: {type(failure).__name__})"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of the error's message, or the error's type where it has none."""
+    lines = redact(text_of(error)).strip().splitlines()
+    return presentable(lines[0]) if lines else type(error).__name__
+
+
+def one_line(error: BaseException) -> str:
+    """An error as one line: its type and the first line of its message."""
+    name, line = type(error).__name__, first_line(error)
+    return name if line == name else f"{name}: {line}"
+
+
+def traceback_of(error: BaseException) -> str:
+    """The error's traceback as Python prints it, without secrets."""
+    return redact("".join(traceback.format_exception(error)))
