@@ -7,6 +7,7 @@ units, so that a record of such a failure is always that of a unit which failed 
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -51,7 +52,8 @@ class BatchSize:
     """How many units run together.
 
     ``auto`` starts with one, doubles while twice the last group's need fits in memory, and is halved
-    by a group that ran out of it; beyond that size it does not grow again.
+    by a group that ran out of it; beyond that size it does not grow again. A unit that does not fit
+    even alone says nothing about the others: they go on at the size before.
 
     Attributes:
         setting: as configured, an integer or "auto".
@@ -94,6 +96,11 @@ class BatchSize:
         """A group of so many units did not fit."""
         self.now = self.most = max(1, min(self.most, units // 2))
         log.info("batch of %d ran out of memory; going on with %d", units, self.now)
+
+    def go_back(self, before: BatchSize) -> None:
+        """To an earlier size: what ran out of memory since was one unit's fault."""
+        self.now, self.most = before.now, before.most
+        log.info("one of them fits nowhere; going on with %d again", self.now)
 
 
 def groups(work: Sequence[Work], size: BatchSize, plan: Plan) -> Iterator[Sequence[Work]]:
@@ -146,6 +153,7 @@ def run_group(
         again = [work for work, well in zip(group, final, strict=True) if not well]
         yield from (outcomes for outcomes, well in zip(together, final, strict=True) if well)
         del together
+    before = copy.copy(size)
     if out_of_memory:
         size.ran_out(len(group))
     elif not again:
@@ -155,8 +163,13 @@ def run_group(
     log.info("%d of them run again in smaller batches", len(again))
     free_memory(session.device)
     half = len(group) // 2
+    fits_nowhere = False
     for start in range(0, len(again), half):
-        yield from run_group(plan, again[start : start + half], session, size, save)
+        for outcomes in run_group(plan, again[start : start + half], session, size, save):
+            fits_nowhere |= all(_failed_as([outcome], ("oom",)) for outcome in outcomes)
+            yield outcomes
+    if fits_nowhere:
+        size.go_back(before)
 
 
 def _failed_as(outcomes: Sequence[Outcome], statuses: Sequence[str]) -> bool:

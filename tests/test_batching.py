@@ -19,7 +19,7 @@ from kvbench.engine.loading import ModelSpec
 from kvbench.engine.session import Session
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
-from kvbench.plan import Outcome, Unit
+from kvbench.plan import Outcome, TaskPlan, Unit
 from kvbench.runner import run_job
 from kvbench.tasks.base import Example, PromptEncoder
 
@@ -245,6 +245,29 @@ def test_what_does_not_fit_alone_is_recorded_as_out_of_memory(tmp_path, monkeypa
         assert [(r["status"], r["example_id"]) for r in rows] == [
             ("oom", f"e{i}") for i in range(3)
         ], label
+
+
+@pytest.mark.parametrize(
+    ("size", "sizes"), [(4, [1, 2, 2, 4, 4, 4, 4]), ("auto", [1, 1, 2, 2, 4, 4, 4])]
+)
+def test_an_example_that_fits_nowhere_leaves_the_others_their_batches(
+    tmp_path, monkeypatch, size, sizes
+):
+    real = engine.prefill
+
+    def prefill(model, ids, forks):
+        if forks[0].example_id == "e1":
+            raise MemoryError
+        return real(model, ids, forks)
+
+    monkeypatch.setattr(engine, "prefill", prefill)
+    few = replace(job(tmp_path, batch_size=size), plan=TaskPlan(Unlike(count=8)))
+    records = records_of(run_job(few))
+    for rows in records.values():
+        assert {r["example_id"]: r["status"] for r in rows} == {
+            f"e{i}": "oom" if i == 1 else "ok" for i in range(8)
+        }
+    assert [row["batch"] for row in records["exact"] if row["status"] == "ok"] == sizes
 
 
 def test_a_batch_that_takes_too_long_runs_again_in_halves(tmp_path, monkeypatch):
