@@ -248,7 +248,7 @@ def test_what_does_not_fit_alone_is_recorded_as_out_of_memory(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("size", "sizes"), [(4, [1, 2, 2, 4, 4, 4, 4]), ("auto", [1, 1, 2, 2, 4, 4, 4])]
+    ("size", "sizes"), [(4, [1, 2, 2, 4, 4, 4, 4]), ("auto", [1, 1, 2, 2, 3, 3, 3])]
 )
 def test_an_example_that_fits_nowhere_leaves_the_others_their_batches(
     tmp_path, monkeypatch, size, sizes
