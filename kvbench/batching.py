@@ -165,9 +165,9 @@ def run_group(
     half = len(group) // 2
     fits_nowhere = False
     for start in range(0, len(again), half):
-        for outcomes in run_group(plan, again[start : start + half], session, size, save):
-            fits_nowhere |= all(_failed_as([outcome], ("oom",)) for outcome in outcomes)
-            yield outcomes
+        for each in run_group(plan, again[start : start + half], session, size, save):
+            fits_nowhere |= all(_failed_as([outcome], ("oom",)) for outcome in each)
+            yield each
     if fits_nowhere:
         size.go_back(before)
 

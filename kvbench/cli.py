@@ -267,7 +267,7 @@ def _run_hydra(arguments: Sequence[str], jobs: Jobs) -> int:
         raise
     except SystemExit as stop:  # Hydra's or a launcher's, after a message
         stopped = stop.code if isinstance(stop.code, int) else FAILED
-    if jobs.folders:
+    if jobs.folders or jobs.status:
         from kvbench.app import finish, print_tables
 
         with one_line_errors():
