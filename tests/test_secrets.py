@@ -15,11 +15,11 @@ from test_security import RUN, SECRETS, TYPED, leaks
 
 from kvbench.methods import build_method
 from kvbench.plan import TaskPlan
+from kvbench.records import load_run
 from kvbench.report.wandb_log import log_runs
 from kvbench.report.wandb_send import _reason
 from kvbench.runner import run_job
 from kvbench.secrets import HIDDEN, redact
-from kvbench.store import load_run
 from kvbench.tasks.base import PromptEncoder, TaskError
 
 QUIET = [*RUN, "logger=none"]

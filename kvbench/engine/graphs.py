@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from kvbench.engine.decoding import DecodeState
 from kvbench.engine.faults import is_out_of_memory
 from kvbench.kv import KVError
+from kvbench.messages import first_line
 
 log = logging.getLogger(__name__)
 
@@ -97,11 +98,8 @@ class StepGraphs:
                 raise
             self.failed = True
             state.restore()
-            lines = str(failure).strip().splitlines()
             log.warning(
-                "%s decodes without CUDA graphs: %s",
-                type(model).__name__,
-                lines[0] if lines else failure,
+                "%s decodes without CUDA graphs: %s", type(model).__name__, first_line(failure)
             )
             return None
 
