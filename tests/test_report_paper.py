@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import yaml
 from report_runs import (
     DATASETS,
     LINES_META,
@@ -17,6 +18,7 @@ from report_runs import (
     write_run,
 )
 
+import kvbench
 from kvbench.report.build import build_report
 from kvbench.report.data import load_experiment
 from kvbench.report.formats import latex, markdown
@@ -186,6 +188,70 @@ def test_seconds_are_compared_with_seconds(tmp_path: Path) -> None:
     assert "published 37.769" in build_report(tmp_path / "demo").page.read_text()
 
 
+def test_throughput_at_several_settings_is_compared_setting_by_setting(tmp_path: Path) -> None:
+    """The specs of the two H2O experiments, on records as the probe writes them."""
+    settings = {"throughput_h2o_table3": [(512, 32, 4), (512, 512, 4), (512, 1024, 4), (64, 8, 1)]}
+    settings["throughput_h2o_table5"] = [(2048, 2048, 24), (2048, 2048, 64)]
+    for experiment, asked in settings.items():
+        file = Path(kvbench.__file__).parent / "conf" / "experiment" / f"{experiment}.yaml"
+        spec = yaml.safe_load(file.read_text())["paper_table"]
+        for method in ("exact", "h2o", "snapkv"):
+            records = [
+                {
+                    "example_id": f"{n}+{new}/b{batch}/{rate}/{run}",
+                    "dataset": f"{n}+{new}/b{batch}/{rate}",
+                    "prompt_tokens": n,
+                    "asked_new_tokens": new,
+                    "asked_batch": str(batch) if experiment.endswith("5") else "largest",
+                    "asked_rate": rate,
+                    "latency_s": batch * new / (900 + 100 * run + 1000 * rate),
+                    "score": 900 + 100 * run + 1000 * rate,
+                }
+                for n, new, batch in asked
+                for rate in (0.2, 0.25)
+                for run in range(3)
+            ]
+            write_run(
+                tmp_path,
+                task="throughput",
+                method=method,
+                model="opt_6_7b",
+                records=records,
+                task_meta=THROUGHPUT_META,
+                experiment=experiment,
+                options={"paper_table": spec},
+            )
+
+    def shown(table: Published) -> dict[tuple[str, str], tuple[str, float]]:
+        return {
+            (row.label, column): (pair.printed, round(pair.ours.value, 6))
+            for row in table.rows
+            for column, pair in zip(table.columns, row.pairs, strict=True)
+        }
+
+    def at(new: int) -> str:
+        return f"prompt_len 512, gen_len {new}"
+
+    both = "prompt_len 2048, gen_len 2048"
+    (tokens,) = published_tables(load_experiment(tmp_path / "throughput_h2o_table3"))
+    assert (tokens.unit, tokens.columns) == ("tokens/s", tuple(map(at, (32, 512, 1024))))
+    assert shown(tokens)[("h2o", at(512))] == ("51.7", 1200.0)  # rate 0.2 alone
+    assert shown(tokens)[("exact", at(32))] == ("20.2", 1200.0)
+    assert {row.method for row in tokens.rows} == {"exact", "h2o"}
+    assert {row.model for row in tokens.rows} == {"OPT-6.7B"}
+    latency, tokens = published_tables(load_experiment(tmp_path / "throughput_h2o_table5"))
+    assert (latency.unit, latency.columns) == ("s", (f"{both}, batch 24",))
+    seconds = sum(24 * 2048 / rate for rate in (1100, 1200, 1300)) / 3
+    assert shown(latency)[("h2o", f"{both}, batch 24")] == ("53.5", round(seconds, 6))
+    assert shown(tokens)[("exact", f"{both}, batch 64")] == ("OOM", 1200.0)
+    assert shown(tokens)[("h2o", f"{both}, batch 64")] == ("1161.0", 1200.0)
+    paths = build_report(tmp_path / "throughput_h2o_table5")
+    assert not paths.warnings
+    assert "published OOM" in paths.page.read_text()
+    names = {path.stem for path in paths.tables}
+    assert {f"h2o_table5-throughput{part}-published" for part in ("", "-latency_s")} <= names
+
+
 def test_columns_may_be_methods_and_rates_are_matched(tmp_path: Path) -> None:
     spec = {"file": "balancekv_table5", "methods": ["balancekv", "uniform", "exact"]}
     for method, rate in (("exact", 0.25), ("balancekv", 0.9), ("balancekv", 0.95), ("snapkv", 0.9)):
@@ -260,6 +326,10 @@ def test_without_a_published_table_nothing_is_shown(tmp_path: Path) -> None:
             "has several rows per rate: choose some by `where`",
         ),
         ({"file": "subgen_table1", "value": "acc"}, "has no column acc; it has method, n_tokens"),
+        (
+            {"file": "h2o_table3", "field": "seconds"},
+            "h2o_table3: the records have no field seconds",
+        ),
         (
             {"file": "balancekv_table2", "fields": {"decode_s": "decode_s"}},
             "balancekv_table2 has one setting; t was run with several",

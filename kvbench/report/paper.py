@@ -1,6 +1,7 @@
 """Published numbers beside ours, where an experiment names the published table.
 
-The experiment's config says so under ``paper_table``: a file in results/paper, or a mapping
+The experiment's config says so under ``paper_table``: a file in results/paper, a mapping, or a list of
+them
 
     file: subgen_table1        results/paper/subgen_table1.csv
     value: accuracy            long tables: the column that holds the number
@@ -11,6 +12,13 @@ The experiment's config says so under ``paper_table``: a file in results/paper, 
     scale: 100                 what to multiply the published number by to be per cent
     sums: {code: [lcc, repobench-p]}   columns that are sums of datasets' scores
     fields: {decode_s: decode_s}       columns that are seconds: other record fields than the score
+    field: latency_s           the record field, in seconds, that stands for the score
+    setting: {prompt_len: prompt_tokens, gen_len: asked_new_tokens}   columns and the record fields that
+                               are the same: a column for each combination
+    records: {asked_rate: 0.2}    only our records with this value, or with none
+    rename: {system: method}   columns that are called otherwise there
+    names: {h2o_20: h2o}       methods that are called otherwise there
+    models: {opt_6_7b: OPT-6.7B}  models that are called otherwise there; only ours is shown
 
 A wide table (one column per dataset) needs only its file. Where the table has our model, only that
 model's rows are shown, else those of all its models. A column ``rate`` is matched with the budget's
@@ -22,6 +30,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +87,7 @@ class Published:
 
     Attributes:
         columns: what both tables have, in the paper's order.
+        field: the record field compared, None for the score.
     """
 
     source: str
@@ -86,6 +96,7 @@ class Published:
     unit: str
     columns: tuple[str, ...]
     rows: tuple[PublishedRow, ...]
+    field: str | None = None
 
     @property
     def other_models(self) -> bool:
@@ -116,10 +127,9 @@ def published_tables(experiment: Experiment, folder: Path | None = None) -> list
     """
     found = []
     for group in experiment.groups:
-        specs = {str(_spec_of(m)): _spec_of(m) for m in group.manifests}
+        specs = {str(spec): spec for m in group.manifests for spec in _specs_of(m)}
         for spec in specs.values():
-            if spec:
-                found.append(_compare(group, spec, _read(experiment.folder, spec, folder)))
+            found.append(_compare(group, spec, _read(experiment.folder, spec, folder)))
     return [table for table in found if table.rows]
 
 
@@ -144,6 +154,7 @@ def comparison_frame(tables: Sequence[Published]) -> pd.DataFrame:
             "method": row.method,
             "arm": row.label,
             "column": column,
+            "unit": table.unit,
             "published": pair.published,
             "score": pair.ours.value,
             "score_low": pair.ours.low,
@@ -159,11 +170,10 @@ def comparison_frame(tables: Sequence[Published]) -> pd.DataFrame:
     )
 
 
-def _spec_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    spec = (manifest.get("config") or {}).get("paper_table")
-    if not spec:
-        return {}
-    return {"file": spec} if isinstance(spec, str) else dict(spec)
+def _specs_of(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
+    spec = (manifest.get("config") or {}).get("paper_table") or []
+    each = [spec] if isinstance(spec, str | Mapping) else spec
+    return [{"file": one} if isinstance(one, str) else dict(one) for one in each]
 
 
 def _read(experiment: Path, spec: Mapping[str, Any], folder: Path | None) -> pd.DataFrame:
@@ -177,9 +187,12 @@ def _read(experiment: Path, spec: Mapping[str, Any], folder: Path | None) -> pd.
             break
     else:
         raise PaperError(f"paper_table {name} is in none of {', '.join(map(str, places))}")
+    frame = frame.rename(columns=spec.get("rename") or {})
     where = spec.get("where") or {}
     named = [*where, *(spec[key] for key in ("value", "by") if spec.get(key))]
-    named += [name for key in ("methods", "sums", "fields") for name in spec.get(key) or ()]
+    named += [
+        name for key in ("methods", "sums", "fields", "setting") for name in spec.get(key) or ()
+    ]
     unknown = [column for column in named if column not in frame]
     if unknown:
         raise PaperError(
@@ -200,14 +213,28 @@ def _compare(group: Group, spec: Mapping[str, Any], frame: pd.DataFrame) -> Publ
         by, value = by or "dataset", "value"
     if "method" not in frame:
         frame = frame.assign(method=spec.get("method", ""))
+    frame = frame.assign(method=frame["method"].replace(spec.get("names") or {}))
+    if spec.get("models"):
+        frame = frame[frame["model"] == spec["models"].get(group.model)]
+    group = replace(group, records=_asked(group.records, spec))
+    if spec.get("setting"):
+        by = "setting"
+        theirs = {column: column for column in spec["setting"]}
+        frame = frame.assign(setting=_together(frame, theirs))
+        records = group.records.assign(setting=_together(group.records, spec["setting"]))
+        group = replace(group, records=records)
     if "model" in frame and (frame["model"] == group.model).any():
         frame = frame[frame["model"] == group.model]
     table = score_table(group, by or "dataset", sums=sums)
     if spec.get("fields"):
         table = _fields_table(group, spec["fields"], str(spec["file"]))
+    order: Sequence[str] = table.columns
+    if spec.get("setting"):
+        order = list(dict.fromkeys(frame["setting"]))
     if by and value:
         frame = _spread(frame, by, value, str(spec["file"]))
-    order = table.columns if by and value else frame.columns  # as the paper has them
+    else:
+        order = list(frame.columns)  # as the paper has them
     columns = tuple(column for column in order if column in table.columns and column in frame)
     if AVERAGE in columns and not _same_datasets(frame, table):
         columns = tuple(column for column in columns if column != AVERAGE)
@@ -227,10 +254,35 @@ def _compare(group: Group, spec: Mapping[str, Any], frame: pd.DataFrame) -> Publ
         source=str(spec["file"]).removesuffix(".csv"),
         task=group.task,
         model=group.model,
-        unit=table.unit,
+        unit="s" if spec.get("field") else table.unit,
         columns=columns,
         rows=tuple(_joined(rows)) if columns else (),
+        field=spec.get("field"),
     )
+
+
+def _asked(records: pd.DataFrame, spec: Mapping[str, Any]) -> pd.DataFrame:
+    """The records that a spec is about, with what it compares as their score.
+
+    Raises:
+        PaperError: no such field.
+    """
+    asked, field = spec.get("records") or {}, spec.get("field")
+    named = [*asked, *(spec.get("setting") or {}).values(), *([field] if field else [])]
+    unknown = [name for name in named if name not in records]
+    if unknown:
+        raise PaperError(f"{spec.get('file')}: the records have no field {', '.join(unknown)}")
+    for name, wanted in asked.items():
+        records = records[records[name].isna() | (records[name] == wanted)]
+    if field:
+        records = records.assign(score=pd.to_numeric(records[field], errors="coerce"))
+    return records
+
+
+def _together(frame: pd.DataFrame, fields: Mapping[str, str]) -> pd.Series:
+    """The values of several fields as one text, e.g. ``prompt_len 2048, gen_len 512``."""
+    texts = [name + " " + frame[f].map(_number).map(as_text) for name, f in fields.items()]
+    return reduce(lambda text, more: text + ", " + more, texts)
 
 
 def _joined(rows: Sequence[PublishedRow]) -> list[PublishedRow]:
@@ -316,5 +368,7 @@ def _pair(table: ScoreTable, cell: Cell, printed: object, scale: float) -> Pair:
     factor = 100.0 if table.unit == "fraction" else 1.0
     score = cell.score
     ours = Estimate(score.value * factor, score.low * factor, score.high * factor)
-    text = str(printed) if scale == 1.0 else f"{published:g}"
-    return Pair(published, ours, cell, text if not math.isnan(published) else "")
+    text = str(printed)  # e.g. OOM where it is no number
+    if isinstance(number, float):
+        text = "" if math.isnan(number) else text if scale == 1.0 else f"{published:g}"
+    return Pair(published, ours, cell, text)

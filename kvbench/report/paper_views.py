@@ -32,7 +32,8 @@ def comparison_views(tables: Sequence[Published]) -> list[View]:
 
 def comparison_name(table: Published) -> str:
     """The file name stem of the comparison that a table is part of."""
-    return f"{table.source}-{table.task}-published"
+    field = "" if table.field is None else f"-{table.field}"
+    return f"{table.source}-{table.task}{field}-published"
 
 
 def _view(tables: Sequence[Published]) -> View:
