@@ -14,7 +14,7 @@ PIP_REFERENCES = $(VENV_REFERENCES)/bin/pip install --quiet --disable-pip-versio
   -c tests/references/constraints.txt
 
 .PHONY: help setup demo test test-slow test-slurm test-references lint results reproduce-theory reproduce-table1 reproduce-table5 \
-  reproduce-table6 reproduce-subgen-table2 report figures wandb-report train-recall-mini bench clean
+  reproduce-table6 reproduce-subgen-table2 report figures wandb-report train-recall-mini bench bench-kvpress clean
 
 help: ## show the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 25
@@ -131,6 +131,9 @@ bench: setup ## what sharing a prefill saves, what compression costs, every kern
 	$(BIN)/python scripts/bench_compress.py
 	$(BIN)/python scripts/bench_kernels.py
 	$(BIN)/python scripts/bench_store.py --folder .
+
+bench-kvpress: $(VENV_REFERENCES)/.ready ## six methods in kvpress and in kvbench: seconds, answers, bytes
+	OMP_NUM_THREADS=1 $(VENV_REFERENCES)/bin/python scripts/bench_kvpress.py $(ARGS)
 
 clean: ## remove the virtual environment and caches, not the results
 	rm -rf $(VENV) $(VENV_REFERENCES) .pytest_cache .mypy_cache .ruff_cache .hypothesis

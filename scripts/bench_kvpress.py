@@ -1,0 +1,166 @@
+"""The same comparison in kvpress and in kvbench: six methods on the same prompts, seconds and answers.
+
+    make bench-kvpress
+
+Both read LongEval lines with the shipped model, at the same number of entries, and generate as many
+tokens greedily from the prompt as a whole. kvpress compresses inside transformers' `generate`, once per
+method and prompt; kvbench prefills a prompt once for all methods and decodes them together. The two take
+turns prompt by prompt; a warm-up is left out. kvpress needs a transformers of its own, so this runs in
+the environment of `make test-references`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import kvpress
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import GenerationConfig
+
+from kvbench.engine.generate import Stopping, run_forks
+from kvbench.engine.loading import ModelSpec
+from kvbench.engine.session import Session
+from kvbench.kv import Budget
+from kvbench.methods import build_method
+from kvbench.plan import encode_example
+from kvbench.tasks.longeval_lines import LongEvalLines
+
+PRESSES: dict[str, tuple[str, dict[str, int]] | None] = {
+    "exact": None,
+    "streaming_llm": ("StreamingLLMPress", {"n_sink": 32}),
+    "uniform": ("RandomPress", {}),
+    "snapkv": ("SnapKVPress", {"window_size": 32}),
+    "pyramidkv": ("PyramidKVPress", {"window_size": 32}),
+    "h2o": ("ObservedAttentionPress", {}),
+}
+"""kvbench's methods, and what kvpress calls them at the same options. They differ where kvbench follows
+the paper: uniform weights what it keeps, h2o evicts while it decodes."""
+
+NEEDS_EAGER = ("ObservedAttentionPress",)
+"""Presses that read the attention matrix, which transformers' eager attention alone makes."""
+
+
+@dataclass
+class Tally:
+    """What one way came to: seconds in all, and per method right answers and bytes held at the end."""
+
+    seconds: float = 0.0
+    right: dict[str, int] = field(default_factory=dict)
+    held: dict[str, int] = field(default_factory=dict)
+
+
+def load() -> Session:
+    """The shipped model; each way has one of its own."""
+    spec = ModelSpec(name="recall_mini", path="asset:recall_mini")
+    return Session(spec, torch.device("cpu"), torch.float32)
+
+
+def with_kvpress(
+    model: Any, ids: list[int], budget: Budget, new_tokens: int
+) -> dict[str, tuple[list[int], int]]:
+    """New tokens and bytes held, by method: one `generate` under each press."""
+    n = len(ids)
+    config = GenerationConfig(
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,
+        do_sample=False,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+    )
+    found = {}
+    for method, press in PRESSES.items():
+        around: Any = nullcontext()
+        model.set_attn_implementation("sdpa")
+        if press is not None:
+            name, options = press
+            model.set_attn_implementation("eager" if name in NEEDS_EAGER else "sdpa")
+            ratio = 1.0 - (budget.capacity(n) + 0.5) / n  # it keeps int(n * (1 - ratio))
+            around = getattr(kvpress, name)(ratio, **options)(model)
+        tokens = torch.tensor([ids])
+        with torch.inference_mode(), around:
+            output = model.generate(
+                tokens, attention_mask=torch.ones_like(tokens), generation_config=config
+            )
+        layers = output.past_key_values.layers
+        held = sum(part.nbytes for layer in layers for part in (layer.keys, layer.values))
+        found[method] = (output.sequences[0, n:].tolist(), held)
+    return found
+
+
+def with_kvbench(
+    model: Any, ids: list[int], budget: Budget, new_tokens: int
+) -> dict[str, tuple[list[int], int]]:
+    """New tokens and bytes held, by method: one prefill for all of them."""
+    methods = {method: (build_method(method), budget) for method in PRESSES}
+    answers = run_forks(model, ids, [], methods, Stopping(new_tokens), seed=0, example_id="bench")
+    found = {}
+    for method, answer in answers.items():
+        if answer.failure is not None:
+            raise RuntimeError(f"{method} failed") from answer.failure
+        assert answer.cache_bytes_end is not None
+        found[method] = (answer.tokens, answer.cache_bytes_end)
+    return found
+
+
+WAYS: Mapping[str, Callable[..., dict[str, tuple[list[int], int]]]] = {
+    "kvpress": with_kvpress,
+    "kvbench": with_kvbench,
+}
+
+
+def main() -> None:
+    """Measure and print; the last line is the ratio of the seconds."""
+    parser = argparse.ArgumentParser(description="kvpress and kvbench on the same prompts")
+    parser.add_argument("--lines", type=int, default=100, help="of a record")
+    parser.add_argument("--prompts", type=int, default=10)
+    parser.add_argument("--new-tokens", type=int, default=8)
+    parser.add_argument("--rate", type=float, default=0.25)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    sessions = {way: load() for way in WAYS}
+    encoder = sessions["kvbench"].encoder
+    task = LongEvalLines(num_lines=[arguments.lines], num_examples=arguments.prompts + 1)
+    budget = Budget(rate=arguments.rate)
+    tallies = {way: Tally() for way in WAYS}
+    for number, example in enumerate(task.examples(encoder)):
+        encoded = encode_example(example, encoder)
+        ids = [*encoded.context_ids, *encoded.question_ids]
+        for way, generate in WAYS.items():
+            start = time.perf_counter()
+            found = generate(sessions[way].model, ids, budget, arguments.new_tokens)
+            if number == 0:
+                continue
+            tally = tallies[way]
+            tally.seconds += time.perf_counter() - start
+            for method, (tokens, held) in found.items():
+                text = encoder.decode(tokens)
+                for stop in example.stop:
+                    text = text.partition(stop)[0]
+                right = int(task.score(text, example)["score"])
+                tally.right[method] = tally.right.get(method, 0) + right
+                tally.held[method] = held
+    title = f"{arguments.prompts} prompts of about {len(ids)} tokens, rate {arguments.rate}"
+    table = Table(title=title)
+    for column in ("method", *(f"{way}: {what}" for way in WAYS for what in ("right", "bytes"))):
+        table.add_column(column, justify="left" if column == "method" else "right")
+    for method in PRESSES:
+        cells = [
+            f"{value:,}"
+            for tally in tallies.values()
+            for value in (tally.right[method], tally.held[method])
+        ]
+        table.add_row(method, *cells)
+    Console().print(table)
+    theirs, ours = (tallies[way].seconds for way in ("kvpress", "kvbench"))
+    print(f"kvpress {theirs:.1f} s, kvbench {ours:.1f} s; ratio {theirs / ours:.2f}")
+
+
+if __name__ == "__main__":
+    main()
