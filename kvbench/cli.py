@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -123,6 +124,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         complain(str(error))
         status = USAGE
     except KeyboardInterrupt:
+        signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        )  # another one ends at once, not with a traceback
         complain("interrupted; " + GOES_ON)
         status = INTERRUPTED
     except Terminated:

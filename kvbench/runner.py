@@ -23,6 +23,8 @@ from kvbench.secrets import redact
 from kvbench.shards import Shard
 from kvbench.store import RecordStore, config_hash, manifest_lock, run_folder, write_manifest
 
+GOES_ON = "the same command goes on after it"
+
 PLACEMENT = ("device_map", "max_memory")
 """What a model's config says about where its weights lie: it changes no result."""
 
@@ -160,6 +162,8 @@ def run_job(
         raise KVError(
             f"example_timeout is {job.session.example_timeout}; allowed outside the main thread: null"
         )
+    if not device_answers(job.session.device):  # of an earlier job in this process
+        raise DeviceLost(f"{job.session.device} answers nothing any more; {GOES_ON}")
     every, units = job.units()
     folders = {label: job.folder(label) for label in job.methods}
     _load_model(job, units, folders)
@@ -208,7 +212,7 @@ def run_job(
             if failed_here and not device_answers(job.session.device):
                 raise DeviceLost(
                     f"{job.session.device} answers nothing any more after example "
-                    f"{group[-1][0].id!r}, whose records say why; the same command goes on after it"
+                    f"{group[-1][0].id!r}, whose records say why; {GOES_ON}"
                 )
         wanted = _record_ids(units)
         failed = sum(len(store.failed & wanted) for store in stores.values())

@@ -202,8 +202,12 @@ class RecordStore:
         except OSError as error:
             raise StoreError(explain_os_error(error, self.path, len(self._done))) from error
         os.close(self._file)
+        self._file = -1
         self._done = {}
-        self._open()
+        try:
+            self._open()
+        except OSError as error:
+            raise StoreError(explain_os_error(error, self.path)) from error
         for example_id in self.failed:
             del self._done[example_id]
 
@@ -225,6 +229,11 @@ class RecordStore:
         example_id = record["example_id"]
         if example_id in self._done:
             return False
+        if not self._is_there():
+            raise StoreError(
+                f"{self.path} was removed or moved while the run wrote to it; the same command runs "
+                "what is not there any more"
+            )
         where = f"record of example {example_id!r}"
         text = _as_json(record, where) + "\n"
         line = text.encode(errors="replace")  # half a surrogate pair has no UTF-8 form
@@ -239,6 +248,14 @@ class RecordStore:
         self._done[example_id] = record["status"]
         self._syncer.wake()
         return True
+
+    def _is_there(self) -> bool:
+        """Whether what is written can still be found: a file goes on taking records that nobody will
+        see after its name is gone."""
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(self._file))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
     def _raise_late(self) -> None:
         """Say what a sync that nobody waited for ended in."""

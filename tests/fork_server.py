@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import json
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -79,18 +81,25 @@ class ForkServer:
         answer: dict[str, Any] = json.loads(self._process.stdout.readline())
         return answer
 
-    def kvbench(self, folder: Path, *arguments: str) -> Child:
-        """The command line in `folder`."""
-        return self._start(folder, {"main": list(arguments)})
+    def kvbench(self, folder: Path, *arguments: str, stall: tuple[str, int] | None = None) -> Child:
+        """The command line in `folder`.
 
-    def job(self, folder: Path, kill: tuple[int, float] | None = None) -> Child:
+        Args:
+            stall: (name, k): print "stalled" and sleep in place of the k-th call (from 1) of the
+                function of that name.
+        """
+        return self._start(folder, {"main": list(arguments), "stall": stall})
+
+    def job(
+        self, folder: Path, kill: tuple[int, float] | None = None, *, retry_failed: bool = False
+    ) -> Child:
         """A small job on a tiny model, results below `folder`.
 
         Args:
             kill: (k, share): die at the k-th change of the disk (from 0), after that share of its
                 bytes if it is a write.
         """
-        return self._start(folder, {"job": str(folder), "kill": kill})
+        return self._start(folder, {"job": str(folder), "kill": kill, "retry_failed": retry_failed})
 
     def _start(self, folder: Path, what: dict[str, Any]) -> Child:
         self._children += 1
@@ -135,6 +144,7 @@ def _child(request: dict[str, Any], make_job: Callable[..., Any]) -> None:
     """Run what is asked for and end; never returns."""
     status = 1
     try:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
         for number, name in ((1, "out"), (2, "err")):
@@ -144,6 +154,8 @@ def _child(request: dict[str, Any], make_job: Callable[..., Any]) -> None:
         if "main" in request:
             from kvbench.cli import main
 
+            if request["stall"] is not None:
+                stall(*request["stall"])
             sys.argv = ["kvbench"]
             main(request["main"])
         else:
@@ -151,7 +163,7 @@ def _child(request: dict[str, Any], make_job: Callable[..., Any]) -> None:
                 die_at(*request["kill"])
             from kvbench.runner import run_job
 
-            run_job(make_job(Path(request["job"])))
+            run_job(make_job(Path(request["job"]), retry_failed=request["retry_failed"]))
             status = 0
     except SystemExit as stop:
         status = stop.code if isinstance(stop.code, int) else 0
@@ -161,6 +173,21 @@ def _child(request: dict[str, Any], make_job: Callable[..., Any]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def stall(name: str, count: int) -> None:
+    """Make the `count`-th call of a function of the package come to no end."""
+    place, _, function = name.rpartition(".")
+    real, left = pkgutil.resolve_name(name), [count]
+
+    def stalled(*arguments: Any, **named: Any) -> Any:
+        left[0] -= 1
+        if left[0]:
+            return real(*arguments, **named)
+        print("stalled", flush=True)
+        time.sleep(600)
+
+    setattr(pkgutil.resolve_name(place), function, stalled)
 
 
 def die_at(count: int, share: float) -> None:

@@ -53,7 +53,7 @@ def mounted(folder: Path, *options: str) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        subprocess.run(["umount", str(folder)], check=True)
+        subprocess.run(["umount", "-l", str(folder)], check=True)  # helpers of W&B linger
 
 
 def one_line(err: str) -> str:

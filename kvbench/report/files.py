@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -14,6 +15,11 @@ def write_text(path: Path, text: str) -> Path:
 def write_bytes(path: Path, content: bytes) -> Path:
     """Replace the file in one step."""
     temporary = path.with_name(f".{path.name}.new")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    except OSError:  # on a full disk half a page would take the room of records
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
     return path
