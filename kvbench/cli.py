@@ -124,9 +124,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         complain(str(error))
         status = USAGE
     except KeyboardInterrupt:
-        signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        )  # another one ends at once, not with a traceback
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # another ends at once, untraced
         complain("interrupted; " + GOES_ON)
         status = INTERRUPTED
     except Terminated:
