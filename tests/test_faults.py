@@ -415,9 +415,10 @@ def test_a_lost_device_ends_the_job_and_the_next_start_goes_on_after_the_example
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     methods = {"bad": Faulty(fault=illegal), "snapkv": build_method("snapkv")}
+    before = iter([True])
     with monkeypatch.context() as patch:
         for module in (attempts, runner):
-            patch.setattr(module, "device_answers", lambda device: False)
+            patch.setattr(module, "device_answers", lambda device: next(before, False))
         with pytest.raises(DeviceLost, match="answers nothing any more after example 'e0'"):
             run_job(make_job(tmp_path, methods))
     result = run_job(make_job(tmp_path, {**methods, "bad": build_method("snapkv")}))
