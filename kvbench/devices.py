@@ -19,7 +19,10 @@ def visible_gpus() -> list[str]:
     from torch.cuda import device_count
 
     count = device_count()  # asks the driver, and starts nothing on a GPU
-    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    named = [name for name in named if name]
+    if count and named[:1] and named[0].startswith("MIG-"):  # a process sees one of several
+        return [name for name in named if name.startswith("MIG-")]
     return named[:count] if named else [str(index) for index in range(count)]
 
 

@@ -3,6 +3,7 @@ whatever the error's own message is."""
 
 from __future__ import annotations
 
+import logging
 import traceback
 
 from kvbench.secrets import redact
@@ -42,3 +43,12 @@ def one_line(error: BaseException) -> str:
 def traceback_of(error: BaseException) -> str:
     """The error's traceback as Python prints it, without secrets."""
     return redact("".join(traceback.format_exception(error)))
+
+
+class LogLine(logging.Formatter):
+    """Log messages, tracebacks included, without secrets: any library's, and Hydra's, which repeat what
+    was typed."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """As `logging.Formatter`."""
+        return redact(super().format(record))

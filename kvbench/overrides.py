@@ -13,6 +13,7 @@ from typing import Any
 
 from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -103,7 +104,7 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
             f"unknown {group} {choice!r}{nearest(choice, allowed)}; allowed: {', '.join(allowed)}"
         )
     keys = [_parse(text).key_or_group for text in overrides]
-    for key in (key for key in keys if key not in _groups()):
+    for key in (key for key in keys if key not in _groups() and not key.startswith("hydra.")):
         if re.search(rf"'{re.escape(key)}'|\b{re.escape(key.rpartition('.')[2])}\b", text):
             return _explain_key(key, overrides) or _first_line(text)
     return _first_line(text)
@@ -183,6 +184,12 @@ def check_values(config: DictConfig) -> str | None:
     for group in ("model", "task", "launcher"):
         if not isinstance(values.get(group), Mapping):
             return f"{group} is {values.get(group)!r}; allowed: {', '.join(_group_choices(group))}"
+    launcher, chosen = values["launcher"], HydraConfig.get().runtime.choices["launcher"]
+    if launcher.get("name") != chosen:
+        return f"launcher.name is {launcher.get('name')!r}; allowed: launcher=..."
+    for key, (test, allowed) in _LAUNCHER.items():
+        if key in launcher and not test(launcher[key]):
+            return f"launcher.{key} is {launcher[key]!r}; allowed: {allowed}"
     methods = values.get("methods")
     if not isinstance(methods, Mapping) or not methods:
         return "method is empty; allowed: one or more of conf/method, e.g. method=[exact]"
@@ -260,4 +267,27 @@ _RULES: dict[str, tuple[Any, str]] = {
     "task_label": (_name, "a folder's name"),
     "results_dir": (lambda v: isinstance(v, str) and v != "", "a folder"),
 }
+_LAUNCHER: dict[str, tuple[Any, str]] = {
+    **dict.fromkeys(
+        ("partition", "account", "qos", "constraint", "gres"),
+        (lambda v: v is None or (isinstance(v, str | int) and str(v) != ""), "a name or null"),
+    ),
+    **dict.fromkeys(
+        ("gpus_per_node", "cpus_per_task", "mem_gb"),
+        (lambda v: v is None or _integer(v, 1), "a positive integer or null"),
+    ),
+    "timeout_min": (lambda v: _integer(v, 5), "minutes, an integer >= 5"),
+    "max_num_timeout": (lambda v: _integer(v, 0), "an integer >= 0"),
+    "array_parallelism": (lambda v: _integer(v, 1), "an integer >= 1"),
+    "setup": (
+        lambda v: isinstance(v, list) and all(isinstance(line, str) for line in v),
+        "a list of lines of shell, e.g. ['module load cuda']",
+    ),
+    "sbatch": (
+        lambda v: v is None or isinstance(v, Mapping),
+        "options of sbatch, e.g. {reservation: x}",
+    ),
+    "poll_s": (lambda v: _number(v) and v > 0, "a positive number"),
+}
+"""Of launcher=slurm; those of launcher=gpus are `kvbench.devices`'s."""
 _EXAMPLES = {"budget.rate": 0.25, "budget.sink": 32, "budget.window": 32, "budget.size": 2000}

@@ -75,6 +75,7 @@ MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
+SchedulerParameters=sched_interval=1,bf_interval=1
 ReturnToService=2
 KillWait=1
 NodeName=$name NodeAddr=127.0.0.1 CPUs=$cpus State=UNKNOWN

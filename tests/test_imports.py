@@ -27,6 +27,7 @@ ALLOWED = {
     "shards": set(),
     "interrupts": set(),
     "secrets": set(),
+    "slurm": {"interrupts", "messages"},
     "messages": {"secrets"},
     "attempts": {"engine", "interrupts", "messages", "plan"},
     "batching": {"attempts", "engine", "interrupts", "kv", "messages", "plan"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -15,12 +16,18 @@ from typing import Any
 import pytest
 from test_cli import main
 
+from kvbench import slurm
 from kvbench.devices import DeviceError, see_only, worker_devices
+from kvbench.interrupts import Terminated, asks_to_stop
 from kvbench.jobs import FAILED, USAGE, JobOutcome, Jobs, names
+from kvbench.messages import LogLine
+from kvbench.slurm import JobState
 
 TIMES = ("prefill_s", "compress_s", "decode_s")
 SMALL = ["logger=none", "device=cpu", "task=longeval_lines", "task.num_lines=[20]"]
 SMALL += ["method=[exact,h2o]", "task.num_examples=8"]
+TINY = ["model=tiny_random", "method=[exact]", "task.max_new_tokens=2", *SMALL[:4]]
+TINY += ["task.num_examples=5"]
 
 
 def records(folder: Path) -> dict[str, list[dict[str, Any]]]:
@@ -87,12 +94,9 @@ def test_jobs_are_called_by_what_sets_them_apart():
 
 
 def test_shards_split_every_job_of_a_sweep(capsys, tmp_path):
-    fast = ["model=tiny_random", "method=[exact]", "task.max_new_tokens=2", *SMALL[:4]]
     once, twice = tmp_path / "once", tmp_path / "twice"
-    assert main(capsys, *fast, "task.num_examples=5", f"results_dir={once}")[0] == 0
-    status, out, err = main(
-        capsys, *fast, "task.num_examples=5", f"results_dir={twice}", "shards=2"
-    )
+    assert main(capsys, *TINY, f"results_dir={once}")[0] == 0
+    status, out, err = main(capsys, *TINY, f"results_dir={twice}", "shards=2")
     assert status == 0, err
     assert "2 jobs, all well" in out
     assert "shard=2/2" in out
@@ -100,7 +104,7 @@ def test_shards_split_every_job_of_a_sweep(capsys, tmp_path):
     manifest = json.loads(next(twice.rglob("manifest.json")).read_text())
     assert manifest["command"].endswith(f"results_dir={twice} shards=2"), "what the user typed"
     status, out, _ = main(
-        capsys, *fast, "-m", "task.num_examples=5,4", f"results_dir={tmp_path / 'dry'}", "shards=2",
+        capsys, *TINY[:-1], "-m", "task.num_examples=5,4", f"results_dir={tmp_path / 'dry'}", "shards=2",
         "dry_run=true",
     )  # fmt: skip
     assert status == 0
@@ -121,6 +125,17 @@ def test_shards_split_every_job_of_a_sweep(capsys, tmp_path):
         (["launcher=gpus", "device=cpu", "launcher.workers=0"], "launcher.workers is 0; allowed:"),
         (["launcher=gpus", "device=cuda:1"], "device is 'cuda:1'; allowed with launcher=gpus:"),
         (["launcher=slurm", "methods.h2o.nope=1"], "unknown key 'nope'"),
+        (["launcher=slurm", "launcher.name=gpus"], "launcher.name is 'gpus'; allowed: launcher="),
+        (["launcher=slurm", "launcher.timeout_min=1"], "launcher.timeout_min is 1; allowed: min"),
+        (
+            ["launcher=slurm", "launcher.setup=module"],
+            "launcher.setup is 'module'; allowed: a list",
+        ),
+        (["launcher=slurm", "launcher.sbatch=x"], "launcher.sbatch is 'x'; allowed: options of"),
+        (["launcher=slurm", "launcher.poll_s=0"], "launcher.poll_s is 0; allowed: a positive"),
+        (["launcher=slurm", "launcher.mem_gb=1.5"], "launcher.mem_gb is 1.5; allowed: a positive"),
+        (["launcher=slurm", "launcher.partition=[a]"], "launcher.partition is ['a']; allowed: a"),
+        (["launcher=slurm", "hydra.launcher.nope=1"], "Could not override 'hydra.launcher.nope'"),
     ],
 )
 def test_wrong_usage_of_sweeps_is_one_line(capsys, arguments, said):
@@ -140,6 +155,52 @@ def test_without_slurm_launcher_slurm_says_so(capsys, monkeypatch, tmp_path):
     )
 
 
+def test_verbose_logs_show_no_secrets(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_TOKEN", "planted-1234")
+    status, _, err = main(
+        capsys, *TINY[:-1], "-m", "-vv", "task.num_examples=1,2", f"results_dir={tmp_path}",
+        "experiment_name=planted-1234",
+    )  # fmt: skip
+    assert status == 0, err
+    assert "experiment_name=***" in err, "Hydra says what a job is asked for"
+    assert "DEBUG: " in err
+    assert "planted-1234" not in err
+    logged = logging.LogRecord("x", logging.INFO, "", 1, "%s", ("planted-1234",), None)
+    try:
+        raise ValueError("password=planted-1234")
+    except ValueError:
+        logged.exc_info = sys.exc_info()
+    line = LogLine("%(message)s").format(logged)
+    assert "ValueError: password=***" in line
+    assert "planted-1234" not in line
+
+
+# -- Slurm ---------------------------------------------------------------------------------------
+
+
+def test_why_jobs_wait_is_one_line():
+    jobs = [JobState("RUNNING", "None"), JobState("COMPLETED"), JobState("PENDING", "Resources")]
+    assert slurm.waiting(jobs) == "1 run, 1 wait: Resources"
+    jobs += [JobState("PENDING", "launch failed requeued held"), JobState("PENDING", "Resources")]
+    assert slurm.waiting(jobs) == "1 run, 3 wait: Resources, launch failed requeued held"
+    assert slurm.waiting([JobState("PENDING", "None"), JobState("RUNNING")]) is None
+    assert not JobState("PREEMPTED").alive, "one that goes back into the queue is pending"
+
+
+@pytest.mark.parametrize(
+    ("fault", "raised"),
+    [(SystemExit(-1), Terminated), (RuntimeError("too\nmany"), slurm.NotRequeued)],
+)
+def test_the_end_of_a_jobs_time_is_no_failure_of_an_example(fault, raised):
+    def submitits(number: int, frame: Any) -> None:
+        raise fault
+
+    with pytest.raises(raised) as stop:
+        slurm.stopping(submitits)(signal.SIGUSR2, None)
+    assert asks_to_stop(stop.value)
+    assert getattr(stop.value, "why", "out of time: too") == "out of time: too"
+
+
 # -- devices -------------------------------------------------------------------------------------
 
 
@@ -156,7 +217,22 @@ def test_workers_share_the_visible_gpus(monkeypatch):
         worker_devices(None, "auto", 4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-5ebe9f43,7")
     assert worker_devices(None, "auto") == ["4", "GPU-5ebe9f43", "7"]
+    # as CUDA counts them: those before the first that is not there, and one MIG instance
+    for visible, count, devices in (
+        (" 0, 2", 2, ["0", "2"]),
+        ("0,-1,2", 1, ["0"]),
+        ("2,1", 2, ["2", "1"]),
+        ("MIG-1f2b,MIG-77aa", 1, ["MIG-1f2b", "MIG-77aa"]),
+        ("GPU-5ebe9f43", 1, ["GPU-5ebe9f43"]),
+    ):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        monkeypatch.setattr("torch.cuda.device_count", lambda count=count: count)
+        assert worker_devices(None, "auto") == devices
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    for visible in ("", "-1", "MIG-1f2b", "GPU-5ebe9f43"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        with pytest.raises(DeviceError, match="finds no GPU"):
+            worker_devices(None, "auto")
     for workers, device in ((None, "auto"), (2, "cuda")):
         with pytest.raises(DeviceError, match="finds no GPU"):
             worker_devices(workers, device)
@@ -244,7 +320,7 @@ def test_one_of_two_workers_is_killed_and_the_rest_goes_on(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signal_", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signal_", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_workers_end_with_the_command(tmp_path, signal_):
     command = [*SMALL[:-1], "task.num_examples=200", "launcher=gpus", "launcher.workers=2"]
     parent = start(*command, f"results_dir={tmp_path}", start_new_session=True)
@@ -255,9 +331,13 @@ def test_workers_end_with_the_command(tmp_path, signal_):
     assert len(workers) == 2
     parent.send_signal(signal_)
     _, err = parent.communicate()
-    assert parent.returncode == 128 + signal_
-    assert "the same command goes on from there" in err
+    if signal_ == signal.SIGKILL:
+        assert parent.returncode == -signal_
+    else:
+        assert parent.returncode == 128 + signal_
+        assert "the same command goes on from there" in err
     assert "Traceback" not in err
+    assert not list(tmp_path.rglob("multirun.yaml"))
     for _ in range(100):
         if not any(Path(f"/proc/{worker}").exists() for worker in workers):
             break

@@ -6,14 +6,16 @@ import os
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
 
 import pytest
-from test_launchers import SMALL, lines, records, start, stop_all, wait_for, writer
+from test_cli import main
+from test_launchers import SMALL, TINY, lines, records, start, stop_all, wait_for, writer
 
+from kvbench.cli import INTERRUPTED
 from kvbench.jobs import FAILED, USAGE
 
 pytestmark = pytest.mark.slow
@@ -57,12 +59,27 @@ def stop_for_good(processes: Iterable[int]) -> bool:
     return not alive
 
 
-def array(process: subprocess.Popen[str]) -> str:
+def array(process: subprocess.Popen[str], jobs: str = "4 jobs") -> str:
     """The number of the job array that the command submitted."""
+    head = said(process)
+    assert f"{jobs} in Slurm: " in head, head
+    return head.partition("in Slurm: ")[2].partition(";")[0]
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    """The next line on stderr."""
     assert process.stderr is not None
-    head = process.stderr.readline()
-    assert "4 jobs in Slurm: " in head, head + process.stderr.read()
-    return head.partition("4 jobs in Slurm: ")[2].partition(";")[0]
+    return process.stderr.readline()
+
+
+def at_work(results: Path, task: str, part: str, before: int = 0) -> Callable[[], int | None]:
+    """A function: the process that has written more than `before` records of a shard, if there is."""
+
+    def find() -> int | None:
+        process = writer(results, task, part) if lines(results, task, part) > before else None
+        return process if process and Path(f"/proc/{process}").exists() else None
+
+    return find
 
 
 def slurm(*command: str) -> str:
@@ -80,6 +97,7 @@ def test_cancelled_killed_and_preempted_jobs_go_on_where_they_were(tmp_path):
     # a job that may push the others from the node: they go back into the queue
     slurm("sbatch", "--partition=urgent", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
     wait_for(lambda: stop_for_good(stopped.values()), first)  # Slurm wakes them and waits first
+    alone = start(*SWEEP, f"results_dir={whole}")  # meanwhile
     out, err = first.communicate()
     assert first.returncode == FAILED, err
     assert "Traceback" not in err
@@ -92,16 +110,16 @@ def test_cancelled_killed_and_preempted_jobs_go_on_where_they_were(tmp_path):
     for preempted in (1, 2):
         assert "Restarts=1" in slurm("scontrol", "show", "job", f"{jobs}_{preempted}")
 
+    known = lines(spread, "longeval_lines", "1of2")
     second = start(*SWEEP, *SLURM, f"results_dir={spread}")
     jobs = array(second)
-    wait_for(lambda: writer(spread, "longeval_lines", "1of2") is not None, second)
+    wait_for(at_work(spread, "longeval_lines", "1of2", known), second)
     slurm("scancel", "--signal=USR2", f"{jobs}_0")  # what Slurm sends before a time limit
     out, err = second.communicate()
     assert second.returncode == 0, err
     assert "4 jobs, all well" in out
     assert "Restarts=1" in slurm("scontrol", "show", "job", f"{jobs}_0")
 
-    alone = start(*SWEEP, f"results_dir={whole}")
     out, err = alone.communicate()
     assert alone.returncode == 0, err
     expected = records(whole)
@@ -115,3 +133,48 @@ def test_what_slurm_refuses_is_one_line(tmp_path):
     _, err = refused.communicate()
     assert refused.returncode == USAGE
     assert err == "kvbench: Slurm refused the jobs: invalid partition specified: nope\n"
+
+
+def test_a_job_that_cannot_go_back_into_the_queue_fails_no_example(tmp_path):
+    command = [*SWEEP[:2], "task=longeval_lines", *SWEEP[4:], *SLURM[:1], *SLURM[2:], "shard=1/1"]
+    command += [f"results_dir={tmp_path}", "launcher.timeout_min=5", "launcher.max_num_timeout=0"]
+    waits = start(*command, "launcher.sbatch={begin: now+1hour}")
+    first = array(waits, "1 job")
+    assert said(waits) == "kvbench: 0 run, 1 wait: BeginTime\n"
+    waits.send_signal(signal.SIGINT)
+    _, err = waits.communicate()
+    assert waits.returncode == INTERRUPTED
+    assert f"Slurm goes on with 1 job; to end that: scancel {first}; to see what came" in err
+    ends = start(*command)
+    assert "jobs of an earlier command for these results; where both have the same" in said(ends)
+    job = array(ends, "1 job")
+    slurm("scancel", first)
+    wait_for(at_work(tmp_path, "longeval_lines", "1of1"), ends)
+    slurm("scancel", "--signal=USR2", job)
+    _, err = ends.communicate()
+    assert ends.returncode == FAILED, err
+    assert ": out of time: Job not requeued because: timed-out too many times." in err
+    rows = [row for run in records(tmp_path).values() for row in run]
+    assert 0 < len(rows) < 48
+    assert {row["status"] for row in rows} == {"ok"}
+
+
+def test_more_jobs_than_an_array_may_have_from_within_a_job(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("kvbench.slurm.largest_array", lambda: 1)
+    monkeypatch.setenv("SLURM_JOB_ID", "1")  # as in an interactive job of another shape
+    monkeypatch.setenv("SLURM_MEM_PER_CPU", "1")
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "1")
+    cpus = [text.replace("cpus_per_task=1", "cpus_per_task=2") for text in SLURM]
+    status, out, err = main(capsys, *TINY, *cpus, f"results_dir={tmp_path}")
+    assert status == 0, err
+    assert "2 jobs, all well" in out
+    jobs = err.partition("2 jobs in Slurm: ")[2].partition(";")[0].split()
+    assert len(jobs) == 2
+    assert os.environ["SLURM_JOB_ID"] == "1"
+    (folder,) = (tmp_path / "default/.submitit").iterdir()
+    assert folder.stat().st_mode & 0o077 == 0
+    assert not list(tmp_path.rglob("multirun.yaml"))
+    script = (folder / f"{jobs[0]}_submission.sh").read_text()
+    assert "#SBATCH --cpus-per-task=2" in script
+    assert "srun --unbuffered" in script
+    assert " --cpus-per-task=2 " in script, "srun does not take it from sbatch"

@@ -11,11 +11,12 @@ import io
 import os
 import re
 import signal
-import subprocess
 import sys
+import threading
 import time
+from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,16 @@ from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
 from hydra_plugins.hydra_submitit_launcher.submitit_launcher import BaseSubmititLauncher
 from omegaconf import OmegaConf
 
+from kvbench import slurm
 from kvbench.interrupts import Termination
 from kvbench.jobs import FAILED, USAGE, JobOutcome, Jobs, complain, names
+from kvbench.messages import first_line
 
 PATIENCE = 30.0
 """Seconds for workers to finish their examples when the command is interrupted."""
+
+LATE = 60.0
+"""Seconds by which a network file system may show a file late."""
 
 Parameters = tuple[Any, ...]
 """Arguments of `BaseSubmititLauncher.__call__`; the first are the job's overrides."""
@@ -48,7 +54,12 @@ class _Launcher(BaseSubmititLauncher):
         assert isinstance(self.task_function, Jobs)
         if self.config.dry_run:
             return self._launch_here(job_overrides, initial_job_idx)
-        Path(self.config.hydra.sweep.dir).mkdir(parents=True, exist_ok=True)
+        folder = Path(self.config.hydra.sweep.dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(
+            0o700
+        )  # jobs are told what they need to know there, the environment's part too
+        (folder / "multirun.yaml").unlink(missing_ok=True)  # Hydra's copy of what manifests hold
         waiting: deque[tuple[int, Parameters]] = deque()
         for index, overrides in enumerate(job_overrides, initial_job_idx):
             state = Singleton.get_state()
@@ -109,26 +120,50 @@ class _Launcher(BaseSubmititLauncher):
 
     poll_s: float
 
+    @abstractmethod
     def submit(self, waiting: deque[tuple[int, Parameters]], running: dict[int, Any]) -> None:
         """Move jobs that can start from `waiting` to `running`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def ended(self, running: dict[int, Any]) -> dict[int, str]:
         """Jobs that will write no result any more if they have not yet, and how they ended."""
-        raise NotImplementedError
 
+    @abstractmethod
     def freed(self, index: int) -> None:
         """The job is over."""
 
+    @abstractmethod
     def abandon(self, jobs: Sequence[Any]) -> None:
         """This process ends before these jobs do."""
-        raise NotImplementedError
 
 
 class SlurmLauncher(_Launcher):
-    """The jobs of a sweep as one Slurm job array."""
+    """The jobs of a sweep as one Slurm job array, or several where one may not be as large."""
 
     _EXECUTOR = "slurm"
+
+    def __call__(self, *job: Any) -> JobReturn:
+        """Runs the job, in the process that Slurm started."""
+        os.environ.setdefault("OMP_NUM_THREADS", os.environ.get("SLURM_CPUS_PER_TASK", "1"))
+        try:
+            with slurm.requeued_in_time():
+                return super().__call__(*job)
+        except slurm.NotRequeued as stop:
+            named = tuple(filter_overrides(list(job[0])))
+            return _job_return(JobOutcome(named, error=stop.why, status=FAILED))
+
+    def executor(self, folder: str) -> Any:
+        """submitit's, with any options of sbatch. Since Slurm 22.05, srun takes no CPUs from sbatch."""
+        assert self.config is not None
+        executor = super().executor(folder)
+        cpus = self.params.get("cpus_per_task")
+        options = OmegaConf.to_container(self.config.launcher.sbatch or OmegaConf.create())
+        assert isinstance(options, dict)
+        executor.update_parameters(
+            slurm_srun_args=[] if cpus is None else [f"--cpus-per-task={cpus}"],
+            slurm_additional_parameters=self.params["additional_parameters"] | options,
+        )
+        return executor
 
     def submit(self, waiting: deque[tuple[int, Parameters]], running: dict[int, Any]) -> None:
         """All of them at once: Slurm queues them."""
@@ -138,72 +173,86 @@ class SlurmLauncher(_Launcher):
 
         assert self.config is not None
         self.poll_s = float(self.config.launcher.poll_s)
-        self._unseen: dict[int, int] = {}
+        self._ended_since: dict[int, float] = {}
+        self._waited: str | None = None
+        self._warn_of_earlier_jobs()
         said_by_sbatch = io.StringIO()
         try:
             executor = self.executor(self.params["submitit_folder"])
-            with redirect_stderr(said_by_sbatch):
-                jobs = executor.map_array(self, *zip(*(job for _, job in waiting), strict=True))
+            size = slurm.largest_array()
+            while waiting:
+                some = [waiting[at] for at in range(min(size, len(waiting)))]
+                with redirect_stderr(said_by_sbatch), slurm.outside_of_jobs():
+                    jobs = executor.map_array(self, *zip(*(job for _, job in some), strict=True))
+                for (index, _), job in zip(some, jobs, strict=True):
+                    running[index] = job
+                    waiting.popleft()
         except FailedJobError as error:  # what sbatch said is in it
             said = re.findall(r"^sbatch: error: (.*)", str(error), re.MULTILINE)
-            complain(f"Slurm refused the jobs: {said[0] if said else _first_line(error)}")
+            complain(f"Slurm refused the jobs: {said[0] if said else first_line(error)}")
             raise SystemExit(USAGE) from error
         except RuntimeError as error:
             complain(
-                f"launcher=slurm: {_first_line(error)}; allowed: a machine with sbatch and srun"
+                f"launcher=slurm: {first_line(error)}; allowed: a machine with sbatch and srun"
             )
             raise SystemExit(USAGE) from error
         print(said_by_sbatch.getvalue(), end="", file=sys.stderr)
-        running.update(zip((index for index, _ in waiting), jobs, strict=True))
-        waiting.clear()
-        complain(f"{len(jobs)} jobs in Slurm: {_array(jobs)}; logs: {jobs[0].paths.folder.parent}")
+        jobs = list(running.values())
+        complain(f"{_count(jobs)} in Slurm: {_arrays(jobs)}; logs: {jobs[0].paths.folder}")
+
+    def _warn_of_earlier_jobs(self) -> None:
+        """Jobs of a command that was interrupted may still run, and hold what these would wait for."""
+        assert self.config is not None
+        submissions = Path(self.config.hydra.sweep.dir).parent.glob("*/*_submitted.pkl")
+        earlier = slurm.still_there({path.name.partition("_")[0] for path in submissions})
+        if earlier:
+            complain(
+                "Slurm still has jobs of an earlier command for these results; where both have the "
+                f"same examples, these wait for those; to end those: scancel {' '.join(earlier)}"
+            )
 
     def ended(self, running: dict[int, Any]) -> dict[int, str]:
-        """Asks squeue, which needs no accounting. A file system may show a result late, so a job
-        counts as ended when squeue says so three times in a row."""
-        states = self._states({job.job_id.partition("_")[0] for job in running.values()})
+        """Jobs that Slurm has seen the end of. A file system may show a result late: then it counts
+        when Slurm has said so for three looks, or for `LATE` if the job ended well."""
+        states = slurm.states({job.job_id.partition("_")[0] for job in running.values()})
         if states is None:
             return {}
+        found = {index: states.get(job.job_id, slurm.GONE) for index, job in running.items()}
+        self._say_what_waits(found)
         ended = {}
-        for index, job in running.items():
-            state = states.get(job.job_id, "gone")
-            if state in _ALIVE:
-                self._unseen.pop(index, None)
+        for index, state in found.items():
+            if state.alive:
+                self._ended_since.pop(index, None)
                 continue
-            self._unseen[index] = self._unseen.get(index, 0) + 1
-            if self._unseen[index] >= 3:
-                ended[index] = state
+            list(
+                running[index].paths.folder.iterdir()
+            )  # what refreshes a network file system's view
+            waited = time.monotonic() - self._ended_since.setdefault(index, time.monotonic())
+            failed = state.name not in ("COMPLETED", slurm.GONE.name)
+            if waited >= (2 * self.poll_s if failed else max(LATE, 2 * self.poll_s)):
+                ended[index] = state.name
         return ended
 
-    def _states(self, arrays: set[str]) -> dict[str, str] | None:
-        """State by job id, for as long as Slurm remembers; None if it does not answer."""
-        states: dict[str, str] = {}
-        for array in arrays:
-            command = ["squeue", "--noheader", "--array", "--states=all", f"--jobs={array}"]
-            said = subprocess.run(
-                [*command, "--format=%i %T"], capture_output=True, text=True, check=False
-            )
-            if said.returncode and "Invalid job id" not in said.stderr:
-                return None
-            for line in said.stdout.splitlines():
-                job_id, state = line.split()
-                states[job_id] = state
-        return states
+    def _say_what_waits(self, found: Mapping[int, slurm.JobState]) -> None:
+        """Once for every set of reasons why jobs wait: some never go away."""
+        line = slurm.waiting(found.values())
+        reasons = line and line.partition(": ")[2]
+        if line and reasons != self._waited:
+            complain(line)
+        self._waited = reasons or self._waited
+
+    def freed(self, index: int) -> None:
+        """Slurm knows."""
 
     def abandon(self, jobs: Sequence[Any]) -> None:
         """Jobs in Slurm go on."""
         if jobs:
-            complain(f"{len(jobs)} jobs go on in Slurm; to end them: scancel {_array(jobs)}")
-
-
-_ALIVE = frozenset(
-    (
-        *("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "RESIZING", "REQUEUED"),
-        *("REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SIGNALING", "SPECIAL_EXIT"),
-        *("STAGE_OUT", "STOPPED", "PREEMPTED"),
-    )
-)
-"""States after which a job may still write a result."""
+            assert self.config is not None
+            results = Path(self.config.results_dir) / self.config.experiment_name
+            complain(
+                f"Slurm goes on with {_count(jobs)}; to end that: scancel {_arrays(jobs)}; to see what "
+                f"came of it: kvbench-report {results}"
+            )
 
 
 class GpuLauncher(_Launcher):
@@ -222,8 +271,8 @@ class GpuLauncher(_Launcher):
             index, job = waiting.popleft()
             device = self._free.popleft()
             # A folder for each: submitit names jobs by process ids, which come again.
-            folder = self.params["submitit_folder"].replace("%j", f"{index}/%j")
-            call = _OnDevice(self._clean(), device, self._workers)
+            folder = f"{self.params['submitit_folder']}/{index}"
+            call = _OnDevice(self._clean(), device, self._workers, os.getpid())
             with _deaf_to_interrupts():
                 running[index] = self.executor(folder).submit(call, *job)
             self._at[index] = device
@@ -271,15 +320,40 @@ class GpuLauncher(_Launcher):
 class _OnDevice:
     """A job that sees one device only. submitit calls it in the worker's process."""
 
-    def __init__(self, launcher: BaseSubmititLauncher, device: str, workers: int) -> None:
+    def __init__(
+        self, launcher: BaseSubmititLauncher, device: str, workers: int, command: int
+    ) -> None:
         self.launcher, self.device, self.workers = launcher, device, workers
+        self.command = command
 
     def __call__(self, *job: Any) -> JobReturn:
         from kvbench.devices import see_only
 
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # submitit ignores it
+        _end_with(self.command)
         see_only(self.device, self.workers)
         return self.launcher(*job)
+
+
+def _end_with(command: int) -> None:
+    """When that process is no more, however it died, let this one finish its example and end."""
+
+    def watch() -> None:
+        while _runs(command):
+            time.sleep(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(PATIENCE)
+        os._exit(1)  # what hangs hears no signal
+
+    threading.Thread(target=watch, name="command", daemon=True).start()
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 @contextmanager
@@ -312,9 +386,9 @@ def _outcome(job: Any, overrides: Sequence[str], ended: str | None) -> JobOutcom
 
 def _lost(job: Any, overrides: Sequence[str], what: str) -> JobOutcome:
     named = tuple(filter_overrides(list(overrides)))
-    return JobOutcome(
-        named, error=f"job {job.job_id} {what}; log: {job.paths.stderr}", status=FAILED
-    )
+    log = job.paths.stderr
+    where = f"log: {log}" if log.exists() else f"no log: it never began, or cannot write {log}"
+    return JobOutcome(named, error=f"job {job.job_id} {what}; {where}", status=FAILED)
 
 
 def _tell(name: str, outcome: JobOutcome, done: int) -> None:
@@ -328,9 +402,9 @@ def _job_return(outcome: JobOutcome) -> JobReturn:
     return returned
 
 
-def _array(jobs: Sequence[Any]) -> str:
+def _arrays(jobs: Sequence[Any]) -> str:
     return " ".join(sorted({job.job_id.partition("_")[0] for job in jobs}))
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _count(jobs: Sequence[Any]) -> str:
+    return f"{len(jobs)} job{'s' * (len(jobs) > 1)}"
