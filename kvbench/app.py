@@ -10,15 +10,17 @@ from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from kvbench import provenance
 from kvbench.batching import check_batch_size
 from kvbench.cli import INTERRUPTED, resolved
 from kvbench.confirm import go_on
 from kvbench.dry_run import print_dry_run
-from kvbench.engine.loading import ModelSpec, resolve_device, resolve_dtype
+from kvbench.engine.loading import ModelError, ModelSpec, resolve_device, resolve_dtype
 from kvbench.engine.session import Session
 from kvbench.interrupts import Termination
 from kvbench.kv import Budget, KVError
@@ -33,7 +35,8 @@ from kvbench.report.data import Experiment, group_runs, load_experiment
 from kvbench.report.wandb_log import check_logger, log_runs
 from kvbench.runner import Job, JobResult, run_job
 from kvbench.shards import Shard
-from kvbench.tasks.base import Task
+from kvbench.tasks.base import Task, TaskError
+from kvbench.typed import wrong_argument, wrong_field
 
 log = logging.getLogger(__name__)
 
@@ -63,14 +66,29 @@ def _made(node: DictConfig, key: str, kind: type[T]) -> T:
     """What a config's ``_target_`` makes.
 
     Raises:
-        KVError: it is not of the kind that the key stands for.
+        KVError: it is not of the kind that the key stands for, or has a value of the wrong type.
+        InstantiationException: the constructor's own refusal.
     """
-    made = instantiate(node, _convert_="all")
+    try:
+        made = instantiate(node, _convert_="all")
+    except InstantiationException as error:
+        told = isinstance(error.__cause__, KVError | TaskError | ModelError)
+        problem = None if told else wrong_argument(OmegaConf.to_container(node, resolve=True), key)
+        if problem is not None:
+            raise KVError(problem) from error
+        raise
+    except OmegaConfBaseException:
+        raise
+    except (TypeError, ValueError) as error:  # of Hydra's own keys, e.g. _partial_
+        raise KVError(f"{key} cannot be made: {' '.join(str(error).split())}") from error
     if not isinstance(made, kind):
         raise KVError(
             f"{key}._target_ is {node.get('_target_')!r}, which makes a {type(made).__name__}; "
             f"allowed: a {kind.__name__}"
         )
+    problem = wrong_field(made, key)
+    if problem is not None:
+        raise KVError(problem)
     return made
 
 

@@ -22,6 +22,7 @@ from kvbench.interrupts import asks_to_stop
 from kvbench.kv import KVError
 from kvbench.messages import one_line
 from kvbench.plan import BatchPlan, Methods, Outcome, Plan, Unit
+from kvbench.scalars import is_integer
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +42,7 @@ def check_batch_size(value: object) -> int | str:
     Raises:
         KVError: otherwise.
     """
-    whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    if value == "auto" or whole:
+    if value == "auto" or is_integer(value, 1):
         return value  # type: ignore[return-value]
     raise KVError(f"batch_size is {value!r}; allowed: an integer >= 1, or auto")
 

@@ -8,6 +8,7 @@ This module imports no torch, so that --help, list, show and usage errors come a
 from __future__ import annotations
 
 import argparse
+import copy
 import io
 import os
 import signal
@@ -30,8 +31,8 @@ from omegaconf.errors import OmegaConfBaseException
 from kvbench import __version__
 from kvbench.catalogue import KINDS, catalogue, config_dir
 from kvbench.interrupts import TERMINATED, Terminated, Termination
-from kvbench.jobs import FAILED, USAGE, Jobs, complain, explained
-from kvbench.messages import traceback_of
+from kvbench.jobs import FAILED, USAGE, Jobs, explained
+from kvbench.messages import complain, traceback_of
 from kvbench.nearest import nearest
 from kvbench.overrides import check_groups, check_syntax, check_values, explain, sample_overrides
 from kvbench.secrets import redact
@@ -80,10 +81,19 @@ def _composed(overrides: Sequence[str], *, sweep: bool) -> list[DictConfig]:
             try:
                 whole = compose("config", overrides=sample, return_hydra_config=True)
                 _raise(check_values(_job_config(whole)))
+                _resolve_launcher(whole)
             except (HydraException, OmegaConfBaseException, ValueError, TypeError) as error:
                 raise UsageError(explain(error, sample)) from error
             configs.append(whole)
     return configs
+
+
+def _resolve_launcher(config: DictConfig) -> None:
+    """Raise what is wrong with the launcher's options, which have types of their own."""
+    launcher = copy.deepcopy(config.hydra.launcher)
+    launcher._set_parent(config.hydra)
+    OmegaConf.set_readonly(launcher, False)
+    OmegaConf.resolve(launcher)
 
 
 def _raise(problem: str | None) -> None:
@@ -197,7 +207,42 @@ def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
         raise UsageError(f"{message}{hint}; allowed: key=value and the options of --help")
 
     parser.error = refuse  # type: ignore[method-assign]
-    return parser.parse_intermixed_args(list(arguments))
+    options = parser.parse_intermixed_args(list(arguments))
+    _raise(_wrong_options(options))
+    return options
+
+
+_COMMANDS = ("run", "multirun", "cfg", "info", "shell_completion")
+_SHELLS = ("bash", "fish", "zsh")
+
+
+def _wrong_options(options: argparse.Namespace) -> str | None:
+    """What is wrong with Hydra's options; None if nothing."""
+    for name in ("config_path", "config_name", "experimental_rerun"):
+        if getattr(options, name) is not None:
+            return (
+                f"--{name.replace('_', '-')} would put another program's config in place of kvbench's; "
+                "allowed: --config-dir with YAML files beside kvbench's own"
+            )
+    given = [name for name in _COMMANDS if getattr(options, name)]
+    if len(given) > 1:
+        wanted = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+        return f"{wanted} ask for different things; allowed: one of them"
+    for name, with_ in (("resolve", "--cfg"), ("package", "--cfg")):
+        if getattr(options, name) and options.cfg is None:
+            return f"--{name} is given without {with_}; allowed: together with {with_}"
+    if options.config_dir is not None and not Path(options.config_dir).is_dir():
+        return f"--config-dir is {options.config_dir!r}; allowed: a folder with YAML files"
+    words = [text.partition("=") for text in options.overrides]
+    if options.shell_completion and not (
+        len(words) == 1
+        and words[0][0] in ("install", "uninstall", "query")
+        and words[0][2] in _SHELLS
+    ):
+        return (
+            f"--shell-completion takes one of install=, uninstall=, query= and {', '.join(_SHELLS)}"
+        )
+    return None
 
 
 def _own_options(arguments: Sequence[str]) -> list[str]:
@@ -218,14 +263,21 @@ def _run(arguments: Sequence[str]) -> int:
     typed = [sys.argv[0], *arguments]
     arguments = _own_options(arguments)
     options = _arguments(arguments)
+    if options.hydra_help:
+        return _run_hydra(["--hydra-help"], Jobs(typed, sweep=False))
+    if options.config_dir is not None:  # as an override, which is composed wherever a config is
+        searched = Path(options.config_dir).resolve()
+        options.overrides.append(f"hydra.searchpath=['file://{searched}']")
     # Hydra wants the overrides in one piece.
-    flags = [argument for argument in arguments if argument not in options.overrides]
     overrides = list(options.overrides)
+    flags = _flags(options)
     jobs = Jobs(typed, sweep=options.multirun)
-    asked = bool(options.help or options.hydra_help or options.cfg or options.info)
+    asked = bool(options.help or options.cfg or options.info)
     with ExitStack() as stack:
-        if not options.shell_completion and not options.config_dir and not options.config_name:
+        if not options.shell_completion:
             configs = _composed(options.overrides, sweep=options.multirun)
+            if options.cfg is not None:
+                _raise(_cannot_show(configs[0], options))
             if not asked:
                 split = _shards(configs, options.overrides)
                 jobs.sweep = bool(options.multirun or split or _is_sweep(configs[0]))
@@ -256,6 +308,37 @@ def _said_without_secrets() -> Iterator[None]:
         print(redact(said.getvalue()), end="")
 
 
+def _flags(options: argparse.Namespace) -> list[str]:
+    """Hydra's options as it takes them."""
+    named = {"--cfg": options.cfg, "--package": options.package, "--info": options.info}
+    flags = [word for name, value in named.items() if value is not None for word in (name, value)]
+    alone = ("help", "resolve", "run", "multirun", "shell_completion")
+    return flags + [f"--{name.replace('_', '-')}" for name in alone if getattr(options, name)]
+
+
+def _cannot_show(config: DictConfig, options: argparse.Namespace) -> str | None:
+    """Why ``--cfg`` cannot show what is asked for; None if it can."""
+    shown = [
+        key
+        for key in map(str, config)
+        if options.cfg in ("all", "hydra" if key == "hydra" else "job")
+    ]
+    package = options.package
+    try:
+        if options.resolve:
+            OmegaConf.to_container(config, resolve=True)
+        part = OmegaConf.masked_copy(config, shown)
+        found = package in (None, "_global_") or OmegaConf.select(part, package) is not None
+    except OmegaConfBaseException as error:
+        return explain(error, options.overrides)
+    if found:
+        return None
+    return (
+        f"--package is {package!r}{nearest(package, shown)}; allowed: _global_, {', '.join(shown)}, or "
+        "a key in one of these"
+    )
+
+
 def _run_hydra(arguments: Sequence[str], jobs: Jobs) -> int:
     """Let Hydra run what the arguments ask for; say what the jobs came to, rebuild the pages."""
     sys.argv = [sys.argv[0], *arguments]
@@ -267,6 +350,8 @@ def _run_hydra(arguments: Sequence[str], jobs: Jobs) -> int:
         decorate(jobs)()
     except (KeyboardInterrupt, Terminated):  # nobody then wants to wait for figures
         raise
+    except (HydraException, OmegaConfBaseException) as error:  # before any job
+        raise UsageError(" ".join(str(error).split())) from error
     except SystemExit as stop:  # Hydra's or a launcher's, after a message
         stopped = stop.code if isinstance(stop.code, int) else FAILED
     if jobs.folders or jobs.status:

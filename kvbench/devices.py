@@ -6,8 +6,11 @@ import os
 
 from omegaconf import DictConfig
 
+from kvbench.scalars import is_integer
+
 CPU = ""
 """The device of a worker without a GPU, as CUDA_VISIBLE_DEVICES has it."""
+MOST_WORKERS = 1000
 
 
 class DeviceError(ValueError):
@@ -38,9 +41,12 @@ def worker_devices(workers: int | None, device: str, gpus_per_worker: int = 1) -
         DeviceError: no GPU and no number of workers on the CPU; a device that names one GPU; fewer
             GPUs than one worker needs.
     """
-    if workers is not None and not _positive(workers):
-        raise DeviceError(f"launcher.workers is {workers!r}; allowed: a positive integer or null")
-    if not _positive(gpus_per_worker):
+    if workers is not None and not is_integer(workers, 1, MOST_WORKERS):
+        raise DeviceError(
+            f"launcher.workers is {workers!r}; allowed: a positive integer up to {MOST_WORKERS}, "
+            "or null"
+        )
+    if not is_integer(gpus_per_worker, 1):
         raise DeviceError(
             f"launcher.gpus_per_worker is {gpus_per_worker!r}; allowed: a positive integer"
         )
@@ -61,10 +67,6 @@ def worker_devices(workers: int | None, device: str, gpus_per_worker: int = 1) -
     starts = range(0, len(gpus) - gpus_per_worker + 1, gpus_per_worker)
     groups = [",".join(gpus[start : start + gpus_per_worker]) for start in starts]
     return [groups[index % len(groups)] for index in range(workers or len(groups))]
-
-
-def _positive(value: object) -> bool:
-    return type(value) is int and value > 0
 
 
 def devices_of(config: DictConfig) -> list[str]:

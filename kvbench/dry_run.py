@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
@@ -15,8 +16,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvbench.engine.estimate import CacheShape, cache_shape, is_cheap
+from kvbench.interrupts import in_main_thread, time_limit
 from kvbench.kv import Budget
-from kvbench.messages import one_line
+from kvbench.messages import complain, one_line
 from kvbench.methods.base import Method
 from kvbench.plan import EncodedExample, Unit
 from kvbench.records import StoreError, load_run
@@ -149,7 +151,8 @@ def estimate(job: Job, todo: Sequence[Unit]) -> Estimate:
     known = [n for n in lengths if n is not None]
     shortest = todo[lengths.index(min(known))] if known else todo[0]
     try:
-        if _seconds(job, few_tokens(shortest)) > PATIENCE:  # loads the model and warms it up
+        # loads the model and warms it up
+        if _seconds(job, few_tokens(shortest), PATIENCE) > PATIENCE:
             return Estimate(None, f"unknown (example {shortest.id} takes too long to try)")
         seconds = _seconds(job, shortest)
     except Exception as failure:  # noqa: BLE001 - a dry run says what it can
@@ -158,9 +161,17 @@ def estimate(job: Job, todo: Sequence[Unit]) -> Estimate:
     return Estimate(seconds * scale, f"{shortest.id}, the shortest, took {duration(seconds)}")
 
 
-def _seconds(job: Job, unit: Unit) -> float:
+def _seconds(job: Job, unit: Unit, patience: float = math.inf) -> float:
+    """How long a unit takes; soon after `patience` seconds it is given up."""
     start = time.perf_counter()
-    list(job.plan.run(unit, job.methods, job.session))
+    limit = patience if math.isfinite(patience) and in_main_thread() else None
+    try:
+        with time_limit(limit, lambda: complain(f"example {unit.id} takes too long to try")):
+            for _ in job.plan.run(unit, job.methods, job.session):
+                if time.perf_counter() - start > patience:
+                    break
+    except TimeoutError:
+        pass
     return time.perf_counter() - start
 
 

@@ -9,24 +9,20 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from kvbench.interrupts import asks_to_stop
-from kvbench.messages import one_line, presentable, text_of, traceback_of
+from kvbench.messages import complain, disk_line, one_line, presentable, text_of, traceback_of
 from kvbench.secrets import redact
 
 FAILED, USAGE = 1, 2
-
-
-def complain(message: str) -> None:
-    """One line on stderr, whatever is in the message; see `presentable`."""
-    print(f"kvbench: {presentable(message)}", file=sys.stderr, flush=True)
 
 
 def explained(error: BaseException) -> tuple[str, int] | None:
@@ -57,10 +53,7 @@ def explained(error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, StoreError | DeviceLost):
         return str(error), FAILED
     if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
-        where = f"{error.filename}: " if error.filename else ""
-        return where + (
-            error.strerror or " ".join(str(error).split()) or type(error).__name__
-        ), FAILED
+        return disk_line(error), FAILED
     return None
 
 
@@ -107,7 +100,9 @@ class Jobs:
         """Run one job. An error that can be explained is one line; another is a bug, and a traceback
         before the line. Neither stops the other jobs."""
         sys.argv = self.argv  # where the manifest looks for the command
-        outcome = self._run(config, tuple(HydraConfig.get().overrides.task))
+        # as typed: a ${...} in them has another meaning, or none, where Hydra keeps them
+        typed: Any = OmegaConf.to_container(HydraConfig.get().overrides, resolve=False)
+        outcome = self._run(config, tuple(typed["task"]))
         self.outcomes.append(outcome)
         return outcome
 

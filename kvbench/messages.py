@@ -4,6 +4,7 @@ whatever the error's own message is."""
 from __future__ import annotations
 
 import logging
+import sys
 import traceback
 
 from kvbench.secrets import redact
@@ -29,9 +30,12 @@ def text_of(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of the error's message, or the error's type where it has none."""
+    """The first line of the error's message and what it announces; the error's type where it has
+    none."""
     lines = redact(text_of(error)).strip().splitlines()
-    return presentable(lines[0]) if lines else type(error).__name__
+    if not lines:
+        return type(error).__name__
+    return presentable(" ".join(map(str.strip, lines[: 2 if lines[0].endswith(":") else 1])))
 
 
 def one_line(error: BaseException) -> str:
@@ -52,3 +56,14 @@ class LogLine(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """As `logging.Formatter`."""
         return redact(super().format(record))
+
+
+def complain(message: str, program: str = "kvbench") -> None:
+    """One line on stderr, whatever is in the message; see `presentable`."""
+    print(f"{program}: {presentable(message)}", file=sys.stderr, flush=True)
+
+
+def disk_line(error: OSError) -> str:
+    """The file, where one is known, and what is wrong with it."""
+    where = f"{error.filename}: " if error.filename else ""
+    return where + (error.strerror or " ".join(str(error).split()) or type(error).__name__)

@@ -5,10 +5,10 @@ Nothing here imports torch, so that usage errors come at once.
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from hydra import compose
@@ -16,11 +16,13 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Glob, Override, Sweep
 from hydra.errors import HydraException
 from omegaconf import DictConfig, Node, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.nearest import nearest
+from kvbench.scalars import is_integer, is_number
 from kvbench.secrets import names_a_secret
 from kvbench.shards import ALLOWED as ALLOWED_SHARD
 from kvbench.shards import Shard
@@ -28,6 +30,11 @@ from kvbench.shards import Shard
 COMMANDS = ("list", "show")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 COMPRESS_AFTER = ("prompt", "context")
+MOST_SHARDS = 1000
+MOST_VALUES = 1000
+"""Of one key in a sweep."""
+DEEPEST = 20
+"""Lists and mappings in one another."""
 
 
 def check_syntax(overrides: Sequence[str], *, sweep: bool) -> str | None:
@@ -45,19 +52,26 @@ def check_syntax(overrides: Sequence[str], *, sweep: bool) -> str | None:
             )
         try:
             override = _parse(text)
-        except HydraException:
+        except (HydraException, ValueError, RecursionError):  # also numbers and lists without end
             return (
                 f"cannot read {text!r}; allowed: key=value, key=[a,b], and quotes around what has "
                 "brackets, blanks or = in it"
             )
+        value: Any = override.value()
+        sweeps = isinstance(value, Sweep | Glob)
+        for each in getattr(value, "list", None) or [] if sweeps else [value]:
+            if _depth(each) > DEEPEST:
+                return f"{text!r} has a sweep, or lists without end, in lists; allowed: values"
         if override.is_sweep_override():
             if not sweep:
                 return (
                     f"{text!r} has several values; allowed: -m for one job each, or "
                     f"{override.key_or_group}=[...] for a list"
                 )
-            if not override.is_discrete_sweep():
+            if not override.is_discrete_sweep() or not _values(override):
                 return f"{text!r} is no list of values; allowed: {override.key_or_group}=a,b,c"
+            if len(_values(override)) > MOST_VALUES:
+                return f"{text!r} has too many values; allowed: at most {MOST_VALUES}"
         key = override.get_key_element()
         if names_a_secret(override.key_or_group):
             return (
@@ -83,14 +97,27 @@ def sample_overrides(overrides: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _parse(text: str) -> Override:
-    return OverridesParser.create().parse_override(text)
+    loader = GlobalHydra.instance().config_loader()  # knows what glob(*) stands for
+    override = OverridesParser.create().parse_override(text)
+    override.config_loader = loader
+    return override
 
 
 def _values(override: Override) -> list[str]:
+    """Every value of a sweep as an override, or the one there is; no more than one too many."""
     if not override.is_sweep_override():
         return [str(override.input_line)]
     key = override.get_key_element()
-    return [f"{key}={value}" for value in override.sweep_string_iterator()]
+    return [f"{key}={v}" for v in islice(override.sweep_string_iterator(), MOST_VALUES + 1)]
+
+
+def _depth(value: object) -> int:
+    """How many lists and mappings a value has in one another; a sweep in them has no end."""
+    if isinstance(value, Sweep | Glob):
+        return DEEPEST + 1
+    if isinstance(value, Mapping):
+        return 1 + max(map(_depth, value.values()), default=0)
+    return 1 + max(map(_depth, value), default=0) if isinstance(value, list) else 0
 
 
 def explain(error: Exception, overrides: Sequence[str]) -> str:
@@ -122,7 +149,10 @@ def _group_choices(group: str) -> list[str]:
 def _explain_key(key: str, overrides: Sequence[str]) -> str | None:
     """Walk down the key in the config that the group choices alone compose to."""
     groups = [text for text in overrides if _parse(text).key_or_group in _groups()]
-    composed = compose("config", overrides=groups)
+    try:
+        composed = compose("config", overrides=groups)
+    except (HydraException, OmegaConfBaseException):  # then it is not the key that is wrong
+        return None
     node: Node | None = composed
     walked: list[str] = []
     parts = key.split(".")
@@ -208,19 +238,6 @@ def _missing(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{key}"
 
 
-def _integer(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _number(value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer that is no float
-        return False
-
-
 def _parses(parse: Callable[[Any], object], value: Any) -> bool:
     try:
         parse(value)
@@ -239,27 +256,33 @@ def _name(value: Any) -> bool:
 
 _NAME = r"[\w+=@-][\w.+=@-]*"
 _RULES: dict[str, tuple[Any, str]] = {
-    "budget.rate": (lambda v: _number(v) and 0 < v <= 1, "a number in (0, 1]"),
-    "budget.sink": (lambda v: _integer(v, 0), "an integer >= 0"),
-    "budget.window": (lambda v: _integer(v, 0), "an integer >= 0"),
-    "budget.size": (lambda v: v is None or _integer(v, 1), "an integer >= 1 or null"),
-    "seed": (lambda v: _integer(v, 0), "an integer >= 0"),
-    "limit": (lambda v: v is None or _integer(v, 1), "a positive integer or null"),
+    "budget.rate": (lambda v: is_number(v) and 0 < v <= 1, "a number in (0, 1]"),
+    "budget.sink": (lambda v: is_integer(v, 0), "an integer >= 0"),
+    "budget.window": (lambda v: is_integer(v, 0), "an integer >= 0"),
+    "budget.size": (lambda v: v is None or is_integer(v, 1), "an integer >= 1 or null"),
+    "seed": (lambda v: is_integer(v, 0), "an integer >= 0"),
+    "limit": (lambda v: v is None or is_integer(v, 1), "a positive integer or null"),
     "shard": (lambda v: _parses(Shard.parse, v), ALLOWED_SHARD),
-    "shards": (lambda v: v is None or _integer(v, 1), "a positive integer or null"),
+    "shards": (
+        lambda v: v is None or is_integer(v, 1, MOST_SHARDS),
+        f"a positive integer up to {MOST_SHARDS}, or null",
+    ),
     "device": (
         lambda v: isinstance(v, str) and bool(re.fullmatch(r"auto|cpu|cuda(:\d+)?", v)),
         "auto, cpu, cuda, cuda:N",
     ),
     "dtype": (lambda v: v in DTYPES, ", ".join(DTYPES)),
     "compress_after": (lambda v: v in COMPRESS_AFTER, ", ".join(COMPRESS_AFTER)),
-    "example_timeout": (lambda v: v is None or (_number(v) and v > 0), "a positive number or null"),
+    "example_timeout": (
+        lambda v: v is None or (is_number(v) and v > 0),
+        "a positive number or null",
+    ),
     "decode": (lambda v: v in ("auto", "eager", "graph"), "auto, eager, graph"),
     "batch_size": (
-        lambda v: v == "auto" or _integer(v, 1),
+        lambda v: v == "auto" or is_integer(v, 1),
         "an integer >= 1, or auto",
     ),
-    "lock_timeout": (lambda v: _number(v) and v >= 0, "a number >= 0"),
+    "lock_timeout": (lambda v: is_number(v) and v >= 0, "a number >= 0"),
     "retry_failed": (lambda v: isinstance(v, bool), "true or false"),
     "confirm": (lambda v: isinstance(v, bool), "true or false"),
     "dry_run": (lambda v: isinstance(v, bool), "true or false"),
@@ -274,11 +297,11 @@ _LAUNCHER: dict[str, tuple[Any, str]] = {
     ),
     **dict.fromkeys(
         ("gpus_per_node", "cpus_per_task", "mem_gb"),
-        (lambda v: v is None or _integer(v, 1), "a positive integer or null"),
+        (lambda v: v is None or is_integer(v, 1), "a positive integer or null"),
     ),
-    "timeout_min": (lambda v: _integer(v, 5), "minutes, an integer >= 5"),
-    "max_num_timeout": (lambda v: _integer(v, 0), "an integer >= 0"),
-    "array_parallelism": (lambda v: _integer(v, 1), "an integer >= 1"),
+    "timeout_min": (lambda v: is_integer(v, 5), "minutes, an integer >= 5"),
+    "max_num_timeout": (lambda v: is_integer(v, 0), "an integer >= 0"),
+    "array_parallelism": (lambda v: is_integer(v, 1), "an integer >= 1"),
     "setup": (
         lambda v: isinstance(v, list) and all(isinstance(line, str) for line in v),
         "a list of lines of shell, e.g. ['module load cuda']",
@@ -287,7 +310,7 @@ _LAUNCHER: dict[str, tuple[Any, str]] = {
         lambda v: v is None or isinstance(v, Mapping),
         "options of sbatch, e.g. {reservation: x}",
     ),
-    "poll_s": (lambda v: _number(v) and v > 0, "a positive number"),
+    "poll_s": (lambda v: is_number(v) and v > 0, "a positive number"),
 }
 """Of launcher=slurm; those of launcher=gpus are `kvbench.devices`'s."""
 _EXAMPLES = {"budget.rate": 0.25, "budget.sink": 32, "budget.window": 32, "budget.size": 2000}

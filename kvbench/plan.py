@@ -39,6 +39,20 @@ class Unit:
     payload: Any
 
 
+def check_ids(task: str, units: Sequence[Unit]) -> None:
+    """Refuse units of which a record would be taken for another's.
+
+    Raises:
+        KVError: naming the id.
+    """
+    for name, count in Counter(i for unit in units for i in unit.record_ids).items():
+        if count > 1:
+            raise KVError(
+                f"task {task} has {count} examples with the id {name!r}; allowed: one, or the others "
+                "would be skipped"
+            )
+
+
 @dataclass(frozen=True)
 class Outcome:
     """One record in the making: the fields the plan knows; the runner adds the others."""
@@ -154,12 +168,6 @@ class TaskPlan:
                 whose question is empty.
         """
         encoded = [encode_example(e, session.encoder) for e in self.task.examples(session.encoder)]
-        for name, count in Counter(e.example.id for e in encoded).items():
-            if count > 1:
-                raise KVError(
-                    f"task {self.task.name} has {count} examples with the id {name!r}; allowed: one, "
-                    "or the others would be skipped"
-                )
         if session.prefill == "chunked":
             for label, (method, _) in methods.items():
                 check_reads_in_chunks(label, method)

@@ -17,7 +17,7 @@ from kvbench.engine.loading import ModelSpec
 from kvbench.engine.session import Session
 from kvbench.interrupts import in_main_thread
 from kvbench.kv import KVError
-from kvbench.plan import Methods, Outcome, Plan, Unit
+from kvbench.plan import Methods, Outcome, Plan, Unit, check_ids
 from kvbench.records import COMMON_FIELDS, MANIFEST, read_manifest, read_records
 from kvbench.secrets import redact
 from kvbench.shards import Shard
@@ -67,7 +67,9 @@ class Job:
 
     @cached_property
     def _units(self) -> list[Unit]:
-        return list(self.plan.units(self.session, self.methods))[: self.limit]
+        units = list(self.plan.units(self.session, self.methods))
+        check_ids(self.task, units)
+        return units[: self.limit]
 
     def units(self) -> tuple[list[Unit], list[Unit]]:
         """All units up to the limit, and those of them that are this job's.

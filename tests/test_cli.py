@@ -158,7 +158,10 @@ USAGE = [
         ["methods.snapkv.pooling=mean", "method=snapkv"],
         "snapkv.pooling is 'mean'; allowed: avgpool",
     ),
-    (["+methods.snapkv.zzz=1", "method=snapkv"], "unexpected keyword argument 'zzz'"),
+    (
+        ["+methods.snapkv.zzz=1", "method=snapkv"],
+        "unknown key 'zzz' of methods.snapkv; allowed: quantize, kernel_size",
+    ),
     (["+zzz=1"], "unknown key 'zzz'"),
     (["task=needle", "task.lengths=[]"], "lengths"),
     (["task.files=[/nowhere/x.jsonl]"], "/nowhere/x.jsonl"),

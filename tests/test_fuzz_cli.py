@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
-from cli_cases import BASE, Ended, command_lines, ended
+from cli_cases import BASE, QUICK, Ended, command_line, ended, lines_of, names, other_line
 from hypothesis import HealthCheck, Phase, given, settings
 
-COMMON = {
+COMMON: dict[str, Any] = {
     "deadline": None,
     "database": None,
     "suppress_health_check": list(HealthCheck),
@@ -21,25 +24,33 @@ def explain(arguments: list[str], found: Ended, problem: str) -> str:
     return f"{problem}: kvbench {arguments}\nstatus {found.status}\n{found.err[-3000:]}"
 
 
-@settings(max_examples=30, derandomize=True, **COMMON)
-@given(command_lines())
-def test_a_sample_of_command_lines(arguments: list[str]) -> None:
+def check(arguments: list[str]) -> None:
     found = ended(arguments)
     problem = found.problem()
     assert problem is None, explain(arguments, found, problem)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(4))
-def test_a_thousand_command_lines(part: int) -> None:
-    @settings(max_examples=250, **COMMON)
-    @given(command_lines())
-    def many(arguments: list[str]) -> None:
-        found = ended(arguments)
-        problem = found.problem()
-        assert problem is None, explain(arguments, found, problem)
+@settings(max_examples=15, derandomize=True, **COMMON)
+@given(lines_of(command_line))
+def test_a_sample_of_command_lines(arguments: list[str]) -> None:
+    check(arguments)
 
-    many()
+
+@settings(max_examples=10, derandomize=True, **COMMON)
+@given(lines_of(other_line))
+def test_a_sample_of_other_command_lines(arguments: list[str]) -> None:
+    check(arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [command_line] * 3 + [other_line], ids=lambda f: f.__name__)
+def test_a_thousand_command_lines(make: Callable[[Random], list[str]]) -> None:
+    settings(max_examples=250, **COMMON)(given(lines_of(make))(check))()
+
+
+def test_every_task_has_a_quick_form() -> None:
+    """Or its dry runs would take minutes."""
+    assert sorted(QUICK) == names("tasks")
 
 
 FOUND = [
@@ -54,7 +65,7 @@ FOUND = [
     (["experiment_name=.hidden"], "experiment_name is '.hidden'; allowed: a folder's name"),
     (["task.files=['" + "y" * 3000 + "']"], None),
     (["methods.snapkv._target_=os.getcwd"], "takes no keyword arguments"),
-    (["methods.snapkv._target_=kvbench.kv.Budget"], "unexpected keyword argument"),
+    (["methods.snapkv._target_=kvbench.kv.Budget"], "unknown key 'kernel_size' of methods.snapkv"),
     (["task._target_=3"], "Expected a callable target"),
     (["model._target_=builtins.dict"], "model._target_ is 'builtins.dict', which makes a dict"),
     (["seed=" + "9" * 400], None),

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
-from kvbench.plan import TaskPlan
+from kvbench.kv import KVError
+from kvbench.plan import TaskPlan, check_ids
 from kvbench.records import StoreError, load_runs
 from kvbench.tasks.base import Example, PromptEncoder, TaskError
 from kvbench.tasks.longbench.data import Source
@@ -299,8 +300,10 @@ def test_two_examples_of_one_id_are_refused() -> None:
 
     session: Any = Session()
     plan = TaskPlan(Twice(num_lines=[5], num_examples=1))
-    with pytest.raises(ValueError, match="2 examples with the id 'lines5-0000'"):
-        plan.units(session, {})
+    units = plan.units(session, {})
+    check_ids("lines", units[:1])
+    with pytest.raises(KVError, match="task lines has 2 examples with the id 'lines5-0000'"):
+        check_ids("lines", units)
 
 
 def results_folder(records: bytes, manifest: bytes) -> None:

@@ -116,7 +116,7 @@ def test_shards_split_every_job_of_a_sweep(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["shards=0"], "shards is 0; allowed: a positive integer or null"),
+        (["shards=0"], "shards is 0; allowed: a positive integer up to 1000, or null"),
         (["shards=2", "shard=1/2"], "shards is 2 and shard is given, too; allowed: one of the two"),
         (["-m", "shards=2,3"], "shards has several values (2, 3); allowed: one"),
         (["launcher=slurms"], "unknown launcher 'slurms' (did you mean 'slurm'?)"),

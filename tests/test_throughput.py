@@ -261,7 +261,7 @@ def test_kvpress_is_asked_for_our_capacity(monkeypatch):
         ({"batch": ["most"]}, "task.batch has most"),
         ({"settings": [(512, 32)]}, r"task.settings has \[512, 32\]; allowed: \[prompt tokens"),
         ({"new_tokens": [4, 0]}, "task.new_tokens has 0"),
-        ({"most_batch": 0}, "task.most_batch has 0"),
+        ({"most_batch": 0}, "task.most_batch is 0"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(options, message):

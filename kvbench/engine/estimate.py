@@ -37,7 +37,7 @@ def cache_shape(spec: ModelSpec, dtype: torch.dtype) -> CacheShape | None:
     """The shape of the model's cache, None where its config is not at hand or says too little."""
     try:
         config = load_config(spec).get_text_config()
-    except (ModelError, OSError, ValueError):  # not on this machine, and no way to the Hub
+    except ModelError:  # not on this machine, and no way to the Hub
         return None
     try:
         heads = config.num_attention_heads

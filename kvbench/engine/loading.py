@@ -174,7 +174,7 @@ def local_path(path: str) -> str:
 
 @contextmanager
 def _one_line(what: str, spec: ModelSpec) -> Iterator[None]:
-    """Turn the Hub's failures into one line that says what to do."""
+    """Turn the failures of the Hub and of what cannot be loaded into one line that says what to do."""
     from huggingface_hub.errors import (
         GatedRepoError,
         RepositoryNotFoundError,
@@ -230,20 +230,26 @@ def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
 
 
 def load_config(spec: ModelSpec) -> PreTrainedConfig:
-    """The model's transformers config: `architecture`, or the one of its path."""
-    if spec.architecture is not None:
+    """The model's transformers config: `architecture`, or the one of its path.
+
+    Raises:
+        ModelError: it cannot be loaded, or its fields are no model's.
+    """
+    if spec.architecture is None:
+        return _config_of_path(spec)
+    with _one_line("model", spec):
         fields = {**spec.architecture, **spec.config}
         return AutoConfig.for_model(fields.pop("model_type"), **fields)
-    return _config_of_path(spec)
 
 
 def _config_of_path(spec: ModelSpec) -> PreTrainedConfig:
-    return AutoConfig.from_pretrained(
-        local_path(spec.path),
-        revision=spec.revision,
-        trust_remote_code=spec.trust_remote_code,
-        **spec.config,
-    )
+    with _one_line("model", spec):
+        return AutoConfig.from_pretrained(
+            local_path(spec.path),
+            revision=spec.revision,
+            trust_remote_code=spec.trust_remote_code,
+            **spec.config,
+        )
 
 
 def checked_config(spec: ModelSpec) -> PreTrainedConfig:
@@ -253,8 +259,7 @@ def checked_config(spec: ModelSpec) -> PreTrainedConfig:
         ModelError: it cannot be loaded.
         UnsupportedModel: see `check_serves_interface`.
     """
-    with _one_line("model", spec):
-        config = load_config(spec)
+    config = load_config(spec)
     check_serves_interface(config)
     return config
 
@@ -289,8 +294,7 @@ def load_model(
         ModelError: what cannot be loaded, and what to do.
     """
     register()
-    with _one_line("model", spec):
-        config = load_config(spec) if spec.random_weights else _config_of_path(spec)
+    config = load_config(spec) if spec.random_weights else _config_of_path(spec)
     check_serves_interface(config)
     with _one_line("model", spec):
         if spec.random_weights:

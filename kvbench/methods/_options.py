@@ -6,19 +6,12 @@ import math
 from typing import Any
 
 from kvbench.kv import KVError
+from kvbench.scalars import is_integer, is_number
 
 
 def _refuse(method: object, option: str, allowed: str) -> KVError:
     name = type(method).__module__.rpartition(".")[2]
     return KVError(f"{name}.{option} is {getattr(method, option)!r}; allowed: {allowed}")
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def check_choice(method: object, option: str, *allowed: str) -> None:
@@ -46,7 +39,7 @@ def check_integer(
     value: Any = getattr(method, option)
     if none is not None and value is None:
         return
-    if not _is_integer(value) or value < least or (odd and value % 2 == 0):
+    if not is_integer(value, least) or (odd and value % 2 == 0):
         kind = "an odd integer" if odd else "an integer"
         raise _refuse(method, option, f"{kind} >= {least}" + (f", or null: {none}" if none else ""))
 
@@ -56,7 +49,7 @@ def check_number(
 ) -> None:
     """Refuse what is not a finite number in [least, most], or (least, most] with `above`."""
     value: Any = getattr(method, option)
-    if _is_number(value) and least <= value <= most and not (above and value == least):
+    if is_number(value) and least <= value <= most and not (above and value == least):
         return
     if most < math.inf:
         raise _refuse(method, option, f"a number in {'(' if above else '['}{least:g}, {most:g}]")
@@ -76,7 +69,7 @@ def check_integers(method: object, option: str, least: int) -> None:
     """Refuse what is neither an integer >= `least` nor a non-empty sequence of such."""
     value: Any = getattr(method, option)
     each = value if isinstance(value, tuple) else (value,)
-    if not each or not all(_is_integer(item) and item >= least for item in each):
+    if not each or not all(is_integer(item, least) for item in each):
         raise _refuse(method, option, f"an integer >= {least}, or one per halving")
 
 
@@ -84,5 +77,5 @@ def check_numbers(method: object, option: str, least: float) -> None:
     """Refuse what is neither a finite number >= `least` nor a non-empty sequence of such."""
     value: Any = getattr(method, option)
     each = value if isinstance(value, tuple) else (value,)
-    if not each or not all(_is_number(item) and item >= least for item in each):
+    if not each or not all(is_number(item) and item >= least for item in each):
         raise _refuse(method, option, f"a finite number >= {least:g}, or one per halving")

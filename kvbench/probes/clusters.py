@@ -15,6 +15,7 @@ from kvbench.engine.session import Session
 from kvbench.kv import KVError
 from kvbench.methods.base import Method
 from kvbench.plan import Methods, Outcome, Unit, encode_example
+from kvbench.probes._checks import MOST_LAYERS, check_counts, check_list
 from kvbench.probes.error_scaling import BoundedData
 from kvbench.tasks.base import Task, TaskError
 
@@ -112,11 +113,9 @@ class SubGenClusters:
     def __post_init__(self) -> None:
         if bool(self.data) == (self.prompts is not None):
             raise TaskError("task.data and task.prompts: exactly one of them must be given")
-        for name in ("draws", "num_prompts"):
-            if getattr(self, name) < 1:
-                raise TaskError(f"task.{name} is {getattr(self, name)}; allowed: an integer >= 1")
-        if not self.steps or any(n < 1 for n in self.steps):
-            raise TaskError(f"task.steps is {list(self.steps)}; allowed: integers >= 1")
+        check_counts(self, "draws", "num_prompts")
+        check_list(self, "steps")
+        check_list(self, "layers", MOST_LAYERS, "1-based layer numbers")
 
     def meta(self) -> dict[str, Any]:
         """See `kvbench.plan.Plan.meta`."""

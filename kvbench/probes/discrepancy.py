@@ -14,6 +14,7 @@ from kvbench.engine.session import Session
 from kvbench.kv import KVError
 from kvbench.methods.base import Method
 from kvbench.plan import Methods, Outcome, Unit
+from kvbench.probes._checks import check_counts, check_list
 from kvbench.tasks.base import TaskError
 
 Array = NDArray[np.float64]
@@ -72,8 +73,7 @@ class UnitVectors:
     dim: int = 16
 
     def __post_init__(self) -> None:
-        if self.dim < 1:
-            raise TaskError(f"dim is {self.dim}; allowed: an integer >= 1")
+        check_counts(self, "dim", of="")
 
     def draw(self, generator: np.random.Generator, count: int) -> Array:
         """[count, dim]."""
@@ -108,10 +108,8 @@ class WalkDiscrepancy:
     def __post_init__(self) -> None:
         if not self.data:
             raise TaskError("task.data is empty; allowed: named distributions of vectors")
-        if self.walks < 1:
-            raise TaskError(f"task.walks is {self.walks}; allowed: an integer >= 1")
-        if not self.steps or any(n < 1 for n in self.steps):
-            raise TaskError(f"task.steps is {list(self.steps)}; allowed: integers >= 1")
+        check_counts(self, "walks")
+        check_list(self, "steps")
 
     def meta(self) -> dict[str, Any]:
         """See `kvbench.plan.Plan.meta`."""

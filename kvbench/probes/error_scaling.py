@@ -34,6 +34,7 @@ from kvbench.messages import one_line
 from kvbench.methods.base import Method
 from kvbench.nearest import nearest
 from kvbench.plan import Methods, Outcome, Unit, encode_example, status_of
+from kvbench.probes._checks import MOST_LAYERS, MOST_TOKENS, check_counts, check_list
 from kvbench.probes.layer_error import compress_measured, estimate
 from kvbench.tasks.base import Task, TaskError
 
@@ -65,9 +66,8 @@ class BoundedData:
     spread: float = 0.1
 
     def __post_init__(self) -> None:
-        for name, least in (("head_dim", 1), ("heads", 1), ("clusters", 0)):
-            if getattr(self, name) < least:
-                raise TaskError(f"{name} is {getattr(self, name)}; allowed: an integer >= {least}")
+        check_counts(self, "head_dim", "heads", of="")
+        check_counts(self, "clusters", least=0, of="")
         for name in ("key_norm", "query_norm", "value_norm"):
             if not 0 < getattr(self, name) < math.inf:
                 raise TaskError(f"{name} is {getattr(self, name)}; allowed: a positive number")
@@ -176,15 +176,10 @@ class ErrorScaling:
     def __post_init__(self) -> None:
         if bool(self.data) == (self.prompts is not None):
             raise TaskError("task.data and task.prompts: exactly one of them must be given")
-        for name in ("n", "queries", "draws", "num_prompts"):
-            if getattr(self, name) < 1:
-                raise TaskError(f"task.{name} is {getattr(self, name)}; allowed: an integer >= 1")
-        for kept in self.kept:
-            if not 1 <= kept <= self.n:
-                raise TaskError(f"task.kept has {kept}; allowed: integers from 1 to {self.n}")
-        for layer in self.layers:
-            if layer < 1:
-                raise TaskError(f"task.layers has {layer}; allowed: 1-based layer numbers")
+        check_counts(self, "n", "queries", most=MOST_TOKENS)
+        check_counts(self, "draws", "num_prompts")
+        check_list(self, "kept", most=self.n)
+        check_list(self, "layers", MOST_LAYERS, "1-based layer numbers")
 
     def meta(self) -> dict[str, Any]:
         """See `kvbench.plan.Plan.meta`."""

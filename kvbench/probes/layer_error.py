@@ -26,6 +26,7 @@ from kvbench.kv import (
 from kvbench.messages import one_line
 from kvbench.methods.base import Method
 from kvbench.plan import Methods, Outcome, Unit, encode_example, status_of
+from kvbench.probes._checks import MOST_LAYERS, MOST_TOKENS, check_counts, check_list
 from kvbench.tasks.base import Task, TaskError
 
 
@@ -52,6 +53,18 @@ class SyntheticLayers:
     query_norm: float = 8.0
     clusters: int = 64
     spread: float = 0.2
+
+    def __post_init__(self) -> None:
+        of = "task.synthetic."
+        check_counts(self, "n", most=MOST_TOKENS, of=of)
+        check_counts(self, "heads", "kv_heads", "head_dim", of=of)
+        check_counts(self, "clusters", least=0, of=of)
+        if self.heads % self.kv_heads:
+            raise TaskError(
+                f"{of}kv_heads is {self.kv_heads}; allowed: a divisor of {of}heads, {self.heads}"
+            )
+        if not 0 <= self.spread <= 1:
+            raise TaskError(f"{of}spread is {self.spread}; allowed: a number in [0, 1]")
 
     def layer(self, index: int, num_layers: int) -> LayerKV:
         """Layer `index` of `num_layers`: the same tensors every time."""
@@ -141,12 +154,9 @@ class LayerError:
             value = getattr(self, name)
             if value is not None and not isinstance(value, kind):
                 raise TaskError(f"task.{name} is {value!r}; allowed: a {kind.__name__}, or null")
-        for name in ("seeds", "num_prompts", "exact"):
-            if getattr(self, name) < 1:
-                raise TaskError(f"task.{name} is {getattr(self, name)}; allowed: an integer >= 1")
-        for layer in self.layers:
-            if layer < 1:
-                raise TaskError(f"task.layers has {layer}; allowed: 1-based layer numbers")
+        check_counts(self, "seeds", "num_prompts")
+        check_counts(self, "exact", most=MOST_TOKENS)
+        check_list(self, "layers", MOST_LAYERS, "1-based layer numbers")
         for rate in self.rates:
             Budget(rate=rate)
 

@@ -23,7 +23,9 @@ from kvbench.kv import Budget, KVError
 from kvbench.messages import one_line
 from kvbench.methods.base import Method
 from kvbench.plan import Methods, Outcome, Unit, measured, status_of
+from kvbench.probes._checks import check_counts
 from kvbench.probes.largest import largest_batch
+from kvbench.scalars import is_integer
 from kvbench.tasks.base import TaskError
 
 REFERENCE = "exact"
@@ -94,17 +96,16 @@ class Throughput:
         for name, values in (
             ("prompt_tokens", [s.prompt_tokens for s in self._settings()]),
             ("new_tokens", [s.new_tokens for s in self._settings()]),
-            ("runs", [self.runs]),
-            ("most_batch", [self.most_batch]),
         ):
             for value in values:
-                if not _counts(value):
-                    raise TaskError(f"task.{name} has {value}; allowed: integers >= 1")
+                if not is_integer(value, 1):
+                    raise TaskError(f"task.{name} has {value!r}; allowed: integers >= 1")
         for setting in self._settings():
-            if setting.batch != LARGEST and not _counts(setting.batch):
+            if setting.batch != LARGEST and not is_integer(setting.batch, 1):
                 raise TaskError(
                     f"task.batch has {setting.batch}; allowed: integers >= 1, or {LARGEST}"
                 )
+        check_counts(self, "runs", "most_batch")
         for rate in self.rates:
             Budget(rate=rate)
         baselines_of(self.baselines)
@@ -333,7 +334,3 @@ def _ratios(fields: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str
 
 def _over(a: float | None, b: float | None) -> float | None:
     return None if a is None or not b else a / b
-
-
-def _counts(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from kvbench.messages import complain, disk_line
 from kvbench.records import StoreError
 
 USAGE, FAILED = 2, 1
@@ -20,7 +21,7 @@ class _Parser(argparse.ArgumentParser):
     """What is wrong, in one line."""
 
     def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: {message}; see {self.prog} --help", file=sys.stderr)
+        complain(f"{message}; see {self.prog} --help", self.prog)
         raise SystemExit(USAGE)
 
 
@@ -45,7 +46,10 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             _compare(options.folder, options.other, options.out)
     except StoreError as error:
-        print(f"kvbench-report: {error}", file=sys.stderr)
+        complain(str(error), parser.prog)
+        return FAILED
+    except OSError as error:
+        complain(disk_line(error), parser.prog)
         return FAILED
     return 0
 
@@ -55,7 +59,7 @@ def _rebuild(folder: str, *, every: bool) -> None:
 
     paths = build_report(folder)
     for warning in paths.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+        complain(f"warning: {warning}", "kvbench-report")
     for path in (*paths.tables, *paths.figures) if every else ():
         print(path)
     print(paths.page)

@@ -22,6 +22,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
+from kvbench.scalars import is_integer
 from kvbench.tasks.base import Example, PromptEncoder, Task, TaskError
 
 INTRODUCTION = (
@@ -71,7 +72,7 @@ def _sequence(name: str, value: Any) -> tuple[Any, ...]:
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+    if not is_integer(value, low, high):
         raise TaskError(
             f"longeval_lines: {name}={value!r} is not allowed; a whole number {low}..{high}"
         )

@@ -22,6 +22,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
+from kvbench.scalars import is_integer, is_number
 from kvbench.tasks.base import Example, PromptEncoder, Task, TaskError
 from kvbench.tasks.haystack import generated_haystack
 
@@ -66,7 +67,7 @@ def rouge1(prediction: str, answer: str) -> float:
 
 
 def _whole(name: str, value: Any, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+    if not is_integer(value, low, high):
         raise TaskError(f"needle: {name}={value!r} is not allowed; a whole number {low}..{high}")
     return value
 
@@ -129,7 +130,7 @@ class Needle(Task):
             _whole("lengths", value, 1, 10_000_000)
         depths = _several("depths", self.depths)
         for value in depths:
-            if isinstance(value, bool) or not isinstance(value, int | float):
+            if not is_number(value):
                 raise TaskError(f"needle: depths={value!r} is not allowed; a number 0..100")
             if not 0 <= value <= 100:
                 raise TaskError(f"needle: depths={value!r} is not allowed; per cent 0..100")

@@ -30,8 +30,8 @@ from omegaconf import OmegaConf
 
 from kvbench import slurm
 from kvbench.interrupts import Termination
-from kvbench.jobs import FAILED, USAGE, JobOutcome, Jobs, complain, names
-from kvbench.messages import first_line
+from kvbench.jobs import FAILED, USAGE, JobOutcome, Jobs, names
+from kvbench.messages import complain, first_line
 
 PATIENCE = 30.0
 """Seconds for workers to finish their examples when the command is interrupted."""

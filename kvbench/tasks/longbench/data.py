@@ -18,6 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from kvbench.scalars import is_integer
 from kvbench.tasks.base import TaskError
 from kvbench.tasks.longbench.metrics import ANSWER_PATTERNS, CLASSIFIED
 
@@ -272,7 +273,7 @@ def _row(raw: Any, dataset: str, place: str) -> Row:
     for name in ("_id", "context"):
         _expect(fields[name].strip() != "", fields, name, place, "text that is not empty")
     length: Any = fields.get("length")
-    whole = isinstance(length, int) and not isinstance(length, bool) and length >= 0
+    whole = is_integer(length, 0)
     _expect(whole, fields, "length", place, "a number of words")
     answers = _texts(fields, "answers", place)
     pattern = ANSWER_PATTERNS.get(dataset)

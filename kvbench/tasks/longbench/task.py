@@ -13,6 +13,7 @@ from itertools import chain, zip_longest
 from typing import ClassVar
 
 from kvbench.nearest import nearest
+from kvbench.scalars import is_integer
 from kvbench.tasks.base import Example, PromptEncoder, Task, TaskError
 from kvbench.tasks.longbench.data import Row, Source
 from kvbench.tasks.longbench.metrics import bucket, score
@@ -93,7 +94,7 @@ class LongBench(Task):
             raise TaskError(f"longbench: datasets={list(names)} is not allowed; each once")
         for option, least in (("max_input", 2), ("per_dataset", 1)):
             value = getattr(self, option)
-            whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
+            whole = is_integer(value, least)
             if value is not None and not whole:
                 raise TaskError(
                     f"longbench: {option}={value!r} is not allowed; a whole number >= {least} or null"
