@@ -32,7 +32,7 @@ from kvbench import __version__
 from kvbench.catalogue import KINDS, catalogue, config_dir
 from kvbench.interrupts import TERMINATED, Terminated, Termination
 from kvbench.jobs import FAILED, USAGE, Jobs, explained
-from kvbench.messages import complain, traceback_of
+from kvbench.messages import complain, first_line, traceback_of
 from kvbench.nearest import nearest
 from kvbench.overrides import check_groups, check_syntax, check_values, explain, sample_overrides
 from kvbench.secrets import redact
@@ -89,11 +89,19 @@ def _composed(overrides: Sequence[str], *, sweep: bool) -> list[DictConfig]:
 
 
 def _resolve_launcher(config: DictConfig) -> None:
-    """Raise what is wrong with the launcher's options, which have types of their own."""
+    """Raise what is wrong with the launcher's options, which have types of their own.
+
+    Raises:
+        UsageError: naming the option.
+    """
     launcher = copy.deepcopy(config.hydra.launcher)
     launcher._set_parent(config.hydra)
     OmegaConf.set_readonly(launcher, False)
-    OmegaConf.resolve(launcher)
+    for key in launcher:
+        try:
+            launcher[key] = launcher[key]
+        except OmegaConfBaseException as error:
+            raise UsageError(f"launcher.{key} cannot be used: {first_line(error)}") from error
 
 
 def _raise(problem: str | None) -> None:

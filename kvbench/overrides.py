@@ -97,9 +97,9 @@ def sample_overrides(overrides: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _parse(text: str) -> Override:
-    loader = GlobalHydra.instance().config_loader()  # knows what glob(*) stands for
     override = OverridesParser.create().parse_override(text)
-    override.config_loader = loader
+    if GlobalHydra.instance().is_initialized():
+        override.config_loader = GlobalHydra.instance().config_loader()  # for glob(*)
     return override
 
 
