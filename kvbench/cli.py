@@ -338,7 +338,7 @@ def _cannot_show(config: DictConfig, options: argparse.Namespace) -> str | None:
         part = OmegaConf.masked_copy(config, shown)
         found = package in (None, "_global_") or OmegaConf.select(part, package) is not None
     except OmegaConfBaseException as error:
-        return explain(error, options.overrides)
+        return " ".join(str(error).split())
     if found:
         return None
     return (
