@@ -81,7 +81,7 @@ KillWait=1
 NodeName=$name NodeAddr=127.0.0.1 CPUs=$cpus State=UNKNOWN
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-PartitionName=one Nodes=$name Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=1
+PartitionName=one Nodes=$name Default=YES MaxTime=INFINITE State=UP PriorityTier=1
 PartitionName=urgent Nodes=$name MaxTime=INFINITE State=UP PriorityTier=2
 CONF
 }

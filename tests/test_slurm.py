@@ -26,7 +26,7 @@ TASKS, PARTS = ("longeval_lines", "longeval_redundant"), ("1of2", "2of2")
 SWEEP = [*SMALL[:2], "-m", f"task={','.join(TASKS)}", "method=[exact,h2o]"]
 SWEEP += ["task.num_lines=[20]", "task.num_examples=24"]
 JOBS = list(product(TASKS, PARTS))
-SLURM = ["launcher=slurm", "shards=2", "launcher.poll_s=1", "launcher.cpus_per_task=1"]
+SLURM = ["launcher=slurm", "shards=2", "launcher.poll_s=0.5", "launcher.cpus_per_task=1"]
 SLURM += ["launcher.gpus_per_node=null", "launcher.mem_gb=null"]
 
 

@@ -29,7 +29,6 @@ from hydra_plugins.hydra_submitit_launcher.submitit_launcher import BaseSubmitit
 from omegaconf import OmegaConf
 
 from kvbench import slurm
-from kvbench.interrupts import Termination
 from kvbench.jobs import FAILED, USAGE, JobOutcome, Jobs, names
 from kvbench.messages import complain, first_line
 
@@ -56,9 +55,7 @@ class _Launcher(BaseSubmititLauncher):
             return self._launch_here(job_overrides, initial_job_idx)
         folder = Path(self.config.hydra.sweep.dir)
         folder.mkdir(parents=True, exist_ok=True)
-        folder.chmod(
-            0o700
-        )  # jobs are told what they need to know there, the environment's part too
+        folder.chmod(0o700)  # jobs find there all they need to know
         (folder / "multirun.yaml").unlink(missing_ok=True)  # Hydra's copy of what manifests hold
         waiting: deque[tuple[int, Parameters]] = deque()
         for index, overrides in enumerate(job_overrides, initial_job_idx):
@@ -69,20 +66,19 @@ class _Launcher(BaseSubmititLauncher):
         running: dict[int, Any] = {}
         outcomes: dict[int, JobOutcome] = {}
         try:
-            with Termination():
-                while waiting or running:
-                    self.submit(waiting, running)
-                    ended = self.ended(running)
-                    for index, job in list(running.items()):
-                        overrides = job_overrides[index - initial_job_idx]
-                        outcome = _outcome(job, overrides, ended.get(index))
-                        if outcome is not None:
-                            del running[index]
-                            outcomes[index] = outcome
-                            self.freed(index)
-                            _tell(called[index - initial_job_idx], outcome, len(outcomes))
-                    if running:
-                        time.sleep(self.poll_s)
+            while waiting or running:
+                self.submit(waiting, running)
+                ended = self.ended(running)
+                for index, job in list(running.items()):
+                    overrides = job_overrides[index - initial_job_idx]
+                    outcome = _outcome(job, overrides, ended.get(index))
+                    if outcome is not None:
+                        del running[index]
+                        outcomes[index] = outcome
+                        self.freed(index)
+                        _tell(called[index - initial_job_idx], outcome, len(outcomes))
+                if running:
+                    time.sleep(self.poll_s)
         except BaseException:
             self.abandon(list(running.values()))
             raise
