@@ -3,6 +3,7 @@ imported everything forks one child per command. The children can be killed like
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import pkgutil
@@ -81,14 +82,22 @@ class ForkServer:
         answer: dict[str, Any] = json.loads(self._process.stdout.readline())
         return answer
 
-    def kvbench(self, folder: Path, *arguments: str, stall: tuple[str, int] | None = None) -> Child:
+    def kvbench(
+        self,
+        folder: Path,
+        *arguments: str,
+        stall: tuple[str, int] | None = None,
+        deaf: bool = False,
+    ) -> Child:
         """The command line in `folder`.
 
         Args:
             stall: (name, k): print "stalled" and sleep in place of the k-th call (from 1) of the
                 function of that name.
+            deaf: sleep in code that runs no Python and so hears no signal; an example that does is
+                given up half a second after its time.
         """
-        return self._start(folder, {"main": list(arguments), "stall": stall})
+        return self._start(folder, {"main": list(arguments), "stall": stall, "deaf": deaf})
 
     def job(
         self, folder: Path, kill: tuple[int, float] | None = None, *, retry_failed: bool = False
@@ -155,7 +164,7 @@ def _child(request: dict[str, Any], make_job: Callable[..., Any]) -> None:
             from kvbench.cli import main
 
             if request["stall"] is not None:
-                stall(*request["stall"])
+                stall(*request["stall"], request["deaf"])
             sys.argv = ["kvbench"]
             main(request["main"])
         else:
@@ -175,8 +184,10 @@ def _child(request: dict[str, Any], make_job: Callable[..., Any]) -> None:
         os._exit(status)
 
 
-def stall(name: str, count: int) -> None:
+def stall(name: str, count: int, deaf: bool) -> None:
     """Make the `count`-th call of a function of the package come to no end."""
+    from kvbench import interrupts
+
     place, _, function = name.rpartition(".")
     real, left = pkgutil.resolve_name(name), [count]
 
@@ -185,8 +196,14 @@ def stall(name: str, count: int) -> None:
         if left[0]:
             return real(*arguments, **named)
         print("stalled", flush=True)
+        if deaf:
+            mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+            libc.pthread_mutex_lock(mutex)
+            libc.pthread_mutex_lock(mutex)  # waits for itself
         time.sleep(600)
 
+    if deaf:
+        interrupts.PATIENCE = 0.5
     setattr(pkgutil.resolve_name(place), function, stalled)
 
 

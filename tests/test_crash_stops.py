@@ -22,6 +22,7 @@ from test_crash_signals import (  # noqa: F401
     FEW,
     JOB,
     first_of_each,
+    mounted,
     one_line,
     records,
     undisturbed,
@@ -155,6 +156,35 @@ def test_terminated_while_wandb_sends_its_client_ends_too(
     assert begun[-1].poll() == -signal.SIGKILL
 
 
+@pytest.mark.parametrize(("batch", "timeouts"), [(1, {"001"}), (2, {"000", "001"})])
+def test_a_kernel_that_never_returns_is_recorded_and_the_next_start_goes_on_after_it(
+    server: ForkServer, tmp_path: Path, batch: int, timeouts: set[str]
+) -> None:
+    words = [*FEW, "example_timeout=0.2", f"batch_size={batch}"]
+    call = 2 if batch == 1 else 1
+    child = server.kvbench(tmp_path, *words, stall=("kvbench.plan.run_batch", call), deaf=True)
+    assert child.wait() == 1
+    err = child.err.read_text()
+    assert "hung" in err
+    assert "; recorded; the same command goes on after" in err
+    assert "Traceback" not in err
+    first = statuses(tmp_path)
+    assert {key for key, status in first.items() if status == "timeout"} == timeouts
+    assert len(first) == 2
+    if batch == 1:
+        assert server.kvbench(tmp_path, *words).wait() == 1, "an example has failed"
+        assert statuses(tmp_path) == {"000": "ok", "001": "timeout", "002": "ok"}
+
+
+def statuses(folder: Path) -> dict[str, str]:
+    """The status of every example, the same with both methods."""
+    one, other = (
+        {row["example_id"][-3:]: row["status"] for row in some} for some in records(folder).values()
+    )
+    assert one == other
+    return one
+
+
 # Failed records that are run again.
 
 
@@ -279,6 +309,33 @@ def test_half_a_page_takes_no_room_of_a_full_disk(
             build_report(tmp_path / "e")
     assert not list(tmp_path.rglob("*.new"))
     assert build_report(tmp_path / "e").page.exists()
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_for_wandb_costs_its_copy_and_nothing_else(
+    server: ForkServer,
+    tmp_path: Path,
+    undisturbed: Any,  # noqa: F811
+) -> None:
+    wandb = ["logger=wandb", "logger.mode=offline"]
+    words = [*(word for word in FEW if not word.startswith("logger=")), *wandb]
+    with mounted(tmp_path / "results", "-t", "tmpfs", "-o", "size=2m", "tmpfs") as disk:
+        assert server.kvbench(tmp_path, *FEW).wait() == 0
+        for room in (16, 64, 200):
+            shutil.rmtree(disk / "default" / "wandb", ignore_errors=True)
+            (disk / "ballast").write_bytes(b"")
+            taken = os.statvfs(disk).f_bavail * 4 - room
+            (disk / "ballast").write_bytes(b"\0" * (taken * 1024))
+            child = server.kvbench(tmp_path, *words)
+            assert child.wait() == 1, "the page has no room either"
+            err = child.err.read_text()
+            assert "was not logged: [Errno 28] No space left on device" in err
+            assert "Traceback" not in err
+            assert records(tmp_path) == first_of_each(undisturbed, 3)
+        (disk / "ballast").unlink()
+        child = server.kvbench(tmp_path, *words)
+        assert child.wait() == 0
+        assert "not logged" not in child.err.read_text()
 
 
 # A device that is gone.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -54,6 +55,40 @@ def compiled(tmp_path: Path, tables: list[str], packages: str) -> Path:
 
 def test_anything_in_a_cell_compiles(tmp_path: Path) -> None:
     assert compiled(tmp_path, [latex(AWKWARD)], "booktabs").stat().st_size > 10_000
+
+
+ATTACKS = (
+    r"\input{/etc/passwd}",
+    r"\immediate\write18{touch owned}",
+    r"\openout0=owned \csname input\endcsname",
+    "^^5cinput{/etc/passwd}",
+    "a\n\\end{document}\r\\newwrite\\x %",
+    r"$\input x$ #1 ~ }}} \begin{verbatim}",
+)
+
+
+def test_no_text_of_a_table_is_a_command() -> None:
+    """Labels come from whoever made the records."""
+    view = View(
+        name=ATTACKS[0],
+        title=ATTACKS[1],
+        columns=("method", *ATTACKS),
+        rows=tuple((attack, *ATTACKS) for attack in ATTACKS),
+        notes=ATTACKS,
+        bold=frozenset({(0, 1), (1, 2)}),
+        parts=tuple((attack, 1) for attack in ATTACKS),
+    )
+    harmless = View("v", "t", tuple("abcdefg"), (tuple("1234567"),), ("n",), frozenset({(0, 1)}))
+    ours = {*commands(latex(harmless)), *commands(latex(AWKWARD)), "multicolumn", "emph"}
+    ours |= {"textbackslash", "textasciicircum", "textasciitilde"}
+    assert commands(latex(view)) <= ours
+    assert latex(view).count(r"\end{") == latex(view).count(r"\begin{") == 2
+    assert "^^" not in latex(view)
+
+
+def commands(text: str) -> set[str]:
+    """The control words in LaTeX source."""
+    return set(re.findall(r"\\([A-Za-z]+)", text.replace("\\\\", "")))
 
 
 def test_every_table_of_an_experiment_compiles(tmp_path: Path) -> None:

@@ -22,6 +22,9 @@ from kvbench.engine.loading import ModelError, ModelSpec, load_model, load_token
 from kvbench.methods.snapkv import SnapKV
 from kvbench.records import load_runs
 from kvbench.report.build import build_report
+from kvbench.report.compare import compare
+from kvbench.report.compare_views import write_comparison
+from kvbench.report.data import load_experiment
 from kvbench.secrets import HIDDEN, names_a_secret, redact
 
 PACKAGE = Path(kvbench.__file__).parent
@@ -319,12 +322,27 @@ def hostile_experiment(results: Path) -> Path:
     return results / "demo"
 
 
+def no_markup(text: str) -> bool:
+    """Whether none of the attacks stands in a text as it was written."""
+    return not any(part in text for part in ("<img src=x", "<svg onload", "<script>document"))
+
+
+def test_the_comparison_of_two_hostile_experiments_holds_no_markup(tmp_path: Path) -> None:
+    folders = [hostile_experiment(tmp_path / name) for name in "ab"]
+    for file in folders[1].rglob("records.jsonl"):
+        file.write_text(file.read_text().replace('"score": 0.5', '"score": 0.25'))
+    compared = compare(*map(load_experiment, folders))
+    paths = write_comparison(compared, tmp_path / "out")
+    assert {path.suffix for path in paths} == {".html", ".md", ".csv"}
+    assert all(no_markup(path.read_text()) for path in paths if path.suffix != ".csv")
+
+
 def test_the_page_runs_nothing_that_data_say(tmp_path: Path) -> None:
     folder = hostile_experiment(tmp_path)
-    page = build_report(folder).page
-    text = page.read_text()
-    assert "<img src=x" not in text
-    assert "<svg onload" not in text
+    report = build_report(folder)
+    page, text = report.page, report.page.read_text()
+    assert no_markup(text)
+    assert all(no_markup(path.read_text()) for path in report.tables if path.suffix != ".csv")
     assert "49" not in [part.strip() for part in text.split("'") if part.strip() == "49"]
     if BROWSER is None:
         pytest.skip("needs Chromium")

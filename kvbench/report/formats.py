@@ -61,9 +61,9 @@ def markdown(view: View) -> str:
 
     dashes = zip(_left(view), widths, strict=True)
     rule = "|".join(f":{'-' * (w + 1)}" if left else f"{'-' * (w + 1)}:" for left, w in dashes)
-    notes = "".join(f"- {note}\n" for note in view.notes)
+    notes = "".join(f"- {_pipes(note)}\n" for note in view.notes)
     body = "\n".join(map(line, rows))
-    return f"### {view.title}\n\n{line(columns)}\n|{rule}|\n{body}\n\n{notes}"
+    return f"### {_pipes(view.title)}\n\n{line(columns)}\n|{rule}|\n{body}\n\n{notes}"
 
 
 def latex(view: View) -> str:
@@ -119,7 +119,8 @@ def _heads(view: View) -> list[str]:
 
 
 def _pipes(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+    """Text that stays in its cell, and is no HTML where a viewer lets it through."""
+    return text.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
 
 
 def _starred(text: str) -> str:
