@@ -163,7 +163,10 @@ def _log_task(
     compared: list[Path] = []
     try:
         place.mkdir(parents=True, exist_ok=True)
-        with FileLock(place / ".lock"):  # several processes may work on one experiment
+        with (
+            _unheard_logging(),
+            FileLock(place / ".lock"),
+        ):  # several processes may work on one experiment
             runs = [
                 load_run(path) for path in sorted({p.parent for p in task.glob(f"*/{MANIFEST}")})
             ]
@@ -338,6 +341,17 @@ def _warning(what: str) -> Iterator[None]:
         yield
     except Exception as error:  # noqa: BLE001 - W&B's, whatever it is
         log.warning("W&B: %s was not logged: %s", what, first_line(error))
+
+
+@contextmanager
+def _unheard_logging() -> Iterator[None]:
+    """W&B keeps a log of its own; where that cannot be written (a full disk), `logging` would print a
+    traceback for every line of it."""
+    before, logging.raiseExceptions = logging.raiseExceptions, False
+    try:
+        yield
+    finally:
+        logging.raiseExceptions = before
 
 
 @contextmanager
