@@ -163,10 +163,8 @@ def _log_task(
     compared: list[Path] = []
     try:
         place.mkdir(parents=True, exist_ok=True)
-        with (
-            _unheard_logging(),
-            FileLock(place / ".lock"),
-        ):  # several processes may work on one experiment
+        # several processes may work on one experiment
+        with FileLock(place / ".lock"), _unheard_logging():
             runs = [
                 load_run(path) for path in sorted({p.parent for p in task.glob(f"*/{MANIFEST}")})
             ]
