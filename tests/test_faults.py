@@ -27,7 +27,7 @@ from kvbench.engine.faults import choose, is_out_of_memory, release_frames
 from kvbench.engine.generate import Stopping, run_batch, run_forks
 from kvbench.engine.loading import ModelError
 from kvbench.interrupts import time_limit
-from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, keep_all
+from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods import build_method
 from kvbench.methods.base import Method
 from kvbench.plan import Methods, Outcome, TaskPlan, Unit, status_of
@@ -435,9 +435,8 @@ def test_the_last_table_counts_every_status_and_the_exit_status_is_1(
     monkeypatch.chdir(tmp_path)
     from kvbench.methods.snapkv import SnapKV
 
-    faults = iter(
-        [MemoryError(), MemoryError(), ValueError("no"), TimeoutError("slow"), TimeoutError("slow")]
-    )
+    out_of, slow = [MemoryError()] * 2, [TimeoutError("slow")] * 2  # these are tried once more
+    faults = iter([*out_of, ValueError("no"), *slow, BudgetExceeded("snapkv", 0, 9, 10)])
     real = SnapKV.compress
 
     def compress(self: Any, layer: LayerKV, *rest: Any) -> CompressedKV:
@@ -448,13 +447,17 @@ def test_the_last_table_counts_every_status_and_the_exit_status_is_1(
         return real(self, layer, *rest)
 
     monkeypatch.setattr(SnapKV, "compress", compress)
-    words = [*SHORT, "task.num_examples=5"]
+    words = [*SHORT, "task.num_examples=6"]
     words.remove("task.num_examples=2")
     status, out, err = main(capsys, *words)
     assert status == 1, err
     assert "Traceback" not in err
     (file,) = tmp_path.glob("results/**/snapkv-*/records.jsonl")
     found = [json.loads(line)["status"] for line in file.read_text().splitlines()]
-    assert found == ["oom", "error", "timeout", "ok", "ok"]
-    for word in ("1 oom", "1 error", "1 timeout"):
+    assert found == ["oom", "error", "timeout", "over_budget", "ok", "ok"]
+    for word in ("2/6", "1 error, 1 oom, 1 over_budget, 1", "timeout"):  # of a narrow column
         assert word in out
+    table = tmp_path / "results/default/tables/longeval_lines-tiny_random.csv"
+    assert '2,6,"1 error, 1 oom, 1 over_budget, 1 timeout"' in table.read_text()
+    page = (tmp_path / "results/default/report.html").read_text()
+    assert "1&nbsp;error, 1&nbsp;oom, 1&nbsp;over_budget, 1&nbsp;timeout" in page
