@@ -128,10 +128,10 @@ def test_cancelled_killed_and_preempted_jobs_go_on_where_they_were(tmp_path):
     assert records(spread) == expected
 
 
-def test_what_slurm_refuses_is_one_line(tmp_path):
-    refused = start(*SWEEP, *SLURM, "launcher.partition=nope", f"results_dir={tmp_path}")
-    _, err = refused.communicate()
-    assert refused.returncode == USAGE
+def test_what_slurm_refuses_is_one_line(capsys, tmp_path):
+    refused = "launcher.partition=nope"
+    status, _, err = main(capsys, *TINY, *SLURM, refused, f"results_dir={tmp_path}")
+    assert status == USAGE
     assert err == "kvbench: Slurm refused the jobs: invalid partition specified: nope\n"
 
 
