@@ -41,6 +41,13 @@ INTERRUPTED = 130
 GOES_ON = "what is done is on disk, the same command goes on from there"
 
 
+_COMPOSING = (
+    *(HydraException, OmegaConfBaseException, ValueError, TypeError),
+    *(AssertionError, AttributeError, LookupError, RecursionError),
+)
+"""What composing raises where Hydra did not think of an override."""
+
+
 class UsageError(Exception):
     """A command line that cannot be followed: one line that says what is allowed."""
 
@@ -71,7 +78,7 @@ def _composed(overrides: Sequence[str], *, sweep: bool) -> list[DictConfig]:
         _raise(check_syntax(chosen, sweep=sweep) or check_groups(chosen))
         try:
             mode, params = _own_sweep(chosen)
-        except (HydraException, OmegaConfBaseException) as error:
+        except _COMPOSING as error:
             raise UsageError(explain(error, chosen)) from error
         _raise(check_syntax(overrides, sweep=sweep or mode == "MULTIRUN"))
         given = {text.partition("=")[0] for text in overrides}
@@ -81,19 +88,26 @@ def _composed(overrides: Sequence[str], *, sweep: bool) -> list[DictConfig]:
             try:
                 whole = compose("config", overrides=sample, return_hydra_config=True)
                 _raise(check_values(_job_config(whole)))
-                _resolve_launcher(whole)
-            except (HydraException, OmegaConfBaseException, ValueError, TypeError) as error:
+                _check_hydra(whole)
+            except _COMPOSING as error:
                 raise UsageError(explain(error, sample)) from error
             configs.append(whole)
     return configs
 
 
-def _resolve_launcher(config: DictConfig) -> None:
-    """Raise what is wrong with the launcher's options, which have types of their own.
+def _check_hydra(config: DictConfig) -> None:
+    """Check what Hydra itself would fail on: its verbosity, and the launcher's options, which have types
+    of their own.
 
     Raises:
         UsageError: naming the option.
     """
+    verbose = OmegaConf.to_container(config.hydra, resolve=False)["verbose"]  # type: ignore[call-overload, index]
+    names = verbose if isinstance(verbose, list) else [verbose]
+    if not isinstance(verbose, bool) and not all(isinstance(name, str) for name in names):
+        raise UsageError(
+            f"hydra.verbose is {verbose!r}; allowed: true, false, or names of loggers, e.g. kvbench"
+        )
     launcher = copy.deepcopy(config.hydra.launcher)
     launcher._set_parent(config.hydra)
     OmegaConf.set_readonly(launcher, False)

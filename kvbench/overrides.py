@@ -122,7 +122,7 @@ def _depth(value: object) -> int:
 
 def explain(error: Exception, overrides: Sequence[str]) -> str:
     """One line for a composition error: the thing, the value, what is allowed, the nearest valid."""
-    text = str(error)
+    text = str(error) or f"Hydra cannot compose {' '.join(overrides)} ({type(error).__name__})"
     missing = re.search(r"[Cc]ould not (?:find|load) '([^']+)'", text)
     if missing and "/" in missing.group(1):
         group, _, choice = missing.group(1).rpartition("/")
@@ -133,12 +133,14 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
     keys = [_parse(text).key_or_group for text in overrides]
     for key in (key for key in keys if key not in _groups() and not key.startswith("hydra.")):
         if re.search(rf"'{re.escape(key)}'|\b{re.escape(key.rpartition('.')[2])}\b", text):
-            return _explain_key(key, overrides) or _first_line(text)
-    return _first_line(text)
+            return _explain_key(key, overrides) or _first_line(text, error.__cause__)
+    return _first_line(text, error.__cause__)
 
 
-def _first_line(text: str) -> str:
-    return " ".join(line.strip() for line in text.splitlines()[:2] if line.strip())
+def _first_line(text: str, cause: BaseException | None = None) -> str:
+    why = str(cause or "").strip().partition("\n")[0]
+    first = " ".join(line.strip() for line in text.splitlines()[:2] if line.strip())
+    return f"{first}: {why}" if why and why not in first else first
 
 
 def _group_choices(group: str) -> list[str]:

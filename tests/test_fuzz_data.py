@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -277,6 +278,33 @@ def test_longbench_files_that_are_none_are_refused_by_name(content: bytes) -> No
 
 def test_null_classes_are_fine_where_no_class_is_asked_for() -> None:
     longbench_rows(json.dumps(LONGBENCH).encode() + b"\n", "hotpotqa")
+
+
+def test_json_lines_are_read_without_the_reader_that_broken_files_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pyarrow's, alone or inside `datasets`: some files ended the process there."""
+    import datasets
+    import pyarrow.json
+    from datasets.packaged_modules.json.json import Json
+
+    def crash(*_: Any, **__: Any) -> None:
+        raise AssertionError("another reader of JSON")
+
+    monkeypatch.setattr(pyarrow.json, "read_json", crash)
+    monkeypatch.setattr(pyarrow.json, "open_json", crash)
+    monkeypatch.setattr(Json, "_generate_tables", crash)
+    monkeypatch.setattr(datasets, "load_dataset", crash)
+    content = json.dumps(LONGBENCH).encode() + b"\n"
+    (tmp_path / "hotpotqa.jsonl").write_bytes(content)
+    with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
+        archive.writestr("data/hotpotqa.jsonl", content)
+    for place in (tmp_path, tmp_path / "data.zip"):
+        assert [row.id for row in Source(location=str(place)).rows("hotpotqa")] == ["0a"]
+    for bad in BAD_ROWS:
+        longbench_rows(bad, "hotpotqa")
+    (tmp_path / "1_lines.jsonl").write_text(json.dumps(LINE))
+    assert len(LongEvalLines(files=[str(tmp_path / "1_lines.jsonl")]).examples(ENCODER)) == 1
 
 
 @pytest.mark.slow
