@@ -122,7 +122,8 @@ def _depth(value: object) -> int:
 
 def explain(error: Exception, overrides: Sequence[str]) -> str:
     """One line for a composition error: the thing, the value, what is allowed, the nearest valid."""
-    text = str(error) or f"Hydra cannot compose {' '.join(overrides)} ({type(error).__name__})"
+    text = "" if isinstance(error, AssertionError) else str(error)
+    text = text or f"Hydra cannot compose {' '.join(overrides)} ({type(error).__name__})"
     missing = re.search(r"[Cc]ould not (?:find|load) '([^']+)'", text)
     if missing and "/" in missing.group(1):
         group, _, choice = missing.group(1).rpartition("/")
