@@ -34,18 +34,18 @@ from kvbench.interrupts import TERMINATED, Terminated, Termination
 from kvbench.jobs import FAILED, USAGE, Jobs, explained
 from kvbench.messages import complain, first_line, traceback_of
 from kvbench.nearest import nearest
-from kvbench.overrides import check_groups, check_syntax, check_values, explain, sample_overrides
+from kvbench.overrides import (
+    COMPOSING,
+    check_groups,
+    check_syntax,
+    check_values,
+    explain,
+    sample_overrides,
+)
 from kvbench.secrets import redact
 
 INTERRUPTED = 130
 GOES_ON = "what is done is on disk, the same command goes on from there"
-
-
-_COMPOSING = (
-    *(HydraException, OmegaConfBaseException, ValueError, TypeError),
-    *(AssertionError, AttributeError, LookupError, RecursionError),
-)
-"""What composing raises where Hydra did not think of an override."""
 
 
 class UsageError(Exception):
@@ -78,7 +78,7 @@ def _composed(overrides: Sequence[str], *, sweep: bool) -> list[DictConfig]:
         _raise(check_syntax(chosen, sweep=sweep) or check_groups(chosen))
         try:
             mode, params = _own_sweep(chosen)
-        except _COMPOSING as error:
+        except COMPOSING as error:
             raise UsageError(explain(error, chosen)) from error
         _raise(check_syntax(overrides, sweep=sweep or mode == "MULTIRUN"))
         given = {text.partition("=")[0] for text in overrides}
@@ -89,7 +89,7 @@ def _composed(overrides: Sequence[str], *, sweep: bool) -> list[DictConfig]:
                 whole = compose("config", overrides=sample, return_hydra_config=True)
                 _raise(check_values(_job_config(whole)))
                 _check_hydra(whole)
-            except _COMPOSING as error:
+            except COMPOSING as error:
                 raise UsageError(explain(error, sample)) from error
             configs.append(whole)
     return configs
@@ -203,7 +203,11 @@ def _show(arguments: Sequence[str]) -> int:
         if argument.startswith("-"):
             raise UsageError(f"show has no option {argument!r}; allowed: key=value")
     config = _composed(arguments, sweep=False)[0]
-    print(redact(OmegaConf.to_yaml(_job_config(config), resolve=True)), end="")
+    try:
+        shown = OmegaConf.to_yaml(_job_config(config), resolve=True)
+    except OmegaConfBaseException as error:  # an interpolation that leads nowhere
+        raise UsageError(" ".join(str(error).split())) from error
+    print(redact(shown), end="")
     return 0
 
 

@@ -30,6 +30,11 @@ from kvbench.shards import Shard
 COMMANDS = ("list", "show")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 COMPRESS_AFTER = ("prompt", "context")
+COMPOSING = (
+    *(HydraException, OmegaConfBaseException, ValueError, TypeError),
+    *(AssertionError, AttributeError, LookupError, RecursionError),
+)
+"""What composing raises where Hydra did not think of an override."""
 MOST_SHARDS = 1000
 MOST_VALUES = 1000
 """Of one key in a sweep."""
@@ -154,7 +159,7 @@ def _explain_key(key: str, overrides: Sequence[str]) -> str | None:
     groups = [text for text in overrides if _parse(text).key_or_group in _groups()]
     try:
         composed = compose("config", overrides=groups)
-    except (HydraException, OmegaConfBaseException):  # then it is not the key that is wrong
+    except COMPOSING:  # then it is not the key that is wrong
         return None
     node: Node | None = composed
     walked: list[str] = []

@@ -118,6 +118,7 @@ FOUND = [
     (["--experimental-rerun=x"], "--experimental-rerun would put"),
     (["--config-dir=/nosuch"], "--config-dir is '/nosuch'; allowed: a folder"),
     (["--cfg", "job", "--run"], "--run and --cfg ask for different things"),
+    (["task.seed=${oc.decode:}"], "missing 1 required"),
     (["--resolve"], "--resolve is given without --cfg"),
     (["--cfg", "job", "--package", "hydra"], "--package is 'hydra'; allowed: _global_"),
     (["-sc", "install=x"], "--shell-completion takes one of"),
