@@ -275,6 +275,16 @@ def test_an_experiment_without_runs_is_named(tmp_path: Path) -> None:
         load_experiment(tmp_path)
 
 
+def test_markdown_holds_no_html_and_leaves_comparisons_readable() -> None:
+    rows = (("<b>x</b>", "<0.001"), ("</td>", "a < b"))
+    text = markdown(View(name="a", title="<!-- t -->", columns=("m", "p"), rows=rows))
+    assert "&lt;b>x&lt;/b>" in text
+    assert "&lt;/td>" in text
+    assert "&lt;!-- t -->" in text
+    assert "| <0.001" in text
+    assert "| a < b" in text
+
+
 VIEW = View(
     name="a_b",
     title="needle_1: 50 % & more",

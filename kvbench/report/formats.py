@@ -120,7 +120,7 @@ def _heads(view: View) -> list[str]:
 
 def _pipes(text: str) -> str:
     """Text that stays in its cell, and is no HTML where a viewer lets it through."""
-    return text.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
+    return _TAG.sub("&lt;", text.replace("|", "\\|").replace("\n", " "))
 
 
 def _starred(text: str) -> str:
@@ -136,6 +136,10 @@ def _cell(text: str, bold: bool) -> str:
     if shown.startswith("["):  # else an argument of the line break before it
         shown = f"{{{shown[0]}}}{shown[1:]}"
     return shown + _escape(bracket + rest) + (rf"\rlap{{{_escape(marks)}}}" if marks else "")
+
+
+_TAG = re.compile(r"<(?=[A-Za-z/!?])")
+"""What begins HTML in Markdown; "<0.001" does not."""
 
 
 def _escape(text: str) -> str:
