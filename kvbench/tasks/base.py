@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -137,7 +138,7 @@ class Example:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class Task(ABC):
     """A benchmark: a frozen dataclass whose fields are its options; one file, one YAML."""
 
     name: ClassVar[str]
@@ -157,14 +158,14 @@ class Task:
         file under the same name is another run. Empty where the data follow from the options."""
         return {}
 
+    @abstractmethod
     def examples(self, encoder: PromptEncoder) -> Sequence[Example]:
         """All examples in an order of which every prefix is a balanced sample.
 
         Raises:
             TaskError: options that cannot be met, a missing data file (with the command that gets it).
         """
-        raise NotImplementedError(f"{type(self).__name__}.examples")
 
+    @abstractmethod
     def score(self, prediction: str, example: Example) -> Mapping[str, float]:
         """Scores of one prediction; ``"score"`` is the primary one, others are kept beside it."""
-        raise NotImplementedError(f"{type(self).__name__}.score")
