@@ -116,7 +116,7 @@ def build_job(config: DictConfig) -> Job:
     spec = _made(config.model, "model", ModelSpec)
     budget = _made(config.budget, "budget", Budget)
     methods = {
-        str(label): (_made(node, f"methods.{label}", Method), budget)  # type: ignore[type-abstract]
+        str(label): (_made(node, f"methods.{label}", Method), budget)
         for label, node in config.methods.items()
     }
     for method, _ in methods.values():

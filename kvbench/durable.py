@@ -53,7 +53,7 @@ class Syncer:
     whatever was written meanwhile is in the next sync.
 
     Attributes:
-        error: what a sync ended in; later ones are not tried.
+        error: what a sync ended in.
     """
 
     PAUSE = 1.0
@@ -62,39 +62,43 @@ class Syncer:
     def __init__(self, file: int) -> None:
         self.error: OSError | None = None
         self._file = file
-        self._wanted = threading.Event()
+        self._wanted = threading.Event()  # something was written that no sync has taken
         self._over = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._file_in_use = threading.Lock()
+        self._begun = False
 
     def wake(self) -> None:
         """Sync what has been written, soon."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="sync", daemon=True)
-            self._thread.start()
         if not self._wanted.is_set():
             self._wanted.set()
+        if not self._begun:
+            self._begun = True
+            threading.Thread(target=self._run, name="sync", daemon=True).start()
 
     def finish(self) -> None:
-        """Wait until everything written is on disk."""
-        if self._thread is not None:
+        """Sync what is left; nothing uses the file afterwards. The thread is not waited for: an
+        interrupt may have come while it was started, and then there may be none."""
+        with self._file_in_use:
+            if self._wanted.is_set() and not self._over.is_set():
+                self._sync()
             self._over.set()
-            self._wanted.set()
-            self._thread.join()
-            self._thread = None
-            self._over.clear()
+        self._wanted.set()  # lets the thread end
+
+    def _sync(self) -> None:
+        self._wanted.clear()  # before the sync, which may miss what is written from now on
+        try:
+            os.fsync(self._file)
+        except OSError as error:
+            self.error = error
 
     def _run(self) -> None:
-        while True:
+        while self.error is None:
             self._wanted.wait()
-            over = self._over.wait(self.PAUSE)
-            self._wanted.clear()  # before the sync, which may miss what is written from now on
-            try:
-                os.fsync(self._file)
-            except OSError as error:
-                self.error = error
-                return
-            if over:
-                return
+            self._over.wait(self.PAUSE)
+            with self._file_in_use:
+                if self._over.is_set():
+                    return
+                self._sync()
 
 
 def write_all(file: int, data: bytes) -> None:

@@ -64,7 +64,6 @@ FOUND = [
     (["experiment_name=" + "y" * 3000], " [...] "),
     (["experiment_name=.hidden"], "experiment_name is '.hidden'; allowed: a folder's name"),
     (["task.files=['" + "y" * 3000 + "']"], None),
-    (["+methods.x._target_=kvbench.methods.base.Method"], "abstract method compress"),
     (["methods.snapkv._target_=os.getcwd"], "takes no keyword arguments"),
     (["methods.snapkv._target_=kvbench.kv.Budget"], "unknown key 'kernel_size' of methods.snapkv"),
     (["task._target_=3"], "Expected a callable target"),

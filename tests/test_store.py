@@ -11,6 +11,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -300,6 +301,28 @@ def test_records_are_synced_without_leaving_and_together(
             while synced.get(timeout=30) < size:
                 count += 1
             assert count < 50
+
+
+def test_an_interrupt_while_the_syncing_thread_starts_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_thread: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    synced = []
+    real = os.fsync
+
+    def counted(file: int) -> None:
+        real(file)
+        synced.append(os.fstat(file).st_size)
+
+    with pytest.raises(KeyboardInterrupt), RecordStore(tmp_path) as records:  # noqa: PT012
+        monkeypatch.setattr(store.os, "fsync", counted)
+        monkeypatch.setattr(threading.Thread, "start", interrupted)
+        records.append(make_record("a"))
+    assert synced == [(tmp_path / "records.jsonl").stat().st_size]
+    with RecordStore(tmp_path) as records:
+        assert records.done == {"a"}
 
 
 WRITER = """

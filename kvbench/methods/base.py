@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -34,7 +33,7 @@ class Held:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method(ABC):
+class Method:
     """A KV-cache compression method: a frozen dataclass whose fields are the paper's knobs.
 
     A subclass implements `compress`, and nothing else unless it must. One method is one file in
@@ -64,13 +63,13 @@ class Method(ABC):
         """True when `restrict` is to be called: a decoding query sees part of what is held."""
         return False
 
-    @abstractmethod
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """What `layer` holds instead.
 
         Called only for prompts longer than `layer_capacity`. Must be a pure function of its
         arguments: all randomness from `generator` (a CPU generator; move the draws, not it).
         """
+        raise NotImplementedError(f"{type(self).__name__}.compress")
 
     def layer_capacity(self, budget: Budget, n: int, layer_index: int, num_layers: int) -> int:
         """Entries per KV head the method may hold at this layer after prefill of n tokens.
