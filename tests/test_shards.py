@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_runner import TIMES, make_job
 
-from kvbench import app
+from kvbench import app, runner
 from kvbench.methods import build_method
-from kvbench.records import COMMON_FIELDS, load_run, load_runs, record_files
+from kvbench.records import COMMON_FIELDS, StoreError, load_run, load_runs, record_files
 from kvbench.runner import run_job
 from kvbench.shards import Shard, ShardError
-from kvbench.store import RecordStore
+from kvbench.store import RecordStore, manifest_lock, write_manifest
 
 
 def shards(count: int) -> list[Shard]:
@@ -139,6 +139,38 @@ def test_shards_that_run_at_once_lose_nothing(tmp_path):
         assert plain(run.records) == plain(load_run(whole).records)
         starts = [*run.manifest["earlier_starts"], run.manifest]
         assert sorted(start["shard"] for start in starts) == ["1/4", "2/4", "3/4", "4/4"]
+
+
+def test_no_shard_reads_the_manifest_while_another_writes_it(tmp_path, monkeypatch):
+    """The two processes above rarely meet there: here each step looks for the lock."""
+    held = []
+
+    def watched(step: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            folder = next(some for some in arguments if isinstance(some, Path))
+            with pytest.raises(
+                StoreError, match=r"manifest\.json is locked by another process for 0 s"
+            ):
+                manifest_lock(folder, timeout=0).__enter__()
+            held.append(step)
+            return step(*arguments)
+
+        return call
+
+    for step in (runner._manifest, write_manifest):
+        monkeypatch.setattr(runner, step.__name__, watched(step))
+    folders = run_job(make_job(tmp_path, shard=Shard(1, 2))).folders
+    assert len(held) == 2 * len(folders)
+    monkeypatch.undo()
+    for folder in folders.values():
+        with manifest_lock(folder, timeout=0):
+            pass
+
+
+def test_a_manifest_that_cannot_be_locked_is_one_line(tmp_path):
+    (tmp_path / ".lock-manifest").mkdir()
+    with pytest.raises(StoreError, match=r"cannot use .*manifest\.json: Is a directory$"):
+        manifest_lock(tmp_path).__enter__()
 
 
 def record(example_id: str, status: str = "ok", **fields: object) -> dict[str, object]:
