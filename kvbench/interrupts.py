@@ -9,11 +9,14 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 
 TERMINATED = 143
 """Exit status after SIGTERM, as a shell reports it."""
+
+WAITS = "kvbench: SIGTERM: finishing this example first; another one ends it at once\n"
+"""What a first SIGTERM is answered with on stderr."""
 
 PATIENCE = 60.0
 """Seconds that code which runs no Python may ignore an alarm before it counts as hung for good."""
@@ -63,6 +66,8 @@ class Termination:
     def _handle(self, _signal: int, _frame: FrameType | None) -> None:
         if self._busy and not self._asked:
             self._asked = True
+            with suppress(OSError):  # past Python's own buffer, which this may have interrupted
+                os.write(2, WAITS.encode())
             return
         raise Terminated
 

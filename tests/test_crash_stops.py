@@ -33,7 +33,7 @@ from test_store import make_record
 
 from kvbench import runner
 from kvbench.attempts import DeviceLost
-from kvbench.interrupts import Terminated, Termination
+from kvbench.interrupts import WAITS, Terminated, Termination
 from kvbench.plan import TaskPlan
 from kvbench.records import StoreError, read_records
 from kvbench.report import files, wandb_send
@@ -88,9 +88,10 @@ def test_an_example_without_end_takes_two_signals(
     child.signal(signal.SIGTERM)
     time.sleep(0.2)
     assert child.running(), "the first waits for the example"
+    assert child.err.read_text() == WAITS
     child.signal(signal.SIGTERM)
     assert child.wait() == 143
-    assert one_line(child.err.read_text()) == TERMINATED
+    assert one_line(child.err.read_text().removeprefix(WAITS)) == TERMINATED
     assert records(tmp_path) == first_of_each(undisturbed, 1)
 
 
