@@ -187,6 +187,30 @@ def test_exact_read_in_chunks_is_exact():
     assert result.failure is None
     assert result.tokens == expected
     assert result.cache_bytes == result.exact_bytes
+    assert result.entries == {"mean": 90, "max": 90}
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
+def test_a_prompt_within_the_budget_is_read_in_chunks_as_at_once(kind):
+    """Nothing is evicted, while decoding neither; sliding windows hold what they always do."""
+    model = ready(kind)
+    roomy = Budget(size=200, sink=4, window=8)
+    methods = {
+        "h2o": (build_method("h2o"), roomy),
+        "s": (build_method("streaming_llm", decode="evict"), roomy),
+        "exact": (build_method("exact"), roomy),
+    }
+    results = [
+        generate(model, prompt_ids(90), methods, new_tokens=12, chunk_tokens=size)
+        for size in (None, 16)
+    ]
+    for label in methods:
+        at_once, in_chunks = (found[label] for found in results)
+        assert in_chunks.failure is None
+        assert in_chunks.tokens == at_once.tokens
+        assert in_chunks.entries == at_once.entries == {"mean": 90, "max": 90}
+        assert in_chunks.exact_bytes == at_once.exact_bytes
+        assert in_chunks.compressed is at_once.compressed is False
 
 
 def test_streaming_in_chunks_holds_the_sink_and_the_latest():

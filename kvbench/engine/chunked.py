@@ -52,15 +52,12 @@ def chunked_prefill(
     first = min(n, capacity if fork.method.uses_budget else chunk_tokens)
     if not fork.method.evicts:
         fork.room += n - first
+    over = fork.method.uses_budget and n > capacity
     whole = fork.budget
     # A rate of 1 keeps all of the first tokens and still lets the method note their scores.
     fork.budget = replace(whole, rate=1.0)
-    start = prefill(model, ids[:first], [fork], always_compress=True)
+    start = prefill(model, ids[:first], [fork], always_compress=over)
     fork.budget = whole
-    fork.compressed = fork.method.uses_budget and n > capacity
-    for layer in compressible_layers(model):
-        if fork.failure is None:
-            fork.layers[layer].capacity = fork.layers[layer].granted = capacity
     logits, seconds = start.logits, start.prefill_s + fork.compress_s
     fork.compress_s = 0.0
     for begin in range(first, n, chunk_tokens):
