@@ -25,11 +25,16 @@ class KVError(ValueError):
 
 
 class BudgetExceeded(RuntimeError):
-    """A method held more entries than its budget allows (design: "Budgets and the audit")."""
+    """A method held more entries than its budget allows (design: "Budgets and the audit").
+
+    Args:
+        layer: 0-based, or -1 for the sum over all layers.
+    """
 
     def __init__(self, method: str, layer: int, expected: int, found: int) -> None:
+        where = f"at layer {layer}" if layer >= 0 else "in all layers"
         super().__init__(
-            f"method {method!r} holds {found} entries at layer {layer}; its budget allows {expected}"
+            f"method {method!r} holds {found} entries {where}; its budget allows {expected}"
         )
         self.method, self.layer, self.expected, self.found = method, layer, expected, found
 

@@ -187,7 +187,30 @@ def test_published_gaps_say_what_they_would_take(pairs: tuple[Group, list[ArmPai
     frame = pairs_frame(group, found)
     assert len(frame) == 6
     assert frame["published_difference (Llama)"].notna().sum() == 3
-    assert frame["difference"][0] == pytest.approx(100 * found[0].difference.value)
+    for column, value in (
+        ("difference", found[0].difference.value),
+        ("difference_low", found[0].difference.low),
+        ("difference_high", found[0].difference.high),
+        ("paired_deviation", found[0].deviation),
+    ):
+        assert frame[column][0] == pytest.approx(100 * value)
+
+
+def test_arms_that_share_no_example_are_ranked_by_their_own_means(tmp_path: Path) -> None:
+    """Each of three scored two of every three examples: any two meet, all three never."""
+    scores = {"exact": {"a": np.ones(30)}}
+    for k, (method, level) in enumerate({"h2o": 0.2, "snapkv": 0.9, "uniform": 0.5}.items()):
+        values = np.full(30, level)
+        values[k::3] = np.nan
+        scores[method] = {"a": values}
+    found = pairs_of(datasets(tmp_path, scores))
+    assert [(p.first.method, p.second.method) for p in found] == [
+        ("snapkv", "uniform"),
+        ("snapkv", "h2o"),
+        ("uniform", "h2o"),
+    ]
+    assert [p.examples for p in found] == [10, 10, 10]
+    assert found[1].difference.value == pytest.approx(0.7)
 
 
 def test_nothing_to_compare_is_no_table(tmp_path: Path) -> None:

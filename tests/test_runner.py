@@ -156,6 +156,37 @@ def test_failures_are_records_and_the_rest_goes_on(tmp_path):
     assert (retried.failed, retried.written) == (0, 8)
 
 
+class Generous(Greedy):
+    """Says of every layer that it may hold all."""
+
+    def layer_capacity(self, budget: Budget, n: int, layer_index: int, num_layers: int) -> int:
+        return n
+
+
+def test_layers_may_share_the_budget_but_not_enlarge_it(tmp_path):
+    result = run_job(make_job(tmp_path, {"generous": Generous()}, limit=1))
+    (record,) = records_of(result)["generous"]
+    assert record["status"] == "over_budget"
+    layers = tiny_model("llama").config.num_hidden_layers
+    allowed = layers * SMALL.capacity(75)
+    assert record["error"].endswith(
+        f"'generous' holds {layers * 75} entries in all layers; its budget allows {allowed}"
+    )
+
+
+def test_a_budget_whose_ends_fill_the_longest_prompt_is_the_last_that_runs(tmp_path):
+    methods = {"snapkv": build_method("snapkv")}
+    longest = 8 * 11 + len("what next? ")
+    for window, allowed in ((longest - 4, True), (longest - 3, False)):
+        job = make_job(tmp_path, methods)
+        job = replace(job, methods={"snapkv": (methods["snapkv"], Budget(sink=4, window=window))})
+        if allowed:
+            assert run_job(job).failed == 0
+            continue
+        with pytest.raises(KVError, match=rf"is {longest + 1}; .* at most {longest}$"):
+            run_job(job)
+
+
 def test_an_example_that_fails_as_a_whole_is_a_record_for_every_method(tmp_path):
     job = make_job(tmp_path)
     weights = job.session.model.model.embed_tokens.weight

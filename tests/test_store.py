@@ -247,11 +247,11 @@ def test_a_disk_that_refuses_to_sync_is_told_by_the_next_record_or_on_leaving(
         raise OSError(errno.EIO, "Input/output error")
 
     def write(again: bool) -> None:
-        with RecordStore(tmp_path / str(again)) as records, monkeypatch.context() as patch:
+        with monkeypatch.context() as patch, RecordStore(tmp_path / str(again)) as records:
             patch.setattr(store.os, "fsync", broken)
             records.append(make_record("a"))
-            records._syncer.finish()
             if again:
+                records._syncer.finish()
                 records.append(make_record("b"))
 
     for again in (True, False):

@@ -175,8 +175,6 @@ def _entries(records: pd.DataFrame, which: str) -> list[float]:
     found = []
     for entries in records["entries"]:
         value = entries.get(which) if isinstance(entries, Mapping) else None
-        if isinstance(value, Sequence) and len(value):
-            value = max(value) if which == "max" else sum(value) / len(value)
         found.append(float(value) if isinstance(value, int | float) else math.nan)
     return found
 
