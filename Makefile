@@ -5,6 +5,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 RESULTS ?= results
 LONGEVAL ?= ../shared/data/longeval_lines
+ESSAYS ?= ../shared/data/paul_graham_essays
 BIN = $(VENV)/bin
 # How the jobs of the reproduce targets run: LAUNCHER=local, gpus or slurm; each split into SHARDS.
 LAUNCHER ?= local
@@ -92,6 +93,18 @@ reproduce-table6: setup ## BalanceKV's Table 6: SubGen on LongBench-E
 
 reproduce-subgen-table2: setup ## SubGen's Table 2: LongBench, categories summed
 	$(BIN)/python -m kvbench experiment=subgen_table2 $(NARROW)
+
+# The two below have one dataset each: LIMIT counts its examples.
+WHOLE = results_dir=$(RESULTS) $(LAUNCH) $(if $(MODEL),model=$(MODEL)) $(if $(LIMIT),limit=$(LIMIT)) $(ARGS)
+
+.PHONY: reproduce-subgen-table1 reproduce-figure4
+reproduce-subgen-table1: setup ## SubGen's Table 1: LongEval's lines; LONGEVAL= the folder with its cases
+	$(BIN)/python -m kvbench experiment=subgen_table1 task_label=longeval_200 'task.files=[$(LONGEVAL)/200_lines.jsonl]' budget.rate=0.65 $(WHOLE)
+	$(BIN)/python -m kvbench experiment=subgen_table1 task_label=longeval_300 'task.files=[$(LONGEVAL)/300_lines.jsonl]' budget.rate=0.58 $(WHOLE)
+	$(BIN)/python -m kvbench experiment=subgen_table1 task_label=longeval_400 'task.files=[$(LONGEVAL)/400_lines.jsonl]' budget.rate=0.5 $(WHOLE)
+
+reproduce-figure4: setup ## BalanceKV's Figure 4: needle in a haystack; ESSAYS= the folder with the essays
+	$(BIN)/python -m kvbench experiment=figure4 'task.haystack_files=[$(ESSAYS)/*.txt]' $(WHOLE)
 
 report: setup ## rebuild tables, figures and page from records: make report RESULTS=results/demo
 	$(BIN)/python -m kvbench.report $(REPORTED)

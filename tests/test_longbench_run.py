@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -152,6 +153,29 @@ def test_every_experiment_composes_and_has_its_target(experiment, target, words)
     line = next(line for line in done.stdout.splitlines() if f"experiment={experiment}" in line)
     for word in ("model=recall_mini", "task.per_dataset=2", "task.data=tests/x", "seed=1"):
         assert word in line.split()
+
+
+@pytest.mark.parametrize(
+    ("target", "experiment", "jobs"),
+    [("reproduce-subgen-table1", "subgen_table1", 3), ("reproduce-figure4", "figure4", 1)],
+)
+def test_what_has_one_dataset_has_its_target_too(target, experiment, jobs, tmp_path):
+    words = [
+        "MODEL=recall_mini",
+        "LIMIT=2",
+        f"LONGEVAL={tmp_path}",
+        f"ESSAYS={tmp_path}",
+        "VENV=/x",
+    ]
+    done = subprocess.run(
+        ["make", "-n", target, *words], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    lines = [line for line in done.stdout.splitlines() if f"experiment={experiment}" in line]
+    assert len(lines) == jobs
+    for line in lines:
+        _, _, arguments = line.partition(" -m kvbench ")
+        assert {"model=recall_mini", "limit=2"} <= set(shlex.split(arguments))
+        assert check_overrides(shlex.split(arguments)) is None
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -283,6 +283,64 @@ def test_columns_may_be_methods_and_rates_are_matched(tmp_path: Path) -> None:
     assert {pair.printed for pair in exact.pairs} == {"43.1", "47.8", "49.5"}
 
 
+def published_spec(experiment: str) -> Any:
+    file = Path(kvbench.__file__).parent / "conf" / "experiment" / f"{experiment}.yaml"
+    return yaml.safe_load(file.read_text())["paper_table"]
+
+
+def test_tasks_may_be_columns_of_one_table_each_at_its_own_rate(tmp_path: Path) -> None:
+    """SubGen's Table 1: fewer entries the more lines."""
+    spec = published_spec("subgen_table1")
+    for lines, rate in ((200, 0.65), (300, 0.58), (400, 0.25)):
+        for method in ("exact", "subgen"):
+            score = 1.0 if method == "exact" else 0.5
+            write_run(
+                tmp_path,
+                task=f"longeval_{lines}",
+                method=method,
+                model="longchat_7b_v15_32k" if lines < 400 else "other",
+                records=[
+                    {"example_id": f"{lines}-{i}", "num_lines": lines, "score": score}
+                    for i in range(4)
+                ],
+                task_meta=LINES_META,
+                options={"paper_table": spec, "budget.rate": rate},
+            )
+    tables = published_tables(load_experiment(tmp_path / "demo"))
+    (view,) = comparison_views(tables)
+    assert view.name == "subgen_table1-longeval_lines-published"
+    assert view.columns == ("method", "", "200", "300", "400")
+    assert [heading for heading, _ in view.parts] == [
+        "longchat_7b_v15_32k; published: longchat_7b_v15_32k",
+        "other; published: longchat_7b_v15_32k",
+    ]
+    shown = {(i, row[1]): row[2:] for i, row in enumerate(view.rows)}
+    names = [row[0] for row in view.rows if row[0]]
+    assert names == ["exact", "subgen", "exact"]  # at rate 0.25 the paper has no SubGen
+    assert shown[0, "ours"] == ("100.0", "100.0", "")
+    assert shown[2, "published"] == ("98 ‡", "100", "")
+    assert shown[4, "ours"] == ("50.0", "50.0", "")
+    assert shown[6, "published"] == ("86 ‡", "66 ‡", "")
+    assert shown[10, "published"] == ("", "", "68 ‡")
+
+
+def test_the_average_of_figure_4_is_of_the_variant_that_protects_tokens(tmp_path: Path) -> None:
+    for method in ("balancekv", "balancekv_needle", "snapkv"):
+        write_run(
+            tmp_path,
+            task="needle",
+            method=method,
+            records=[{"example_id": f"n{i}", "score": 0.5} for i in range(2)],
+            task_meta=LINES_META,
+            options={"paper_table": published_spec("figure4")},
+        )
+    (table,) = published_tables(load_experiment(tmp_path / "demo"))
+    assert {row.method: row.pairs[0].printed for row in table.rows} == {
+        "balancekv_needle": "99",
+        "snapkv": "83",
+    }
+
+
 def test_a_whole_table_like_the_papers(tmp_path: Path) -> None:
     models = ("Llama-3.1-8B-Instruct", "Qwen2.5-14B-Instruct")
     paths = build_report(write_longbench(tmp_path, 4, models=models))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import subprocess
 import sys
@@ -14,7 +15,9 @@ import pytest
 from report_runs import (
     ERROR_META,
     LINES_META,
+    NEEDLE_META,
     lines_records,
+    needle_records,
     write_longbench,
     write_run,
     write_sweep,
@@ -23,6 +26,7 @@ from rich.console import Console
 from scipy.stats import bootstrap
 
 from kvbench.records import StoreError, load_runs
+from kvbench.report.build import build_report
 from kvbench.report.console import print_views
 from kvbench.report.data import Group, group_runs, load_experiment
 from kvbench.report.formats import latex, markdown
@@ -236,6 +240,82 @@ def test_arms_of_a_sweep_are_named_by_what_differs(tmp_path: Path) -> None:
     assert labels[1:4] == ["uniform, rate 0.5", "uniform, rate 0.25", "uniform, rate 0.125"]
     assert len(labels) == 10
     assert set(group.baseline.values()) == {None, "exact"}
+
+
+def test_files_are_told_apart_by_their_names_or_by_what_is_in_them(tmp_path: Path) -> None:
+    def labels(folder: Path, runs: list[tuple[str, str]]) -> list[str]:
+        for file, content in runs:
+            for method in ("exact", "snapkv"):
+                write_run(
+                    folder,
+                    task="t",
+                    method=method,
+                    records=[{"example_id": "a", "score": 1.0}],
+                    task_meta=LINES_META,
+                    options={"task.files": [file], "data": {file.split("/")[-1]: content * 64}},
+                )
+        (group,) = load_experiment(folder / "demo").groups
+        return sorted(arm.label for arm in group.arms)
+
+    found = labels(tmp_path / "a", [("../here/200_lines.jsonl", "a"), ("/x/300_lines.jsonl", "b")])
+    assert found == [
+        f"{method}, files {lines}_lines.jsonl"
+        for method in ("exact", "snapkv")
+        for lines in (200, 300)
+    ]
+    exact, other, *_ = labels(tmp_path / "b", [("x/lines.jsonl", "a"), ("x/lines.jsonl", "b")])
+    assert exact.startswith("exact, data ")
+    assert other.startswith("exact, data ")
+    assert len(exact) == len("exact, data 01234567")
+    alike = labels(tmp_path / "c", [("x/lines.jsonl", "a"), ("y/lines.jsonl", "a")])
+    assert alike[0] == 'exact, files ["x/lines.jsonl"]'
+
+
+def test_long_values_do_not_make_long_labels_and_stay_apart(tmp_path: Path) -> None:
+    values = ("x" * 300 + "1", "y" * 300, "x" * 300 + "2")
+    digest = hashlib.sha256(values[1].encode()).hexdigest()[:8]
+    for count, several in ((2, f"text {'y' * 39}…"), (3, f"text {'y' * 31}…{digest}")):
+        for value in values[:count]:
+            write_run(
+                tmp_path / str(count),
+                task="t",
+                method="snapkv",
+                records=[{"example_id": "a", "score": 1.0, "depth": 0}],
+                task_meta=LINES_META,
+                options={"task.text": value},
+            )
+        (group,) = load_experiment(tmp_path / str(count) / "demo").groups
+        assert len(group.arms) == count
+        assert any(arm.label.endswith(several) for arm in group.arms)
+        for path in build_report(tmp_path / str(count) / "demo").figures:
+            assert len(path.name.encode()) <= 255
+
+
+def test_what_an_earlier_report_wrote_and_this_one_does_not_is_removed(tmp_path: Path) -> None:
+    def run(rate: float) -> set[str]:
+        write_run(
+            tmp_path,
+            task="t",
+            method="snapkv",
+            records=needle_records("snapkv"),
+            task_meta=NEEDLE_META,
+            options={"budget.rate": rate},
+        )
+        paths = build_report(tmp_path / "demo")
+        return {path.name for path in paths.figures}
+
+    figures = tmp_path / "demo" / "figures"
+    before = run(0.25)
+    (figures / "mine.png").write_text("a person's")
+    after = run(0.5)
+    gone = before - after
+    assert gone, "the arm is called by its rate now"
+    assert {path.name for path in figures.iterdir()} == after | {"mine.png"}
+    for damaged in (b"{", b'{"a": 1}', b'[1, "../../demo/report.html"]', b"[" * 99_999):
+        (tmp_path / "demo" / ".report-files").write_bytes(damaged)
+        build_report(tmp_path / "demo")
+        assert {path.name for path in figures.iterdir()} == after | {"mine.png"}
+    assert (tmp_path / "demo" / "report.html").exists()
 
 
 def test_runs_that_nothing_tells_apart_bear_their_hash(tmp_path: Path) -> None:

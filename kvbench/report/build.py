@@ -11,7 +11,7 @@ from kvbench.report.curves import throughput, throughput_scaling
 from kvbench.report.data import Experiment, Group, load_experiment
 from kvbench.report.drawing import Drawn, save_figures
 from kvbench.report.figures import figures_of, heatmap_alone
-from kvbench.report.files import write_text
+from kvbench.report.files import remove_stale, write_text
 from kvbench.report.formats import latex, markdown
 from kvbench.report.page import Section, render_page
 from kvbench.report.pairs import pairs_frame, pairs_of, pairs_view
@@ -78,6 +78,7 @@ def build_report(experiment_folder: str | Path) -> ReportPaths:
             [drawn for section in sections for drawn in (*section.figures, *_alone(section.group))],
             experiment.folder / "figures",
         )
+        remove_stale(experiment.folder, [*tables, *figures])
     except OSError as error:
         raise StoreError(f"cannot write the report in {experiment.folder}: {error}") from error
     return ReportPaths(page, tuple(tables), tuple(figures), tuple(warnings))

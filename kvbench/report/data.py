@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections import defaultdict
@@ -40,6 +41,12 @@ _NOT_IN_LABELS = frozenset(
     )
 )
 """Config keys that say how a run was made rather than what was compared."""
+
+_DATA = "data"
+"""The key of an identity under which a task notes the content of its files."""
+
+_LONGEST = 40
+"""Characters of an option's value in a label."""
 
 
 @dataclass(frozen=True)
@@ -214,21 +221,69 @@ def arms_of(runs: Sequence[Run]) -> list[Arm]:
     arms: dict[int, Arm] = {}
     for method, indices in by_method.items():
         whole = all(_keeps_all(runs[i].records) for i in indices)
-        configs = {i: flat(_identity(runs[i].manifest)) for i in indices}
+        configs = {i: _told_of(runs[i].manifest) for i in indices}
         if whole:
             configs = {i: _without_budget(config) for i, config in configs.items()}
-        varied = sorted(
-            key
-            for key in set().union(*configs.values())
-            if len({config.get(key) for config in configs.values()}) > 1
-        )
+        varied = _varied(list(configs.values()))
+        shown = {key: _short([config.get(key) for config in configs.values()]) for key in varied}
         for i, config in configs.items():
-            options = tuple(f"{key.split('.')[-1]} {config.get(key, 'unset')}" for key in varied)
+            options = tuple(f"{key.split('.')[-1]} {shown[key][config.get(key)]}" for key in varied)
             rate = config.get("budget.rate", "null")
             arms[i] = Arm(method, options, None if rate == "null" else float(rate))
         if not whole:
             _tell_twins_apart(arms, runs, indices)
     return [arms[i] for i in range(len(runs))]
+
+
+def _told_of(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """What may tell a run from another: its options, and one digest for the content of its data."""
+    identity = dict(_identity(manifest))
+    data = identity.pop(_DATA, None)
+    told = flat(identity)
+    if data:
+        told[_DATA] = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:8]
+    return told
+
+
+def _varied(configs: Sequence[Mapping[str, str]]) -> list[str]:
+    """The keys in which configs differ; the data's digest only where nothing else says it."""
+    keys = sorted(set().union(*configs))
+    varied = [key for key in keys if len({config.get(key) for config in configs}) > 1]
+    if _DATA not in varied:
+        return varied
+    others = [key for key in varied if key != _DATA]
+    found = {tuple(config.get(key) for key in others) for config in configs}
+    every = {tuple(config.get(key) for key in varied) for config in configs}
+    return others if len(found) == len(every) else varied
+
+
+def _short(values: Sequence[str | None]) -> dict[str | None, str]:
+    """What labels say of an option's values: of paths the last part, of long ones the beginning; where
+    that would make two of them one, the whole, or a digest of it."""
+    short = {value: _in_short(value) for value in values}
+    if len(set(short.values())) == len(short):
+        return short
+    return {value: "unset" if value is None else _whole_or_digest(value) for value in values}
+
+
+def _whole_or_digest(value: str) -> str:
+    if len(value) <= _LONGEST:
+        return value
+    return f"{value[: _LONGEST - 9]}…{hashlib.sha256(value.encode()).hexdigest()[:8]}"
+
+
+def _in_short(value: str | None) -> str:
+    if value is None:
+        return "unset"
+    try:
+        several = json.loads(value)
+    except ValueError:
+        several = value
+    if isinstance(several, list) and several and all(isinstance(part, str) for part in several):
+        value = " ".join(part.rsplit("/", 1)[-1] for part in several)
+    elif isinstance(several, str):
+        value = value.rsplit("/", 1)[-1] or value
+    return value if len(value) <= _LONGEST else f"{value[: _LONGEST - 1]}…"
 
 
 def _tell_twins_apart(arms: dict[int, Arm], runs: Sequence[Run], indices: Sequence[int]) -> None:

@@ -5,6 +5,7 @@ Figures are built as objects, without pyplot and without changing matplotlib's s
 
 from __future__ import annotations
 
+import hashlib
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -148,7 +149,11 @@ def marker_size(marker: str) -> float:
 
 
 def slug(name: str) -> str:
-    return "".join(c if c.isalnum() or c in "._" else "-" for c in name).strip("-")
+    """A part of a file's name; of a long one the beginning and a digest of the whole."""
+    safe = "".join(c if c.isalnum() or c in "._" else "-" for c in name).strip("-")
+    if len(safe) <= 80:
+        return safe
+    return f"{safe[:60].rstrip('-')}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def stem(group: Group) -> str:

@@ -9,6 +9,7 @@ them
     methods: [exact, uniform]  tables with a column per method: which columns those are
     where: {model: OPT-30B}    only these rows
     method: balancekv          the method of a table that has no column ``method``
+    model: opt_30b             the model of a table that has no column ``model``
     scale: 100                 what to multiply the published number by to be per cent
     sums: {code: [lcc, repobench-p]}   columns that are sums of datasets' scores
     fields: {decode_s: decode_s}       columns that are seconds: other record fields than the score
@@ -17,6 +18,9 @@ them
                                are the same: a column for each combination
     records: {asked_rate: 0.2}    only our records with this value, or with none
     rename: {system: method}   columns that are called otherwise there
+    reduction: reduction_percent  the column of per cent of the cache that is left out; the rest is a
+                               row's rate
+    across_tasks: longeval_lines  several tasks (``task_label``) have columns of the one table: its name
     names: {h2o_20: h2o}       methods that are called otherwise there
     models: {opt_6_7b: OPT-6.7B}  models that are called otherwise there; only ours is shown
 
@@ -88,6 +92,7 @@ class Published:
     Attributes:
         columns: what both tables have, in the paper's order.
         field: the record field compared, None for the score.
+        part_of: what several tasks with columns of this table are called together.
     """
 
     source: str
@@ -97,6 +102,7 @@ class Published:
     columns: tuple[str, ...]
     rows: tuple[PublishedRow, ...]
     field: str | None = None
+    part_of: str | None = None
 
     @property
     def other_models(self) -> bool:
@@ -189,7 +195,7 @@ def _read(experiment: Path, spec: Mapping[str, Any], folder: Path | None) -> pd.
         raise PaperError(f"paper_table {name} is in none of {', '.join(map(str, places))}")
     frame = frame.rename(columns=spec.get("rename") or {})
     where = spec.get("where") or {}
-    named = [*where, *(spec[key] for key in ("value", "by") if spec.get(key))]
+    named = [*where, *(spec[key] for key in ("value", "by", "reduction") if spec.get(key))]
     named += [
         name for key in ("methods", "sums", "fields", "setting") for name in spec.get(key) or ()
     ]
@@ -213,7 +219,12 @@ def _compare(group: Group, spec: Mapping[str, Any], frame: pd.DataFrame) -> Publ
         by, value = by or "dataset", "value"
     if "method" not in frame:
         frame = frame.assign(method=spec.get("method", ""))
+    if "model" not in frame and spec.get("model"):
+        frame = frame.assign(model=spec["model"])
     frame = frame.assign(method=frame["method"].replace(spec.get("names") or {}))
+    if spec.get("reduction"):
+        left_out = frame[spec["reduction"]].astype(float)
+        frame = frame.assign(rate=(1.0 - left_out / 100.0).map(as_text))
     if spec.get("models"):
         frame = frame[frame["model"] == spec["models"].get(group.model)]
     group = replace(group, records=_asked(group.records, spec))
@@ -258,6 +269,7 @@ def _compare(group: Group, spec: Mapping[str, Any], frame: pd.DataFrame) -> Publ
         columns=columns,
         rows=tuple(_joined(rows)) if columns else (),
         field=spec.get("field"),
+        part_of=spec.get("across_tasks"),
     )
 
 

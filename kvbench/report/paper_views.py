@@ -33,7 +33,7 @@ def comparison_views(tables: Sequence[Published]) -> list[View]:
 def comparison_name(table: Published) -> str:
     """The file name stem of the comparison that a table is part of."""
     field = "" if table.field is None else f"-{table.field}"
-    return f"{table.source}-{table.task}{field}-published"
+    return f"{table.source}-{table.part_of or table.task}{field}-published"
 
 
 def _view(tables: Sequence[Published]) -> View:
@@ -41,17 +41,22 @@ def _view(tables: Sequence[Published]) -> View:
     columns = list(dict.fromkeys(c for table in tables for c in table.columns if c != AVERAGE))
     if any(AVERAGE in table.columns for table in tables):
         columns.append(AVERAGE)
+    lines: dict[str, dict[object, tuple[str, dict[str, Pair]]]] = {}
+    for table in tables:
+        for line in table.rows:
+            named = f"{table.model}; published: {line.model}" if line.model else table.model
+            key, label = (line.method, line.method) if table.part_of else (id(line), line.label)
+            _, held = lines.setdefault(named, {}).setdefault(key, (label, {}))
+            held.update(zip(table.columns, line.pairs, strict=True))
     rows: list[tuple[str, ...]] = []
     parts: dict[str, int] = {}
     incomplete = False
-    for table in tables:
-        for line in table.rows:
-            by_column = dict(zip(table.columns, line.pairs, strict=True))
+    for named, found in lines.items():
+        for label, by_column in found.values():
             pairs = [by_column.get(column) for column in columns]
             incomplete |= any(pair is not None and not pair.cell.complete for pair in pairs)
-            block = _lines(pairs, table.unit)
-            rows += [(line.label if i == 0 else "", *texts) for i, texts in enumerate(block)]
-            named = f"{table.model}; published: {line.model}" if line.model else table.model
+            block = _lines(pairs, first.unit)
+            rows += [(label if i == 0 else "", *texts) for i, texts in enumerate(block)]
             parts[named] = parts.get(named, 0) + len(block)
     notes = [INTERVAL_NOTE, OUTSIDE_NOTE]
     if incomplete:
@@ -60,7 +65,7 @@ def _view(tables: Sequence[Published]) -> View:
         )
     return View(
         name=comparison_name(first),
-        title=f"{first.task}: ours beside {first.source}{unit_text(first.unit)}",
+        title=f"{first.part_of or first.task}: ours beside {first.source}{unit_text(first.unit)}",
         columns=("method", "", *columns),
         rows=tuple(rows),
         notes=tuple(notes),
