@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 import torch
@@ -351,6 +352,33 @@ def test_strided_and_fixed_patterns():
             by_mass = mass[head, :80].argsort(descending=True).tolist()
             heavy = [position for position in by_mass if position not in pattern][:10]
             assert kept[head].tolist() == [*sorted(pattern | set(heavy)), *range(80, 100)]
+
+
+@given(
+    older=st.integers(1, 120),
+    count=st.integers(1, 60),
+    summary=st.integers(1, 9),
+)
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_the_patterns_by_definition(older, count, summary):
+    count = min(count, older)
+    blocks = max(1, round(count / summary))
+    ends = [math.floor(Fraction(i * older, blocks)) for i in range(1, blocks + 1)]  # exclusive
+    distance = [min(end - 1 - p for end in ends if end > p) for p in range(older)]
+    nearest = sorted(range(older), key=lambda p: (distance[p], -p))[:count]
+    assert build_method("fixed", summary=summary).pattern(older, count).tolist() == sorted(nearest)
+    every = [math.floor(Fraction(i * older, count)) - 1 for i in range(1, count + 1)]
+    assert build_method("strided").pattern(older, count).tolist() == every
+    assert len(set(every)) == count
+
+
+def test_half_of_topks_budget_is_the_heavy_hitters():
+    layer, budget = make_layer(100), Budget(rate=0.25, sink=4, window=5)
+    marks = run(build_method("topk", heavy_hitters=True), layer, budget).scores
+    assert marks is not None
+    mass = layer.attention_mass().view(1, 2, 2, 100).mean(2)
+    heaviest = mass.argsort(-1, descending=True)[:, :, : budget.capacity(100) // 2].sort(-1).values
+    assert torch.equal(marks.nonzero()[:, 2].view(1, 2, -1), heaviest)
 
 
 # -- BalanceKV -----------------------------------------------------------------------------------

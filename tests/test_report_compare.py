@@ -155,6 +155,10 @@ def test_datasets_count_alike_and_each_is_shown(tmp_path: Path) -> None:
     assert comparison_views(found)[-1].columns == ("method", "lcc", "trec", "average")
     frame = comparison_table(found)
     assert list(frame["difference"].round(6)) == [10.0, 0.0, 5.0]  # per cent
+    for name in ("first", "second", "difference"):
+        for suffix, part in (("", "value"), ("_low", "low"), ("_high", "high")):
+            want = [100 * getattr(getattr(change, name), part) for change in changes]
+            assert list(frame[name + suffix]) == pytest.approx(want)
 
 
 def test_two_models_are_compared_where_each_folder_has_one(tmp_path: Path) -> None:
