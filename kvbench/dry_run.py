@@ -112,7 +112,7 @@ def _done(folder: Path, units: Sequence[Unit]) -> set[str]:
 def _prompt_tokens(unit: Unit) -> int | None:
     """Prompt tokens of a unit, None where its plan does not tell."""
     if isinstance(unit.payload, tuple) and unit.payload and isinstance(unit.payload[0], int):
-        return unit.payload[0]  # the throughput probe's (tokens, run)
+        return unit.payload[0]  # the throughput probe's (tokens, setting, run)
     n = getattr(unit.payload, "n", None)
     return n if isinstance(n, int) else None
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tiny import Broken, Greedy, tiny_model
 
+from kvbench import dry_run
 from kvbench.engine.loading import ModelSpec
 from kvbench.engine.session import Session
 from kvbench.kv import Budget, KVError
@@ -258,3 +259,33 @@ def test_another_file_under_the_same_name_is_another_run(tmp_path):
         job = make_job(tmp_path, {"exact": build_method("exact")}, plan=TaskPlan(task))
         folders.add(run_job(job).folders["exact"])
     assert len(folders) == 2
+
+
+def test_a_dry_run_scales_the_shortest_example_by_prompt_tokens(tmp_path, monkeypatch):
+    tried = []
+
+    def seconds(job, unit, patience=0.0):
+        tried.append((unit.id, unit.payload.example.max_new_tokens))
+        return 2.0
+
+    monkeypatch.setattr(dry_run, "_seconds", seconds)
+    monkeypatch.setattr(dry_run, "is_cheap", lambda spec: True)
+    job = make_job(tmp_path)
+    todo = dry_run.units_to_run(job)
+    found = dry_run.estimate(job, todo[::-1])
+    lengths = [8 * (8 + i) + len("what next? ") for i in range(4)]
+    assert found.seconds == pytest.approx(2.0 * sum(lengths) / lengths[0])
+    assert tried == [("e0", 4), ("e0", 6)], "with a short answer first, which loads the model"
+    assert str(found) == "about 9.3 s (e0, the shortest, took 2.0 s)"
+    run_job(replace(job, limit=3))
+    (left,) = dry_run.units_to_run(job)
+    assert left.id == "e3"
+    assert str(dry_run.estimate(job, [])) == "about 0.0 s (everything is on disk)"
+
+    def fails(job, unit, patience=0.0):
+        raise ValueError("no")
+
+    monkeypatch.setattr(dry_run, "_seconds", fails)
+    assert str(dry_run.estimate(job, todo)) == "unknown (example e0 fails: ValueError: no)"
+    assert [dry_run.duration(s) for s in (1.0, 90.0, 7200.0)] == ["1.0 s", "2 min", "2.0 h"]
+    assert [dry_run.size(b) for b in (12, 2048, 3 * 2**30)] == ["12 B", "2.0 KiB", "3.0 GiB"]
