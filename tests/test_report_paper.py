@@ -22,7 +22,13 @@ import kvbench
 from kvbench.report.build import build_report
 from kvbench.report.data import load_experiment
 from kvbench.report.formats import latex, markdown
-from kvbench.report.paper import PaperError, Published, comparison_frame, published_tables
+from kvbench.report.paper import (
+    PaperError,
+    Published,
+    comparison_frame,
+    joined_tasks,
+    published_tables,
+)
 from kvbench.report.paper_views import comparison_views
 from kvbench.report.tables import AVERAGE, score_table
 from kvbench.report.views import paper_view
@@ -322,6 +328,37 @@ def test_tasks_may_be_columns_of_one_table_each_at_its_own_rate(tmp_path: Path) 
     assert shown[4, "ours"] == ("50.0", "50.0", "")
     assert shown[6, "published"] == ("86 ‡", "66 ‡", "")
     assert shown[10, "published"] == ("", "", "68 ‡")
+    (side_by_side, _) = joined_tasks(tables)
+    assert (side_by_side.task, side_by_side.columns) == ("longeval_lines", ("200", "300"))
+    report = build_report(tmp_path / "demo")
+    page = report.page.read_text()
+    assert page.count("subgen_table1 · longeval_lines on longchat_7b_v15_32k") == 1
+    overview = (report.page.parent / "tables" / "overview-longchat_7b_v15_32k.md").read_text()
+    assert [row.split(" |")[0].strip("| ") for row in overview.splitlines()[4:7]] == [
+        "exact",
+        "subgen, rate 0.65",
+        "subgen, rate 0.58",
+    ]
+    for label in ("subgen, rate 0.65", "subgen, rate 0.58"):
+        assert label in page
+
+
+def test_a_method_that_one_of_the_tasks_lacks_leaves_a_gap(tmp_path: Path) -> None:
+    spec = published_spec("subgen_table1")
+    for lines, rate, methods in ((200, 0.65, ("subgen", "h2o")), (300, 0.58, ("subgen",))):
+        for method in methods:
+            write_run(
+                tmp_path,
+                task=f"longeval_{lines}",
+                method=method,
+                records=[{"example_id": f"{lines}", "num_lines": lines, "score": 0.5}],
+                task_meta=LINES_META,
+                options={"paper_table": spec, "budget.rate": rate},
+            )
+    (view,) = comparison_views(published_tables(load_experiment(tmp_path / "demo")))
+    published = [row for row in view.rows if row[1] == "published"]
+    assert published == [("", "published", "66 ‡", "–"), ("", "published", "86 ‡", "66 ‡")]
+    assert not any("†" in text for row in view.rows for text in row)
 
 
 def test_the_average_of_figure_4_is_of_the_variant_that_protects_tokens(tmp_path: Path) -> None:

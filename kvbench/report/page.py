@@ -21,7 +21,7 @@ from kvbench.report import views
 from kvbench.report.data import Experiment, Group
 from kvbench.report.drawing import Drawn
 from kvbench.report.pairs import ArmPair, pairs_view
-from kvbench.report.paper import Published
+from kvbench.report.paper import Published, joined_tasks
 from kvbench.report.paper_views import OUTSIDE_NOTE
 from kvbench.report.predictions import Shown, clip, sample_of
 from kvbench.report.stats import Estimate
@@ -73,7 +73,7 @@ def render_page(
         experiment=experiment,
         sections=[_section(section, index) for index, section in enumerate(sections, 1)],
         overviews=[overview for overview in overviews if len(overview.tables) > 1],
-        published=published,
+        published=joined_tasks(published),
         outside_note=OUTSIDE_NOTE,
         warnings=warnings,
         methods=sorted({a.method for s in sections for a in s.group.arms}, key=order_of),

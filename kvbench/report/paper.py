@@ -75,6 +75,9 @@ class Pair:
         return self.published < self.ours.low or self.published > self.ours.high
 
 
+_NO_PAIR = Pair(math.nan, NO_CELL.score, NO_CELL, "")
+
+
 @dataclass(frozen=True)
 class PublishedRow:
     """One of our arms beside one published row; `model` is the one the paper used."""
@@ -137,6 +140,34 @@ def published_tables(experiment: Experiment, folder: Path | None = None) -> list
         for spec in specs.values():
             found.append(_compare(group, spec, _read(experiment.folder, spec, folder)))
     return [table for table in found if table.rows]
+
+
+def joined_tasks(tables: Sequence[Published]) -> list[Published]:
+    """The tables, those that are parts of one side by side: a row for each method."""
+    groups: dict[object, list[Published]] = {}
+    for table in tables:
+        key = (
+            (table.source, table.part_of, table.field, table.model) if table.part_of else id(table)
+        )
+        groups.setdefault(key, []).append(table)
+    return [_side_by_side(group) if group[0].part_of else group[0] for group in groups.values()]
+
+
+def _side_by_side(tables: Sequence[Published]) -> Published:
+    first = tables[0]
+    columns = tuple(dict.fromkeys(column for table in tables for column in table.columns))
+    found: dict[tuple[str, str], dict[str, Pair]] = {}
+    for table in tables:
+        for row in table.rows:
+            pairs = found.setdefault((row.method, row.model), {})
+            pairs.update(zip(table.columns, row.pairs, strict=True))
+    rows = tuple(
+        PublishedRow(
+            method, model, method, tuple(pairs.get(column, _NO_PAIR) for column in columns)
+        )
+        for (method, model), pairs in found.items()
+    )
+    return replace(first, task=first.part_of or first.task, columns=columns, rows=rows)
 
 
 def published_frame(experiment: Path, name: str) -> pd.DataFrame:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from kvbench.report.paper import Pair, Published
+from kvbench.report.paper import Pair, Published, joined_tasks
 from kvbench.report.tables import AVERAGE
 from kvbench.report.views import (
     INCOMPLETE,
@@ -26,6 +26,7 @@ OUTSIDE_NOTE = (
 def comparison_views(tables: Sequence[Published]) -> list[View]:
     """One table per published source and task: for each of our models a block of rows, for each
     method ours, its interval, what was published, and the difference."""
+    tables = joined_tasks(tables)
     names = dict.fromkeys(map(comparison_name, tables))
     return [_view([t for t in tables if comparison_name(t) == name]) for name in names]
 
@@ -41,22 +42,17 @@ def _view(tables: Sequence[Published]) -> View:
     columns = list(dict.fromkeys(c for table in tables for c in table.columns if c != AVERAGE))
     if any(AVERAGE in table.columns for table in tables):
         columns.append(AVERAGE)
-    lines: dict[str, dict[object, tuple[str, dict[str, Pair]]]] = {}
-    for table in tables:
-        for line in table.rows:
-            named = f"{table.model}; published: {line.model}" if line.model else table.model
-            key, label = (line.method, line.method) if table.part_of else (id(line), line.label)
-            _, held = lines.setdefault(named, {}).setdefault(key, (label, {}))
-            held.update(zip(table.columns, line.pairs, strict=True))
     rows: list[tuple[str, ...]] = []
     parts: dict[str, int] = {}
     incomplete = False
-    for named, found in lines.items():
-        for label, by_column in found.values():
+    for table in tables:
+        for line in table.rows:
+            by_column = dict(zip(table.columns, line.pairs, strict=True))
             pairs = [by_column.get(column) for column in columns]
             incomplete |= any(pair is not None and not pair.cell.complete for pair in pairs)
-            block = _lines(pairs, first.unit)
-            rows += [(label if i == 0 else "", *texts) for i, texts in enumerate(block)]
+            block = _lines(pairs, table.unit)
+            rows += [(line.label if i == 0 else "", *texts) for i, texts in enumerate(block)]
+            named = f"{table.model}; published: {line.model}" if line.model else table.model
             parts[named] = parts.get(named, 0) + len(block)
     notes = [INTERVAL_NOTE, OUTSIDE_NOTE]
     if incomplete:
@@ -65,7 +61,7 @@ def _view(tables: Sequence[Published]) -> View:
         )
     return View(
         name=comparison_name(first),
-        title=f"{first.part_of or first.task}: ours beside {first.source}{unit_text(first.unit)}",
+        title=f"{first.task}: ours beside {first.source}{unit_text(first.unit)}",
         columns=("method", "", *columns),
         rows=tuple(rows),
         notes=tuple(notes),

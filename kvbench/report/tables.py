@@ -104,6 +104,13 @@ class Overview:
         """Every arm of any task, in table order."""
         return sorted({row.arm for t in self.tables for row in t.rows}, key=lambda a: a.sort_key)
 
+    def label(self, arm: Arm) -> str:
+        """What the arm is called among all tasks' arms: with its rate where tasks had different ones."""
+        twins = [other for other in self.arms if other.label == arm.label]
+        return (
+            arm.label if len(twins) == 1 or arm.rate is None else f"{arm.label}, rate {arm.rate:g}"
+        )
+
     def row(self, table: ScoreTable, arm: Arm) -> Row | None:
         """What `arm` did on one task, None where it was not run."""
         return next((row for row in table.rows if row.arm == arm), None)

@@ -163,7 +163,7 @@ def overview_view(overview: Overview) -> View:
     rows: list[tuple[str, ...]] = []
     bold: set[tuple[int, int]] = set()
     for i, arm in enumerate(overview.arms):
-        cells = [arm.label]
+        cells = [overview.label(arm)]
         for table in overview.tables:
             row = overview.row(table, arm)
             if row is not None and row.total.best:
