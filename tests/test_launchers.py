@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -185,6 +186,42 @@ def test_why_jobs_wait_is_one_line():
     assert slurm.waiting(jobs) == "1 run, 3 wait: Resources, launch failed requeued held"
     assert slurm.waiting([JobState("PENDING", "None"), JobState("RUNNING")]) is None
     assert not JobState("PREEMPTED").alive, "one that goes back into the queue is pending"
+
+
+def test_results_that_show_late_are_waited_for(monkeypatch, tmp_path):
+    """Slurm sees the end of a job before a network file system shows what it wrote."""
+    from hydra_plugins import kvbench_launchers as launchers
+
+    now, said = 100.0, {}
+    monkeypatch.setattr(launchers.time, "monotonic", lambda: now)
+    monkeypatch.setattr(launchers.slurm, "states", lambda arrays: said)
+    launcher = object.__new__(launchers.SlurmLauncher)
+    launcher.poll_s, launcher._ended_since, launcher._waited = 2.0, {}, None
+    paths = SimpleNamespace(folder=tmp_path)
+    jobs = {i: SimpleNamespace(job_id=f"7_{i}", paths=paths) for i in range(4)}
+
+    def looks(seconds: float) -> dict[int, str]:
+        nonlocal now
+        now += seconds
+        return launcher.ended(jobs)
+
+    said = {f"7_{i}": JobState("RUNNING") for i in range(4)}
+    assert looks(1000.0) == {}
+    said = {
+        "7_0": JobState("COMPLETED"),  # wrote a result somewhere
+        "7_1": JobState("FAILED"),
+        "7_2": JobState("PREEMPTED"),
+    }  # 7_3: Slurm has forgotten it
+    assert looks(0.0) == looks(3.9) == {}
+    assert looks(0.1) == {1: "FAILED", 2: "PREEMPTED"}
+    said["7_2"] = JobState("PENDING")  # back in the queue after all
+    assert looks(0.0) == {1: "FAILED"}
+    said["7_2"] = JobState("TIMEOUT")
+    assert looks(0.0) == {1: "FAILED"}, "it ended anew"
+    assert looks(launchers.LATE - 4.1) == {1: "FAILED", 2: "TIMEOUT"}
+    assert looks(0.1) == {0: "COMPLETED", 1: "FAILED", 2: "TIMEOUT", 3: "gone"}
+    said = None  # Slurm does not answer
+    assert looks(1000.0) == {}
 
 
 @pytest.mark.parametrize(
