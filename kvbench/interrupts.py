@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -66,8 +67,9 @@ class Termination:
     def _handle(self, _signal: int, _frame: FrameType | None) -> None:
         if self._busy and not self._asked:
             self._asked = True
-            with suppress(OSError):  # past Python's own buffer, which this may have interrupted
-                os.write(2, WAITS.encode())
+            if sys.__stderr__ is not None:  # else 2 may be any file
+                with suppress(OSError):  # past Python's own buffer, which this may have interrupted
+                    os.write(2, WAITS.encode())
             return
         raise Terminated
 

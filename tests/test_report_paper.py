@@ -355,10 +355,29 @@ def test_a_method_that_one_of_the_tasks_lacks_leaves_a_gap(tmp_path: Path) -> No
                 task_meta=LINES_META,
                 options={"paper_table": spec, "budget.rate": rate},
             )
-    (view,) = comparison_views(published_tables(load_experiment(tmp_path / "demo")))
-    published = [row for row in view.rows if row[1] == "published"]
-    assert published == [("", "published", "66 ‡", "–"), ("", "published", "86 ‡", "66 ‡")]
-    assert not any("†" in text for row in view.rows for text in row)
+
+    def published() -> list[tuple[str, ...]]:
+        (view,) = comparison_views(published_tables(load_experiment(tmp_path / "demo")))
+        assert not any("†" in text for row in view.rows for text in row)
+        names = [row[0] for row in view.rows if row[0]]
+        texts = [row[2:] for row in view.rows if row[1] == "published"]
+        return [(name, *text) for name, text in zip(names, texts, strict=True)]
+
+    assert published() == [("h2o", "66 ‡", "–"), ("subgen", "86 ‡", "66 ‡")]
+    write_run(
+        tmp_path,
+        task="longeval_200",
+        method="subgen",
+        records=[{"example_id": "200", "num_lines": 200, "score": 0.25}],
+        task_meta=LINES_META,
+        options={"paper_table": spec, "budget.rate": 0.65, "method.recent": 9},
+    )
+    assert published() == [
+        ("h2o", "66 ‡", "–"),
+        ("subgen, recent 9", "86 ‡", "–"),
+        ("subgen, recent unset", "86 ‡", "–"),
+        ("subgen", "–", "66 ‡"),
+    ], "no arm's numbers hide another's"
 
 
 def test_the_average_of_figure_4_is_of_the_variant_that_protects_tokens(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def remove_stale(folder: Path, written: Iterable[Path]) -> None:
     except (OSError, ValueError, RecursionError):  # none yet, or not ours
         before = []
     for part in ("figures", "tables"):
-        for path in (folder / part).iterdir():
+        for path in list((folder / part).iterdir()):
             name = f"{part}/{path.name}"
             if name not in names and isinstance(before, list) and name in before:
                 path.unlink()

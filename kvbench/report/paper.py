@@ -143,7 +143,7 @@ def published_tables(experiment: Experiment, folder: Path | None = None) -> list
 
 
 def joined_tasks(tables: Sequence[Published]) -> list[Published]:
-    """The tables, those that are parts of one side by side: a row for each method."""
+    """The tables, those that are parts of one side by side: a row for each arm."""
     groups: dict[object, list[Published]] = {}
     for table in tables:
         key = (
@@ -156,16 +156,14 @@ def joined_tasks(tables: Sequence[Published]) -> list[Published]:
 def _side_by_side(tables: Sequence[Published]) -> Published:
     first = tables[0]
     columns = tuple(dict.fromkeys(column for table in tables for column in table.columns))
-    found: dict[tuple[str, str], dict[str, Pair]] = {}
+    found: dict[tuple[str, str, str], dict[str, Pair]] = {}
     for table in tables:
         for row in table.rows:
-            pairs = found.setdefault((row.method, row.model), {})
+            pairs = found.setdefault((row.method, row.model, row.label), {})
             pairs.update(zip(table.columns, row.pairs, strict=True))
     rows = tuple(
-        PublishedRow(
-            method, model, method, tuple(pairs.get(column, _NO_PAIR) for column in columns)
-        )
-        for (method, model), pairs in found.items()
+        PublishedRow(*who, tuple(pairs.get(column, _NO_PAIR) for column in columns))
+        for who, pairs in found.items()
     )
     return replace(first, task=first.part_of or first.task, columns=columns, rows=rows)
 
@@ -254,7 +252,7 @@ def _compare(group: Group, spec: Mapping[str, Any], frame: pd.DataFrame) -> Publ
         frame = frame.assign(model=spec["model"])
     frame = frame.assign(method=frame["method"].replace(spec.get("names") or {}))
     if spec.get("reduction"):
-        left_out = frame[spec["reduction"]].astype(float)
+        left_out = pd.to_numeric(frame[spec["reduction"]], errors="coerce")
         frame = frame.assign(rate=(1.0 - left_out / 100.0).map(as_text))
     if spec.get("models"):
         frame = frame[frame["model"] == spec["models"].get(group.model)]
