@@ -102,7 +102,9 @@ def in_main_thread() -> bool:
 
 
 @contextmanager
-def time_limit(seconds: float | None, on_hang: Callable[[], None]) -> Iterator[None]:
+def time_limit(
+    seconds: float | None, on_hang: Callable[[], None], what: str = "the example"
+) -> Iterator[None]:
     """Raise TimeoutError in what runs here too long; None: no limit.
 
     The alarm comes a tenth (at least one second) late, so that a loop which looks at its own clock is
@@ -112,6 +114,7 @@ def time_limit(seconds: float | None, on_hang: Callable[[], None]) -> Iterator[N
 
     Args:
         on_hang: saves what can be saved; must not wait for this thread.
+        what: what the error says took too long.
     """
     if seconds is None:
         yield
@@ -123,7 +126,7 @@ def time_limit(seconds: float | None, on_hang: Callable[[], None]) -> Iterator[N
         heard.set()
         if over.is_set():
             return
-        raise TimeoutError(f"the example took more than {seconds:g} s")
+        raise TimeoutError(f"{what} took more than {seconds:g} s")
 
     def watch() -> None:
         wait = period + PATIENCE

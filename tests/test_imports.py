@@ -18,7 +18,7 @@ ALLOWED = {
     "kv": {"kernels"},
     "methods": {"kv", "kernels", "nearest", "scalars"},
     "tasks": {"nearest", "scalars"},
-    "engine": {"kernels", "kv", "messages", "methods", "tasks"},
+    "engine": {"interrupts", "kernels", "kv", "messages", "methods", "tasks"},
     "plan": {"kv", "messages", "methods", "engine", "tasks"},
     "probes": {
         "kernels",

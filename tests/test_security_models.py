@@ -199,6 +199,16 @@ def test_odd_tokenizers_and_settings_are_one_line_and_run_nothing(
     assert not (tmp_path / "owned").exists()
 
 
+def test_a_template_without_end_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvbench.engine.loading.TEMPLATE_S", 0.05)
+    folder = copied(tmp_path / "model")
+    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    changed(folder / "tokenizer_config.json", chat_template=loops)
+    assert "writing one message took more than 0.05 s" in refused(folder)
+
+
 def test_an_end_token_that_the_model_does_not_have_ends_nothing() -> None:
     stopping = Stopping(1, end_ids=frozenset({-1, 2, 10**9}), may_be_empty=False)
     logits = torch.tensor([[0.0, 1.0, 5.0]])

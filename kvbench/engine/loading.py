@@ -7,6 +7,7 @@ import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ from transformers.utils import cached_file
 
 from kvbench.engine.attention import IMPLEMENTATION, UnsupportedModel, register
 from kvbench.engine.faults import is_out_of_memory
-from kvbench.messages import first_line, one_line, traceback_of
+from kvbench.interrupts import in_main_thread, time_limit
+from kvbench.messages import complain, first_line, one_line, traceback_of
 from kvbench.tasks.base import PromptEncoder
 
 log = logging.getLogger(__name__)
@@ -36,6 +38,9 @@ ASSET_PREFIX = "asset:"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _MARK = "KVBENCH_PROMPT_GOES_HERE"
+
+TEMPLATE_S = 5.0
+"""Seconds that a chat template may take for one message; some never end."""
 
 
 class ModelError(ValueError):
@@ -387,7 +392,12 @@ def _prompt_encoder(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> Prom
             "allowed: auto, never"
         )
     if has_template and spec.chat_template != "never":
-        with _one_line("chat template of model", spec):
+        limit = TEMPLATE_S if in_main_thread() else None
+        hung = partial(complain, f"the chat template of model {spec.path!r} never ends")
+        with (
+            _one_line("chat template of model", spec),
+            time_limit(limit, hung, "writing one message"),
+        ):
             text = tokenizer.apply_chat_template(
                 [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True
             )
