@@ -3,10 +3,13 @@ the official data beside the checkout skip, with the reason, where it is absent.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +20,16 @@ from fork_server import ForkServer
 
 if not torch.cuda.is_available():  # before anything imports triton; see interpreted.py
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# The datasets library keeps what it read, and transformers code it was given, below this for ever.
+os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="kvbench-tests-hub-")
+
+
+@atexit.register
+def _remove(folder: str = os.environ["HF_HOME"], owner: int = os.getpid()) -> None:
+    if os.getpid() == owner:  # not where a test forked
+        shutil.rmtree(folder, ignore_errors=True)
+
 
 # A shell's background jobs ignore it, and so would every process that a test starts and interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
