@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import hydra
 from hydra import compose, initialize_config_dir
@@ -96,15 +96,20 @@ def _composed(overrides: Sequence[str], *, sweep: bool) -> list[DictConfig]:
 
 
 def _check_hydra(config: DictConfig) -> None:
-    """Check what Hydra itself would fail on: its verbosity, and the launcher's options, which have types
-    of their own.
+    """Check what Hydra itself would fail on: its verbosity, its folder (it reads these two where
+    interpolations lead nowhere yet), and the launcher's options, which have types of their own.
 
     Raises:
         UsageError: naming the option.
     """
-    verbose = OmegaConf.to_container(config.hydra, resolve=False)["verbose"]  # type: ignore[call-overload, index]
+    raw: Any = OmegaConf.to_container(config.hydra, resolve=False)
+    verbose, chdir = raw["verbose"], raw["job"]["chdir"]
     names = verbose if isinstance(verbose, list) else [verbose]
-    if not isinstance(verbose, bool) and not all(isinstance(name, str) for name in names):
+    if chdir is not None and not isinstance(chdir, bool):
+        raise UsageError(f"hydra.job.chdir is {chdir!r}; allowed: true or false")
+    if not isinstance(verbose, bool) and not all(
+        isinstance(name, str) and "${" not in name for name in names
+    ):
         raise UsageError(
             f"hydra.verbose is {verbose!r}; allowed: true, false, or names of loggers, e.g. kvbench"
         )

@@ -114,6 +114,8 @@ FOUND = [
     (["launcher=gpus", "launcher.workers=1000000000"], "a positive integer up to 1000"),
     (["launcher=slurm", "hydra.launcher.mem_gb=U"], "could not be converted to Integer"),
     (["hydra.verbose={a:1}"], "hydra.verbose is {'a': 1}; allowed: true, false"),
+    (["hydra.verbose=${hydra:job.num}"], "hydra.verbose is '${hydra:job.num}'; allowed: true"),
+    (["hydra.job.chdir=${task}"], "hydra.job.chdir is '${task}'; allowed: true or false"),
     (["--config-name=x"], "--config-name would put another program's config"),
     (["--experimental-rerun=x"], "--experimental-rerun would put"),
     (["--config-dir=/nosuch"], "--config-dir is '/nosuch'; allowed: a folder"),
