@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
@@ -110,7 +111,8 @@ def time_limit(
     The alarm comes a tenth (at least one second) late, so that a loop which looks at its own clock is
     the first to notice, and again and again as long as something catches it and goes on. Code that
     runs no Python (a kernel that never returns) sees no alarm: `PATIENCE` seconds after one went
-    unheard, `on_hang` is called from another thread and the process ends with status 1.
+    unheard, `on_hang` is called from another thread and the process ends with status 1. Within
+    another limit, that one goes on afterwards.
 
     Args:
         on_hang: saves what can be saved; must not wait for this thread.
@@ -142,7 +144,8 @@ def time_limit(
     watcher = threading.Thread(target=watch, name="example_timeout", daemon=True)
     handler = signal.signal(signal.SIGALRM, alarm)
     watcher.start()
-    signal.setitimer(signal.ITIMER_REAL, period, period)
+    began = time.monotonic()
+    left, interval = signal.setitimer(signal.ITIMER_REAL, period, period)
     try:
         try:
             yield
@@ -152,3 +155,7 @@ def time_limit(
         over.set()
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
+        if left:  # a limit around this one goes on
+            signal.setitimer(
+                signal.ITIMER_REAL, max(left - (time.monotonic() - began), 1e-3), interval
+            )

@@ -16,7 +16,7 @@ import pytest
 from fork_server import Child, ForkServer, whole_rows
 from test_cli import FAST
 
-from kvbench.interrupts import WAITS, Terminated, Termination
+from kvbench.interrupts import WAITS, Terminated, Termination, time_limit
 from kvbench.records import load_runs
 
 EXAMPLES = 40
@@ -153,6 +153,29 @@ def test_termination_between_examples_and_a_second_time_is_at_once() -> None:
         time.sleep(5)
         order.append("went on")
     assert order == ["waits"]
+
+
+def test_a_limit_within_a_limit_leaves_the_outer_one() -> None:
+    def loop() -> None:
+        end = time.monotonic() + 10
+        while time.monotonic() < end:
+            time.sleep(0.01)
+
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"^the outer took more than 0.2 s"):  # noqa: PT012, SIM117
+        with time_limit(0.2, lambda: None, "the outer"):
+            with time_limit(60, lambda: None, "the inner"):
+                time.sleep(0.3)
+            loop()
+    assert time.monotonic() - began < 5
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    with time_limit(60, lambda: None):
+        with (
+            pytest.raises(TimeoutError, match=r"^the inner took"),
+            time_limit(0.1, print, "the inner"),
+        ):
+            loop()
+        assert 50 < signal.getitimer(signal.ITIMER_REAL)[0] <= 66
 
 
 def test_a_full_disk_is_one_line_and_the_records_stay(
