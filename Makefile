@@ -55,6 +55,12 @@ $(VENV_REFERENCES)/.ready: pyproject.toml tests/references/constraints.txt
 	  $(PIP_REFERENCES) --no-build-isolation --no-deps minference
 	@touch $@
 
+.PHONY: wheel
+wheel: setup ## build an sdist and a wheel; use the wheel outside the checkout
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist . > /dev/null
+	bash scripts/try_wheel.sh $(BIN)/python dist/*.whl
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

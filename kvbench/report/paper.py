@@ -214,8 +214,9 @@ def _specs_of(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _read(experiment: Path, spec: Mapping[str, Any], folder: Path | None) -> pd.DataFrame:
     """The table as text, so that 22.0 stays what was printed; only the rows of ``where``."""
     name = f"{spec.get('file')}".removesuffix(".csv") + ".csv"
-    root = Path(__file__).parents[2] / "results" / "paper"
-    places = [folder] if folder else [experiment.resolve().parent / "paper", root]
+    package = Path(__file__).parents[1]  # in a wheel the tables are in it, in a checkout beside it
+    shipped = [package / "paper", package.parent / "results" / "paper"]
+    places = [folder] if folder else [experiment.resolve().parent / "paper", *shipped]
     for place in places:
         if (place / name).is_file():
             frame = pd.read_csv(place / name, dtype=str, keep_default_na=False)
