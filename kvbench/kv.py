@@ -184,6 +184,9 @@ class CompressedKV:
         positions: [batch, kv_heads, c] int64, the prompt position of each entry, -1 where it has none.
         scores: [batch, kv_heads, c] float32 that the method wants back at every decoded token
             (`Method.evict`; H2O: accumulated attention), else None.
+        keys_only: how many entries, the first ones, hold a key and no value: `values` is that much
+            shorter than `keys`. They count in the softmax's normaliser, as if their value were 0
+            (the denominator's own samples of a streaming estimator).
     """
 
     keys: Tensor
@@ -191,6 +194,7 @@ class CompressedKV:
     log_weights: Tensor | None
     positions: Tensor
     scores: Tensor | None = None
+    keys_only: int = 0
 
     @property
     def entries(self) -> Tensor:
@@ -242,7 +246,10 @@ def check_held(held: CompressedKV, layer: LayerKV) -> None:
     for name in ("keys", "values"):
         part, like = getattr(held, name), getattr(layer, name)
         batch, kv_heads, _, dim = like.shape
-        allowed = (batch, repeats * kv_heads, *held.keys.shape[2:3], dim)
+        count = held.keys.shape[2:3]
+        if name == "values":
+            count = tuple(entries - held.keys_only for entries in count)
+        allowed = (batch, repeats * kv_heads, *count, dim)
         if tuple(part.shape) != allowed or part.dtype != like.dtype:
             raise ValueError(
                 f"{name} are {tuple(part.shape)} {part.dtype}; allowed: {allowed} {like.dtype}"
