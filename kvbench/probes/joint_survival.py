@@ -94,11 +94,11 @@ class JointSurvival(LayerProbe):
 
     def meta(self) -> dict[str, Any]:
         """See `kvbench.plan.Plan.meta`."""
-        pairs = "two entries" if self.among == "all" else "two tokens of a number"
+        within = "" if self.among == "all" else " in numbers"
         return {
             **self.source(),
             "version": self.version,
-            "score_unit": f"probability that {pairs} both survive, over independence",
+            "score_unit": f"joint survival{within} over chance",
             "lower_is_better": False,
             "breakdown": ["distance", *(["layer"] if self.prompts is not None else [])],
             "figures": [],
