@@ -63,7 +63,9 @@ class Ablation(LayerError):
         """What is alike and what differs between Figure 3 of BalanceKV and the numbers beside it."""
         ends = "too" if self.exact == 256 else f"here {self.exact}"
         drawn = f"{self.seeds} here" + (f", on {self.num_prompts} prompts" if self.prompts else "")
-        of = "tensors drawn at random" if self.prompts is None else "the prompts named above"
+        of = "tensors drawn at random"
+        if self.prompts is not None:
+            of = f"the model and the layers named here, prompts of {self.prompts.name}"
         return (
             "Errors of both are the released notebook's: per query, elements of the exact output below "
             "1e-8 (the negative ones too) count as 1e-8 in the denominator, about 1.4 times what "

@@ -13,7 +13,7 @@ from kvbench.engine.session import Session
 from kvbench.kv import CompressedKV, LayerKV
 from kvbench.plan import Methods, Outcome, Unit
 from kvbench.probes._checks import MOST_TOKENS, check_list
-from kvbench.probes.layers import LayerProbe
+from kvbench.probes.layers import LayerProbe, Look
 from kvbench.tasks.base import TaskError
 
 AMONG = ("all", "numbers")
@@ -65,9 +65,10 @@ class JointSurvival(LayerProbe):
 
     A fact of several tokens can be copied only where all of them are held. Sampling without
     replacement keeps k of m entries independently but for (k - 1) m / (k (m - 1)), a little below
-    1. Balancing gives entries that are alike opposite signs, and neighbours are alike: below 1 they
-    are separated, above 1 kept in runs (SnapKV, which pools its scores). Pairs lie in the middle;
-    the methods see the whole layer.
+    1. Balancing gives entries that are alike opposite signs, and neighbours often are: below 1 they
+    are separated. Above 1 entries are kept in runs (SnapKV, which pools its scores), or some
+    stretches of the prompt more than others. Pairs lie in the middle; the methods see the whole
+    layer.
 
     Attributes:
         exact: tokens kept exactly at both ends, which are not counted.
@@ -116,7 +117,7 @@ class JointSurvival(LayerProbe):
         if self.among == "numbers":
             texts = [session.encoder.decode([token]) for token in unit.payload]
 
-        def show(kv: LayerKV) -> tuple[LayerKV, Any]:
+        def show(kv: LayerKV) -> tuple[LayerKV, Look]:
             def look(held: CompressedKV) -> Mapping[str, Any]:
                 kept = survivors(held, kv.n)
                 return {"ratios": [self._ratio(kept, d, texts) for d in self.distances]}
