@@ -84,7 +84,9 @@ class Job:
         """Whatever changes a score of method `label`; its hash names the run's folder."""
         method, _ = self.methods[label]
         meta = self.plan.meta()
+        changed = {"method_version": method.version} if method.version > 1 else {}
         return {
+            **changed,
             "model": {k: v for k, v in vars(self.spec).items() if k not in PLACEMENT},
             "dtype": str(self.session.dtype),
             "task": self.task_config,

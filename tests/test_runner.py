@@ -100,6 +100,18 @@ def records_of(result, *, times: bool = False):
     }
 
 
+def test_a_method_that_came_to_hold_something_else_takes_up_no_old_records(tmp_path):
+    class Changed(type(build_method("uniform"))):
+        version: ClassVar[int] = 2
+
+    methods = {"snapkv": build_method("snapkv"), "uniform": build_method("uniform")}
+    before = make_job(tmp_path, methods)
+    after = make_job(tmp_path, {**methods, "uniform": Changed()})
+    assert before.folder("snapkv") == after.folder("snapkv")
+    assert before.folder("uniform") != after.folder("uniform")
+    assert "method_version" not in before.identity("uniform"), "other records keep their hash"
+
+
 def test_one_record_per_example_and_method_with_every_field(tmp_path):
     result = run_job(make_job(tmp_path))
     assert (result.failed, result.written) == (0, 12)

@@ -42,6 +42,8 @@ class Method:
 
     paper: ClassVar[str] = ""
     """Where the method comes from: arXiv number and section."""
+    version: ClassVar[int] = 1
+    """Raised when the same options come to hold something else: then old records are not taken up."""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Named sets of options, e.g. ``{"released": {"order": "released"}}``."""
     saves_memory: ClassVar[bool] = True

@@ -141,6 +141,7 @@ class SubGenStreaming(Method):
     """
 
     paper: ClassVar[str] = "arXiv 2402.06082, Algorithm 1"
+    version: ClassVar[int] = 2
 
     delta: float | None = None
     t: int = 4
@@ -155,7 +156,7 @@ class SubGenStreaming(Method):
         check_integer(self, "recent", 0, none="budget.window")
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """Samples of the numerator, then of the clusters, then the recent tokens.
+        """Samples of the clusters (keys only), then of the numerator, then the recent tokens.
 
         Positions may repeat: the samples are drawn with replacement.
 
