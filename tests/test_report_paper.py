@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -477,3 +478,45 @@ def test_the_page_shows_both(tmp_path: Path) -> None:
     text = build_report(tmp_path / "demo").page.read_text()
     assert "Published numbers beside ours" in text
     assert "published 98" in text
+
+
+def test_known_differences_from_the_paper_go_with_its_numbers(tmp_path: Path) -> None:
+    """Beneath the published table on the page, in Markdown and in LaTeX, each line once, although
+    every run's manifest has them; nothing where an experiment says nothing, and a line for none."""
+    spec = {"file": "subgen_table1", "value": "accuracy", "by": "num_lines", "scale": 100}
+
+    def report(name: str, differences: list[list[str] | None]) -> tuple[str, list[Path]]:
+        for i, lines in enumerate(differences):
+            said = {} if lines is None else {"differences": lines}
+            write_run(
+                tmp_path / name,
+                task="longeval_lines",
+                method=("exact", "subgen")[i],
+                records=[r | {"num_lines": 200} for r in lines_records("exact")],
+                task_meta=LINES_META,
+                options={"paper_table": {**spec, **said}},
+            )
+        paths = build_report(tmp_path / name / "demo")
+        assert not paths.warnings
+        return paths.page.read_text(), [p for p in paths.tables if p.stem.endswith("published")]
+
+    page, tables = report("two", [["50 cases & <b>", "another seed"], ["another seed", "a third"]])
+    assert page.count("<h3>subgen_table1 ·") == 1  # one table of both runs
+    by_suffix = {path.suffix: path.read_text() for path in tables}
+    for line in ("50 cases & <b>", "another seed", "a third"):
+        note = f"Differs from the paper: {line}"
+        assert page.count(f"<li>{escape(note)}</li>") == 1
+        assert by_suffix[".md"].count(f"- {note.replace('<', '&lt;')}\n") == 1
+        shown = note.replace("&", r"\&").replace("<", "$<$").replace(">", "$>$")
+        assert by_suffix[".tex"].count(shown) == 1
+    page, tables = report("none", [[]])
+    assert page.count("Differs from the paper: in no setting that is known.") == 1
+    page, tables = report("silent", [None])
+    assert "Differs from the paper" not in page
+    assert not any("Differs" in path.read_text() for path in tables)
+
+
+@pytest.mark.parametrize("wrong", ["a line", {"a": 1}, 3])
+def test_differences_are_a_list_of_lines(tmp_path: Path, wrong: Any) -> None:
+    with pytest.raises(PaperError, match=r"paper_table\.differences is .*; allowed: a list of"):
+        compared(tmp_path, {"file": "balancekv_table1", "differences": wrong})
