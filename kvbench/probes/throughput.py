@@ -7,7 +7,7 @@ BalanceKV (arXiv 2502.07861), section 4.4, Table 2: seconds of prefill and decod
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -46,6 +46,10 @@ class Setting:
     batch: int | str
     rate: float | None
 
+    def budget(self, budget: Budget) -> Budget:
+        """The job's budget, at this setting's share where it names one."""
+        return budget if self.rate is None else budget.with_share(self.rate)
+
     def __str__(self) -> str:
         rate = "" if self.rate is None else f"/rate{self.rate:g}"
         return f"n{self.prompt_tokens}+{self.new_tokens}/b{self.batch}{rate}"
@@ -65,7 +69,8 @@ class Throughput:
         new_tokens: tokens generated (BalanceKV: 1024), one number or several.
         batch: batch sizes; "largest": for each method, the largest that fits.
         settings: in place of these three, a list of (prompt tokens, new tokens, batch).
-        rates: budgets to measure, in place of the job's one.
+        rates: budgets to measure, in place of the job's one: shares of the middle, or of the whole
+            prompt where the job's budget names `total_rate`.
         runs: measured runs per method and setting (BalanceKV: 10).
         baselines: names of `kvbench.engine.baselines`, rows beside the methods.
         most_batch: where the search for the largest batch ends.
@@ -151,7 +156,8 @@ class Throughput:
         """One unit per (setting, run).
 
         Raises:
-            KVError: sink + window longer than a prompt, or a prompt longer than the model reads.
+            KVError: sink + window longer than a prompt or than its share, or a prompt longer than the
+                model reads.
         """
         limit = (session.spec.architecture or {}).get("max_position_embeddings")
         for setting in self._settings():
@@ -168,6 +174,8 @@ class Throughput:
                         f"budget.sink + budget.window is {budget.sink + budget.window}; the prompt "
                         f"has {n} tokens, so {label!r} would compress nothing; allowed: at most {n}"
                     )
+                if method.uses_budget:
+                    setting.budget(budget).capacity(n)
         return [
             Unit(f"{s}/run{run}", (f"{s}/run{run}",), (s.prompt_tokens, s, run))
             for s in self._settings()
@@ -180,8 +188,7 @@ class Throughput:
         reference: dict[str, Any] = {}
         for label in sorted(methods, key=lambda label: label != REFERENCE):
             method, budget = methods[label]
-            if setting.rate is not None:
-                budget = replace(budget, rate=setting.rate)
+            budget = setting.budget(budget)
             fields = self._measure(setting, label, method, budget, session)
             if label == REFERENCE:
                 reference = fields
