@@ -202,6 +202,8 @@ def test_throughput_at_several_settings_is_compared_setting_by_setting(tmp_path:
     for experiment, asked in settings.items():
         file = Path(kvbench.__file__).parent / "conf" / "experiment" / f"{experiment}.yaml"
         spec = yaml.safe_load(file.read_text())["paper_table"]
+        several = spec if isinstance(spec, list) else [spec]
+        spec = [one | {"records": {"asked_rate": 0.2}} for one in several]  # of two that were run
         for method in ("exact", "h2o", "snapkv"):
             records = [
                 {
@@ -520,3 +522,49 @@ def test_known_differences_from_the_paper_go_with_its_numbers(tmp_path: Path) ->
 def test_differences_are_a_list_of_lines(tmp_path: Path, wrong: Any) -> None:
     with pytest.raises(PaperError, match=r"paper_table\.differences is .*; allowed: a list of"):
         compared(tmp_path, {"file": "balancekv_table1", "differences": wrong})
+
+
+def test_the_best_of_several_settings_stands_beside_a_number_that_is_the_best(
+    tmp_path: Path,
+) -> None:
+    """SubGen's two numbers of recent tokens; in each column the better, and only where both are run."""
+    scores = {
+        200: {"subgen_recent_2048": 0.25, "subgen_recent_3072": 0.75, "h2o": 1.0},
+        300: {"subgen_recent_2048": 1.0, "subgen_recent_3072": 0.5},
+        400: {"subgen_recent_3072": 0.5},
+    }
+    for lines, arms in scores.items():
+        for method, score in arms.items():
+            write_run(
+                tmp_path,
+                task=f"longeval_{lines}",
+                method=method,
+                records=[
+                    {
+                        "example_id": f"{lines}-{i}",
+                        "num_lines": lines,
+                        "score": float(i < 4 * score),
+                    }
+                    for i in range(4)
+                ],
+                task_meta=LINES_META,
+                options={
+                    "paper_table": published_spec("subgen_table1"),
+                    "budget.rate": {200: 0.65, 300: 0.58, 400: 0.5}[lines],
+                },
+            )
+    (table,) = joined_tasks(published_tables(load_experiment(tmp_path / "demo")))
+    assert table.columns == ("200", "300", "400")
+    found = {
+        row.label: [(pair.printed, pair.ours.value) for pair in row.pairs] for row in table.rows
+    }
+    assert found["subgen, best of 2"][:2] == [("86", 75.0), ("66", 100.0)]
+    assert found["subgen, best of 2"][2][0] == ""  # of 400 lines there is one arm alone
+    assert found["subgen_recent_2048"][:2] == [("86", 25.0), ("66", 100.0)]
+    assert [ours for _, ours in found["subgen_recent_3072"]] == [75.0, 50.0, 50.0]
+    assert found["h2o"][0] == ("66", 100.0)
+    (row,) = (row for row in table.rows if row.label == "subgen, best of 2")
+    (better,) = (row for row in table.rows if row.label == "subgen_recent_3072")
+    assert row.pairs[0].ours == better.pairs[0].ours  # with its interval
+    page = build_report(tmp_path / "demo").page.read_text()
+    assert "subgen, best of 2" in page

@@ -68,7 +68,8 @@ class Throughput:
         prompt_tokens: prompt lengths (BalanceKV: 16384).
         new_tokens: tokens generated (BalanceKV: 1024), one number or several.
         batch: batch sizes; "largest": for each method, the largest that fits.
-        settings: in place of these three, a list of (prompt tokens, new tokens, batch).
+        settings: in place of these three, a list of (prompt tokens, new tokens, batch), each with a
+            budget of its own as a fourth value, if `rates` is empty.
         rates: budgets to measure, in place of the job's one: shares of the middle, or of the whole
             prompt where the job's budget names `total_rate`.
         runs: measured runs per method and setting (BalanceKV: 10).
@@ -82,7 +83,7 @@ class Throughput:
     prompt_tokens: Sequence[int] = (16384,)
     new_tokens: int | Sequence[int] = 1024
     batch: Sequence[int | str] = (1,)
-    settings: Sequence[Sequence[int | str]] = ()
+    settings: Sequence[Sequence[int | float | str]] = ()
     rates: Sequence[float] = ()
     runs: int = 10
     baselines: Sequence[str] = ()
@@ -111,8 +112,9 @@ class Throughput:
                     f"task.batch has {setting.batch}; allowed: integers >= 1, or {LARGEST}"
                 )
         check_counts(self, "runs", "most_batch")
-        for rate in self.rates:
-            Budget(rate=rate)
+        for setting in self._settings():
+            if setting.rate is not None:
+                Budget(rate=setting.rate)
         baselines_of(self.baselines)
 
     def _settings(self) -> list[Setting]:
@@ -126,12 +128,17 @@ class Throughput:
             for batch in self.batch
         ]
         for cell in cells:
-            if len(cell) != 3:
+            if len(cell) != 3 and (len(cell) != 4 or self.rates):
                 raise TaskError(
-                    f"task.settings has {list(cell)}; allowed: [prompt tokens, new tokens, batch]"
+                    f"task.settings has {list(cell)}; allowed: [prompt tokens, new tokens, batch], or "
+                    "with a rate as the fourth where task.rates is empty"
                 )
         rates: Sequence[float | None] = self.rates or [None]
-        return [Setting(n, new, batch, rate) for n, new, batch in cells for rate in rates]
+        return [
+            Setting(*cell) if len(cell) == 4 else Setting(*cell, rate)
+            for cell in cells
+            for rate in (rates if len(cell) == 3 else [None])
+        ]
 
     def rows(self) -> tuple[dict[str, Method], dict[str, str]]:
         """The baselines that can run here, and of the others why not, by label."""

@@ -21,7 +21,8 @@ them
     reduction: reduction_percent  the column of per cent of the cache that is left out; the rest is a
                                row's rate
     across_tasks: longeval_lines  several tasks (``task_label``) have columns of the one table: its name
-    names: {h2o_20: h2o}       methods that are called otherwise there
+    names: {h2o_20: h2o}       methods that are called otherwise there; a list: several of ours
+    best_of: {subgen: [a, b]}  a row more, with the best of these arms of ours in every column
     models: {opt_6_7b: OPT-6.7B}  models that are called otherwise there; only ours is shown
     differences: [a, b]        how our settings are known to differ from the paper's, one line each; []
                                where none is known
@@ -42,6 +43,7 @@ from typing import Any
 
 import pandas as pd
 
+from kvbench.report.best_of import best_rows
 from kvbench.report.data import Experiment, Group
 from kvbench.report.differences import PaperError as PaperError
 from kvbench.report.differences import differences_of, specs_of
@@ -270,7 +272,9 @@ def _compare(group: Group, spec: Mapping[str, Any], frame: pd.DataFrame) -> Publ
         frame = frame.assign(method=spec.get("method", ""))
     if "model" not in frame and spec.get("model"):
         frame = frame.assign(model=spec["model"])
-    frame = frame.assign(method=frame["method"].replace(spec.get("names") or {}))
+    ours = spec.get("names") or {}
+    frame = frame.assign(method=[ours.get(name, name) for name in frame["method"]])
+    frame = frame.explode("method", ignore_index=True)
     if spec.get("reduction"):
         left_out = pd.to_numeric(frame[spec["reduction"]], errors="coerce")
         frame = frame.assign(rate=(1.0 - left_out / 100.0).map(as_text))
@@ -310,13 +314,16 @@ def _compare(group: Group, spec: Mapping[str, Any], frame: pd.DataFrame) -> Publ
         for row in table.rows
         if row.arm.method == line["method"] and _same_rate(group, row.arm.label, line)
     ]
+    rows = _joined(rows)
+    lower = group.meta.lower_is_better
+    best = best_rows(rows, spec.get("best_of") or {}, lower_is_better=lower)
     return Published(
         source=str(spec["file"]).removesuffix(".csv"),
         task=group.task,
         model=group.model,
         unit="s" if spec.get("field") else table.unit,
         columns=columns,
-        rows=tuple(_joined(rows)) if columns else (),
+        rows=(*rows, *best) if columns else (),
         field=spec.get("field"),
         part_of=spec.get("across_tasks"),
     )
