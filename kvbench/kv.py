@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -42,23 +42,28 @@ class BudgetExceeded(RuntimeError):
 
 @dataclass(frozen=True)
 class Budget:
-    """How much of a prompt's cache a method may keep.
+    """How much of a prompt's cache a method may keep: one of `rate`, `total_rate` and `size`.
 
     Args:
-        rate: fraction of the middle that is kept, in (0, 1].
+        rate: fraction of the middle that is kept, in (0, 1]; sink and window come on top.
         sink: leading tokens that are always kept.
         window: trailing tokens that are always kept.
         size: entries per layer and KV head in all, whatever the prompt's length; in place of the rate.
+        total_rate: entries in all, sink and window included, as a fraction of the whole prompt, in
+            (0, 1]; in place of the rate.
     """
 
     rate: float = 0.25
     sink: int = 32
     window: int = 32
     size: int | None = None
+    total_rate: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.rate <= 1.0:
-            raise KVError(f"budget.rate is {self.rate}; allowed: a number in (0, 1]")
+        for name in ("rate", "total_rate"):
+            share = getattr(self, name)
+            if share is not None and not 0.0 < share <= 1.0:
+                raise KVError(f"budget.{name} is {share}; allowed: a number in (0, 1]")
         for name in ("sink", "window"):
             value = getattr(self, name)
             if value < 0:
@@ -68,25 +73,78 @@ class Budget:
                 f"budget.size is {self.size}; allowed: more than budget.sink + budget.window, "
                 f"{self.sink + self.window}"
             )
+        if self.total_rate is None:
+            return
+        other = "size" if self.size is not None else "rate"
+        if getattr(self, other) != getattr(Budget, other):  # the default rate stands for none
+            raise KVError(
+                f"budget.total_rate is {self.total_rate} and budget.{other} is "
+                f"{getattr(self, other)}; allowed: one of rate, total_rate and size"
+            )
+
+    @property
+    def share(self) -> float | None:
+        """The fraction that the budget names, of the middle or of the whole prompt; None with `size`."""
+        if self.size is not None:
+            return None
+        return self.rate if self.total_rate is None else self.total_rate
+
+    def with_share(self, share: float) -> Budget:
+        """The same budget at another fraction: of the whole prompt where it names one, else of the
+        middle.
+
+        Raises:
+            KVError: the fraction is not in (0, 1], or the budget is a `size`.
+        """
+        if self.size is not None:
+            raise KVError(f"budget.size is {self.size}, so there is no rate to vary; allowed: null")
+        return replace(self, **{"rate" if self.total_rate is None else "total_rate": share})
 
     def middle(self, n: int) -> int:
         """Tokens of an n-token prompt that are neither sink nor window (0 for short prompts)."""
         return max(0, n - self.sink - self.window)
 
     def middle_kept(self, n: int) -> int:
-        """Entries of the middle a method may keep: round(rate * middle), half to even; with `size`,
-        what is left of it."""
+        """Entries of the middle a method may keep: round(rate * middle), half to even; with `size` or
+        `total_rate`, what sink and window leave of it.
+
+        Raises:
+            KVError: `total_rate` of the prompt is less than sink and window.
+        """
+        always = self.sink + self.window
         if self.size is not None:
-            return min(self.middle(n), self.size - self.sink - self.window)
-        return round(self.rate * self.middle(n))
+            return min(self.middle(n), self.size - always)
+        if self.total_rate is None:
+            return round(self.rate * self.middle(n))
+        total = round(self.total_rate * n)
+        if total < always:
+            raise KVError(
+                f"budget.total_rate {self.total_rate} of a prompt of {n} tokens is {total} entries; "
+                f"allowed: at least budget.sink + budget.window, {always}"
+            )
+        return total - always
 
     def rate_of(self, n: int) -> float:
-        """Fraction of an n-token prompt's middle that is kept: `rate`, or what `size` comes to."""
-        return self.rate if self.size is None else self.middle_kept(n) / max(1, self.middle(n))
+        """Fraction of an n-token prompt's middle that is kept: `rate`, or what `size` or `total_rate`
+        comes to."""
+        if self.size is None and self.total_rate is None:
+            return self.rate
+        return self.middle_kept(n) / max(1, self.middle(n))
 
     def capacity(self, n: int) -> int:
         """Entries per layer and KV head: sink, window and `middle_kept`, at most n."""
         return min(n, self.sink + self.window + self.middle_kept(n))
+
+    def limit(self, n: int) -> int | None:
+        """Entries per layer and KV head at any time of a generation from an n-token prompt, for a
+        method that evicts; None where the budget keeps all (a share of 1).
+
+        The `capacity`, or more than the prompt where that does not fill it: then the cache grows up to
+        the limit, and from there one entry leaves for every one that comes.
+        """
+        if self.size is not None:
+            return self.size
+        return None if self.share == 1.0 else self.sink + self.window + self.middle_kept(n)
 
 
 @dataclass(frozen=True)
@@ -256,6 +314,10 @@ def _rows_at(x: Tensor, positions: Tensor) -> Tensor:
     first = torch.arange(0, batch * heads * n, n, device=x.device).view(batch, heads, 1)
     rows = x.view(-1, dim).index_select(0, (positions + first).flatten())
     return rows.view(batch, heads, -1, dim)
+
+
+WHOLE = Budget(rate=1.0, sink=0, window=0)
+"""Grants a prompt of any length its whole cache."""
 
 
 def keep_all(layer: LayerKV) -> CompressedKV:

@@ -164,13 +164,16 @@ class TaskPlan:
         """One unit per example.
 
         Raises:
-            KVError: a budget that no prompt is long enough for; context compression of a prompt
-                whose question is empty.
+            KVError: a budget that no prompt is long enough for, or a share that of the shortest is
+                less than sink and window; context compression of a prompt whose question is empty.
         """
         encoded = [encode_example(e, session.encoder) for e in self.task.examples(session.encoder)]
         if session.prefill == "chunked":
             for label, (method, _) in methods.items():
                 check_reads_in_chunks(label, method)
+        lengths = [
+            e.n if session.compress_after == "prompt" else len(e.context_ids) for e in encoded
+        ]
         longest = max((e.n for e in encoded), default=0)
         for label, (method, budget) in methods.items():
             if method.uses_budget and encoded and budget.sink + budget.window > longest:
@@ -179,6 +182,8 @@ class TaskPlan:
                     f"prompt of task {self.task.name} has {longest} tokens, so {label!r} would "
                     f"compress nothing; allowed: at most {longest}"
                 )
+            if method.uses_budget and lengths:
+                budget.capacity(min(lengths))
         if session.compress_after == "context":
             for e in encoded:
                 if not e.question_ids or not e.context_ids:

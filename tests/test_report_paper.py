@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,8 @@ def test_throughput_at_several_settings_is_compared_setting_by_setting(tmp_path:
     for experiment, asked in settings.items():
         file = Path(kvbench.__file__).parent / "conf" / "experiment" / f"{experiment}.yaml"
         spec = yaml.safe_load(file.read_text())["paper_table"]
+        several = spec if isinstance(spec, list) else [spec]
+        spec = [one | {"records": {"asked_rate": 0.2}} for one in several]  # of two that were run
         for method in ("exact", "h2o", "snapkv"):
             records = [
                 {
@@ -477,3 +480,91 @@ def test_the_page_shows_both(tmp_path: Path) -> None:
     text = build_report(tmp_path / "demo").page.read_text()
     assert "Published numbers beside ours" in text
     assert "published 98" in text
+
+
+def test_known_differences_from_the_paper_go_with_its_numbers(tmp_path: Path) -> None:
+    """Beneath the published table on the page, in Markdown and in LaTeX, each line once, although
+    every run's manifest has them; nothing where an experiment says nothing, and a line for none."""
+    spec = {"file": "subgen_table1", "value": "accuracy", "by": "num_lines", "scale": 100}
+
+    def report(name: str, differences: list[list[str] | None]) -> tuple[str, list[Path]]:
+        for i, lines in enumerate(differences):
+            said = {} if lines is None else {"differences": lines}
+            write_run(
+                tmp_path / name,
+                task="longeval_lines",
+                method=("exact", "subgen")[i],
+                records=[r | {"num_lines": 200} for r in lines_records("exact")],
+                task_meta=LINES_META,
+                options={"paper_table": {**spec, **said}},
+            )
+        paths = build_report(tmp_path / name / "demo")
+        assert not paths.warnings
+        return paths.page.read_text(), [p for p in paths.tables if p.stem.endswith("published")]
+
+    page, tables = report("two", [["50 cases & <b>", "another seed"], ["another seed", "a third"]])
+    assert page.count("<h3>subgen_table1 ·") == 1  # one table of both runs
+    by_suffix = {path.suffix: path.read_text() for path in tables}
+    for line in ("50 cases & <b>", "another seed", "a third"):
+        note = f"Differs from the paper: {line}"
+        assert page.count(f"<li>{escape(note)}</li>") == 1
+        assert by_suffix[".md"].count(f"- {note.replace('<', '&lt;')}\n") == 1
+        shown = note.replace("&", r"\&").replace("<", "$<$").replace(">", "$>$")
+        assert by_suffix[".tex"].count(shown) == 1
+    page, tables = report("none", [[]])
+    assert page.count("Differs from the paper: in no setting that is known.") == 1
+    page, tables = report("silent", [None])
+    assert "Differs from the paper" not in page
+    assert not any("Differs" in path.read_text() for path in tables)
+
+
+@pytest.mark.parametrize("wrong", ["a line", {"a": 1}, 3])
+def test_differences_are_a_list_of_lines(tmp_path: Path, wrong: Any) -> None:
+    with pytest.raises(PaperError, match=r"paper_table\.differences is .*; allowed: a list of"):
+        compared(tmp_path, {"file": "balancekv_table1", "differences": wrong})
+
+
+def test_the_best_of_several_settings_stands_beside_a_number_that_is_the_best(
+    tmp_path: Path,
+) -> None:
+    """SubGen's two numbers of recent tokens; in each column the better, and only where both are run."""
+    scores = {
+        200: {"subgen_recent_2048": 0.25, "subgen_recent_3072": 0.75, "h2o": 1.0},
+        300: {"subgen_recent_2048": 1.0, "subgen_recent_3072": 0.5},
+        400: {"subgen_recent_3072": 0.5},
+    }
+    for lines, arms in scores.items():
+        for method, score in arms.items():
+            write_run(
+                tmp_path,
+                task=f"longeval_{lines}",
+                method=method,
+                records=[
+                    {
+                        "example_id": f"{lines}-{i}",
+                        "num_lines": lines,
+                        "score": float(i < 4 * score),
+                    }
+                    for i in range(4)
+                ],
+                task_meta=LINES_META,
+                options={
+                    "paper_table": published_spec("subgen_table1"),
+                    "budget.rate": {200: 0.65, 300: 0.58, 400: 0.5}[lines],
+                },
+            )
+    (table,) = joined_tasks(published_tables(load_experiment(tmp_path / "demo")))
+    assert table.columns == ("200", "300", "400")
+    found = {
+        row.label: [(pair.printed, pair.ours.value) for pair in row.pairs] for row in table.rows
+    }
+    assert found["subgen, best of 2"][:2] == [("86", 75.0), ("66", 100.0)]
+    assert found["subgen, best of 2"][2][0] == ""  # of 400 lines there is one arm alone
+    assert found["subgen_recent_2048"][:2] == [("86", 25.0), ("66", 100.0)]
+    assert [ours for _, ours in found["subgen_recent_3072"]] == [75.0, 50.0, 50.0]
+    assert found["h2o"][0] == ("66", 100.0)
+    (row,) = (row for row in table.rows if row.label == "subgen, best of 2")
+    (better,) = (row for row in table.rows if row.label == "subgen_recent_3072")
+    assert row.pairs[0].ours == better.pairs[0].ours  # with its interval
+    page = build_report(tmp_path / "demo").page.read_text()
+    assert "subgen, best of 2" in page

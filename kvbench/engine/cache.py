@@ -50,7 +50,8 @@ class LayerCache:
         room: tokens that will be appended, if the caller knows.
         method: asked to evict after each token, or to restrict attention, if it does and is `active`.
         capacity: entries per head the method may hold after prefill.
-        granted: entries per head the budget grants it.
+        granted: entries per head the budget grants it; a method that evicts begins when the cache holds
+            so many.
         sink: leading tokens that are always kept.
         window: sliding-window length of the layer, None for full attention.
         active: False where the method has no part in this layer (it is left whole).
@@ -169,7 +170,7 @@ class LayerCache:
     def takes_one_by_kernel(self) -> bool:
         """Whether a single token can join through `kvbench.kernels.decode_attention`: all entries
         lie in the buffers with key and value and are seen, and their number grows by one a token or
-        stays the same."""
+        stays the same (a cache that evicts and is not full yet does first the one, then the other)."""
         plain = self.packed is None and self.window is None and not self.restricts
         plain = plain and not self.keys_only
         return plain and (not self.evicts or self.length == self.granted)
@@ -327,6 +328,20 @@ class Fork:
     appended: int = 0
     failure: Exception | None = None
 
+    def limit(self, n: int) -> int | None:
+        """Entries per head that the cache of an n-token prompt may hold at any time, if the method is
+        one that evicts; None where it grows."""
+        evicts = self.method.evicts and self.method.uses_budget
+        return self.budget.limit(n) if evicts else None
+
+    @property
+    def evicted(self) -> bool:
+        """Whether entries have left while decoding."""
+        return any(
+            cache.evicts and cache.length < int(cache.prompt_entries.max()) + self.appended
+            for cache in self.layers.values()
+        )
+
     def fail(self, failure: Exception) -> None:
         """This fork ends here; what it holds is given back, for the others to go on with."""
         self.failure = failure
@@ -351,21 +366,28 @@ class Fork:
         *,
         compressible: bool = True,
         window: int | None = None,
+        limit: int | None = None,
     ) -> None:
         """Take over what the method keeps of one layer, and audit it.
+
+        Args:
+            limit: of a prompt that was kept whole: where eviction begins.
 
         Raises:
             BudgetExceeded: more than `capacity` entries (plus one of rounding) at some head.
         """
+        granted = capacity if limit is None else limit
+        if compressible and self.method.uses_budget and not self.method.saves_memory:
+            granted = self.budget.capacity(capacity)
         cache = LayerCache(
             held,
             self.room,
             self.method,
             capacity=capacity,
-            granted=capacity if self.method.saves_memory else self.budget.capacity(capacity),
+            granted=granted,
             sink=self.budget.sink,
             window=window,
-            active=compressible and self.compressed,
+            active=compressible and (self.compressed or limit is not None),
             quantization=self.method.quantization() if compressible else None,
         )
         self.layers[layer] = cache
@@ -374,7 +396,8 @@ class Fork:
             raise BudgetExceeded(self.label, layer, capacity, most)
 
     def audit(self, n: int, compressible: Sequence[int]) -> None:
-        """Count the entries of every layer again, after the last token.
+        """Count the entries of every layer again, after the last token. A cache that evicts holds no
+        more than it was granted, or than compression left.
 
         Raises:
             BudgetExceeded: a layer holds more than its capacity and the tokens since, or all layers
@@ -383,11 +406,13 @@ class Fork:
         total = 0
         for layer in compressible:
             cache = self.layers[layer]
-            allowed = cache.capacity + 1 + (0 if cache.evicts else self.appended)
-            found = int(cache.entries().max())
+            left, found = int(cache.prompt_entries.max()), int(cache.entries().max())
+            allowed = cache.capacity + 1 + self.appended
+            if self.limit(n) is not None:
+                allowed = max(cache.granted, left)
             if found > allowed:
                 raise BudgetExceeded(self.label, layer, allowed, found)
-            total += int(cache.prompt_entries.max())
+            total += left
         allowed = self.method.total_capacity(self.budget, n, len(compressible))
         if total > allowed + len(compressible):
             raise BudgetExceeded(self.label, -1, allowed, total)

@@ -275,6 +275,7 @@ def _close(row: _Row, compressible: Sequence[int]) -> None:
     if fork.failure is None:
         try:
             fork.audit(row.prefilled, compressible)
+            result.compressed |= fork.evicted  # a prompt that was kept whole may not stay so
             result.cache_bytes_end = fork.cache_bytes()
         except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
             fork.fail(failure)
@@ -379,9 +380,10 @@ class _Batch:
         self.state.count()
 
     def to_be_left(self, running: Sequence[_Row]) -> bool:
-        """Whether the rows that go on should do so without those that have ended."""
+        """Whether the rows that go on should do so without those that have ended, or anew because a
+        cache that filled up has come to its end."""
         few = len(self.rows) // 2 if self.replay is not None else len(self.rows) - 1
-        return len(running) <= few
+        return len(running) <= few or self.state.outgrown
 
 
 def _time_out(rows: Sequence[_Row], elapsed: float) -> None:

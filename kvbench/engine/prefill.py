@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from kvbench.engine.attention import UnsupportedModel, exact_attention
 from kvbench.engine.cache import Fork, layer_generator
-from kvbench.kv import CompressedKV, LayerKV, check_finite, check_held, keep_all
+from kvbench.kv import WHOLE, CompressedKV, LayerKV, check_finite, check_held, keep_all
 
 
 def compressible_layers(model: PreTrainedModel) -> list[int]:
@@ -129,19 +129,21 @@ class PrefillState:
             return
         charged = kv.start_user()
         start = time.perf_counter()
+        # A prompt that does not fill its budget is kept whole; a method that evicts is asked all the
+        # same, for the scores that it goes by once the cache is full.
+        limit = None if fork.compressed else fork.limit(kv.n)
         try:
-            if fork.compressed:
+            if fork.compressed or limit is not None:
                 fork.carry_to(kv.keys.device)
                 kv = replace(kv, carried=fork.carried)
                 generator = layer_generator(fork.seed, fork.example_id, layer)
-                capacity = fork.method.layer_capacity(
-                    fork.budget, kv.n, kv.layer_index, kv.num_layers
-                )
-                held = fork.method.compress(kv, fork.budget, generator)
+                budget = fork.budget if limit is None else WHOLE
+                capacity = fork.method.layer_capacity(budget, kv.n, kv.layer_index, kv.num_layers)
+                held = fork.method.compress(kv, budget, generator)
                 check_held(held, kv)
             else:
                 capacity, held = kv.n, keep_all(kv)
-            fork.hold(layer, held, capacity)
+            fork.hold(layer, held, capacity, limit=limit)
         except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
             fork.fail(failure)
         synchronize(kv.keys.device)
@@ -200,8 +202,9 @@ def prefill(
     device = input_device(model)
     compressible = compressible_layers(model)
     for fork in forks:
-        over = always_compress or len(ids) > fork.budget.capacity(len(ids))
-        fork.compressed = over and fork.method.uses_budget
+        fork.compressed = fork.method.uses_budget and (
+            always_compress or len(ids) > fork.budget.capacity(len(ids))
+        )
     state = PrefillState(forks, compressible)
     tokens = torch.tensor([list(ids)], device=device)
     synchronize(device)

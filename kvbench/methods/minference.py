@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -68,6 +69,10 @@ class MInference(Method):
         beta: `pyramidkv` only: how steep.
     """
 
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "snapkv": {"cluster": "snapkv"},
+        "pyramidkv": {"cluster": "pyramidkv"},
+    }
     paper: ClassVar[str] = "package minference (MInference, arXiv 2407.02490): its cache clusters"
 
     cluster: str = "snapkv"

@@ -56,7 +56,8 @@ class Arm:
     Attributes:
         method: the method's name.
         options: what sets it apart from other runs of the same method, e.g. ``("rate 0.25",)``.
-        rate: the budget's rate, None where the method has no budget.
+        rate: the fraction that the budget names (of the middle, or of the whole prompt), None where the
+            method has no budget.
     """
 
     method: str
@@ -228,8 +229,9 @@ def arms_of(runs: Sequence[Run]) -> list[Arm]:
         shown = {key: _short([config.get(key) for config in configs.values()]) for key in varied}
         for i, config in configs.items():
             options = tuple(f"{key.split('.')[-1]} {shown[key][config.get(key)]}" for key in varied)
-            rate = config.get("budget.rate", "null")
-            arms[i] = Arm(method, options, None if rate == "null" else float(rate))
+            named = (config.get(f"budget.{name}", "null") for name in ("total_rate", "rate"))
+            rate = next((share for share in named if share != "null"), None)
+            arms[i] = Arm(method, options, None if rate is None else float(rate))
         if not whole:
             _tell_twins_apart(arms, runs, indices)
     return [arms[i] for i in range(len(runs))]

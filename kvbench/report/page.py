@@ -19,6 +19,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from kvbench.report import views
 from kvbench.report.data import Experiment, Group
+from kvbench.report.differences import notes_on
 from kvbench.report.drawing import Drawn
 from kvbench.report.pairs import ArmPair, pairs_view
 from kvbench.report.paper import Published, joined_tasks
@@ -73,7 +74,7 @@ def render_page(
         experiment=experiment,
         sections=[_section(section, index) for index, section in enumerate(sections, 1)],
         overviews=[overview for overview in overviews if len(overview.tables) > 1],
-        published=joined_tasks(published),
+        published=[(table, notes_on(table.differences)) for table in joined_tasks(published)],
         outside_note=OUTSIDE_NOTE,
         warnings=warnings,
         methods=sorted({a.method for s in sections for a in s.group.arms}, key=order_of),

@@ -21,8 +21,11 @@ them
     reduction: reduction_percent  the column of per cent of the cache that is left out; the rest is a
                                row's rate
     across_tasks: longeval_lines  several tasks (``task_label``) have columns of the one table: its name
-    names: {h2o_20: h2o}       methods that are called otherwise there
+    names: {h2o_20: h2o}       methods that are called otherwise there; a list: several of ours
+    best_of: {subgen: [a, b]}  a row more, with the best of these arms of ours in every column
     models: {opt_6_7b: OPT-6.7B}  models that are called otherwise there; only ours is shown
+    differences: [a, b]        how our settings are known to differ from the paper's, one line each; []
+                               where none is known
 
 A wide table (one column per dataset) needs only its file. Where the table has our model, only that
 model's rows are shown, else those of all its models. A column ``rate`` is matched with the budget's
@@ -40,13 +43,12 @@ from typing import Any
 
 import pandas as pd
 
+from kvbench.report.best_of import best_rows
 from kvbench.report.data import Experiment, Group
+from kvbench.report.differences import PaperError as PaperError
+from kvbench.report.differences import differences_of, specs_of
 from kvbench.report.stats import Estimate
 from kvbench.report.tables import AVERAGE, NO_CELL, Cell, ScoreTable, as_text, score_table
-
-
-class PaperError(ValueError):
-    """A ``paper_table`` that cannot be read: one line that names it and what is wrong."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,8 @@ class Published:
         columns: what both tables have, in the paper's order.
         field: the record field compared, None for the score.
         part_of: what several tasks with columns of this table are called together.
+        differences: how our settings are known to differ from the paper's; None where the
+            experiment does not say.
     """
 
     source: str
@@ -106,6 +110,7 @@ class Published:
     rows: tuple[PublishedRow, ...]
     field: str | None = None
     part_of: str | None = None
+    differences: tuple[str, ...] | None = None
 
     @property
     def other_models(self) -> bool:
@@ -136,9 +141,16 @@ def published_tables(experiment: Experiment, folder: Path | None = None) -> list
     """
     found = []
     for group in experiment.groups:
-        specs = {str(spec): spec for m in group.manifests for spec in _specs_of(m)}
-        for spec in specs.values():
-            found.append(_compare(group, spec, _read(experiment.folder, spec, folder)))
+        specs: dict[str, dict[str, Any]] = {}
+        differences: dict[str, tuple[str, ...] | None] = {}
+        for spec in (spec for manifest in group.manifests for spec in _specs_of(manifest)):
+            said = differences_of(spec)
+            key = str({name: value for name, value in spec.items() if name != "differences"})
+            specs.setdefault(key, spec)
+            differences[key] = _all_said([differences.get(key), said])
+        for key, spec in specs.items():
+            table = _compare(group, spec, _read(experiment.folder, spec, folder))
+            found.append(replace(table, differences=differences[key]))
     return [table for table in found if table.rows]
 
 
@@ -165,7 +177,19 @@ def _side_by_side(tables: Sequence[Published]) -> Published:
         PublishedRow(*who, tuple(pairs.get(column, _NO_PAIR) for column in columns))
         for who, pairs in found.items()
     )
-    return replace(first, task=first.part_of or first.task, columns=columns, rows=rows)
+    return replace(
+        first,
+        task=first.part_of or first.task,
+        columns=columns,
+        rows=rows,
+        differences=_all_said([table.differences for table in tables]),
+    )
+
+
+def _all_said(lists: Sequence[Sequence[str] | None]) -> tuple[str, ...] | None:
+    """Every line of several lists once; None where none of them says anything."""
+    said = [lines for lines in lists if lines is not None]
+    return tuple(dict.fromkeys(line for lines in said for line in lines)) if said else None
 
 
 def published_frame(experiment: Path, name: str) -> pd.DataFrame:
@@ -206,9 +230,7 @@ def comparison_frame(tables: Sequence[Published]) -> pd.DataFrame:
 
 
 def _specs_of(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
-    spec = (manifest.get("config") or {}).get("paper_table") or []
-    each = [spec] if isinstance(spec, str | Mapping) else spec
-    return [{"file": one} if isinstance(one, str) else dict(one) for one in each]
+    return specs_of((manifest.get("config") or {}).get("paper_table"))
 
 
 def _read(experiment: Path, spec: Mapping[str, Any], folder: Path | None) -> pd.DataFrame:
@@ -251,7 +273,9 @@ def _compare(group: Group, spec: Mapping[str, Any], frame: pd.DataFrame) -> Publ
         frame = frame.assign(method=spec.get("method", ""))
     if "model" not in frame and spec.get("model"):
         frame = frame.assign(model=spec["model"])
-    frame = frame.assign(method=frame["method"].replace(spec.get("names") or {}))
+    ours = spec.get("names") or {}
+    frame = frame.assign(method=[ours.get(name, name) for name in frame["method"]])
+    frame = frame.explode("method", ignore_index=True)
     if spec.get("reduction"):
         left_out = pd.to_numeric(frame[spec["reduction"]], errors="coerce")
         frame = frame.assign(rate=(1.0 - left_out / 100.0).map(as_text))
@@ -291,13 +315,16 @@ def _compare(group: Group, spec: Mapping[str, Any], frame: pd.DataFrame) -> Publ
         for row in table.rows
         if row.arm.method == line["method"] and _same_rate(group, row.arm.label, line)
     ]
+    rows = _joined(rows)
+    lower = group.meta.lower_is_better
+    best = best_rows(rows, spec.get("best_of") or {}, lower_is_better=lower)
     return Published(
         source=str(spec["file"]).removesuffix(".csv"),
         task=group.task,
         model=group.model,
         unit="s" if spec.get("field") else table.unit,
         columns=columns,
-        rows=tuple(_joined(rows)) if columns else (),
+        rows=(*rows, *best) if columns else (),
         field=spec.get("field"),
         part_of=spec.get("across_tasks"),
     )

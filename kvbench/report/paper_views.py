@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from kvbench.report.differences import notes_on
 from kvbench.report.paper import Pair, Published, joined_tasks
 from kvbench.report.tables import AVERAGE
 from kvbench.report.views import (
@@ -59,6 +60,8 @@ def _view(tables: Sequence[Published]) -> View:
         notes.append(
             f"{INCOMPLETE} some of our examples failed or are missing: their mean is left."
         )
+    for table in tables:
+        notes += [note for note in notes_on(table.differences) if note not in notes]
     return View(
         name=comparison_name(first),
         title=f"{first.task}: ours beside {first.source}{unit_text(first.unit)}",
