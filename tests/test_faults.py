@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -40,17 +40,13 @@ SMALL = Budget(rate=0.25, sink=4, window=4)
 class Faulty(Method):
     """Keeps everything, after doing something else."""
 
+    saves_memory: ClassVar[bool] = False
+
     fault: Callable[[LayerKV], Any] = print
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         changed = self.fault(layer)
         return keep_all(changed if isinstance(changed, LayerKV) else layer)
-
-    def layer_capacity(self, budget: Budget, n: int, layer_index: int, num_layers: int) -> int:
-        return n
-
-    def total_capacity(self, budget: Budget, n: int, num_layers: int) -> int:
-        return n * num_layers
 
 
 def with_session(job: runner.Job, **changes: Any) -> runner.Job:

@@ -150,7 +150,9 @@ def test_a_method_that_returns_no_tensors(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(SnapKV, "compress", lambda *_: None)
     methods = {"snapkv": build_method("snapkv"), "uniform": build_method("uniform")}
     records = records_of(run_job(make_job(tmp_path, methods, limit=1)))
-    assert records["snapkv"][0]["error"].startswith("AttributeError: 'NoneType' object has no")
+    assert records["snapkv"][0]["error"] == (
+        "TypeError: compress returned a NoneType; allowed: a CompressedKV"
+    )
     assert records["uniform"][0]["status"] == "ok"
 
 

@@ -98,6 +98,7 @@ class Generation:
             (decoding is shared by methods and prompts; the throughput probe measures methods alone).
         batch: prompts that were decoded together.
         failure: what stopped the fork, None if it ended well.
+        budget_preset: the preset that holds more than the budget, None where none does.
     """
 
     tokens: list[int]
@@ -112,6 +113,7 @@ class Generation:
     decode_s: float
     failure: Exception | None
     batch: int = 1
+    budget_preset: str | None = None
 
 
 @dataclass(frozen=True)
@@ -276,6 +278,7 @@ def _close(row: _Row, compressible: Sequence[int]) -> None:
         try:
             fork.audit(row.prefilled, compressible)
             result.cache_bytes_end = fork.cache_bytes()
+            result.budget_preset = fork.budget_preset
         except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
             fork.fail(failure)
     result.failure = fork.failure

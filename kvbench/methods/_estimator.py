@@ -52,6 +52,13 @@ def combine(
         ],
         dim=-1,
     )
+    padding = log_weights == -math.inf
+    most = int((~padding).sum(-1).max())
+    if most < padding.shape[-1]:  # room that no head uses would be held all the same
+        kept = padding.int().argsort(dim=-1, stable=True)[..., :most]
+        positions, log_weights, factor = (
+            part.gather(-1, kept) for part in (positions, log_weights, factor)
+        )
     index = positions.clamp(min=0).unsqueeze(-1)
     keys = layer.keys.gather(2, index.expand(-1, -1, -1, layer.keys.shape[3]))
     values = layer.values.gather(2, index.expand(-1, -1, -1, layer.values.shape[3]))
