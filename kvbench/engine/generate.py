@@ -28,6 +28,7 @@ from kvbench.engine.prefill import (
     prefill,
     synchronize,
 )
+from kvbench.interrupts import seconds_run
 from kvbench.kv import Budget
 from kvbench.methods.base import Method
 
@@ -223,7 +224,7 @@ def _read(
 ) -> list[_Row]:
     """Prefill one prompt, and feed its question where that comes after compression; every row holds
     its first new token afterwards."""
-    begun = time.perf_counter()
+    begun = seconds_run()
     question = list(prompt.question_ids)
     head, tail = [*prompt.context_ids, *question], list[int]()
     if compress_after == "context":
@@ -248,7 +249,7 @@ def _read(
     if tail:
         _feed(model, [row for row in rows if row.fork.failure is None], tail)
     for row in rows:
-        row.spent_s = time.perf_counter() - begun
+        row.spent_s = seconds_run() - begun
     return rows
 
 
@@ -332,9 +333,9 @@ def _decode(model: PreTrainedModel, rows: list[_Row], graphs: StepGraphs) -> Non
     A row that has ended leaves the batch; where steps are replayed, when half of the batch has.
     """
     batch: _Batch | None = None
-    begun = time.perf_counter()
+    begun = seconds_run()
     while True:
-        _time_out(rows, time.perf_counter() - begun)
+        _time_out(rows, seconds_run() - begun)
         running = [row for row in rows if row.running]
         if batch is None or batch.to_be_left(running):
             if batch is not None:
