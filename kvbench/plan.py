@@ -272,4 +272,5 @@ def measured(result: Generation) -> dict[str, Any]:
         "compress_s": result.compress_s,
         "decode_s": result.decode_s,
         "batch": result.batch,
+        **({} if result.budget_preset is None else {"budget_preset": result.budget_preset}),
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,9 +17,10 @@ from torch import Tensor
 
 from kvbench.engine.attention import capped
 from kvbench.engine.faults import release_frames
+from kvbench.engine.guard import Settings, leaving_settings
 from kvbench.kernels.quantize import Packed, Quantization, pack, unpack
-from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError
-from kvbench.methods.base import Held, Method
+from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, weighted_entries
+from kvbench.methods.base import Held, Method, allowed_entries
 
 GROWTH = 256
 """Entries by which a cache grows that has more to append than it was told."""
@@ -112,12 +114,13 @@ class LayerCache:
             self.scores = held.scores.new_zeros(heads, reserved)
             self.scores[:, :count] = held.scores[0]
         self.prompt_entries = held.entries[0]
+        self.watched = False  # whether a call while decoding was looked at closely
 
     def entries(self) -> Tensor:
         """Entries held per head, padding left out: [kv_heads] int64."""
         if self.log_weights is None:
             return torch.full((self.keys.shape[0],), self.length, dtype=torch.int64)
-        return (self.log_weights[:, : self.length] != float("-inf")).sum(-1).cpu()
+        return weighted_entries(self.log_weights[:, : self.length]).cpu()
 
     def entry_bytes(self) -> int:
         """Bytes of what is held: keys, values, weights and scores, as stored. Room for tokens to
@@ -279,18 +282,28 @@ class LayerCache:
             past = self.positions[:, None, :after] <= (positions - self.window)[None, :, None]
             logits.masked_fill_(past.repeat(1, group, 1), float("-inf"))
         if self.restricts:
-            logits.masked_fill_(self.method.restrict(self._held(), logits), float("-inf"))
+            with self._guarded():
+                hidden = self.method.restrict(self._held(), logits)
+            logits.masked_fill_(hidden, float("-inf"))
         weights = logits.softmax(-1)
         out = self._mix_values(weights.to(value.dtype), begin)
         if self.evicts:
             self._evict(weights.view(stored, group, after).mean(1))
         return out.view(stored, group, tokens, -1).reshape(heads, tokens, -1)
 
+    def _guarded(self) -> AbstractContextManager[None]:
+        """Around a call of the method, which sees this fork's tensors only. The random generators take
+        long to look at beside one token: they are at the first call, and the settings at every call."""
+        settings = Settings.now(generators=not self.watched)
+        self.watched = True
+        return leaving_settings(type(self.method).__name__, settings)
+
     def _evict(self, attention: Tensor) -> None:
         """Let the method drop one entry per head; the last entry moves into its place."""
         n = self.length
         held = self._held()
-        scores, leaving = self.method.evict(held, attention)
+        with self._guarded():
+            scores, leaving = self.method.evict(held, attention)
         if scores is not None and scores is not held.scores:
             assert held.scores is not None
             held.scores.copy_(scores)
@@ -313,6 +326,7 @@ class Fork:
         layers: filled by the prefill, by layer index.
         carried: what the method noted at earlier layers of this prompt (`LayerKV.carried`).
         failure: what stopped this fork, if anything did; the other forks go on.
+        budget_preset: see `kvbench.methods.base.allowed_entries`; known after the audit.
     """
 
     label: str
@@ -327,6 +341,7 @@ class Fork:
     compressed: bool = False
     appended: int = 0
     failure: Exception | None = None
+    budget_preset: str | None = None
 
     def limit(self, n: int) -> int | None:
         """Entries per head that the cache of an n-token prompt may hold at any time, if the method is
@@ -348,6 +363,12 @@ class Fork:
         release_frames(failure)
         self.layers.clear()
         self.carried.clear()
+
+    def begin_again(self) -> None:
+        """As before the prefill, but for a failure."""
+        self.layers.clear()
+        self.carried.clear()
+        self.compress_s = 0.0
 
     def clone(self) -> Fork:
         """A copy that goes on separately from here."""
@@ -413,7 +434,9 @@ class Fork:
             if found > allowed:
                 raise BudgetExceeded(self.label, layer, allowed, found)
             total += left
-        allowed = self.method.total_capacity(self.budget, n, len(compressible))
+        allowed, self.budget_preset = allowed_entries(
+            self.method, self.budget, n, len(compressible)
+        )
         if total > allowed + len(compressible):
             raise BudgetExceeded(self.label, -1, allowed, total)
 

@@ -69,11 +69,11 @@ class MInference(Method):
         beta: `pyramidkv` only: how steep.
     """
 
+    paper: ClassVar[str] = "package minference (MInference, arXiv 2407.02490): its cache clusters"
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "snapkv": {"cluster": "snapkv"},
         "pyramidkv": {"cluster": "pyramidkv"},
     }
-    paper: ClassVar[str] = "package minference (MInference, arXiv 2407.02490): its cache clusters"
 
     cluster: str = "snapkv"
     kernel_size: int = 5

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,11 +11,12 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.cache import layer_generator
+from kvbench.engine.guard import Guard
 from kvbench.engine.prefill import capture_layers
 from kvbench.engine.session import Session
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, check_finite
 from kvbench.messages import one_line
-from kvbench.methods.base import Method
+from kvbench.methods.base import Method, allowed_entries
 from kvbench.plan import Methods, Unit, encode_example, status_of
 from kvbench.probes._checks import MOST_LAYERS, MOST_TOKENS, check_counts, check_list
 from kvbench.tasks.base import Task, TaskError
@@ -298,10 +298,15 @@ def compress_measured(
     if method.restricts or method.quantize is not None:
         what = "restricts attention" if method.restricts else "quantizes entries"
         raise KVError(f"method {label!r} {what} while decoding; allowed: methods that do neither")
-    start = time.perf_counter()
-    held = method.compress(kv, budget, generator)
-    seconds = time.perf_counter() - start
-    capacity = method.layer_capacity(budget, kv.n, kv.layer_index, kv.num_layers)
+    guard = Guard(kv, restores=True)  # other methods and draws go on with the same layer
+    held, capacity, seconds = guard.compress(label, method, budget, generator, kv.carried)
+    allowed, preset = allowed_entries(method, budget, kv.n, kv.num_layers)
+    granted = sum(
+        method.layer_capacity(replace(budget), kv.n, layer, kv.num_layers)
+        for layer in range(kv.num_layers)
+    )
+    if granted > allowed:
+        raise BudgetExceeded(label, -1, allowed, granted)
     most = int(held.entries.max())
     if most > capacity + 1:
         raise BudgetExceeded(label, kv.layer_index, capacity, most)
@@ -316,4 +321,5 @@ def compress_measured(
         "ratio": cache_bytes / exact_bytes,
         "compressed": method.saves_memory,
         "compress_s": seconds,
+        **({} if preset is None else {"budget_preset": preset}),
     }

@@ -58,6 +58,8 @@ class Row:
         entries_mean, entries_max: entries per layer and KV head.
         prefill_s, compress_s, decode_s: medians over examples.
         kept_whole: examples that were too short to be compressed.
+        budget_preset: the preset that may hold more than the budget, where there is one; then
+            capacity: the mean of what the budget allows per layer and KV head.
     """
 
     arm: Arm
@@ -69,6 +71,8 @@ class Row:
     compress_s: float
     decode_s: float
     kept_whole: int
+    budget_preset: str | None = None
+    capacity: float = math.nan
 
     @property
     def total(self) -> Cell:
@@ -405,6 +409,7 @@ def _row(group: Group, arm: Arm, cells: Mapping[str, Cell]) -> Row:
     records = group.records[group.records["arm"] == arm.label]
     good = records[records["status"] == "ok"]
     whole = good["compressed"].eq(False) & good["saves_memory"].eq(True)
+    more = good.reindex(columns=["budget_preset"])["budget_preset"].dropna()
     return Row(
         arm=arm,
         cells=cells,
@@ -415,6 +420,8 @@ def _row(group: Group, arm: Arm, cells: Mapping[str, Cell]) -> Row:
         compress_s=float(good["compress_s"].median()),
         decode_s=float(good["decode_s"].median()),
         kept_whole=int(whole.sum()),
+        budget_preset=None if more.empty else str(more.iloc[0]),
+        capacity=float(good["capacity"].mean()),
     )
 
 

@@ -294,6 +294,13 @@ def notes_of(tables: Sequence[ScoreTable]) -> list[str]:
     if whole:
         named = ", ".join(f"{label} ({whole[label]})" for label in sorted(whole))
         notes.append(f"Prompts no longer than the capacity were kept whole: {named}.")
+    notes += dict.fromkeys(
+        f"{row.arm.label} holds {row.entries_mean:.0f} entries per layer and KV head where the budget"
+        f" allows {row.capacity:.0f}: its preset {row.budget_preset} reproduces a released code's own"
+        " split."
+        for row in rows
+        if row.budget_preset is not None
+    )
     return notes
 
 
