@@ -125,7 +125,7 @@ def _section(section: Section, index: int) -> dict[str, Any]:
         if section.timings
         else None,
         "pairs": pairs_view(section.group, section.pairs) if section.pairs else None,
-        "notes": views.notes_of(section.tables),
+        "notes": [*views.notes_of(section.tables), *_left_out(section.group)],
         "figures": [_figure(drawn) for drawn in section.figures],
         "shown": shown,
         "examples": examples,
@@ -141,6 +141,10 @@ def _figure(drawn: Drawn) -> dict[str, Any]:
         "uri": f"data:image/png;base64,{base64.b64encode(drawn.png).decode()}",
         "width": round(drawn.figure.get_figwidth() * _PIXELS_PER_INCH),
     }
+
+
+def _left_out(group: Group) -> list[str]:
+    return [f"Left out by limit: {', '.join(group.left_out)}."] if group.left_out else []
 
 
 def _filters(shown: Sequence[Shown]) -> dict[str, list[str]]:
