@@ -192,6 +192,10 @@ def test_the_report_shows_word_recall_beside_containment(tmp_path: Path) -> None
     meta = TaskPlan(task()).meta()
     write_run(tmp_path, task="needle", method="snapkv", records=records, task_meta=meta)
     paths = build_report(tmp_path / "demo")
+    assert (
+        "The independent unit is the filler: intervals are over the 1 there"
+        in paths.page.read_text()
+    )
     table = (paths.page.parent / "tables" / "needle-recall_mini-by-measure.md").read_text()
     (row,) = [line.split("|") for line in table.splitlines() if "snapkv" in line]
     assert "containment" in table.splitlines()[2]

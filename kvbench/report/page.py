@@ -125,7 +125,7 @@ def _section(section: Section, index: int) -> dict[str, Any]:
         if section.timings
         else None,
         "pairs": pairs_view(section.group, section.pairs) if section.pairs else None,
-        "notes": [*views.notes_of(section.tables), *_left_out(section.group)],
+        "notes": [*views.notes_of(section.tables), *_sample_notes(section.group)],
         "figures": [_figure(drawn) for drawn in section.figures],
         "shown": shown,
         "examples": examples,
@@ -143,8 +143,17 @@ def _figure(drawn: Drawn) -> dict[str, Any]:
     }
 
 
-def _left_out(group: Group) -> list[str]:
-    return [f"Left out by limit: {', '.join(group.left_out)}."] if group.left_out else []
+def _sample_notes(group: Group) -> list[str]:
+    """What the examples are a sample of: the unit where it is not the example, and what `limit` cut."""
+    notes, unit = [], group.meta.unit
+    if unit != "example_id" and unit in group.records:
+        notes.append(
+            f"The independent unit is the {unit.replace('_', ' ')}: intervals are over the"
+            f" {group.records[unit].nunique()} there are, each with all of its examples."
+        )
+    if group.left_out:
+        notes.append(f"Left out by limit: {', '.join(group.left_out)}.")
+    return notes
 
 
 def _filters(shown: Sequence[Shown]) -> dict[str, list[str]]:
