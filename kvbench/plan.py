@@ -7,7 +7,7 @@ same to the runner: a `Plan`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -66,9 +66,9 @@ class Plan(Protocol):
     """A task or a probe, as the runner sees it."""
 
     def meta(self) -> dict[str, Any]:
-        """What reports need to know: version, score_unit, lower_is_better, breakdown, figures; and
-        `data`, digests of the files the examples come from; and `subject`, what the numbers are about
-        where it is not the model (None: the model)."""
+        """What reports need to know: version, score_unit, lower_is_better, breakdown, figures, unit,
+        measures; and `data`, digests of the files the examples come from; and `subject`, what the
+        numbers are about where it is not the model (None: the model)."""
         ...
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
@@ -139,6 +139,12 @@ def encode_example(example: Example, encoder: PromptEncoder) -> EncodedExample:
     )
 
 
+def datasets_of(units: Iterable[Unit]) -> list[str]:
+    """Names of the datasets that a benchmark's units come from, in their order; none for a probe."""
+    examples = (u.payload.example for u in units if isinstance(u.payload, EncodedExample))
+    return list(dict.fromkeys(example.dataset for example in examples))
+
+
 @dataclass(frozen=True)
 class TaskPlan:
     """A benchmark task as a plan: one prefill per example serves every method."""
@@ -158,6 +164,8 @@ class TaskPlan:
             "lower_is_better": False,
             "breakdown": list(self.task.breakdown),
             "figures": figures,
+            "unit": self.task.unit,
+            "measures": list(self.task.measures),
         }
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvbench.records import StoreError
 from kvbench.report.curves import throughput, throughput_scaling
-from kvbench.report.data import Experiment, Group, load_experiment
+from kvbench.report.data import Experiment, Group, by_measure, load_experiment
 from kvbench.report.drawing import Drawn, save_figures
 from kvbench.report.figures import figures_of, heatmap_alone
 from kvbench.report.files import remove_stale, write_text
@@ -116,6 +116,8 @@ def _section(
     timings = timing_table(group) if _is_timing(group) else []
     fields = [name for name in group.meta.breakdown if name in group.records]
     tables = [score_table(group), *(score_table(group, name) for name in fields)]
+    if any(name in group.records for name in group.meta.measures):
+        tables.append(score_table(by_measure(group), "measure"))
     study: Study | None = None
     try:
         study = study_of(group, folder)

@@ -7,7 +7,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -70,9 +70,9 @@ class Arm:
         return ", ".join((self.method, *self.options))
 
     @property
-    def sort_key(self) -> tuple[tuple[int, str], float, tuple[str, ...]]:
-        """The reference methods first, larger budgets before smaller ones."""
-        return order_of(self.method), -(self.rate or 0.0), self.options
+    def sort_key(self) -> tuple[tuple[int, str], float, tuple[tuple[str, float, str], ...]]:
+        """The reference methods first, larger budgets before smaller ones; options by their number."""
+        return order_of(self.method), -(self.rate or 0.0), tuple(map(_natural, self.options))
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,8 @@ class TaskMeta:
     figures: tuple[Mapping[str, Any], ...] = ()
     unit: str = "example_id"
     """Record field that names the independent unit, which intervals resample."""
+    measures: tuple[str, ...] = ()
+    """Record fields, scores all of them, that a table shows side by side."""
 
     @staticmethod
     def of(manifest: Mapping[str, Any]) -> TaskMeta:
@@ -98,6 +100,7 @@ class TaskMeta:
             breakdown=tuple(meta.get("breakdown") or ()),
             figures=tuple(meta.get("figures") or ()),
             unit=str(meta.get("unit", "example_id")),
+            measures=tuple(meta.get("measures") or ()),
         )
 
     def figure(self, kind: str) -> Mapping[str, Any] | None:
@@ -131,6 +134,13 @@ class Group:
         return frozenset(
             arm.label for arm in self.arms if arm.method != BASELINE and arm.label not in set(kept)
         )
+
+    @property
+    def left_out(self) -> list[str]:
+        """Datasets of the task of which `limit` left nothing, whatever the run."""
+        named = [manifest.get("datasets_left_out") or [] for manifest in self.manifests]
+        shared = set(named[0]).intersection(*named[1:]) if named else set()
+        return [name for name in (named[0] if named else []) if name in shared]
 
     @property
     def baseline_name(self) -> str | None:
@@ -176,6 +186,26 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
         groups[model, str(run.manifest.get("task"))].append(run)
     found = [_group(*key, members) for key, members in groups.items()]
     return sorted(found, key=lambda g: (g.model, g.meta.score_unit != "fraction", g.task))
+
+
+def _natural(option: str) -> tuple[str, float, str]:
+    """``kernel_size 5`` before ``kernel_size 15``."""
+    name, _, value = option.rpartition(" ")
+    try:
+        return name, float(value), ""
+    except ValueError:
+        return name, math.inf, value
+
+
+def by_measure(group: Group) -> Group:
+    """The group with each of its task's measures in turn as the score: a row per record and measure,
+    which the column ``measure`` names."""
+    parts = [
+        group.records.assign(measure=name, score=group.records[name])
+        for name in group.meta.measures
+        if name in group.records
+    ]
+    return replace(group, records=pd.concat(parts, ignore_index=True)) if parts else group
 
 
 def _entries(records: pd.DataFrame, which: str) -> list[float]:

@@ -126,7 +126,7 @@ def _section(section: Section, index: int) -> dict[str, Any]:
         if section.timings
         else None,
         "pairs": pairs_view(section.group, section.pairs) if section.pairs else None,
-        "notes": views.notes_of(section.tables),
+        "notes": [*views.notes_of(section.tables), *_sample_notes(section.group)],
         "figures": [_figure(drawn) for drawn in section.figures],
         "shown": shown,
         "examples": examples,
@@ -142,6 +142,19 @@ def _figure(drawn: Drawn) -> dict[str, Any]:
         "uri": f"data:image/png;base64,{base64.b64encode(drawn.png).decode()}",
         "width": round(drawn.figure.get_figwidth() * _PIXELS_PER_INCH),
     }
+
+
+def _sample_notes(group: Group) -> list[str]:
+    """What the examples are a sample of: the unit where it is not the example, and what `limit` cut."""
+    notes, unit = [], group.meta.unit
+    if unit != "example_id" and unit in group.records:
+        notes.append(
+            f"The independent unit is the {unit.replace('_', ' ')}: intervals are over the"
+            f" {group.records[unit].nunique()} there are, each with all of its examples."
+        )
+    if group.left_out:
+        notes.append(f"Left out by limit: {', '.join(group.left_out)}.")
+    return notes
 
 
 def _filters(shown: Sequence[Shown]) -> dict[str, list[str]]:

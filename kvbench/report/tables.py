@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -432,7 +433,8 @@ def _nanmean(values: Array) -> Array:
 
 
 def _natural(value: object) -> tuple[int, float, str]:
-    """Numbers in their order, before text in its own."""
+    """Numbers in their order, before text by the number it begins with, before other text."""
     if isinstance(value, int | float | np.number):
         return (0, float(value), "")
-    return (1, 0.0, str(value))
+    leading = re.match(r"\d+", str(value))
+    return (1, float(leading[0]), str(value)) if leading else (2, 0.0, str(value))

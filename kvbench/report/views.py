@@ -82,7 +82,7 @@ def score_view(table: ScoreTable, *, narrow: bool = False) -> View:
         if compare:
             cells.append(difference_text(row.total.difference, table.unit))
         cells += [cost_text(row, attribute) for attribute in costs.values()]
-        rows.append((row.arm.label, *cells, *_counts(row)))
+        rows.append((row.arm.label, *cells, *_counts(row, once=table.by == "measure")))
     title = f"{table.task} on {table.model}: score{unit_text(table.unit)}"
     if columns != table.columns:
         title += f"; average of {len(table.columns) - 1} datasets"
@@ -381,8 +381,10 @@ def size(value: float) -> str:
     return f"{number(value)} GiB"
 
 
-def _counts(row: Row) -> tuple[str, str]:
-    cells = [row.total] if AVERAGE in row.cells or len(row.cells) == 1 else row.cells.values()
+def _counts(row: Row, *, once: bool = False) -> tuple[str, str]:
+    """Scored of all, and what failed; `once`: every column is about the same examples."""
+    once = once or AVERAGE in row.cells or len(row.cells) == 1
+    cells = [row.total] if once else row.cells.values()
     scored, expected = sum(c.scored for c in cells), sum(c.expected for c in cells)
     failures: dict[str, int] = {}
     for cell in cells:
