@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from scipy.stats import norm
 
 from kvbench.report.intervals import difference_intervals, mean_intervals
+from kvbench.report.margins import margin_of, share_anew
 from kvbench.report.marks import standing
 from kvbench.report.significance import ALPHA, p_values, units_needed
 from kvbench.report.stats import Array, Estimate, Stratum
@@ -58,6 +59,7 @@ def figures(studies: int, sizes: Sequence[int] = SIZES) -> Iterator[Figure]:
     yield from p_figures(studies, sizes)
     yield from mark_figures(studies // 2, sizes)
     yield from power_figures(studies // 4)
+    yield from margin_figures(studies)
 
 
 def interval_figures(studies: int, sizes: Sequence[int]) -> Iterator[Figure]:
@@ -166,6 +168,31 @@ def power_figures(studies: int) -> Iterator[Figure]:
             p = np.array(p_values([_stratum(_signs(rng, n, studies, up, down))]))
             name = f"power at the {n} examples needed for {effect:.0%}, {differing:.0%} differ"
             yield Figure(name, float((p < alpha).mean()), 0.76)
+
+
+def margin_figures(studies: int) -> Iterator[Figure]:
+    """Published numbers of the same examples that lie beyond the margin, f measured by a third run."""
+    rng = np.random.default_rng(6)
+    for n in (100, 300):
+        for p, anew in ((0.6, 0.05), (0.6, 0.3), (0.9, 0.1)):
+            for loss, bound in ((0.0, 0.06), (0.04, 1.0)):
+                beyond = [_beyond(rng, n, p, anew, loss) for _ in range(studies)]
+                name = f"published number beyond the margin, n = {n}, p = {p}, {anew:.0%} anew"
+                name += f", ours {loss:.0%} worse" if loss else ", equal"
+                yield Figure(name, float(np.mean(beyond)), bound, most=True)
+
+
+def _beyond(rng: Generator, n: int, p: float, anew: float, loss: float) -> bool:
+    able = rng.beta(2 * p, 2 * (1 - p), n)
+    runs = [rng.random(n) < able]
+    for _ in range(2):
+        runs.append(np.where(rng.random(n) < anew, rng.random(n) < able, runs[0]))
+    ours, again, theirs = (run.astype(float) for run in runs)
+    middle = (ours.mean() + again.mean()) / 2
+    f = share_anew(float(np.square(ours - again).sum()), n * 2 * middle * (1 - middle))
+    ours = ours * (rng.random(n) >= loss / p)
+    margin = margin_of([(float(ours.mean()), n)], f, total=False, unit=0.001)
+    return bool(abs(ours.mean() - round(float(theirs.mean()), 3)) > margin)
 
 
 def _stratum(values: Array, name: str = "d") -> Stratum:

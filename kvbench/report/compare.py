@@ -131,7 +131,7 @@ def compare(first: Experiment, second: Experiment) -> Comparison:
     Raises:
         StoreError: they have no run in common.
     """
-    groups = _matched_groups(first, second)
+    groups = matched_groups(first, second)
     tasks: list[TaskComparison] = []
     pairs: list[tuple[str, Mapping[str, Any], Mapping[str, Any]]] = []
     seen: tuple[set[str], set[str]] = (set(), set())
@@ -139,7 +139,7 @@ def compare(first: Experiment, second: Experiment) -> Comparison:
         if a.meta.score_unit != b.meta.score_unit:
             continue
         matches = []
-        for x, y in _matched_arms(a, b):
+        for x, y in matched_arms(a, b):
             matches.append(_match(a, x, b, y))
             where = f"{b.model} / {b.task} / {y.label}"
             pairs += [(where, *both) for both in _manifests(a, x, b, y)]
@@ -212,14 +212,15 @@ def _names(first: Experiment, second: Experiment) -> tuple[str, str]:
     return (a, b) if a != b else (str(first.folder), str(second.folder))
 
 
-def _matched_groups(first: Experiment, second: Experiment) -> list[tuple[Group, Group]]:
+def matched_groups(first: Experiment, second: Experiment) -> list[tuple[Group, Group]]:
+    """Groups of the same task and model, or of the same task where each has one model."""
     alone = all(len({group.model for group in e.groups}) == 1 for e in (first, second))
     keys = {("" if alone else group.model, group.task): group for group in second.groups}
     found = [(a, keys.get(("" if alone else a.model, a.task))) for a in first.groups]
     return [(a, b) for a, b in found if b is not None]
 
 
-def _matched_arms(a: Group, b: Group) -> list[tuple[Arm, Arm]]:
+def matched_arms(a: Group, b: Group) -> list[tuple[Arm, Arm]]:
     """Arms of the same label; where a method has one arm in each, they are matched in any case."""
     found = []
     for x in a.arms:
@@ -237,9 +238,7 @@ def _run_name(group: Group, arm: Arm) -> str:
 
 
 def _match(a: Group, x: Arm, b: Group, y: Arm) -> Match:
-    one = a.records[a.records["arm"] == x.label]
-    other = b.records[b.records["arm"] == y.label]
-    one, other = _keyed(one, other)
+    one, other = keyed_records(a, x, b, y)
     names = sorted(set(one["dataset"].astype(str)) & set(other["dataset"].astype(str)))
     unit = b.meta.unit if b.meta.unit in one and b.meta.unit in other else "example_id"
     changes = [_change(one, other, [name], unit, b.meta) for name in names]
@@ -248,12 +247,15 @@ def _match(a: Group, x: Arm, b: Group, y: Arm) -> Match:
     return Match(y.label, y.method, tuple(changes), tuple(_flips(one, other, y.label)))
 
 
-def _keyed(one: pd.DataFrame, other: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Both with a column ``key`` that is equal where the example is.
+def keyed_records(a: Group, x: Arm, b: Group, y: Arm) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The records of two arms, each with ``good``, the score where there is one, and a column ``key``
+    that is equal where the example is.
 
     Seeds are part of it where the two have one in common; else a seed may stand for the methods'
     draws alone, and the prompt tells: repeats of one prompt are one example with their mean score.
     """
+    one = a.records[a.records["arm"] == x.label]
+    other = b.records[b.records["arm"] == y.label]
     seeds = bool(set(one["seed"]) & set(other["seed"]))
     keyed = []
     for part in (one, other):

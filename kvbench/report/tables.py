@@ -32,6 +32,7 @@ class Cell:
         tied: not shown to differ from the best. worse: shown to be worse (`marks.standing`).
         scored, expected: examples with a score, and examples that any arm was given.
         failures: failed examples by status; "missing" counts those without a record.
+        units: independent units with a score.
     """
 
     score: Estimate
@@ -42,6 +43,7 @@ class Cell:
     failures: Mapping[str, int]
     best: bool = False
     tied: bool = False
+    units: int = 0
 
     @property
     def complete(self) -> bool:
@@ -360,7 +362,8 @@ def _cells(group: Group, strata: Sequence[Scores]) -> list[Cell]:
     labels = [arm.label for arm in arms]
     base = [labels.index(group.baseline[label] or label) for label in labels]
     fraction, lower = group.meta.score_unit == "fraction", group.meta.lower_is_better
-    scores = mean_intervals([one.stratum(one.values) for one in strata], fraction=fraction)
+    own = [one.stratum(one.values) for one in strata]
+    scores = mean_intervals(own, fraction=fraction)
     differences = difference_intervals(
         [one.stratum(one.values - one.values[:, base]) for one in strata], fraction=fraction
     )
@@ -375,17 +378,18 @@ def _cells(group: Group, strata: Sequence[Scores]) -> list[Cell]:
         for one in strata:
             for status, count in one.statuses[i].items():
                 failures[status] = failures.get(status, 0) + count
-        own = [one.values[one.given[:, i], i] for one in strata]
+        given = [one.values[one.given[:, i], i] for one in strata]
         cells.append(
             Cell(
                 score=scores[i],
                 difference=None if group.baseline[label] is None else differences[i],
                 worse=i in worse,
-                scored=sum(int((~np.isnan(values)).sum()) for values in own),
-                expected=sum(map(len, own)),
+                scored=sum(int((~np.isnan(values)).sum()) for values in given),
+                expected=sum(map(len, given)),
                 failures=failures,
                 best=i in best,
                 tied=i in tied,
+                units=sum(int((one.counts[:, i] > 0).sum()) for one in own),
             )
         )
     return cells
