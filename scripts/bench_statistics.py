@@ -145,12 +145,12 @@ def mark_figures(studies: int, sizes: Sequence[int]) -> Iterator[Figure]:
     rng = np.random.default_rng(4)
     for n in sizes:
         for p, shared in ((0.6, 0.5), (0.9, 0.5), (0.6, 0.0)):
-            marked = [bool(_worse(_answers(rng, n, [p] * METHODS, shared))) for _ in range(studies)]
+            marked = [bool(worse(answers(rng, n, [p] * METHODS, shared))) for _ in range(studies)]
             name = f"any of seven equal methods marked, n = {n}, p = {p}, correlation {shared}"
             yield Figure(name, float(np.mean(marked)), 0.09, most=True)
     for shared, bound in ((0.7, 0.85), (0.5, 0.85), (0.0, 0.0)):
         found = [
-            METHODS - 1 in _worse(_answers(rng, 300, [0.6] * (METHODS - 1) + [0.5], shared))
+            METHODS - 1 in worse(answers(rng, 300, [0.6] * (METHODS - 1) + [0.5], shared))
             for _ in range(studies)
         ]
         name = f"worse by .10 marked, n = 300, p = .6, correlation {shared}"
@@ -220,7 +220,7 @@ def _signs(rng: Generator, n: int, studies: int, up: float, down: float) -> Arra
     return rng.choice((1.0, -1.0, 0.0), (n, studies), p=(up, down, 1 - up - down))
 
 
-def _answers(rng: Generator, n: int, means: Sequence[float], shared: float) -> Scores:
+def answers(rng: Generator, n: int, means: Sequence[float], shared: float) -> Scores:
     """0/1 scores of methods whose latent ability on an example is correlated."""
     common = rng.normal(size=(n, 1)) * np.sqrt(shared)
     latent = common + rng.normal(size=(n, len(means))) * np.sqrt(1 - shared)
@@ -229,7 +229,7 @@ def _answers(rng: Generator, n: int, means: Sequence[float], shared: float) -> S
     return Scores("d", values, np.ones(values.shape, dtype=bool), units, ({},) * len(means))
 
 
-def _worse(scores: Scores) -> frozenset[int]:
+def worse(scores: Scores) -> frozenset[int]:
     return standing([scores], range(scores.values.shape[1]), lower=False).worse
 
 

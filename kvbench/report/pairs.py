@@ -180,8 +180,8 @@ def pairs_frame(group: Group, pairs: Sequence[ArmPair]) -> pd.DataFrame:
             "datasets": pair.datasets,
             "examples": pair.examples,
             **{
-                f"needed_per_dataset_for_{_planned_text(planned, unit).replace(' %', '_percent')}": n
-                for planned, n in pair.needed.items()
+                f"needed_per_dataset_for_{_planned_text(planned, unit, word=True)}": needed
+                for planned, needed in pair.needed.items()
             },
             "neighbours": pair.neighbours,
             "to_best": pair.to_best,
@@ -233,9 +233,10 @@ def pairs_view(group: Group, pairs: Sequence[ArmPair]) -> View:
     )
 
 
-def _planned_text(planned: float, unit: str) -> str:
-    """E.g. "2 points", or "2 %" of the better mean where the score is no fraction."""
-    return f"{100 * planned:g} {'points' if unit == 'fraction' else '%'}"
+def _planned_text(planned: float, unit: str, *, word: bool = False) -> str:
+    """E.g. "2 points", or "2 %" of the better mean where the score is no fraction; `word`: 2_points."""
+    text = f"{100 * planned:g} {'points' if unit == 'fraction' else '%'}"
+    return text.replace(" ", "_").replace("%", "percent") if word else text
 
 
 def p_text(p: float) -> str:
