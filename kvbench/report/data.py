@@ -19,7 +19,7 @@ from kvbench.records import MANIFEST, Run, StoreError, load_runs
 from kvbench.report.style import order_of
 
 BASELINE = "exact"
-"""The method that others are compared with where it was run."""
+"""The method that others are compared with, where it was run."""
 
 _NOT_IN_LABELS = frozenset(
     (
@@ -116,7 +116,8 @@ class Group:
         records: one row per (arm, seed, example), with the arm's label in the column ``arm`` and
             entries held per layer and KV head in ``entries_mean`` and ``entries_max``.
         arms: in table order.
-        baseline: for each arm's label, the label of the arm it is compared with (None: it is it).
+        baseline: for each arm's label, the label of the exact arm it is compared with (None: it is
+            one itself, or none was run).
     """
 
     model: str
@@ -331,10 +332,11 @@ def _tell_twins_apart(arms: dict[int, Arm], runs: Sequence[Run], indices: Sequen
 
 
 def _baselines(arms: Sequence[Arm]) -> dict[str, str | None]:
-    """For each arm the exact arm that shares most of its options; without one, the first arm."""
-    exact = [arm for arm in arms if arm.method == BASELINE] or list(arms[:1])
-    found: dict[str, str | None] = {}
-    for arm in arms:
+    """For each arm the exact arm that shares most of its options; None where none was run: no other
+    method is what one would compare with."""
+    exact = [arm for arm in arms if arm.method == BASELINE]
+    found: dict[str, str | None] = dict.fromkeys(arm.label for arm in arms)
+    for arm in arms if exact else ():
         nearest = max(exact, key=lambda other: len(set(other.options) & set(arm.options)))
         found[arm.label] = None if arm in exact else nearest.label
     return found

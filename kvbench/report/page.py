@@ -23,7 +23,7 @@ from kvbench.report.differences import notes_on
 from kvbench.report.drawing import Drawn
 from kvbench.report.pairs import ArmPair, pairs_view
 from kvbench.report.paper import Published, joined_tasks
-from kvbench.report.paper_views import OUTSIDE_NOTE
+from kvbench.report.paper_views import difference_text, margin_note
 from kvbench.report.predictions import Shown, clip, sample_of
 from kvbench.report.stats import Estimate
 from kvbench.report.study import Study
@@ -75,7 +75,7 @@ def render_page(
         sections=[_section(section, index) for index, section in enumerate(sections, 1)],
         overviews=[overview for overview in overviews if len(overview.tables) > 1],
         published=[(table, notes_on(table.differences)) for table in joined_tasks(published)],
-        outside_note=OUTSIDE_NOTE,
+        margin_note=margin_note(published),
         warnings=warnings,
         methods=sorted({a.method for s in sections for a in s.group.arms}, key=order_of),
         totals=_totals(experiment),
@@ -99,7 +99,10 @@ def environment() -> Environment:
         lstrip_blocks=True,
     )
     made.globals.update(
-        views=views, color=lambda method: style_of(method).color, interval_plot=_interval_plot
+        views=views,
+        color=lambda method: style_of(method).color,
+        interval_plot=_interval_plot,
+        published_difference=difference_text,
     )
     return made
 

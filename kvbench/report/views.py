@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvbench.report.data import BASELINE
 from kvbench.report.stats import Estimate
 from kvbench.report.tables import AVERAGE, NO_CELL, Cell, Overview, Row, ScoreTable, failures_text
 from kvbench.report.timings import Timing
@@ -17,7 +18,17 @@ TIED = "≈"
 OUTSIDE = "‡"
 
 INTERVAL_NOTE = (
-    "[low, high] is a 95 % bootstrap interval over examples; of zero width where all scored alike."
+    "[low, high] is a 95 % interval over examples as a sample of all such examples: Wilson's for shares,"
+    " Student's t for other scores and differences; one example has none."
+)
+MARKS_NOTE = (
+    f"Bold: the best compressed method of the column at its rate. {TIED}: not shown to differ from it."
+    " Without a mark: shown worse, by a paired test over the examples that both scored, adjusted for all"
+    " pairs at that rate and column; of tables of equal methods, one in twenty shows any as worse."
+)
+NO_BASELINE_NOTE = (
+    "The exact cache was not run, so nothing is compared with it: add exact to the methods for the"
+    " column of differences."
 )
 _WIDE = 4
 """With more columns than this, intervals are shown for the average only."""
@@ -266,6 +277,8 @@ def notes_of(tables: Sequence[ScoreTable]) -> list[str]:
     for table in tables:
         if table.baseline:
             baselines.setdefault(table.baseline, []).append(table.task)
+    if any(_lacks_exact(table) for table in tables):
+        notes.append(NO_BASELINE_NOTE)
     for baseline, tasks in baselines.items():
         where = f" on {', '.join(dict.fromkeys(tasks))}" if len(baselines) > 1 else ""
         notes.append(
@@ -275,12 +288,7 @@ def notes_of(tables: Sequence[ScoreTable]) -> list[str]:
         "ratio is measured: bytes held / bytes of the exact cache; seconds are medians per example."
     )
     if any(cell.best for cell in cells):
-        notes.append(
-            "Bold: the best compressed method of the column at its rate. Of the others at that rate,"
-            f" {TIED} marks those that a paired bootstrap over examples cannot tell apart from it (the"
-            " 95 % interval of the difference holds 0); those without a mark are worse. Not adjusted"
-            " for the number of comparisons."
-        )
+        notes.append(MARKS_NOTE)
     if any(not cell.complete for cell in cells):
         notes.append(
             f"{INCOMPLETE} some examples failed or are missing: the mean is over the others, and so not"
@@ -304,6 +312,12 @@ def notes_of(tables: Sequence[ScoreTable]) -> list[str]:
     return notes
 
 
+def _lacks_exact(table: ScoreTable) -> bool:
+    """Whether scores of compressed caches stand alone; an error is against the exact cache anyway."""
+    exact = any(row.arm.method == BASELINE for row in table.rows)
+    return not exact and not table.lower_is_better
+
+
 def score_text(cell: Cell, unit: str, *, interval: bool = True) -> str:
     """E.g. ``71.2 [65.0, 77.1] ≈``."""
     marks = (INCOMPLETE if not cell.complete else "") + (TIED if cell.tied else "")
@@ -317,13 +331,28 @@ def difference_text(difference: Estimate | None, unit: str) -> str:
 
 
 def estimate_text(estimate: Estimate, unit: str, *, signed: bool = False) -> str:
-    """The value with its interval."""
+    """The value with its interval, or with a dash where it has none."""
     if math.isnan(estimate.value):
         return MISSING
-    value, low, high = (
-        value_text(x, unit, signed=signed) for x in (estimate.value, estimate.low, estimate.high)
+    return f"{value_text(estimate.value, unit, signed=signed)} " + interval_text(
+        estimate, unit, signed=signed
     )
-    return f"{value} [{low}, {high}]"
+
+
+def interval_text(
+    estimate: Estimate, unit: str, *, signed: bool = False, shown: bool = False
+) -> str:
+    """E.g. ``[65.0, 77.1]``; ``[–]`` where there is none.
+
+    Args:
+        shown: the numbers are per cent already where their unit is a fraction.
+    """
+    if math.isnan(estimate.low):
+        return f"[{MISSING}]"
+    text = shown_text if shown else value_text
+    return "[{}, {}]".format(
+        *(text(bound, unit, signed=signed) for bound in (estimate.low, estimate.high))
+    )
 
 
 def average_first(columns: Sequence[str]) -> list[str]:
