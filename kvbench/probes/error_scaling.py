@@ -36,7 +36,7 @@ from kvbench.nearest import nearest
 from kvbench.plan import Methods, Outcome, Unit, encode_example, status_of
 from kvbench.probes._checks import MOST_LAYERS, MOST_TOKENS, check_counts, check_list
 from kvbench.probes.layer_error import estimate
-from kvbench.probes.layers import compress_measured
+from kvbench.probes.layers import check_total, compress_measured
 from kvbench.tasks.base import Task, TaskError
 
 
@@ -316,6 +316,7 @@ class ErrorScaling:
                 generator = layer_generator(seed, f"{dataset}/{replicate}/{kept}", 0)
                 try:
                     sized = self._sized(label, method, kept)
+                    check_total(label, sized, budget, layer.n, layer.num_layers)
                     held, cost = compress_measured(label, sized, budget, generator, layer)
                     z = estimate(held, queries, layer.n, layer)
                     error = torch.linalg.vector_norm(z - truth, dim=-1) / scale

@@ -300,13 +300,7 @@ def compress_measured(
         raise KVError(f"method {label!r} {what} while decoding; allowed: methods that do neither")
     guard = Guard(kv, restores=True)  # other methods and draws go on with the same layer
     held, capacity, seconds = guard.compress(label, method, budget, generator, kv.carried)
-    allowed, preset = allowed_entries(method, budget, kv.n, kv.num_layers)
-    granted = sum(
-        method.layer_capacity(replace(budget), kv.n, layer, kv.num_layers)
-        for layer in range(kv.num_layers)
-    )
-    if granted > allowed:
-        raise BudgetExceeded(label, -1, allowed, granted)
+    _, preset = allowed_entries(method, budget, kv.n, kv.num_layers)
     most = int(held.entries.max())
     if most > capacity + 1:
         raise BudgetExceeded(label, kv.layer_index, capacity, most)
@@ -323,3 +317,17 @@ def compress_measured(
         "compress_s": seconds,
         **({} if preset is None else {"budget_preset": preset}),
     }
+
+
+def check_total(label: str, method: Method, budget: Budget, n: int, num_layers: int) -> None:
+    """Refuse a method whose layers may together hold more than the budget of n tokens allows.
+
+    Raises:
+        BudgetExceeded: they may.
+    """
+    allowed, _ = allowed_entries(method, budget, n, num_layers)
+    granted = sum(
+        method.layer_capacity(replace(budget), n, layer, num_layers) for layer in range(num_layers)
+    )
+    if granted > allowed:
+        raise BudgetExceeded(label, -1, allowed, granted)
