@@ -127,7 +127,8 @@ def test_discrepancy_in_words(tmp_path: Path) -> None:
     text, _ = findings(tmp_path, meta, laws)
     assert text == [
         "Growth of the largest coordinate of the signed sum as n^slope, fitted from n = 32 to 2048, "
-        "95 % intervals over 4 repetitions. Random signs must give 1/2, a logarithm something close to 0.",
+        "95 % intervals over 4 repetitions. Random signs must give 1/2, a logarithm something close to "
+        "0.",
         "random_signs: d (slope 0.50 [0.50, 0.50], 45.3 at the end).",
         "walk: d (slope 0.00 [0.00, 0.00], 8.00 at the end, 0.18 [0.18, 0.18] times random_signs).",
         "Smaller than random_signs, the whole interval of the paired ratio below 1: walk (d from n = "

@@ -47,6 +47,7 @@ class Ablation(LayerError):
                 {
                     "kind": "ablation",
                     "y": "relative_error",
+                    "also": ["pooled_error"],
                     "by": "rate",
                     "series": self.series,
                     "unit": "prompt" if self.series else "layer",

@@ -24,6 +24,7 @@ from kvbench.report.pairs import ArmPair, pairs_view
 from kvbench.report.paper import Published, joined_tasks
 from kvbench.report.paper_views import OUTSIDE_NOTE
 from kvbench.report.predictions import Shown, clip, sample_of
+from kvbench.report.speeds import Speed, speed_view
 from kvbench.report.stats import Estimate
 from kvbench.report.study import Study
 from kvbench.report.style import order_of, style_of
@@ -47,6 +48,7 @@ class Section:
     figures: tuple[Drawn, ...]
     study: Study | None = None
     pairs: tuple[ArmPair, ...] = ()
+    speeds: tuple[Speed, ...] = ()
 
     @property
     def ranked(self) -> bool:
@@ -124,6 +126,7 @@ def _section(section: Section, index: int) -> dict[str, Any]:
         "timings": views.timing_view(section.group.task, section.group.model, section.timings)
         if section.timings
         else None,
+        "speeds": speed_view(section.group, section.speeds) if section.speeds else None,
         "pairs": pairs_view(section.group, section.pairs) if section.pairs else None,
         "notes": views.notes_of(section.tables),
         "figures": [_figure(drawn) for drawn in section.figures],

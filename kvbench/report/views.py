@@ -184,7 +184,7 @@ def overview_view(overview: Overview) -> View:
 
 
 def timing_view(task: str, model: str, timings: Sequence[Timing]) -> View:
-    """Minimum and median seconds, memory and rate of generation."""
+    """Minimum and median seconds, memory and rate of generation, with intervals."""
     return View(
         name=f"{task}-{model}-timing",
         title=f"{task} on {model}: minimum / median over runs",
@@ -210,13 +210,13 @@ def timing_view(task: str, model: str, timings: Sequence[Timing]) -> View:
                 t.arm.label,
                 t.setting,
                 MISSING if math.isnan(t.batch) else f"{t.batch:g}",
-                " / ".join(map(number, t.prefill_s)),
-                number(t.prefill_ratio),
-                " / ".join(map(number, t.decode_s)),
-                number(t.tokens_per_s),
-                number(t.speedup),
-                number(t.decode_tokens_per_s),
-                number(t.decode_speedup),
+                f"{number(t.prefill_least)} / {number(t.prefill_s.value)}",
+                interval_text(t.prefill_ratio),
+                f"{number(t.decode_least)} / {number(t.decode_s.value)}",
+                interval_text(t.tokens_per_s),
+                interval_text(t.speedup),
+                interval_text(t.decode_tokens_per_s),
+                interval_text(t.decode_speedup),
                 size(t.peak_bytes),
                 size(t.cache_bytes),
                 number(t.ratio),
@@ -228,10 +228,19 @@ def timing_view(task: str, model: str, timings: Sequence[Timing]) -> View:
         notes=(
             "No prefill is shared; its seconds include compression. tokens/s are medians: new tokens"
             " of the whole batch over the time of prefill and decoding, and over decoding alone."
-            " x: times the exact cache's in the same run, median. peak: allocated on the GPU; on a"
-            " CPU the whole process, weights and libraries included.",
+            " x: times the exact cache's in the same run, median. [low, high]: 95 % intervals of"
+            " medians between two order statistics (of ten runs the second and the ninth); below six"
+            " runs there are none. runs: those that succeeded; failed: those that did not. peak:"
+            " allocated on the GPU; on a CPU the whole process, weights and libraries included.",
         ),
     )
+
+
+def interval_text(estimate: Estimate) -> str:
+    """Three numbers, or one where there is no interval."""
+    if math.isnan(estimate.low):
+        return number(estimate.value)
+    return f"{number(estimate.value)} [{number(estimate.low)}, {number(estimate.high)}]"
 
 
 def costs_of(table: ScoreTable) -> dict[str, str]:
@@ -241,7 +250,7 @@ def costs_of(table: ScoreTable) -> dict[str, str]:
         "entries": "entries_mean",
         "prefill s": "prefill_s",
         "compress s": "compress_s",
-        "decode s": "decode_s",
+        "decode ms/token": "decode_ms",
     }
     return {
         name: attribute
@@ -272,7 +281,9 @@ def notes_of(tables: Sequence[ScoreTable]) -> list[str]:
             f"Δ is the paired difference to {baseline}{where}, over examples that both scored."
         )
     notes.append(
-        "ratio is measured: bytes held / bytes of the exact cache; seconds are medians per example."
+        "ratio is measured: bytes held / bytes of the exact cache; seconds are medians per example,"
+        " those of decoding per token, as answers differ in length (methods of a job decode together"
+        " and share each step's time by rows)."
     )
     if any(cell.best for cell in cells):
         notes.append(
