@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvbench.kernels.attention_mass import attention_mass
 
@@ -94,12 +95,15 @@ class LayerKV:
 
     Attributes:
         keys, values: [batch, kv_heads, n, head_dim], keys after position encoding.
-        queries: [batch, heads, m, head_dim], the last m prompt queries, after position encoding;
-            m = n unless the prefill was cut, None where the layer's queries are not available.
+        queries: [batch, heads, m, head_dim], the last m prompt queries that are not withheld, after
+            position encoding; m = n - withheld unless the prefill was cut, None where the layer's
+            queries are not available.
         layer_index: 0-based.
         num_layers: how many layers of the model are compressed.
         scaling: the factor on q.k before the softmax.
         softcap: s of s * tanh(logit / s), for the models that bound their logits (Gemma 2), else None.
+        withheld: how many of the prompt's last tokens do not show their queries (their keys and
+            values are there): those that a method is then judged by. `queries` end before them.
         shared: what `once` remembers: a tensor used by several methods, and the seconds it took.
         carried: what methods noted at earlier layers of the same prompt, under names of their own
             (balancekv_needle: the tokens it protects); one dictionary for all layers.
@@ -112,6 +116,7 @@ class LayerKV:
     num_layers: int
     scaling: float
     softcap: float | None = None
+    withheld: int = 0
     shared: dict[str, tuple[Tensor, float]] = field(default_factory=dict, compare=False, repr=False)
     carried: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
     _own: set[str] = field(default_factory=set, compare=False, repr=False)
@@ -153,20 +158,45 @@ class LayerKV:
         """Causal softmax attention every key received from all prompt queries, [batch, heads, n].
 
         Column sums of the prompt's attention matrix, computed in query blocks: O(n) memory. float32.
+        Withheld queries are left out.
 
         Raises:
             KVError: when the layer does not hold all n prompt queries.
         """
-        queries = self.queries
-        if queries is None or queries.shape[2] != self.n:
-            have = 0 if queries is None else queries.shape[2]
+        have = 0 if self.queries is None else self.queries.shape[2]
+        if have != self.n - self.withheld:
             raise KVError(
-                f"layer {self.layer_index} holds {have} of {self.n} prompt queries; "
+                f"layer {self.layer_index} holds {have} of {self.n - self.withheld} prompt queries; "
                 "attention_mass needs all of them"
             )
+        return self.attention_of_last(have)
+
+    def attention_of_last(self, count: int) -> Tensor:
+        """The same of the last `count` queries that are not withheld, [batch, heads, n] float32.
+
+        A key after the last of them received nothing.
+
+        Raises:
+            KVError: when the layer does not hold that many.
+        """
+        queries = self.queries
+        have = 0 if queries is None else queries.shape[2]
+        if queries is None or have < count:
+            raise KVError(
+                f"layer {self.layer_index} holds {have} prompt queries; "
+                f"the observation window needs {count}"
+            )
         return self.once(
-            "attention_mass",
-            lambda: attention_mass(queries, self.keys, scaling=self.scaling, softcap=self.softcap),
+            f"attention_of_last_{count}",
+            lambda: pad(
+                attention_mass(
+                    queries[:, :, have - count :],
+                    self.keys[:, :, : self.n - self.withheld],
+                    scaling=self.scaling,
+                    softcap=self.softcap,
+                ),
+                (0, self.withheld),
+            ),
         )
 
 
@@ -184,6 +214,9 @@ class CompressedKV:
         positions: [batch, kv_heads, c] int64, the prompt position of each entry, -1 where it has none.
         scores: [batch, kv_heads, c] float32 that the method wants back at every decoded token
             (`Method.evict`; H2O: accumulated attention), else None.
+        keys_only: how many entries, the first ones, hold a key and no value: `values` is that much
+            shorter than `keys`. They count in the softmax's normaliser, as if their value were 0
+            (the denominator's own samples of a streaming estimator).
     """
 
     keys: Tensor
@@ -191,6 +224,7 @@ class CompressedKV:
     log_weights: Tensor | None
     positions: Tensor
     scores: Tensor | None = None
+    keys_only: int = 0
 
     @property
     def entries(self) -> Tensor:
@@ -242,7 +276,10 @@ def check_held(held: CompressedKV, layer: LayerKV) -> None:
     for name in ("keys", "values"):
         part, like = getattr(held, name), getattr(layer, name)
         batch, kv_heads, _, dim = like.shape
-        allowed = (batch, repeats * kv_heads, *held.keys.shape[2:3], dim)
+        count: tuple[int, ...] = tuple(held.keys.shape[2:3])
+        if name == "values":
+            count = tuple(entries - held.keys_only for entries in count)
+        allowed = (batch, repeats * kv_heads, *count, dim)
         if tuple(part.shape) != allowed or part.dtype != like.dtype:
             raise ValueError(
                 f"{name} are {tuple(part.shape)} {part.dtype}; allowed: {allowed} {like.dtype}"

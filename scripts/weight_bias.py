@@ -24,7 +24,7 @@ from kvbench.kv import Budget, LayerKV
 from kvbench.methods import build_method
 from kvbench.methods.base import Method
 from kvbench.plan import encode_example
-from kvbench.probes.layer_error import SyntheticLayers
+from kvbench.probes.layers import SyntheticLayers
 from kvbench.tasks.longeval_lines import LongEvalLines
 
 METHODS: dict[str, Method] = {

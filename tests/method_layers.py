@@ -57,7 +57,7 @@ def attend(query: Tensor, kept: CompressedKV, scaling: float) -> Tensor:
     logits = query.double() @ keys.mT * scaling
     if kept.log_weights is not None:
         logits = logits + kept.log_weights.double().repeat_interleave(group, 1).unsqueeze(2)
-    return logits.softmax(-1) @ values
+    return logits.softmax(-1)[..., kept.keys_only :] @ values
 
 
 def walk_by_definition(

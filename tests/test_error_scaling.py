@@ -27,7 +27,7 @@ from kvbench.probes.ablation import Ablation
 from kvbench.probes.clusters import Clustering, SubGenClusters, key_distance, online_clusters
 from kvbench.probes.discrepancy import UnitVectors, Walk, WalkDiscrepancy
 from kvbench.probes.error_scaling import BoundedData, ErrorScaling, bound_scale
-from kvbench.probes.layer_error import SyntheticLayers
+from kvbench.probes.layers import SyntheticLayers
 from kvbench.report.build import build_report
 from kvbench.report.data import load_experiment
 from kvbench.report.study import study_of

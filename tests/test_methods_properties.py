@@ -293,7 +293,7 @@ def test_snapkv_shares_the_window_attention_with_pyramidkv():
     layer, budget = make_layer(100), Budget(rate=0.25, sink=4, window=8)
     run(build_method("snapkv"), layer, budget)
     shared = dict(layer.shared)
-    assert list(shared) == ["window_attention_8"]
+    assert list(shared) == ["attention_of_last_8"]
     run(build_method("pyramidkv"), layer, budget)
     assert layer.shared.keys() == shared.keys()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from hypothesis import strategies as st
 from method_layers import attend, make_layer, run
 from scipy.stats import chisquare
 
+from kvbench.engine.cache import LayerCache
+from kvbench.kernels.quantize import unpack
 from kvbench.kernels.self_balancing import self_balancing_walk, softmax_balance, walk_bound
-from kvbench.kv import Budget, KVError
+from kvbench.kv import Budget, CompressedKV, KVError, check_held
 from kvbench.methods import build_method
 from kvbench.methods.balancekv_streaming import (
     BalanceFailure,
@@ -389,12 +392,122 @@ def test_buckets_by_norm_and_erasure():
     stream.extend(keys, values)
     assert {i: bucket.seen for i, bucket in stream.buckets.items()} == {0: 2, 1: 1, -2: 1}
     assert stream.denominator.seen == stream.seen == 6
-    stream.extend(keys[:1], torch.tensor([[1e6, 0.0]]))
-    assert set(stream.buckets) == {19, 1, 0, -2} - {
-        i for i in (1, 0, -2) if 2.0**i <= 0.1 / 200 * math.exp(-0.5) * 1e6
-    }
     with pytest.raises(KVError, match="a key has norm 2; allowed: at most 1"):
         stream.extend(torch.tensor([[2.0, 0, 0, 0]]), values[:1])
+
+
+@pytest.mark.parametrize(
+    ("largest", "kept"),
+    [
+        (99.0, {6, 0, -1}),  # the threshold is just below 1, the upper end of [1/2, 1)
+        (100.0, {6, 0}),
+        (101.0, {6, 0}),  # between the ends of [1, 2): what it holds may still matter
+        (199.0, {7, 0}),
+        (200.0, {7}),
+    ],
+)
+def test_a_bucket_is_erased_by_its_upper_end(largest, kept):
+    """With keys of zero the threshold is eps / (2 n) v_max = v_max / 100."""
+    stream = BalanceKVStream(n=50, t=8, key_radius=0.0, eps=1.0)
+    keys = torch.zeros(3, 4)
+    stream.extend(keys, torch.tensor([[1.75, 0.0], [0.75, 0.0], [0.0, largest]]))
+    assert set(stream.buckets) == kept
+    stream.extend(keys[:1], torch.tensor([[1.5, 0.0]]))
+    assert set(stream.buckets) == kept, "what comes late and is as small is not kept either"
+
+
+@given(seed=st.integers(0, 999), eps=st.floats(0.1, 50), radius=st.floats(0.1, 2))
+@settings(max_examples=25, deadline=None)
+def test_what_is_erased_is_below_the_threshold(seed, eps, radius):
+    """Theorem's premise: erased tokens together weigh at most eps / 2 of the largest value."""
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.randn(40, 4, generator=generator)
+    keys *= radius / keys.norm(dim=1, keepdim=True)
+    values = torch.randn(40, 3, generator=generator) * 10 ** torch.rand(40, 1, generator=generator)
+    stream = BalanceKVStream(n=40, t=64, key_radius=radius, eps=eps)
+    stream.extend(keys, values)
+    held = set(stream.numerator_entries()[0].tolist())
+    norms = values.norm(dim=1)
+    threshold = eps / 80 * math.exp(-(radius**2) / 2) * float(norms.max())
+    for token, norm in enumerate(norms.tolist()):
+        if norm > threshold:
+            assert token in held
+        if 2 * norm <= threshold:  # a bucket's ends are a factor of two apart
+            assert token not in held
+
+
+def test_a_stream_whose_denominator_is_empty_has_no_estimate():
+    """Both tokens of a batch may get one sign, and then halve=smaller keeps neither."""
+    keys, values = torch.zeros(4, 3), torch.ones(4, 2)
+    found = []
+    for seed in range(40):
+        stream = BalanceKVStream(n=4, t=2, key_radius=1.0, constant=1e9, halve="smaller", seed=seed)
+        stream.extend(keys[:2], values[:2])
+        found.append(len(stream.denominator_entries()[0]))
+        estimate = stream.query(torch.ones(3), 1.0)
+        assert estimate.shape == (2,)
+        assert estimate.isnan().all() == (found[-1] == 0)
+        stream.extend(keys[2:3], values[2:3])
+        assert stream.query(torch.ones(3), 1.0).isfinite().all()
+    assert 0 in found
+    assert 1 in found
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("name", ["balancekv_streaming", "subgen_streaming"])
+def test_denominator_samples_hold_keys_only(name, bits):
+    """Bytes as held, and attention while decoding against sums over the streams' samples."""
+    n, dim, window = 300, 8, 12
+    layer = make_layer(n, kv_heads=2, group=2, dim=dim, seed=5, scale=0.4)
+    budget = Budget(rate=0.5, sink=0, window=window)
+    quantize = None if bits is None else {"bits": bits, "group_size": 8}
+    method = build_method(name, quantize=quantize)
+    kept = run(method, layer, budget, seed=2)
+    count, without = kept.keys.shape[2], kept.keys_only
+    assert 0 < without < count - window
+    assert kept.values.shape[2] == count - without
+    check_held(kept, layer)
+    with pytest.raises(ValueError, match="values are"):
+        check_held(replace(kept, keys_only=0), layer)
+    cache = LayerCache(kept, 4, method, capacity=count, quantization=method.quantization())
+    if bits is None:
+        assert cache.entry_bytes() == 2 * 4 * (count * dim + (count - without) * dim + count)
+        assert cache.values.untyped_storage().nbytes() == 2 * 4 * (count - without + 4) * dim
+    else:
+        keys, values = cache.packed
+        rows = keys.nbytes / count, values.nbytes / (count - without)
+        assert cache.entry_bytes() == keys.nbytes + values.nbytes + 2 * 4 * count
+        assert rows[1] < 2 * rows[0], "values of the others are not packed"
+    generator = torch.Generator().manual_seed(9)
+    held_keys, held_values = kept.keys[0].double(), kept.values[0].double()
+    if bits is not None:
+        held_keys, held_values = (unpack(part).double() for part in cache.packed)
+    held_values = torch.cat([torch.zeros(2, without, dim, dtype=torch.float64), held_values], 1)
+    weights = kept.log_weights[0].double()
+    for step, tokens in enumerate((1, 3, 2)):  # the last has to grow the buffers
+        q = torch.randn(4, tokens, dim, generator=generator)
+        k, v = torch.randn(2, 2, tokens, dim, generator=generator)
+        got = cache.step(q, k, v, torch.arange(n, n + tokens), 0.35, None)
+        held_keys = torch.cat([held_keys, k.double()], 1)
+        held_values = torch.cat([held_values, v.double()], 1)
+        weights = torch.cat([weights, torch.zeros(2, tokens, dtype=torch.float64)], 1)
+        for head in range(4):
+            kv = head // 2
+            logits = q[head].double() @ held_keys[kv].T * 0.35 + weights[kv]
+            for i in range(tokens):
+                seen = held_keys.shape[1] - tokens + i + 1
+                want = logits[i, :seen].softmax(-1) @ held_values[kv, :seen]
+                torch.testing.assert_close(
+                    got[head, i].double(), want, atol=1e-4, rtol=1e-4, msg=f"step {step}"
+                )
+
+
+def test_an_evicting_method_cannot_hold_keys_only():
+    keys = torch.randn(1, 2, 10, 4)
+    positions = torch.arange(10).expand(1, 2, 10)
+    held = CompressedKV(keys, keys[:, :, 3:], None, positions, keys_only=3)
+    with pytest.raises(KVError, match="H2O evicts and holds 3 entries without a value"):
+        LayerCache(held, 1, build_method("h2o"), capacity=10)
 
 
 def test_balancekv_stream_answers_at_every_step():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from test_runner import SMALL, Echo, make_job, records_of
@@ -12,8 +13,14 @@ from test_runner import SMALL, Echo, make_job, records_of
 from kvbench.engine.cache import layer_generator
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods import build_method
-from kvbench.probes.layer_error import LayerError, SyntheticLayers, estimate
+from kvbench.methods._adapters import scaled_queries
+from kvbench.probes.layer_error import LayerError, estimate, relative_errors
+from kvbench.probes.layers import SyntheticLayers
 from kvbench.probes.throughput import Throughput
+from kvbench.report.data import load_experiment
+from kvbench.report.figures import bars
+from kvbench.report.tables import score_table
+from kvbench.report.views import score_view
 from kvbench.runner import run_job
 from kvbench.tasks.base import TaskError
 
@@ -67,8 +74,6 @@ def test_one_record_per_prompt_layer_rate_seed_and_method(tmp_path):
     records = records_of(result)
     assert {len(rows) for rows in records.values()} == {2 * 2 * 3}
     first = records["balancekv"][0]
-    assert first["score"] == first["relative_error"]
-    assert first["score"] == pytest.approx((first["error_sq"] / first["norm_sq"]) ** 0.5)
     assert (first["layer"], first["rate"], first["draw"]) == (1, 0.5, 0)
     assert all(row["score"] == 0.0 for row in records["exact"])
     draws = [row["score"] for row in records["uniform"] if (row["layer"], row["rate"]) == (1, 0.5)]
@@ -76,6 +81,207 @@ def test_one_record_per_prompt_layer_rate_seed_and_method(tmp_path):
     same = [row["score"] for row in records["streaming_llm"] if row["rate"] == 0.5]
     assert len(set(same)) == 2, "a method that draws nothing gives one error per layer"
     assert run_job(probe_job(tmp_path, probe)).written == 0
+
+
+def softmax(logits):
+    """Of a numpy vector, in its own precision."""
+    weights = np.exp(logits - logits.max())
+    return weights / weights.sum()
+
+
+def attention_sums(layer, queries):
+    """Column sums of causal attention of the query positions given, [heads, n], in float64."""
+    q, k = layer.queries[0].double().numpy(), layer.keys[0].double().numpy()
+    sums = np.zeros((len(q), layer.n))
+    for head in range(len(q)):
+        for i in queries:
+            logits = k[head // 2, : i + 1] @ q[head, i] * layer.scaling
+            sums[head, : i + 1] += softmax(logits)
+    return sums
+
+
+def choice_by_definition(method, layer, shown, exact, capacity):
+    """Positions that H2O, SnapKV (kernel_size=1) or StreamingLLM keep for each KV head."""
+    n = layer.n
+    recent = {"h2o": capacity - capacity // 2, "snapkv": exact, "streaming_llm": capacity - exact}
+    window = list(range(n - recent[method], n))
+    if method == "streaming_llm":
+        return [[*range(exact), *window]] * 2
+    observed = range(shown) if method == "h2o" else range(shown - exact, shown)
+    sums = attention_sums(layer, observed).reshape(2, 2, n).mean(1)
+    best = [np.argsort(-s[: window[0]])[: capacity - len(window)] for s in sums]
+    return [[*sorted(b.tolist()), *window] for b in best]
+
+
+def errors_by_definition(layer, kept, exact):
+    """The three relative errors of the last `exact` queries, by loops over heads and queries."""
+    q, k, v = (x[0].double().numpy() for x in (layer.queries, layer.keys, layer.values))
+    each, clamped, squares, norms = [], [], 0.0, 0.0
+    for head in range(len(q)):
+        keys, values = k[head // 2], v[head // 2]
+        for j in range(layer.n - exact, layer.n):
+            seen = [i for i in kept[head // 2] if i <= j]
+            a = softmax(keys[: j + 1] @ q[head, j] * layer.scaling) @ values[: j + 1]
+            z = softmax(keys[seen] @ q[head, j] * layer.scaling) @ values[seen]
+            distance = math.sqrt(sum((z - a) ** 2))
+            each.append(distance / math.sqrt(sum(a**2)))
+            clamped.append(distance / math.sqrt(sum(max(x, 1e-8) ** 2 for x in a)))
+            squares, norms = squares + sum((z - a) ** 2), norms + sum(a**2)
+    return {
+        "per_query": sum(each) / len(each),
+        "pooled": math.sqrt(squares / norms),
+        "released": sum(clamped) / len(clamped),
+    }
+
+
+@pytest.mark.parametrize("held_out", [True, False])
+def test_layer_error_by_definition(tmp_path, held_out):
+    """Choices and errors from the definitions alone: from the queries before the measured ones, or,
+    where asked for, from all of them, which gives other numbers."""
+    exact, n = 32, SYNTHETIC.n
+    names = {"h2o": {}, "snapkv": {"kernel_size": 1}, "streaming_llm": {}}
+    methods = {name: build_method(name, **options) for name, options in names.items()}
+    rows = {}
+    for metric in ("per_query", "pooled", "released"):
+        probe = LayerError(
+            rates=(0.25,), layers=(2,), seeds=1, exact=exact, synthetic=SYNTHETIC,
+            held_out=held_out, metric=metric,
+        )  # fmt: skip
+        rows[metric] = records_of(run_job(probe_job(tmp_path / metric, probe, methods)))
+    layer = SYNTHETIC.layer(1, 2)
+    capacity = 2 * exact + round(0.25 * (n - 2 * exact))
+    shown = n - exact if held_out else n
+    for name in names:
+        kept = choice_by_definition(name, layer, shown, exact, capacity)
+        want = errors_by_definition(layer, kept, exact)
+        row = rows["per_query"][name][0]
+        assert row["relative_error"] == pytest.approx(want["per_query"], rel=1e-6)
+        assert row["pooled_error"] == pytest.approx(want["pooled"], rel=1e-6)
+        assert row["released_error"] == pytest.approx(want["released"], rel=1e-6)
+        for metric, expected in want.items():
+            assert rows[metric][name][0]["score"] == pytest.approx(expected, rel=1e-6)
+        assert 1.3 < want["released"] / want["per_query"] < 2, "the clamp's factor"
+        if name != "streaming_llm":
+            other = choice_by_definition(name, layer, n if held_out else n - exact, exact, capacity)
+            leaked = errors_by_definition(layer, other, exact)
+            assert abs(leaked["per_query"] / want["per_query"] - 1) > 1e-3
+
+
+def test_an_output_of_zero_met_exactly_is_no_error():
+    exact = torch.tensor([[[[0.0, 0.0], [3.0, 4.0]]]], dtype=torch.float64)
+    assert relative_errors(exact.clone(), exact)["relative_error"] == 0.0
+    z = exact + torch.tensor([0.0, 1.0], dtype=torch.float64)
+    assert relative_errors(z, exact)["relative_error"] == math.inf
+    z[0, 0, 0] = 0.0
+    assert relative_errors(z, exact)["relative_error"] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("count", [1, 5, 40])
+@pytest.mark.parametrize("withheld", [0, 17])
+def test_attention_received_ends_at_the_last_query_shown(count, withheld):
+    layer = replace(SYNTHETIC, n=60).layer(0, 1)
+    shown = 60 - withheld
+    part = replace(layer, queries=layer.queries[:, :, :shown], withheld=withheld)
+    want = attention_sums(layer, range(shown - count, shown))
+    got = part.attention_of_last(count)[0].double().numpy()
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    assert not got[:, shown:].any()
+    want = attention_sums(layer, range(shown))
+    np.testing.assert_allclose(part.attention_mass()[0].double().numpy(), want, atol=1e-5)
+    with pytest.raises(KVError, match=f"holds {shown} prompt queries; the observation window"):
+        part.attention_of_last(shown + 1)
+
+
+def test_packages_that_read_the_last_queries_refuse_where_they_are_withheld():
+    layer = SYNTHETIC.layer(0, 1)
+    part = replace(layer, queries=layer.queries[:, :, :-8], withheld=8)
+    assert scaled_queries(layer, "press X").shape == layer.queries.shape
+    with pytest.raises(KVError, match=r"last 8 queries.*press X reads.*task.held_out=false"):
+        scaled_queries(part, "press X")
+
+
+def test_the_title_says_when_methods_saw_what_they_are_measured_on(tmp_path):
+    titles = {}
+    for held_out in (True, False):
+        probe = LayerError(
+            rates=(0.25,), layers=(1,), seeds=1, exact=32, synthetic=SYNTHETIC, held_out=held_out
+        )
+        run_job(probe_job(tmp_path / str(held_out), probe))
+        group = load_experiment(tmp_path / str(held_out) / "e").groups[0]
+        titles[held_out] = score_view(score_table(group)).title
+    assert "measured on the queries that chose" in titles[False]
+    assert "measured on" not in titles[True]
+
+
+@pytest.mark.parametrize("options", [{}, {"budgets": "released"}, {"beta": 5}])
+@pytest.mark.parametrize("layers", [(1, 2, 4), (4,), (1,), (1, 2, 3, 4)])
+def test_methods_that_share_a_budget_out_hold_the_same_at_the_layers_probed(
+    tmp_path, options, layers
+):
+    probe = LayerError(
+        rates=(0.5, 0.25), layers=layers, seeds=1, num_prompts=1, exact=16, prompts=Echo(count=1)
+    )
+    methods = {
+        "snapkv": build_method("snapkv"),
+        "pyramidkv": build_method("pyramidkv", **options),
+        "spatten": build_method("spatten"),
+    }
+    records = records_of(run_job(probe_job(tmp_path, probe, methods)))
+    for rate in (0.5, 0.25):
+        held = {}
+        for label, rows in records.items():
+            mine = [row for row in rows if row["rate"] == rate]
+            if label == "spatten" and layers == (4,):
+                assert "spatten sees layer 3 first" in mine[0]["error"]
+                continue
+            assert all(row["status"] == "ok" for row in mine), mine
+            assert [row["entries"]["max"] for row in mine] == [row["capacity"] for row in mine]
+            held[label] = [row["entries"]["mean"] for row in mine]
+        wanted = 32 + round(rate * (75 - 32))
+        assert held["snapkv"] == [wanted] * len(layers)
+        for label in set(held) - {"snapkv"}:
+            mean = sum(held[label]) / len(layers)
+            # PyramidKV's last layer alone jumps from next to nothing to the whole capacity.
+            least = 17 if layers == (4,) else wanted - 2
+            assert least <= mean <= wanted, (label, held[label])
+    if layers == (1, 2, 4):
+        first = [row["entries"]["max"] for row in records["pyramidkv"] if row["rate"] == 0.25]
+        assert first[0] > first[1] > first[2], "a pyramid still"
+
+
+def test_more_than_the_others_at_any_budget_is_refused():
+    class Heavy(type(METHODS["uniform"])):
+        def layer_capacity(self, budget, n, layer_index, num_layers):
+            return min(n, 2 * budget.capacity(n) + 100)
+
+    probe = LayerError(layers=(1, 2), exact=16, prompts=Echo(count=1))
+    with pytest.raises(KVError, match=r"task.layers is \[1, 2\] and Heavy holds 268 entries there"):
+        probe.budget_of(Heavy(), 0.25, 300, 4)
+    even = probe.budget_of(METHODS["uniform"], 0.25, 300, 4)
+    assert (even.rate, even.sink, even.window, even.size) == (0.25, 16, 16, None)
+
+
+def test_draws_of_a_method_that_draws_nothing_add_no_certainty(tmp_path):
+    """The unit is the prompt: five times the same number says no more than once."""
+    found = {}
+    for seeds in (1, 5):
+        probe = LayerError(
+            rates=(0.5, 0.25), layers=(1, 4), seeds=seeds, num_prompts=4, exact=20,
+            prompts=Echo(count=4),
+        )  # fmt: skip
+        run_job(probe_job(tmp_path / str(seeds), probe))
+        group = load_experiment(tmp_path / str(seeds) / "e").groups[0]
+        rows = {row.arm.method: row for row in score_table(group).rows}
+        found[seeds] = rows["streaming_llm"].total.score
+        means = group.records[group.records["method"].eq("streaming_llm")].groupby("prompt")
+        spread = means["score"].mean()
+        assert len(spread) == 4
+        low, high = found[seeds].low, found[seeds].high
+        assert high - low > 0.5 * spread.std(), "the prompts' spread, and not none"
+        figure = bars(group, group.meta.figure("bars"))[0]
+        assert "standard deviation over 4 prompts" in figure.caption
+    for name in ("value", "low", "high"):
+        assert getattr(found[1], name) == pytest.approx(getattr(found[5], name))
 
 
 def test_layer_error_on_a_models_layers(tmp_path):
@@ -113,6 +319,10 @@ def test_layer_error_refuses_what_makes_no_sense(tmp_path):
         LayerError()
     with pytest.raises(TaskError, match=r"task.layers has 0; allowed: 1-based"):
         LayerError(layers=(0,), synthetic=SYNTHETIC)
+    with pytest.raises(TaskError, match=r"task.metric is 'best'; allowed: per_query, pooled, rel"):
+        LayerError(metric="best", synthetic=SYNTHETIC)
+    with pytest.raises(TaskError, match=r"task.held_out is 2; allowed: true, false"):
+        LayerError(held_out=2, synthetic=SYNTHETIC)
     with pytest.raises(KVError, match=r"rate is 1.5; allowed"):
         LayerError(rates=(1.5,), synthetic=SYNTHETIC)
     probe = LayerError(exact=160, synthetic=SYNTHETIC)

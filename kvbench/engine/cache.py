@@ -17,7 +17,7 @@ from torch import Tensor
 from kvbench.engine.attention import capped
 from kvbench.engine.faults import release_frames
 from kvbench.kernels.quantize import Packed, Quantization, pack, unpack
-from kvbench.kv import Budget, BudgetExceeded, CompressedKV
+from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError
 from kvbench.methods.base import Held, Method
 
 GROWTH = 256
@@ -42,7 +42,8 @@ class LayerCache:
     is one row): keys, values [kv_heads, reserved, head_dim], of which the first `length` are held.
 
     With a `quantization`, the prompt's keys and values are held as packed integers and the buffers
-    take the new tokens only, which stay as they are.
+    take the new tokens only, which stay as they are. Where the first entries hold a key only
+    (`CompressedKV.keys_only`), values begin after them.
 
     Args:
         held: the compressed prompt, batch 1.
@@ -84,12 +85,21 @@ class LayerCache:
                 pack(held.keys[0], quantization, by_channel=True),
                 pack(held.values[0], quantization, by_channel=False),
             )
-        self.first = 0 if self.packed is None else count  # entry that the buffers begin with
+        if self.evicts and held.keys_only:
+            raise KVError(
+                f"{type(method).__name__} evicts and holds {held.keys_only} entries without a value; "
+                "allowed: one or the other"
+            )
+        self.keys_only = held.keys_only
+        # The entries that the buffers of keys and of values begin with.
+        self.first = 0 if self.packed is None else count
+        self.first_value = held.keys_only if self.packed is None else count
+        value_dim = held.values.shape[-1]
         self.keys = held.keys.new_empty(heads, reserved - self.first, key_dim)
-        self.values = held.values.new_empty(heads, reserved - self.first, held.values.shape[-1])
+        self.values = held.values.new_empty(heads, reserved - self.first_value, value_dim)
         if self.packed is None:
             self.keys[:, :count] = held.keys[0]
-            self.values[:, :count] = held.values[0]
+            self.values[:, : count - self.first_value] = held.values[0]
         self.positions = held.positions.new_zeros(heads, reserved)
         self.positions[:, :count] = held.positions[0]
         self.log_weights: Tensor | None = None
@@ -111,8 +121,10 @@ class LayerCache:
     def entry_bytes(self) -> int:
         """Bytes of what is held: keys, values, weights and scores, as stored. Room for tokens to
         come and positions (bookkeeping no kernel reads) are not counted."""
-        new = self.length - self.first
-        parts = [self.keys[:, :new], self.values[:, :new]]
+        parts = [
+            self.keys[:, : self.length - self.first],
+            self.values[:, : self.length - self.first_value],
+        ]
         parts += [
             part[:, : self.length] for part in (self.log_weights, self.scores) if part is not None
         ]
@@ -132,11 +144,13 @@ class LayerCache:
 
     def _mix_values(self, weights: Tensor, begin: int) -> Tensor:
         """weights [kv_heads, q, entries] . v of the entries from `begin` on, [kv_heads, q, d]."""
-        new = self.values[:, max(0, begin - self.first) : self.length - self.first]
+        start = max(begin, self.first_value)
+        new = self.values[:, start - self.first_value : self.length - self.first_value]
         if self.packed is None:
-            return weights @ new
+            return weights[..., start - begin :] @ new
         values = unpack(self.packed[1]).to(new.dtype)
-        return weights[..., : self.first] @ values + weights[..., self.first :] @ new
+        old = weights[..., self.keys_only : self.first] @ values
+        return old + weights[..., self.first :] @ new
 
     def _held(self) -> Held:
         n = self.length
@@ -154,8 +168,10 @@ class LayerCache:
     @property
     def takes_one_by_kernel(self) -> bool:
         """Whether a single token can join through `kvbench.kernels.decode_attention`: all entries
-        lie in the buffers and are seen, and their number grows by one a token or stays the same."""
+        lie in the buffers with key and value and are seen, and their number grows by one a token or
+        stays the same."""
         plain = self.packed is None and self.window is None and not self.restricts
+        plain = plain and not self.keys_only
         return plain and (not self.evicts or self.length == self.granted)
 
     def expect(self, position: int, tokens: int) -> None:
@@ -237,9 +253,8 @@ class LayerCache:
             value = value.repeat_interleave(stored // value.shape[0], dim=0)
         before, after = self.length, self.length + tokens
         self._reserve(after)
-        new = slice(before - self.first, after - self.first)
-        self.keys[:, new] = key
-        self.values[:, new] = value
+        self.keys[:, before - self.first : after - self.first] = key
+        self.values[:, before - self.first_value : after - self.first_value] = value
         self.positions[:, before:after] = positions
         for part in (self.log_weights, self.scores):
             if part is not None:  # the place may be one that an evicted entry left

@@ -94,10 +94,16 @@ def scaled_queries(layer: LayerKV, who: str) -> Tensor:
     that divides the logits by sqrt(head_dim) then uses the layer's own scaling.
 
     Raises:
-        KVError: the layer has no queries, or bounds its logits, which `who` does not.
+        KVError: the layer has no queries or withholds the last, which `who` takes for those of the
+            last tokens, or bounds its logits, which `who` does not.
     """
     if layer.queries is None:
         raise KVError(f"layer {layer.layer_index} has no queries; {who} needs them")
+    if layer.withheld:
+        raise KVError(
+            f"layer {layer.layer_index} withholds the last {layer.withheld} queries, to measure on, "
+            f"and {who} reads those of the last tokens; allowed there: task.held_out=false"
+        )
     if layer.softcap is not None:
         raise KVError(
             f"layer {layer.layer_index} bounds its logits (softcap {layer.softcap}) and {who} "

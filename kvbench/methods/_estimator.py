@@ -25,8 +25,10 @@ def combine(
     N and D different samples of the prompt, R kept exactly. One softmax has one weight per entry, so
     the denominator is taken as the mixture (D + MIX * N) / (1 + MIX) of the two estimators of the
     same sum: entries of N weigh MIX * a_i and carry values scaled by (1 + MIX) / MIX, entries of D
-    weigh b_i and carry the value 0, entries of R weigh 1 + MIX and keep their values. The mixture is
+    weigh b_i and hold a key only, entries of R weigh 1 + MIX and keep their values. The mixture is
     as unbiased as its parts and differs from D by at most MIX relative to their difference.
+
+    Returns the entries of D, which have no values, then those of N and of R.
 
     Args:
         numerator, denominator: prompt positions [batch, kv_heads, c] int64 (-1 pads) and log-weights
@@ -35,11 +37,11 @@ def combine(
     """
     batch, heads = layer.keys.shape[:2]
     recent = exact.to(layer.keys.device).expand(batch, heads, -1)
-    positions = torch.cat([numerator[0], denominator[0], recent], dim=-1)
+    positions = torch.cat([denominator[0], numerator[0], recent], dim=-1)
     log_weights = torch.cat(
         [
-            numerator[1] + math.log(MIX),
             denominator[1],
+            numerator[1] + math.log(MIX),
             torch.full(recent.shape, math.log1p(MIX), device=recent.device),
         ],
         dim=-1,
@@ -47,13 +49,14 @@ def combine(
     factor = torch.cat(
         [
             torch.full_like(numerator[1], (1 + MIX) / MIX),
-            torch.zeros_like(denominator[1]),
             torch.ones(recent.shape, device=recent.device),
         ],
         dim=-1,
     )
+    keys_only = denominator[0].shape[-1]
     index = positions.clamp(min=0).unsqueeze(-1)
     keys = layer.keys.gather(2, index.expand(-1, -1, -1, layer.keys.shape[3]))
+    index = index[:, :, keys_only:]
     values = layer.values.gather(2, index.expand(-1, -1, -1, layer.values.shape[3]))
     values = (values * factor.unsqueeze(-1)).to(values.dtype)
-    return CompressedKV(keys, values, log_weights, positions)
+    return CompressedKV(keys, values, log_weights, positions, keys_only=keys_only)

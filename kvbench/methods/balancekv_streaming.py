@@ -126,8 +126,10 @@ class BalanceKVStream:
     """Algorithm 1 for one head: values in buckets by norm, one `MergeAndReduce` for each.
 
     Bucket i holds the tokens with 2^i <= ||v|| < 2^(i+1) and serves the numerator; one more
-    structure holds every token with v = 1 for the denominator. A bucket is erased once
-    2^i <= eps / (2 n) * exp(-r^2 / sqrt(d)) * v_max, and tokens that small are not read.
+    structure holds every token with v = 1 for the denominator. A bucket is erased once its upper
+    end, 2^(i+1), is at most eps / (2 n) * exp(-r^2 / sqrt(d)) * v_max: then all that it holds, and
+    tokens as small that come later, weigh too little to matter. By the lower end it would be erased
+    with values of up to twice that norm in it.
 
     Attributes:
         buckets: by i.
@@ -155,7 +157,7 @@ class BalanceKVStream:
         self.halve = halve
         self.buckets: dict[int, MergeAndReduce] = {}
         self.denominator = self._structure(1.0, use_values=False, salt=0)
-        self.largest, self.seen = 0.0, 0
+        self.largest, self.seen, self._value_dim = 0.0, 0, 0
 
     def _structure(self, value_radius: float, *, use_values: bool, salt: int) -> MergeAndReduce:
         return MergeAndReduce(
@@ -180,7 +182,8 @@ class BalanceKVStream:
         if longest > self.key_radius * (1 + 1e-5):
             raise KVError(f"a key has norm {longest:g}; allowed: at most {self.key_radius:g}")
         positions = torch.arange(self.seen, self.seen + len(keys))
-        self.denominator.extend(positions, keys, values)
+        self.denominator.extend(positions, keys, values[:, :0])
+        self._value_dim = values.shape[1]
         norms = values.double().norm(dim=-1)
         # frexp: norm = mantissa * 2^exponent with the mantissa in [1/2, 1).
         index = torch.frexp(norms).exponent.long() - 1
@@ -194,17 +197,21 @@ class BalanceKVStream:
         self.seen += len(keys)
         least = self.eps / (2 * self.n) * self.largest
         least *= math.exp(-(self.key_radius**2) / keys.shape[1] ** 0.5)
-        self.buckets = {i: bucket for i, bucket in self.buckets.items() if 2.0**i > least}
+        self.buckets = {i: kept for i, kept in self.buckets.items() if 2.0 ** (i + 1) > least}
 
     def query(self, query: Tensor, scaling: float) -> Tensor:
         """The estimate of attention over the stream so far (line 13), in log space: [e].
 
+        NaN where the denominator holds nothing, so that there is no estimate: with halve=smaller
+        all entries of a batch may go.
+
         Args:
             query: [d]; logits are scaling * q.k.
         """
-        keys, values = self.denominator.stored()
-        below = keys @ query * scaling + self.denominator.entries()[1]
-        top, out = below.max(), torch.zeros(values.shape[1])
+        below = self.denominator.stored()[0] @ query * scaling + self.denominator.entries()[1]
+        if not len(below):
+            return torch.full((self._value_dim,), math.nan)
+        top, out = below.max(), torch.zeros(self._value_dim)
         for bucket in self.buckets.values():
             keys, values = bucket.stored()
             above = keys @ query * scaling + bucket.entries()[1]
@@ -265,7 +272,7 @@ class BalanceKVStreaming(Method):
         check_choice(self, "halve", "even", "smaller")
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """Entries of the numerator, of the denominator, then sink and window.
+        """Entries of the denominator (keys only), of the numerator, then sink and window.
 
         Raises:
             KVError: no t fits the capacity.

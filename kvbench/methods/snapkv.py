@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvbench.kernels.attention_mass import attention_mass
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
 from kvbench.methods._options import check_choice, check_integer
 from kvbench.methods._select import group_mean, positions_between, top_positions
@@ -19,25 +18,16 @@ from kvbench.methods.base import Method
 def window_scores(layer: LayerKV, window: int, kernel_size: int, pooling: str) -> Tensor:
     """SnapKV's score of every position before the window: [batch, heads, n - window] float32.
 
-    Softmax attention of the last `window` queries (causal inside the window), summed over them,
-    then pooled along the positions with stride 1 and same padding; padding counts in an average.
+    Softmax attention of the last `window` queries shown (causal inside the window), summed over
+    them, then pooled along the positions with stride 1 and same padding; padding counts in an
+    average.
 
     Raises:
         KVError: `window` is 0, or the layer does not hold that many queries.
     """
-    have = 0 if layer.queries is None else layer.queries.shape[2]
     if window < 1:
         raise KVError(f"budget.window is {window}; allowed here: an integer >= 1 (it observes)")
-    if layer.queries is None or have < window:
-        raise KVError(
-            f"layer {layer.layer_index} holds {have} prompt queries; "
-            f"the observation window needs {window}"
-        )
-    last = layer.queries[:, :, have - window :]
-    mass = layer.once(
-        f"window_attention_{window}",
-        lambda: attention_mass(last, layer.keys, scaling=layer.scaling, softcap=layer.softcap),
-    )[:, :, : layer.n - window]
+    mass = layer.attention_of_last(window)[:, :, : layer.n - window]
     if pooling == "maxpool":
         return F.max_pool1d(mass, kernel_size, stride=1, padding=kernel_size // 2)
     return F.avg_pool1d(mass, kernel_size, stride=1, padding=kernel_size // 2)

@@ -27,7 +27,7 @@ class SubGen(Method):
             the number of keys nearest to it, itself included).
     """
 
-    paper: ClassVar[str] = "arXiv 2402.06082, section 4 (the form of its experiments)"
+    paper: ClassVar[str] = "arXiv 2402.06082, Tables 1 and 2 (the form of its experiments)"
 
     recent: int | None = None
     weights: str = "none"

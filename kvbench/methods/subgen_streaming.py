@@ -155,7 +155,7 @@ class SubGenStreaming(Method):
         check_integer(self, "recent", 0, none="budget.window")
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """Samples of the numerator, then of the clusters, then the recent tokens.
+        """Samples of the clusters (keys only), then of the numerator, then the recent tokens.
 
         Positions may repeat: the samples are drawn with replacement.
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from kvbench.engine.session import Session
 from kvbench.kv import KVError
 from kvbench.nearest import nearest
-from kvbench.plan import Methods, Outcome, Unit
+from kvbench.plan import Methods, Unit
 from kvbench.probes.layer_error import LayerError
 
 
@@ -32,7 +32,7 @@ class Ablation(LayerError):
     """
 
     name: ClassVar[str] = "ablation"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
 
     reference: str = "balancekv"
     parts: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -73,8 +73,3 @@ class Ablation(LayerError):
                     f"the methods; allowed: {', '.join(methods)}"
                 )
         return super().units(session, methods)
-
-    def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
-        """See `LayerError.run`; records name their prompt, which intervals resample."""
-        for outcome in super().run(unit, methods, session):
-            yield replace(outcome, fields={**outcome.fields, "prompt": unit.id})

@@ -180,7 +180,8 @@ def heatmap_alone(group: Group, arm: Arm, spec: Mapping[str, Any]) -> Drawn:
 
 
 def bars(group: Group, spec: Mapping[str, Any]) -> list[Drawn]:
-    """Bars per method and x, one panel per facet: mean and standard deviation over seeds.
+    """Bars per method and x, one panel per facet: mean and standard deviation over repetitions: the
+    values of the record field ``repeat`` names, within each the mean; else seeds.
 
     A record field ``draw`` (several draws of a method in one run) counts as part of the seed.
     Methods that keep the whole cache are left out: their error is rounding.
@@ -190,7 +191,14 @@ def bars(group: Group, spec: Mapping[str, Any]) -> list[Drawn]:
     good = group.records[group.records["status"].eq("ok") & group.records["saves_memory"].ne(False)]
     if good.empty:
         return []
-    repeat = good["seed"].astype(str) + ("/" + good["draw"].astype(str) if "draw" in good else "")
+    over = str(spec.get("repeat", "seed"))
+    if over != "seed" and over in good:
+        repeat = good[over].astype(str)
+    else:
+        over = "seed"
+        repeat = good["seed"].astype(str) + (
+            "/" + good["draw"].astype(str) if "draw" in good else ""
+        )
     good = good.assign(
         value=pd.to_numeric(good[value if value in good else "score"]), repeat=repeat
     )
@@ -226,11 +234,11 @@ def bars(group: Group, spec: Mapping[str, Any]) -> list[Drawn]:
     ylabel = str(spec.get("ylabel", words(value)))
     label_axes(figure, list(axes.flat)[: len(facets)], axis_name(x), ylabel)
     add_legend(figure, axes.flat[0], len(arms))
-    seeds = good["repeat"].nunique()
-    caption = "Mean over prompts; " + (
-        f"error bars are the standard deviation over {seeds} seeds."
-        if seeds > 1
-        else "one seed, so no error bars."
+    count = good["repeat"].nunique()
+    caption = ("Mean over prompts; " if over == "seed" else "") + (
+        f"error bars are the standard deviation over {count} {words(over)}s."
+        if count > 1
+        else f"one {words(over)}, so no error bars."
     )
     title = f"{group.task}: {ylabel} by {words(x)}"
     return [Drawn(f"{stem(group)}-bars", title, caption, figure)]

@@ -1,0 +1,220 @@
+"""Layers that a probe compresses one by one: of a model's prompts, or drawn at random."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvbench.engine.cache import layer_generator
+from kvbench.engine.prefill import capture_layers
+from kvbench.engine.session import Session
+from kvbench.kv import Budget, KVError, LayerKV
+from kvbench.methods.base import Method
+from kvbench.plan import Methods, Unit, encode_example
+from kvbench.probes._checks import MOST_LAYERS, MOST_TOKENS, check_counts, check_list
+from kvbench.tasks.base import Task, TaskError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyntheticLayers:
+    """Random q, k, v of chosen norms and clusters, where no model is wanted.
+
+    Keys are cluster centres plus noise; the values of a cluster share a centre in the same way, so
+    that near keys carry near values, as they do in trained layers.
+
+    Attributes:
+        n: tokens. heads, kv_heads, head_dim: shape of the layer.
+        key_norm, value_norm, query_norm: root mean square l2 norms.
+        clusters: centres that keys and values are drawn around; 0: independent Gaussians.
+        spread: share of a key's and value's squared norm that is noise around the centre.
+    """
+
+    n: int = 4096
+    heads: int = 8
+    kv_heads: int = 2
+    head_dim: int = 64
+    key_norm: float = 8.0
+    value_norm: float = 4.0
+    query_norm: float = 8.0
+    clusters: int = 64
+    spread: float = 0.2
+
+    def __post_init__(self) -> None:
+        of = "task.synthetic."
+        check_counts(self, "n", most=MOST_TOKENS, of=of)
+        check_counts(self, "heads", "kv_heads", "head_dim", of=of)
+        check_counts(self, "clusters", least=0, of=of)
+        if self.heads % self.kv_heads:
+            raise TaskError(
+                f"{of}kv_heads is {self.kv_heads}; allowed: a divisor of {of}heads, {self.heads}"
+            )
+        if not 0 <= self.spread <= 1:
+            raise TaskError(f"{of}spread is {self.spread}; allowed: a number in [0, 1]")
+
+    def layer(self, index: int, num_layers: int) -> LayerKV:
+        """Layer `index` of `num_layers`: the same tensors every time."""
+        generator = layer_generator(0, "synthetic", index)
+
+        def gaussian(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator) / self.head_dim**0.5
+
+        keys = gaussian(1, self.kv_heads, self.n, self.head_dim)
+        values = gaussian(1, self.kv_heads, self.n, self.head_dim)
+        if self.clusters:
+            of = torch.randint(self.clusters, (self.n,), generator=generator)
+            near, far = (1 - self.spread) ** 0.5, self.spread**0.5
+            keys = (
+                near * gaussian(1, self.kv_heads, self.clusters, self.head_dim)[:, :, of]
+                + far * keys
+            )
+            values = (
+                near * gaussian(1, self.kv_heads, self.clusters, self.head_dim)[:, :, of]
+                + far * values
+            )
+        queries = self.query_norm * gaussian(1, self.heads, self.n, self.head_dim)
+        return LayerKV(
+            self.key_norm * keys,
+            self.value_norm * values,
+            queries,
+            index,
+            num_layers,
+            self.head_dim**-0.5,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerProbe:
+    """What the probes of single layers share: where the layers come from, and what is asked of them.
+
+    Attributes:
+        rates: fractions of the middle that are kept.
+        layers: 1-based, as in BalanceKV's paper (which shows 1, 2 and 5).
+        seeds: how many draws of the methods per prompt.
+        prompts: a task whose first `num_prompts` prompts are used; None with `synthetic`.
+        exact: tokens kept exactly at both ends.
+    """
+
+    rates: Sequence[float] = (0.5, 0.25, 0.125, 0.0625)
+    layers: Sequence[int] = (1, 2, 4)
+    seeds: int = 2
+    num_prompts: int = 8
+    exact: int = 256
+    prompts: Task | None = None
+    synthetic: SyntheticLayers | None = None
+
+    def __post_init__(self) -> None:
+        if (self.prompts is None) == (self.synthetic is None):
+            raise TaskError(
+                "task.prompts and task.synthetic: exactly one of them must be given "
+                f"(got {'both' if self.prompts is not None else 'neither'})"
+            )
+        for name, kind in (("prompts", Task), ("synthetic", SyntheticLayers)):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise TaskError(f"task.{name} is {value!r}; allowed: a {kind.__name__}, or null")
+        check_counts(self, "seeds", "num_prompts")
+        check_counts(self, "exact", most=MOST_TOKENS)
+        check_list(self, "layers", MOST_LAYERS, "1-based layer numbers")
+        for rate in self.rates:
+            Budget(rate=rate)
+
+    @property
+    def repetition(self) -> str:
+        """The record field that names the independent repetitions, which intervals resample: the
+        prompt, whose draws say little about other prompts; of synthetic layers the layer, since each
+        is a draw of its own."""
+        return "layer" if self.prompts is None else "prompt"
+
+    def source(self) -> dict[str, Any]:
+        """What `meta` says about where the layers come from."""
+        return {
+            "data": dict(self.prompts.digests()) if self.prompts is not None else {},
+            "subject": "synthetic tensors" if self.prompts is None else None,
+            "unit": self.repetition,
+        }
+
+    def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
+        """One unit per prompt: its layers are computed once for all methods, rates and seeds."""
+        if self.synthetic is not None:
+            return [self._unit("synthetic", self.synthetic.n, self.synthetic)]
+        assert self.prompts is not None
+        examples = list(self.prompts.examples(session.encoder))[: self.num_prompts]
+        units = []
+        for example in examples:
+            encoded = encode_example(example, session.encoder)
+            units.append(
+                self._unit(example.id, encoded.n, (*encoded.context_ids, *encoded.question_ids))
+            )
+        return units
+
+    def _unit(self, name: str, n: int, payload: Any) -> Unit:
+        if n <= 2 * self.exact:
+            raise KVError(
+                f"task.exact is {self.exact} and prompt {name!r} has {n} tokens; allowed: less than "
+                "half of the prompt (sink + window may not be longer than the prompt)"
+            )
+        return Unit(name, tuple(self.record_ids(name)), payload)
+
+    def record_ids(self, prompt: str) -> Iterator[str]:
+        """The ids of the records that one prompt ends in, for each method."""
+        for layer in self.layers:
+            for rate in self.rates:
+                for seed in range(self.seeds):
+                    yield self.record_id(prompt, layer, rate, seed)
+
+    @staticmethod
+    def record_id(prompt: str, layer: int, rate: float, seed: int) -> str:
+        """The id of one draw at one layer and rate."""
+        return f"{prompt}/layer{layer}/rate{rate:g}/seed{seed}"
+
+    def captured(self, unit: Unit, session: Session) -> Iterator[tuple[int, LayerKV]]:
+        """The unit's layers in the order asked for, each with its 1-based number."""
+        if self.synthetic is not None:
+            for layer in self.layers:
+                yield layer, self.synthetic.layer(layer - 1, max(self.layers))
+            return
+        captured = capture_layers(session.model, unit.payload, [layer - 1 for layer in self.layers])
+        for layer in self.layers:
+            yield layer, captured[layer - 1]
+
+    def budget_of(self, method: Method, rate: float, n: int, num_layers: int) -> Budget:
+        """The budget with which `method` holds, on average over the layers probed, what the rate
+        leaves of n tokens.
+
+        A method that shares a budget out among all layers of a model (PyramidKV) would hold more
+        than the others at some layers and less at others; probing a few of them would not compare
+        equals. Its budget is made smaller or larger, in whole entries and never above the average
+        asked for; the sink gives way where it must.
+
+        Raises:
+            KVError: even its smallest budget is more.
+        """
+        even = Budget(rate=rate, sink=self.exact, window=self.exact)
+        wanted = len(self.layers) * even.capacity(n)
+
+        def held(budget: Budget) -> int:
+            return sum(method.layer_capacity(budget, n, i - 1, num_layers) for i in self.layers)
+
+        if not method.saves_memory or held(even) == wanted:
+            return even
+
+        def sized(size: int) -> Budget:
+            sink = max(0, min(self.exact, size - self.exact - 1))
+            return Budget(size=size, sink=sink, window=self.exact)
+
+        sizes = range(self.exact + 1, n)
+        # The place found is always one where one entry more would be too many, even if a method's
+        # share of these layers does not grow steadily with the budget.
+        fitting = bisect.bisect_right(sizes, wanted, key=lambda size: held(sized(size)))
+        if not fitting:
+            raise KVError(
+                f"task.layers is {list(self.layers)} and {type(method).__name__} holds "
+                f"{held(sized(sizes[0]))} entries there at the least; allowed: layers at which it "
+                f"can hold {wanted}, as the others do at rate {rate:g}"
+            )
+        return sized(sizes[fitting - 1])
