@@ -339,7 +339,7 @@ def test_an_ablation_is_paired_over_prompts(tmp_path):
     assert len(frame) == 2 * (1 + 6)
     text = " ".join(study.findings)
     assert "over 4 prompts" in text
-    assert "Less error: better −10.0 [−10.0, −10.0] %" in text
+    assert "Less relative error: better −10.0 [−10.0, −10.0] %" in text
     assert "Better at no cost on these tensors: better (−10.0" in text
     assert [view.columns[0] for view in study.views] == ["variant", "layer"]
     assert any(row[0] == "published, layer 15" for row in study.views[1].rows)
@@ -435,7 +435,8 @@ def test_every_experiment_runs_small(experiment, tmp_path):
 
 
 def test_what_another_seed_draws_anew_is_another_repetition(tmp_path):
-    """Bounded data are drawn from the seed; the prompts are the same for every seed."""
+    """Bounded data of another seed are other data. A prompt counts once whatever the seed: a task may
+    give the same prompts for every seed, and averages over seeds are as good as one."""
     jobs = {
         "error_scaling": [*TINY["error_scaling"], "task.kept=[32]"],
         "error_scaling_model": [*TINY["error_scaling_model"], "task.kept=[32]", "task.layers=[1]"],

@@ -10,7 +10,7 @@ from kvbench.engine.session import Session
 from kvbench.kv import KVError
 from kvbench.nearest import nearest
 from kvbench.plan import Methods, Unit
-from kvbench.probes.layer_error import LayerError
+from kvbench.probes.layer_error import METRICS, LayerError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,14 +40,15 @@ class Ablation(LayerError):
     series: str | None = "layer"
 
     def meta(self) -> dict[str, Any]:
-        """See `kvbench.plan.Plan.meta`."""
+        """See `kvbench.plan.Plan.meta`; effects are shown by the score's metric and by the others."""
+        fields = [METRICS[name][0] for name in dict.fromkeys((self.metric, "per_query", "pooled"))]
         return {
             **super().meta(),
             "figures": [
                 {
                     "kind": "ablation",
-                    "y": "relative_error",
-                    "also": ["pooled_error"],
+                    "y": fields[0],
+                    "also": fields[1:],
                     "by": "rate",
                     "series": self.series,
                     "unit": "prompt" if self.series else "layer",

@@ -137,7 +137,7 @@ def _p_values(cells: Sequence[Stratum]) -> list[float]:
         known = column[~np.isnan(column)]
         if len(known) < 2:
             found.append(math.nan)
-        elif np.ptp(known) == 0:  # all alike: a t-test would divide by zero
+        elif np.ptp(known) <= 1e-9 * np.abs(known).max():  # all alike: a t-test divides by zero
             found.append(float(known[0] == 0))
         else:
             found.append(float(ttest_1samp(known, 0.0).pvalue))

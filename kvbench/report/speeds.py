@@ -100,14 +100,13 @@ def speed_view(group: Group, speeds: Sequence[Speed]) -> View:
     """The same as a table."""
     rows = []
     for speed in speeds:
-        none = math.isnan(speed.over_baseline.value) or group.baseline[speed.arm.label] is None
         rows.append(
             (
                 speed.arm.label,
                 f"{speed.least:,}–{speed.most - 1:,}",
                 MISSING if math.isnan(speed.tokens) else f"{speed.tokens:g}",
                 interval_text(speed.decode_ms),
-                MISSING if none else interval_text(speed.over_baseline),
+                interval_text(speed.over_baseline),
                 str(speed.timed),
                 failures_text(speed.failures) or "0",
             )
@@ -122,8 +121,8 @@ def speed_view(group: Group, speeds: Sequence[Speed]) -> View:
         rows=tuple(rows),
         notes=(
             "Medians over examples, with 95 % intervals between order statistics (below six examples:"
-            " none). x: over the baseline's on the same example, median. In a job of several methods they"
-            " decode together and share each step's time by rows: to compare times, use task=throughput,"
-            " which measures each alone.",
+            " none). x: over the baseline's on the same example, median. In a job of several methods"
+            " all decode together and share each step's time by rows: to compare times, use"
+            " task=throughput, which measures each alone.",
         ),
     )
