@@ -55,6 +55,12 @@ $(VENV_REFERENCES)/.ready: pyproject.toml tests/references/constraints.txt
 	  $(PIP_REFERENCES) --no-build-isolation --no-deps minference
 	@touch $@
 
+.PHONY: wheel
+wheel: setup ## build an sdist and a wheel; use the wheel outside the checkout
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist . > /dev/null
+	bash scripts/try_wheel.sh $(BIN)/python dist/*.whl
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -78,6 +84,8 @@ reproduce-theory: setup ## error against memory, discrepancy, clusters, ablation
 REPORTED = $(if $(EXPERIMENT),$(RESULTS)/$(EXPERIMENT),$(if $(filter results,$(RESULTS)),results/demo,$(RESULTS)))
 
 # make reproduce-table1 MODEL=recall_mini LIMIT=2 task.data=tests/data/longbench ARGS='device=cpu'
+# MInference's SnapKV and PyramidKV, per query head as in the paper, beside ours (pip install minference):
+# make reproduce-table1 ARGS='method=[exact,streaming_llm,minference_pyramidkv,minference_snapkv,uniform,balancekv]'
 # LAUNCHER=slurm PARTITION=gpu SHARDS=8: on a cluster. MODEL: of conf/model; LIMIT: examples of every dataset; ARGS: any further overrides.
 NARROW = results_dir=$(RESULTS) $(LAUNCH) $(if $(MODEL),model=$(MODEL)) $(if $(LIMIT),task.per_dataset=$(LIMIT)) \
   $(if $(task.data),task.data=$(task.data)) $(ARGS)
@@ -99,9 +107,9 @@ WHOLE = results_dir=$(RESULTS) $(LAUNCH) $(if $(MODEL),model=$(MODEL)) $(if $(LI
 
 .PHONY: reproduce-subgen-table1 reproduce-figure4
 reproduce-subgen-table1: setup ## SubGen's Table 1: LongEval's lines; LONGEVAL= the folder with its cases
-	$(BIN)/python -m kvbench experiment=subgen_table1 task_label=longeval_200 'task.files=[$(LONGEVAL)/200_lines.jsonl]' budget.rate=0.65 $(WHOLE)
-	$(BIN)/python -m kvbench experiment=subgen_table1 task_label=longeval_300 'task.files=[$(LONGEVAL)/300_lines.jsonl]' budget.rate=0.58 $(WHOLE)
-	$(BIN)/python -m kvbench experiment=subgen_table1 task_label=longeval_400 'task.files=[$(LONGEVAL)/400_lines.jsonl]' budget.rate=0.5 $(WHOLE)
+	$(BIN)/python -m kvbench experiment=subgen_table1 task_label=longeval_200 'task.files=[$(LONGEVAL)/200_lines.jsonl]' budget.total_rate=0.65 $(WHOLE)
+	$(BIN)/python -m kvbench experiment=subgen_table1 task_label=longeval_300 'task.files=[$(LONGEVAL)/300_lines.jsonl]' budget.total_rate=0.58 $(WHOLE)
+	$(BIN)/python -m kvbench experiment=subgen_table1 task_label=longeval_400 'task.files=[$(LONGEVAL)/400_lines.jsonl]' budget.total_rate=0.5 $(WHOLE)
 
 reproduce-figure4: setup ## BalanceKV's Figure 4: needle in a haystack; ESSAYS= the folder with the essays
 	$(BIN)/python -m kvbench experiment=figure4 'task.haystack_files=[$(ESSAYS)/*.txt]' $(WHOLE)
@@ -129,9 +137,9 @@ reproduce-h2o-table3: setup ## H2O's Table 3: tokens/s at the largest batch that
 reproduce-h2o-table5: setup ## H2O's Table 5: latency at equal batch (a GPU of 80 GB)
 	$(BIN)/python -m kvbench experiment=throughput_h2o_table5 results_dir=$(RESULTS)
 	$(BIN)/python -m kvbench experiment=throughput_h2o_table5 model=opt_13b \
-	  'task.settings=[[5000,5000,4]]' results_dir=$(RESULTS)
+	  'task.settings=[[5000,5000,4,0.4]]' results_dir=$(RESULTS)
 	$(BIN)/python -m kvbench experiment=throughput_h2o_table5 model=opt_30b \
-	  'task.settings=[[7000,1024,1]]' results_dir=$(RESULTS)
+	  'task.settings=[[7000,1024,1,0.22]]' results_dir=$(RESULTS)
 
 # On a GPU with the real architecture: make bench-throughput MODEL=llama31_8b_instruct CONTEXT=4096,16384,65536,130816
 CONTEXT ?= 1024,2048,4096

@@ -42,6 +42,8 @@ def compress(
     rate: float = 0.25,
     sink: int = 32,
     window: int = 32,
+    size: int | None = None,
+    total_rate: float | None = None,
     seed: int = 0,
     **options: Any,
 ) -> AbstractContextManager[Compression]:
@@ -61,8 +63,8 @@ def compress(
     Args:
         model: a causal language model of transformers.
         method: a name (see ``kvbench list methods``) or a `Method`.
-        rate, sink, window: the budget; see `kvbench.kv.Budget`. A prompt within its capacity is
-            kept exactly.
+        rate, sink, window, size, total_rate: the budget; see `kvbench.kv.Budget`. A prompt within its
+            capacity is kept exactly (until a method that evicts has filled its cache).
         seed: of the method's draws, which depend on it, the prompt and the layer only.
         options: of the method, when it is given by name; ``preset="released"`` is one of them.
 
@@ -75,7 +77,7 @@ def compress(
         UnsupportedModel, UnsupportedGeneration: what cannot be compressed, and what can.
     """
     label, built = _method(method, options)
-    budget = Budget(rate=rate, sink=sink, window=window)
+    budget = Budget(rate, sink, window, size, total_rate)
     return compressed_generation(Compression(model, built, budget, label, seed))
 
 
@@ -88,6 +90,8 @@ def compare(
     rate: float = 0.25,
     sink: int = 32,
     window: int = 32,
+    size: int | None = None,
+    total_rate: float | None = None,
     max_new_tokens: int = 64,
     stop: Sequence[str] = (),
     reference: str | None = None,
@@ -100,7 +104,7 @@ def compare(
         model, tokenizer: a causal language model of transformers and its tokenizer.
         prompt: text, tokenised as ``tokenizer(prompt)`` does; or the messages of a chat.
         methods: names or `Method` objects; a mapping gives them labels of your own.
-        rate, sink, window, seed: as for `compress`.
+        rate, sink, window, size, total_rate, seed: as for `compress`.
         max_new_tokens: generation limit.
         stop: generation ends when one of these strings appears; it is cut from the text.
         reference: the expected answer. Without one there is no score.
@@ -120,7 +124,7 @@ def compare(
 
     model = getattr(model, "_orig_mod", model)  # of a compiled model
     named = _labelled(methods)
-    budget = Budget(rate=rate, sink=sink, window=window)
+    budget = Budget(rate, sink, window, size, total_rate)
     if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise KVError(f"max_new_tokens is {max_new_tokens!r}; allowed: an integer >= 1")
     ids = _token_ids(tokenizer, prompt)

@@ -42,6 +42,7 @@ from kvbench.overrides import (
     explain,
     sample_overrides,
 )
+from kvbench.report.differences import PaperError, comments_on
 from kvbench.secrets import redact
 
 INTERRUPTED = 130
@@ -203,16 +204,22 @@ def _colours() -> bool:
 
 
 def _show(arguments: Sequence[str]) -> int:
-    """``kvbench show key=value ...``: the config these overrides compose to, resolved."""
+    """``kvbench show key=value ...``: the config these overrides compose to, resolved; above it, as
+    comments, how the experiment differs from the paper that it stands beside."""
     for argument in arguments:
         if argument.startswith("-"):
             raise UsageError(f"show has no option {argument!r}; allowed: key=value")
     config = _composed(arguments, sweep=False)[0]
     try:
-        shown = OmegaConf.to_yaml(_job_config(config), resolve=True)
-    except OmegaConfBaseException as error:  # an interpolation that leads nowhere
+        job = resolved(_job_config(config))
+        shown = OmegaConf.to_yaml(job)
+        comments = comments_on(job.get("paper_table"))
+    except (
+        OmegaConfBaseException,
+        PaperError,
+    ) as error:  # e.g. an interpolation that leads nowhere
         raise UsageError(" ".join(str(error).split())) from error
-    print(redact(shown), end="")
+    print(redact("".join(f"{line}\n" for line in comments) + shown), end="")
     return 0
 
 

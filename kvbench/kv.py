@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -42,23 +42,28 @@ class BudgetExceeded(RuntimeError):
 
 @dataclass(frozen=True)
 class Budget:
-    """How much of a prompt's cache a method may keep.
+    """How much of a prompt's cache a method may keep: one of `rate`, `total_rate` and `size`.
 
     Args:
-        rate: fraction of the middle that is kept, in (0, 1].
+        rate: fraction of the middle that is kept, in (0, 1]; sink and window come on top.
         sink: leading tokens that are always kept.
         window: trailing tokens that are always kept.
         size: entries per layer and KV head in all, whatever the prompt's length; in place of the rate.
+        total_rate: entries in all, sink and window included, as a fraction of the whole prompt, in
+            (0, 1]; in place of the rate.
     """
 
     rate: float = 0.25
     sink: int = 32
     window: int = 32
     size: int | None = None
+    total_rate: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.rate <= 1.0:
-            raise KVError(f"budget.rate is {self.rate}; allowed: a number in (0, 1]")
+        for name in ("rate", "total_rate"):
+            share = getattr(self, name)
+            if share is not None and not 0.0 < share <= 1.0:
+                raise KVError(f"budget.{name} is {share}; allowed: a number in (0, 1]")
         for name in ("sink", "window"):
             value = getattr(self, name)
             if value < 0:
@@ -68,25 +73,132 @@ class Budget:
                 f"budget.size is {self.size}; allowed: more than budget.sink + budget.window, "
                 f"{self.sink + self.window}"
             )
+        if self.total_rate is None:
+            return
+        other = "size" if self.size is not None else "rate"
+        if getattr(self, other) != getattr(Budget, other):  # the default rate stands for none
+            raise KVError(
+                f"budget.total_rate is {self.total_rate} and budget.{other} is "
+                f"{getattr(self, other)}; allowed: one of rate, total_rate and size"
+            )
+
+    @property
+    def share(self) -> float | None:
+        """The fraction that the budget names, of the middle or of the whole prompt; None with `size`."""
+        if self.size is not None:
+            return None
+        return self.rate if self.total_rate is None else self.total_rate
+
+    def with_share(self, share: float) -> Budget:
+        """The same budget at another fraction: of the whole prompt where it names one, else of the
+        middle.
+
+        Raises:
+            KVError: the fraction is not in (0, 1], or the budget is a `size`.
+        """
+        if self.size is not None:
+            raise KVError(f"budget.size is {self.size}, so there is no rate to vary; allowed: null")
+        return replace(self, **{"rate" if self.total_rate is None else "total_rate": share})
 
     def middle(self, n: int) -> int:
         """Tokens of an n-token prompt that are neither sink nor window (0 for short prompts)."""
         return max(0, n - self.sink - self.window)
 
     def middle_kept(self, n: int) -> int:
-        """Entries of the middle a method may keep: round(rate * middle), half to even; with `size`,
-        what is left of it."""
+        """Entries of the middle a method may keep: round(rate * middle), half to even; with `size` or
+        `total_rate`, what sink and window leave of it.
+
+        Raises:
+            KVError: `total_rate` of the prompt is less than sink and window.
+        """
+        always = self.sink + self.window
         if self.size is not None:
-            return min(self.middle(n), self.size - self.sink - self.window)
-        return round(self.rate * self.middle(n))
+            return min(self.middle(n), self.size - always)
+        if self.total_rate is None:
+            return round(self.rate * self.middle(n))
+        total = round(self.total_rate * n)
+        if total < always:
+            raise KVError(
+                f"budget.total_rate {self.total_rate} of a prompt of {n} tokens is {total} entries; "
+                f"allowed: at least budget.sink + budget.window, {always}"
+            )
+        return total - always
 
     def rate_of(self, n: int) -> float:
-        """Fraction of an n-token prompt's middle that is kept: `rate`, or what `size` comes to."""
-        return self.rate if self.size is None else self.middle_kept(n) / max(1, self.middle(n))
+        """Fraction of an n-token prompt's middle that is kept: `rate`, or what `size` or `total_rate`
+        comes to."""
+        if self.size is None and self.total_rate is None:
+            return self.rate
+        return self.middle_kept(n) / max(1, self.middle(n))
 
     def capacity(self, n: int) -> int:
         """Entries per layer and KV head: sink, window and `middle_kept`, at most n."""
         return min(n, self.sink + self.window + self.middle_kept(n))
+
+    def limit(self, n: int) -> int | None:
+        """Entries per layer and KV head at any time of a generation from an n-token prompt, for a
+        method that evicts; None where the budget keeps all (a share of 1).
+
+        The `capacity`, or more than the prompt where that does not fill it: then the cache grows up to
+        the limit, and from there one entry leaves for every one that comes.
+        """
+        if self.size is not None:
+            return self.size
+        return None if self.share == 1.0 else self.sink + self.window + self.middle_kept(n)
+
+
+SEALED_ENDS, SEALED_BETWEEN = 32, 64
+"""Tokens of a shared tensor that a `Seal` copies: so many at either end, at most so many in between."""
+
+
+class Seal:
+    """Tells whether a tensor that several methods read was written to.
+
+    torch counts the writes it sees (``Tensor._version``; not of tensors made under inference_mode).
+    What it does not see (writes through ``.data``, a numpy view, a kernel of one's own) is looked for in
+    a copy of `SEALED_ENDS` tokens at either end and up to `SEALED_BETWEEN` others, all heads and channels:
+    a write to every token, or to any of those, is found; one to a single other token may not be.
+
+    Args:
+        tensor: tokens along its longest dimension.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.version = self._writes(tensor)
+        self.sample = self._sample(tensor)
+
+    def broken(self, tensor: Tensor) -> bool:
+        """Whether `tensor`, the one that was sealed, was written to since."""
+        if self._writes(tensor) != self.version:
+            return True
+        sample = self._sample(tensor)
+        # compared as bytes: not every prompt query need be a number
+        return sample.shape != self.sample.shape or not torch.equal(sample, self.sample)
+
+    @staticmethod
+    def _writes(tensor: Tensor) -> int | None:
+        return None if tensor.is_inference() else tensor._version
+
+    @staticmethod
+    def _sample(tensor: Tensor) -> Tensor:
+        if tensor.dim():
+            x = tensor.movedim(max(range(tensor.dim()), key=lambda i: tensor.shape[i]), 0)
+            first, last = SEALED_ENDS, len(x) - SEALED_ENDS
+            if last - first > SEALED_BETWEEN:
+                step = -(-(last - first) // SEALED_BETWEEN)
+                tensor = torch.cat([x[:first], x[first:last:step], x[last:]])
+        return tensor.detach().reshape(-1).clone().view(torch.uint8)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A tensor that `LayerKV.once` remembers, the seconds it took, its seal, and the keys, values and
+    queries of the layer that it was computed for."""
+
+    tensor: Tensor
+    seconds: float
+    seal: Seal
+    of: tuple[Tensor | None, ...]
 
 
 @dataclass(frozen=True)
@@ -104,9 +216,10 @@ class LayerKV:
         softcap: s of s * tanh(logit / s), for the models that bound their logits (Gemma 2), else None.
         withheld: how many of the prompt's last tokens do not show their queries (their keys and
             values are there): those that a method is then judged by. `queries` end before them.
-        shared: what `once` remembers: a tensor used by several methods, and the seconds it took.
+        shared: what `once` remembers: tensors used by several methods.
         carried: what methods noted at earlier layers of the same prompt, under names of their own
             (balancekv_needle: the tokens it protects); one dictionary for all layers.
+        pristine: copies of the layer's tensors by field, where they are kept to restore them.
     """
 
     keys: Tensor
@@ -117,8 +230,9 @@ class LayerKV:
     scaling: float
     softcap: float | None = None
     withheld: int = 0
-    shared: dict[str, tuple[Tensor, float]] = field(default_factory=dict, compare=False, repr=False)
+    shared: dict[str, Shared] = field(default_factory=dict, compare=False, repr=False)
     carried: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
+    pristine: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
     _own: set[str] = field(default_factory=set, compare=False, repr=False)
     _reused: set[str] = field(default_factory=set, compare=False, repr=False)
 
@@ -135,24 +249,28 @@ class LayerKV:
         return self.queries.shape[1] // self.keys.shape[1]
 
     def once(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
-        """``compute()``, remembered under ``name`` so that methods of one job share the work."""
+        """``compute()``, remembered under ``name`` so that methods of one job share the work. Like the
+        layer's own tensors it is read only: a method that writes to it fails."""
+        of = (self.keys, self.values, self.queries)
         if name not in self.shared:
             start = time.perf_counter()
             tensor = compute()
             if tensor.is_cuda:
                 torch.cuda.synchronize(tensor.device)
-            self.shared[name] = (tensor, time.perf_counter() - start)
+            self.shared[name] = Shared(tensor, time.perf_counter() - start, Seal(tensor), of)
             self._own.add(name)
+        elif any(mine is not its for mine, its in zip(of, self.shared[name].of, strict=True)):
+            return compute()  # a layer that a method made of this one, with tensors of its own
         elif name not in self._own:
             self._reused.add(name)
-        return self.shared[name][0]
+        return self.shared[name].tensor
 
     def start_user(self) -> Callable[[], float]:
         """Begin one method's turn; the function returned tells, afterwards, the seconds of shared
         work it used that an earlier method had paid for, so that sharing favours nobody."""
         self._own.clear()
         self._reused.clear()
-        return lambda: sum(self.shared[name][1] for name in self._reused)
+        return lambda: sum(self.shared[name].seconds for name in self._reused)
 
     def attention_mass(self) -> Tensor:
         """Causal softmax attention every key received from all prompt queries, [batch, heads, n].
@@ -232,7 +350,17 @@ class CompressedKV:
         if self.log_weights is None:
             shape = self.keys.shape[:2]
             return torch.full(shape, self.keys.shape[2], dtype=torch.int64, device=self.keys.device)
-        return (self.log_weights != float("-inf")).sum(-1)
+        return weighted_entries(self.log_weights)
+
+
+def weighted_entries(log_weights: Tensor) -> Tensor:
+    """Entries held per head, of log_weights [..., heads, c]: [..., heads] int64.
+
+    A head's padding stands for what another head holds more; room that no head uses is held like any
+    entry.
+    """
+    used = (log_weights != float("-inf")).sum(-1)
+    return used + (log_weights.shape[-1] - used.max())
 
 
 def gather_entries(
@@ -258,6 +386,10 @@ def _rows_at(x: Tensor, positions: Tensor) -> Tensor:
     return rows.view(batch, heads, -1, dim)
 
 
+WHOLE = Budget(rate=1.0, sink=0, window=0)
+"""Grants a prompt of any length its whole cache."""
+
+
 def keep_all(layer: LayerKV) -> CompressedKV:
     """Everything, without a copy: what `exact` holds and what a prompt within its capacity keeps."""
     batch, heads, n, _ = layer.keys.shape
@@ -269,20 +401,34 @@ def check_held(held: CompressedKV, layer: LayerKV) -> None:
     """Refuse what cannot stand in the layer's place, before other methods' rows meet it.
 
     Raises:
-        ValueError: naming the tensor, its shape and dtype, and what is allowed.
+        TypeError: no `CompressedKV`.
+        ValueError: naming the tensor, its shape, dtype and device, and what is allowed.
     """
+    if not isinstance(held, CompressedKV):
+        raise TypeError(f"compress returned a {type(held).__name__}; allowed: a CompressedKV")
     heads = held.keys.shape[1] if held.keys.dim() == 4 else 0
     repeats = max(1, heads // layer.keys.shape[1])  # a method may repeat keys to query heads
-    for name in ("keys", "values"):
-        part, like = getattr(held, name), getattr(layer, name)
-        batch, kv_heads, _, dim = like.shape
-        count: tuple[int, ...] = tuple(held.keys.shape[2:3])
-        if name == "values":
-            count = tuple(entries - held.keys_only for entries in count)
-        allowed = (batch, repeats * kv_heads, *count, dim)
-        if tuple(part.shape) != allowed or part.dtype != like.dtype:
+    batch, kv_heads = layer.keys.shape[:2]
+    entries = (batch, repeats * kv_heads, *held.keys.shape[2:3])
+    with_value = (*entries[:2], *(c - held.keys_only for c in entries[2:]))
+    allowed = {
+        "keys": ((*entries, layer.keys.shape[-1]), layer.keys.dtype),
+        "values": ((*with_value, layer.values.shape[-1]), layer.values.dtype),
+        "positions": (entries, torch.int64),
+        "log_weights": (entries, torch.float32),
+        "scores": (entries, torch.float32),
+    }
+    device = layer.keys.device
+    for name, (shape, dtype) in allowed.items():
+        part = getattr(held, name)
+        if part is None and name in ("log_weights", "scores"):
+            continue
+        if not isinstance(part, Tensor):
+            raise TypeError(f"{name} are a {type(part).__name__}; allowed: a tensor")
+        if tuple(part.shape) != shape or part.dtype != dtype or part.device != device:
             raise ValueError(
-                f"{name} are {tuple(part.shape)} {part.dtype}; allowed: {allowed} {like.dtype}"
+                f"{name} are {tuple(part.shape)} {part.dtype} on {part.device}; "
+                f"allowed: {shape} {dtype} on {device}"
             )
 
 

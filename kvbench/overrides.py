@@ -267,6 +267,10 @@ _RULES: dict[str, tuple[Any, str]] = {
     "budget.rate": (lambda v: is_number(v) and 0 < v <= 1, "a number in (0, 1]"),
     "budget.sink": (lambda v: is_integer(v, 0), "an integer >= 0"),
     "budget.window": (lambda v: is_integer(v, 0), "an integer >= 0"),
+    "budget.total_rate": (
+        lambda v: v is None or (is_number(v) and 0 < v <= 1),
+        "a number in (0, 1] or null",
+    ),
     "budget.size": (lambda v: v is None or is_integer(v, 1), "an integer >= 1 or null"),
     "seed": (lambda v: is_integer(v, 0), "an integer >= 0"),
     "limit": (lambda v: v is None or is_integer(v, 1), "a positive integer or null"),
@@ -321,4 +325,7 @@ _LAUNCHER: dict[str, tuple[Any, str]] = {
     "poll_s": (lambda v: is_number(v) and v > 0, "a positive number"),
 }
 """Of launcher=slurm; those of launcher=gpus are `kvbench.devices`'s."""
-_EXAMPLES = {"budget.rate": 0.25, "budget.sink": 32, "budget.window": 32, "budget.size": 2000}
+_EXAMPLES = {
+    **{"budget.rate": 0.25, "budget.sink": 32, "budget.window": 32},
+    **{"budget.size": 2000, "budget.total_rate": 0.2},
+}

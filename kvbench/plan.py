@@ -7,7 +7,7 @@ same to the runner: a `Plan`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -66,9 +66,9 @@ class Plan(Protocol):
     """A task or a probe, as the runner sees it."""
 
     def meta(self) -> dict[str, Any]:
-        """What reports need to know: version, score_unit, lower_is_better, breakdown, figures; and
-        `data`, digests of the files the examples come from; and `subject`, what the numbers are about
-        where it is not the model (None: the model)."""
+        """What reports need to know: version, score_unit, lower_is_better, breakdown, figures, unit,
+        measures; and `data`, digests of the files the examples come from; and `subject`, what the
+        numbers are about where it is not the model (None: the model)."""
         ...
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
@@ -139,6 +139,12 @@ def encode_example(example: Example, encoder: PromptEncoder) -> EncodedExample:
     )
 
 
+def datasets_of(units: Iterable[Unit]) -> list[str]:
+    """Names of the datasets that a benchmark's units come from, in their order; none for a probe."""
+    examples = (u.payload.example for u in units if isinstance(u.payload, EncodedExample))
+    return list(dict.fromkeys(example.dataset for example in examples))
+
+
 @dataclass(frozen=True)
 class TaskPlan:
     """A benchmark task as a plan: one prefill per example serves every method."""
@@ -158,19 +164,24 @@ class TaskPlan:
             "lower_is_better": False,
             "breakdown": list(self.task.breakdown),
             "figures": figures,
+            "unit": self.task.unit,
+            "measures": list(self.task.measures),
         }
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
         """One unit per example.
 
         Raises:
-            KVError: a budget that no prompt is long enough for; context compression of a prompt
-                whose question is empty.
+            KVError: a budget that no prompt is long enough for, or a share that of the shortest is
+                less than sink and window; context compression of a prompt whose question is empty.
         """
         encoded = [encode_example(e, session.encoder) for e in self.task.examples(session.encoder)]
         if session.prefill == "chunked":
             for label, (method, _) in methods.items():
                 check_reads_in_chunks(label, method)
+        lengths = [
+            e.n if session.compress_after == "prompt" else len(e.context_ids) for e in encoded
+        ]
         longest = max((e.n for e in encoded), default=0)
         for label, (method, budget) in methods.items():
             if method.uses_budget and encoded and budget.sink + budget.window > longest:
@@ -179,6 +190,8 @@ class TaskPlan:
                     f"prompt of task {self.task.name} has {longest} tokens, so {label!r} would "
                     f"compress nothing; allowed: at most {longest}"
                 )
+            if method.uses_budget and lengths:
+                budget.capacity(min(lengths))
         if session.compress_after == "context":
             for e in encoded:
                 if not e.question_ids or not e.context_ids:
@@ -267,4 +280,5 @@ def measured(result: Generation) -> dict[str, Any]:
         "compress_s": result.compress_s,
         "decode_s": result.decode_s,
         "batch": result.batch,
+        **({} if result.budget_preset is None else {"budget_preset": result.budget_preset}),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -17,11 +18,13 @@ from kvbench.engine.loading import ModelSpec
 from kvbench.engine.session import Session
 from kvbench.interrupts import in_main_thread
 from kvbench.kv import KVError
-from kvbench.plan import Methods, Outcome, Plan, Unit, check_ids
+from kvbench.plan import Methods, Outcome, Plan, Unit, check_ids, datasets_of
 from kvbench.records import COMMON_FIELDS, MANIFEST, read_manifest, read_records
 from kvbench.secrets import redact
 from kvbench.shards import Shard
 from kvbench.store import RecordStore, config_hash, manifest_lock, run_folder, write_manifest
+
+log = logging.getLogger(__name__)
 
 GOES_ON = "the same command goes on after it"
 
@@ -66,10 +69,27 @@ class Job:
         return self.session.spec
 
     @cached_property
-    def _units(self) -> list[Unit]:
+    def _planned(self) -> tuple[list[Unit], tuple[str, ...]]:
+        """The units up to the limit, and the datasets of which there is none among them."""
         units = list(self.plan.units(self.session, self.methods))
         check_ids(self.task, units)
-        return units[: self.limit]
+        kept = units[: self.limit]
+        datasets, found = datasets_of(units), datasets_of(kept)
+        left_out = tuple(name for name in datasets if name not in found)
+        if left_out:
+            log.warning(
+                "limit is %s and %s has %d datasets: none is run of %s",
+                self.limit,
+                self.task,
+                len(datasets),
+                ", ".join(left_out),
+            )
+        return kept, left_out
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Datasets of the task of which the limit leaves nothing."""
+        return self._planned[1]
 
     def units(self) -> tuple[list[Unit], list[Unit]]:
         """All units up to the limit, and those of them that are this job's.
@@ -77,14 +97,16 @@ class Job:
         Raises:
             KVError, TaskError: what the plan refuses to run.
         """
-        units = self._units  # made once: a benchmark has tens of millions of tokens
+        units = self._planned[0]  # made once: a benchmark has tens of millions of tokens
         return units, units if self.shard is None else self.shard.select(units)
 
     def identity(self, label: str) -> dict[str, Any]:
         """Whatever changes a score of method `label`; its hash names the run's folder."""
         method, _ = self.methods[label]
         meta = self.plan.meta()
+        changed = {"method_version": method.version} if method.version > 1 else {}
         return {
+            **changed,
             "model": {k: v for k, v in vars(self.spec).items() if k not in PLACEMENT},
             "dtype": str(self.session.dtype),
             "task": self.task_config,
@@ -289,6 +311,7 @@ def _manifest(job: Job, label: str, folder: Path) -> dict[str, Any]:
         "batch_size": job.batch_size,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "task_meta": job.plan.meta(),
+        "datasets_left_out": list(job.left_out),
         **job.extra,
     }
     return redact(manifest)

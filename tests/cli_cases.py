@@ -47,6 +47,8 @@ QUICK = {
     "walk_discrepancy": ["task.steps=[8,16]", "task.walks=2"],
     "layer_error": ["task.exact=8", "task.seeds=1", *_ON_LINES],
     "layer_error_synthetic": ["task.exact=8", "task.synthetic.n=64", "task.seeds=1"],
+    "joint_survival": ["task.exact=8", "task.seeds=1", *_ON_LINES],
+    "joint_survival_numbers": ["task.exact=8", "task.seeds=1", *_ON_LINES],
     "balancekv_ablation": ["task.exact=8", "task.seeds=1", *_ON_LINES],
     "balancekv_ablation_synthetic": ["task.exact=8", "task.synthetic.n=64", "task.layers=[1]"],
     "error_scaling": ["task.n=128", "task.kept=[16,32]", "task.draws=1"],

@@ -306,6 +306,7 @@ def ablation_records(factor: float) -> list[dict]:
             "layer": layer,
             "draw": 0,
             "relative_error": (e := 0.1 / rate * (1 + prompt) * factor * (1 + 0.01 * (prompt % 2))),
+            "released_error": 1.4 * e,
             "score": e,
             "compress_s": 0.01 * factor,
         }
@@ -342,7 +343,12 @@ def test_an_ablation_is_paired_over_prompts(tmp_path):
     assert "Less relative error: better −10.0 [−10.0, −10.0] %" in text
     assert "Better at no cost on these tensors: better (−10.0" in text
     assert [view.columns[0] for view in study.views] == ["variant", "layer"]
-    assert any(row[0] == "published, layer 15" for row in study.views[1].rows)
+    beside = study.views[1]
+    assert any(row[0] == "published, layer 15" for row in beside.rows)
+    # Four prompts at rate 0.5: 1.4 * 0.2 * (1, 2.02, 3, 4.04), in the published figure's metric.
+    assert beside.rows[0][2].startswith(f"{1.4 * 0.2 * 10.06 / 4:.4f} ±")
+    for named in ("below 1e-8", "temperature 0.1", "TriviaQA", "10 seeds", "drawn at random"):
+        assert named in beside.notes[-1]
     assert build_report(folder).page.exists()
     methods = {"balancekv": (build_method("balancekv"), BUDGET)}
     with pytest.raises(KVError, match="names 'worse'"):

@@ -189,6 +189,7 @@ def needle_task(content: bytes) -> None:
             answer="5",
             lengths=[128],
             depths=[0, 50],
+            num_examples=1,
             haystack="files",
             haystack_files=str(Path(folder) / "*.txt"),
         )

@@ -91,7 +91,13 @@ def test_sums_by_category_and_a_cache_of_one_size(tmp_path, capsys):
     for name in ("qasper", "multifieldqa_en", "lcc", "repobench-p"):
         (tmp_path / "data" / f"{name}.jsonl").write_bytes((DATA / f"{name}_e.jsonl").read_bytes())
     datasets = "task.datasets=[qasper,multifieldqa_en,lcc,repobench-p]"
-    options = ["budget.size=128", "task.per_dataset=1", datasets, f"task.data={tmp_path / 'data'}"]
+    options = [
+        "budget.size=128",
+        "methods.subgen.recent=64",
+        "task.per_dataset=1",
+        datasets,
+        f"task.data={tmp_path / 'data'}",
+    ]
     narrow = ["model=recall_mini", "logger=none", f"results_dir={tmp_path}"]
     with pytest.raises(SystemExit) as stop:
         main(["experiment=subgen_table2", *narrow, *options])

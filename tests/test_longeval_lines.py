@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+from report_runs import write_run
 
+from kvbench.plan import TaskPlan
+from kvbench.report.data import load_experiment
+from kvbench.report.tables import AVERAGE, score_table
 from kvbench.tasks.base import PromptEncoder
 from kvbench.tasks.longeval_lines import (
     INTRODUCTION,
@@ -112,6 +117,34 @@ def test_every_prefix_is_balanced() -> None:
         assert max(counts) - min(counts) <= 1
     assert found[0].id == "lines5-0000"
     assert len({example.id for example in found}) == 12
+
+
+def test_every_length_is_a_stratum(tmp_path: Path, shared_file: Any) -> None:
+    found = examples(num_lines=[9, 100, 20], num_examples=3)
+    kept = found[:7]  # three of 9 lines, two of the others
+    assert [sum(e.fields["num_lines"] == lines for e in kept) for lines in (9, 100, 20)] == [
+        3,
+        2,
+        2,
+    ]
+    records = [
+        {"example_id": e.id, "dataset": e.dataset, "score": float(e.fields["num_lines"] == 9)}
+        for e in kept
+    ]
+    meta = TaskPlan(LongEvalLines()).meta()
+    write_run(tmp_path, task="lines", method="snapkv", records=records, task_meta=meta)
+    (group,) = load_experiment(tmp_path / "demo").groups
+    table = score_table(group)
+    assert table.columns == ("9 lines", "20 lines", "100 lines", AVERAGE), (
+        "by number, not by letter"
+    )
+    (row,) = table.rows
+    assert row.total.score.value == pytest.approx(1 / 3), (
+        "every length counts alike, not every case"
+    )
+    assert examples(files=[str(shared_file("data/longeval_lines/300_lines.jsonl"))])[0].dataset == (
+        "300_lines"
+    )
 
 
 def test_number_range() -> None:

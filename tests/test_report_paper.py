@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,11 @@ from report_runs import (
 )
 
 import kvbench
+from kvbench.report.__main__ import main
 from kvbench.report.build import build_report
 from kvbench.report.data import load_experiment
 from kvbench.report.formats import latex, markdown
+from kvbench.report.margins import margin_of
 from kvbench.report.paper import (
     PaperError,
     Published,
@@ -125,35 +129,116 @@ def test_digits_are_those_of_the_paper(tmp_path: Path) -> None:
     assert [pair.printed for pair in table.rows[0].pairs] == ["40.10", "60"]
 
 
-def test_what_lies_outside_our_interval_is_flagged(tmp_path: Path) -> None:
-    folder = tmp_path / "paper"
-    folder.mkdir()
-    (folder / "mine.csv").write_text("method,num_lines,accuracy\nexact,10,50\nexact,20,99\n")
+def published_by_length(folder: Path, **spec: object) -> Published:
+    """Ten of twenty right at two lengths, beside 50 and 99 as published."""
+    (folder / "paper").mkdir(parents=True, exist_ok=True)
+    (folder / "paper" / "mine.csv").write_text(
+        "method,num_lines,accuracy\nexact,10,50\nexact,20,99\n"
+    )
     records = [
         {"example_id": f"{n}-{i}", "num_lines": n, "score": float(i % 2)}
         for n in (10, 20)
         for i in range(20)
     ]
-    spec = {"file": "mine", "value": "accuracy", "by": "num_lines"}
     write_run(
-        tmp_path,
+        folder,
         task="t",
         method="exact",
         records=records,
         task_meta=LINES_META,
-        options={"paper_table": spec},
+        options={"paper_table": {"file": "mine", "value": "accuracy", "by": "num_lines", **spec}},
     )
-    (table,) = published_tables(load_experiment(tmp_path / "demo"), folder)
-    assert [pair.outside for pair in table.rows[0].pairs] == [False, True]
+    (table,) = published_tables(load_experiment(folder / "demo"), folder / "paper")
+    return table
+
+
+def test_what_lies_beyond_two_runs_of_ours_is_flagged(tmp_path: Path) -> None:
+    table = published_by_length(tmp_path)
+    assert table.rescored is None
+    margin = (
+        100 * 1.959964 * math.sqrt(2 * 0.25 / 20) + 0.5
+    )  # f = 1, p = 1/2, printed to whole per cent
+    assert [pair.margin for pair in table.rows[0].pairs] == pytest.approx([margin] * 2)
+    assert [pair.beyond for pair in table.rows[0].pairs] == [False, True]
     (view,) = comparison_views([table])
     assert [row[1] for row in view.rows] == ["ours", "95 % interval", "published", "difference"]
     assert view.rows[2][2:] == ("50", "99 ‡")
-    assert view.rows[3][2:] == ("0.0", "−49.0")
-    assert any(note.startswith("‡") for note in view.notes)
+    assert view.rows[3][2:] == ("0.0 (±31.5)", "−49.0 (±31.5)")
+    assert any("descriptive" in note and "f is 1" in note for note in view.notes)
     assert r"99\rlap{$^\ddagger$}" in latex(view)
     frame = comparison_frame([table])
-    assert list(frame["published_outside_interval"]) == [False, True]
+    assert list(frame["beyond_margin"]) == [False, True]
     assert list(frame["scored"]) == [20, 20]
+
+
+def test_the_share_answered_anew_narrows_the_margin(tmp_path: Path) -> None:
+    table = published_by_length(tmp_path, rescored=0.04)
+    margin = 100 * 1.959964 * math.sqrt(2 * 0.04 * 0.25 / 20) + 0.5
+    assert table.rows[0].pairs[0].margin == pytest.approx(margin)
+    (view,) = comparison_views([table])
+    assert any(
+        "f, the share of examples that such runs answer anew, is 4 %" in n for n in view.notes
+    )
+    with pytest.raises(PaperError, match="rescored is 4; allowed: a share from 0 to 1"):
+        published_by_length(tmp_path / "other", rescored=4)
+
+
+def test_the_margin_of_an_average_is_that_of_its_datasets() -> None:
+    parts = [(0.5, 18), (0.9, 98)]
+    smoothed = [(0.5 * 18 + 1) / 20, (0.9 * 98 + 1) / 100]
+    variance = sum(2 * 0.1 * p * (1 - p) / n for p, (_, n) in zip(smoothed, parts, strict=True))
+    of_mean = margin_of(parts, 0.1, total=False, unit=0.0)
+    assert of_mean == pytest.approx(1.959964 * math.sqrt(variance) / 2)
+    assert margin_of(parts, 0.1, total=True, unit=0.0) == pytest.approx(2 * of_mean)
+    assert margin_of([(1.0, 50)], 0.1, total=False, unit=0.0) > 0
+
+
+def test_two_honest_runs_measure_the_share(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two of forty scores change: d^2 is 2, 2 p (1 - p) is 1/2 for each of forty."""
+    table = published_by_length(tmp_path)
+    assert table.rescored is None
+    records = [
+        {"example_id": f"{n}-{i}", "num_lines": n, "score": float(i % 2)}
+        for n in (10, 20)
+        for i in range(20)
+    ]
+    records[0]["score"], records[1]["score"] = 1.0, 0.0
+    write_run(tmp_path / "b", task="t", method="exact", records=records, task_meta=LINES_META)
+    first = tmp_path / "demo"
+    assert main([str(first), "--rescored", str(tmp_path / "b" / "demo")]) == 0
+    assert "5.0 % of 40 scores changed" in capsys.readouterr().out
+    expected = (2 + 1) / (40 * 0.5 + 2)
+    (table,) = published_tables(load_experiment(first), tmp_path / "paper")
+    assert table.rescored == pytest.approx(expected)
+    (first / "rescored.json").write_text("[]")
+    with pytest.raises(PaperError, match=r"rescored\.json cannot be read"):
+        published_tables(load_experiment(first), tmp_path / "paper")
+    assert main([str(first), "--rescored", str(tmp_path / "none")]) == 1
+
+
+def test_another_model_has_no_margin(tmp_path: Path) -> None:
+    (table,) = compared(tmp_path, "balancekv_table1")
+    assert all(math.isnan(pair.margin) for row in table.rows for pair in row.pairs)
+    assert not any(pair.beyond for row in table.rows for pair in row.pairs)
+
+
+def test_some_of_the_examples_are_no_run_of_the_same(tmp_path: Path) -> None:
+    spec = {"file": "balancekv_table1", "rescored": 0.05}
+    options = {"paper_table": spec, "limit": 10}
+    records = [{"example_id": f"q{i}", "dataset": "qasper", "score": i % 2} for i in range(10)]
+    write_run(
+        tmp_path,
+        task="longbench",
+        method="exact",
+        model="Qwen2.5-14B-Instruct",
+        records=records,
+        task_meta=LINES_META,
+        options=options,
+    )
+    (table,) = published_tables(load_experiment(tmp_path / "demo"))
+    assert table.rescored is None
 
 
 def test_sums_of_datasets_are_compared_as_sums(tmp_path: Path) -> None:
@@ -189,7 +274,9 @@ def test_seconds_are_compared_with_seconds(tmp_path: Path) -> None:
     (pair,) = table.rows[0].pairs
     records = experiment.groups[0].records
     assert pair.ours.value == pytest.approx(records[records["arm"] == "exact"]["decode_s"].mean())
-    assert (pair.printed, pair.outside) == ("37.769", True)
+    assert pair.printed == "37.769"
+    assert math.isnan(pair.margin)  # seconds of other hardware
+    assert not pair.beyond
     assert comparison_views([table])[0].title == "throughput: ours beside balancekv_table2, s"
     assert "published 37.769" in build_report(tmp_path / "demo").page.read_text()
 
@@ -201,6 +288,8 @@ def test_throughput_at_several_settings_is_compared_setting_by_setting(tmp_path:
     for experiment, asked in settings.items():
         file = Path(kvbench.__file__).parent / "conf" / "experiment" / f"{experiment}.yaml"
         spec = yaml.safe_load(file.read_text())["paper_table"]
+        several = spec if isinstance(spec, list) else [spec]
+        spec = [one | {"records": {"asked_rate": 0.2}} for one in several]  # of two that were run
         for method in ("exact", "h2o", "snapkv"):
             records = [
                 {
@@ -324,10 +413,10 @@ def test_tasks_may_be_columns_of_one_table_each_at_its_own_rate(tmp_path: Path) 
     names = [row[0] for row in view.rows if row[0]]
     assert names == ["exact", "subgen", "exact"]  # at rate 0.25 the paper has no SubGen
     assert shown[0, "ours"] == ("100.0", "100.0", "")
-    assert shown[2, "published"] == ("98 ‡", "100", "")
+    assert shown[2, "published"] == ("98", "100", "")
     assert shown[4, "ours"] == ("50.0", "50.0", "")
-    assert shown[6, "published"] == ("86 ‡", "66 ‡", "")
-    assert shown[10, "published"] == ("", "", "68 ‡")
+    assert shown[6, "published"] == ("86", "66", "")
+    assert shown[10, "published"] == ("", "", "68")
     (side_by_side, _) = joined_tasks(tables)
     assert (side_by_side.task, side_by_side.columns) == ("longeval_lines", ("200", "300"))
     report = build_report(tmp_path / "demo")
@@ -363,7 +452,7 @@ def test_a_method_that_one_of_the_tasks_lacks_leaves_a_gap(tmp_path: Path) -> No
         texts = [row[2:] for row in view.rows if row[1] == "published"]
         return [(name, *text) for name, text in zip(names, texts, strict=True)]
 
-    assert published() == [("h2o", "66 ‡", "–"), ("subgen", "86 ‡", "66 ‡")]
+    assert published() == [("h2o", "66", "–"), ("subgen", "86", "66")]
     write_run(
         tmp_path,
         task="longeval_200",
@@ -373,10 +462,10 @@ def test_a_method_that_one_of_the_tasks_lacks_leaves_a_gap(tmp_path: Path) -> No
         options={"paper_table": spec, "budget.rate": 0.65, "method.recent": 9},
     )
     assert published() == [
-        ("h2o", "66 ‡", "–"),
-        ("subgen, recent 9", "86 ‡", "–"),
-        ("subgen, recent unset", "86 ‡", "–"),
-        ("subgen", "–", "66 ‡"),
+        ("h2o", "66", "–"),
+        ("subgen, recent 9", "86", "–"),
+        ("subgen, recent unset", "86", "–"),
+        ("subgen", "–", "66"),
     ], "no arm's numbers hide another's"
 
 
@@ -477,3 +566,91 @@ def test_the_page_shows_both(tmp_path: Path) -> None:
     text = build_report(tmp_path / "demo").page.read_text()
     assert "Published numbers beside ours" in text
     assert "published 98" in text
+
+
+def test_known_differences_from_the_paper_go_with_its_numbers(tmp_path: Path) -> None:
+    """Beneath the published table on the page, in Markdown and in LaTeX, each line once, although
+    every run's manifest has them; nothing where an experiment says nothing, and a line for none."""
+    spec = {"file": "subgen_table1", "value": "accuracy", "by": "num_lines", "scale": 100}
+
+    def report(name: str, differences: list[list[str] | None]) -> tuple[str, list[Path]]:
+        for i, lines in enumerate(differences):
+            said = {} if lines is None else {"differences": lines}
+            write_run(
+                tmp_path / name,
+                task="longeval_lines",
+                method=("exact", "subgen")[i],
+                records=[r | {"num_lines": 200} for r in lines_records("exact")],
+                task_meta=LINES_META,
+                options={"paper_table": {**spec, **said}},
+            )
+        paths = build_report(tmp_path / name / "demo")
+        assert not paths.warnings
+        return paths.page.read_text(), [p for p in paths.tables if p.stem.endswith("published")]
+
+    page, tables = report("two", [["50 cases & <b>", "another seed"], ["another seed", "a third"]])
+    assert page.count("<h3>subgen_table1 ·") == 1  # one table of both runs
+    by_suffix = {path.suffix: path.read_text() for path in tables}
+    for line in ("50 cases & <b>", "another seed", "a third"):
+        note = f"Differs from the paper: {line}"
+        assert page.count(f"<li>{escape(note)}</li>") == 1
+        assert by_suffix[".md"].count(f"- {note.replace('<', '&lt;')}\n") == 1
+        shown = note.replace("&", r"\&").replace("<", "$<$").replace(">", "$>$")
+        assert by_suffix[".tex"].count(shown) == 1
+    page, tables = report("none", [[]])
+    assert page.count("Differs from the paper: in no setting that is known.") == 1
+    page, tables = report("silent", [None])
+    assert "Differs from the paper" not in page
+    assert not any("Differs" in path.read_text() for path in tables)
+
+
+@pytest.mark.parametrize("wrong", ["a line", {"a": 1}, 3])
+def test_differences_are_a_list_of_lines(tmp_path: Path, wrong: Any) -> None:
+    with pytest.raises(PaperError, match=r"paper_table\.differences is .*; allowed: a list of"):
+        compared(tmp_path, {"file": "balancekv_table1", "differences": wrong})
+
+
+def test_the_best_of_several_settings_stands_beside_a_number_that_is_the_best(
+    tmp_path: Path,
+) -> None:
+    """SubGen's two numbers of recent tokens; in each column the better, and only where both are run."""
+    scores = {
+        200: {"subgen_recent_2048": 0.25, "subgen_recent_3072": 0.75, "h2o": 1.0},
+        300: {"subgen_recent_2048": 1.0, "subgen_recent_3072": 0.5},
+        400: {"subgen_recent_3072": 0.5},
+    }
+    for lines, arms in scores.items():
+        for method, score in arms.items():
+            write_run(
+                tmp_path,
+                task=f"longeval_{lines}",
+                method=method,
+                records=[
+                    {
+                        "example_id": f"{lines}-{i}",
+                        "num_lines": lines,
+                        "score": float(i < 4 * score),
+                    }
+                    for i in range(4)
+                ],
+                task_meta=LINES_META,
+                options={
+                    "paper_table": published_spec("subgen_table1"),
+                    "budget.rate": {200: 0.65, 300: 0.58, 400: 0.5}[lines],
+                },
+            )
+    (table,) = joined_tasks(published_tables(load_experiment(tmp_path / "demo")))
+    assert table.columns == ("200", "300", "400")
+    found = {
+        row.label: [(pair.printed, pair.ours.value) for pair in row.pairs] for row in table.rows
+    }
+    assert found["subgen, best of 2"][:2] == [("86", 75.0), ("66", 100.0)]
+    assert found["subgen, best of 2"][2][0] == ""  # of 400 lines there is one arm alone
+    assert found["subgen_recent_2048"][:2] == [("86", 25.0), ("66", 100.0)]
+    assert [ours for _, ours in found["subgen_recent_3072"]] == [75.0, 50.0, 50.0]
+    assert found["h2o"][0] == ("66", 100.0)
+    (row,) = (row for row in table.rows if row.label == "subgen, best of 2")
+    (better,) = (row for row in table.rows if row.label == "subgen_recent_3072")
+    assert row.pairs[0].ours == better.pairs[0].ours  # with its interval
+    page = build_report(tmp_path / "demo").page.read_text()
+    assert "subgen, best of 2" in page

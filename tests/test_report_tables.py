@@ -23,16 +23,17 @@ from report_runs import (
     write_sweep,
 )
 from rich.console import Console
-from scipy.stats import bootstrap
+from scipy.stats import binomtest, bootstrap
 
 from kvbench.records import StoreError, load_runs
 from kvbench.report.build import build_report
 from kvbench.report.console import print_views
 from kvbench.report.data import Group, group_runs, load_experiment
+from kvbench.report.figures import breakdown, by_dataset
 from kvbench.report.formats import latex, markdown
 from kvbench.report.stats import Stratum, estimates
 from kvbench.report.tables import AVERAGE, frame_of, score_table, split_frame
-from kvbench.report.views import View, number, score_view, size, value_text
+from kvbench.report.views import View, number, score_view, size
 
 
 def group_from(folder: Path, **scores: list[float | None]) -> Group:
@@ -115,7 +116,7 @@ def test_failures_are_shown_and_never_dropped(tmp_path: Path) -> None:
     assert np.isnan(cells["h2o"].score.value)
     text = markdown(score_view(table))
     lines = {line.split("|")[1].strip(): line for line in text.splitlines() if "|" in line}
-    assert "50.0 [0.0, 100.0] †" in lines["snapkv"]
+    assert "50.0 [2.6, 97.4] †" in lines["snapkv"]
     assert "2/4" in lines["snapkv"]
     assert "2 oom" in lines["snapkv"]
     assert "4 oom" in lines["h2o"]
@@ -188,17 +189,137 @@ def test_an_oracle_that_keeps_all_does_not_compete(tmp_path: Path) -> None:
     assert best == {"exact": False, "topk": False, "snapkv": True, "uniform": False}
 
 
-def test_lower_can_be_better(tmp_path: Path) -> None:
+def test_lower_can_be_better_and_without_exact_nothing_is_compared(tmp_path: Path) -> None:
     for method, error in (("uniform", 0.4), ("balancekv", 0.2)):
         records = [{"example_id": f"{p}", "score": error + p / 100, "rate": 0.5} for p in range(10)]
         write_run(tmp_path, task="e", method=method, records=records, task_meta=ERROR_META)
     table = score_table(load_experiment(tmp_path / "demo").groups[0])
-    assert table.baseline == "uniform"  # no exact: the first
+    assert table.baseline is None
     assert [row.total.best for row in table.rows] == [False, True]
     assert [row.total.worse for row in table.rows] == [True, False]
-    difference = table.rows[1].total.difference
-    assert difference is not None
-    assert value_text(difference.value, table.unit, signed=True) == "−0.200"
+    assert [row.total.difference for row in table.rows] == [None, None]
+
+
+def test_a_sweep_without_exact_says_what_to_add(tmp_path: Path) -> None:
+    alone = group_from(tmp_path / "a", snapkv=[1, 0, 1, 1], uniform=[0, 0, 1, 1])
+    text = markdown(score_view(score_table(alone)))
+    assert "Δ" not in text
+    assert "add exact to the methods" in text
+    beside = group_from(tmp_path / "b", exact=[1, 1, 1, 1], uniform=[0, 0, 1, 1])
+    text = markdown(score_view(score_table(beside)))
+    assert "Δ exact" in text
+    assert "add exact" not in text
+    build_report(tmp_path / "a" / "demo")  # figures, too, do without a baseline
+
+
+def test_columns_of_zeros_have_no_best_and_draw_the_whole_axis(tmp_path: Path) -> None:
+    group = group_from(tmp_path, exact=[0] * 9, snapkv=[0] * 9, uniform=[0] * 9)
+    table = score_table(group)
+    assert not any(row.total.best or row.total.tied or row.total.worse for row in table.rows)
+    ax = breakdown(group, table).figure.axes[0]
+    assert ax.get_ylim() == (0.0, 103.0)
+
+
+def test_a_baseline_is_drawn_at_its_own_rates_only(tmp_path: Path) -> None:
+    """A sweep over rates without exact: each panel has the arms of its rate."""
+    for rate in (0.5, 0.25):
+        for method in ("uniform", "snapkv"):
+            records = [
+                {"example_id": f"{d}{i}", "dataset": d, "score": i % 2}
+                for d in ("qasper", "trec")
+                for i in range(6)
+            ]
+            write_run(
+                tmp_path,
+                task="t",
+                method=method,
+                records=records,
+                task_meta=LINES_META,
+                options={"budget.rate": rate},
+            )
+    (group,) = load_experiment(tmp_path / "demo").groups
+    axes = by_dataset(group, score_table(group)).figure.axes
+    assert [len(ax.containers) for ax in axes if ax.get_visible()] == [2, 2]
+
+
+def test_one_example_has_no_interval(tmp_path: Path) -> None:
+    group = group_from(tmp_path, exact=[1.0], snapkv=[0.0], uniform=[1.0])
+    table = score_table(group)
+    assert all(np.isnan(row.total.score.low) for row in table.rows)
+    assert not any(row.total.worse for row in table.rows)
+    text = markdown(score_view(table))
+    assert "**100.0** [–]" in text
+    assert "0.0 [–] ≈" in text
+    assert "−100.0 [–]" in text
+    build_report(tmp_path / "demo")
+
+
+def test_all_right_is_no_certainty(tmp_path: Path) -> None:
+    """Wilson's interval of 25 of 25, by scipy; a percentile bootstrap said [100, 100]."""
+    group = group_from(tmp_path, exact=[1.0] * 25, snapkv=[1.0] * 20 + [0.0] * 5)
+    scores = [row.total.score for row in score_table(group).rows]
+    for found, right in zip(scores, (25, 20), strict=True):
+        theirs = binomtest(right, 25).proportion_ci(method="wilson")
+        assert (found.low, found.high) == pytest.approx((theirs.low, theirs.high))
+
+
+def test_an_incomplete_arm_that_beats_the_best_is_not_worse(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    base = list(rng.random(60) * 0.5)
+    better: list[float | None] = [x + 0.3 for x in base]
+    worse: list[float | None] = [x - 0.3 for x in base]
+    better[:3] = worse[:3] = [None] * 3
+    group = group_from(tmp_path, exact=[1.0] * 60, snapkv=base, h2o=better, uniform=worse)
+    cells = {row.arm.method: row.total for row in score_table(group).rows}
+    assert cells["snapkv"].best
+    assert cells["h2o"].tied
+    assert not cells["h2o"].worse
+    assert cells["uniform"].worse
+
+
+def test_one_seed_of_a_method_without_draws_stands_beside_three(tmp_path: Path) -> None:
+    """The same prompts under every seed: snapkv needs one run of them, uniform has three."""
+    rng = np.random.default_rng(2)
+
+    def runs(folder: Path, tail: str) -> Group:
+        for seed in (0, 1, 2):
+            for method, level in (("uniform", 0.4), ("snapkv", 0.75)):
+                if method == "snapkv" and seed:
+                    continue
+                records = [
+                    {
+                        "example_id": f"e{i}",
+                        "score": float(rng.random() < level),
+                        "prompt_tail": tail.format(seed=seed, i=i),
+                    }
+                    for i in range(40)
+                ]
+                write_run(
+                    folder,
+                    task="t",
+                    method=method,
+                    records=records,
+                    task_meta=LINES_META,
+                    seed=seed,
+                )
+        return load_experiment(folder / "demo").groups[0]
+
+    same = runs(tmp_path / "same", "prompt {i}")
+    cells = {row.arm.method: row.total for row in score_table(same).rows}
+    mine = same.records[same.records["arm"] == "snapkv"]["score"]
+    assert cells["snapkv"].best
+    assert cells["snapkv"].complete
+    assert (cells["snapkv"].scored, cells["uniform"].scored) == (40, 120)
+    assert cells["snapkv"].score.value == pytest.approx(mine.mean())
+    theirs = binomtest(int(mine.sum()), 40).proportion_ci(method="wilson")
+    assert (cells["snapkv"].score.low, cells["snapkv"].score.high) == pytest.approx(
+        (theirs.low, theirs.high), abs=1e-6
+    )
+    assert cells["uniform"].worse
+    other = runs(tmp_path / "other", "prompt {i} of seed {seed}")
+    cells = {row.arm.method: row.total for row in score_table(other).rows}
+    assert cells["snapkv"].failures == {"missing": 80}  # other prompts, which it never saw
+    assert not cells["snapkv"].best
 
 
 def test_several_datasets_and_seeds(tmp_path: Path) -> None:

@@ -18,8 +18,10 @@ from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
 from kvbench.plan import TaskPlan
 from kvbench.records import load_run
+from kvbench.report.build import build_report
 from kvbench.runner import Job, run_job
 from kvbench.tasks.base import Example, PromptEncoder, Task
+from kvbench.tasks.longeval_lines import LongEvalLines
 
 SMALL = Budget(rate=0.25, sink=4, window=4)
 TIMES = ("prefill_s", "compress_s", "decode_s")
@@ -100,6 +102,18 @@ def records_of(result, *, times: bool = False):
     }
 
 
+def test_a_method_that_came_to_hold_something_else_takes_up_no_old_records(tmp_path):
+    class Changed(type(build_method("uniform"))):
+        version: ClassVar[int] = 2
+
+    methods = {"snapkv": build_method("snapkv"), "uniform": build_method("uniform")}
+    before = make_job(tmp_path, methods)
+    after = make_job(tmp_path, {**methods, "uniform": Changed()})
+    assert before.folder("snapkv") == after.folder("snapkv")
+    assert before.folder("uniform") != after.folder("uniform")
+    assert "method_version" not in before.identity("uniform"), "other records keep their hash"
+
+
 def test_one_record_per_example_and_method_with_every_field(tmp_path):
     result = run_job(make_job(tmp_path))
     assert (result.failed, result.written) == (0, 12)
@@ -119,6 +133,23 @@ def test_one_record_per_example_and_method_with_every_field(tmp_path):
     manifest = load_run(result.folders["snapkv"]).manifest
     assert manifest["task_meta"]["breakdown"] == ["length"]
     assert manifest["identity"]["budget"] == {"rate": 0.25}
+
+
+def test_a_limit_below_the_number_of_datasets_says_which_are_missing(tmp_path, caplog):
+    lines = LongEvalLines(num_lines=[2, 3, 4], num_examples=2, max_new_tokens=2)
+    methods = {"exact": build_method("exact")}
+    result = run_job(make_job(tmp_path, methods, echo=lines, limit=2))
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning == "limit is 2 and echo has 3 datasets: none is run of 4 lines"
+    manifest = load_run(result.folders["exact"]).manifest
+    assert manifest["datasets_left_out"] == ["4 lines"]
+    page = build_report(tmp_path / "e").page
+    assert "Left out by limit: 4 lines." in page.read_text()
+    caplog.clear()
+    result = run_job(make_job(tmp_path, methods, echo=lines, limit=3))
+    assert not caplog.records
+    assert load_run(result.folders["exact"]).manifest["datasets_left_out"] == []
+    assert "Left out by limit" not in build_report(tmp_path / "e").page.read_text()
 
 
 def test_a_second_run_writes_nothing_and_a_larger_limit_goes_on(tmp_path):

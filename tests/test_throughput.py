@@ -20,8 +20,8 @@ from kvbench.probes import throughput
 from kvbench.probes.largest import largest_batch
 from kvbench.probes.throughput import Throughput
 from kvbench.report.data import load_experiment
+from kvbench.report.timing_views import timing_view
 from kvbench.report.timings import timing_frame, timing_table
-from kvbench.report.views import timing_view
 from kvbench.runner import run_job
 from kvbench.tasks.base import TaskError
 

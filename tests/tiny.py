@@ -63,16 +63,12 @@ def prompt_ids(n: int, seed: int = 0) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Everything(Method):
-    """A method like any other that happens to keep every entry."""
+    """A method like any other that keeps every entry, and says so."""
+
+    saves_memory: ClassVar[bool] = False
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         return keep_all(layer)
-
-    def layer_capacity(self, budget: Budget, n: int, layer_index: int, num_layers: int) -> int:
-        return n
-
-    def total_capacity(self, budget: Budget, n: int, num_layers: int) -> int:
-        return n * num_layers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,9 +17,10 @@ from torch import Tensor
 
 from kvbench.engine.attention import capped
 from kvbench.engine.faults import release_frames
+from kvbench.engine.guard import Settings, leaving_settings
 from kvbench.kernels.quantize import Packed, Quantization, pack, unpack
-from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError
-from kvbench.methods.base import Held, Method
+from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, weighted_entries
+from kvbench.methods.base import Held, Method, allowed_entries
 
 GROWTH = 256
 """Entries by which a cache grows that has more to append than it was told."""
@@ -50,7 +52,8 @@ class LayerCache:
         room: tokens that will be appended, if the caller knows.
         method: asked to evict after each token, or to restrict attention, if it does and is `active`.
         capacity: entries per head the method may hold after prefill.
-        granted: entries per head the budget grants it.
+        granted: entries per head the budget grants it; a method that evicts begins when the cache holds
+            so many.
         sink: leading tokens that are always kept.
         window: sliding-window length of the layer, None for full attention.
         active: False where the method has no part in this layer (it is left whole).
@@ -111,12 +114,13 @@ class LayerCache:
             self.scores = held.scores.new_zeros(heads, reserved)
             self.scores[:, :count] = held.scores[0]
         self.prompt_entries = held.entries[0]
+        self.watched = False  # whether a call while decoding was looked at closely
 
     def entries(self) -> Tensor:
         """Entries held per head, padding left out: [kv_heads] int64."""
         if self.log_weights is None:
             return torch.full((self.keys.shape[0],), self.length, dtype=torch.int64)
-        return (self.log_weights[:, : self.length] != float("-inf")).sum(-1).cpu()
+        return weighted_entries(self.log_weights[:, : self.length]).cpu()
 
     def entry_bytes(self) -> int:
         """Bytes of what is held: keys, values, weights and scores, as stored. Room for tokens to
@@ -169,7 +173,7 @@ class LayerCache:
     def takes_one_by_kernel(self) -> bool:
         """Whether a single token can join through `kvbench.kernels.decode_attention`: all entries
         lie in the buffers with key and value and are seen, and their number grows by one a token or
-        stays the same."""
+        stays the same (a cache that evicts and is not full yet does first the one, then the other)."""
         plain = self.packed is None and self.window is None and not self.restricts
         plain = plain and not self.keys_only
         return plain and (not self.evicts or self.length == self.granted)
@@ -278,18 +282,28 @@ class LayerCache:
             past = self.positions[:, None, :after] <= (positions - self.window)[None, :, None]
             logits.masked_fill_(past.repeat(1, group, 1), float("-inf"))
         if self.restricts:
-            logits.masked_fill_(self.method.restrict(self._held(), logits), float("-inf"))
+            with self._guarded():
+                hidden = self.method.restrict(self._held(), logits)
+            logits.masked_fill_(hidden, float("-inf"))
         weights = logits.softmax(-1)
         out = self._mix_values(weights.to(value.dtype), begin)
         if self.evicts:
             self._evict(weights.view(stored, group, after).mean(1))
         return out.view(stored, group, tokens, -1).reshape(heads, tokens, -1)
 
+    def _guarded(self) -> AbstractContextManager[None]:
+        """Around a call of the method, which sees this fork's tensors only. The random generators take
+        long to look at beside one token: they are at the first call, and the settings at every call."""
+        settings = Settings.now(generators=not self.watched)
+        self.watched = True
+        return leaving_settings(type(self.method).__name__, settings)
+
     def _evict(self, attention: Tensor) -> None:
         """Let the method drop one entry per head; the last entry moves into its place."""
         n = self.length
         held = self._held()
-        scores, leaving = self.method.evict(held, attention)
+        with self._guarded():
+            scores, leaving = self.method.evict(held, attention)
         if scores is not None and scores is not held.scores:
             assert held.scores is not None
             held.scores.copy_(scores)
@@ -312,6 +326,7 @@ class Fork:
         layers: filled by the prefill, by layer index.
         carried: what the method noted at earlier layers of this prompt (`LayerKV.carried`).
         failure: what stopped this fork, if anything did; the other forks go on.
+        budget_preset: see `kvbench.methods.base.allowed_entries`; known after the audit.
     """
 
     label: str
@@ -326,6 +341,21 @@ class Fork:
     compressed: bool = False
     appended: int = 0
     failure: Exception | None = None
+    budget_preset: str | None = None
+
+    def limit(self, n: int) -> int | None:
+        """Entries per head that the cache of an n-token prompt may hold at any time, if the method is
+        one that evicts; None where it grows."""
+        evicts = self.method.evicts and self.method.uses_budget
+        return self.budget.limit(n) if evicts else None
+
+    @property
+    def evicted(self) -> bool:
+        """Whether entries have left while decoding."""
+        return any(
+            cache.evicts and cache.length < int(cache.prompt_entries.max()) + self.appended
+            for cache in self.layers.values()
+        )
 
     def fail(self, failure: Exception) -> None:
         """This fork ends here; what it holds is given back, for the others to go on with."""
@@ -333,6 +363,12 @@ class Fork:
         release_frames(failure)
         self.layers.clear()
         self.carried.clear()
+
+    def begin_again(self) -> None:
+        """As before the prefill, but for a failure."""
+        self.layers.clear()
+        self.carried.clear()
+        self.compress_s = 0.0
 
     def clone(self) -> Fork:
         """A copy that goes on separately from here."""
@@ -351,21 +387,28 @@ class Fork:
         *,
         compressible: bool = True,
         window: int | None = None,
+        limit: int | None = None,
     ) -> None:
         """Take over what the method keeps of one layer, and audit it.
+
+        Args:
+            limit: of a prompt that was kept whole: where eviction begins.
 
         Raises:
             BudgetExceeded: more than `capacity` entries (plus one of rounding) at some head.
         """
+        granted = capacity if limit is None else limit
+        if compressible and self.method.uses_budget and not self.method.saves_memory:
+            granted = self.budget.capacity(capacity)
         cache = LayerCache(
             held,
             self.room,
             self.method,
             capacity=capacity,
-            granted=capacity if self.method.saves_memory else self.budget.capacity(capacity),
+            granted=granted,
             sink=self.budget.sink,
             window=window,
-            active=compressible and self.compressed,
+            active=compressible and (self.compressed or limit is not None),
             quantization=self.method.quantization() if compressible else None,
         )
         self.layers[layer] = cache
@@ -374,7 +417,8 @@ class Fork:
             raise BudgetExceeded(self.label, layer, capacity, most)
 
     def audit(self, n: int, compressible: Sequence[int]) -> None:
-        """Count the entries of every layer again, after the last token.
+        """Count the entries of every layer again, after the last token. A cache that evicts holds no
+        more than it was granted, or than compression left.
 
         Raises:
             BudgetExceeded: a layer holds more than its capacity and the tokens since, or all layers
@@ -383,12 +427,16 @@ class Fork:
         total = 0
         for layer in compressible:
             cache = self.layers[layer]
-            allowed = cache.capacity + 1 + (0 if cache.evicts else self.appended)
-            found = int(cache.entries().max())
+            left, found = int(cache.prompt_entries.max()), int(cache.entries().max())
+            allowed = cache.capacity + 1 + self.appended
+            if self.limit(n) is not None:
+                allowed = max(cache.granted, left)
             if found > allowed:
                 raise BudgetExceeded(self.label, layer, allowed, found)
-            total += int(cache.prompt_entries.max())
-        allowed = self.method.total_capacity(self.budget, n, len(compressible))
+            total += left
+        allowed, self.budget_preset = allowed_entries(
+            self.method, self.budget, n, len(compressible)
+        )
         if total > allowed + len(compressible):
             raise BudgetExceeded(self.label, -1, allowed, total)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
@@ -24,7 +23,7 @@ from kvbench.engine.prefill import (
     prefill,
     synchronize,
 )
-from kvbench.kv import KVError
+from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
 
 
@@ -54,8 +53,9 @@ def chunked_prefill(
         fork.room += n - first
     over = fork.method.uses_budget and n > capacity
     whole = fork.budget
-    # A rate of 1 keeps all of the first tokens and still lets the method note their scores.
-    fork.budget = replace(whole, rate=1.0)
+    if over:
+        # A rate of 1 keeps all of the first tokens and still lets the method note their scores.
+        fork.budget = Budget(rate=1.0, sink=whole.sink, window=whole.window)
     start = prefill(model, ids[:first], [fork], always_compress=over)
     fork.budget = whole
     logits, seconds = start.logits, start.prefill_s + fork.compress_s

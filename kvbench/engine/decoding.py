@@ -105,6 +105,15 @@ class DecodeState:
         """Whether no row of any layer goes alone: then a step asks the host for nothing."""
         return not any(self._alone.values())
 
+    @property
+    def outgrown(self) -> bool:
+        """Whether a row that goes alone need not any longer: its cache has filled up, and evicts."""
+        return any(
+            self.forks[row].failure is None and self.forks[row].layers[layer].takes_one_by_kernel
+            for layer, rows in self._alone.items()
+            for row in rows
+        )
+
     def attend(
         self,
         layer: int,

@@ -28,6 +28,7 @@ from kvbench.engine.prefill import (
     prefill,
     synchronize,
 )
+from kvbench.interrupts import seconds_run
 from kvbench.kv import Budget
 from kvbench.methods.base import Method
 
@@ -98,6 +99,7 @@ class Generation:
             (decoding is shared by methods and prompts; the throughput probe measures methods alone).
         batch: prompts that were decoded together.
         failure: what stopped the fork, None if it ended well.
+        budget_preset: the preset that holds more than the budget, None where none does.
     """
 
     tokens: list[int]
@@ -112,6 +114,7 @@ class Generation:
     decode_s: float
     failure: Exception | None
     batch: int = 1
+    budget_preset: str | None = None
 
 
 @dataclass(frozen=True)
@@ -221,7 +224,7 @@ def _read(
 ) -> list[_Row]:
     """Prefill one prompt, and feed its question where that comes after compression; every row holds
     its first new token afterwards."""
-    begun = time.perf_counter()
+    begun = seconds_run()
     question = list(prompt.question_ids)
     head, tail = [*prompt.context_ids, *question], list[int]()
     if compress_after == "context":
@@ -246,7 +249,7 @@ def _read(
     if tail:
         _feed(model, [row for row in rows if row.fork.failure is None], tail)
     for row in rows:
-        row.spent_s = time.perf_counter() - begun
+        row.spent_s = seconds_run() - begun
     return rows
 
 
@@ -275,7 +278,9 @@ def _close(row: _Row, compressible: Sequence[int]) -> None:
     if fork.failure is None:
         try:
             fork.audit(row.prefilled, compressible)
+            result.compressed |= fork.evicted  # a prompt that was kept whole may not stay so
             result.cache_bytes_end = fork.cache_bytes()
+            result.budget_preset = fork.budget_preset
         except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
             fork.fail(failure)
     result.failure = fork.failure
@@ -329,9 +334,9 @@ def _decode(model: PreTrainedModel, rows: list[_Row], graphs: StepGraphs) -> Non
     A row that has ended leaves the batch; where steps are replayed, when half of the batch has.
     """
     batch: _Batch | None = None
-    begun = time.perf_counter()
+    begun = seconds_run()
     while True:
-        _time_out(rows, time.perf_counter() - begun)
+        _time_out(rows, seconds_run() - begun)
         running = [row for row in rows if row.running]
         if batch is None or batch.to_be_left(running):
             if batch is not None:
@@ -379,9 +384,10 @@ class _Batch:
         self.state.count()
 
     def to_be_left(self, running: Sequence[_Row]) -> bool:
-        """Whether the rows that go on should do so without those that have ended."""
+        """Whether the rows that go on should do so without those that have ended, or anew because a
+        cache that filled up has come to its end."""
         few = len(self.rows) // 2 if self.replay is not None else len(self.rows) - 1
-        return len(running) <= few
+        return len(running) <= few or self.state.outgrown
 
 
 def _time_out(rows: Sequence[_Row], elapsed: float) -> None:

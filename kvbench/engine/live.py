@@ -39,7 +39,8 @@ class Row:
 
     Attributes:
         prompt_tokens: without padding.
-        compressed: False where the prompt is within its capacity, or the method keeps everything.
+        compressed: False where the prompt is within its capacity, or the method keeps everything;
+            at the end of a generation true as well where entries were evicted since.
         entries: held per layer and KV head after compression, mean and maximum.
         cache_bytes, exact_bytes: after compression, and of the exact cache at the same point.
         cache_bytes_end: when the generation was over; None before.
@@ -212,7 +213,7 @@ class Compression:
         for i, (start, n) in enumerate(zip(padding, lengths, strict=True)):
             name = f"row {i}" if tokens is None else prompt_name(tokens[i, start:].tolist())
             fork = Fork(self.label, self.method, self.budget, self.seed, name, room=0)
-            fork.compressed = n > self.budget.capacity(n) and self.method.uses_budget
+            fork.compressed = self.method.uses_budget and n > self.budget.capacity(n)
             forks.append(fork)
         layers = self.model.config.get_text_config().num_hidden_layers
         self._cache = LiveCache(forks, lengths, layers)
@@ -281,6 +282,7 @@ class Compression:
             return
         for row, n, fork in zip(self.last, cache.lengths, cache.forks, strict=False):
             fork.audit(n, self._compressible)
+            row.compressed |= fork.evicted
             row.cache_bytes_end = fork.cache_bytes()
 
 

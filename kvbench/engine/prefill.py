@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from kvbench.engine.attention import UnsupportedModel, exact_attention
 from kvbench.engine.cache import Fork, layer_generator
-from kvbench.kv import CompressedKV, LayerKV, check_finite, check_held, keep_all
+from kvbench.engine.guard import Guard, SharedStateChanged
+from kvbench.kv import WHOLE, CompressedKV, LayerKV, check_finite, keep_all
 
 
 def compressible_layers(model: PreTrainedModel) -> list[int]:
@@ -64,10 +65,15 @@ def input_device(model: PreTrainedModel) -> torch.device:
     return next(embedding.parameters()).device if device is None else torch.device(device)
 
 
+class _Spoiled(Exception):
+    """A method wrote to tensors of a prefill that other forks still read; its own fork has failed."""
+
+
 class PrefillState:
     """Attention state of the prefill: exact attention, then every fork takes its share of the layer.
 
-    A method that fails or holds too much marks its own fork; the others go on.
+    A method that fails or holds too much marks its own fork; the others go on. Where it spoiled the
+    tensors that they read, they have to begin again.
 
     Args:
         forks: the methods' forks; their `layers` are filled here.
@@ -116,37 +122,45 @@ class PrefillState:
             self.exact_bytes += (
                 key.numel() * key.element_size() + value.numel() * value.element_size()
             )
+            guard = Guard(held)
             for fork in self.forks:
-                self._compress(fork, layer, held)
+                self._compress(fork, layer, guard)
         else:
             self._keep_window(layer, key, value, sliding_window)
         synchronize(key.device)
         self.compress_s += time.perf_counter() - start
         return out
 
-    def _compress(self, fork: Fork, layer: int, kv: LayerKV) -> None:
+    def _compress(self, fork: Fork, layer: int, guard: Guard) -> None:
         if fork.failure is not None:
             return
+        kv = guard.layer
         charged = kv.start_user()
-        start = time.perf_counter()
+        # A prompt that does not fill its budget is kept whole; a method that evicts is asked all the
+        # same, for the scores that it goes by once the cache is full.
+        limit = None if fork.compressed else fork.limit(kv.n)
+        seconds, spoiled = 0.0, False
         try:
-            if fork.compressed:
+            if fork.compressed or limit is not None:
                 fork.carry_to(kv.keys.device)
-                kv = replace(kv, carried=fork.carried)
                 generator = layer_generator(fork.seed, fork.example_id, layer)
-                capacity = fork.method.layer_capacity(
-                    fork.budget, kv.n, kv.layer_index, kv.num_layers
+                budget = fork.budget if limit is None else WHOLE
+                held, capacity, seconds = guard.compress(
+                    fork.label, fork.method, budget, generator, fork.carried
                 )
-                held = fork.method.compress(kv, fork.budget, generator)
-                check_held(held, kv)
             else:
-                capacity, held = kv.n, keep_all(kv)
-            fork.hold(layer, held, capacity)
+                held, capacity = keep_all(kv), kv.n
+            start = time.perf_counter()
+            fork.hold(layer, held, capacity, limit=limit)
+            synchronize(kv.keys.device)
+            seconds += time.perf_counter() - start
         except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
             fork.fail(failure)
-        synchronize(kv.keys.device)
+            spoiled = isinstance(failure, SharedStateChanged) and failure.tensors
+        if spoiled and any(other.failure is None for other in self.forks):
+            raise _Spoiled
         # Work that an earlier method of the job did for both is charged to both.
-        fork.compress_s += time.perf_counter() - start + charged()
+        fork.compress_s += seconds + charged()
 
     def _keep_window(self, layer: int, key: Tensor, value: Tensor, window: int | None) -> None:
         n = key.shape[2]
@@ -183,7 +197,9 @@ def forward(model: PreTrainedModel, ids: Tensor, positions: Tensor, state: objec
     return output.logits[:, -1]
 
 
-@torch.inference_mode()
+# Tensors made under inference_mode do not count writes to them, which the guard asks for.
+@torch.inference_mode(False)
+@torch.no_grad()
 def prefill(
     model: PreTrainedModel,
     ids: Sequence[int],
@@ -191,7 +207,8 @@ def prefill(
     *,
     always_compress: bool = False,
 ) -> Prefill:
-    """Run the prompt once, exactly; every fork holds its compressed cache afterwards.
+    """Run the prompt once, exactly; every fork holds its compressed cache afterwards. A method that
+    wrote to what the others read has failed, and the prompt is run again without it.
 
     Args:
         always_compress: call the methods even where the prompt is within their capacity, so that
@@ -200,13 +217,20 @@ def prefill(
     device = input_device(model)
     compressible = compressible_layers(model)
     for fork in forks:
-        over = always_compress or len(ids) > fork.budget.capacity(len(ids))
-        fork.compressed = over and fork.method.uses_budget
-    state = PrefillState(forks, compressible)
+        fork.compressed = fork.method.uses_budget and (
+            always_compress or len(ids) > fork.budget.capacity(len(ids))
+        )
     tokens = torch.tensor([list(ids)], device=device)
-    synchronize(device)
-    start = time.perf_counter()
-    logits = forward(model, tokens, torch.arange(len(ids), device=device), state)
+    while True:
+        state = PrefillState(forks, compressible)
+        synchronize(device)
+        start = time.perf_counter()
+        try:
+            logits = forward(model, tokens, torch.arange(len(ids), device=device), state)
+            break
+        except _Spoiled:
+            for fork in forks:
+                fork.begin_again()
     synchronize(device)
     seconds = time.perf_counter() - start - state.compress_s
     return Prefill(logits[0], seconds, state.exact_bytes, len(ids))
@@ -245,7 +269,8 @@ class CaptureState:
         )
 
 
-@torch.inference_mode()
+@torch.inference_mode(False)  # as `prefill`
+@torch.no_grad()
 def capture_layers(
     model: PreTrainedModel, ids: Sequence[int], layers: Sequence[int]
 ) -> dict[int, LayerKV]:

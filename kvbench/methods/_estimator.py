@@ -36,6 +36,7 @@ def combine(
         exact: [c] int64, the prompt positions of R.
     """
     batch, heads = layer.keys.shape[:2]
+    numerator, denominator = _trimmed(*numerator), _trimmed(*denominator)
     recent = exact.to(layer.keys.device).expand(batch, heads, -1)
     positions = torch.cat([denominator[0], numerator[0], recent], dim=-1)
     log_weights = torch.cat(
@@ -60,3 +61,11 @@ def combine(
     values = layer.values.gather(2, index.expand(-1, -1, -1, layer.values.shape[3]))
     values = (values * factor.unsqueeze(-1)).to(values.dtype)
     return CompressedKV(keys, values, log_weights, positions, keys_only=keys_only)
+
+
+def _trimmed(positions: Tensor, log_weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Without the room that no head uses, which would be held all the same: [batch, kv_heads, most]."""
+    padding = log_weights == -math.inf
+    most = int((~padding).sum(-1).max())
+    kept = padding.int().argsort(dim=-1, stable=True)[..., :most]
+    return positions.gather(-1, kept), log_weights.gather(-1, kept)

@@ -255,6 +255,7 @@ class BalanceKVStreaming(Method):
     """
 
     paper: ClassVar[str] = "arXiv 2502.07861, Algorithms 1, 2 and 4"
+    version: ClassVar[int] = 2
 
     t: int | None = None
     eps: float = 0.1

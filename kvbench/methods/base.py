@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -42,6 +42,8 @@ class Method:
 
     paper: ClassVar[str] = ""
     """Where the method comes from: arXiv number and section."""
+    version: ClassVar[int] = 1
+    """Raised when the same options come to hold something else: then old records are not taken up."""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Named sets of options, e.g. ``{"released": {"order": "released"}}``."""
     saves_memory: ClassVar[bool] = True
@@ -105,7 +107,8 @@ class Method:
     def total_capacity(self, budget: Budget, n: int, num_layers: int) -> int:
         """Entries per KV head summed over the layers that the audit allows.
 
-        Only a preset that reproduces a released code's own split may override it, and must say so.
+        More than the budget is granted to a named preset only (one that reproduces a released code's
+        own split), and records and reports say so.
         """
         return num_layers * (budget.capacity(n) if self.saves_memory else n)
 
@@ -134,3 +137,26 @@ class Method:
             [kv_heads, queries, c] bool, True for hidden. Called only when `restricts`.
         """
         raise NotImplementedError(f"{type(self).__name__}.restrict")
+
+
+def preset_of(method: Method) -> str | None:
+    """Name of the preset whose options `method` has, whatever its others are; None: of none."""
+    for name, options in type(method).presets.items():
+        made = type(method)(**options)
+        if options and all(getattr(method, key) == getattr(made, key) for key in options):
+            return name
+    return None
+
+
+def allowed_entries(
+    method: Method, budget: Budget, n: int, num_layers: int
+) -> tuple[int, str | None]:
+    """Entries per KV head that the audit allows in all layers together, and the name of the preset that
+    holds more than the budget, None where none does. A method is not its own judge: what it asks for
+    beyond the budget without such a name is not granted."""
+    granted = num_layers * (budget.capacity(n) if method.saves_memory else n)
+    asked = method.total_capacity(replace(budget), n, num_layers)
+    if asked <= granted:
+        return asked, None
+    preset = preset_of(method)
+    return (granted, None) if preset is None else (asked, preset)

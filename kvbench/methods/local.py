@@ -18,8 +18,12 @@ from kvbench.methods.base import Held, Method
 class Local(Method):
     """Keeps the last `capacity` tokens and no sink: "Local" in the H2O paper.
 
+    Departure: H2O's baseline keeps its size while decoding, every new token pushing out the oldest
+    one, which is ``decode=evict``. By default generated tokens stay, the protocol of BalanceKV's tables
+    and the default of `streaming_llm`: the methods then differ in what they keep of the prompt only.
+
     Args:
-        decode: grow (generated tokens stay) | evict (each pushes out the oldest one).
+        decode: grow (generated tokens stay) | evict (each pushes out the oldest one, as in H2O).
     """
 
     paper: ClassVar[str] = "arXiv 2306.14048, baseline 'Local'"

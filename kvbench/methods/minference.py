@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -69,6 +70,10 @@ class MInference(Method):
     """
 
     paper: ClassVar[str] = "package minference (MInference, arXiv 2407.02490): its cache clusters"
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "snapkv": {"cluster": "snapkv"},
+        "pyramidkv": {"cluster": "pyramidkv"},
+    }
 
     cluster: str = "snapkv"
     kernel_size: int = 5

@@ -141,6 +141,7 @@ class SubGenStreaming(Method):
     """
 
     paper: ClassVar[str] = "arXiv 2402.06082, Algorithm 1"
+    version: ClassVar[int] = 2
 
     delta: float | None = None
     t: int = 4

@@ -9,8 +9,9 @@ from typing import ClassVar
 import torch
 
 from kvbench.kv import Budget, CompressedKV, LayerKV, gather_entries
-from kvbench.methods._options import check_flag
+from kvbench.methods._options import check_choice, check_flag
 from kvbench.methods._select import draw_uniforms, top_positions, with_sink_and_window
+from kvbench.methods.balancekv import BalanceKV
 from kvbench.methods.base import Method
 
 
@@ -24,17 +25,26 @@ class Uniform(Method):
 
     Args:
         weighted: False drops the log-weights, which over-counts sink and window (an ablation).
+        scope: middle (every entry of it may go) | subset (only those that BalanceKV halves at this rate
+            may go: between 1/2 and 1 the earliest 2 (1 - rate) of the middle, as in both arms of the
+            paper's Table 5). The subset is halved as BalanceKV with gamma = 0 halves it, by coin flips
+            and the same cut; the entries it leaves weigh what they weigh there, the others 1.
     """
 
     paper: ClassVar[str] = "arXiv 2502.07861, section 4.1"
 
     weighted: bool = True
+    scope: str = "middle"
 
     def __post_init__(self) -> None:
         check_flag(self, "weighted")
+        check_choice(self, "scope", "middle", "subset")
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """Sink, the drawn entries of the middle, window: ascending; log_weights float32 or None."""
+        if self.scope == "subset":
+            coin = BalanceKV(gamma=0.0, weights="entry" if self.weighted else "none")
+            return coin.compress(layer, budget, generator)
         batch, heads = layer.keys.shape[:2]
         middle, kept = budget.middle(layer.n), budget.middle_kept(layer.n)
         # float64: float32 draws of a long prompt would tie.

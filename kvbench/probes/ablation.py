@@ -28,7 +28,7 @@ class Ablation(LayerError):
         series: "layer" sets layers apart in the report; null takes layers as repetitions (synthetic
             layers are draws of one kind of data).
         grid: label of every (block size) shown in the table of error and seconds by rate, as in
-            Figure 3 of BalanceKV: {block size: label}.
+            Figure 3 of BalanceKV: {block size: label}. Its errors are the released notebook's.
     """
 
     name: ClassVar[str] = "ablation"
@@ -55,9 +55,27 @@ class Ablation(LayerError):
                     "reference": self.reference,
                     "parts": {part: list(labels) for part, labels in self.parts.items()},
                     "grid": {str(size): label for size, label in self.grid.items()},
+                    "grid_y": METRICS["released"][0],
+                    "grid_note": self._beside_figure3(),
                 }
             ],
         }
+
+    def _beside_figure3(self) -> str:
+        """What is alike and what differs between Figure 3 of BalanceKV and the numbers beside it."""
+        ends = "too" if self.exact == 256 else f"here {self.exact}"
+        drawn = f"{self.seeds} here" + (f", on {self.num_prompts} prompts" if self.prompts else "")
+        of = "tensors drawn at random"
+        if self.prompts is not None:
+            of = f"the model and the layers named here, prompts of {self.prompts.name}"
+        return (
+            "Errors of both are the released notebook's: per query, elements of the exact output below "
+            "1e-8 (the negative ones too) count as 1e-8 in the denominator, about 1.4 times what "
+            f"relative_error is. There 256 tokens are exact at both ends ({ends}), gamma is 4 and the "
+            "temperature 0.1 (see the options of the arms for ours). Published: "
+            "Llama-3.1-8B-Instruct in bfloat16, TriviaQA of LongBench-E, 10 seeds "
+            f"({drawn}), another machine; ours: {of}."
+        )
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
         """See `LayerError.units`.

@@ -35,7 +35,8 @@ from kvbench.methods.base import Method
 from kvbench.nearest import nearest
 from kvbench.plan import Methods, Outcome, Unit, encode_example, status_of
 from kvbench.probes._checks import MOST_LAYERS, MOST_TOKENS, check_counts, check_list
-from kvbench.probes.layer_error import compress_measured, estimate
+from kvbench.probes.layer_error import estimate
+from kvbench.probes.layers import compress_measured
 from kvbench.tasks.base import Task, TaskError
 
 

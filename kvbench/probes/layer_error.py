@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -11,21 +10,10 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.attention import capped
-from kvbench.engine.cache import layer_generator
 from kvbench.engine.session import Session
-from kvbench.kv import (
-    Budget,
-    BudgetExceeded,
-    CompressedKV,
-    KVError,
-    LayerKV,
-    check_finite,
-    keep_all,
-)
-from kvbench.messages import one_line
-from kvbench.methods.base import Method
-from kvbench.plan import Methods, Outcome, Unit, status_of
-from kvbench.probes.layers import LayerProbe
+from kvbench.kv import CompressedKV, LayerKV, keep_all
+from kvbench.plan import Methods, Outcome, Unit
+from kvbench.probes.layers import LayerProbe, Look
 from kvbench.tasks.base import TaskError
 
 METRICS = {
@@ -142,100 +130,20 @@ class LayerError(LayerProbe):
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
         """Every method at every layer, rate and seed, on one prompt's tensors."""
-        carried: dict[tuple[str, float, int], dict[str, Tensor]] = {}
-        for layer, kv in self.captured(unit, session):
-            check_finite(kv)
-            first = kv.n - self.exact
-            assert kv.queries is not None
-            queries = kv.queries[:, :, first:]
-            exact = estimate(keep_all(kv), queries, first, kv)
-            if self.held_out:
-                kv = replace(kv, queries=kv.queries[:, :, :first], withheld=self.exact)
+        for place, label, fields in self.draws(unit, methods, session, self._shown):
+            yield Outcome(label, self.record_id(unit.id, *place), fields)
 
-            def errors(
-                held: CompressedKV,
-                kv: LayerKV = kv,
-                queries: Tensor = queries,
-                exact: Tensor = exact,
-                first: int = first,
-            ) -> dict[str, float]:
-                found = relative_errors(estimate(held, queries, first, kv), exact)
-                return {"score": found[METRICS[self.metric][0]], **found}
+    def _shown(self, kv: LayerKV) -> tuple[LayerKV, Look]:
+        """The layer as the methods see it, and what is measured of what they hold."""
+        first = kv.n - self.exact
+        assert kv.queries is not None
+        queries = kv.queries[:, :, first:]
+        exact = estimate(keep_all(kv), queries, first, kv)
 
-            for rate in self.rates:
-                drew_nothing: dict[str, Mapping[str, Any]] = {}  # the same for every seed
-                for seed in range(self.seeds):
-                    for label, (method, _) in methods.items():
-                        generator = layer_generator(session.seed * 1_000_003 + seed, unit.id, layer)
-                        state = generator.get_state()
-                        mine = replace(kv, carried=carried.setdefault((label, rate, seed), {}))
-                        found = drew_nothing.get(label) or self._measured(
-                            label, method, rate, generator, mine, errors
-                        )
-                        if torch.equal(state, generator.get_state()):
-                            drew_nothing[label] = found
-                            carried[label, rate, seed] = carried[label, rate, 0]
-                        yield Outcome(
-                            label,
-                            self.record_id(unit.id, layer, rate, seed),
-                            {
-                                "prompt": unit.id,
-                                "layer": layer,
-                                "rate": rate,
-                                "draw": seed,
-                                "prompt_tokens": kv.n,
-                                **found,
-                            },
-                        )
+        def errors(held: CompressedKV) -> dict[str, float]:
+            found = relative_errors(estimate(held, queries, first, kv), exact)
+            return {"score": found[METRICS[self.metric][0]], **found}
 
-    def _measured(
-        self,
-        label: str,
-        method: Method,
-        rate: float,
-        generator: torch.Generator,
-        kv: LayerKV,
-        errors: Callable[[CompressedKV], Mapping[str, Any]],
-    ) -> Mapping[str, Any]:
-        """What compression cost and how far off it is; or the failure as record fields: one method's
-        failure stops no other."""
-        try:
-            budget = self.budget_of(method, rate, kv.n, kv.num_layers)
-            held, fields = compress_measured(label, method, budget, generator, kv)
-            return {**errors(held), **fields}
-        except Exception as failure:  # noqa: BLE001 - a record with its status
-            return {"status": status_of(failure), "error": one_line(failure)}
-
-
-def compress_measured(
-    label: str, method: Method, budget: Budget, generator: torch.Generator, kv: LayerKV
-) -> tuple[CompressedKV, dict[str, Any]]:
-    """What `method` holds instead of `kv`, and the record fields that say what it costs.
-
-    Raises:
-        BudgetExceeded: more entries than the method may hold.
-        KVError: what the method does to attention or to stored entries happens while decoding only,
-            so that the error of what `compress` returns would not be the method's.
-    """
-    if method.restricts or method.quantize is not None:
-        what = "restricts attention" if method.restricts else "quantizes entries"
-        raise KVError(f"method {label!r} {what} while decoding; allowed: methods that do neither")
-    start = time.perf_counter()
-    held = method.compress(kv, budget, generator)
-    seconds = time.perf_counter() - start
-    capacity = method.layer_capacity(budget, kv.n, kv.layer_index, kv.num_layers)
-    most = int(held.entries.max())
-    if most > capacity + 1:
-        raise BudgetExceeded(label, kv.layer_index, capacity, most)
-    parts = [held.keys, held.values, *([held.log_weights] if held.log_weights is not None else [])]
-    cache_bytes = sum(part.numel() * part.element_size() for part in parts)
-    exact_bytes = sum(part.numel() * part.element_size() for part in (kv.keys, kv.values))
-    return held, {
-        "capacity": capacity,
-        "entries": {"mean": float(held.entries.float().mean()), "max": most},
-        "cache_bytes": cache_bytes,
-        "exact_bytes": exact_bytes,
-        "ratio": cache_bytes / exact_bytes,
-        "compressed": method.saves_memory,
-        "compress_s": seconds,
-    }
+        if not self.held_out:
+            return kv, errors
+        return replace(kv, queries=kv.queries[:, :, :first], withheld=self.exact), errors

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvbench.engine.cache import layer_generator
+from kvbench.engine.guard import Guard
 from kvbench.engine.prefill import capture_layers
 from kvbench.engine.session import Session
-from kvbench.kv import Budget, KVError, LayerKV
-from kvbench.methods.base import Method
-from kvbench.plan import Methods, Unit, encode_example
+from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, check_finite
+from kvbench.messages import one_line
+from kvbench.methods.base import Method, allowed_entries
+from kvbench.plan import Methods, Unit, encode_example, status_of
 from kvbench.probes._checks import MOST_LAYERS, MOST_TOKENS, check_counts, check_list
 from kvbench.tasks.base import Task, TaskError
+
+Place = tuple[int, float, int]
+"""Layer, rate and seed of a record."""
+Look = Callable[[CompressedKV], Mapping[str, Any]]
+"""Record fields measured of what a method holds of one layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +189,64 @@ class LayerProbe:
         for layer in self.layers:
             yield layer, captured[layer - 1]
 
+    def draws(
+        self,
+        unit: Unit,
+        methods: Methods,
+        session: Session,
+        show: Callable[[LayerKV], tuple[LayerKV, Look]],
+    ) -> Iterator[tuple[Place, str, dict[str, Any]]]:
+        """Every method at every layer, rate and seed, on one prompt's tensors.
+
+        A method that draws nothing is run once for all seeds. What methods note at one layer for the
+        next (`LayerKV.carried`) stays with the method, its rate and its draw.
+
+        Args:
+            show: for a layer, the layer as the methods see it, and a function that measures what
+                they hold of it.
+
+        Yields:
+            (layer, rate, seed), the method's label, and record fields: where, what it cost, what was
+            measured; or a failure, which stops no other method.
+        """
+        carried: dict[tuple[str, float, int], dict[str, Tensor]] = {}
+        for layer, whole in self.captured(unit, session):
+            check_finite(whole)
+            kv, look = show(whole)
+            for rate in self.rates:
+                drew_nothing: dict[str, Mapping[str, Any]] = {}  # the same for every seed
+                for seed in range(self.seeds):
+                    for label, (method, _) in methods.items():
+                        generator = layer_generator(session.seed * 1_000_003 + seed, unit.id, layer)
+                        state = generator.get_state()
+                        mine = replace(kv, carried=carried.setdefault((label, rate, seed), {}))
+                        found = drew_nothing.get(label) or self._measured(
+                            label, method, rate, generator, mine, look
+                        )
+                        if torch.equal(state, generator.get_state()):
+                            drew_nothing[label] = found
+                            carried[label, rate, seed] = carried[label, rate, 0]
+                        where = {"prompt": unit.id, "layer": layer, "rate": rate, "draw": seed}
+                        fields = {**where, "prompt_tokens": kv.n, **found}
+                        yield (layer, rate, seed), label, fields
+
+    def _measured(
+        self,
+        label: str,
+        method: Method,
+        rate: float,
+        generator: torch.Generator,
+        kv: LayerKV,
+        look: Look,
+    ) -> Mapping[str, Any]:
+        """What compression cost and what was measured; or the failure as record fields."""
+        try:
+            budget = self.budget_of(method, rate, kv.n, kv.num_layers)
+            held, fields = compress_measured(label, method, budget, generator, kv)
+            return {**look(held), **fields}
+        except Exception as failure:  # noqa: BLE001 - a record with its status
+            return {"status": status_of(failure), "error": one_line(failure)}
+
     def budget_of(self, method: Method, rate: float, n: int, num_layers: int) -> Budget:
         """The budget with which `method` holds, on average over the layers probed, what the rate
         leaves of n tokens.
@@ -218,3 +283,43 @@ class LayerProbe:
                 f"can hold {wanted}, as the others do at rate {rate:g}"
             )
         return sized(sizes[fitting - 1])
+
+
+def compress_measured(
+    label: str, method: Method, budget: Budget, generator: torch.Generator, kv: LayerKV
+) -> tuple[CompressedKV, dict[str, Any]]:
+    """What `method` holds instead of `kv`, and the record fields that say what it costs.
+
+    Raises:
+        BudgetExceeded: more entries than the method may hold.
+        KVError: what the method does to attention or to stored entries happens while decoding only,
+            so that the error of what `compress` returns would not be the method's.
+    """
+    if method.restricts or method.quantize is not None:
+        what = "restricts attention" if method.restricts else "quantizes entries"
+        raise KVError(f"method {label!r} {what} while decoding; allowed: methods that do neither")
+    guard = Guard(kv, restores=True)  # other methods and draws go on with the same layer
+    held, capacity, seconds = guard.compress(label, method, budget, generator, kv.carried)
+    allowed, preset = allowed_entries(method, budget, kv.n, kv.num_layers)
+    granted = sum(
+        method.layer_capacity(replace(budget), kv.n, layer, kv.num_layers)
+        for layer in range(kv.num_layers)
+    )
+    if granted > allowed:
+        raise BudgetExceeded(label, -1, allowed, granted)
+    most = int(held.entries.max())
+    if most > capacity + 1:
+        raise BudgetExceeded(label, kv.layer_index, capacity, most)
+    parts = [held.keys, held.values, *([held.log_weights] if held.log_weights is not None else [])]
+    cache_bytes = sum(part.numel() * part.element_size() for part in parts)
+    exact_bytes = sum(part.numel() * part.element_size() for part in (kv.keys, kv.values))
+    return held, {
+        "capacity": capacity,
+        "entries": {"mean": float(held.entries.float().mean()), "max": most},
+        "cache_bytes": cache_bytes,
+        "exact_bytes": exact_bytes,
+        "ratio": cache_bytes / exact_bytes,
+        "compressed": method.saves_memory,
+        "compress_s": seconds,
+        **({} if preset is None else {"budget_preset": preset}),
+    }

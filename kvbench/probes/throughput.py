@@ -7,7 +7,7 @@ BalanceKV (arXiv 2502.07861), section 4.4, Table 2: seconds of prefill and decod
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -46,6 +46,10 @@ class Setting:
     batch: int | str
     rate: float | None
 
+    def budget(self, budget: Budget) -> Budget:
+        """The job's budget, at this setting's share where it names one."""
+        return budget if self.rate is None else budget.with_share(self.rate)
+
     def __str__(self) -> str:
         rate = "" if self.rate is None else f"/rate{self.rate:g}"
         return f"n{self.prompt_tokens}+{self.new_tokens}/b{self.batch}{rate}"
@@ -65,8 +69,10 @@ class Throughput:
         prompt_tokens: prompt lengths (BalanceKV: 16384).
         new_tokens: tokens generated (BalanceKV: 1024), one number or several.
         batch: batch sizes; "largest": for each method, the largest that fits.
-        settings: in place of these three, a list of (prompt tokens, new tokens, batch).
-        rates: budgets to measure, in place of the job's one.
+        settings: in place of these three, a list of (prompt tokens, new tokens, batch), each with a
+            budget of its own as a fourth value, if `rates` is empty.
+        rates: budgets to measure, in place of the job's one: shares of the middle, or of the whole
+            prompt where the job's budget names `total_rate`.
         runs: measured runs per method and setting (BalanceKV: 10).
         baselines: names of `kvbench.engine.baselines`, rows beside the methods.
         most_batch: where the search for the largest batch ends.
@@ -78,7 +84,7 @@ class Throughput:
     prompt_tokens: Sequence[int] = (16384,)
     new_tokens: int | Sequence[int] = 1024
     batch: Sequence[int | str] = (1,)
-    settings: Sequence[Sequence[int | str]] = ()
+    settings: Sequence[Sequence[int | float | str]] = ()
     rates: Sequence[float] = ()
     runs: int = 10
     baselines: Sequence[str] = ()
@@ -107,8 +113,9 @@ class Throughput:
                     f"task.batch has {setting.batch}; allowed: integers >= 1, or {LARGEST}"
                 )
         check_counts(self, "runs", "most_batch")
-        for rate in self.rates:
-            Budget(rate=rate)
+        for setting in self._settings():
+            if setting.rate is not None:
+                Budget(rate=setting.rate)
         baselines_of(self.baselines)
 
     def _settings(self) -> list[Setting]:
@@ -122,12 +129,17 @@ class Throughput:
             for batch in self.batch
         ]
         for cell in cells:
-            if len(cell) != 3:
+            if len(cell) != 3 and (len(cell) != 4 or self.rates):
                 raise TaskError(
-                    f"task.settings has {list(cell)}; allowed: [prompt tokens, new tokens, batch]"
+                    f"task.settings has {list(cell)}; allowed: [prompt tokens, new tokens, batch], or "
+                    "with a rate as the fourth where task.rates is empty"
                 )
         rates: Sequence[float | None] = self.rates or [None]
-        return [Setting(n, new, batch, rate) for n, new, batch in cells for rate in rates]
+        return [
+            Setting(*cell) if len(cell) == 4 else Setting(*cell, rate)
+            for cell in cells
+            for rate in (rates if len(cell) == 3 else [None])
+        ]
 
     def rows(self) -> tuple[dict[str, Method], dict[str, str]]:
         """The baselines that can run here, and of the others why not, by label."""
@@ -152,7 +164,8 @@ class Throughput:
         """One unit per (setting, run).
 
         Raises:
-            KVError: sink + window longer than a prompt, or a prompt longer than the model reads.
+            KVError: sink + window longer than a prompt or than its share, or a prompt longer than the
+                model reads.
         """
         limit = (session.spec.architecture or {}).get("max_position_embeddings")
         for setting in self._settings():
@@ -169,6 +182,8 @@ class Throughput:
                         f"budget.sink + budget.window is {budget.sink + budget.window}; the prompt "
                         f"has {n} tokens, so {label!r} would compress nothing; allowed: at most {n}"
                     )
+                if method.uses_budget:
+                    setting.budget(budget).capacity(n)
         return [
             Unit(f"{s}/run{run}", (f"{s}/run{run}",), (s.prompt_tokens, s, run))
             for s in self._settings()
@@ -185,9 +200,7 @@ class Throughput:
         rows: dict[str, dict[str, Any]] = {}
         for label in labels[start:] + labels[:start]:
             method, budget = methods[label]
-            if setting.rate is not None:
-                budget = replace(budget, rate=setting.rate)
-            budgets[label] = budget
+            budgets[label] = budget = setting.budget(budget)
             rows[label] = self._measure(setting, label, method, budget, session)
         n = setting.prompt_tokens
         for turn, (label, fields) in enumerate(rows.items()):

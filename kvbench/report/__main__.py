@@ -36,11 +36,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("folder", help="<results>/<experiment>")
     parser.add_argument("other", nargs="?", help="another one, to compare the first with")
     parser.add_argument("--out", help="folder for the comparison (default: compare-<a>-<b>)")
+    parser.add_argument(
+        "--rescored",
+        metavar="OTHER",
+        help="the same experiment run again in another dtype or batch size: measure the share of"
+        " examples answered anew, keep it in rescored.json and use it beside published numbers",
+    )
     parser.add_argument("--list", action="store_true", help="print every file that was written")
     options = parser.parse_args(arguments)
     if options.out is not None and options.other is None:
         parser.error("--out is for a comparison of two folders")
+    if options.rescored is not None and options.other is not None:
+        parser.error("--rescored is for the report of one folder")
     try:
+        if options.rescored is not None:
+            _measure(options.folder, options.rescored)
         if options.other is None:
             _rebuild(options.folder, every=options.list)
         else:
@@ -63,6 +73,19 @@ def _rebuild(folder: str, *, every: bool) -> None:
     for path in (*paths.tables, *paths.figures) if every else ():
         print(path)
     print(paths.page)
+
+
+def _measure(folder: str, other: str) -> None:
+    from kvbench.report.data import load_experiment
+    from kvbench.report.margins import measure, write_rescored
+
+    found = measure(load_experiment(Path(folder)), load_experiment(Path(other)))
+    for name, one in found.items():
+        print(
+            f"{name}: f {one.f:.3f}; {100 * one.changed:.1f} % of {one.examples} scores changed"
+            f" from {folder} to {other}"
+        )
+    print(write_rescored(Path(folder), found))
 
 
 def _compare(first: str, second: str, out: str | None) -> None:

@@ -10,6 +10,8 @@ Drawn for the figure kind ``ablation`` of a task's meta, a mapping with
     reference       label of the arm that others are compared with
     parts           {what was changed: labels of its variants}
     grid            {block size: label}, for a table laid out as Figure 3 of BalanceKV
+    grid_y          record field that this table shows in place of y
+    grid_note       in what its settings are those of the published figure, and in what not
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from scipy.stats import ttest_1samp
 from kvbench.report.data import Group
 from kvbench.report.drawing import tick_text, words
 from kvbench.report.paper import published_frame
-from kvbench.report.stats import LEVEL, Estimate, Stratum, estimates, holm, widened
+from kvbench.report.significance import holm
+from kvbench.report.stats import LEVEL, Estimate, Stratum, estimates, widened
 from kvbench.report.tables import as_text
 from kvbench.report.views import MISSING, View, number
 
@@ -218,6 +221,9 @@ def grid_view(group: Group, spec: Mapping[str, Any], folder: Path) -> View | Non
     grid = {size: label for size, label in grid.items() if good["method"].eq(label).any()}
     if not grid:
         return None
+    y = spec.get("grid_y", spec["y"])
+    if y not in good:
+        return None
     published = published_frame(folder, _PUBLISHED)
     theirs = published.set_index(["layer", "quantity", "block_size", "rate"])["value"]
     rates = sorted(good[spec["by"]].unique(), reverse=True)
@@ -231,10 +237,7 @@ def grid_view(group: Group, spec: Mapping[str, Any], folder: Path) -> View | Non
                 (
                     f"ours, {words(spec.get('series') or 'layers')} {as_text(layer)}",
                     str(size),
-                    *(
-                        f"{by[spec['y']].mean()[r]:.4f} ± {by[spec['y']].std()[r]:.4f}"
-                        for r in rates
-                    ),
+                    *(f"{by[y].mean()[r]:.4f} ± {by[y].std()[r]:.4f}" for r in rates),
                     *(number(float(by["compress_s"].median()[r])) for r in rates),
                 )
             )
@@ -263,9 +266,9 @@ def grid_view(group: Group, spec: Mapping[str, Any], folder: Path) -> View | Non
         rows=tuple(rows),
         notes=(
             "Ours: mean ± standard deviation over prompts and draws (over layers if they share a row),"
-            " median seconds of one layer's compression. Published: another model"
-            " (Llama-3.1-8B-Instruct), prompts and hardware; what can be compared is how the numbers"
-            " change with block size and rate.",
+            " median seconds of one layer's compression. What can be compared is how the numbers change"
+            " with block size and rate.",
+            *([str(spec["grid_note"])] if "grid_note" in spec else []),
         ),
     )
 

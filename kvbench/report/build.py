@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvbench.records import StoreError
 from kvbench.report.curves import throughput, throughput_scaling
-from kvbench.report.data import Experiment, Group, load_experiment
+from kvbench.report.data import Experiment, Group, by_measure, load_experiment
 from kvbench.report.drawing import Drawn, save_figures
 from kvbench.report.figures import figures_of, heatmap_alone
 from kvbench.report.files import remove_stale, write_text
@@ -17,9 +17,10 @@ from kvbench.report.page import Section, render_page
 from kvbench.report.pairs import pairs_frame, pairs_of, pairs_view
 from kvbench.report.paper import PaperError, Published, comparison_frame, published_tables
 from kvbench.report.paper_views import comparison_name, comparison_views
-from kvbench.report.speeds import speed_frame, speed_view, speeds_of
+from kvbench.report.speeds import speed_frame, speeds_of
 from kvbench.report.study import Study, study_of
 from kvbench.report.tables import ScoreTable, frame_of, overviews, score_table, split_frame
+from kvbench.report.timing_views import speed_view, timing_view
 from kvbench.report.timings import timing_frame, timing_table
 from kvbench.report.views import (
     View,
@@ -27,7 +28,6 @@ from kvbench.report.views import (
     overview_view,
     paper_view,
     score_view,
-    timing_view,
 )
 
 
@@ -117,6 +117,8 @@ def _section(
     timings = timing_table(group) if _is_timing(group) else []
     fields = [name for name in group.meta.breakdown if name in group.records]
     tables = [score_table(group), *(score_table(group, name) for name in fields)]
+    if any(name in group.records for name in group.meta.measures):
+        tables.append(score_table(by_measure(group), "measure"))
     study: Study | None = None
     try:
         study = study_of(group, folder)

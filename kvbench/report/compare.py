@@ -2,12 +2,12 @@
 
 Runs are matched by model, task and method; of several runs of one method, by the options that set them
 apart. Where each folder has one model, they are matched although their names differ. Examples are the
-same when id, seed, prompt and expected answers are; where none is the same, means are compared unpaired.
+same when id, seed, prompt and expected answers are; where fewer than half of them are, in some dataset,
+means are compared unpaired.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -18,12 +18,14 @@ import numpy as np
 import pandas as pd
 
 from kvbench.records import StoreError
-from kvbench.report.data import Arm, Experiment, Group, flat
-from kvbench.report.stats import Estimate, Stratum, estimates, holm, p_values, unpaired_difference
-from kvbench.report.tables import AVERAGE, failures_of
+from kvbench.report.data import Arm, Experiment, Group, TaskMeta, flat
+from kvbench.report.intervals import difference_intervals, mean_intervals, unpaired_difference
+from kvbench.report.significance import holm, p_values
+from kvbench.report.stats import Estimate, Stratum
+from kvbench.report.tables import AVERAGE, PROMPT, failures_of
 
-_PROMPT = ("prompt_tokens", "prompt_tail", "answers")
-"""Fields that are the same where two records of one id are about the same example."""
+_LEAST_COMMON = 0.5
+"""Means are compared paired where this share of the smaller side's examples is in both."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Change:
 
     Attributes:
         difference: second minus first; over the examples that both scored where `paired`.
-        p, adjusted: of the paired randomisation test, adjusted for all totals; NaN unpaired.
+        p, adjusted: of the paired test, adjusted for all totals; NaN unpaired.
         common: examples that both scored.
         better, worse: of these, whose score rose or fell in the sense of the task.
         failed: failed examples by status, of each.
@@ -129,7 +131,7 @@ def compare(first: Experiment, second: Experiment) -> Comparison:
     Raises:
         StoreError: they have no run in common.
     """
-    groups = _matched_groups(first, second)
+    groups = matched_groups(first, second)
     tasks: list[TaskComparison] = []
     pairs: list[tuple[str, Mapping[str, Any], Mapping[str, Any]]] = []
     seen: tuple[set[str], set[str]] = (set(), set())
@@ -137,7 +139,7 @@ def compare(first: Experiment, second: Experiment) -> Comparison:
         if a.meta.score_unit != b.meta.score_unit:
             continue
         matches = []
-        for x, y in _matched_arms(a, b):
+        for x, y in matched_arms(a, b):
             matches.append(_match(a, x, b, y))
             where = f"{b.model} / {b.task} / {y.label}"
             pairs += [(where, *both) for both in _manifests(a, x, b, y)]
@@ -210,14 +212,15 @@ def _names(first: Experiment, second: Experiment) -> tuple[str, str]:
     return (a, b) if a != b else (str(first.folder), str(second.folder))
 
 
-def _matched_groups(first: Experiment, second: Experiment) -> list[tuple[Group, Group]]:
+def matched_groups(first: Experiment, second: Experiment) -> list[tuple[Group, Group]]:
+    """Groups of the same task and model, or of the same task where each has one model."""
     alone = all(len({group.model for group in e.groups}) == 1 for e in (first, second))
     keys = {("" if alone else group.model, group.task): group for group in second.groups}
     found = [(a, keys.get(("" if alone else a.model, a.task))) for a in first.groups]
     return [(a, b) for a, b in found if b is not None]
 
 
-def _matched_arms(a: Group, b: Group) -> list[tuple[Arm, Arm]]:
+def matched_arms(a: Group, b: Group) -> list[tuple[Arm, Arm]]:
     """Arms of the same label; where a method has one arm in each, they are matched in any case."""
     found = []
     for x in a.arms:
@@ -235,42 +238,45 @@ def _run_name(group: Group, arm: Arm) -> str:
 
 
 def _match(a: Group, x: Arm, b: Group, y: Arm) -> Match:
-    one = a.records[a.records["arm"] == x.label]
-    other = b.records[b.records["arm"] == y.label]
-    one, other = _keyed(one, other)
+    one, other = keyed_records(a, x, b, y)
     names = sorted(set(one["dataset"].astype(str)) & set(other["dataset"].astype(str)))
     unit = b.meta.unit if b.meta.unit in one and b.meta.unit in other else "example_id"
-    sign = -1.0 if b.meta.lower_is_better else 1.0
-    changes = [_change(one, other, [name], unit, sign) for name in names]
+    changes = [_change(one, other, [name], unit, b.meta) for name in names]
     if len(names) != 1:
-        changes.append(_change(one, other, names, unit, sign))
+        changes.append(_change(one, other, names, unit, b.meta))
     return Match(y.label, y.method, tuple(changes), tuple(_flips(one, other, y.label)))
 
 
-def _keyed(one: pd.DataFrame, other: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Both with a column ``key`` that is equal where the example is.
+def keyed_records(a: Group, x: Arm, b: Group, y: Arm) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The records of two arms, each with ``good``, the score where there is one, and a column ``key``
+    that is equal where the example is.
 
     Seeds are part of it where the two have one in common; else a seed may stand for the methods'
-    draws alone, and the prompt tells.
+    draws alone, and the prompt tells: repeats of one prompt are one example with their mean score.
     """
+    one = a.records[a.records["arm"] == x.label]
+    other = b.records[b.records["arm"] == y.label]
     seeds = bool(set(one["seed"]) & set(other["seed"]))
-
-    def key(row: pd.Series) -> str:
-        parts = [row[name] for name in ("example_id", *_PROMPT)]
-        return json.dumps([str(row["seed"])] * seeds + parts, default=str)
-
     keyed = []
     for part in (one, other):
-        keys = [key(row) for _, row in part[["seed", "example_id", *_PROMPT]].iterrows()]
-        keyed.append(part.assign(key=keys, good=part["score"].where(part["status"] == "ok")))
-    return keyed[0].drop_duplicates("key"), keyed[1].drop_duplicates("key")
+        keys = part["example_id"].map(str)
+        for field in (*PROMPT, *(["seed"] if seeds else [])):
+            keys = keys + "\x00" + part[field].map(str)
+        good = part["score"].where(part["status"] == "ok").astype(float)
+        part = part.assign(key=keys, good=good.groupby(keys).transform("mean"))
+        part = part.sort_values("status", key=lambda status: status != "ok", kind="stable")
+        keyed.append(part.drop_duplicates("key").sort_index())
+    return keyed[0], keyed[1]
 
 
 def _change(
-    one: pd.DataFrame, other: pd.DataFrame, names: Sequence[str], unit: str, sign: float
+    one: pd.DataFrame, other: pd.DataFrame, names: Sequence[str], unit: str, meta: TaskMeta
 ) -> Change:
     strata: tuple[list[Stratum], list[Stratum], list[Stratum]] = ([], [], [])
     better = worse = common = 0
+    enough = bool(names)
+    sign = -1.0 if meta.lower_is_better else 1.0
+    fraction = meta.score_unit == "fraction"
     for name in names:
         mine, theirs = (part[part["dataset"].astype(str) == name] for part in (one, other))
         both = mine.merge(theirs[["key", "good"]], on="key", suffixes=("", "_b"))
@@ -278,26 +284,26 @@ def _change(
         gain = sign * (both["good_b"] - both["good"])
         better, worse = better + int((gain > 0).sum()), worse + int((gain < 0).sum())
         common += len(both)
+        smaller = min(int(part["good"].notna().sum()) for part in (mine, theirs))
+        enough &= len(both) > 0 and len(both) >= _LEAST_COMMON * smaller
         strata[0].append(_stratum(f"first {name}", mine, mine["good"], unit))
         strata[1].append(_stratum(f"second {name}", theirs, theirs["good"], unit))
         strata[2].append(_stratum(f"both {name}", both, both["good_b"] - both["good"], unit))
-    paired = bool(strata[2]) and all(len(stratum.sums) for stratum in strata[2])
     nothing = Estimate(math.nan, math.nan, math.nan)
-    first, second = (estimates(side)[0] if side else nothing for side in strata[:2])
-    if not names:
-        difference = nothing
-    elif paired:
-        difference = estimates(strata[2])[0]
-    else:
-        difference = unpaired_difference(strata[0], strata[1])
+    first, second = (
+        mean_intervals(side, fraction=fraction)[0] if side else nothing for side in strata[:2]
+    )
+    difference = unpaired_difference(first, second)
+    if enough:
+        difference = difference_intervals(strata[2], fraction=fraction)[0]
     sides = [part[part["dataset"].astype(str).isin(names)] for part in (one, other)]
     return Change(
         dataset=names[0] if len(names) == 1 else AVERAGE,
         first=first,
         second=second,
         difference=difference,
-        paired=paired,
-        p=p_values(strata[2])[0] if paired else math.nan,
+        paired=enough,
+        p=p_values(strata[2])[0] if enough else math.nan,
         adjusted=math.nan,
         common=common,
         better=better,

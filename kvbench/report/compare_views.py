@@ -20,6 +20,7 @@ from kvbench.report.formats import markdown
 from kvbench.report.page import environment, page_parts
 from kvbench.report.pairs import p_text
 from kvbench.report.predictions import clip
+from kvbench.report.significance import ALPHA
 from kvbench.report.tables import AVERAGE, failures_text
 from kvbench.report.views import (
     INTERVAL_NOTE,
@@ -128,14 +129,15 @@ def _task_view(task: TaskComparison) -> View:
     ]
     notes = [
         INTERVAL_NOTE,
-        "change: second minus first, paired over the examples that both scored; bold where its"
-        " interval excludes 0. p is of a randomisation test of paired differences, adjusted by Holm's"
-        " method for all methods and tasks shown. seconds: median of compressing and decoding.",
+        "change: second minus first, paired over the examples that both scored; bold where it"
+        " is shown: p, adjusted, below 0.05. p is of the exact paired test (McNemar's for right and"
+        " wrong, else over the signs of the differences), adjusted by Holm's method for all methods and"
+        " tasks shown. seconds: median of compressing and decoding.",
     ]
     if any(not total.paired for total in totals):
         notes.append(
-            "* unpaired: no example is the same in both (in some dataset), so the interval is that of"
-            " two independent samples."
+            "* unpaired: fewer than half of the examples are the same in both (in some dataset), so the"
+            " interval is that of two independent samples, and there is no paired test."
         )
     return View(
         name=f"compare-{task.task}-{task.model}",
@@ -143,7 +145,7 @@ def _task_view(task: TaskComparison) -> View:
         columns=tuple(header),
         rows=tuple(rows),
         notes=tuple(notes),
-        bold=frozenset((i, 3) for i, total in enumerate(totals) if total.difference.excludes_zero),
+        bold=frozenset((i, 3) for i, total in enumerate(totals) if total.adjusted < ALPHA),
     )
 
 
@@ -155,16 +157,14 @@ def _dataset_view(task: TaskComparison) -> View:
         by_dataset = {change.dataset: change for change in match.changes}
         rows.append((match.label, *(_dataset_text(by_dataset.get(c), task.unit) for c in columns)))
         bold |= {
-            (i, j)
-            for j, c in enumerate(columns, 1)
-            if c in by_dataset and by_dataset[c].difference.excludes_zero
+            (i, j) for j, c in enumerate(columns, 1) if c in by_dataset and by_dataset[c].p < ALPHA
         }
     return View(
         name=f"compare-{task.task}-{task.model}-by-dataset",
         title=f"{task.task} on {task.model}: change by dataset{unit_text(task.unit)}",
         columns=("method", *columns),
         rows=tuple(rows),
-        notes=("Bold: the interval of this change excludes 0 (not adjusted for their number).",),
+        notes=(f"Bold: p of this change is below {ALPHA:.2f} (not adjusted for their number).",),
         bold=frozenset(bold),
     )
 

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from kvbench.report.data import Group
+from kvbench.report.data import BASELINE, Group
 from kvbench.report.drawing import (
     GREY,
     SMALL,
@@ -39,14 +39,14 @@ def score_against_ratio(group: Group, table: ScoreTable) -> Drawn:
     for row in table.rows:
         if not math.isnan(row.total.score.value):
             lines.setdefault(row.arm.method, []).append((row.ratio, row.total.score))
-    baselines = {a.method for a in group.arms if group.baseline[a.label] is None}
+    baselines = {a.method for a in group.arms if a.method == BASELINE}
     averaged = f" over {len(table.columns) - 1} datasets" if AVERAGE in table.columns else ""
     return _against_ratio(
         group,
         lines,
         {method for method in baselines if method in lines},
         title=f"{group.task}: score against memory",
-        caption=f"Mean score{averaged} with 95 % bootstrap intervals against the ratio that was"
+        caption=f"Mean score{averaged} with 95 % intervals against the ratio that was"
         " measured, not the one that was asked for; dashed with its band: the baseline.",
     )
 
@@ -73,7 +73,7 @@ def error_against_memory(group: Group) -> Drawn | None:
         lines,
         set(),
         title=f"{group.task}: {group.meta.score_unit.replace('_', ' ')} against memory",
-        caption="Means with 95 % bootstrap intervals over prompts against the ratio that was"
+        caption="Means with 95 % intervals over prompts against the ratio that was"
         " measured, not the one that was asked for.",
         logarithmic=group.meta.lower_is_better,
     )
@@ -98,7 +98,9 @@ def _against_ratio(
         if label in baselines:
             first = scores[0]
             ax.axhline(scale * first.value, color=style.color, linestyle="--", linewidth=1)
-            ax.axhspan(scale * first.low, scale * first.high, color=style.color, alpha=0.07, lw=0)
+            if not math.isnan(first.low):
+                low, high = scale * first.low, scale * first.high
+                ax.axhspan(low, high, color=style.color, alpha=0.07, lw=0)
         ax.errorbar(
             [ratio for ratio, _ in ordered],
             [scale * s.value for s in scores],
@@ -118,6 +120,10 @@ def _against_ratio(
     ratios = [ratio for points in lines.values() for ratio, _ in points]
     few = max(ratios) < 4 * min(ratios)
     _plain_ticks(ax.xaxis, LogLocator(base=2, subs=(1.0, 1.5) if few else (1.0,)))
+    if group.meta.score_unit == "fraction" and not any(
+        score.value > 0 for points in lines.values() for _, score in points
+    ):
+        ax.set_ylim(0, 103)
     if logarithmic:
         ax.set_yscale("log")
         _plain_ticks(ax.yaxis, LogLocator(base=10, subs=(1.0, 2.0, 5.0)))

@@ -7,7 +7,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from kvbench.records import MANIFEST, Run, StoreError, load_runs
 from kvbench.report.style import order_of
 
 BASELINE = "exact"
-"""The method that others are compared with where it was run."""
+"""The method that others are compared with, where it was run."""
 
 _NOT_IN_LABELS = frozenset(
     (
@@ -56,7 +56,8 @@ class Arm:
     Attributes:
         method: the method's name.
         options: what sets it apart from other runs of the same method, e.g. ``("rate 0.25",)``.
-        rate: the budget's rate, None where the method has no budget.
+        rate: the fraction that the budget names (of the middle, or of the whole prompt), None where the
+            method has no budget.
     """
 
     method: str
@@ -69,9 +70,9 @@ class Arm:
         return ", ".join((self.method, *self.options))
 
     @property
-    def sort_key(self) -> tuple[tuple[int, str], float, tuple[str, ...]]:
-        """The reference methods first, larger budgets before smaller ones."""
-        return order_of(self.method), -(self.rate or 0.0), self.options
+    def sort_key(self) -> tuple[tuple[int, str], float, tuple[tuple[str, float, str], ...]]:
+        """The reference methods first, larger budgets before smaller ones; options by their number."""
+        return order_of(self.method), -(self.rate or 0.0), tuple(map(_natural, self.options))
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,8 @@ class TaskMeta:
     figures: tuple[Mapping[str, Any], ...] = ()
     unit: str = "example_id"
     """Record field that names the independent unit, which intervals resample."""
+    measures: tuple[str, ...] = ()
+    """Record fields, scores all of them, that a table shows side by side."""
 
     @staticmethod
     def of(manifest: Mapping[str, Any]) -> TaskMeta:
@@ -97,6 +100,7 @@ class TaskMeta:
             breakdown=tuple(meta.get("breakdown") or ()),
             figures=tuple(meta.get("figures") or ()),
             unit=str(meta.get("unit", "example_id")),
+            measures=tuple(meta.get("measures") or ()),
         )
 
     def figure(self, kind: str) -> Mapping[str, Any] | None:
@@ -113,7 +117,8 @@ class Group:
             entries held per layer and KV head in ``entries_mean`` and ``entries_max``, and
             milliseconds of decoding per step in ``decode_ms``.
         arms: in table order.
-        baseline: for each arm's label, the label of the arm it is compared with (None: it is it).
+        baseline: for each arm's label, the label of the exact arm it is compared with (None: it is
+            one itself, or none was run).
     """
 
     model: str
@@ -131,6 +136,13 @@ class Group:
         return frozenset(
             arm.label for arm in self.arms if arm.method != BASELINE and arm.label not in set(kept)
         )
+
+    @property
+    def left_out(self) -> list[str]:
+        """Datasets of the task of which `limit` left nothing, whatever the run."""
+        named = [manifest.get("datasets_left_out") or [] for manifest in self.manifests]
+        shared = set(named[0]).intersection(*named[1:]) if named else set()
+        return [name for name in (named[0] if named else []) if name in shared]
 
     @property
     def baseline_name(self) -> str | None:
@@ -176,6 +188,26 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
         groups[model, str(run.manifest.get("task"))].append(run)
     found = [_group(*key, members) for key, members in groups.items()]
     return sorted(found, key=lambda g: (g.model, g.meta.score_unit != "fraction", g.task))
+
+
+def _natural(option: str) -> tuple[str, float, str]:
+    """``kernel_size 5`` before ``kernel_size 15``."""
+    name, _, value = option.rpartition(" ")
+    try:
+        return name, float(value), ""
+    except ValueError:
+        return name, math.inf, value
+
+
+def by_measure(group: Group) -> Group:
+    """The group with each of its task's measures in turn as the score: a row per record and measure,
+    which the column ``measure`` names."""
+    parts = [
+        group.records.assign(measure=name, score=group.records[name])
+        for name in group.meta.measures
+        if name in group.records
+    ]
+    return replace(group, records=pd.concat(parts, ignore_index=True)) if parts else group
 
 
 def _entries(records: pd.DataFrame, which: str) -> list[float]:
@@ -243,8 +275,9 @@ def arms_of(runs: Sequence[Run]) -> list[Arm]:
         shown = {key: _short([config.get(key) for config in configs.values()]) for key in varied}
         for i, config in configs.items():
             options = tuple(f"{key.split('.')[-1]} {shown[key][config.get(key)]}" for key in varied)
-            rate = config.get("budget.rate", "null")
-            arms[i] = Arm(method, options, None if rate == "null" else float(rate))
+            named = (config.get(f"budget.{name}", "null") for name in ("total_rate", "rate"))
+            rate = next((share for share in named if share != "null"), None)
+            arms[i] = Arm(method, options, None if rate is None else float(rate))
         if not whole:
             _tell_twins_apart(arms, runs, indices)
     return [arms[i] for i in range(len(runs))]
@@ -314,10 +347,11 @@ def _tell_twins_apart(arms: dict[int, Arm], runs: Sequence[Run], indices: Sequen
 
 
 def _baselines(arms: Sequence[Arm]) -> dict[str, str | None]:
-    """For each arm the exact arm that shares most of its options; without one, the first arm."""
-    exact = [arm for arm in arms if arm.method == BASELINE] or list(arms[:1])
-    found: dict[str, str | None] = {}
-    for arm in arms:
+    """For each arm the exact arm that shares most of its options; None where none was run: no other
+    method is what one would compare with."""
+    exact = [arm for arm in arms if arm.method == BASELINE]
+    found: dict[str, str | None] = dict.fromkeys(arm.label for arm in arms)
+    for arm in arms if exact else ():
         nearest = max(exact, key=lambda other: len(set(other.options) & set(arm.options)))
         found[arm.label] = None if arm in exact else nearest.label
     return found

@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from kvbench.report.curves import error_against_memory, score_against_ratio
-from kvbench.report.data import Arm, Group
+from kvbench.report.data import BASELINE, Arm, Group
 from kvbench.report.drawing import (
     GREY,
     SMALL,
@@ -117,7 +117,7 @@ def by_dataset(group: Group, table: ScoreTable) -> Drawn:
     return Drawn(
         f"{stem(group)}-by-dataset",
         f"{group.task}: paired difference to {table.baseline} by dataset",
-        "Over examples that both scored, with 95 % bootstrap intervals; the average counts every"
+        "Over examples that both scored, with 95 % intervals; the average counts every"
         " dataset alike. Points are set apart sideways so that their intervals can be told apart.",
         figure,
     )
@@ -290,18 +290,19 @@ def breakdown(group: Group, table: ScoreTable) -> Drawn:
     return Drawn(
         f"{stem(group)}-by-{slug(table.by)}",
         f"{group.task}: score by {words(table.by)}",
-        "Mean and 95 % bootstrap interval over examples. Values are evenly spaced, and points set"
+        "Mean and 95 % interval over examples. Values are evenly spaced, and points set"
         " apart sideways so that their intervals can be told apart.",
         figure,
     )
 
 
 def _limits(table: ScoreTable) -> tuple[float, float]:
-    """All of 0 to 100 per cent, or where everything lies in a small part of it, that part."""
+    """All of 0 to 100 per cent; where everything lies in a small part of it (and not all is 0), that
+    part."""
     scores = [cell.score for row in table.rows for cell in row.cells.values()]
-    low = 100 * np.nanmin([score.low for score in scores])
-    high = 100 * np.nanmax([score.high for score in scores])
-    if high - low > 40:
+    low = 100 * np.nanmin([min(score.value, score.low) for score in scores])
+    high = 100 * np.nanmax([max(score.value, score.high) for score in scores])
+    if high - low > 40 or not any(score.value > 0 for score in scores):
         return 0.0, 103.0
     room = max(1.0, 0.08 * (high - low))
     return max(0.0, low - room), min(103.0, high + room)
@@ -349,7 +350,7 @@ def differences(table: ScoreTable) -> Drawn:
     return Drawn(
         f"{slug(table.task)}-{slug(table.model)}-difference",
         f"{table.task}: paired difference to {table.baseline}",
-        "Over examples that both scored, with 95 % bootstrap intervals.",
+        "Over examples that both scored, with 95 % intervals.",
         figure,
     )
 
@@ -437,7 +438,7 @@ def _pages(
     return [
         (
             f"-rate-{rate:g}",
-            [a for a in arms if a.rate == rate or group.baseline[a.label] is None],
+            [a for a in arms if a.rate == rate or a.method == BASELINE],
         )
         for rate in rates
     ]

@@ -19,16 +19,18 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from kvbench.report import views
 from kvbench.report.data import Experiment, Group
+from kvbench.report.differences import notes_on
 from kvbench.report.drawing import Drawn
 from kvbench.report.pairs import ArmPair, pairs_view
 from kvbench.report.paper import Published, joined_tasks
-from kvbench.report.paper_views import OUTSIDE_NOTE
+from kvbench.report.paper_views import difference_text, margin_note
 from kvbench.report.predictions import Shown, clip, sample_of
-from kvbench.report.speeds import Speed, speed_view
+from kvbench.report.speeds import Speed
 from kvbench.report.stats import Estimate
 from kvbench.report.study import Study
 from kvbench.report.style import order_of, style_of
 from kvbench.report.tables import Overview, ScoreTable
+from kvbench.report.timing_views import speed_view, timing_view
 from kvbench.report.timings import Timing
 from kvbench.report.views import View
 
@@ -75,8 +77,8 @@ def render_page(
         experiment=experiment,
         sections=[_section(section, index) for index, section in enumerate(sections, 1)],
         overviews=[overview for overview in overviews if len(overview.tables) > 1],
-        published=joined_tasks(published),
-        outside_note=OUTSIDE_NOTE,
+        published=[(table, notes_on(table.differences)) for table in joined_tasks(published)],
+        margin_note=margin_note(published),
         warnings=warnings,
         methods=sorted({a.method for s in sections for a in s.group.arms}, key=order_of),
         totals=_totals(experiment),
@@ -100,7 +102,10 @@ def environment() -> Environment:
         lstrip_blocks=True,
     )
     made.globals.update(
-        views=views, color=lambda method: style_of(method).color, interval_plot=_interval_plot
+        views=views,
+        color=lambda method: style_of(method).color,
+        interval_plot=_interval_plot,
+        published_difference=difference_text,
     )
     return made
 
@@ -123,12 +128,12 @@ def _section(section: Section, index: int) -> dict[str, Any]:
         "table": section.tables[0],
         "breakdowns": section.tables[1:],
         "study": section.study,
-        "timings": views.timing_view(section.group.task, section.group.model, section.timings)
+        "timings": timing_view(section.group.task, section.group.model, section.timings)
         if section.timings
         else None,
         "speeds": speed_view(section.group, section.speeds) if section.speeds else None,
         "pairs": pairs_view(section.group, section.pairs) if section.pairs else None,
-        "notes": views.notes_of(section.tables),
+        "notes": [*views.notes_of(section.tables), *_sample_notes(section.group)],
         "figures": [_figure(drawn) for drawn in section.figures],
         "shown": shown,
         "examples": examples,
@@ -144,6 +149,19 @@ def _figure(drawn: Drawn) -> dict[str, Any]:
         "uri": f"data:image/png;base64,{base64.b64encode(drawn.png).decode()}",
         "width": round(drawn.figure.get_figwidth() * _PIXELS_PER_INCH),
     }
+
+
+def _sample_notes(group: Group) -> list[str]:
+    """What the examples are a sample of: the unit where it is not the example, and what `limit` cut."""
+    notes, unit = [], group.meta.unit
+    if unit != "example_id" and unit in group.records:
+        notes.append(
+            f"The independent unit is the {unit.replace('_', ' ')}: intervals are over the"
+            f" {group.records[unit].nunique()} there are, each with all of its examples."
+        )
+    if group.left_out:
+        notes.append(f"Left out by limit: {', '.join(group.left_out)}.")
+    return notes
 
 
 def _filters(shown: Sequence[Shown]) -> dict[str, list[str]]:

@@ -2,43 +2,39 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import pandas as pd
 
 from kvbench.report.data import Arm, Group
-from kvbench.report.stats import (
-    LEVEL,
-    POWER,
-    Array,
-    Estimate,
-    Stratum,
-    estimates,
-    holm,
-    p_values,
-    units_needed,
-    variances,
-)
-from kvbench.report.tables import Scores, common_means, peers_of, strata_of
+from kvbench.report.intervals import difference_intervals
+from kvbench.report.marks import common_means, paired_tests
+from kvbench.report.significance import ALPHA, POWER, units_needed, variances
+from kvbench.report.stats import Array, Estimate, Stratum
+from kvbench.report.tables import Scores, peers_of, strata_of
 from kvbench.report.views import MISSING, View, estimate_text, shown_text, unit_text, value_text
 
+PLANNED = (0.02, 0.05)
+"""Differences to plan for: points of a fraction, else shares of the better mean."""
 _SHOWN = 15
 """Pairs of which a table shows all; of more, the neighbours in rank and those with the best."""
 
 PAIRS_NOTE = (
-    "The difference is paired, over examples that both scored, with its 95 % bootstrap interval. p is"
-    " of a two-sided randomisation test (signs of the paired differences), adjusted by Holm's method"
-    " for all pairs of compressed methods at the same rate on this model and task."
+    "The difference is paired, over examples that both scored, with its 95 % interval. p is of the exact"
+    " paired test (McNemar's for right and wrong, else over the signs of the differences), and adjusted"
+    " (Westfall and Young) for all pairs of compressed methods at the same rate on this model and task;"
+    f" those below {ALPHA:.2f} are what the score table calls shown worse."
 )
 NEEDED_NOTE = (
-    f"Needed: examples per dataset at which a two-sided {LEVEL:.0%} interval of the paired difference"
-    f" excludes 0 with probability {POWER:.0%}, were the true difference the one seen here (or the"
-    " published one), from the variance of our paired differences; normal approximation."
-).replace("%", " %")
+    "Needed is a plan for more data, not a finding about these: examples per dataset at which the paired"
+    f" test would show a true difference of the stated size with probability {POWER:.0%}, at 5 % divided"
+    " by the number of pairs at the rate, from the variance of our paired differences; – where they do"
+    " not vary."
+).replace("80%", "80 %")
 
 
 @dataclass(frozen=True)
@@ -55,10 +51,11 @@ class ArmPair:
 
     Attributes:
         difference: first minus second, paired.
-        p, adjusted: of the paired randomisation test, and adjusted for the number of pairs.
+        p, adjusted: of the paired test, and adjusted for all pairs of that rate.
         deviation: standard deviation of one example's paired difference, pooled over datasets.
         examples, datasets: independent units that both scored, and datasets they are from.
-        needed: units per dataset that would show this difference (`stats.units_needed`).
+        needed: by planned difference, units per dataset that would show it
+            (`significance.units_needed`).
         neighbours: of adjacent rank. to_best: the first is the best of its rate.
         published: by the paper's model, the published difference (first minus second).
     """
@@ -71,7 +68,7 @@ class ArmPair:
     deviation: float
     examples: int
     datasets: int
-    needed: float
+    needed: Mapping[float, float]
     neighbours: bool
     to_best: bool
     published: Mapping[str, Gap] = field(default_factory=dict)
@@ -87,58 +84,75 @@ def pairs_of(
             score is a fraction).
     """
     strata = strata_of(group)
-    found = [pair for peers in peers_of(group) for pair in _among(group, strata, peers)]
-    adjusted = holm([pair.p for pair in found])
-    scale = 100.0 if group.meta.score_unit == "fraction" else 1.0
     return [
-        replace(
-            pair,
-            adjusted=p,
-            published={
-                model: _gap(averages, pair, scale)
-                for model, averages in (published or {}).items()
-                if pair.first.method in averages and pair.second.method in averages
-            },
-        )
-        for pair, p in zip(found, adjusted, strict=True)
+        pair for peers in peers_of(group) for pair in _among(group, strata, peers, published or {})
     ]
 
 
-def _among(group: Group, strata: Sequence[Scores], peers: Sequence[int]) -> list[ArmPair]:
+def _among(
+    group: Group,
+    strata: Sequence[Scores],
+    peers: Sequence[int],
+    published: Mapping[str, Mapping[str, float]],
+) -> list[ArmPair]:
     """Pairs of arms that compete with each other."""
     scored = [i for i in peers if all((~np.isnan(one.values[:, i])).any() for one in strata)]
     if len(scored) < 2 or not strata:
         return []
+    fraction = group.meta.score_unit == "fraction"
     sign = -1.0 if group.meta.lower_is_better else 1.0
-    means = sign * common_means(strata, scored)
+    own = np.mean([np.nanmean(one.values[:, scored], axis=0) for one in strata], axis=0)
+    means = common_means(strata, scored)
     if np.isnan(means).any():  # no example that all of them scored: each by its own mean
-        means = sign * np.mean(
-            [np.nanmean(one.values[:, scored], axis=0) for one in strata], axis=0
+        means = own
+    order = np.argsort(-sign * means, kind="stable")
+    ranked = [scored[k] for k in order]
+    tests = paired_tests(strata, ranked)
+    found = difference_intervals(tests.strata, fraction=fraction)
+    spread = variances(tests.strata)
+    differing = _shares_differing(tests.strata)
+    units = _units(tests.strata)
+    unit = 1.0 if fraction else float(abs(own[order[0]]))
+    scale = 100.0 if fraction else 1.0
+    pairs = []
+    for k, (i, j) in enumerate(tests.pairs):
+        needed = partial(_needed, spread[:, k], differing[:, k], alpha=ALPHA / len(tests.pairs))
+        first, second = group.arms[i], group.arms[j]
+        gaps = {
+            model: averages[first.method] - averages[second.method]
+            for model, averages in published.items()
+            if first.method in averages and second.method in averages
+        }
+        pairs.append(
+            ArmPair(
+                first=first,
+                second=second,
+                difference=found[k],
+                p=tests.p[k],
+                adjusted=tests.adjusted[k],
+                deviation=math.sqrt(float(np.mean(spread[:, k]))),
+                examples=int(units[k]),
+                datasets=len(strata),
+                needed={planned: needed(planned * unit) for planned in PLANNED},
+                neighbours=ranked.index(j) == ranked.index(i) + 1,
+                to_best=i == ranked[0],
+                published={model: Gap(gap, needed(gap / scale)) for model, gap in gaps.items()},
+            )
         )
-    ranked = [scored[k] for k in np.argsort(-means, kind="stable")]
-    index = list(itertools.combinations(range(len(ranked)), 2))
-    first, second = ([ranked[pair[k]] for pair in index] for k in (0, 1))
-    differences = [one.stratum(one.values[:, first] - one.values[:, second]) for one in strata]
-    found = estimates(differences)
-    p = p_values(differences)
-    spread = variances(differences)
-    units = _units(differences)
-    return [
-        ArmPair(
-            first=group.arms[ranked[a]],
-            second=group.arms[ranked[b]],
-            difference=found[k],
-            p=p[k],
-            adjusted=math.nan,
-            deviation=math.sqrt(float(np.mean(spread[:, k]))),
-            examples=int(units[k]),
-            datasets=len(strata),
-            needed=units_needed(spread[:, k], found[k].value),
-            neighbours=b == a + 1,
-            to_best=a == 0,
-        )
-        for k, (a, b) in enumerate(index)
-    ]
+    return pairs
+
+
+def _needed(variance: Array, differing: Array, effect: float, *, alpha: float) -> float:
+    """Units per dataset that would show `effect`. Scores that differ in fewer units than a share of
+    `effect` cannot differ by so much on average: then as many more are taken to."""
+    share = float(np.mean(differing))
+    more = max(1.0, min(1.0, abs(effect)) / share) if share else 1.0
+    return units_needed(variance * more, effect, alpha=alpha, differing=min(1.0, share * more))
+
+
+def _shares_differing(strata: Sequence[Stratum]) -> Array:
+    """[strata, columns] share of units whose difference is not 0."""
+    return np.array([(s.sums != 0).sum(0) / np.maximum((s.counts > 0).sum(0), 1) for s in strata])
 
 
 def _units(strata: Sequence[Stratum]) -> Array:
@@ -146,15 +160,10 @@ def _units(strata: Sequence[Stratum]) -> Array:
     return np.sum([(stratum.counts > 0).sum(0) for stratum in strata], axis=0)
 
 
-def _gap(averages: Mapping[str, float], pair: ArmPair, scale: float) -> Gap:
-    difference = averages[pair.first.method] - averages[pair.second.method]
-    needed = units_needed([pair.deviation**2] * pair.datasets, difference / scale)
-    return Gap(difference, needed)
-
-
 def pairs_frame(group: Group, pairs: Sequence[ArmPair]) -> pd.DataFrame:
     """Every pair as numbers; fractions as per cent."""
-    scale = 100.0 if group.meta.score_unit == "fraction" else 1.0
+    unit = group.meta.score_unit
+    scale = 100.0 if unit == "fraction" else 1.0
     lines = []
     for pair in pairs:
         line: dict[str, object] = {
@@ -166,12 +175,14 @@ def pairs_frame(group: Group, pairs: Sequence[ArmPair]) -> pd.DataFrame:
             "difference_low": pair.difference.low * scale,
             "difference_high": pair.difference.high * scale,
             "p": pair.p,
-            "p_holm": pair.adjusted,
+            "p_adjusted": pair.adjusted,
             "paired_deviation": pair.deviation * scale,
             "datasets": pair.datasets,
             "examples": pair.examples,
-            "needed_per_dataset": pair.needed,
-            "needed": pair.needed * pair.datasets,
+            **{
+                f"needed_per_dataset_for_{_planned_text(planned, unit, word=True)}": needed
+                for planned, needed in pair.needed.items()
+            },
             "neighbours": pair.neighbours,
             "to_best": pair.to_best,
         }
@@ -190,7 +201,8 @@ def pairs_view(group: Group, pairs: Sequence[ArmPair]) -> View:
     models = list(dict.fromkeys(model for pair in pairs for model in pair.published))
     several = any(pair.datasets > 1 for pair in pairs)
     header = ["methods", "difference", "p", "p, adjusted", "σ of a pair", "examples"]
-    header.append("needed per dataset" if several else "needed")
+    each = " per dataset" if several else ""
+    header += [f"needed{each} for {_planned_text(planned, unit)}" for planned in PLANNED]
     for model in models:
         header += [f"published{f' ({model})' if model else ''}", "needed for that"]
     rows = []
@@ -202,7 +214,7 @@ def pairs_view(group: Group, pairs: Sequence[ArmPair]) -> View:
             p_text(pair.adjusted),
             value_text(pair.deviation, unit),
             str(pair.examples),
-            count_text(pair.needed),
+            *(count_text(pair.needed[planned]) for planned in PLANNED),
         ]
         for model in models:
             gap = pair.published.get(model)
@@ -219,6 +231,12 @@ def pairs_view(group: Group, pairs: Sequence[ArmPair]) -> View:
         rows=tuple(rows),
         notes=(PAIRS_NOTE, NEEDED_NOTE),
     )
+
+
+def _planned_text(planned: float, unit: str, *, word: bool = False) -> str:
+    """E.g. "2 points", or "2 %" of the better mean where the score is no fraction; `word`: 2_points."""
+    text = f"{100 * planned:g} {'points' if unit == 'fraction' else '%'}"
+    return text.replace(" ", "_").replace("%", "percent") if word else text
 
 
 def p_text(p: float) -> str:

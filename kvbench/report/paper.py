@@ -21,8 +21,12 @@ them
     reduction: reduction_percent  the column of per cent of the cache that is left out; the rest is a
                                row's rate
     across_tasks: longeval_lines  several tasks (``task_label``) have columns of the one table: its name
-    names: {h2o_20: h2o}       methods that are called otherwise there
+    names: {h2o_20: h2o}       methods that are called otherwise there; a list: several of ours
+    best_of: {subgen: [a, b]}  a row more, with the best of these arms of ours in every column
     models: {opt_6_7b: OPT-6.7B}  models that are called otherwise there; only ours is shown
+    differences: [a, b]        how our settings are known to differ from the paper's, one line each; []
+                               where none is known
+    rescored: 0.05             the share of examples that two honest runs answer anew (`margins`)
 
 A wide table (one column per dataset) needs only its file. Where the table has our model, only that
 model's rows are shown, else those of all its models. A column ``rate`` is matched with the budget's
@@ -40,13 +44,13 @@ from typing import Any
 
 import pandas as pd
 
+from kvbench.report.best_of import best_rows
 from kvbench.report.data import Experiment, Group
+from kvbench.report.differences import PaperError as PaperError
+from kvbench.report.differences import differences_of, specs_of
+from kvbench.report.margins import margin_of, rescored_share
 from kvbench.report.stats import Estimate
 from kvbench.report.tables import AVERAGE, NO_CELL, Cell, ScoreTable, as_text, score_table
-
-
-class PaperError(ValueError):
-    """A ``paper_table`` that cannot be read: one line that names it and what is wrong."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +61,15 @@ class Pair:
         ours: our mean with its 95 % interval.
         cell: where ours comes from: how many examples were scored, which failed.
         printed: the published number as it was printed (before scaling: the same digits).
+        margin: how far the two may be apart and say nothing (`margins`); NaN where it is not known:
+            for another model, and for what is no fraction.
     """
 
     published: float
     ours: Estimate
     cell: Cell
     printed: str
+    margin: float = math.nan
 
     @property
     def difference(self) -> float:
@@ -70,9 +77,9 @@ class Pair:
         return self.ours.value - self.published
 
     @property
-    def outside(self) -> bool:
-        """Whether the published value lies outside our interval."""
-        return self.published < self.ours.low or self.published > self.ours.high
+    def beyond(self) -> bool:
+        """Whether the two are further apart than the margin."""
+        return abs(self.difference) > self.margin
 
 
 _NO_PAIR = Pair(math.nan, NO_CELL.score, NO_CELL, "")
@@ -96,6 +103,9 @@ class Published:
         columns: what both tables have, in the paper's order.
         field: the record field compared, None for the score.
         part_of: what several tasks with columns of this table are called together.
+        differences: how our settings are known to differ from the paper's; None where the
+            experiment does not say.
+        rescored: share of examples that two honest runs answer anew, None where it is not known.
     """
 
     source: str
@@ -106,6 +116,8 @@ class Published:
     rows: tuple[PublishedRow, ...]
     field: str | None = None
     part_of: str | None = None
+    differences: tuple[str, ...] | None = None
+    rescored: float | None = None
 
     @property
     def other_models(self) -> bool:
@@ -136,9 +148,22 @@ def published_tables(experiment: Experiment, folder: Path | None = None) -> list
     """
     found = []
     for group in experiment.groups:
-        specs = {str(spec): spec for m in group.manifests for spec in _specs_of(m)}
-        for spec in specs.values():
-            found.append(_compare(group, spec, _read(experiment.folder, spec, folder)))
+        specs: dict[str, dict[str, Any]] = {}
+        differences: dict[str, tuple[str, ...] | None] = {}
+        for spec in (spec for manifest in group.manifests for spec in _specs_of(manifest)):
+            said = differences_of(spec)
+            key = str({name: value for name, value in spec.items() if name != "differences"})
+            specs.setdefault(key, spec)
+            differences[key] = _all_said([differences.get(key), said])
+        for key, spec in specs.items():
+            try:
+                f = rescored_share(experiment.folder, group.model, group.task, spec)
+            except ValueError as error:
+                raise PaperError(f"paper_table {spec.get('file')}: {error}") from error
+            if any((m.get("config") or {}).get("limit") for m in group.manifests):
+                f = None  # some of the paper's examples: no run of the same ones
+            table = _compare(group, spec, _read(experiment.folder, spec, folder), f)
+            found.append(replace(table, differences=differences[key]))
     return [table for table in found if table.rows]
 
 
@@ -165,7 +190,19 @@ def _side_by_side(tables: Sequence[Published]) -> Published:
         PublishedRow(*who, tuple(pairs.get(column, _NO_PAIR) for column in columns))
         for who, pairs in found.items()
     )
-    return replace(first, task=first.part_of or first.task, columns=columns, rows=rows)
+    return replace(
+        first,
+        task=first.part_of or first.task,
+        columns=columns,
+        rows=rows,
+        differences=_all_said([table.differences for table in tables]),
+    )
+
+
+def _all_said(lists: Sequence[Sequence[str] | None]) -> tuple[str, ...] | None:
+    """Every line of several lists once; None where none of them says anything."""
+    said = [lines for lines in lists if lines is not None]
+    return tuple(dict.fromkeys(line for lines in said for line in lines)) if said else None
 
 
 def published_frame(experiment: Path, name: str) -> pd.DataFrame:
@@ -195,7 +232,8 @@ def comparison_frame(tables: Sequence[Published]) -> pd.DataFrame:
             "score_low": pair.ours.low,
             "score_high": pair.ours.high,
             "difference": pair.difference,
-            "published_outside_interval": pair.outside,
+            "margin": pair.margin,
+            "beyond_margin": pair.beyond,
             "scored": pair.cell.scored,
             "expected": pair.cell.expected,
         }
@@ -206,16 +244,15 @@ def comparison_frame(tables: Sequence[Published]) -> pd.DataFrame:
 
 
 def _specs_of(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
-    spec = (manifest.get("config") or {}).get("paper_table") or []
-    each = [spec] if isinstance(spec, str | Mapping) else spec
-    return [{"file": one} if isinstance(one, str) else dict(one) for one in each]
+    return specs_of((manifest.get("config") or {}).get("paper_table"))
 
 
 def _read(experiment: Path, spec: Mapping[str, Any], folder: Path | None) -> pd.DataFrame:
     """The table as text, so that 22.0 stays what was printed; only the rows of ``where``."""
     name = f"{spec.get('file')}".removesuffix(".csv") + ".csv"
-    root = Path(__file__).parents[2] / "results" / "paper"
-    places = [folder] if folder else [experiment.resolve().parent / "paper", root]
+    package = Path(__file__).parents[1]  # in a wheel the tables are in it, in a checkout beside it
+    shipped = [package / "paper", package.parent / "results" / "paper"]
+    places = [folder] if folder else [experiment.resolve().parent / "paper", *shipped]
     for place in places:
         if (place / name).is_file():
             frame = pd.read_csv(place / name, dtype=str, keep_default_na=False)
@@ -240,7 +277,9 @@ def _read(experiment: Path, spec: Mapping[str, Any], folder: Path | None) -> pd.
     return frame
 
 
-def _compare(group: Group, spec: Mapping[str, Any], frame: pd.DataFrame) -> Published:
+def _compare(
+    group: Group, spec: Mapping[str, Any], frame: pd.DataFrame, rescored: float | None
+) -> Published:
     by, value, sums = spec.get("by"), spec.get("value"), spec.get("sums") or {}
     if spec.get("methods"):
         kept = [column for column in frame if column not in spec["methods"]]
@@ -250,7 +289,9 @@ def _compare(group: Group, spec: Mapping[str, Any], frame: pd.DataFrame) -> Publ
         frame = frame.assign(method=spec.get("method", ""))
     if "model" not in frame and spec.get("model"):
         frame = frame.assign(model=spec["model"])
-    frame = frame.assign(method=frame["method"].replace(spec.get("names") or {}))
+    ours = spec.get("names") or {}
+    frame = frame.assign(method=[ours.get(name, name) for name in frame["method"]])
+    frame = frame.explode("method", ignore_index=True)
     if spec.get("reduction"):
         left_out = pd.to_numeric(frame[spec["reduction"]], errors="coerce")
         frame = frame.assign(rate=(1.0 - left_out / 100.0).map(as_text))
@@ -268,6 +309,7 @@ def _compare(group: Group, spec: Mapping[str, Any], frame: pd.DataFrame) -> Publ
     table = score_table(group, by or "dataset", sums=sums)
     if spec.get("fields"):
         table = _fields_table(group, spec["fields"], str(spec["file"]))
+    parts = _parts_of(table, score_table(group, by or "dataset") if sums else table, sums)
     order: Sequence[str] = table.columns
     if spec.get("setting"):
         order = list(dict.fromkeys(frame["setting"]))
@@ -284,22 +326,56 @@ def _compare(group: Group, spec: Mapping[str, Any], frame: pd.DataFrame) -> Publ
             method=row.arm.method,
             model=str(line.get("model", "")),
             label=row.arm.label,
-            pairs=tuple(_pair(table, row.cells.get(c, NO_CELL), line[c], scale) for c in columns),
+            pairs=tuple(
+                _pair(
+                    table,
+                    row.cells.get(c, NO_CELL),
+                    line[c],
+                    scale,
+                    (parts[row.arm.label, c], 1.0 if rescored is None else rescored, c in sums)
+                    if _same_model(group, spec, line) and table.unit == "fraction"
+                    else None,
+                )
+                for c in columns
+            ),
         )
         for _, line in frame.iterrows()
         for row in table.rows
         if row.arm.method == line["method"] and _same_rate(group, row.arm.label, line)
     ]
+    rows = _joined(rows)
+    lower = group.meta.lower_is_better
+    best = best_rows(rows, spec.get("best_of") or {}, lower_is_better=lower)
     return Published(
         source=str(spec["file"]).removesuffix(".csv"),
         task=group.task,
         model=group.model,
         unit="s" if spec.get("field") else table.unit,
         columns=columns,
-        rows=tuple(_joined(rows)) if columns else (),
+        rows=(*rows, *best) if columns else (),
         field=spec.get("field"),
         part_of=spec.get("across_tasks"),
+        rescored=rescored,
     )
+
+
+def _parts_of(
+    table: ScoreTable, single: ScoreTable, sums: Mapping[str, Sequence[str]]
+) -> dict[tuple[str, str], list[Cell]]:
+    """By arm and column, the cells that the column is the mean or the sum of."""
+    whole = [column for column in single.columns if column != AVERAGE]
+    found = {}
+    for row in single.rows:
+        for column in table.columns:
+            names = sums.get(column) or (whole if column == AVERAGE else [column])
+            found[row.arm.label, column] = [row.cells.get(name, NO_CELL) for name in names]
+    return found
+
+
+def _same_model(group: Group, spec: Mapping[str, Any], line: pd.Series) -> bool:
+    """Whether a published row is about our model, as far as it says."""
+    theirs = str(line.get("model", ""))
+    return theirs in ("", group.model, (spec.get("models") or {}).get(group.model))
 
 
 def _asked(records: pd.DataFrame, spec: Mapping[str, Any]) -> pd.DataFrame:
@@ -403,13 +479,26 @@ def _numbers(column: pd.Series) -> pd.Series:
     return column if (numbers.isna() & (column != "")).any() else numbers
 
 
-def _pair(table: ScoreTable, cell: Cell, printed: object, scale: float) -> Pair:
+def _pair(
+    table: ScoreTable,
+    cell: Cell,
+    printed: object,
+    scale: float,
+    margin: tuple[Sequence[Cell], float, bool] | None,
+) -> Pair:
+    """Args: margin: the cells that ours is made of, f, and whether they are summed."""
     number = _number(printed)
     published = number * scale if isinstance(number, float) else math.nan
     factor = 100.0 if table.unit == "fraction" else 1.0
     score = cell.score
     ours = Estimate(score.value * factor, score.low * factor, score.high * factor)
     text = str(printed)  # e.g. OOM where it is no number
+    apart = math.nan
+    if margin is not None and not math.isnan(published):
+        parts, f, total = margin
+        digits = len(text.partition(".")[2])
+        sizes = [(part.score.value, part.units) for part in parts]
+        apart = factor * margin_of(sizes, f, total=total, unit=scale * 10.0**-digits / factor)
     if isinstance(number, float):
         text = "" if math.isnan(number) else text if scale == 1.0 else f"{published:g}"
-    return Pair(published, ours, cell, text)
+    return Pair(published, ours, cell, text, apart)

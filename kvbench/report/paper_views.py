@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from kvbench.report.differences import notes_on
 from kvbench.report.paper import Pair, Published, joined_tasks
 from kvbench.report.tables import AVERAGE
 from kvbench.report.views import (
@@ -13,14 +14,29 @@ from kvbench.report.views import (
     MISSING,
     OUTSIDE,
     View,
+    interval_text,
     shown_text,
     unit_text,
 )
 
-OUTSIDE_NOTE = (
-    f"{OUTSIDE} the published value lies outside our 95 % interval. The interval is of our examples"
-    " alone: papers give none of their own."
+MARGIN_NOTE = (
+    "(±) is descriptive: how far two honest runs of our number of examples may be apart,"
+    " 1.96 sqrt(2 f p (1 - p) / n) plus rounding of the print;"
+    f" {OUTSIDE} the published number is further from ours. It is given for our own model only."
 )
+
+
+def margin_note(tables: Sequence[Published]) -> str:
+    """The same with what f is in these tables."""
+    shares = {t.rescored for t in tables}
+    given = ", ".join(f"{100 * f:.2g} %" for f in sorted(f for f in shares if f is not None))
+    parts = [f"f, the share of examples that such runs answer anew, is {given}."] if given else []
+    if None in shares:
+        parts.append(
+            "f is 1, as for other examples than the paper's, where it was not measured"
+            " (kvbench-report A --rescored B)."
+        )
+    return " ".join((MARGIN_NOTE, *parts))
 
 
 def comparison_views(tables: Sequence[Published]) -> list[View]:
@@ -54,11 +70,13 @@ def _view(tables: Sequence[Published]) -> View:
             rows += [(line.label if i == 0 else "", *texts) for i, texts in enumerate(block)]
             named = f"{table.model}; published: {line.model}" if line.model else table.model
             parts[named] = parts.get(named, 0) + len(block)
-    notes = [INTERVAL_NOTE, OUTSIDE_NOTE]
+    notes = [INTERVAL_NOTE, margin_note(tables)]
     if incomplete:
         notes.append(
             f"{INCOMPLETE} some of our examples failed or are missing: their mean is left."
         )
+    for table in tables:
+        notes += [note for note in notes_on(table.differences) if note not in notes]
     return View(
         name=comparison_name(first),
         title=f"{first.task}: ours beside {first.source}{unit_text(first.unit)}",
@@ -81,10 +99,15 @@ def _cell(pair: Pair | None, unit: str) -> tuple[str, str, str, str]:
         return ("", "", "", "")
     ours = pair.ours
     missing = math.isnan(ours.value)
-    low, high = (shown_text(bound, unit) for bound in (ours.low, ours.high))
     return (
         shown_text(ours.value, unit) + ("" if pair.cell.complete else f" {INCOMPLETE}"),
-        MISSING if missing else f"[{low}, {high}]",
-        (pair.printed or MISSING) + (f" {OUTSIDE}" if pair.outside else ""),
-        shown_text(pair.difference, unit, signed=True),
+        MISSING if missing else interval_text(ours, unit, shown=True),
+        (pair.printed or MISSING) + (f" {OUTSIDE}" if pair.beyond else ""),
+        difference_text(pair, unit),
     )
+
+
+def difference_text(pair: Pair, unit: str) -> str:
+    """E.g. ``−49.0 (±31.0)``."""
+    text = shown_text(pair.difference, unit, signed=True)
+    return text if math.isnan(pair.margin) else f"{text} (±{shown_text(pair.margin, unit)})"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +11,6 @@ from kvbench.report.data import Arm, Group
 from kvbench.report.stats import Estimate
 from kvbench.report.tables import failures_of, failures_text
 from kvbench.report.timings import median_of, with_interval
-from kvbench.report.views import MISSING, View, interval_text
 
 
 @dataclass(frozen=True)
@@ -93,36 +91,4 @@ def speed_frame(group: Group, speeds: Sequence[Speed]) -> pd.DataFrame:
             "failures": failures_text(speed.failures),
         }
         for speed in speeds
-    )
-
-
-def speed_view(group: Group, speeds: Sequence[Speed]) -> View:
-    """The same as a table."""
-    rows = []
-    for speed in speeds:
-        rows.append(
-            (
-                speed.arm.label,
-                f"{speed.least:,}–{speed.most - 1:,}",
-                MISSING if math.isnan(speed.tokens) else f"{speed.tokens:g}",
-                interval_text(speed.decode_ms),
-                interval_text(speed.over_baseline),
-                str(speed.timed),
-                failures_text(speed.failures) or "0",
-            )
-        )
-    return View(
-        name=f"{group.task}-{group.model}-decoding",
-        title=f"{group.task} on {group.model}: decoding per token, by length of the prompt",
-        columns=(
-            *("method", "prompt tokens", "new tokens", "ms/token"),
-            *(f"x {group.baseline_name or 'baseline'}", "timed", "failed"),
-        ),
-        rows=tuple(rows),
-        notes=(
-            "Medians over examples, with 95 % intervals between order statistics (below six examples:"
-            " none). x: over the baseline's on the same example, median. In a job of several methods"
-            " all decode together and share each step's time by rows: to compare times, use"
-            " task=throughput, which measures each alone.",
-        ),
     )

@@ -1,4 +1,4 @@
-"""Means over a table of units and arms: bootstrap intervals, paired tests, how many units it takes."""
+"""Means over a table of units and arms, and the bootstrap of them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from scipy.stats import norm, t
 
 Array = NDArray[np.float64]
+Flags = NDArray[np.bool_]
 
 RESAMPLES = 4000
 LEVEL = 0.95
 _CHUNK = 250
 _REMEMBERED_UNITS = 600
 """Up to this many units the resamples of a stratum are kept: 10 MB of them, of 20 strata at most."""
-FLIPS = 20_000
-"""Random sign assignments of the paired test: no p-value below 1 / (FLIPS + 1)."""
-POWER = 0.8
 
 
 @dataclass(frozen=True)
@@ -62,16 +60,9 @@ def estimates(strata: Sequence[Stratum]) -> list[Estimate]:
     return _intervals(_means(strata), np.mean([_draws(s) for s in strata], axis=0))
 
 
-def unpaired_difference(first: Sequence[Stratum], second: Sequence[Stratum]) -> Estimate:
-    """Second minus first mean (of the only column) over units that have nothing to do with each
-    other: each side is resampled by itself, by its strata's names."""
-    draws = [np.mean([_draws(s) for s in side], axis=0) for side in (first, second)]
-    return _intervals(_means(second) - _means(first), draws[1] - draws[0])[0]
-
-
 def _means(strata: Sequence[Stratum]) -> Array:
     """Per column, the mean over strata of each stratum's mean."""
-    return np.asarray(np.mean([_ratio(s.sums.sum(0), s.counts.sum(0)) for s in strata], axis=0))
+    return np.asarray(np.mean([ratio(s.sums.sum(0), s.counts.sum(0)) for s in strata], axis=0))
 
 
 def _intervals(value: Array, draws: Array) -> list[Estimate]:
@@ -95,96 +86,12 @@ def widened(estimate: Estimate, units: int) -> Estimate:
     return Estimate(value, low, high)
 
 
-def p_values(strata: Sequence[Stratum]) -> list[float]:
-    """Two-sided p-values of paired differences: how likely is a mean so far from zero by chance.
-
-    A randomisation test. Were the two arms alike, each unit's difference would be as likely as its
-    negative: signs are drawn for every unit, the same for every column, and the mean over strata of
-    each stratum's mean is compared with what was seen. p = (1 + as extreme) / (1 + FLIPS).
-
-    Args:
-        strata: columns are differences of pairs of arms.
-    """
-    seen = _means(strata)
-    totals = [s.counts.sum(0) for s in strata]
-    generators = [
-        np.random.default_rng([zlib.crc32(s.name.encode()), len(s.sums), 1]) for s in strata
-    ]
-    extreme = np.zeros(len(seen))
-    least = np.abs(seen) * (1 - 1e-9) - 1e-15  # what rounding makes of an equal mean is as extreme
-    for _ in range(0, FLIPS, _CHUNK):
-        means = np.zeros((_CHUNK, len(seen)))
-        for stratum, total, generator in zip(strata, totals, generators, strict=True):
-            signs = generator.integers(2, size=(_CHUNK, len(stratum.sums)), dtype=np.int8)
-            flipped = (2.0 * signs - 1.0) @ stratum.sums
-            means += np.divide(flipped, total, out=np.zeros_like(flipped), where=total > 0)
-        extreme += (np.abs(means / len(strata)) >= least).sum(0)
-    p = (1 + extreme) / (1 + FLIPS)
-    return [math.nan if math.isnan(mean) else float(x) for mean, x in zip(seen, p, strict=True)]
-
-
-def holm(p: Sequence[float]) -> list[float]:
-    """p-values adjusted for their number by Holm's step-down method; NaN are not counted."""
-    order = sorted((i for i, x in enumerate(p) if not math.isnan(x)), key=lambda i: p[i])
-    adjusted = [math.nan] * len(p)
-    largest = 0.0
-    for rank, i in enumerate(order):
-        largest = max(largest, min(1.0, (len(order) - rank) * p[i]))
-        adjusted[i] = largest
-    return adjusted
-
-
-def variances(strata: Sequence[Stratum]) -> Array:
-    """[strata, columns] variance over units of each unit's mean; NaN below two units."""
-    found = []
-    for stratum in strata:
-        means = _ratio(stratum.sums, stratum.counts)
-        known = ~np.isnan(means)
-        count = known.sum(0)
-        centre = _ratio(np.nansum(means, axis=0), count.astype(float))
-        squares = np.where(known, np.square(means - centre), 0.0).sum(0)
-        found.append(
-            np.divide(squares, count - 1, out=np.full(len(count), np.nan), where=count > 1)
-        )
-    return np.array(found)
-
-
-def units_needed(
-    variance: Sequence[float] | Array, effect: float, *, level: float = LEVEL, power: float = POWER
-) -> float:
-    """Units per stratum at which a paired difference shows: its interval excludes zero.
-
-    With n independent units in each of D strata, the mean over strata of their mean differences has
-    the variance V / n, where V = (s_1^2 + ... + s_D^2) / D^2 and s_d^2 is the variance of one unit's
-    difference. A two-sided interval of this level then excludes zero with probability `power` when
-
-        n = (z_{(1 + level) / 2} + z_power)^2 V / effect^2
-
-    (normal approximation; z_q is the standard normal's quantile). With `power` 1/2 this is where the
-    expected interval just touches zero.
-
-    Args:
-        variance: s_d^2 of each stratum, in the unit of `effect` squared.
-        effect: the true difference of the means.
-
-    Returns:
-        A whole number, at least 2; infinite for no effect, NaN where a variance is unknown.
-    """
-    spread = float(np.sum(variance)) / len(variance) ** 2
-    if math.isnan(spread) or math.isnan(effect):
-        return math.nan
-    if effect == 0:
-        return math.inf
-    z = float(norm.ppf((1 + level) / 2) + norm.ppf(power))
-    return max(2.0, math.ceil(z * z * spread / effect**2))
-
-
 def _draws(stratum: Stratum) -> Array:
     """[RESAMPLES, arms] means over resampled units."""
     units = len(stratum.sums)
     known = units <= _REMEMBERED_UNITS
     times = _remembered_times(stratum.name, units) if known else _times(stratum.name, units)
-    return np.concatenate([_ratio(chunk @ stratum.sums, chunk @ stratum.counts) for chunk in times])
+    return np.concatenate([ratio(chunk @ stratum.sums, chunk @ stratum.counts) for chunk in times])
 
 
 def _times(name: str, units: int) -> Iterator[Array]:
@@ -201,5 +108,7 @@ def _remembered_times(name: str, units: int) -> tuple[Array, ...]:
     return tuple(_times(name, units))
 
 
-def _ratio(sums: Array, counts: Array) -> Array:
+def ratio(sums: ArrayLike, counts: ArrayLike) -> Array:
+    """Means where there are scores, NaN elsewhere."""
+    sums, counts = np.asarray(sums, dtype=float), np.asarray(counts, dtype=float)
     return np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts > 0)

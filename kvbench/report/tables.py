@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
 from kvbench.report.data import Arm, Group
-from kvbench.report.stats import Array, Estimate, Stratum, estimates
+from kvbench.report.intervals import difference_intervals, mean_intervals
+from kvbench.report.marks import standing
+from kvbench.report.stats import Array, Estimate, Stratum, ratio
 
 AVERAGE = "average"
+PROMPT = ("prompt_tokens", "prompt_tail", "answers")
+"""Fields that are the same where two records of one id are about the same example."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +31,10 @@ class Cell:
         difference: the paired difference to the baseline over examples that both scored; None for
             the baseline itself.
         best: the best of the compressed arms of the same rate.
-        tied: not told apart from the best: the interval of the paired difference holds zero.
-        worse: told apart from the best.
+        tied: not shown to differ from the best. worse: shown to be worse (`marks.standing`).
         scored, expected: examples with a score, and examples that any arm was given.
         failures: failed examples by status; "missing" counts those without a record.
+        units: independent units with a score.
     """
 
     score: Estimate
@@ -39,6 +45,7 @@ class Cell:
     failures: Mapping[str, int]
     best: bool = False
     tied: bool = False
+    units: int = 0
 
     @property
     def complete(self) -> bool:
@@ -59,6 +66,8 @@ class Row:
         prefill_s, compress_s, decode_s: medians over examples.
         decode_ms: milliseconds of decoding per step, median over examples.
         kept_whole: examples that were too short to be compressed.
+        budget_preset: the preset that may hold more than the budget, where there is one; then
+            capacity: the mean of what the budget allows per layer and KV head.
     """
 
     arm: Arm
@@ -71,6 +80,8 @@ class Row:
     decode_s: float
     decode_ms: float
     kept_whole: int
+    budget_preset: str | None = None
+    capacity: float = math.nan
 
     @property
     def total(self) -> Cell:
@@ -123,24 +134,34 @@ class Scores:
     """Scores of one dataset, as every comparison takes them.
 
     Attributes:
-        values: [pairs, arms], NaN where missing; a pair is one (seed, example).
+        values: [pairs, arms], NaN where missing; a pair is one (seed, example). An arm that was not
+            run with a seed has its mean over its own seeds there, where the prompt is the same.
+        given: [pairs, arms] whether the arm was to score the pair itself.
         units: [pairs] number of the independent unit that each pair belongs to.
         statuses: per arm, failed examples by status.
     """
 
     name: str
     values: Array
+    given: NDArray[np.bool_]
     units: NDArray[np.intp]
     statuses: tuple[Mapping[str, int], ...]
 
     def stratum(self, *columns: Array) -> Stratum:
         """Columns [pairs, k] summed within each unit."""
-        values = np.concatenate(columns, axis=1)
-        shape = (len(np.unique(self.units)), values.shape[1])
-        sums, counts = np.zeros(shape), np.zeros(shape)
-        np.add.at(sums, self.units, np.nan_to_num(values))
-        np.add.at(counts, self.units, ~np.isnan(values))
+        order, starts = self._by_unit
+        values = np.concatenate(columns, axis=1)[order]
+        known = ~np.isnan(values)
+        sums, counts = np.where(known, values, 0.0), known.astype(float)
+        if len(starts) < len(order):
+            sums, counts = (np.add.reduceat(part, starts, axis=0) for part in (sums, counts))
         return Stratum(self.name, sums, counts)
+
+    @cached_property
+    def _by_unit(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """The pairs in the order of their units, and where each unit begins."""
+        order = np.argsort(self.units, kind="stable")
+        return order, np.unique(self.units[order], return_index=True)[1]
 
 
 def score_table(
@@ -184,7 +205,7 @@ def score_table(
 def strata_of(group: Group, by: str = "dataset") -> list[Scores]:
     """The scores for each value of the record field `by`, in its natural order."""
     unit = group.meta.unit if group.meta.unit in group.records else "example_id"
-    needed = dict.fromkeys(["arm", "seed", "example_id", "status", "score", unit, by])
+    needed = dict.fromkeys(["arm", "seed", "example_id", "status", "score", *PROMPT, unit, by])
     records = group.records.reindex(columns=list(needed))
     return [
         _scores(group, part, unit, f"{by} {as_text(value)}")
@@ -221,8 +242,8 @@ def frame_of(table: ScoreTable) -> pd.DataFrame:
                     "difference_low": difference.low * scale,
                     "difference_high": difference.high * scale,
                     "best": cell.best,
-                    "not_told_from_best": cell.tied,
-                    "worse_than_best": cell.worse,
+                    "not_shown_to_differ": cell.tied,
+                    "shown_worse": cell.worse,
                     "scored": cell.scored,
                     "expected": cell.expected,
                     "failures": failures_text(cell.failures),
@@ -295,17 +316,53 @@ def _scores(group: Group, records: pd.DataFrame, unit: str, name: str) -> Scores
     of_pair = np.empty(len(keys), dtype=object)
     of_pair[codes[::-1]] = named[::-1]  # the first record of a pair names its unit
     failed = dict(iter(records.groupby("arm")))
+    given = _stand_in(values, present, codes, records)
     statuses = []
     for i, label in enumerate(labels):
-        missing = len(keys) - int(present[:, i].sum())
+        missing = int((given[:, i] & ~present[:, i]).sum())
         found = failures_of(failed[label]) if label in failed else {}
         statuses.append(found | ({"missing": missing} if missing else {}))
     return Scores(
         name=name,
         values=values,
+        given=given,
         units=pd.factorize(of_pair, sort=True)[0],
         statuses=tuple(statuses),
     )
+
+
+def _stand_in(
+    values: Array, present: NDArray[np.bool_], codes: NDArray[np.intp], records: pd.DataFrame
+) -> NDArray[np.bool_]:
+    """Fill in what an arm would score under seeds it was not run with, where it is known: its mean over
+    its own seeds, where the example's prompt is the same under all. (A method without draws needs one
+    seed; the runs of one with draws beside it may have three.)
+
+    Returns:
+        [pairs, arms] the pairs that each arm was to score itself.
+    """
+    firsts = np.unique(codes, return_index=True)[1]
+    of_pair = records.iloc[firsts]
+    seeds = pd.factorize(of_pair["seed"].astype(str))[0]
+    ran = np.array([present[seeds == seed].any(0) for seed in range(seeds.max(initial=-1) + 1)])
+    lacking = ~ran & ran.any(0)
+    given = np.ones(values.shape, dtype=bool)
+    if not lacking.any():
+        return given
+    examples = pd.factorize(of_pair["example_id"].astype(str))[0]
+    prompts = pd.Series("", index=of_pair.index)
+    for field in PROMPT:
+        prompts = prompts + "\x00" + of_pair[field].map(str)
+    same = prompts.groupby(examples).transform("nunique").eq(1) & of_pair["prompt_tail"].notna()
+    for i in np.flatnonzero(lacking.any(0)):
+        known, count = ~np.isnan(values[:, i]), examples.max() + 1
+        scored = np.bincount(examples[known], minlength=count)
+        means = ratio(np.bincount(examples[known], values[known, i], minlength=count), scored)
+        tried = np.bincount(examples[present[:, i]], minlength=count) > 0
+        filled = lacking[seeds, i] & same.to_numpy() & tried[examples]
+        values[filled, i] = means[examples][filled]
+        given[filled, i] = False
+    return given
 
 
 def _cells(group: Group, strata: Sequence[Scores]) -> list[Cell]:
@@ -313,36 +370,35 @@ def _cells(group: Group, strata: Sequence[Scores]) -> list[Cell]:
     arms = group.arms
     labels = [arm.label for arm in arms]
     base = [labels.index(group.baseline[label] or label) for label in labels]
-    rival, best = _rivals(group, strata)
-    found = estimates(
-        [
-            one.stratum(
-                one.values,
-                one.values - one.values[:, base],
-                one.values - one.values[:, rival],
-            )
-            for one in strata
-        ]
+    fraction, lower = group.meta.score_unit == "fraction", group.meta.lower_is_better
+    own = [one.stratum(one.values) for one in strata]
+    scores = mean_intervals(own, fraction=fraction)
+    differences = difference_intervals(
+        [one.stratum(one.values - one.values[:, base]) for one in strata], fraction=fraction
     )
-    k, lower = len(arms), group.meta.lower_is_better
+    stands = [standing(strata, peers, lower=lower) for peers in peers_of(group)]
+    best, worse, tied = (
+        frozenset[int]().union(*(getattr(one, name) for one in stands))
+        for name in ("best", "worse", "tied")
+    )
     cells = []
     for i, label in enumerate(labels):
-        against = found[2 * k + i]
-        compared = rival[i] != i and i not in best and not math.isnan(against.value)
         failures: dict[str, int] = {}
         for one in strata:
             for status, count in one.statuses[i].items():
                 failures[status] = failures.get(status, 0) + count
+        given = [one.values[one.given[:, i], i] for one in strata]
         cells.append(
             Cell(
-                score=found[i],
-                difference=None if group.baseline[label] is None else found[k + i],
-                worse=compared and (against.low > 0 if lower else against.high < 0),
-                scored=sum(int((~np.isnan(one.values[:, i])).sum()) for one in strata),
-                expected=sum(len(one.values) for one in strata),
+                score=scores[i],
+                difference=None if group.baseline[label] is None else differences[i],
+                worse=i in worse,
+                scored=sum(int((~np.isnan(values)).sum()) for values in given),
+                expected=sum(map(len, given)),
                 failures=failures,
                 best=i in best,
-                tied=compared and not against.excludes_zero,
+                tied=i in tied,
+                units=sum(int((one.counts[:, i] > 0).sum()) for one in own),
             )
         )
     return cells
@@ -367,47 +423,11 @@ def peers_of(group: Group) -> list[list[int]]:
     return list(found.values())
 
 
-def common_means(strata: Sequence[Scores], columns: Sequence[int]) -> Array:
-    """Mean over strata of the mean score, over the examples that all these arms scored."""
-    means = []
-    for one in strata:
-        values = one.values[:, columns]
-        means.append(_nanmean(values[~np.isnan(values).any(axis=1)]))
-    return np.asarray(np.mean(means, axis=0))
-
-
-def _rivals(group: Group, strata: Sequence[Scores]) -> tuple[list[int], set[int]]:
-    """For each arm the best arm that it competes with (itself: none), and all that are best.
-
-    Means over different examples cannot be ranked: arms that lack a score stand back where another
-    has them all, and where each lacks some, the examples that all scored decide.
-    """
-    sign = -1.0 if group.meta.lower_is_better else 1.0
-    rivals, best = list(range(len(group.arms))), set()
-    for peers in peers_of(group):
-        lacking = [sum(int(np.isnan(one.values[:, i]).sum()) for one in strata) for i in peers]
-        whole = [i for i, missing in zip(peers, lacking, strict=True) if not missing]
-        scored = [i for i in peers if all((~np.isnan(one.values[:, i])).any() for one in strata)]
-        ranked = whole or scored
-        if len(scored) < 2 or not ranked:
-            continue
-        means = sign * common_means(strata, ranked)
-        if np.isnan(means).all():
-            continue
-        top = float(np.nanmax(means))
-        winners = [
-            i for i, mean in zip(ranked, means, strict=True) if np.isclose(mean, top, rtol=1e-9)
-        ]
-        best |= set(winners)
-        for i in peers:
-            rivals[i] = winners[0]
-    return rivals, best
-
-
 def _row(group: Group, arm: Arm, cells: Mapping[str, Cell]) -> Row:
     records = group.records[group.records["arm"] == arm.label]
     good = records[records["status"] == "ok"]
     whole = good["compressed"].eq(False) & good["saves_memory"].eq(True)
+    more = good.reindex(columns=["budget_preset"])["budget_preset"].dropna()
     return Row(
         arm=arm,
         cells=cells,
@@ -419,17 +439,14 @@ def _row(group: Group, arm: Arm, cells: Mapping[str, Cell]) -> Row:
         decode_s=float(good["decode_s"].median()),
         decode_ms=float(good["decode_ms"].median()),
         kept_whole=int(whole.sum()),
+        budget_preset=None if more.empty else str(more.iloc[0]),
+        capacity=float(good["capacity"].mean()),
     )
 
 
-def _nanmean(values: Array) -> Array:
-    counts = (~np.isnan(values)).sum(0)
-    total = np.nansum(values, axis=0)
-    return np.divide(total, counts, out=np.full(len(counts), np.nan), where=counts > 0)
-
-
 def _natural(value: object) -> tuple[int, float, str]:
-    """Numbers in their order, before text in its own."""
+    """Numbers in their order, before text by the number it begins with, before other text."""
     if isinstance(value, int | float | np.number):
         return (0, float(value), "")
-    return (1, 0.0, str(value))
+    leading = re.match(r"\d+", str(value))
+    return (1, float(leading[0]), str(value)) if leading else (2, 0.0, str(value))

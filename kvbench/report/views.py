@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvbench.report.data import BASELINE
 from kvbench.report.stats import Estimate
 from kvbench.report.tables import AVERAGE, NO_CELL, Cell, Overview, Row, ScoreTable, failures_text
-from kvbench.report.timings import Timing
 
 MISSING = "–"
 INCOMPLETE = "†"
@@ -17,7 +17,17 @@ TIED = "≈"
 OUTSIDE = "‡"
 
 INTERVAL_NOTE = (
-    "[low, high] is a 95 % bootstrap interval over examples; of zero width where all scored alike."
+    "[low, high] is a 95 % interval over examples as a sample of all such examples: Wilson's for shares,"
+    " Student's t for other scores and differences; one example has none."
+)
+MARKS_NOTE = (
+    f"Bold: the best compressed method of the column at its rate. {TIED}: not shown to differ from it."
+    " Without a mark: shown worse, by a paired test over the examples that both scored, adjusted for all"
+    " pairs at that rate and column; of tables of equal methods, one in twenty shows any as worse."
+)
+NO_BASELINE_NOTE = (
+    "The exact cache was not run, so nothing is compared with it: add exact to the methods for the"
+    " column of differences."
 )
 _WIDE = 4
 """With more columns than this, intervals are shown for the average only."""
@@ -82,7 +92,7 @@ def score_view(table: ScoreTable, *, narrow: bool = False) -> View:
         if compare:
             cells.append(difference_text(row.total.difference, table.unit))
         cells += [cost_text(row, attribute) for attribute in costs.values()]
-        rows.append((row.arm.label, *cells, *_counts(row)))
+        rows.append((row.arm.label, *cells, *_counts(row, once=table.by == "measure")))
     title = f"{table.task} on {table.model}: score{unit_text(table.unit)}"
     if columns != table.columns:
         title += f"; average of {len(table.columns) - 1} datasets"
@@ -183,66 +193,6 @@ def overview_view(overview: Overview) -> View:
     )
 
 
-def timing_view(task: str, model: str, timings: Sequence[Timing]) -> View:
-    """Minimum and median seconds, memory and rate of generation, with intervals."""
-    return View(
-        name=f"{task}-{model}-timing",
-        title=f"{task} on {model}: minimum / median over runs",
-        columns=(
-            "method",
-            "prompt + new",
-            "batch",
-            "prefill s",
-            "prefill x",
-            "decode s",
-            "tokens/s",
-            "tokens/s x",
-            "decode tokens/s",
-            "decode x",
-            "peak",
-            "cache",
-            "ratio",
-            "runs",
-            "failed",
-        ),
-        rows=tuple(
-            (
-                t.arm.label,
-                t.setting,
-                MISSING if math.isnan(t.batch) else f"{t.batch:g}",
-                f"{number(t.prefill_least)} / {number(t.prefill_s.value)}",
-                interval_text(t.prefill_ratio),
-                f"{number(t.decode_least)} / {number(t.decode_s.value)}",
-                interval_text(t.tokens_per_s),
-                interval_text(t.speedup),
-                interval_text(t.decode_tokens_per_s),
-                interval_text(t.decode_speedup),
-                size(t.peak_bytes),
-                size(t.cache_bytes),
-                number(t.ratio),
-                str(t.runs),
-                failures_text(t.failures) or "0",
-            )
-            for t in timings
-        ),
-        notes=(
-            "No prefill is shared; its seconds include compression. tokens/s are medians: new tokens"
-            " of the whole batch over the time of prefill and decoding, and over decoding alone."
-            " x: times the exact cache's in the same run, median. [low, high]: 95 % intervals of"
-            " medians between two order statistics (of ten runs the second and the ninth); below six"
-            " runs there are none. runs: those that succeeded; failed: those that did not. peak:"
-            " allocated on the GPU; on a CPU the whole process, weights and libraries included.",
-        ),
-    )
-
-
-def interval_text(estimate: Estimate) -> str:
-    """Three numbers, or one where there is no interval."""
-    if math.isnan(estimate.low):
-        return number(estimate.value)
-    return f"{number(estimate.value)} [{number(estimate.low)}, {number(estimate.high)}]"
-
-
 def costs_of(table: ScoreTable) -> dict[str, str]:
     """Headers of the costs that any row has, each with the row's attribute."""
     costs = {
@@ -275,6 +225,8 @@ def notes_of(tables: Sequence[ScoreTable]) -> list[str]:
     for table in tables:
         if table.baseline:
             baselines.setdefault(table.baseline, []).append(table.task)
+    if any(_lacks_exact(table) for table in tables):
+        notes.append(NO_BASELINE_NOTE)
     for baseline, tasks in baselines.items():
         where = f" on {', '.join(dict.fromkeys(tasks))}" if len(baselines) > 1 else ""
         notes.append(
@@ -286,12 +238,7 @@ def notes_of(tables: Sequence[ScoreTable]) -> list[str]:
         " and share each step's time by rows)."
     )
     if any(cell.best for cell in cells):
-        notes.append(
-            "Bold: the best compressed method of the column at its rate. Of the others at that rate,"
-            f" {TIED} marks those that a paired bootstrap over examples cannot tell apart from it (the"
-            " 95 % interval of the difference holds 0); those without a mark are worse. Not adjusted"
-            " for the number of comparisons."
-        )
+        notes.append(MARKS_NOTE)
     if any(not cell.complete for cell in cells):
         notes.append(
             f"{INCOMPLETE} some examples failed or are missing: the mean is over the others, and so not"
@@ -305,7 +252,20 @@ def notes_of(tables: Sequence[ScoreTable]) -> list[str]:
     if whole:
         named = ", ".join(f"{label} ({whole[label]})" for label in sorted(whole))
         notes.append(f"Prompts no longer than the capacity were kept whole: {named}.")
+    notes += dict.fromkeys(
+        f"{row.arm.label} holds {row.entries_mean:.0f} entries per layer and KV head where the budget"
+        f" allows {row.capacity:.0f}: its preset {row.budget_preset} reproduces a released code's own"
+        " split."
+        for row in rows
+        if row.budget_preset is not None
+    )
     return notes
+
+
+def _lacks_exact(table: ScoreTable) -> bool:
+    """Whether scores of compressed caches stand alone; an error is against the exact cache anyway."""
+    exact = any(row.arm.method == BASELINE for row in table.rows)
+    return not exact and not table.lower_is_better
 
 
 def score_text(cell: Cell, unit: str, *, interval: bool = True) -> str:
@@ -321,13 +281,28 @@ def difference_text(difference: Estimate | None, unit: str) -> str:
 
 
 def estimate_text(estimate: Estimate, unit: str, *, signed: bool = False) -> str:
-    """The value with its interval."""
+    """The value with its interval, or with a dash where it has none."""
     if math.isnan(estimate.value):
         return MISSING
-    value, low, high = (
-        value_text(x, unit, signed=signed) for x in (estimate.value, estimate.low, estimate.high)
+    return f"{value_text(estimate.value, unit, signed=signed)} " + interval_text(
+        estimate, unit, signed=signed
     )
-    return f"{value} [{low}, {high}]"
+
+
+def interval_text(
+    estimate: Estimate, unit: str, *, signed: bool = False, shown: bool = False
+) -> str:
+    """E.g. ``[65.0, 77.1]``; ``[–]`` where there is none.
+
+    Args:
+        shown: the numbers are per cent already where their unit is a fraction.
+    """
+    if math.isnan(estimate.low):
+        return f"[{MISSING}]"
+    text = shown_text if shown else value_text
+    return "[{}, {}]".format(
+        *(text(bound, unit, signed=signed) for bound in (estimate.low, estimate.high))
+    )
 
 
 def average_first(columns: Sequence[str]) -> list[str]:
@@ -385,8 +360,10 @@ def size(value: float) -> str:
     return f"{number(value)} GiB"
 
 
-def _counts(row: Row) -> tuple[str, str]:
-    cells = [row.total] if AVERAGE in row.cells or len(row.cells) == 1 else row.cells.values()
+def _counts(row: Row, *, once: bool = False) -> tuple[str, str]:
+    """Scored of all, and what failed; `once`: every column is about the same examples."""
+    once = once or AVERAGE in row.cells or len(row.cells) == 1
+    cells = [row.total] if once else row.cells.values()
     scored, expected = sum(c.scored for c in cells), sum(c.expected for c in cells)
     failures: dict[str, int] = {}
     for cell in cells:

@@ -150,6 +150,10 @@ class Task(ABC):
     """Record fields that tables split by (e.g. ``("num_lines",)``)."""
     heatmap: ClassVar[tuple[str, str] | None] = None
     """Record fields (x, y) of the heatmap, or None."""
+    unit: ClassVar[str] = "example_id"
+    """Record field that names the independent unit, which intervals resample."""
+    measures: ClassVar[tuple[str, ...]] = ()
+    """Scores of `score` that a table shows side by side; none: the primary one alone."""
     unhashed: ClassVar[tuple[str, ...]] = ()
     """Options on which no score depends (how many examples, where the files are)."""
 

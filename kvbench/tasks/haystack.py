@@ -1,15 +1,22 @@
-"""Generated filler text for needle prompts: deterministic, offline, with tunable redundancy.
+"""Filler text for needle prompts: generated, from text files, or from a Hugging Face dataset.
 
-A document is about a few *subjects* (a person, a place, a thing). Its sentences come from a small
-grammar and state a limited number of facts about them again and again in other words, as notes and
-reports do: that redundancy is what a compressed cache can live on. Everything is drawn from a
-``random.Random``, whose output for a given seed is the same on every machine.
+Generated text is deterministic, offline, and of tunable redundancy. A document is about a few
+*subjects* (a person, a place, a thing). Its sentences come from a small grammar and state a limited
+number of facts about them again and again in other words, as notes and reports do: that redundancy
+is what a compressed cache can live on. Everything is drawn from a ``random.Random``, whose output for
+a given seed is the same on every machine.
 """
 
 from __future__ import annotations
 
+import glob
+import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvbench.tasks.base import TaskError
 
 # fmt: off
 PEOPLE = (
@@ -106,3 +113,64 @@ class Document:
 def generated_haystack(seed: int | str, facts: int = 24) -> Iterator[str]:
     """Sentences of the document with this seed; join them with single spaces."""
     return Document(random.Random(f"kvbench haystack {seed}"), facts).sentences()
+
+
+def _paths(patterns: Sequence[str]) -> list[str]:
+    return sorted({path for each in patterns for path in glob.glob(each)})
+
+
+def file_digests(patterns: Sequence[str]) -> Mapping[str, str]:
+    """sha256 of each file that matches, by file name."""
+    return {
+        Path(path).name: hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        for path in _paths(patterns)
+    }
+
+
+def texts_of_files(patterns: Sequence[str]) -> list[tuple[str, str]]:
+    """Name and text of each file that matches, by path.
+
+    Raises:
+        TaskError: there is none, or one cannot be read.
+    """
+    paths = _paths(patterns)
+    if not paths:
+        raise TaskError(
+            f"needle: no file matches haystack_files={list(patterns)}; the protocol's essays come "
+            "with: git clone https://github.com/gkamradt/LLMTest_NeedleInAHaystack"
+        )
+    texts = []
+    for path in paths:
+        try:
+            texts.append((Path(path).name, Path(path).read_text(encoding="utf-8")))
+        except (OSError, UnicodeDecodeError) as problem:
+            raise TaskError(f"needle: cannot read {path}: {problem}") from problem
+    return texts
+
+
+def texts_of_dataset(
+    name: str, config: str | None, split: str, column: str, limit: int = 200
+) -> list[tuple[str, str]]:
+    """Number and text of each of the first ``limit`` rows of a Hugging Face dataset.
+
+    Raises:
+        TaskError: it cannot be loaded, or has no such column.
+    """
+    from datasets import load_dataset
+
+    where = " ".join(part for part in (name, config, split) if part)
+    texts: list[tuple[str, str]] = []
+    try:
+        rows: Any = load_dataset(name, config, split=split, streaming=True)
+        for row in rows.take(limit):
+            if column not in row:
+                raise TaskError(
+                    f"needle: dataset {where} has no column {column!r}; one of {', '.join(row)}"
+                )
+            texts.append((f"row {len(texts)}", str(row[column])))
+    except TaskError:
+        raise
+    except Exception as problem:
+        reason = str(problem).strip().splitlines()[0] if str(problem).strip() else "?"
+        raise TaskError(f"needle: cannot load dataset {where}: {reason}") from problem
+    return texts

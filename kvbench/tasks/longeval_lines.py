@@ -100,7 +100,8 @@ class LongEvalLines(Task):
     """Line retrieval, by number of lines.
 
     Attributes:
-        num_lines: numbers of (different) lines per record, one group of examples each.
+        num_lines: numbers of (different) lines per record. Each is a dataset of its own, as each
+            official file is: a stratum of every interval and average.
         num_examples: examples per number of lines.
         seed: of the generated records.
         number_range: smallest and largest number of a line.
@@ -111,6 +112,7 @@ class LongEvalLines(Task):
     """
 
     name: ClassVar[str] = "longeval_lines"
+    version: ClassVar[int] = 2
     breakdown: ClassVar[tuple[str, ...]] = ("num_lines",)
     heatmap: ClassVar[tuple[str, str] | None] = ("num_lines", "depth")
 
@@ -246,6 +248,7 @@ class LongEvalLines(Task):
                 place=case["random_idx"][1],
                 total=total,
                 correct_line=case.get("correct_line"),
+                dataset=path.stem,
             )
             found.append(example)
         if not found:
@@ -264,6 +267,7 @@ class LongEvalLines(Task):
         place: int,
         total: int,
         correct_line: str | None = None,
+        dataset: str | None = None,
     ) -> Example:
         depth = 100.0 * place / max(1, total - 1)
         return Example(
@@ -272,7 +276,7 @@ class LongEvalLines(Task):
             question=question,
             answers=(str(number),),
             max_new_tokens=self.max_new_tokens,
-            dataset=self.name,
+            dataset=dataset or f"{num_lines} lines",
             stop=tuple(self.stop),
             fields={
                 "num_lines": num_lines,

@@ -2,32 +2,42 @@
 
 Protocol: G. Kamradt, "Needle In A Haystack - Pressure Testing LLMs" (2023),
 github.com/gkamradt/LLMTest_NeedleInAHaystack: filler text, a needle inserted at a percentage of its
-length after the nearest sentence end at or before, and a question about it at the end. The default
+length after the nearest sentence end at or before (at 100 per cent: last, wherever the filler was cut),
+and a question about it at the end. The default
 filler is generated (:mod:`kvbench.tasks.haystack`); text files or a Hugging Face dataset can be used.
 
+Prompts with the same filler are not independent: what a method keeps of a text decides about all of
+them. So the unit that intervals resample is the filler (record field ``filler``), and there are
+several. Long prompts made of few files share text even so, and their fillers are then alike.
+
 Scores of a prediction: ``containment`` (the expected answer stands in it, word for word),
-``word_recall`` (share of the answer's words that are in it) and ``rouge1`` (ROUGE-1 F).
+``word_recall`` (share of the answer's words that are in it), ``released_recall`` (the same as the code
+released with BalanceKV counts) and ``rouge1`` (ROUGE-1 F).
 """
 
 from __future__ import annotations
 
-import glob
-import hashlib
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, ClassVar
 
 from kvbench.scalars import is_integer, is_number
 from kvbench.tasks.base import Example, PromptEncoder, Task, TaskError
-from kvbench.tasks.haystack import generated_haystack
+from kvbench.tasks.haystack import (
+    file_digests,
+    generated_haystack,
+    texts_of_dataset,
+    texts_of_files,
+)
+from kvbench.tasks.order import balanced_order
 
-SCORES = ("containment", "word_recall", "rouge1")
+SCORES = ("containment", "word_recall", "released_recall", "rouge1")
 HAYSTACKS = ("generated", "files", "dataset")
+HAYSTACK, QUESTION = "{haystack}", "{question}"
 SENTENCE = re.compile(r".+?(?:[.!?]+[\"'\u201d\u2019)\]]*(?=\s|$)|$)", re.DOTALL)
 """A sentence with the white space before it; sentences joined again are the text."""
 
@@ -42,16 +52,30 @@ def _words(text: str) -> list[str]:
 
 
 def containment(prediction: str, answer: str) -> float:
-    """1 if the answer stands in the prediction (case and runs of white space do not matter)."""
-    return float(" ".join(answer.lower().split()) in " ".join(prediction.lower().split()))
+    """1 if the answer stands in the prediction; case, runs of white space and the answer's own full
+    stop at the end do not matter."""
+    wanted = " ".join(answer.lower().split())
+    return float((wanted.rstrip(".!?") or wanted) in " ".join(prediction.lower().split()))
 
 
 def word_recall(prediction: str, answer: str) -> float:
-    """Share of the answer's words, repetitions counted, that the prediction has."""
+    """Share of the answer's words, repetitions counted, that the prediction has; letters and digits
+    make words, punctuation does not count."""
     wanted = Counter(_words(answer))
     if not wanted:
         return 0.0
     return sum((wanted & Counter(_words(prediction))).values()) / sum(wanted.values())
+
+
+def released_recall(prediction: str, answer: str) -> float:
+    """The recall of github.com/ksheth96/BalanceKV, run_needle_in_haystack.py: the share of the answer's
+    different words that the prediction has, where words are what white space separates, lower-cased.
+    It departs from `word_recall` in two ways: a word counts once however often the answer has
+    it, and punctuation is part of it ("day." is not "day"). Words such as "a", "and" and "in" count like
+    any other: their answer has 11 different words, and an unrelated sentence with "a", "and", "in" and
+    "on" scores 4/11."""
+    wanted = set(answer.lower().split())
+    return len(wanted & set(prediction.lower().split())) / len(wanted) if wanted else 0.0
 
 
 @lru_cache(maxsize=1)
@@ -62,7 +86,8 @@ def _scorer() -> Any:
 
 
 def rouge1(prediction: str, answer: str) -> float:
-    """ROUGE-1 F of rouge-score, without stemming."""
+    """ROUGE-1 F of rouge-score against the answer, without stemming. The released script of BalanceKV
+    compares with the whole needle, stems, and multiplies by ten."""
     return float(_scorer().score(answer, prediction)["rouge1"].fmeasure)
 
 
@@ -89,8 +114,14 @@ class Needle(Task):
     Attributes:
         lengths: prompt lengths in tokens, everything the model sees counted.
         depths: percentages of the haystack before the needle, 0..100.
-        num_examples: prompts per length and depth, with different filler.
-        needle, question, answer: what is hidden, what is asked, what counts.
+        num_examples: fillers; each is used at every length and depth.
+        needle, question, answer: what is hidden, what is asked, what counts. White space around the
+            needle is kept; where there is none a blank sets it off.
+        template: the prompt, with ``{haystack}`` and after it ``{question}``.
+        buffer: None: every prompt has exactly the asked number of tokens. Otherwise haystack and needle
+            have so many less, whatever template and question have.
+        begin_tokens: the tokens that the tokenizer puts before any text (BOS) also stand twice before
+            the haystack and once before each needle, where the released code of BalanceKV leaves them.
         haystack: ``generated``, ``files`` or ``dataset``.
         haystack_files: glob or list of globs of text files; each example begins at another file.
         dataset_name, dataset_config, dataset_split, dataset_column: for ``dataset``.
@@ -99,9 +130,13 @@ class Needle(Task):
         seed: of filler.
         primary: which of the scores is the `score` of the tables.
         max_new_tokens, stop: generation limits.
+        end_tokens: texts; the last token of each ends the generation, as the model's end token does.
     """
 
     name: ClassVar[str] = "needle"
+    version: ClassVar[int] = 2
+    unit: ClassVar[str] = "filler"
+    measures: ClassVar[tuple[str, ...]] = ("containment", "word_recall")
     breakdown: ClassVar[tuple[str, ...]] = ("length", "depth")
     heatmap: ClassVar[tuple[str, str] | None] = ("length", "depth")
 
@@ -110,7 +145,10 @@ class Needle(Task):
     answer: str
     lengths: Sequence[int] = (512, 1024, 2048, 4096)
     depths: Sequence[float] = (0, 25, 50, 75, 100)
-    num_examples: int = 1
+    num_examples: int = 7
+    template: str = "{haystack}\n\n{question}"
+    buffer: int | None = None
+    begin_tokens: bool = False
     haystack: str = "generated"
     haystack_files: str | Sequence[str] = ()
     dataset_name: str | None = None
@@ -123,6 +161,7 @@ class Needle(Task):
     primary: str = "containment"
     max_new_tokens: int = 48
     stop: Sequence[str] = ()
+    end_tokens: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         lengths = _several("lengths", self.lengths)
@@ -147,154 +186,148 @@ class Needle(Task):
             raise TaskError(
                 f"needle: haystack={self.haystack!r} unknown; one of {', '.join(HAYSTACKS)}"
             )
+        before, _, after = self.template.partition(HAYSTACK)
+        if (before + after).count(HAYSTACK) or after.count(QUESTION) != 1 or QUESTION in before:
+            raise TaskError(
+                f"needle: template={self.template!r} is not allowed; {HAYSTACK} and, after it, "
+                f"{QUESTION}, each once"
+            )
+        if self.buffer is not None:
+            _whole("buffer", self.buffer, 0, 10_000_000)
         files = self.haystack_files
         files = () if files is None else (files,) if isinstance(files, str) else tuple(files)
         if self.haystack == "files" and not files:
             raise TaskError("needle: haystack=files needs haystack_files, a glob of text files")
         if self.haystack == "dataset" and not self.dataset_name:
             raise TaskError("needle: haystack=dataset needs dataset_name, a Hugging Face dataset")
-        stop = () if self.stop is None else self.stop
-        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        for option in ("stop", "end_tokens"):
+            texts = getattr(self, option)
+            texts = () if texts is None else (texts,) if isinstance(texts, str) else tuple(texts)
+            object.__setattr__(self, option, texts)
+        if not all(isinstance(text, str) and text for text in self.end_tokens):
+            raise TaskError(
+                f"needle: end_tokens={list(self.end_tokens)} is not allowed; texts that are not empty"
+            )
         object.__setattr__(self, "lengths", lengths)
         object.__setattr__(self, "depths", depths)
         object.__setattr__(self, "haystack_files", files)
-        object.__setattr__(self, "stop", stop)
 
     def digests(self) -> Mapping[str, str]:
         """sha256 of each haystack file, by file name."""
-        if self.haystack != "files":
-            return {}
-        paths = sorted({path for each in self.haystack_files for path in glob.glob(each)})
-        return {
-            Path(path).name: hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in paths
-        }
+        return file_digests(self.haystack_files) if self.haystack == "files" else {}
 
     def examples(self, encoder: PromptEncoder) -> Sequence[Example]:
-        """Every (length, depth) once before any a second time, lengths and depths interleaved."""
-        cells = [
-            (length, self.depths[(turn + shift) % len(self.depths)])
-            for turn in range(len(self.depths))
-            for shift, length in enumerate(self.lengths)
-        ]
+        """Every length at every depth with every filler; of every prefix, the shares of each length,
+        of each depth and of each filler are those of the whole to within one example."""
         texts = self._texts()
-        found = []
-        for number in range(self.num_examples):
-            pieces = self._pieces(texts, number, encoder)
-            found += [self._example(encoder, pieces, number, *cell) for cell in cells]
-        return found
+        fillers = [self._filler(texts, number, encoder) for number in range(self.num_examples)]
+        sizes = (len(self.lengths), len(self.depths), self.num_examples)
+        return [
+            self._example(encoder, fillers[k], k, self.lengths[i], self.depths[j])
+            for i, j, k in balanced_order(sizes)
+        ]
 
     def score(self, prediction: str, example: Example) -> Mapping[str, float]:
-        """All three scores; the primary one again as ``score``."""
+        """All four scores; the primary one again as ``score``."""
         answer = example.answers[0]
         scores = {
             "containment": containment(prediction, answer),
             "word_recall": word_recall(prediction, answer),
+            "released_recall": released_recall(prediction, answer),
             "rouge1": rouge1(prediction, answer),
         }
         return {"score": scores[self.primary], **scores}
 
-    def _texts(self) -> list[str]:
-        """The documents to fill prompts with; none for generated filler."""
+    def _texts(self) -> list[tuple[str, str]]:
+        """Names and texts of the documents to fill prompts with; none for generated filler."""
         if self.haystack == "generated":
             return []
-        texts: list[str] = []
         if self.haystack == "files":
-            paths = sorted({path for each in self.haystack_files for path in glob.glob(each)})
-            if not paths:
-                raise TaskError(
-                    f"needle: no file matches haystack_files={list(self.haystack_files)}; the "
-                    "protocol's essays come with: git clone "
-                    "https://github.com/gkamradt/LLMTest_NeedleInAHaystack"
-                )
-            for path in paths:
-                try:
-                    texts.append(Path(path).read_text(encoding="utf-8"))
-                except (OSError, UnicodeDecodeError) as problem:
-                    raise TaskError(f"needle: cannot read {path}: {problem}") from problem
+            texts = texts_of_files(self.haystack_files)
         else:
-            texts = list(self._dataset())
-        texts = [text.strip() for text in texts if text.strip()]
+            texts = texts_of_dataset(
+                str(self.dataset_name), self.dataset_config, self.dataset_split, self.dataset_column
+            )
+        texts = [(name, text.strip()) for name, text in texts if text.strip()]
         if not texts:
             raise TaskError(f"needle: the {self.haystack} haystack holds no text")
         return texts
 
-    def _dataset(self, limit: int = 200) -> Iterator[str]:
-        """The first ``limit`` texts of the Hugging Face dataset."""
-        from datasets import load_dataset
+    def _filler(
+        self, texts: Sequence[tuple[str, str]], number: int, encoder: PromptEncoder
+    ) -> tuple[str, list[list[int]]]:
+        """What filler `number` is called, and token ids of its sentences, one list each, enough for the
+        longest prompt: only length and depth of the prompts made of it differ, as in the protocol.
 
-        parts = (self.dataset_name, self.dataset_config, self.dataset_split)
-        where = " ".join(part for part in parts if part)
-        try:
-            rows = load_dataset(
-                self.dataset_name, self.dataset_config, split=self.dataset_split, streaming=True
-            )
-            for row in rows.take(limit):
-                if self.dataset_column not in row:
-                    raise TaskError(
-                        f"needle: dataset {where} has no column {self.dataset_column!r}; "
-                        f"one of {', '.join(row)}"
-                    )
-                yield str(row[self.dataset_column])
-        except TaskError:
-            raise
-        except Exception as problem:
-            reason = str(problem).strip().splitlines()[0] if str(problem).strip() else "?"
-            raise TaskError(f"needle: cannot load dataset {where}: {reason}") from problem
-
-    def _pieces(self, texts: Sequence[str], number: int, encoder: PromptEncoder) -> list[list[int]]:
-        """Token ids of the filler's sentences, one list each, enough for the longest prompt.
-
-        All prompts with the same number share the filler, as in the protocol: only length and
-        depth change.
+        Of several documents each filler begins at another one, as long as there are others.
         """
         need = max(self.lengths)
         pieces: list[list[int]] = []
+        begin = 2 * self._begin_ids(encoder)
         total = 0
-        if texts:
-            first = random.Random(f"kvbench needle {self.seed} {number}").randrange(len(texts))
-            text = 0
-            while total < need:
-                document = texts[(first + text) % len(texts)]
-                for sentence in split_sentences(document if text == 0 else "\n\n" + document):
-                    ids = encoder.encode_text(sentence)
-                    pieces.append(ids)
-                    total += len(ids)
-                    if total >= need:
-                        break
-                text += 1
-                if text >= len(texts) and not total:
-                    raise TaskError("needle: the haystack's texts have no tokens")
-            return pieces
-        for sentence in generated_haystack(f"needle {self.seed} {number}", self.facts):
-            ids = encoder.encode_text(" " + sentence if pieces else sentence)
-            pieces.append(ids)
-            total += len(ids)
-            if total >= need:
-                return pieces
-        raise AssertionError("generated filler has no end")
+        if not texts:
+            for sentence in generated_haystack(f"needle {self.seed} {number}", self.facts):
+                pieces.append(encoder.encode_text(" " + sentence if pieces else sentence))
+                total += len(pieces[-1])
+                if total >= need:
+                    break
+            pieces[0] = begin + pieces[0]
+            return f"seed {self.seed}, {number}", pieces
+        order = list(range(len(texts)))
+        random.Random(f"kvbench needle {self.seed}").shuffle(order)
+        first = order[number % len(texts)]
+        text = 0
+        while total < need:
+            document = texts[(first + text) % len(texts)][1]
+            for sentence in split_sentences(document if text == 0 else "\n\n" + document):
+                pieces.append(encoder.encode_text(sentence))
+                total += len(pieces[-1])
+                if total >= need:
+                    break
+            text += 1
+            if text >= len(texts) and not total:
+                raise TaskError("needle: the haystack's texts have no tokens")
+        pieces[0] = begin + pieces[0]
+        return texts[first][0], pieces
+
+    def _begin_ids(self, encoder: PromptEncoder) -> list[int]:
+        """Tokens that the tokenizer puts before any text; none unless `begin_tokens`."""
+        if not self.begin_tokens:
+            return []
+        plain, whole = (
+            encoder.encode_text("a"),
+            encoder.tokenizer.encode("a", add_special_tokens=True),
+        )
+        return list(whole[: whole.index(plain[0])]) if plain and plain[0] in whole else []
 
     def _example(
         self,
         encoder: PromptEncoder,
-        pieces: Sequence[Sequence[int]],
+        filler: tuple[str, Sequence[Sequence[int]]],
         number: int,
         length: int,
         depth: float,
     ) -> Example:
-        question = "\n\n" + self.question
+        before, _, after = self.template.partition(HAYSTACK)
+        question = after.replace(QUESTION, self.question)
+        before_ids = encoder.encode_text(before) if before else []
         question_ids = encoder.encode_text(question)
-        inner = encoder.encode_text(" " + self.needle.strip())
-        leading = encoder.encode_text(self.needle.strip() + " ")
+        begin, needle = self._begin_ids(encoder), self.needle
+        inner = begin + encoder.encode_text(needle if needle[0].isspace() else " " + needle)
+        leading = begin + encoder.encode_text(needle if needle[-1].isspace() else needle + " ")
         # Copies of the needle: the first at `depth`, the others evenly over the rest.
         wanted = [depth]
         wanted += [100.0 * (copy + 0.5) / (self.repeats - 1) for copy in range(self.repeats - 1)]
-        room = length - encoder.overhead - len(question_ids)
+        around = encoder.overhead + len(before_ids) + len(question_ids)
+        room = length - (around if self.buffer is None else self.buffer)
         budget = room - self.repeats * len(inner)
         for _ in range(4):  # a needle at the very start may have another number of tokens
-            kept, ends = self._cut(pieces, budget)
+            kept, ends = self._cut(filler[1], budget)
             total = len(kept)
             places = [
-                max(end for end in ends if end <= percent / 100 * total + 1e-9)
+                total
+                if percent == 100
+                else max(e for e in ends if e <= percent / 100 * total + 1e-9)
                 for percent in wanted
             ]
             used = sum(len(inner) if place else len(leading) for place in places)
@@ -317,27 +350,33 @@ class Needle(Task):
             context += inner if place else leading
             last = place
         context += kept[last:]
-        if len(context) + len(question_ids) + encoder.overhead != length:
-            raise AssertionError(f"prompt of {len(context)} tokens, expected {room}")
+        if len(context) != room:
+            raise AssertionError(f"haystack of {len(context)} tokens, expected {room}")
         return Example(
             id=f"len{length}-depth{depth:g}-{number:04d}",
-            context=encoder.decode(context),
+            context=before + encoder.decode(context),
             question=question,
             answers=(self.answer,),
             max_new_tokens=self.max_new_tokens,
             dataset=self.name,
             stop=tuple(self.stop),
-            context_ids=tuple(context),
+            context_ids=(*before_ids, *context),
             question_ids=tuple(question_ids),
+            end_ids=self._end_ids(encoder),
             fields={
                 "length": length,
                 "depth": depth,
-                "needle_start": start + len(encoder.prefix_ids),
+                "filler": filler[0],
+                "needle_start": start + len(encoder.prefix_ids) + len(before_ids),
                 "needle_tokens": len(inner) if places[0] else len(leading),
                 "haystack": self.haystack,
                 "repeats": self.repeats,
             },
         )
+
+    def _end_ids(self, encoder: PromptEncoder) -> frozenset[int] | None:
+        ends = {encoder.encode_text(text)[-1] for text in self.end_tokens}
+        return encoder.end_ids | ends if ends else None
 
     @staticmethod
     def _cut(pieces: Sequence[Sequence[int]], budget: int) -> tuple[list[int], list[int]]:

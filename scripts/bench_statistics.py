@@ -1,0 +1,248 @@
+"""How often the report's intervals hold the truth, and its marks and p-values are right: by simulation.
+
+    python scripts/bench_statistics.py [--studies 2000]
+
+Every figure is of the functions that the report itself calls; only the data are drawn here, from a
+seed. A row that misses its bound is marked with !, and the exit status is then 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import norm
+
+from kvbench.report.intervals import difference_intervals, mean_intervals
+from kvbench.report.margins import margin_of, share_anew
+from kvbench.report.marks import standing
+from kvbench.report.significance import ALPHA, p_values, units_needed
+from kvbench.report.stats import Array, Estimate, Stratum
+from kvbench.report.tables import Scores
+
+SIZES = (5, 10, 20, 50, 100, 300)
+LEVELS = (0.5, 0.9, 0.99)
+LONGBENCH = (2, 3, 5, 10, 20, 30, 50, 100, 150, 200, 200, 200, 300)
+LONGBENCH_LEVELS = (0.9, 0.1, 0.5, 0.3, 0.99, 0.2, 0.4, 0.6, 0.05, 0.7, 0.35, 0.45, 0.55)
+"""Units and true means of 13 datasets."""
+METHODS = 7
+Generator = np.random.Generator
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A measured share with the bound that it must keep: at least, or where `most`, at most."""
+
+    what: str
+    share: float
+    bound: float
+    most: bool = False
+
+    @property
+    def kept(self) -> bool:
+        return self.share <= self.bound if self.most else self.share >= self.bound
+
+    def __str__(self) -> str:
+        sign = "<=" if self.most else ">="
+        return f"{'' if self.kept else '!':1} {self.what:66} {self.share:6.1%}  {sign} {self.bound:.0%}"
+
+
+def figures(studies: int, sizes: Sequence[int] = SIZES) -> Iterator[Figure]:
+    """Every figure, section by section; marks are of half as many studies, power of a quarter."""
+    yield from interval_figures(studies, sizes)
+    yield from difference_figures(studies, sizes)
+    yield from p_figures(studies, sizes)
+    yield from mark_figures(studies // 2, sizes)
+    yield from power_figures(studies // 4)
+    yield from margin_figures(studies)
+
+
+def interval_figures(studies: int, sizes: Sequence[int]) -> Iterator[Figure]:
+    """Coverage of the intervals of mean scores."""
+    rng = np.random.default_rng(1)
+    for n in sizes:
+        for p in LEVELS:
+            right = (rng.random((n, studies)) < p).astype(float)
+            yield _mean(f"0/1 scores, n = {n}, p = {p}", [right], p)
+    for n in sizes:
+        for p in LEVELS:
+            difficulty = rng.beta(2 * p, 2 * (1 - p), (n, studies))
+            yield _mean(
+                f"0/1 scores, mean of three seeds, n = {n}, p = {p}",
+                [rng.binomial(3, difficulty) / 3],
+                p,
+            )
+    for n in sizes:
+        for p in LEVELS:
+            yield _mean(f"F1-like scores, n = {n}, mean = {p}", [_f1(rng, n, studies, p)], p)
+    for kind in ("0/1", "F1-like"):
+        for level in (*LEVELS, None):
+            means = LONGBENCH_LEVELS if level is None else (level,) * len(LONGBENCH)
+            strata = [
+                (rng.random((n, studies)) < p).astype(float)
+                if kind == "0/1"
+                else _f1(rng, n, studies, p)
+                for n, p in zip(LONGBENCH, means, strict=True)
+            ]
+            text = "mixed means" if level is None else f"mean = {level}"
+            name = f"average of 13 datasets of 2 to 300, {kind}, {text}"
+            yield _mean(name, strata, float(np.mean(means)))
+    for n in sizes:
+        errors = rng.lognormal(-1.5, 0.5, (n, studies))
+        truth = float(np.exp(-1.5 + 0.125))
+        found = mean_intervals([_stratum(errors)], fraction=False)
+        yield Figure(f"relative errors (log-normal, 0.5), n = {n}", _coverage(found, truth), 0.90)
+
+
+def difference_figures(studies: int, sizes: Sequence[int]) -> Iterator[Figure]:
+    """Coverage of the intervals of paired differences."""
+    rng = np.random.default_rng(2)
+    for n in sizes:
+        for up, down in ((0.02, 0.02), (0.1, 0.1), (0.3, 0.1), (0.1, 0.0)):
+            found = difference_intervals(
+                [_stratum(_signs(rng, n, studies, up, down))], fraction=True
+            )
+            name = f"0/1 differences, n = {n}, {up:.0%} won, {down:.0%} lost"
+            yield Figure(name, _coverage(found, up - down), 0.92)
+    for n in sizes:
+        for changed in (0.1, 0.5, 1.0):
+            sizes_of = rng.beta(1.5, 3, (n, studies)) * (rng.random((n, studies)) < changed)
+            found = difference_intervals([_stratum(-sizes_of)], fraction=True)
+            name = f"F1-like differences, n = {n}, {changed:.0%} lose a third"
+            yield Figure(name, _coverage(found, -changed / 3), 0.92)
+    for up, down in ((0.05, 0.05), (0.2, 0.1)):
+        strata = [_stratum(_signs(rng, n, studies, up, down)) for n in LONGBENCH]
+        found = difference_intervals(strata, fraction=True)
+        name = f"average of 13 datasets, 0/1 differences, {up:.0%} won, {down:.0%} lost"
+        yield Figure(name, _coverage(found, up - down), 0.92)
+
+
+def p_figures(studies: int, sizes: Sequence[int]) -> Iterator[Figure]:
+    """False positives of the paired test at 5 % between two equal arms."""
+    rng = np.random.default_rng(3)
+    for n in (2, *sizes):
+        for name, differences in (
+            ("0/1", _signs(rng, n, studies, 0.2, 0.2)),
+            ("continuous", rng.normal(0, 1, (n, studies))),
+            ("F1-like", _f1(rng, n, studies, 0.5) - _f1(rng, n, studies, 0.5)),
+        ):
+            p = np.array(p_values([_stratum(differences)]))
+            rate = float((p < ALPHA).mean())
+            yield Figure(f"false positives, {name} differences, n = {n}", rate, 0.06, most=True)
+    few = min(studies, 400)  # random signs for 1270 units
+    strata = [_stratum(_signs(rng, n, few, 0.2, 0.2), f"d{i}") for i, n in enumerate(LONGBENCH)]
+    rate = float(np.mean(np.array(p_values(strata)) < ALPHA))
+    yield Figure(f"false positives, average of 13 datasets ({few} studies)", rate, 0.07, most=True)
+
+
+def mark_figures(studies: int, sizes: Sequence[int]) -> Iterator[Figure]:
+    """Tables of seven equal methods that mark one as worse, and how often a worse one is marked."""
+    rng = np.random.default_rng(4)
+    for n in sizes:
+        for p, shared in ((0.6, 0.5), (0.9, 0.5), (0.6, 0.0)):
+            marked = [bool(worse(answers(rng, n, [p] * METHODS, shared))) for _ in range(studies)]
+            name = f"any of seven equal methods marked, n = {n}, p = {p}, correlation {shared}"
+            yield Figure(name, float(np.mean(marked)), 0.09, most=True)
+    for shared, bound in ((0.7, 0.85), (0.5, 0.85), (0.0, 0.0)):
+        found = [
+            METHODS - 1 in worse(answers(rng, 300, [0.6] * (METHODS - 1) + [0.5], shared))
+            for _ in range(studies)
+        ]
+        name = f"worse by .10 marked, n = 300, p = .6, correlation {shared}"
+        yield Figure(name, float(np.mean(found)), bound)
+
+
+def power_figures(studies: int) -> Iterator[Figure]:
+    """Power of the adjusted test in studies of the size that "needed" plans, for a test among 21."""
+    rng = np.random.default_rng(5)
+    alpha = ALPHA / 21
+    for effect in (0.02, 0.05):
+        for differing in (0.06, 0.12, 0.3):
+            up, down = (differing + effect) / 2, (differing - effect) / 2
+            n = int(units_needed([differing - effect**2], effect, alpha=alpha, differing=differing))
+            p = np.array(p_values([_stratum(_signs(rng, n, studies, up, down))]))
+            name = f"power at the {n} examples needed for {effect:.0%}, {differing:.0%} differ"
+            yield Figure(name, float((p < alpha).mean()), 0.76)
+
+
+def margin_figures(studies: int) -> Iterator[Figure]:
+    """Published numbers of the same examples that lie beyond the margin, f measured by a third run."""
+    rng = np.random.default_rng(6)
+    for n in (100, 300):
+        for p, anew in ((0.6, 0.05), (0.6, 0.3), (0.9, 0.1)):
+            for loss, bound in ((0.0, 0.06), (0.04, 1.0)):
+                beyond = [_beyond(rng, n, p, anew, loss) for _ in range(studies)]
+                name = f"published number beyond the margin, n = {n}, p = {p}, {anew:.0%} anew"
+                name += f", ours {loss:.0%} worse" if loss else ", equal"
+                yield Figure(name, float(np.mean(beyond)), bound, most=True)
+
+
+def _beyond(rng: Generator, n: int, p: float, anew: float, loss: float) -> bool:
+    able = rng.beta(2 * p, 2 * (1 - p), n)
+    runs = [rng.random(n) < able]
+    for _ in range(2):
+        runs.append(np.where(rng.random(n) < anew, rng.random(n) < able, runs[0]))
+    ours, again, theirs = (run.astype(float) for run in runs)
+    middle = (ours.mean() + again.mean()) / 2
+    f = share_anew(float(np.square(ours - again).sum()), n * 2 * middle * (1 - middle))
+    ours = ours * (rng.random(n) >= loss / p)
+    margin = margin_of([(float(ours.mean()), n)], f, total=False, unit=0.001)
+    return bool(abs(ours.mean() - round(float(theirs.mean()), 3)) > margin)
+
+
+def _stratum(values: Array, name: str = "d") -> Stratum:
+    return Stratum(name, values, np.ones(values.shape))
+
+
+def _mean(name: str, strata: Sequence[Array], truth: float) -> Figure:
+    found = mean_intervals([_stratum(values) for values in strata], fraction=True)
+    return Figure(name, _coverage(found, truth), 0.92)
+
+
+def _coverage(found: Sequence[Estimate], truth: float) -> float:
+    return float(np.mean([one.low <= truth <= one.high for one in found]))
+
+
+def _f1(rng: Generator, n: int, studies: int, mean: float) -> Array:
+    """Two in five right or wrong, the others in between: scores as of F1 or Rouge."""
+    whole = (rng.random((n, studies)) < mean).astype(float)
+    between = rng.beta(2 * mean, 2 * (1 - mean), (n, studies))
+    return np.where(rng.random((n, studies)) < 0.4, whole, between)
+
+
+def _signs(rng: Generator, n: int, studies: int, up: float, down: float) -> Array:
+    """Differences of 0/1 scores."""
+    return rng.choice((1.0, -1.0, 0.0), (n, studies), p=(up, down, 1 - up - down))
+
+
+def answers(rng: Generator, n: int, means: Sequence[float], shared: float) -> Scores:
+    """0/1 scores of methods whose latent ability on an example is correlated."""
+    common = rng.normal(size=(n, 1)) * np.sqrt(shared)
+    latent = common + rng.normal(size=(n, len(means))) * np.sqrt(1 - shared)
+    values = (latent < norm.ppf(means)).astype(float)
+    units: NDArray[np.intp] = np.arange(n)
+    return Scores("d", values, np.ones(values.shape, dtype=bool), units, ({},) * len(means))
+
+
+def worse(scores: Scores) -> frozenset[int]:
+    return standing([scores], range(scores.values.shape[1]), lower=False).worse
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--studies", type=int, default=2000, help="simulated studies a figure")
+    start, kept = time.process_time(), True
+    for figure in figures(parser.parse_args().studies):
+        print(figure, flush=True)
+        kept &= figure.kept
+    print(f"{time.process_time() - start:.0f} s of CPU")
+    return 0 if kept else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""Which layer copies the needle's answer: SnapKV with the needle forced into its choice, layer by layer.
+
+The shipped model's needle task gives SnapKV nothing at rate 0.25. Here the needle's tokens are put
+among the entries that SnapKV keeps (in place of its lowest-scored ones, so that the budget stays) at
+one layer alone, at all layers but one, and at all of them; and SnapKV runs as it is with wider
+pooling. Each line: what was changed, the share of prompts whose answer holds the expected one word for
+word, and the share of the expected words. Layers are numbered from 0, as in the model.
+
+    python scripts/force_needle.py
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import yaml
+
+from kvbench.engine.generate import run_forks
+from kvbench.engine.loading import ModelSpec
+from kvbench.engine.session import Session
+from kvbench.kv import Budget, CompressedKV, LayerKV
+from kvbench.methods import build_method
+from kvbench.methods.base import Method
+from kvbench.methods.snapkv import SnapKV, keep_best, window_scores
+from kvbench.tasks.base import Example
+from kvbench.tasks.needle import Needle
+
+ROOT = Path(__file__).resolve().parent.parent
+KERNEL_SIZES = (5, 15, 31, 63)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forced(SnapKV):
+    """SnapKV that keeps the positions start .. stop - 1 at some layers, whatever their score."""
+
+    start: int
+    stop: int
+    layers: frozenset[int]
+
+    def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
+        """See `SnapKV.compress`; the kept span is part of the same capacity."""
+        capacity = self.layer_capacity(budget, layer.n, layer.layer_index, layer.num_layers)
+        scores = window_scores(layer, budget.window, self.kernel_size, self.pooling)
+        if layer.layer_index in self.layers:
+            scores[:, :, self.start : self.stop] = torch.inf
+        return keep_best(layer, scores, capacity - budget.window, budget.window, False)
+
+
+def variants(example: Example, layers: int) -> Iterator[tuple[str, Method]]:
+    """What is changed, and the method that does it, for one prompt."""
+    start = int(example.fields["needle_start"])
+    stop = start + int(example.fields["needle_tokens"])
+
+    def forced(*at: int) -> Forced:
+        return Forced(start=start, stop=stop, layers=frozenset(at))
+
+    every = range(layers)
+    yield "exact", build_method("exact")
+    for size in KERNEL_SIZES:
+        yield f"snapkv, kernel_size {size}", build_method("snapkv", kernel_size=size)
+    for layer in every:
+        yield f"snapkv, needle kept at layer {layer} alone", forced(layer)
+    for layer in every:
+        yield (
+            f"snapkv, needle kept at all layers but {layer}",
+            forced(*(other for other in every if other != layer)),
+        )
+    yield "snapkv, needle kept at all layers", forced(*every)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print a line per variant."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=str(ROOT / "kvbench" / "assets" / "recall_mini"))
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096])
+    parser.add_argument("--depths", type=float, nargs="+", default=[0, 25, 50, 75, 100])
+    parser.add_argument("--examples", type=int, default=1, help="prompts per length and depth")
+    parser.add_argument("--rate", type=float, default=0.25)
+    parser.add_argument("--threads", type=int)
+    args = parser.parse_args(argv)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    conf = yaml.safe_load((ROOT / "conf" / "task" / "needle.yaml").read_text(encoding="utf-8"))
+    task = Needle(
+        **{name: conf[name] for name in ("needle", "question", "answer", "max_new_tokens")},
+        lengths=args.lengths,
+        depths=args.depths,
+        num_examples=args.examples,
+    )
+    spec = ModelSpec(name="model", path=args.model)
+    session = Session(spec, torch.device("cpu"), torch.float32)
+    layers = session.model.config.num_hidden_layers
+    budget = Budget(rate=args.rate)
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    examples = task.examples(session.encoder)
+    for example in examples:
+        methods = {label: (method, budget) for label, method in variants(example, layers)}
+        answers = run_forks(
+            session.model,
+            example.context_ids or (),
+            example.question_ids or (),
+            methods,
+            session.stopping(example),
+            seed=0,
+            example_id=example.id,
+        )
+        for label, answer in answers.items():
+            if answer.failure is not None:
+                raise answer.failure
+            score = task.score(session.encoder.decode(answer.tokens), example)
+            found[label].append((score["containment"], score["word_recall"]))
+    span = f"{min(args.lengths)} to {max(args.lengths)} tokens, rate {args.rate:g}"
+    print(f"needle in {len(examples)} prompts of {span}: answer contained, words recalled")
+    for label, scores in found.items():
+        contained, recalled = (sum(each) / len(scores) for each in zip(*scores, strict=True))
+        print(f"{label:42} {contained:5.2f} {recalled:5.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Writes the tables of README.md and of the model card from the committed results.
+
+    python scripts/readme_tables.py            write them
+    python scripts/readme_tables.py --check    exit with 1 where one is not what results/ says
+
+A table stands between two comments, `<!-- table NAME -->` and `<!-- end NAME -->`; NAME is a key of
+TABLES below. Numbers come from the CSV files that a report writes, so that no number in a text is
+typed by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pandas as pd
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "results"
+DEMO = "demo/tables"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a README table: a score of every method from one CSV file.
+
+    Attributes:
+        heading: what the README calls it.
+        file: the CSV file below results/.
+        where: the row of the file to take, by column, beside the method.
+        value: the file's column with the number; `<value>_low` and `<value>_high` bound it.
+        digits: after the decimal point.
+    """
+
+    heading: str
+    file: str
+    where: dict[str, object] = field(default_factory=dict)
+    value: str = "score"
+    digits: int = 0
+
+    def cells(self) -> pd.Series:
+        """The column's text by method (by the run's label where a method has several)."""
+        frame = pd.read_csv(RESULTS / self.file)
+        for key, value in self.where.items():
+            frame = frame[frame[key] == value]
+        return pd.Series([self._text(row) for _, row in frame.iterrows()], index=frame["arm"])
+
+    def _text(self, row: pd.Series) -> str:
+        value, low, high = (row.get(f"{self.value}{end}") for end in ("", "_low", "_high"))
+        text = f"{value:.{self.digits}f}"
+        if pd.isna(low) or pd.isna(high):
+            return text
+        return f"{text} [{low:.{self.digits}f}, {high:.{self.digits}f}]"
+
+
+TABLES: dict[str, Sequence[Column]] = {}
+
+
+def table(columns: Sequence[Column]) -> str:
+    """The columns side by side as Markdown, methods in the order of the first one; an empty cell where
+    a method was not run."""
+    found = [column.cells() for column in columns]
+    methods = list(dict.fromkeys(method for cells in found for method in cells.index))
+    rows = [["method", *(column.heading for column in columns)], ["---"] * (len(columns) + 1)]
+    rows += [[method, *(cells.get(method, "") for cells in found)] for method in methods]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def written(text: str) -> str:
+    """`text` with every table between its comments made again.
+
+    Raises:
+        KeyError: a comment names a table that is not in TABLES.
+    """
+    pattern = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end \2 -->)", re.S)
+    return pattern.sub(lambda found: found[1] + table(TABLES[found[2]]) + found[3], text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write or check; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    check = parser.parse_args(arguments).check
+    stale = []
+    for path in (ROOT / "README.md", ROOT / "kvbench/assets/recall_mini/README.md"):
+        text = path.read_text(encoding="utf-8")
+        new = written(text)
+        if new != text:
+            stale.append(str(path.relative_to(ROOT)))
+            if not check:
+                path.write_text(new, encoding="utf-8")
+    if stale:
+        print(f"{'not what results/ says' if check else 'written'}: {', '.join(stale)}")
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
