@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from report_runs import write_run
+from scipy.stats import ttest_1samp
+from test_runner import Echo
 
 from kvbench.probes.clusters import SubGenClusters
 from kvbench.probes.discrepancy import UnitVectors, WalkDiscrepancy
 from kvbench.probes.error_scaling import BoundedData, ErrorScaling
 from kvbench.report.data import load_experiment
 from kvbench.report.study import study_of
-from kvbench.report.theory import Fit, curves_of, fits_of, scaling_of
+from kvbench.report.theory import (
+    AS_PREDICTED,
+    SHALLOWER,
+    STEEPER,
+    UNDECIDED,
+    Fit,
+    curves_of,
+    fits_of,
+    scaling_of,
+)
 
 Law = Callable[[float], float]
+LEVELS = [2.0**i for i in range(4, 12)]
 
 
 def findings(
@@ -24,7 +37,6 @@ def findings(
 ) -> tuple[list[str], list[Fit]]:
     """Of one experiment: every arm follows its law exactly, on four repetitions."""
     (spec,) = (figure for figure in meta["figures"] if figure["kind"] == "scaling")
-    levels = [2.0**i for i in range(4, 12)]
     for method, law in laws.items():
         records = [
             {
@@ -36,7 +48,7 @@ def findings(
                 spec["y"]: law(level),
                 "score": law(level),
             }
-            for level in levels
+            for level in LEVELS
             for unit in range(4)
         ]
         write_run(folder, task="t", method=method, records=records, task_meta=meta)
@@ -64,10 +76,11 @@ def test_errors_in_words(tmp_path: Path) -> None:
     text, _ = findings(tmp_path, meta, {"uniform": lambda x: x**-0.5, "balancekv": bent}, held=1.25)
     assert text == [
         "Slopes of the error of equation (2) against entries held, fitted from 16 to 2048 entries "
-        "asked for, 95 % intervals over 4 repetitions; as predicted means within 0.1 of the "
-        "prediction, not determined an interval wider than 0.5. The predicted −1.00 or steeper is "
-        "reached by balancekv on 0 of 1 data sets. The predicted −0.50 or steeper is reached by "
-        "uniform on 1 of 1 data sets.",
+        "asked for, 95 % intervals over 4 repetitions. As predicted: the whole interval lies within "
+        "0.1 of the prediction (two one-sided tests); steeper or shallower: it lies wholly beyond; "
+        "not determined: neither. As steep as the predicted −1.00 or steeper, the whole interval "
+        "below −0.90: balancekv on 0 of 1 data sets. As steep as the predicted −0.50 or steeper, the "
+        "whole interval below −0.40: uniform on 1 of 1 data sets.",
         "uniform, predicted −0.50: As predicted on d (−0.50 [−0.50, −0.50]).",
         "balancekv, predicted −1.00: Shallower on d (−0.70 [−0.70, −0.70]). The slope changes along "
         "the way: d (−0.90 up to 256 entries, −0.50 beyond).",
@@ -114,7 +127,8 @@ def test_discrepancy_in_words(tmp_path: Path) -> None:
     text, _ = findings(tmp_path, meta, laws)
     assert text == [
         "Growth of the largest coordinate of the signed sum as n^slope, fitted from n = 32 to 2048, "
-        "95 % intervals over 4 walks. Random signs must give 1/2, a logarithm something close to 0.",
+        "95 % intervals over 4 repetitions. Random signs must give 1/2, a logarithm something close to "
+        "0.",
         "random_signs: d (slope 0.50 [0.50, 0.50], 45.3 at the end).",
         "walk: d (slope 0.00 [0.00, 0.00], 8.00 at the end, 0.18 [0.18, 0.18] times random_signs).",
         "Smaller than random_signs, the whole interval of the paired ratio below 1: walk (d from n = "
@@ -130,3 +144,96 @@ def test_clusters_in_words(tmp_path: Path) -> None:
         "sublinear in n only where the slope is below 1.",
         "delta_1: d (slope 0.50 [0.50, 0.50], m = 90.5, 4.42 % of n).",
     ]
+
+
+def fit_of(folder: Path, slopes: Sequence[float], draws: int = 1, expected: float = -0.5) -> Fit:
+    """Of a method whose error falls like x^slope, one slope per prompt, the same in each draw."""
+    meta = ErrorScaling(
+        n=8192, kept=(16,), prompts=Echo(), layers=(1,), expected={"uniform": expected}
+    ).meta()
+    records = [
+        {
+            "example_id": f"layer 1/{level}/p{prompt}-draw{draw}",
+            "dataset": "layer 1",
+            "kept": level,
+            "held": level,
+            "replicate": f"p{prompt}-draw{draw}",
+            "prompt": f"p{prompt}",
+            "scaled_error": (error := level**slope * (1 + 1e-3 * draw)),
+            "score": error,
+        }
+        for level in LEVELS
+        for prompt, slope in enumerate(slopes)
+        for draw in range(draws)
+    ]
+    write_run(folder, task="t", method="uniform", records=records, task_meta=meta)
+    (group,) = load_experiment(folder / "demo").groups
+    spec = scaling_of(group)
+    assert spec is not None
+    (fit,) = fits_of(curves_of(group, spec), spec)
+    return fit
+
+
+def t_interval(values: Sequence[float]) -> tuple[float, float]:
+    low, high = ttest_1samp(values, 0).confidence_interval(0.95)
+    return float(low), float(high)
+
+
+@pytest.mark.parametrize(
+    ("middle", "spread", "verdict"),
+    [
+        (-0.5, 0.02, AS_PREDICTED),
+        (-0.5, 0.15, UNDECIDED),  # the middle is what was predicted, and says nothing
+        (-0.7, 0.02, STEEPER),
+        (-0.61, 0.02, UNDECIDED),  # beyond the bound, but not shown to be
+        (-0.3, 0.02, SHALLOWER),
+    ],
+)
+def test_a_verdict_is_of_the_interval_and_not_of_the_middle(
+    tmp_path: Path, middle: float, spread: float, verdict: str
+) -> None:
+    slopes = [middle + spread * step for step in (-1.0, 1.0, -0.5, 0.5, 0.2, -0.2)]
+    fit = fit_of(tmp_path, slopes)
+    low, high = t_interval(slopes)
+    assert (fit.slope.low, fit.slope.high) == pytest.approx((low, high), abs=0.35 * (high - low))
+    assert fit.slope.high - fit.slope.low == pytest.approx(high - low, rel=0.3)
+    assert fit.verdict == verdict
+    assert fit.reaches == (high < -0.4)
+
+
+def test_draws_of_one_prompt_are_no_repetitions(tmp_path: Path) -> None:
+    slopes = (-0.55, -0.45, -0.5)
+    one, many = (fit_of(tmp_path / str(draws), slopes, draws) for draws in (1, 30))
+    assert (one.curve.units, many.curve.units) == (3, 3)
+    assert many.slope.low == pytest.approx(one.slope.low, abs=1e-3)
+    assert many.slope.high == pytest.approx(one.slope.high, abs=1e-3)
+    low, high = t_interval(slopes)
+    assert many.slope.high - many.slope.low > 0.7 * (high - low)
+
+
+def test_one_repetition_determines_nothing(tmp_path: Path) -> None:
+    fit = fit_of(tmp_path, [-0.5], draws=9)
+    assert fit.slope.value == pytest.approx(-0.5)
+    assert math.isnan(fit.slope.low)
+    assert (fit.verdict, fit.reaches) == (UNDECIDED, False)
+    (group,) = load_experiment(tmp_path / "demo").groups
+    study = study_of(group, tmp_path / "demo")
+    assert study is not None
+    assert study.findings[0] == (
+        "Slopes of the error of equation (2) against entries held, of 1 prompt: one repetition has no "
+        "interval and determines nothing. Its numbers are in the table."
+    )
+    assert study.views[0].rows == (("uniform", "−0.50", "−0.50 (no interval)"),)
+    assert "of 1 prompt, which has no interval" in study.views[0].notes[0]
+    assert all("1 prompt, which has no interval" in drawn.caption for drawn in study.figures)
+    assert all("predicted on" not in text for text in study.findings)
+
+
+def test_smaller_from_is_where_it_stays_smaller(tmp_path: Path) -> None:
+    meta = WalkDiscrepancy(steps=(16, 2048), data={"d": UnitVectors()}).meta()
+    laws: dict[str, Law] = {
+        "random_signs": lambda n: n**0.5,
+        "walk": lambda n: 4.0 if n in (64, 512) else 40.0 if n == 128 else 0.4 * n**0.5,
+    }
+    text, _ = findings(tmp_path, meta, laws)
+    assert "walk (d from n = 256)" in text[-1], "at 64 it was smaller, at 128 larger again"

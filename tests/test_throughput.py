@@ -20,8 +20,8 @@ from kvbench.probes import throughput
 from kvbench.probes.largest import largest_batch
 from kvbench.probes.throughput import Throughput
 from kvbench.report.data import load_experiment
+from kvbench.report.timing_views import timing_view
 from kvbench.report.timings import timing_frame, timing_table
-from kvbench.report.views import timing_view
 from kvbench.runner import run_job
 from kvbench.tasks.base import TaskError
 
@@ -87,6 +87,28 @@ def test_ratios_are_to_the_exact_cache_of_the_same_run(tmp_path):
                 assert row["speedup"] == 1.0
     alone = rows_of(run_job(job(tmp_path / "alone", probe, {"h2o": METHODS["h2o"]})))
     assert {row["speedup"] for row in alone["h2o"]} == {None}
+
+
+def test_every_run_begins_with_another_method(tmp_path, monkeypatch):
+    """By what is generated, warm-ups left out: each method has each turn once in three runs."""
+    order = []
+    real = throughput._generate
+
+    def generate(session, setting, batch, label, method, budget, *, new_tokens=None):
+        if new_tokens is None:
+            order.append(label)
+        return real(session, setting, batch, label, method, budget, new_tokens=new_tokens)
+
+    monkeypatch.setattr(throughput, "_generate", generate)
+    probe = Throughput(prompt_tokens=(60,), new_tokens=2, runs=4)
+    records = rows_of(run_job(job(tmp_path, probe)))
+    runs = [order[i : i + 3] for i in range(0, 12, 3)]
+    assert all(sorted(run) == sorted(METHODS) for run in runs)
+    assert all({run[turn] for run in runs[:3]} == set(METHODS) for turn in range(3))
+    assert runs[3] == runs[0]
+    assert runs[0][0] == "exact"
+    for label, rows in records.items():
+        assert [row["turn"] for row in rows] == [run.index(label) for run in runs]
 
 
 def short_memory(monkeypatch, entries, prompt=None):

@@ -40,13 +40,15 @@ class Ablation(LayerError):
     series: str | None = "layer"
 
     def meta(self) -> dict[str, Any]:
-        """See `kvbench.plan.Plan.meta`."""
+        """See `kvbench.plan.Plan.meta`; effects are shown by the score's metric and by the others."""
+        fields = [METRICS[name][0] for name in dict.fromkeys((self.metric, "per_query", "pooled"))]
         return {
             **super().meta(),
             "figures": [
                 {
                     "kind": "ablation",
-                    "y": "relative_error",
+                    "y": fields[0],
+                    "also": fields[1:],
                     "by": "rate",
                     "series": self.series,
                     "unit": "prompt" if self.series else "layer",

@@ -185,6 +185,7 @@ class SubGenClusters:
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
         """Every delta over the same keys."""
+        another = "" if self.prompts is not None else f"seed{session.seed}-"  # seeds draw new keys
         for dataset, replicate, keys in self._keys(unit, session):
             for label, (method, _) in methods.items():
                 assert isinstance(method, Clustering)
@@ -197,7 +198,7 @@ class SubGenClusters:
                     fields = {
                         "dataset": dataset,
                         "n": n,
-                        "replicate": replicate,
+                        "replicate": another + replicate,
                         "clusters": clusters,
                         "score": clusters,
                     }

@@ -119,7 +119,7 @@ class WalkDiscrepancy:
             "score_unit": "discrepancy",
             "lower_is_better": True,
             "breakdown": ["n"],
-            "unit": "walk",
+            "unit": "replicate",
             "figures": [
                 {
                     "kind": "scaling",
@@ -127,7 +127,7 @@ class WalkDiscrepancy:
                     "level": "n",
                     "y": "discrepancy",
                     "facet": "dataset",
-                    "unit": "walk",
+                    "unit": "replicate",
                     "xlabel": "vectors signed, n",
                     "ylabel": "largest coordinate of the signed sum",
                     "guides": [0.5],
@@ -171,6 +171,7 @@ class WalkDiscrepancy:
                         "dataset": unit.id,
                         "n": n,
                         "walk": walk,
+                        "replicate": f"seed{session.seed}-walk{walk}",
                         "discrepancy": float(value),
                         "score": float(value),
                     }

@@ -138,9 +138,9 @@ class ErrorScaling:
     over queries and heads of ||z - Attn||_2 / (||softmax||_2 ||V||_F), in float64. What a method
     really holds is recorded beside what it was asked to hold: streaming forms hold more.
 
-    With `data`, every draw has new tensors and new draws of the methods; with `prompts`, layers of
-    the model hold the first n tokens of each prompt, the queries are those of the tokens after
-    them, and only the methods' draws vary.
+    With `data`, every draw has new tensors and new draws of the methods, and is a repetition; with
+    `prompts`, layers of the model hold the first n tokens of each prompt, the queries are those of
+    the tokens after them, only the methods' draws vary, and the repetition is the prompt.
 
     Attributes:
         n: entries of the layer.
@@ -191,7 +191,7 @@ class ErrorScaling:
             "score_unit": "scaled error",
             "lower_is_better": True,
             "breakdown": ["kept"],
-            "unit": "replicate",
+            "unit": self._unit,
             "figures": [
                 {
                     "kind": "scaling",
@@ -199,7 +199,7 @@ class ErrorScaling:
                     "level": "kept",
                     "y": "scaled_error",
                     "facet": "dataset",
-                    "unit": "replicate",
+                    "unit": self._unit,
                     "xlabel": "entries held",
                     "ylabel": "error / (||softmax|| ||V||)",
                     "guides": [-0.5, -1.0],
@@ -210,6 +210,11 @@ class ErrorScaling:
                 }
             ],
         }
+
+    @property
+    def _unit(self) -> str:
+        """The record field that names the independent repetition."""
+        return "replicate" if self.prompts is None else "prompt"
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
         """One unit per data set and draw, or per prompt and draw.
@@ -270,7 +275,8 @@ class ErrorScaling:
             name, draw = unit.payload
             seed = session.seed * 1_000_003 + draw
             layer, queries = self.data[name].layer(self.n, self.queries, name, seed)
-            yield from self._measured(methods, layer, queries, name, f"draw{draw}", seed)
+            named = {"replicate": f"seed{session.seed}-draw{draw}"}
+            yield from self._measured(methods, layer, queries, name, f"draw{draw}", seed, named)
             return
         captured = capture_layers(session.model, unit.payload, [i - 1 for i in self.layers])
         for number in self.layers:
@@ -287,8 +293,10 @@ class ErrorScaling:
             queries = whole.queries[:, :, self.n :]
             for draw in range(self.draws):
                 seed = session.seed * 1_000_003 + draw
+                replicate = f"{unit.id}-draw{draw}"
+                named = {"replicate": replicate, "prompt": unit.id}
                 yield from self._measured(
-                    methods, layer, queries, f"layer {number}", f"{unit.id}-draw{draw}", seed
+                    methods, layer, queries, f"layer {number}", replicate, seed, named
                 )
 
     def _measured(
@@ -299,7 +307,9 @@ class ErrorScaling:
         dataset: str,
         replicate: str,
         seed: int,
+        named: Mapping[str, str],
     ) -> Iterator[Outcome]:
+        """Records of one repetition; `replicate` seeds the draws, `named` are its record fields."""
         truth = estimate(keep_all(layer), queries, layer.n, layer)
         scale = bound_scale(layer, queries)
         exponent = key_exponent(layer)
@@ -309,7 +319,7 @@ class ErrorScaling:
                 record: dict[str, Any] = {
                     "dataset": dataset,
                     "kept": kept,
-                    "replicate": replicate,
+                    **named,
                     "prompt_tokens": layer.n,
                     "key_exponent": exponent,
                 }

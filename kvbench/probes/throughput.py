@@ -62,7 +62,8 @@ class Throughput:
     Nothing is shared between methods, the device is synchronised before every clock reading, and one
     warm-up run per method and setting is left out. End tokens do not end the generation. A batch is
     so many different prompts, each prefilled alone, all decoded together. In every run the methods
-    take turns, the exact cache first, so that drift favours nobody and ratios are of one moment.
+    take turns, and each run begins with another of them, so that neither drift nor what ran before
+    favours one, and ratios are of one moment.
 
     Attributes:
         prompt_tokens: prompt lengths (BalanceKV: 16384).
@@ -78,7 +79,7 @@ class Throughput:
     """
 
     name: ClassVar[str] = "throughput"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
 
     prompt_tokens: Sequence[int] = (16384,)
     new_tokens: int | Sequence[int] = 1024
@@ -190,29 +191,37 @@ class Throughput:
         ]
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
-        """Each method in turn; before the first measured run of a process, a warm-up of each."""
+        """Each method in turn, beginning with another in every run; before the first measured run of
+        a process, a warm-up of each."""
         _, setting, run = unit.payload
-        reference: dict[str, Any] = {}
-        for label in sorted(methods, key=lambda label: label != REFERENCE):
+        labels = sorted(methods, key=lambda label: label != REFERENCE)
+        start = run % len(labels)
+        budgets: dict[str, Budget] = {}
+        rows: dict[str, dict[str, Any]] = {}
+        for label in labels[start:] + labels[:start]:
             method, budget = methods[label]
-            budget = setting.budget(budget)
-            fields = self._measure(setting, label, method, budget, session)
-            if label == REFERENCE:
-                reference = fields
-            n = setting.prompt_tokens
-            fields = {
-                "dataset": str(setting),
-                "prompt_tokens": n,
-                "asked_new_tokens": setting.new_tokens,
-                "asked_batch": str(setting.batch),
-                "asked_rate": setting.rate,
-                "capacity": budget.capacity(n) if method.saves_memory else n,
-                "run": run,
-                "runs": self.runs,
-                **fields,
-                **_ratios(fields, reference),
-            }
-            yield Outcome(label, unit.id, fields)
+            budgets[label] = budget = setting.budget(budget)
+            rows[label] = self._measure(setting, label, method, budget, session)
+        n = setting.prompt_tokens
+        for turn, (label, fields) in enumerate(rows.items()):
+            method, budget = methods[label][0], budgets[label]
+            yield Outcome(
+                label,
+                unit.id,
+                {
+                    "dataset": str(setting),
+                    "prompt_tokens": n,
+                    "asked_new_tokens": setting.new_tokens,
+                    "asked_batch": str(setting.batch),
+                    "asked_rate": setting.rate,
+                    "capacity": budget.capacity(n) if method.saves_memory else n,
+                    "run": run,
+                    "runs": self.runs,
+                    "turn": turn,
+                    **fields,
+                    **_ratios(fields, rows.get(REFERENCE, {})),
+                },
+            )
 
     def _measure(
         self, setting: Setting, label: str, method: Method, budget: Budget, session: Session

@@ -1,10 +1,12 @@
-"""Variants of a method against one of them, from records: effects, figure, tables, words.
+"""Variants of a method against one of them, from records: effects, tables, words.
 
 Drawn for the figure kind ``ablation`` of a task's meta, a mapping with
 
     y               record field, lower is better
+    also            further such fields: the same effects by other metrics
     by, series      record fields that make up a cell (a panel, a marker); series may be None
-    unit            record field that names the independent repetition, which intervals resample
+    unit            record field that names the independent repetition; one draw of repetitions serves
+                    all cells, whose errors are those of the same prompts
     reference       label of the arm that others are compared with
     parts           {what was changed: labels of its variants}
     grid            {block size: label}, for a table laid out as Figure 3 of BalanceKV
@@ -22,16 +24,16 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.artist import Artist
+from scipy.stats import ttest_1samp
 
 from kvbench.report.data import Group
-from kvbench.report.drawing import Drawn, label_axes, new_figure, stem, style_axes, tick_text
+from kvbench.report.drawing import tick_text, words
 from kvbench.report.paper import published_frame
-from kvbench.report.stats import Estimate, Stratum, estimates, widened
+from kvbench.report.significance import holm
+from kvbench.report.stats import LEVEL, Estimate, Stratum, estimates, widened
 from kvbench.report.tables import as_text
-from kvbench.report.views import View, number
+from kvbench.report.views import MISSING, View, number
 
-_SERIES = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#000000", "v"))
 _PUBLISHED = "balancekv_figure3"
 
 
@@ -43,6 +45,7 @@ class Effect:
         part: what was changed. label: the variant.
         cells: by (by, series).
         overall: the geometric mean over cells.
+        p: of no overall change (t-test over units), adjusted for the number of variants (Holm).
         seconds: median seconds of compression over the reference's.
     """
 
@@ -50,7 +53,13 @@ class Effect:
     label: str
     cells: Mapping[tuple[Any, Any], Estimate]
     overall: Estimate
+    p: float
     seconds: float
+
+    @property
+    def shown(self) -> bool:
+        """Whether an overall change is shown, whatever was picked out of however many variants."""
+        return self.p < 1 - LEVEL
 
     @property
     def better(self) -> int:
@@ -72,150 +81,106 @@ def ablation_of(group: Group) -> Mapping[str, Any] | None:
     return spec if good["method"].eq(spec["reference"]).any() else None
 
 
-def effects_of(group: Group, spec: Mapping[str, Any]) -> list[Effect]:
-    """Each pair's log ratio of y (a pair: one prompt, layer and draw), averaged within a cell, with
-    a bootstrap interval over units; overall, the mean over cells."""
-    good = group.records[group.records["status"].eq("ok")].dropna(subset=[spec["y"]])
+def metrics_of(group: Group, spec: Mapping[str, Any]) -> list[str]:
+    """The metrics that the records have, the one that is the score first."""
+    return [y for y in (spec["y"], *spec.get("also", ())) if y in group.records]
+
+
+def effects_of(group: Group, spec: Mapping[str, Any], y: str | None = None) -> list[Effect]:
+    """Each pair's log ratio of `y` (a pair: one prompt, layer and draw), averaged within a cell, with
+    a bootstrap interval over units; overall, the mean over cells.
+
+    Cells hold the same units. They are resampled together, so that the interval of the mean over
+    cells counts what a prompt does to all of them.
+    """
+    y = y or spec["y"]
+    good = group.records[group.records["status"].eq("ok")].dropna(subset=[y])
     good = good.assign(
-        log=np.log(pd.to_numeric(good[spec["y"]]).clip(lower=1e-300)),
+        log=np.log(pd.to_numeric(good[y]).clip(lower=1e-300)),
         series=good[spec["series"]] if spec.get("series") else "",
         pair=good["seed"].astype(str) + "/" + good["example_id"].astype(str),
+        unit=good[spec["unit"]].astype(str),
     )
     parts = {label: part for part, labels in spec["parts"].items() for label in labels}
     labels = [label for label in parts if good["method"].eq(label).any()]
+    every = sorted(good["unit"].unique())
     cells: dict[tuple[Any, Any], Stratum] = {}
     for (by, series), part in good.groupby([spec["by"], "series"]):
-        table = part.pivot_table(index=[spec["unit"], "pair"], columns="method", values="log")
+        table = part.pivot_table(index=["unit", "pair"], columns="method", values="log")
         ratios = table.reindex(columns=labels).sub(table[spec["reference"]], axis=0)
-        units = ratios.groupby(level=0)
-        name = f"{spec['by']} {by}"  # the same units are drawn for every series
-        cells[by, series] = Stratum(
-            name, units.sum().to_numpy(float), units.count().to_numpy(float)
-        )
+        of_unit = ratios.groupby(level=0)
+        sums, counts = (x.reindex(every, fill_value=0.0) for x in (of_unit.sum(), of_unit.count()))
+        # one name: the same units are drawn for every cell
+        cells[by, series] = Stratum(spec["unit"], sums.to_numpy(float), counts.to_numpy(float))
     found = {cell: estimates([stratum]) for cell, stratum in cells.items()}
     overall = estimates(list(cells.values()))
-    least = min(len(stratum.sums) for stratum in cells.values())
+    held = np.array([(stratum.counts > 0).sum(0) for stratum in cells.values()])
+    units = dict(zip(cells, held, strict=True))
     seconds = good.groupby("method")["compress_s"].median()
+    p = holm(_p_values(list(cells.values())))
     return [
         Effect(
             parts[label],
             label,
-            {cell: _relative(of[i], len(cells[cell].sums)) for cell, of in found.items()},
-            _relative(overall[i], least),
+            {cell: _relative(of[i], int(units[cell][i])) for cell, of in found.items()},
+            _relative(overall[i], int(held[:, i].min())),
+            p[i],
             float(seconds[label] / seconds[spec["reference"]]),
         )
         for i, label in enumerate(labels)
     ]
 
 
-def ablation_figure(group: Group, spec: Mapping[str, Any]) -> Drawn:
-    """Change of y in per cent: a row per variant, a panel per `by`, a marker per `series`."""
-    effects = effects_of(group, spec)
-    panels = sorted({by for e in effects for by, _ in e.cells}, reverse=spec["by"] == "rate")
-    series = sorted({s for e in effects for _, s in e.cells})
-    places = _places(effects)
-    height = max(places) + 1
-    figure = new_figure(1.7 + 2.6 * len(panels), 1.1 + 0.205 * height)
-    axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
-    limit = _limit(effects)
-    lowest = max(0.0, *(-e.low for effect in effects for e in effect.cells.values()))
-    for ax, panel in zip(axes, panels, strict=True):
-        ax.axvline(0, color="#666666", linewidth=0.9)
-        for k, one in enumerate(series):
-            color, marker = _SERIES[k % len(_SERIES)]
-            shift = (k - (len(series) - 1) / 2) * 0.6 / len(series)
-            for place, effect in zip(places, effects, strict=True):
-                estimate = effect.cells.get((panel, one))
-                if estimate is None or math.isnan(estimate.value):
-                    continue
-                y = place + shift
-                label = f"{_words(spec['series'])} {as_text(one)}" if spec.get("series") else None
-                if 100 * estimate.value > limit:
-                    ax.plot(limit, y, marker=">", color=color, markersize=4, clip_on=False)
-                    text = f"{100 * estimate.value:+.0f} %"
-                    ax.annotate(
-                        text,
-                        (limit, y),
-                        xytext=(-5, 0),
-                        textcoords="offset points",
-                        ha="right",
-                        va="center",
-                        fontsize=6,
-                        color=color,
-                    )
-                    continue
-                ax.errorbar(
-                    100 * estimate.value,
-                    y,
-                    xerr=[
-                        [max(0.0, 100 * (estimate.value - estimate.low))],
-                        [max(0.0, 100 * (estimate.high - estimate.value))],
-                    ],
-                    color=color,
-                    marker=marker,
-                    markersize=3.4,
-                    elinewidth=1.0,
-                    linestyle="none",
-                    label=label,
-                )
-        ax.set_title(f"{_words(spec['by'])} {tick_text(panel, spec['by'])}", fontsize=9)
-        ax.set_xlim(-min(limit, 105 * lowest) - 1, limit * 1.04)
-        style_axes(ax, grid="x")
-    for place, before in zip(places[1:], places, strict=False):
-        if place - before > 1:
-            for ax in axes:
-                ax.axhline((place + before) / 2, color="#DDDDDD", linewidth=0.6)
-    axes[0].set_yticks(places, [effect.label for effect in effects])
-    axes[0].set_ylim(height - 0.3, -0.8)
-    what = _words(spec["y"])
-    label_axes(figure, list(axes), f"change of {what} against {spec['reference']} (%)", "")
-    handles: dict[str, Artist] = {}
-    for ax in axes:
-        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
-            handles.setdefault(str(label), handle[0])
-    if handles:
-        figure.legend(
-            handles=[handles[label] for label in sorted(handles)],
-            labels=sorted(handles),
-            loc="outside upper center",
-            ncols=len(handles),
-            frameon=False,
-            fontsize=8,
-        )
-    return Drawn(
-        f"{stem(group)}-ablation",
-        f"{group.task}: one option changed at a time",
-        f"Change of {what} against {spec['reference']} on the same tensors (left is better), geometric"
-        f" mean with 95 % bootstrap intervals over {_units(group, spec)}; a triangle at the edge stands"
-        " for a larger change.",
-        figure,
-    )
+def _p_values(cells: Sequence[Stratum]) -> list[float]:
+    """Per column, that of a t-test of the units' means over cells against 0."""
+    with np.errstate(invalid="ignore"):
+        means = np.mean([cell.sums / cell.counts for cell in cells], axis=0)
+    found = []
+    for column in means.T:
+        known = column[~np.isnan(column)]
+        if len(known) < 2:
+            found.append(math.nan)
+        elif np.ptp(known) <= 1e-9 * np.abs(known).max():  # all alike: a t-test divides by zero
+            found.append(float(known[0] == 0))
+        else:
+            found.append(float(ttest_1samp(known, 0.0).pvalue))
+    return found
 
 
 def effect_view(group: Group, spec: Mapping[str, Any]) -> View:
     """One row per variant: overall change, cells better and worse, seconds."""
+    metrics = metrics_of(group, spec)
     effects = effects_of(group, spec)
     cells = len(effects[0].cells) if effects else 0
+    others = {y: {e.label: e for e in effects_of(group, spec, y)} for y in metrics[1:]}
     return View(
         name=f"{group.task}-{group.model}-ablation",
-        title=f"{group.task} on {group.model}: change of {_words(spec['y'])} against"
+        title=f"{group.task} on {group.model}: change of {words(spec['y'])} against"
         f" {spec['reference']}",
-        columns=("variant", "changed", "change, %", "better", "worse", "seconds"),
+        columns=(
+            *("variant", "changed", "change, %", "p", "better", "worse"),
+            *(f"change of {words(y)}, %" for y in others),
+            "seconds",
+        ),
         rows=tuple(
             (
                 e.label,
                 e.part,
                 _percent_text(e.overall),
+                MISSING if math.isnan(e.p) else f"{e.p:.2g}",
                 f"{e.better}/{len(e.cells)}",
                 f"{e.worse}/{len(e.cells)}",
+                *(_percent_text(found[e.label].overall) for found in others.values()),
                 f"{number(e.seconds)} x",
             )
             for e in effects
         ),
         notes=(
             f"Geometric mean over {cells} cells ({' x '.join(_cell_fields(spec))}), with 95 % bootstrap"
-            f" intervals over {_units(group, spec)}, widened by Student's t; negative is"
-            " less error.",
+            f" intervals over {units_text(group, spec)}, the same ones drawn for every cell, widened by"
+            " Student's t; negative is less error.",
+            f"p: t-test over {units_text(group, spec)}, adjusted for {len(effects)} variants (Holm); the"
+            " intervals are not adjusted.",
             "better, worse: cells whose own interval excludes 0 (not adjusted for their number).",
             "seconds: median time of compression over that of the reference.",
         ),
@@ -225,24 +190,27 @@ def effect_view(group: Group, spec: Mapping[str, Any]) -> View:
 def effect_frame(group: Group, spec: Mapping[str, Any]) -> pd.DataFrame:
     """Effects in long form: one row per variant and cell, and one overall."""
     lines = []
-    for e in effects_of(group, spec):
-        every: list[tuple[Any, Any, Estimate]] = [("all", "all", e.overall)]
-        every += [(by, series, estimate) for (by, series), estimate in e.cells.items()]
-        lines += [
-            {
-                "model": group.model,
-                "task": group.task,
-                "part": e.part,
-                "variant": e.label,
-                spec["by"]: by,
-                spec.get("series") or "series": series,
-                "change": estimate.value,
-                "change_low": estimate.low,
-                "change_high": estimate.high,
-                "seconds_ratio": e.seconds,
-            }
-            for by, series, estimate in every
-        ]
+    for y in metrics_of(group, spec):
+        for e in effects_of(group, spec, y):
+            every: list[tuple[Any, Any, Estimate]] = [("all", "all", e.overall)]
+            every += [(by, series, estimate) for (by, series), estimate in e.cells.items()]
+            lines += [
+                {
+                    "model": group.model,
+                    "task": group.task,
+                    "metric": y,
+                    "part": e.part,
+                    "variant": e.label,
+                    spec["by"]: by,
+                    spec.get("series") or "series": series,
+                    "change": estimate.value,
+                    "change_low": estimate.low,
+                    "change_high": estimate.high,
+                    "p_holm": e.p if by == "all" else math.nan,
+                    "seconds_ratio": e.seconds,
+                }
+                for by, series, estimate in every
+            ]
     return pd.DataFrame(lines)
 
 
@@ -267,7 +235,7 @@ def grid_view(group: Group, spec: Mapping[str, Any], folder: Path) -> View | Non
             by = mine.groupby(spec["by"])
             rows.append(
                 (
-                    f"ours, {_words(spec.get('series') or 'layers')} {as_text(layer)}",
+                    f"ours, {words(spec.get('series') or 'layers')} {as_text(layer)}",
                     str(size),
                     *(f"{by[y].mean()[r]:.4f} ± {by[y].std()[r]:.4f}" for r in rates),
                     *(number(float(by["compress_s"].median()[r])) for r in rates),
@@ -307,85 +275,65 @@ def grid_view(group: Group, spec: Mapping[str, Any], folder: Path) -> View | Non
 
 def ablation_findings(group: Group, spec: Mapping[str, Any]) -> list[str]:
     """What was found, from the numbers alone."""
-    effects = effects_of(group, spec)
-    if not effects:
+    effects = {y: effects_of(group, spec, y) for y in metrics_of(group, spec)}
+    first = effects[spec["y"]]
+    if not first:
         return []
-    cells = len(effects[0].cells)
+    cells, units = len(first[0].cells), units_text(group, spec)
     found = [
-        f"One option changed at a time against {spec['reference']}; change of {_words(spec['y'])} as a "
-        f"geometric mean over {cells} cells ({' x '.join(_cell_fields(spec))}), 95 % intervals over "
-        f"{_units(group, spec)}."
+        f"One option changed at a time against {spec['reference']}; change of error as a geometric mean "
+        f"over {cells} cells ({' x '.join(_cell_fields(spec))}), 95 % intervals over {units}. More and "
+        f"less error are told by a t-test over {units}, adjusted for {len(first)} variants (Holm)."
     ]
-    ordered = sorted(effects, key=lambda e: e.overall.value)
-    for words, chosen in (
-        ("Less error", [e for e in ordered if e.overall.high < 0]),
-        ("No difference shown", [e for e in ordered if e.overall.low <= 0 <= e.overall.high]),
-        ("More error", [e for e in ordered if e.overall.low > 0]),
-    ):
-        if chosen:
-            named = "; ".join(f"{e.label} {_percent_text(e.overall)} %" for e in chosen)
-            found.append(f"{words}: {named}.")
+    if units.startswith("1 "):
+        found.append(f"One repetition, {units}, determines nothing: there are no intervals.")
+    for y, of in effects.items():
+        ordered = sorted(of, key=lambda e: e.overall.value)
+        kinds = (
+            ("Less", [e for e in ordered if e.shown and e.overall.value < 0]),
+            ("No difference shown in", [e for e in ordered if not e.shown]),
+            ("More", [e for e in ordered if e.shown and e.overall.value >= 0]),
+        )
+        for kind, chosen in kinds:
+            if chosen:
+                named = "; ".join(f"{e.label} {_percent_text(e.overall)} %" for e in chosen)
+                found.append(f"{kind} {words(y)}: {named}.")
     free = [
-        e for e in ordered if e.overall.high < 0 and not e.worse and e.better and e.seconds <= 1.1
+        e
+        for e in sorted(first, key=lambda e: e.overall.value)
+        if e.shown and e.overall.value < 0 and not e.worse and e.better and e.seconds <= 1.1
     ]
-    if free:
-        named = "; ".join(
-            f"{e.label} ({_percent_text(e.overall)} %, better in {e.better} of {cells} cells, worse in"
-            f" none, {number(e.seconds)} times the seconds)"
-            for e in free
-        )
-        chosen_of = (
-            ""
-            if len(effects) < 4
-            else (
-                f" The best of {len(effects)} variants on the same data looks better than it is: see it"
-                " confirmed on other data before using it."
-            )
-        )
-        found.append(f"Better at no cost on these tensors: {named}.{chosen_of}")
-    else:
-        found.append("No variant is better overall, worse in no cell, and as fast.")
-    return found
+    if not free:
+        return [*found, "No variant is shown better overall, worse in no cell, and as fast."]
+    named = "; ".join(
+        f"{e.label} ({_percent_text(e.overall)} %, better in {e.better} of {cells} cells, worse in none,"
+        f" {number(e.seconds)} times the seconds)"
+        for e in free
+    )
+    confirm = " See it confirmed on other data before using it." if len(first) > 1 else ""
+    return [*found, f"Better at no cost on these tensors: {named}.{confirm}"]
 
 
 def _relative(log_ratio: Estimate, units: int) -> Estimate:
+    if units < 2:
+        return Estimate(math.expm1(log_ratio.value), math.nan, math.nan)
     log_ratio = widened(log_ratio, units)
     return Estimate(*(math.expm1(x) for x in (log_ratio.value, log_ratio.low, log_ratio.high)))
 
 
-def _places(effects: Sequence[Effect]) -> list[float]:
-    """Rows from the top, a gap of half a row between parts."""
-    places: list[float] = []
-    for i, effect in enumerate(effects):
-        new = i > 0 and effect.part != effects[i - 1].part
-        places.append(0.0 if not places else places[-1] + (1.6 if new else 1.0))
-    return places
-
-
-def _limit(effects: Sequence[Effect]) -> float:
-    """The axis reaches what nine cells in ten reach, in per cent."""
-    values = [100 * abs(e.value) for effect in effects for e in effect.cells.values()]
-    values = [value for value in values if math.isfinite(value)]
-    return max(5.0, float(np.quantile(values, 0.9)) * 1.25) if values else 5.0
-
-
 def _cell_fields(spec: Mapping[str, Any]) -> list[str]:
-    return [_words(name) for name in (spec["by"], spec.get("series")) if name]
+    return [words(name) for name in (spec["by"], spec.get("series")) if name]
 
 
-def _units(group: Group, spec: Mapping[str, Any]) -> str:
-    """E.g. "8 prompts": what intervals resample."""
+def units_text(group: Group, spec: Mapping[str, Any]) -> str:
+    """E.g. "8 prompts" or "1 prompt": what intervals resample."""
     mine = group.records[group.records["method"].eq(spec["reference"])]
     count = mine[mine["status"].eq("ok")][spec["unit"]].nunique()
-    return f"{count} {_words(spec['unit'])}s"
+    return f"{count} {words(spec['unit'])}{'' if count == 1 else 's'}"
 
 
 def _percent_text(estimate: Estimate) -> str:
     low, value, high = (
         f"{100 * x:+.1f}".replace("-", "−") for x in (estimate.low, estimate.value, estimate.high)
     )
-    return f"{value} [{low}, {high}]"
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")
+    return f"{value} (no interval)" if math.isnan(estimate.low) else f"{value} [{low}, {high}]"

@@ -17,8 +17,10 @@ from kvbench.report.page import Section, render_page
 from kvbench.report.pairs import pairs_frame, pairs_of, pairs_view
 from kvbench.report.paper import PaperError, Published, comparison_frame, published_tables
 from kvbench.report.paper_views import comparison_name, comparison_views
+from kvbench.report.speeds import speed_frame, speeds_of
 from kvbench.report.study import Study, study_of
 from kvbench.report.tables import ScoreTable, frame_of, overviews, score_table, split_frame
+from kvbench.report.timing_views import speed_view, timing_view
 from kvbench.report.timings import timing_frame, timing_table
 from kvbench.report.views import (
     View,
@@ -26,7 +28,6 @@ from kvbench.report.views import (
     overview_view,
     paper_view,
     score_view,
-    timing_view,
 )
 
 
@@ -134,7 +135,10 @@ def _section(
         for model, methods in table.averages.items()
     }
     pairs = [] if timings or study else pairs_of(group, averages)
-    return Section(group, tuple(tables), tuple(timings), tuple(figures), study, tuple(pairs))
+    speeds = [] if timings or study else speeds_of(group)
+    return Section(
+        group, tuple(tables), tuple(timings), tuple(figures), study, tuple(pairs), tuple(speeds)
+    )
 
 
 def _printed(sections: Sequence[Section], published: Sequence[Published]) -> list[View]:
@@ -193,6 +197,10 @@ def _write_tables(
         if section.pairs:
             views.append(pairs_view(group, section.pairs))
             text = pairs_frame(group, section.pairs).to_csv(index=False, float_format="%.6g")
+            paths.append(write_text(folder / f"{_stem(views[-1])}.csv", text))
+        if section.speeds:
+            views.append(speed_view(group, section.speeds))
+            text = speed_frame(group, section.speeds).to_csv(index=False, float_format="%.6g")
             paths.append(write_text(folder / f"{_stem(views[-1])}.csv", text))
         if section.study is not None:
             views += section.study.views

@@ -26,7 +26,7 @@ from kvbench.report.drawing import (
 from kvbench.report.stats import Estimate
 from kvbench.report.style import style_of
 from kvbench.report.tables import AVERAGE, ScoreTable, failures_text, score_table
-from kvbench.report.timings import Timing
+from kvbench.report.timings import Timing, median_of
 from kvbench.report.views import value_text
 
 Point = tuple[float, Estimate]
@@ -152,15 +152,19 @@ def throughput(group: Group, timings: Sequence[Timing]) -> Drawn:
     labels = []
     for i, timing in enumerate(reversed(timings)):
         color = style_of(timing.arm.method).color
-        prefill, decode = timing.prefill_s[1], timing.decode_s[1]
+        prefill, decode = timing.prefill_s.value, timing.decode_s.value
         panels[0].barh(i, prefill, 0.68, color=color, alpha=0.4, edgecolor=color)
         panels[0].barh(i, decode, 0.68, left=prefill, color=color, edgecolor=color)
-        _bar(panels[1], i, timing.decode_tokens_per_s, color)
+        rate = timing.decode_tokens_per_s
+        _bar(panels[1], i, rate.value, color)
+        if math.isfinite(rate.low):
+            panels[1].plot([rate.low, rate.high], [i, i], color="#222222", linewidth=0.9)
         if memory:
             _bar(panels[2], i, timing.peak_bytes / 2**30, color)
-        if not timing.runs and timing.failures:
+        if timing.failures:
             failed = f" {failures_text(timing.failures)}"
-            panels[0].annotate(failed, (0, i), va="center", fontsize=SMALL, color=GREY)
+            at = prefill + decode if timing.runs else 0.0
+            panels[0].annotate(failed, (at, i), va="center", fontsize=SMALL, color=GREY)
         labels.append(timing.arm.label + (f" ({timing.setting})" if len(settings) > 1 else ""))
     panels[0].set_yticks(range(len(labels)), labels)
     panels[0].set_ylim(-0.6, len(labels) - 0.4)
@@ -175,11 +179,17 @@ def throughput(group: Group, timings: Sequence[Timing]) -> Drawn:
     for k in range(1, len(settings)):
         for ax in panels:
             ax.axhline(k * per_setting - 0.5, color=GREY, linewidth=0.5)
-    runs = max((timing.runs for timing in timings), default=0)
+    counts = sorted({timing.runs for timing in timings if timing.runs})
+    runs = " to ".join(str(count) for count in dict.fromkeys(counts[:1] + counts[-1:])) or "0"
     return Drawn(
         f"{stem(group)}-throughput",
         f"{group.task}: time and memory" if memory else f"{group.task}: time",
         f"Medians over {runs} runs"
+        + (
+            ", lines: 95 % intervals between order statistics"
+            if any(math.isfinite(timing.decode_tokens_per_s.low) for timing in timings)
+            else ""
+        )
         + (f"; prompt + new tokens: {settings[0]}." if len(settings) == 1 else "."),
         figure,
     )
@@ -193,9 +203,9 @@ _SCALING = (
 
 
 def throughput_scaling(group: Group) -> Drawn | None:
-    """Time and memory against the prompt's length, one line per method: medians with the range over
-    runs. A line ends where a method failed. None below three lengths, or where more than the length
-    varies.
+    """Time and memory against the prompt's length, one line per method: medians with their intervals,
+    or the range where there are too few runs for one. A line ends where a method failed. None below
+    three lengths, or where more than the length varies.
     """
     records = group.records
     lengths = records["prompt_tokens"].nunique()
@@ -209,14 +219,21 @@ def throughput_scaling(group: Group) -> Drawn | None:
         for arm in arms:
             mine = records[records["arm"].eq(arm.label) & records["status"].eq("ok")]
             values = mine[field].astype(float) * scale
-            by_length = values.groupby(mine["prompt_tokens"])
-            middle = by_length.median().dropna()
-            low, high = by_length.min()[middle.index], by_length.max()[middle.index]
+            lines = {}
+            for length, part in values.groupby(mine["prompt_tokens"]):
+                found = median_of(part)
+                if math.isnan(found.low):
+                    found = Estimate(found.value, float(part.min()), float(part.max()))
+                if math.isfinite(found.value):
+                    lines[length] = found
             style = style_of(arm.method)
             ax.errorbar(
-                middle.index,
-                middle,
-                [middle - low, high - middle],
+                list(lines),
+                [e.value for e in lines.values()],
+                [
+                    [e.value - e.low for e in lines.values()],
+                    [e.high - e.value for e in lines.values()],
+                ],
                 color=style.color,
                 marker=style.marker,
                 markersize=marker_size(style.marker),
@@ -238,8 +255,8 @@ def throughput_scaling(group: Group) -> Drawn | None:
     return Drawn(
         f"{stem(group)}-scaling",
         f"{group.task}: time and memory against the prompt's length",
-        "Medians, with the range over runs; a line ends where a method failed. Both axes are"
-        " logarithmic.",
+        "Medians, with 95 % intervals between order statistics, below six runs the range; a line ends"
+        " where a method failed. Both axes are logarithmic.",
         figure,
     )
 

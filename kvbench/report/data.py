@@ -114,7 +114,8 @@ class Group:
 
     Attributes:
         records: one row per (arm, seed, example), with the arm's label in the column ``arm`` and
-            entries held per layer and KV head in ``entries_mean`` and ``entries_max``.
+            entries held per layer and KV head in ``entries_mean`` and ``entries_max``, and
+            milliseconds of decoding per step in ``decode_ms``.
         arms: in table order.
         baseline: for each arm's label, the label of the exact arm it is compared with (None: it is
             one itself, or none was run).
@@ -218,6 +219,18 @@ def _entries(records: pd.DataFrame, which: str) -> list[float]:
     return found
 
 
+def _decode_ms(records: pd.DataFrame, runs: Sequence[Run], arms: Sequence[Arm]) -> pd.Series:
+    """Per step of decoding; NaN where there was none. The first new token comes from the prompt's own
+    pass or, where the question is read after compression, from a step that reads it."""
+    after = {
+        arm.label
+        for run, arm in zip(runs, arms, strict=True)
+        if (run.manifest.get("config") or {}).get("compress_after") == "context"
+    }
+    steps = pd.to_numeric(records["new_tokens"]) - 1 + records["arm"].isin(after)
+    return 1000 * pd.to_numeric(records["decode_s"]) / steps.where(steps > 0)
+
+
 def _group(model: str, task: str, runs: Sequence[Run]) -> Group:
     arms = arms_of(runs)
     frames = [run.records.assign(arm=arm.label) for run, arm in zip(runs, arms, strict=True)]
@@ -227,7 +240,9 @@ def _group(model: str, task: str, runs: Sequence[Run]) -> Group:
         records[name] = np.nan
     records = records.drop_duplicates(["arm", "seed", "example_id"], ignore_index=True)
     records = records.assign(
-        entries_mean=_entries(records, "mean"), entries_max=_entries(records, "max")
+        entries_mean=_entries(records, "mean"),
+        entries_max=_entries(records, "max"),
+        decode_ms=_decode_ms(records, runs, arms),
     )
     unique = tuple(sorted(set(arms), key=lambda arm: arm.sort_key))
     return Group(

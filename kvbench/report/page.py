@@ -25,10 +25,12 @@ from kvbench.report.pairs import ArmPair, pairs_view
 from kvbench.report.paper import Published, joined_tasks
 from kvbench.report.paper_views import difference_text, margin_note
 from kvbench.report.predictions import Shown, clip, sample_of
+from kvbench.report.speeds import Speed
 from kvbench.report.stats import Estimate
 from kvbench.report.study import Study
 from kvbench.report.style import order_of, style_of
 from kvbench.report.tables import Overview, ScoreTable
+from kvbench.report.timing_views import speed_view, timing_view
 from kvbench.report.timings import Timing
 from kvbench.report.views import View
 
@@ -48,6 +50,7 @@ class Section:
     figures: tuple[Drawn, ...]
     study: Study | None = None
     pairs: tuple[ArmPair, ...] = ()
+    speeds: tuple[Speed, ...] = ()
 
     @property
     def ranked(self) -> bool:
@@ -125,9 +128,10 @@ def _section(section: Section, index: int) -> dict[str, Any]:
         "table": section.tables[0],
         "breakdowns": section.tables[1:],
         "study": section.study,
-        "timings": views.timing_view(section.group.task, section.group.model, section.timings)
+        "timings": timing_view(section.group.task, section.group.model, section.timings)
         if section.timings
         else None,
+        "speeds": speed_view(section.group, section.speeds) if section.speeds else None,
         "pairs": pairs_view(section.group, section.pairs) if section.pairs else None,
         "notes": [*views.notes_of(section.tables), *_sample_notes(section.group)],
         "figures": [_figure(drawn) for drawn in section.figures],

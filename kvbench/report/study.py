@@ -9,13 +9,13 @@ from pathlib import Path
 import pandas as pd
 
 from kvbench.report.ablation import (
-    ablation_figure,
     ablation_findings,
     ablation_of,
     effect_frame,
     effect_view,
     grid_view,
 )
+from kvbench.report.ablation_figures import ablation_figure
 from kvbench.report.data import Group
 from kvbench.report.drawing import Drawn
 from kvbench.report.theory import scaling_of, slope_frame, slope_view

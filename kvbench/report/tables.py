@@ -64,6 +64,7 @@ class Row:
         ratio: mean over examples of cache bytes / bytes of the exact cache, as measured.
         entries_mean, entries_max: entries per layer and KV head.
         prefill_s, compress_s, decode_s: medians over examples.
+        decode_ms: milliseconds of decoding per step, median over examples.
         kept_whole: examples that were too short to be compressed.
         budget_preset: the preset that may hold more than the budget, where there is one; then
             capacity: the mean of what the budget allows per layer and KV head.
@@ -77,6 +78,7 @@ class Row:
     prefill_s: float
     compress_s: float
     decode_s: float
+    decode_ms: float
     kept_whole: int
     budget_preset: str | None = None
     capacity: float = math.nan
@@ -251,6 +253,7 @@ def frame_of(table: ScoreTable) -> pd.DataFrame:
                     "prefill_s": row.prefill_s,
                     "compress_s": row.compress_s,
                     "decode_s": row.decode_s,
+                    "decode_ms_per_token": row.decode_ms,
                     "kept_whole": row.kept_whole,
                 }
             )
@@ -434,6 +437,7 @@ def _row(group: Group, arm: Arm, cells: Mapping[str, Cell]) -> Row:
         prefill_s=float(good["prefill_s"].median()),
         compress_s=float(good["compress_s"].median()),
         decode_s=float(good["decode_s"].median()),
+        decode_ms=float(good["decode_ms"].median()),
         kept_whole=int(whole.sum()),
         budget_preset=None if more.empty else str(more.iloc[0]),
         capacity=float(good["capacity"].mean()),

@@ -5,7 +5,8 @@ Drawn for the figure kind ``scaling`` of a task's meta, a mapping with
     x, y            record fields; both axes are logarithmic
     level           the field that was set (y is averaged over the records of one level)
     facet           one panel and one fit for each of its values
-    unit            the independent repetition, which intervals resample
+    unit            record field that names the independent repetition, which intervals resample: what
+                    draws of one prompt share is no repetition
     fit_least, fit_most   levels the slope is fitted over (None: all)
     guides          slopes drawn in grey
     expected        {beginning of a label: slope predicted}
@@ -30,9 +31,12 @@ from kvbench.report.stats import LEVEL, RESAMPLES, Array, Estimate, widened
 from kvbench.report.views import View
 
 NEAR = 0.1
-"""A slope this close to the predicted one agrees with it."""
-WIDE = 0.5
-"""An interval wider than this cannot tell -1 from -1/2: the slope is not determined."""
+"""A slope is as predicted where its whole interval is this close to the prediction."""
+
+
+AS_PREDICTED, STEEPER, SHALLOWER = "as predicted", "steeper", "shallower"
+UNDECIDED = "not determined"
+VERDICTS = (AS_PREDICTED, STEEPER, SHALLOWER, UNDECIDED)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +92,7 @@ class Fit:
     Attributes:
         least, split, most: the levels fitted; `split` belongs to both halves.
         ratio: y over that of `compare` at `most`; NaN where there is nothing to compare with.
+        verdict: on the slope against the one predicted, one of `VERDICTS`; None where none is.
     """
 
     curve: Curve
@@ -101,14 +106,23 @@ class Fit:
     ratio: Estimate
 
     @property
-    def determined(self) -> bool:
-        """Whether the interval is narrower than `WIDE`."""
-        return self.slope.high - self.slope.low <= WIDE
+    def verdict(self) -> str | None:
+        """Two one-sided tests against expected - NEAR and expected + NEAR, each at half of what the
+        interval leaves out: equivalent is an interval within both bounds, different one beyond
+        either. One repetition has no interval, and decides nothing."""
+        if math.isnan(self.expected):
+            return None
+        least, most = self.expected - NEAR, self.expected + NEAR
+        if self.slope.low >= least and self.slope.high <= most:
+            return AS_PREDICTED
+        if self.slope.high < least:
+            return STEEPER
+        return SHALLOWER if self.slope.low > most else UNDECIDED
 
     @property
-    def agrees(self) -> bool:
-        """Within `NEAR` of the predicted slope."""
-        return abs(self.slope.value - self.expected) <= NEAR
+    def reaches(self) -> bool:
+        """Whether the slope is shown to be as steep as predicted, or steeper (one-sided)."""
+        return self.slope.high <= self.expected + NEAR
 
 
 def scaling_of(group: Group) -> Mapping[str, Any] | None:
@@ -124,7 +138,7 @@ def curves_of(group: Group, spec: Mapping[str, Any]) -> list[Curve]:
     """One curve per panel and arm, in the order of the records and of the arms."""
     good = group.records[group.records["status"].eq("ok")].dropna(subset=[spec["x"], spec["y"]])
     good = good.assign(
-        repeat=good["seed"].astype(str) + "/" + good[spec["unit"]].astype(str),
+        repeat=good[spec["unit"]].astype(str),
         y=pd.to_numeric(good[spec["y"]]),
         x=pd.to_numeric(good[spec["x"]]),
         level=pd.to_numeric(good[spec["level"]]),
@@ -204,6 +218,7 @@ def slope_frame(group: Group, spec: Mapping[str, Any]) -> pd.DataFrame:
             "fitted_from": fit.least,
             "fitted_to": fit.most,
             "expected": fit.expected,
+            "verdict": fit.verdict,
         }
         halves = {"slope": fit.slope, "slope_lower": fit.lower, "slope_upper": fit.upper}
         for name, estimate in halves.items():
@@ -258,8 +273,7 @@ def slope_view(group: Group, spec: Mapping[str, Any]) -> View:
         rows=tuple(rows),
         notes=(
             f"Least-squares slopes of log {words(spec['y'])} against log {words(spec['x'])}"
-            f"{reach}, with 95 % bootstrap intervals over {count_text(fits)} repetitions, widened by"
-            " Student's t for their number.",
+            f"{reach}, {interval_text(fits, spec)}.",
         ),
     )
 
@@ -274,9 +288,9 @@ def _resampled(name: str, values: Array) -> Array:
 
 
 def _interval(value: float, draws: Array, units: int) -> Estimate:
-    """Percentile bootstrap, widened for few units."""
+    """Percentile bootstrap, widened for few units; one unit has no interval."""
     draws = draws[np.isfinite(draws)]
-    if not len(draws):
+    if units < 2 or not len(draws):
         return Estimate(value, math.nan, math.nan)
     tail = (1 - LEVEL) / 2
     low, high = np.quantile(draws, [tail, 1 - tail])
@@ -289,16 +303,33 @@ def _expected(label: str, spec: Mapping[str, Any]) -> float:
     return float(spec["expected"][max(found, key=len)]) if found else math.nan
 
 
-def count_text(parts: Sequence[Fit] | Sequence[Curve]) -> str:
-    """How many repetitions, as a number or a range."""
+def count_text(parts: Sequence[Fit] | Sequence[Curve], spec: Mapping[str, Any]) -> str:
+    """How many repetitions, as a number or a range, and of what: "4 repetitions", "1 prompt"."""
     units = {part.curve.units if isinstance(part, Fit) else part.units for part in parts}
-    return str(units.pop()) if len(units) == 1 else f"{min(units)} to {max(units)}"
+    noun = _NOUNS.get(spec["unit"], spec["unit"])
+    if units == {1}:
+        return f"1 {noun}"
+    count = str(units.pop()) if len(units) == 1 else f"{min(units)} to {max(units)}"
+    return f"{count} {noun}s"
+
+
+def interval_text(parts: Sequence[Fit] | Sequence[Curve], spec: Mapping[str, Any]) -> str:
+    """What the intervals are, for a caption: "with 95 % ..."; of one repetition there is none."""
+    count = count_text(parts, spec)
+    if count.startswith("1 "):
+        return f"of {count}, which has no interval and determines nothing"
+    return f"with 95 % bootstrap intervals over {count}, widened by Student's t for their number"
+
+
+_NOUNS = {"replicate": "repetition"}
 
 
 def slope_text(slope: Estimate) -> str:
     """A slope with its interval."""
     if math.isnan(slope.value):
         return "–"
+    if math.isnan(slope.low):
+        return f"{signed_text(slope.value)} (no interval)"
     return f"{signed_text(slope.value)} [{signed_text(slope.low)}, {signed_text(slope.high)}]"
 
 

@@ -22,9 +22,9 @@ from kvbench.report.style import Style, order_of, style_of
 from kvbench.report.theory import (
     Curve,
     Fit,
-    count_text,
     curves_of,
     fits_of,
+    interval_text,
     reach_text,
     signed_text,
 )
@@ -82,8 +82,8 @@ def _curves_figure(group: Group, spec: Mapping[str, Any], curves: Sequence[Curve
     return Drawn(
         f"{stem(group)}-scaling",
         f"{group.task}: {words(spec['y'])} against {words(spec['x'])}",
-        f"Mean with its 95 % bootstrap interval over {count_text(curves)} repetitions, both axes"
-        f" logarithmic; dashed in grey: slope {slopes}.",
+        f"Means {interval_text(curves, spec)}; both axes logarithmic; dashed in grey: slope"
+        f" {slopes}.",
         figure,
     )
 
@@ -139,8 +139,8 @@ def _slopes_figure(group: Group, spec: Mapping[str, Any], fits: Sequence[Fit]) -
     return Drawn(
         f"{stem(group)}-slopes",
         f"{group.task}: fitted slopes",
-        f"Least-squares slopes on logarithmic axes{reach_text(fits)}, with 95 % bootstrap intervals over"
-        f" {count_text(fits)} repetitions; dashed: the slopes of the papers' bounds.",
+        f"Least-squares slopes on logarithmic axes{reach_text(fits)}, {interval_text(fits, spec)};"
+        " dashed: the slopes of the papers' bounds.",
         figure,
     )
 

@@ -11,8 +11,13 @@ import numpy as np
 from kvbench.report.data import Group
 from kvbench.report.stats import Estimate
 from kvbench.report.theory import (
+    AS_PREDICTED,
     NEAR,
-    WIDE,
+    SHALLOWER,
+    STEEPER,
+    UNDECIDED,
+    VERDICTS,
+    Curve,
     Fit,
     count_text,
     curves_of,
@@ -40,26 +45,28 @@ def _error_words(
     by_arm: Mapping[str, Sequence[Fit]], spec: Mapping[str, Any], fits: Sequence[Fit]
 ) -> list[str]:
     first, last = fits[0].least, fits[0].most
+    if all(f.curve.units == 1 for f in fits):
+        return [
+            f"Slopes of the error of equation (2) against entries held, of {count_text(fits, spec)}: "
+            "one repetition has no interval and determines nothing. Its numbers are in the table."
+        ]
     found = [
         f"Slopes of the error of equation (2) against entries held, fitted from {first:.0f} to "
-        f"{last:.0f} entries asked for, 95 % intervals over {count_text(fits)} repetitions; as "
-        f"predicted means within {NEAR:g} of the prediction, not determined an interval wider "
-        f"than {WIDE:g}. {_reached(by_arm)}"
+        f"{last:.0f} entries asked for, 95 % intervals over {count_text(fits, spec)}. "
+        f"{_capital(AS_PREDICTED)}: the whole interval lies within {NEAR:g} of the prediction (two "
+        f"one-sided tests); {STEEPER} or {SHALLOWER}: it lies wholly beyond; {UNDECIDED}: neither. "
+        f"{_reached(by_arm)}"
     ]
     for label, mine in by_arm.items():
         expected = mine[0].expected
         if not math.isfinite(expected):
             continue
-        parts, settled = [], [f for f in mine if f.determined]
-        for words, chosen in (
-            ("as predicted on", [f for f in settled if f.agrees]),
-            ("steeper on", [f for f in settled if f.slope.value < expected - NEAR]),
-            ("shallower on", [f for f in settled if f.slope.value > expected + NEAR]),
-            ("not determined on", [f for f in mine if not f.determined]),
-        ):
+        parts = []
+        for verdict in VERDICTS:
+            chosen = [f for f in mine if f.verdict == verdict]
             if chosen:
                 named = "; ".join(f"{f.curve.facet} ({slope_text(f.slope)})" for f in chosen)
-                parts.append(f"{words} {named}")
+                parts.append(f"{verdict} on {named}")
         text = f"{label}, predicted {signed_text(expected)}: {'. '.join(map(_capital, parts))}."
         bent = [f for f in mine if _bends(f)]
         if bent:
@@ -127,11 +134,10 @@ def _reached(by_arm: Mapping[str, Sequence[Fit]]) -> str:
         named = []
         for label, mine in by_arm.items():
             if mine[0].expected == expected:
-                steep = sum(f.determined and f.slope.value <= expected + NEAR for f in mine)
-                named.append(f"{label} on {steep} of {len(mine)}")
+                named.append(f"{label} on {sum(f.reaches for f in mine)} of {len(mine)}")
         sentences.append(
-            f"The predicted {signed_text(expected)} or steeper is reached by"
-            f" {', '.join(named)} data sets."
+            f"As steep as the predicted {signed_text(expected)} or steeper, the whole interval below "
+            f"{signed_text(expected + NEAR)}: {', '.join(named)} data sets."
         )
     return " ".join(sentences)
 
@@ -140,7 +146,7 @@ def _discrepancy_words(by_arm: Mapping[str, Sequence[Fit]], spec: Mapping[str, A
     some = next(iter(by_arm.values()))[0]
     found = [
         f"Growth of the largest coordinate of the signed sum as n^slope, fitted from n = "
-        f"{some.least:.0f} to {some.most:.0f}, 95 % intervals over {count_text([some])} walks. "
+        f"{some.least:.0f} to {some.most:.0f}, 95 % intervals over {count_text([some], spec)}. "
         "Random signs must give 1/2, a logarithm something close to 0."
     ]
     for label, mine in by_arm.items():
@@ -162,8 +168,8 @@ def _discrepancy_words(by_arm: Mapping[str, Sequence[Fit]], spec: Mapping[str, A
             other = base.get(f.curve.facet)
             if other is None:
                 continue
-            below = [n for n in f.curve.levels if f.curve.over(other, float(n)).high < 1]
-            where = f"from n = {min(below):.0f}" if below else "nowhere"
+            start = _smaller_from(f, other)
+            where = "nowhere" if start is None else f"from n = {start:.0f}"
             named.append(f"{f.curve.facet} {where}")
         if named:
             starts.append(f"{label} ({', '.join(named)})")
@@ -193,6 +199,16 @@ def _cluster_words(by_arm: Mapping[str, Sequence[Fit]]) -> list[str]:
     return found
 
 
+def _smaller_from(fit: Fit, other: Curve) -> float | None:
+    """The level from which on the whole interval of the curve's ratio to another lies below 1."""
+    start = None
+    for level in fit.curve.levels[::-1]:
+        if not fit.curve.over(other, float(level)).high < 1:
+            break
+        start = float(level)
+    return start
+
+
 def _bends(fit: Fit) -> bool:
     """The two halves differ by more than `NEAR` and their intervals do not overlap."""
     apart = fit.lower.high < fit.upper.low or fit.upper.high < fit.lower.low
@@ -200,6 +216,8 @@ def _bends(fit: Fit) -> bool:
 
 
 def _ratio_text(ratio: Estimate) -> str:
+    if math.isnan(ratio.low):
+        return f"{ratio.value:.2f} (no interval)"
     low, value, high = (
         f"{x:.2f}" if x >= 0.1 or math.isnan(x) else f"{x:.2g}"
         for x in (ratio.low, ratio.value, ratio.high)

@@ -7,9 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
+from scipy.stats import binom
 
 from kvbench.report.data import Arm, Group
+from kvbench.report.stats import LEVEL, Estimate
 from kvbench.report.tables import as_text, failures_of, failures_text
+
+NO_ESTIMATE = Estimate(np.nan, np.nan, np.nan)
 
 
 @dataclass(frozen=True)
@@ -18,30 +22,51 @@ class Timing:
 
     Attributes:
         setting: prompt + new tokens, and batch and rate where they were chosen.
-        batch: prompts decoded together.
-        speedup, decode_speedup: tokens per second, and those of decoding alone, over the exact
-            cache's of the same run, medians; prefill_ratio: seconds over the exact cache's.
-        prefill_s: prefill and compression, (minimum, median) over runs; decode_s likewise.
+        prefill_s: prefill and compression, median over runs; decode_s likewise; prefill_least,
+            decode_least: the minima.
         tokens_per_s: new tokens per second of everything, median over runs;
             decode_tokens_per_s of decoding alone.
         peak_bytes, cache_bytes, ratio: means over runs.
+        runs: runs that succeeded, which the medians are over; failures: the others by status.
+        batch: prompts decoded together.
+        speedup, decode_speedup: tokens per second, and those of decoding alone, over the exact
+            cache's of the same run, medians; prefill_ratio: seconds over the exact cache's.
     """
 
     arm: Arm
     setting: str
-    prefill_s: tuple[float, float]
-    decode_s: tuple[float, float]
-    tokens_per_s: float
-    decode_tokens_per_s: float
+    prefill_s: Estimate
+    prefill_least: float
+    decode_s: Estimate
+    decode_least: float
+    tokens_per_s: Estimate
+    decode_tokens_per_s: Estimate
     peak_bytes: float
     cache_bytes: float
     ratio: float
     runs: int
     failures: Mapping[str, int]
     batch: float = np.nan
-    speedup: float = np.nan
-    decode_speedup: float = np.nan
-    prefill_ratio: float = np.nan
+    speedup: Estimate = NO_ESTIMATE
+    decode_speedup: Estimate = NO_ESTIMATE
+    prefill_ratio: Estimate = NO_ESTIMATE
+
+
+def median_of(values: pd.Series) -> Estimate:
+    """The median of what is known, between two order statistics.
+
+    Of n values the k-th and the (n + 1 - k)-th lie on either side of the true median with a
+    probability of at least `LEVEL`, whatever the distribution, where k is the largest number for
+    which fewer than k of n fair coins come up heads with a probability of at most (1 - LEVEL) / 2:
+    the second and the ninth of ten. Below six values there is no such interval.
+    """
+    known = np.sort(values.astype(float).dropna())
+    if not len(known):
+        return NO_ESTIMATE
+    middle, k = float(np.median(known)), int(binom.ppf((1 - LEVEL) / 2, len(known), 0.5))
+    if k == 0:
+        return Estimate(middle, np.nan, np.nan)
+    return Estimate(middle, float(known[k - 1]), float(known[-k]))
 
 
 def timing_table(group: Group) -> list[Timing]:
@@ -64,15 +89,15 @@ def timing_frame(timings: Sequence[Timing]) -> pd.DataFrame:
             "arm": timing.arm.label,
             "prompt_and_new_tokens": timing.setting,
             "batch": timing.batch,
-            "prefill_compress_s_min": timing.prefill_s[0],
-            "prefill_compress_s_median": timing.prefill_s[1],
-            "decode_s_min": timing.decode_s[0],
-            "decode_s_median": timing.decode_s[1],
-            "tokens_per_s_median": timing.tokens_per_s,
-            "decode_tokens_per_s_median": timing.decode_tokens_per_s,
-            "tokens_per_s_over_exact": timing.speedup,
-            "decode_tokens_per_s_over_exact": timing.decode_speedup,
-            "prefill_compress_s_over_exact": timing.prefill_ratio,
+            "prefill_compress_s_min": timing.prefill_least,
+            "prefill_compress_s_median": timing.prefill_s.value,
+            "decode_s_min": timing.decode_least,
+            "decode_s_median": timing.decode_s.value,
+            "tokens_per_s_median": timing.tokens_per_s.value,
+            "decode_tokens_per_s_median": timing.decode_tokens_per_s.value,
+            **with_interval("tokens_per_s_over_exact", timing.speedup),
+            **with_interval("decode_tokens_per_s_over_exact", timing.decode_speedup),
+            **with_interval("prefill_compress_s_over_exact", timing.prefill_ratio),
             "peak_bytes": timing.peak_bytes,
             "cache_bytes": timing.cache_bytes,
             "ratio": timing.ratio,
@@ -81,6 +106,11 @@ def timing_frame(timings: Sequence[Timing]) -> pd.DataFrame:
         }
         for timing in timings
     )
+
+
+def with_interval(name: str, estimate: Estimate) -> dict[str, float]:
+    """Three columns of a frame."""
+    return {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
 
 
 _ASKED = ("asked_new_tokens", "asked_batch", "asked_rate")
@@ -108,17 +138,19 @@ def _timing(arm: Arm, asked: Mapping[str, object], records: pd.DataFrame) -> Tim
     return Timing(
         arm=arm,
         setting=_setting(asked, good),
-        prefill_s=(float(prefill.min()), float(prefill.median())),
-        decode_s=(float(good["decode_s"].min()), float(good["decode_s"].median())),
-        tokens_per_s=float((rate if len(rate) else good["score"]).median()),
-        decode_tokens_per_s=float((alone if len(alone) else decoded).median()),
+        prefill_s=median_of(prefill),
+        prefill_least=float(prefill.min()),
+        decode_s=median_of(good["decode_s"]),
+        decode_least=float(good["decode_s"].min()),
+        tokens_per_s=median_of(rate if len(rate) else good["score"]),
+        decode_tokens_per_s=median_of(alone if len(alone) else decoded),
         peak_bytes=float(column("peak_bytes").mean()),
         cache_bytes=float(good["cache_bytes"].mean()),
         ratio=float(good["ratio"].mean()),
         runs=len(good),
         failures=failures_of(records),
         batch=float(column("batch").mean()),
-        speedup=float(column("speedup").median()),
-        decode_speedup=float(column("decode_speedup").median()),
-        prefill_ratio=float(column("prefill_ratio").median()),
+        speedup=median_of(column("speedup")),
+        decode_speedup=median_of(column("decode_speedup")),
+        prefill_ratio=median_of(column("prefill_ratio")),
     )

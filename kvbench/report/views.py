@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from kvbench.report.data import BASELINE
 from kvbench.report.stats import Estimate
 from kvbench.report.tables import AVERAGE, NO_CELL, Cell, Overview, Row, ScoreTable, failures_text
-from kvbench.report.timings import Timing
 
 MISSING = "–"
 INCOMPLETE = "†"
@@ -194,57 +193,6 @@ def overview_view(overview: Overview) -> View:
     )
 
 
-def timing_view(task: str, model: str, timings: Sequence[Timing]) -> View:
-    """Minimum and median seconds, memory and rate of generation."""
-    return View(
-        name=f"{task}-{model}-timing",
-        title=f"{task} on {model}: minimum / median over runs",
-        columns=(
-            "method",
-            "prompt + new",
-            "batch",
-            "prefill s",
-            "prefill x",
-            "decode s",
-            "tokens/s",
-            "tokens/s x",
-            "decode tokens/s",
-            "decode x",
-            "peak",
-            "cache",
-            "ratio",
-            "runs",
-            "failed",
-        ),
-        rows=tuple(
-            (
-                t.arm.label,
-                t.setting,
-                MISSING if math.isnan(t.batch) else f"{t.batch:g}",
-                " / ".join(map(number, t.prefill_s)),
-                number(t.prefill_ratio),
-                " / ".join(map(number, t.decode_s)),
-                number(t.tokens_per_s),
-                number(t.speedup),
-                number(t.decode_tokens_per_s),
-                number(t.decode_speedup),
-                size(t.peak_bytes),
-                size(t.cache_bytes),
-                number(t.ratio),
-                str(t.runs),
-                failures_text(t.failures) or "0",
-            )
-            for t in timings
-        ),
-        notes=(
-            "No prefill is shared; its seconds include compression. tokens/s are medians: new tokens"
-            " of the whole batch over the time of prefill and decoding, and over decoding alone."
-            " x: times the exact cache's in the same run, median. peak: allocated on the GPU; on a"
-            " CPU the whole process, weights and libraries included.",
-        ),
-    )
-
-
 def costs_of(table: ScoreTable) -> dict[str, str]:
     """Headers of the costs that any row has, each with the row's attribute."""
     costs = {
@@ -252,7 +200,7 @@ def costs_of(table: ScoreTable) -> dict[str, str]:
         "entries": "entries_mean",
         "prefill s": "prefill_s",
         "compress s": "compress_s",
-        "decode s": "decode_s",
+        "decode ms/token": "decode_ms",
     }
     return {
         name: attribute
@@ -285,7 +233,9 @@ def notes_of(tables: Sequence[ScoreTable]) -> list[str]:
             f"Δ is the paired difference to {baseline}{where}, over examples that both scored."
         )
     notes.append(
-        "ratio is measured: bytes held / bytes of the exact cache; seconds are medians per example."
+        "ratio is measured: bytes held / bytes of the exact cache; seconds are medians per example,"
+        " those of decoding per token, as answers differ in length (methods of a job decode together"
+        " and share each step's time by rows)."
     )
     if any(cell.best for cell in cells):
         notes.append(MARKS_NOTE)

@@ -144,6 +144,7 @@ def summary_of(table: ScoreTable, row: Row) -> dict[str, Any]:
         "prefill_s": row.prefill_s,
         "compress_s": row.compress_s,
         "decode_s": row.decode_s,
+        "decode_ms_per_token": row.decode_ms,
         "failures": dict(total.failures),
         "kept_whole": row.kept_whole,
     }
@@ -251,7 +252,8 @@ def _timings(group: Group, row: Row) -> dict[str, float]:
     for timing in mine:
         prefix = f"{timing.setting}/" if len(mine) > 1 else ""
         for key in ("tokens_per_s", "decode_tokens_per_s", "peak_bytes", "cache_bytes"):
-            found[prefix + key] = getattr(timing, key)
+            value = getattr(timing, key)
+            found[prefix + key] = getattr(value, "value", value)  # of a median
     return {key: value for key, value in found.items() if not _is_nan(value)}
 
 

@@ -229,13 +229,13 @@ def _panels(group: Group) -> list[Any]:
             )
         )
         panels.append(wr.BarPlot(title=unit, metrics=["score"]))
-    for key, title in (
-        ("prefill_s", "prefill, median seconds per example"),
-        ("compress_s", "compression, median seconds per example"),
-        ("decode_s", "decoding, median seconds per example"),
+    for key, metric, title in (
+        ("prefill_s", "prefill_s", "prefill, median seconds per example"),
+        ("compress_s", "compress_s", "compression, median seconds per example"),
+        ("decode_s", "decode_ms_per_token", "decoding, median milliseconds per token"),
     ):
         if group.records[key].notna().any():
-            panels.append(wr.BarPlot(title=title, metrics=[key]))
+            panels.append(wr.BarPlot(title=title, metrics=[metric]))
     tables = field_tables(group)
     found = {c.section: c for arm in group.arms for c in curves(group, tables, arm)}
     for curve in found.values():
