@@ -106,6 +106,8 @@ reproduce-subgen-table2: setup ## SubGen's Table 2: LongBench, categories summed
 WHOLE = results_dir=$(RESULTS) $(LAUNCH) $(if $(MODEL),model=$(MODEL)) $(if $(LIMIT),limit=$(LIMIT)) $(ARGS)
 
 .PHONY: reproduce-subgen-table1 reproduce-figure4
+# MODEL=recall_mini makes fewer tokens of the cases, too few for 2,048 recent ones; there with
+# ARGS='methods.subgen_recent_2048.recent=1024 methods.subgen_recent_3072.recent=1536'
 reproduce-subgen-table1: setup ## SubGen's Table 1: LongEval's lines; LONGEVAL= the folder with its cases
 	$(BIN)/python -m kvbench experiment=subgen_table1 task_label=longeval_200 'task.files=[$(LONGEVAL)/200_lines.jsonl]' budget.total_rate=0.65 $(WHOLE)
 	$(BIN)/python -m kvbench experiment=subgen_table1 task_label=longeval_300 'task.files=[$(LONGEVAL)/300_lines.jsonl]' budget.total_rate=0.58 $(WHOLE)

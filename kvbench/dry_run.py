@@ -20,7 +20,7 @@ from kvbench.interrupts import in_main_thread, time_limit
 from kvbench.kv import Budget
 from kvbench.messages import complain, one_line
 from kvbench.methods.base import Method
-from kvbench.plan import EncodedExample, Unit
+from kvbench.plan import EncodedExample, Unit, beyond_positions
 from kvbench.records import StoreError, load_run
 from kvbench.runner import Job
 
@@ -64,6 +64,9 @@ def print_dry_run(job: Job, console: Console | None = None) -> None:
         "time": str(estimate(job, todo)),
         "results": str(next(iter(folders.values())).parent),
     }
+    beyond = beyond_positions(units, job.session)
+    if beyond is not None:
+        lines["warning"] = beyond
     out.print(
         f"[bold]{escape(job.spec.name)} x {escape(job.task)}[/bold]: dry run, nothing written"
     )
@@ -87,7 +90,7 @@ def print_dry_run(job: Job, console: Console | None = None) -> None:
     if lengths:
         out.print(
             "  capacity (entries per layer and KV head) and bytes are those of the median prompt; "
-            "a method's\n  weights and scores come on top.",
+            "a method's\n  weights and scores, and keys repeated to query heads, come on top.",
             style="dim",
             highlight=False,
         )
@@ -134,7 +137,7 @@ def _memory(
     capacity = budget.capacity(n) if method.saves_memory else n
     if shape is None:
         return str(capacity), "unknown", "unknown"
-    exact, held = shape.bytes(n, n), shape.bytes(n, capacity)
+    exact, held = shape.bytes(n, n), shape.bytes(n, capacity, method.quantization())
     return str(capacity), f"{size(held)} ({held / exact:.0%})", size(exact)
 
 

@@ -145,6 +145,21 @@ def datasets_of(units: Iterable[Unit]) -> list[str]:
     return list(dict.fromkeys(example.dataset for example in examples))
 
 
+def beyond_positions(units: Sequence[Unit], session: Session) -> str | None:
+    """A line about prompts that are longer than the model has positions for, None where all fit (or the
+    model's config names no number)."""
+    lengths = [unit.payload.n for unit in units if isinstance(unit.payload, EncodedExample)]
+    positions = session.encoder.max_positions if lengths else None
+    over = [n for n in lengths if positions is not None and n > positions]
+    if not over:
+        return None
+    return (
+        f"{len(over)} of {len(lengths)} prompts are longer than the model's positions: up to "
+        f"{max(over):,} tokens, and {session.spec.name} has {positions:,}; what it makes of them says "
+        "nothing about a method (beyond_positions in their records)"
+    )
+
+
 @dataclass(frozen=True)
 class TaskPlan:
     """A benchmark task as a plan: one prefill per example serves every method."""
@@ -256,6 +271,9 @@ class TaskPlan:
             **example.fields,
             **measured(result),
         }
+        positions = session.encoder.max_positions
+        if positions is not None and encoded.n > positions:
+            fields |= {"beyond_positions": True, "max_positions": positions}
         if result.failure is None:
             text = session.encoder.decode(result.tokens)
             fields["prediction"] = session.stopping(example).cut(text)

@@ -18,7 +18,7 @@ from kvbench.engine.loading import ModelSpec
 from kvbench.engine.session import Session
 from kvbench.interrupts import in_main_thread
 from kvbench.kv import KVError
-from kvbench.plan import Methods, Outcome, Plan, Unit, check_ids, datasets_of
+from kvbench.plan import Methods, Outcome, Plan, Unit, beyond_positions, check_ids, datasets_of
 from kvbench.records import COMMON_FIELDS, MANIFEST, read_manifest, read_records
 from kvbench.secrets import redact
 from kvbench.shards import Shard
@@ -189,6 +189,9 @@ def run_job(
     if not device_answers(job.session.device):  # of an earlier job in this process
         raise DeviceLost(f"{job.session.device} answers nothing any more; {GOES_ON}")
     every, units = job.units()
+    beyond = beyond_positions(units, job.session)
+    if beyond is not None:
+        log.warning("%s x %s: %s", job.spec.name, job.task, beyond)
     folders = {label: job.folder(label) for label in job.methods}
     _load_model(job, units, folders)
     failed = written = 0

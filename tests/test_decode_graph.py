@@ -8,16 +8,17 @@ from dataclasses import replace
 import pytest
 import torch
 from test_batching import facts, methods, unlike_prompts
-from tiny import tiny_model
+from tiny import prompt_ids, tiny_model
 
 from kvbench.engine import graphs
-from kvbench.engine.generate import Stopping, run_batch
+from kvbench.engine.generate import Prompt, Stopping, run_batch
 from kvbench.engine.graphs import StepGraphs
 from kvbench.engine.loading import ModelSpec
 from kvbench.engine.session import Session
-from kvbench.kv import KVError
+from kvbench.kv import Budget, KVError
+from kvbench.methods import build_method
 
-ALONE = ("topk", "exact_4bit", "snapkv_2bit")
+ALONE = ("topk", "exact_4bit", "snapkv_2bit", "subgen_streaming", "balancekv_streaming")
 """Methods whose rows decode one by one."""
 
 
@@ -78,6 +79,22 @@ def test_what_decodes_row_by_row_is_not_captured(pretended):
     graph = run_batch(model, [prompt], seed=1, graphs=StepGraphs("auto"))
     assert not pretended
     assert facts(graph[0]) == facts(eager[0])
+
+
+def test_a_cache_that_fills_up_is_captured_from_there(pretended):
+    """Its row goes alone until it is full, and with the others afterwards; the answers are the same."""
+    model = model_on("cpu")
+    room = Budget(size=50, sink=4, window=4)
+    names = ("h2o", "streaming_llm", "local")
+    evicting = {name: (build_method(name, decode="evict"), room) for name in names}
+    prompts = [Prompt(prompt_ids(n), [], evicting, Stopping(40), f"p{n}") for n in (30, 40, 45)]
+    eager = run_batch(model, prompts, seed=1)
+    assert not pretended
+    graph = run_batch(model, prompts, seed=1, graphs=StepGraphs("auto"))
+    assert pretended == [9]  # once all are full, after 20 tokens
+    for got, want in zip(graph, eager, strict=True):
+        assert facts(got) == facts(want)
+        assert {(r.failure, r.compressed) for r in got.values()} == {(None, True)}
 
 
 def test_a_row_that_times_out_stands_still_like_one_that_ended(pretended, monkeypatch):

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from kvbench.engine.loading import ModelError, ModelSpec, load_config, local_path
+from kvbench.kernels.quantize import Quantization, packed_bytes
 
 CHEAP_BYTES = 512 * 2**20
 """Weights up to this size are loaded for a quick measurement."""
@@ -18,19 +19,30 @@ class CacheShape:
     """The cache of one model.
 
     Attributes:
-        entry_bytes: of one key and value, all KV heads of one layer.
+        kv_heads, head_dim: of one layer.
+        itemsize: bytes of a number.
         full_layers: layers with full attention.
         windows: window length of each sliding-window layer.
     """
 
-    entry_bytes: int
+    kv_heads: int
+    head_dim: int
+    itemsize: int
     full_layers: int
     windows: tuple[int, ...]
 
-    def bytes(self, tokens: int, entries: int) -> int:
-        """Held for a prompt of `tokens` when full-attention layers hold `entries` per head."""
-        whole = sum(min(window, tokens) for window in self.windows)
-        return self.entry_bytes * (self.full_layers * entries + whole)
+    def bytes(self, tokens: int, entries: int, quantization: Quantization | None = None) -> int:
+        """Held for a prompt of `tokens` when full-attention layers hold `entries` per head, as they are
+        or packed (sliding-window layers are never packed)."""
+        entry = 2 * self.kv_heads * self.head_dim * self.itemsize
+        layer = entry * entries
+        if quantization is not None:
+            shape = (self.kv_heads, entries, self.head_dim)
+            layer = sum(
+                packed_bytes(shape, quantization, self.itemsize, by_channel=by_channel)
+                for by_channel in (True, False)
+            )
+        return self.full_layers * layer + entry * sum(min(w, tokens) for w in self.windows)
 
 
 def cache_shape(spec: ModelSpec, dtype: torch.dtype) -> CacheShape | None:
@@ -49,9 +61,7 @@ def cache_shape(spec: ModelSpec, dtype: torch.dtype) -> CacheShape | None:
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * count
     sliding = sum(kind == "sliding_attention" for kind in kinds[:count])
     window = getattr(config, "sliding_window", None) or 0
-    return CacheShape(
-        2 * kv_heads * head_dim * dtype.itemsize, count - sliding, (window,) * sliding
-    )
+    return CacheShape(kv_heads, head_dim, dtype.itemsize, count - sliding, (window,) * sliding)
 
 
 def is_cheap(spec: ModelSpec) -> bool:

@@ -60,6 +60,19 @@ class Packed:
         return sum(part.numel() * part.element_size() for part in parts)
 
 
+def packed_bytes(
+    shape: tuple[int, int, int], quantization: Quantization, itemsize: int, *, by_channel: bool
+) -> int:
+    """What `pack` makes of a tensor [heads, n, d] of numbers of `itemsize` bytes: `Packed.nbytes`."""
+    heads, n, d = shape
+    rows, columns = (d, n) if by_channel else (n, d)
+    if not columns:
+        return 0
+    groups = -(-columns // min(quantization.group_size, columns))
+    codes = -(-columns * quantization.bits // 8)
+    return heads * rows * (codes + 2 * groups * itemsize)
+
+
 def pack(x: Tensor, quantization: Quantization, *, by_channel: bool) -> Packed:
     """Quantise x [heads, n, d]: per channel (groups run along n) or per entry (along d).
 

@@ -145,6 +145,22 @@ class Group:
         return [name for name in (named[0] if named else []) if name in shared]
 
     @property
+    def beyond_positions(self) -> tuple[int, int, int] | None:
+        """Prompts longer than the model's positions: how many, tokens of the longest, the positions;
+        None where there are none."""
+        if "beyond_positions" not in self.records:
+            return None
+        over = self.records[self.records["beyond_positions"].eq(True)]
+        numbers = [
+            pd.to_numeric(over[name], errors="coerce").max()
+            for name in ("prompt_tokens", "max_positions")
+            if name in over
+        ]
+        if len(numbers) < 2 or not np.isfinite(numbers).all():
+            return None
+        return over["example_id"].nunique(), int(numbers[0]), int(numbers[1])
+
+    @property
     def baseline_name(self) -> str | None:
         """What the comparison column is called."""
         return next((name.split(",")[0] for name in self.baseline.values() if name), None)

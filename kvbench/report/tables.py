@@ -103,6 +103,8 @@ class ScoreTable:
     baseline: str | None
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
+    beyond: tuple[int, int, int] | None = None
+    """Of prompts longer than the model's positions: how many, the longest, the positions."""
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,7 @@ def score_table(
             _row(group, arm, {name: cells[i] for name, cells in columns.items()})
             for i, arm in enumerate(group.arms)
         ),
+        beyond=group.beyond_positions,
     )
 
 

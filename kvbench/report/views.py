@@ -245,6 +245,12 @@ def notes_of(tables: Sequence[ScoreTable]) -> list[str]:
             " over the same examples as that of a method without this mark; paired differences are"
             " over the examples that both scored."
         )
+    for beyond in dict.fromkeys(table.beyond for table in tables if table.beyond):
+        count, longest, positions = beyond
+        notes.append(
+            f"{count} prompts are longer than the model's positions (up to {longest:,} tokens, "
+            f"{positions:,} positions): their scores say nothing about a method."
+        )
     whole: Counter[str] = Counter()
     for row in rows:
         whole[row.arm.label] += row.kept_whole
