@@ -114,6 +114,7 @@ def _among(
     units = _units(tests.strata)
     unit = 1.0 if fraction else float(abs(own[order[0]]))
     scale = 100.0 if fraction else 1.0
+    rank = {arm: place for place, arm in enumerate(ranked)}
     pairs = []
     for k, (i, j) in enumerate(tests.pairs):
         needed = partial(_needed, spread[:, k], differing[:, k], alpha=ALPHA / len(tests.pairs))
@@ -134,8 +135,8 @@ def _among(
                 examples=int(units[k]),
                 datasets=len(strata),
                 needed={planned: needed(planned * unit) for planned in PLANNED},
-                neighbours=ranked.index(j) == ranked.index(i) + 1,
-                to_best=i == ranked[0],
+                neighbours=rank[j] == rank[i] + 1,
+                to_best=rank[i] == 0,
                 published={model: Gap(gap, needed(gap / scale)) for model, gap in gaps.items()},
             )
         )
