@@ -148,6 +148,11 @@ def mark_figures(studies: int, sizes: Sequence[int]) -> Iterator[Figure]:
             marked = [bool(worse(answers(rng, n, [p] * METHODS, shared))) for _ in range(studies)]
             name = f"any of seven equal methods marked, n = {n}, p = {p}, correlation {shared}"
             yield Figure(name, float(np.mean(marked)), 0.09, most=True)
+    alike = (0.95,) * (METHODS - 1) + (0.0,)
+    for n in (50, 300):
+        marked = [bool(worse(answers(rng, n, [0.6] * METHODS, alike))) for _ in range(studies)]
+        name = f"any of six that answer alike and an equal one apart marked, n = {n}"
+        yield Figure(name, float(np.mean(marked)), 0.09, most=True)
     for shared, bound in ((0.7, 0.85), (0.5, 0.85), (0.0, 0.0)):
         found = [
             METHODS - 1 in worse(answers(rng, 300, [0.6] * (METHODS - 1) + [0.5], shared))
@@ -220,10 +225,14 @@ def _signs(rng: Generator, n: int, studies: int, up: float, down: float) -> Arra
     return rng.choice((1.0, -1.0, 0.0), (n, studies), p=(up, down, 1 - up - down))
 
 
-def answers(rng: Generator, n: int, means: Sequence[float], shared: float) -> Scores:
-    """0/1 scores of methods whose latent ability on an example is correlated."""
-    common = rng.normal(size=(n, 1)) * np.sqrt(shared)
-    latent = common + rng.normal(size=(n, len(means))) * np.sqrt(1 - shared)
+def answers(
+    rng: Generator, n: int, means: Sequence[float], shared: float | Sequence[float]
+) -> Scores:
+    """0/1 scores of methods whose latent ability on an example is correlated: a share `shared` of its
+    variance is the example's own."""
+    common = np.broadcast_to(np.asarray(shared, dtype=float), (len(means),))
+    own = rng.normal(size=(n, len(means))) * np.sqrt(1 - common)
+    latent = rng.normal(size=(n, 1)) * np.sqrt(common) + own
     values = (latent < norm.ppf(means)).astype(float)
     units: NDArray[np.intp] = np.arange(n)
     return Scores("d", values, np.ones(values.shape, dtype=bool), units, ({},) * len(means))

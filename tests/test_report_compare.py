@@ -140,6 +140,58 @@ def test_a_seed_of_draws_alone_does_not_part_examples(tmp_path: Path) -> None:
     assert {"seed"} <= {setting.key for setting in found.settings}
 
 
+def test_one_shared_example_pairs_nothing(tmp_path: Path) -> None:
+    """Of forty examples each, one has the same prompt: the means are those of two samples."""
+    rng = np.random.default_rng(6)
+    sides = []
+    for name, level in (("a", 0.5), ("b", 0.7)):
+        records = records_of([float(x) for x in rng.random(40) < level])
+        for i, record in enumerate(records):
+            record["prompt_tail"] = "shared" if i == 0 else f"{name} {i}"
+        write_run(tmp_path / name, task="t", method="x", records=records, task_meta=LINES_META)
+        sides.append(np.array([record["score"] for record in records]))
+    change = compared(tmp_path / "a" / "demo", tmp_path / "b" / "demo").tasks[0].matches[0].total
+    assert not change.paired
+    assert change.common == 1
+    assert math.isnan(change.p)
+    assert change.difference.value == pytest.approx(sides[1].mean() - sides[0].mean())
+    assert change.difference.high - change.difference.low > 0.3
+
+
+def test_half_of_the_smaller_side_is_enough_to_pair(tmp_path: Path) -> None:
+    """Twenty of the hundred examples were run before."""
+    scores = [float(i % 3 > 0) for i in range(100)]
+    a = write(tmp_path / "a", {"snapkv": scores[:20]})
+    b = write(tmp_path / "b", {"snapkv": scores})
+    change = compared(a, b).tasks[0].matches[0].total
+    assert change.paired
+    assert (change.common, change.difference.value) == (20, 0.0)
+
+
+def test_repeats_under_seeds_the_other_lacks_are_averaged(tmp_path: Path) -> None:
+    """Seeds 0 and 1 of the same prompts against seed 2: each example's mean counts, not its first."""
+    a = write(tmp_path / "a", {"snapkv": [1.0, 0.0, 1.0, 0.0]}, seed=0)
+    write(tmp_path / "a", {"snapkv": [0.0, 0.0, 1.0, 1.0]}, seed=1)
+    b = write(tmp_path / "b", {"snapkv": [1.0, 1.0, 1.0, 1.0]}, seed=2)
+    change = compared(a, b).tasks[0].matches[0].total
+    assert change.common == 4
+    assert change.first.value == pytest.approx(0.5)
+    assert change.difference.value == pytest.approx(0.5)
+    assert (change.better, change.worse) == (3, 0)
+
+
+def test_a_change_is_bold_where_its_test_shows_it(tmp_path: Path) -> None:
+    """Five of forty better and none worse has p = .0625, six .031: McNemar's exact test."""
+    for wins, shown in ((5, False), (6, True)):
+        before = [0.0] * wins + [1.0, 0.0] * 17
+        after = [1.0] * wins + [1.0, 0.0] * 17
+        a = write(tmp_path / f"a{wins}", {"snapkv": before})
+        b = write(tmp_path / f"b{wins}", {"snapkv": after})
+        found = compared(a, b)
+        assert found.tasks[0].matches[0].total.p == pytest.approx(2 * 0.5**wins)
+        assert comparison_views(found)[-1].bold == (frozenset({(0, 3)}) if shown else frozenset())
+
+
 def test_datasets_count_alike_and_each_is_shown(tmp_path: Path) -> None:
     for name, by in (("a", 0.0), ("b", 0.1)):
         records = [

@@ -163,11 +163,12 @@ def _stratum_moments(stratum: Stratum) -> tuple[Array, ...]:
     scores = stratum.counts.sum(0)
     mean = ratio(stratum.sums.sum(0), scores)
     residual = np.where(known, stratum.sums - mean * stratum.counts, 0.0) * ratio(units, scores)
+    squares = np.square(residual)
     filled = np.where(known, each, 0.0)
     return (
         mean,
-        np.square(residual).sum(0),
-        (residual**4).sum(0),
+        squares.sum(0),
+        np.square(squares).sum(0),
         units,
         (~known | (filled == 0) | (filled == 1)).all(0),
         (~known | (filled == 0) | (np.abs(filled) == 1)).all(0),

@@ -110,13 +110,15 @@ def _among(
     tests = paired_tests(strata, ranked)
     found = difference_intervals(tests.strata, fraction=fraction)
     spread = variances(tests.strata)
-    differing = _shares_differing(tests.strata)
+    deviations = np.sqrt(spread.mean(0))
+    differing = _shares_differing(tests.strata).mean(0)
     units = _units(tests.strata)
     unit = 1.0 if fraction else float(abs(own[order[0]]))
     scale = 100.0 if fraction else 1.0
+    rank = {arm: place for place, arm in enumerate(ranked)}
     pairs = []
     for k, (i, j) in enumerate(tests.pairs):
-        needed = partial(_needed, spread[:, k], differing[:, k], alpha=ALPHA / len(tests.pairs))
+        needed = partial(_needed, spread[:, k], float(differing[k]), alpha=ALPHA / len(tests.pairs))
         first, second = group.arms[i], group.arms[j]
         gaps = {
             model: averages[first.method] - averages[second.method]
@@ -130,22 +132,21 @@ def _among(
                 difference=found[k],
                 p=tests.p[k],
                 adjusted=tests.adjusted[k],
-                deviation=math.sqrt(float(np.mean(spread[:, k]))),
+                deviation=float(deviations[k]),
                 examples=int(units[k]),
                 datasets=len(strata),
                 needed={planned: needed(planned * unit) for planned in PLANNED},
-                neighbours=ranked.index(j) == ranked.index(i) + 1,
-                to_best=i == ranked[0],
+                neighbours=rank[j] == rank[i] + 1,
+                to_best=rank[i] == 0,
                 published={model: Gap(gap, needed(gap / scale)) for model, gap in gaps.items()},
             )
         )
     return pairs
 
 
-def _needed(variance: Array, differing: Array, effect: float, *, alpha: float) -> float:
+def _needed(variance: Array, share: float, effect: float, *, alpha: float) -> float:
     """Units per dataset that would show `effect`. Scores that differ in fewer units than a share of
     `effect` cannot differ by so much on average: then as many more are taken to."""
-    share = float(np.mean(differing))
     more = max(1.0, min(1.0, abs(effect)) / share) if share else 1.0
     return units_needed(variance * more, effect, alpha=alpha, differing=min(1.0, share * more))
 

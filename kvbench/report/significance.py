@@ -198,7 +198,12 @@ def units_needed(
         return math.nan
     if effect == 0:
         return math.inf
-    z, z_power = float(norm.isf(alpha / 2)), float(norm.ppf(power))
+    z, z_power = _quantile(1 - alpha / 2), _quantile(power)
     root = z * math.sqrt(spread + effect**2 / strata) + z_power * math.sqrt(spread)
     fewest = math.ceil(math.log2(2 / alpha)) / (differing * strata)
     return float(max(2, math.ceil(fewest), math.ceil(root**2 / effect**2)))
+
+
+@lru_cache
+def _quantile(probability: float) -> float:
+    return float(norm.ppf(probability))
