@@ -3,8 +3,8 @@
 Protocol: G. Kamradt, "Needle In A Haystack - Pressure Testing LLMs" (2023),
 github.com/gkamradt/LLMTest_NeedleInAHaystack: filler text, a needle inserted at a percentage of its
 length after the nearest sentence end at or before (at 100 per cent: last, wherever the filler was cut),
-and a question about it at the end. The default
-filler is generated (:mod:`kvbench.tasks.haystack`); text files or a Hugging Face dataset can be used.
+and a question about it at the end. The default filler is generated (:mod:`kvbench.tasks.haystack`);
+text files or a Hugging Face dataset can be used.
 
 Prompts with the same filler are not independent: what a method keeps of a text decides about all of
 them. So the unit that intervals resample is the filler (record field ``filler``), and there are
@@ -112,7 +112,7 @@ class Needle(Task):
     """A needle at every depth of prompts of every length.
 
     Attributes:
-        lengths: prompt lengths in tokens, everything the model sees counted.
+        lengths: prompt lengths in tokens, everything the model sees counted (but see `buffer`).
         depths: percentages of the haystack before the needle, 0..100.
         num_examples: fillers; each is used at every length and depth.
         needle, question, answer: what is hidden, what is asked, what counts. White space around the
