@@ -164,8 +164,9 @@ class Seal:
 
     torch counts the writes it sees (``Tensor._version``; not of tensors made under inference_mode).
     What it does not see (writes through ``.data``, a numpy view, a kernel of one's own) is looked for in
-    a copy of `SEALED_ENDS` tokens at either end and up to `SEALED_BETWEEN` others, all heads and channels:
-    a write to every token, or to any of those, is found; one to a single other token may not be.
+    a copy of `SEALED_ENDS` tokens at either end and up to `SEALED_BETWEEN` others, with all heads and
+    channels: a write to every token, or to any of those, is found; one to a single other token may
+    not be.
 
     Args:
         tensor: tokens along its longest dimension.

@@ -220,7 +220,10 @@ def test_a_template_without_end_is_one_line(
 
 
 PRINTS: dict[str, tuple[str, str]] = {
-    "twice": ("{% for m in messages %}[{{ m['content'] }}] {{ m['content'] }}{% endfor %}", "2 times"),
+    "twice": (
+        "{% for m in messages %}[{{ m['content'] }}] {{ m['content'] }}{% endfor %}",
+        "2 times",
+    ),
     "never": ("{% for m in messages %}<user>{% endfor %}<bot>", "0 times, or changes it"),
     "in small letters": ("{{ messages[0]['content'] | lower }}", "0 times, or changes it"),
     "its start": ("{{ messages[0]['content'][:10] }}", "0 times, or changes it"),
@@ -279,9 +282,14 @@ def test_what_is_said_on_stderr_while_tokenising_is_not_lost(
 ) -> None:
     with tokenizing(None):
         os.write(2, b"a warning\n")
-    with pytest.raises(TaskError, match="cannot encode a text: KeyError: 'x'"), tokenizing(None):
-        os.write(2, b"and another\n")
-        raise KeyError("x")
+
+    def encode() -> None:
+        with tokenizing(None):
+            os.write(2, b"and another\n")
+            raise KeyError("x")
+
+    with pytest.raises(TaskError, match="cannot encode a text: KeyError: 'x'"):
+        encode()
     assert capfd.readouterr().err == "a warning\nand another\n"
 
 
@@ -298,7 +306,9 @@ def test_a_text_of_hundreds_of_megabytes_is_not_tokenised() -> None:
         lambda t: PromptEncoder(Never()).encode_prompt(t, 3, special=True),
         lambda t: compare(None, Never(), t, ["exact"]),
     ):
-        with pytest.raises(TaskError, match="a prompt of 204000000 characters, 'words words .* most"):
+        with pytest.raises(
+            TaskError, match=r"a prompt of 204000000 characters, 'words words .* most"
+        ):
             encode(text)
 
 
@@ -308,7 +318,7 @@ def test_layers_without_end_are_refused_before_their_lists_are_made(tmp_path: Pa
     assert "num_hidden_layers of model " in refused(folder)
     fields = {"model_type": "qwen2", "num_hidden_layers": 10**9, "max_window_layers": 3}
     spec = ModelSpec(name="m", path="none", architecture=fields, random_weights=True)
-    with pytest.raises(ModelError, match="num_hidden_layers .* is 1000000000; allowed: at most"):
+    with pytest.raises(ModelError, match=r"num_hidden_layers .* is 1000000000; allowed: at most"):
         load_config(spec)
 
 
