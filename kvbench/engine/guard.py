@@ -74,10 +74,6 @@ class Settings:
         on_cuda = torch.cuda.is_initialized()
         return cls({n: _PROCESS[n][0]() for n in names if on_cuda or not n.startswith("CUDA")})
 
-    def only(self, names: Sequence[str]) -> Settings:
-        """A part of them."""
-        return Settings({name: self.values[name] for name in names if name in self.values})
-
     def put_back(self) -> list[str]:
         """Undo what was changed since; one phrase for each thing that was."""
         changed = []
@@ -138,17 +134,9 @@ class Guard:
         closely: look at everything after every call. Otherwise writes that torch does not count are
             asked for once, after all calls, by `suspicious`, and the global generators are the caller's
             to look at; who it was, a second run under a close look tells.
-        settings: of the process, as they are; None: to be read.
     """
 
-    def __init__(
-        self,
-        layer: LayerKV,
-        *,
-        restores: bool = False,
-        closely: bool = True,
-        settings: Settings | None = None,
-    ) -> None:
+    def __init__(self, layer: LayerKV, *, restores: bool = False, closely: bool = True) -> None:
         self.layer = layer
         self.restores = restores
         self.closely = closely
@@ -156,8 +144,6 @@ class Guard:
         if restores and not layer.pristine:
             layer.pristine.update({name: x.clone() for name, x in self.tensors.items()})
         self.seals = {name: Seal(x) for name, x in self.tensors.items()}
-        settings = settings or Settings.now()
-        self.settings = settings if closely else settings.only(SETTINGS)
 
     def suspicious(self) -> bool:
         """Whether some call wrote to a tensor and nobody was blamed for it."""
@@ -186,10 +172,12 @@ class Guard:
         """
         layer, device = self.layer, self.layer.keys.device
         shared = dict(layer.shared)
+        # Read anew for each call: other threads may draw from a generator, too.
+        settings = Settings.now() if self.closely else Settings.now(SETTINGS)
         # Objects of its own, budget included: what is set on them reaches nobody else.
         own = replace(layer, carried=carried, pristine={})
         try:
-            with leaving_settings(label, self.settings):
+            with leaving_settings(label, settings):
                 capacity = method.layer_capacity(
                     replace(budget), layer.n, layer.layer_index, layer.num_layers
                 )

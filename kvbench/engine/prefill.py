@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from kvbench.engine.attention import UnsupportedModel, exact_attention
 from kvbench.engine.cache import Fork, layer_generator
-from kvbench.engine.guard import Guard, Settings, SharedStateChanged
+from kvbench.engine.guard import GENERATORS, Guard, Settings, SharedStateChanged
 from kvbench.kv import WHOLE, CompressedKV, LayerKV, check_finite, keep_all
 
 
@@ -94,7 +94,6 @@ class PrefillState:
     ) -> None:
         self.forks = forks
         self.closely = closely
-        self.settings = Settings.now()
         self.order = {layer: index for index, layer in enumerate(compressible)}
         self.exact_bytes = 0
         self.compress_s = 0.0
@@ -144,7 +143,7 @@ class PrefillState:
 
     def _compress_all(self, layer: int, kv: LayerKV) -> None:
         running = [fork for fork in self.forks if fork.failure is None]
-        guard = Guard(kv, closely=self.closely, settings=self.settings)
+        guard = Guard(kv, closely=self.closely)
         try:
             for fork in running:
                 self._compress(fork, layer, guard)
@@ -247,13 +246,14 @@ def prefill(
     closely = len(forks) == 1
     while True:
         state = PrefillState(forks, compressible, closely=closely)
+        generators = Settings.now(GENERATORS)
         synchronize(device)
         start = time.perf_counter()
         try:
             logits = forward(model, tokens, torch.arange(len(ids), device=device), state)
-            if closely or not state.settings.put_back():
+            if closely or not generators.put_back():
                 break
-            closely = True  # somebody drew from a global generator
+            closely = True  # somebody drew from a global generator: who?
         except _Spoiled as spoiled:
             closely |= not spoiled.whose
         for fork in forks:
