@@ -65,7 +65,8 @@ class Budget:
             share = getattr(self, name)
             if name == "total_rate" and share is None:
                 continue
-            if isinstance(share, bool) or not isinstance(share, Real) or not 0.0 < share <= 1.0:
+            number = isinstance(share, Real) and not isinstance(share, bool)
+            if not number or not 0.0 < float(share) <= 1.0:
                 raise KVError(f"budget.{name} is {share!r}; allowed: a number in (0, 1]")
         for name in ("sink", "window", "size"):
             value = getattr(self, name)

@@ -23,7 +23,8 @@ from kvbench.methods.base import Held, Method
 from kvbench.methods.h2o import H2O
 from kvbench.methods.topk import TopK
 from kvbench.probes.error_scaling import BoundedData, ErrorScaling
-from kvbench.probes.layer_error import LayerError, SyntheticLayers
+from kvbench.probes.layer_error import LayerError
+from kvbench.probes.layers import SyntheticLayers
 from kvbench.runner import run_job
 
 
