@@ -26,6 +26,7 @@ from kvbench.engine.loading import end_token_ids
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
 from kvbench.methods.base import Method
+from kvbench.tasks.base import check_length, tokenizing
 from kvbench.tasks.needle import word_recall
 
 if TYPE_CHECKING:
@@ -209,7 +210,9 @@ def _labelled(methods: Sequence[str | Method] | Mapping[str, str | Method]) -> d
 
 def _token_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
     if isinstance(prompt, str):
-        ids = tokenizer(prompt)["input_ids"]
+        check_length(prompt)
+        with tokenizing(tokenizer):
+            ids = tokenizer(prompt)["input_ids"]
     else:
         chat = [dict(m) for m in prompt if isinstance(m, Mapping)]
         if isinstance(prompt, Mapping) or len(chat) < len(prompt):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -62,12 +63,17 @@ class Budget:
     def __post_init__(self) -> None:
         for name in ("rate", "total_rate"):
             share = getattr(self, name)
-            if share is not None and not 0.0 < share <= 1.0:
-                raise KVError(f"budget.{name} is {share}; allowed: a number in (0, 1]")
-        for name in ("sink", "window"):
+            if name == "total_rate" and share is None:
+                continue
+            number = isinstance(share, Real) and not isinstance(share, bool)
+            if not number or not 0.0 < float(share) <= 1.0:
+                raise KVError(f"budget.{name} is {share!r}; allowed: a number in (0, 1]")
+        for name in ("sink", "window", "size"):
             value = getattr(self, name)
-            if value < 0:
-                raise KVError(f"budget.{name} is {value}; allowed: an integer >= 0")
+            if name == "size" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
+                raise KVError(f"budget.{name} is {value!r}; allowed: an integer >= 0")
         if self.size is not None and self.size <= self.sink + self.window:
             raise KVError(
                 f"budget.size is {self.size}; allowed: more than budget.sink + budget.window, "
@@ -151,14 +157,17 @@ SEALED_ENDS, SEALED_BETWEEN = 32, 64
 """Tokens of a shared tensor that a `Seal` copies: so many at either end, at most so many in between."""
 
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
 class Seal:
     """Tells whether a tensor that several methods read was written to.
 
     torch counts the writes it sees (``Tensor._version``; not of tensors made under inference_mode).
     What it does not see (writes through ``.data``, a numpy view, a kernel of one's own) is looked for in
-    a copy of `SEALED_ENDS` tokens at either end and up to `SEALED_BETWEEN` others, all heads and
-    channels: a write to every token, or to any of those, is found; one to a single other token may not
-    be.
+    a copy of `SEALED_ENDS` tokens at either end and up to `SEALED_BETWEEN` others, with all heads and
+    channels: a write to every token, or to any of those, is found; one to a single other token may
+    not be.
 
     Args:
         tensor: tokens along its longest dimension.
@@ -168,12 +177,15 @@ class Seal:
         self.version = self._writes(tensor)
         self.sample = self._sample(tensor)
 
-    def broken(self, tensor: Tensor) -> bool:
-        """Whether `tensor`, the one that was sealed, was written to since."""
+    def broken(self, tensor: Tensor, closely: bool = True) -> bool:
+        """Whether `tensor`, the one that was sealed, was written to since; the copy is looked at only
+        `closely`."""
         if self._writes(tensor) != self.version:
             return True
+        if not closely:
+            return False
         sample = self._sample(tensor)
-        # compared as bytes: not every prompt query need be a number
+        # compared bit by bit: not every prompt query need be a number
         return sample.shape != self.sample.shape or not torch.equal(sample, self.sample)
 
     @staticmethod
@@ -188,7 +200,7 @@ class Seal:
             if last - first > SEALED_BETWEEN:
                 step = -(-(last - first) // SEALED_BETWEEN)
                 tensor = torch.cat([x[:first], x[first:last:step], x[last:]])
-        return tensor.detach().reshape(-1).clone().view(torch.uint8)
+        return tensor.detach().reshape(-1).clone().view(_BITS[tensor.element_size()])
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import sys
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as t
@@ -583,6 +584,80 @@ def test_the_text_part_of_a_vision_language_model_is_compressed() -> None:
     marked = torch.zeros_like(ids)
     with compress(model, "exact"), pytest.raises(UnsupportedGeneration, match="both ways"):
         model(ids, pixel_values=image, token_type_ids=marked)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "allowed"),
+    [
+        *(("rate", value, "a number in (0, 1]") for value in ("x", True, None, 0, 1.5, [0.5])),
+        ("rate", float("nan"), "a number in (0, 1]"),
+        *(("window", value, "an integer >= 0") for value in (1.5, "4", True, None, -1)),
+        *(("sink", value, "an integer >= 0") for value in (2.0, False)),
+    ],
+)
+def test_a_budget_that_is_none_is_one_line(option: str, value: Any, allowed: str) -> None:
+    line = f"budget.{option} is {value!r}; allowed: {allowed}"
+    with pytest.raises(KVError) as error, compress(None, "snapkv", **{option: value}):
+        pass
+    assert str(error.value) == line
+    with pytest.raises(KVError) as error:
+        compare(None, None, "text", ["exact"], **{option: value})
+    assert str(error.value) == line
+    with pytest.raises(KVError, match=r"budget\.size is 65\.5; allowed: an integer"):
+        Budget(size=65.5)  # type: ignore[arg-type]
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    budget = Budget(rate=np.float64(0.25), sink=np.int64(4), window=np.int32(4))  # type: ignore[arg-type]
+    assert budget.capacity(80) == 8 + 18
+
+
+def test_a_model_without_weights_is_refused() -> None:
+    with torch.device("meta"):
+        model: Any = t.LlamaForCausalLM(tiny_model("llama").config)
+    with pytest.raises(UnsupportedModel) as error, compress(model, "snapkv"):
+        model.generate(**batch(20))
+    assert str(error.value) == (
+        "LlamaForCausalLM lies on the device meta, which holds no weights; allowed: a model that was "
+        "loaded"
+    )
+    with pytest.raises(UnsupportedModel, match="lies on the device meta"):
+        compare(model, Letters(), "x" * 50, ["exact"])
+
+
+def test_two_threads_do_not_generate_inside_one_compress() -> None:
+    model = tiny_model("llama")
+    inputs = batch(60)
+    inside, over = threading.Event(), threading.Event()
+    said: list[str] = []
+
+    class Waits(t.StoppingCriteria):
+        def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+            inside.set()
+            over.wait(60)
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+    def other() -> None:
+        inside.wait(60)
+        try:
+            model.generate(**inputs)
+        except UnsupportedGeneration as error:
+            said.append(str(error))
+        over.set()
+
+    with compress(model, "snapkv", **SMALL) as session:
+        alone = model.generate(**inputs)
+        thread = threading.Thread(target=other)
+        thread.start()
+        beside = model.generate(**inputs, stopping_criteria=[Waits()])
+        thread.join()
+        assert torch.equal(beside, alone)
+        assert len(session.rows) == 2
+        later = threading.Thread(target=lambda: said.append(str(model.generate(**inputs).shape)))
+        later.start()
+        later.join()  # one after the other they may
+    assert said[0].startswith("another thread generates inside the same compress; allowed: one ")
+    assert said[1] == str(alone.shape)
 
 
 def test_importing_kvbench_imports_no_torch() -> None:

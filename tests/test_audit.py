@@ -16,7 +16,8 @@ from tiny import Greedy, tiny_model
 from kvbench.kv import Budget, CompressedKV, LayerKV, check_held, gather_entries, keep_all
 from kvbench.methods import build_method
 from kvbench.methods.base import Method
-from kvbench.probes.layer_error import LayerError, SyntheticLayers
+from kvbench.probes.layer_error import LayerError
+from kvbench.probes.layers import SyntheticLayers
 from kvbench.report.data import load_experiment
 from kvbench.report.tables import score_table
 from kvbench.report.views import notes_of

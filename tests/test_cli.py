@@ -110,6 +110,11 @@ USAGE = [
     (["task=needel"], "unknown task 'needel' (did you mean 'needle'?)"),
     (["model=gpt17"], "unknown model 'gpt17'"),
     (["experiment=demoo"], "unknown experiment 'demoo' (did you mean 'demo'?)"),
+    (["model.name="], "model.name is ''; allowed: text that is not empty"),
+    (
+        ["model=tiny_random", "model.architecture.num_hidden_layers=1000000000"],
+        "num_hidden_layers of model 'asset:recall_mini' is 1000000000; allowed: at most 10000",
+    ),
     (["methd=exact"], "unknown key 'methd' (did you mean 'method'?)"),
     (["budget.rte=0.5"], "unknown key 'rte' of budget (did you mean 'rate'?)"),
     (

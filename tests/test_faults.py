@@ -266,19 +266,19 @@ def hang(_layer: LayerKV) -> None:
 
 def test_a_method_that_hangs_times_out_and_the_others_end_well(tmp_path: Path) -> None:
     methods = {"hung": Faulty(fault=hang), "snapkv": build_method("snapkv")}
-    job = with_session(make_job(tmp_path, methods, limit=1), example_timeout=0.3)
+    job = with_session(make_job(tmp_path, methods, limit=1), example_timeout=1.0)
     begun = time.monotonic()
     result = run_job(job)
     assert time.monotonic() - begun < 20
     records = {label: rows[0] for label, rows in records_of(result).items()}
     assert records["hung"]["status"] == "timeout"
-    assert records["hung"]["error"] == "TimeoutError: the example took more than 0.3 s"
+    assert records["hung"]["error"] == "TimeoutError: the example took more than 1 s"
     assert records["snapkv"]["status"] == "ok"
 
 
 def test_a_prefill_that_hangs_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = with_session(
-        make_job(tmp_path, {"exact": build_method("exact")}, limit=2), example_timeout=0.2
+        make_job(tmp_path, {"exact": build_method("exact")}, limit=2), example_timeout=1.0
     )
     real = TaskPlan.run
 

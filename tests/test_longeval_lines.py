@@ -204,6 +204,13 @@ def test_bad_files_are_refused_in_one_line(tmp_path: Any) -> None:
         ("{}\n", "line 1 is not a test case"),
         ("not json\n", "line 1 is not a test case"),
         ("", "no test case"),
+        *(
+            (
+                f'{{"prompt": "x", "expected_number": {number}, "random_idx": ["a-b", 0]}}\n',
+                "line 1 is not a test case .* at most 18 digits",
+            )
+            for number in (10**300, -(10**300), f'"{"7" * 400}"', "1e400", "7" * 5000)
+        ),
         ('{"prompt": "x", "expected_number": 1, "random_idx": ["a-b", 0]}\n', "after a blank line"),
     ):
         bad.write_text(text)

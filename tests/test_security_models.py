@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,15 +16,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_security import PACKAGE, model_folder
 
+from kvbench import compare
 from kvbench.engine import loading
 from kvbench.engine.generate import Stopping
 from kvbench.engine.loading import (
     ModelError,
     ModelSpec,
+    load_config,
     load_model,
     load_tokenizer,
     prompt_encoder,
 )
+from kvbench.tasks.base import PromptEncoder, TaskError, tokenizing
 
 INDEX = "model.safetensors.index.json"
 
@@ -159,7 +165,11 @@ BROKEN_WEIGHTS: dict[str, Callable[[bytes], bytes]] = {
 def test_broken_weights_are_one_line(tmp_path: Path, kind: str) -> None:
     file = copied(tmp_path / "model") / "model.safetensors"
     file.write_bytes(BROKEN_WEIGHTS[kind](file.read_bytes()))
-    assert f"model {str(file.parent)!r} cannot be loaded: " in refused(file.parent)
+    line = refused(file.parent)
+    if kind == "another shape":
+        assert "holds model.embed_tokens.weight of shape (128, 1984); allowed: (1984, 128)" in line
+    else:
+        assert f"model {str(file.parent)!r} cannot be loaded: " in line
 
 
 TEMPLATES = {
@@ -207,6 +217,146 @@ def test_a_template_without_end_is_one_line(
     loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     changed(folder / "tokenizer_config.json", chat_template=loops)
     assert "writing one message took more than 0.05 s" in refused(folder)
+
+
+PRINTS: dict[str, tuple[str, str]] = {
+    "twice": (
+        "{% for m in messages %}[{{ m['content'] }}] {{ m['content'] }}{% endfor %}",
+        "2 times",
+    ),
+    "never": ("{% for m in messages %}<user>{% endfor %}<bot>", "0 times, or changes it"),
+    "in small letters": ("{{ messages[0]['content'] | lower }}", "0 times, or changes it"),
+    "its start": ("{{ messages[0]['content'][:10] }}", "0 times, or changes it"),
+}
+
+
+@pytest.mark.parametrize("kind", PRINTS)
+def test_a_template_that_does_not_print_a_message_once_is_refused(
+    tmp_path: Path, kind: str
+) -> None:
+    template, times = PRINTS[kind]
+    folder = copied(tmp_path / "model")
+    changed(folder / "tokenizer_config.json", chat_template=template)
+    line = refused(folder)
+    assert f"prints a message {times}; allowed: once, as it is" in line
+    assert loading._MARK not in line
+
+
+def test_what_a_template_puts_around_a_message_is_all_that_it_adds(tmp_path: Path) -> None:
+    folder = copied(tmp_path / "model")
+    template = "<u>{% for m in messages %}{{ m['content'] | trim }}{% endfor %}</u>"
+    changed(folder / "tokenizer_config.json", chat_template=template)
+    spec = ModelSpec(name="m", path=str(folder))
+    tokenizer = load_tokenizer(spec)
+    encoder = prompt_encoder(tokenizer, spec)
+    around = [tokenizer.decode(list(ids)) for ids in (encoder.prefix_ids, encoder.suffix_ids)]
+    assert around == ["<u>", "</u>"]
+
+
+PATTERN = {
+    "that is none": ("(", "cannot be loaded: Exception: Oniguruma error"),
+    "that a text breaks": ("(a+a+)+b", "PanicException: Onig: Regex search error: retry-limit"),
+}
+
+
+@pytest.mark.parametrize("kind", PATTERN)
+def test_a_bad_pattern_of_a_tokenizer_is_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setenv("RUST_BACKTRACE", "1")
+    pattern, says = PATTERN[kind]
+    folder = copied(tmp_path / "model")
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
+    changed(folder / "tokenizer.json", pre_tokenizer={**split, "invert": False})
+    spec = ModelSpec(name="m", path=str(folder))
+    with pytest.raises((ModelError, TaskError)) as error:
+        prompt_encoder(load_tokenizer(spec), spec).encode_text("a" * 40 + " aab " * 10)
+    assert says in str(error.value)
+    assert str(folder) in str(error.value)
+    assert "\n" not in str(error.value)
+    assert "panicked" not in capfd.readouterr().err
+
+
+def test_what_is_said_on_stderr_while_tokenising_is_not_lost(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with tokenizing(None):
+        os.write(2, b"a warning\n")
+
+    def encode() -> None:
+        with tokenizing(None):
+            os.write(2, b"and another\n")
+            raise KeyError("x")
+
+    with pytest.raises(TaskError, match="cannot encode a text: KeyError: 'x'"):
+        encode()
+    assert capfd.readouterr().err == "a warning\nand another\n"
+
+
+def test_a_text_of_hundreds_of_megabytes_is_not_tokenised() -> None:
+    class Never:
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+            raise AssertionError("tokenised")
+
+        decode = __call__ = encode
+
+    text = "words " * 34_000_000
+    for encode in (
+        PromptEncoder(Never()).encode_text,
+        lambda t: PromptEncoder(Never()).encode_prompt(t, 3, special=True),
+        lambda t: compare(None, Never(), t, ["exact"]),
+    ):
+        with pytest.raises(
+            TaskError, match=r"a prompt of 204000000 characters, 'words words .* most"
+        ):
+            encode(text)
+
+
+def test_layers_without_end_are_refused_before_their_lists_are_made(tmp_path: Path) -> None:
+    folder = copied(tmp_path / "model")
+    changed(folder / "config.json", num_hidden_layers=10**9)
+    assert "num_hidden_layers of model " in refused(folder)
+    fields = {"model_type": "qwen2", "num_hidden_layers": 10**9, "max_window_layers": 3}
+    spec = ModelSpec(name="m", path="none", architecture=fields, random_weights=True)
+    with pytest.raises(ModelError, match=r"num_hidden_layers .* is 1000000000; allowed: at most"):
+        load_config(spec)
+
+
+def test_random_weights_that_no_memory_holds_are_refused_before_they_are_drawn() -> None:
+    fields = {"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 2000}
+    fields |= {"intermediate_size": 65536, "vocab_size": 100}
+    spec = ModelSpec(name="huge", path="none", architecture=fields, random_weights=True)
+    with pytest.raises(ModelError, match=r"model 'huge' has \d+ GB of weights and cpu \d+ GB"):
+        load_model(spec, device=torch.device("cpu"), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("field", ["name", "path"])
+@pytest.mark.parametrize("value", ["", "  ", None, 3])
+def test_a_model_has_a_name_and_a_path(field: str, value: Any) -> None:
+    with pytest.raises(ModelError, match=rf"model.{field} is .*; allowed: text that is not empty"):
+        ModelSpec(**{"name": "m", "path": "p", field: value})
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line_at_once(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    with socket.socket() as closed:  # nobody listens at its port
+        closed.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(
+            "huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}"
+        )
+        for name in ("HF_HUB_OFFLINE", "http_proxy", "https_proxy", "all_proxy"):
+            monkeypatch.delenv(name, raising=False)
+            monkeypatch.delenv(name.upper(), raising=False)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        spec = ModelSpec(name="m", path="nobody/has-this")
+        begun = time.monotonic()
+        for load in (load_tokenizer, load_config):
+            with pytest.raises(ModelError, match="nobody/has-this' cannot be loaded: ") as error:
+                load(spec)
+            assert "\n" not in str(error.value)
+    assert time.monotonic() - begun < 15
+    assert "Retry" not in capfd.readouterr().err + caplog.text
 
 
 def test_an_end_token_that_the_model_does_not_have_ends_nothing() -> None:

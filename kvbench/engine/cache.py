@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvbench.engine.attention import capped
 from kvbench.engine.faults import release_frames
-from kvbench.engine.guard import Settings, leaving_settings
+from kvbench.engine.guard import QUICK, Settings, leaving_settings
 from kvbench.kernels.quantize import Packed, Quantization, pack, unpack
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, weighted_entries
 from kvbench.methods.base import Held, Method, allowed_entries
@@ -293,8 +293,8 @@ class LayerCache:
 
     def _guarded(self) -> AbstractContextManager[None]:
         """Around a call of the method, which sees this fork's tensors only. The random generators take
-        long to look at beside one token: they are at the first call, and the settings at every call."""
-        settings = Settings.now(generators=not self.watched)
+        long to look at beside one token: they are at the first call, what is quick at every call."""
+        settings = Settings.now(QUICK) if self.watched else Settings.now()
         self.watched = True
         return leaving_settings(type(self.method).__name__, settings)
 

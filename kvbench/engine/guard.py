@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,92 +35,72 @@ class SharedStateChanged(RuntimeError):
         self.tensors = tensors
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What a call could leave changed for everything that runs after it in this process.
-
-    Attributes:
-        values: by the name a message calls them.
-        generators: states of the global random generators; empty where they are not looked at.
-    """
-
-    values: dict[str, Any]
-    generators: dict[str, Any]
-
-    @classmethod
-    def now(cls, device: torch.device | None = None, *, generators: bool = True) -> Settings:
-        """As they are.
-
-        Args:
-            device: whose generator is looked at beside the CPU's.
-        """
-        values = {
-            "torch's default dtype": torch.get_default_dtype(),
-            "torch's default device": torch.get_default_device(),
-            "torch's grad mode": torch.is_grad_enabled(),
-            "torch's float32 matmul precision": torch.get_float32_matmul_precision(),
-            "torch's number of threads": torch.get_num_threads(),
-        }
-        states: dict[str, Any] = {}
-        if generators:
-            states = {
-                "torch's global generator": torch.get_rng_state(),
-                "numpy's global generator": np.random.get_state(legacy=False),
-                "Python's global generator": random.getstate(),
-            }
-            if device is not None and device.type == "cuda":
-                states["CUDA's global generator"] = torch.cuda.get_rng_state(device)
-        return cls(values, states)
-
-    def put_back(self, device: torch.device | None = None) -> list[str]:
-        """Undo what was changed since; one phrase for each thing that was."""
-        now = Settings.now(device, generators=bool(self.generators))
-        changed = []
-        for name, value in self.values.items():
-            if now.values[name] != value:
-                _SET[name](value)
-                changed.append(f"{name} at {now.values[name]} (it was {value})")
-        for name, state in self.generators.items():
-            if not _same(now.generators[name], state):
-                if name == "CUDA's global generator":
-                    assert device is not None
-                    torch.cuda.set_rng_state(state, device)
-                else:
-                    _SET[name](state)
-                changed.append(f"{name} in another state")
-        return changed
-
-
 def _set_device(device: torch.device) -> None:
     torch.set_default_device(None if device.type == "cpu" else device)
 
 
-_SET: dict[str, Any] = {
-    "torch's default dtype": torch.set_default_dtype,
-    "torch's default device": _set_device,
-    "torch's grad mode": torch.set_grad_enabled,
-    "torch's float32 matmul precision": torch.set_float32_matmul_precision,
-    "torch's number of threads": torch.set_num_threads,
-    "torch's global generator": torch.set_rng_state,
-    "numpy's global generator": np.random.set_state,
-    "Python's global generator": random.setstate,
+_PROCESS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "torch's grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "torch's float32 matmul precision": (
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+    ),
+    "torch's number of threads": (torch.get_num_threads, torch.set_num_threads),
+    "torch's default device": (torch.get_default_device, _set_device),
+    "torch's global generator": (torch.get_rng_state, torch.set_rng_state),
+    "CUDA's global generator": (torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all),
+    "numpy's global generator": (partial(np.random.get_state, legacy=False), np.random.set_state),
+    "Python's global generator": (random.getstate, random.setstate),
 }
+"""What a call could leave changed for everything that runs after it in this process: by the name that
+a message calls it, how it is read and set."""
+
+GENERATORS = tuple(name for name in _PROCESS if name.endswith("generator"))
+SETTINGS = tuple(name for name in _PROCESS if name not in GENERATORS)
+QUICK = SETTINGS[:-1]
+"""What is read in a microsecond, so that it can be at every decoded token."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Some of the process's settings and generators as they were."""
+
+    values: dict[str, Any]
+
+    @classmethod
+    def now(cls, names: Sequence[str] = (*SETTINGS, *GENERATORS)) -> Settings:
+        """Those of these names."""
+        on_cuda = torch.cuda.is_initialized()
+        return cls({n: _PROCESS[n][0]() for n in names if on_cuda or not n.startswith("CUDA")})
+
+    def put_back(self) -> list[str]:
+        """Undo what was changed since; one phrase for each thing that was."""
+        changed = []
+        for name, value in self.values.items():
+            read, write = _PROCESS[name]
+            now = read()
+            if not _same(now, value):
+                write(value)
+                how = "in another state" if name in GENERATORS else f"at {now} (it was {value})"
+                changed.append(f"{name} {how}")
+        return changed
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two states of a generator are equal: tensors, arrays, or dictionaries of such."""
+    """Whether two values are equal: numbers, tensors, arrays, or dictionaries and lists of such."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(_same, one, other))
     if isinstance(one, Tensor):
         return torch.equal(one, other)
     return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else bool(one == other)
 
 
 @contextmanager
-def leaving_settings(
-    label: str, settings: Settings, device: torch.device | None = None
-) -> Iterator[None]:
-    """A method's code runs here; afterwards every setting is as it was.
+def leaving_settings(label: str, settings: Settings) -> Iterator[None]:
+    """A method's code runs here; afterwards every one of these settings is as it was.
 
     Raises:
         SharedStateChanged: it was not, and the code raised nothing itself.
@@ -127,9 +108,9 @@ def leaving_settings(
     try:
         yield
     except BaseException:
-        settings.put_back(device)
+        settings.put_back()
         raise
-    changed = settings.put_back(device)
+    changed = settings.put_back()
     if changed:
         hint = "its own generator" if "generator" in changed[0] else "to leave it as it was"
         raise SharedStateChanged(
@@ -150,16 +131,25 @@ class Guard:
         layer: what they read.
         restores: put a changed layer right again. Needs a copy of the layer, made once; a prefill
             that can run again needs none.
+        closely: look at everything after every call. Otherwise writes that torch does not count are
+            asked for once, after all calls, by `suspicious`, and the global generators are the caller's
+            to look at; who it was, a second run under a close look tells.
     """
 
-    def __init__(self, layer: LayerKV, *, restores: bool = False) -> None:
+    def __init__(self, layer: LayerKV, *, restores: bool = False, closely: bool = True) -> None:
         self.layer = layer
         self.restores = restores
+        self.closely = closely
         self.tensors = tensors_of(layer)
         if restores and not layer.pristine:
             layer.pristine.update({name: x.clone() for name, x in self.tensors.items()})
         self.seals = {name: Seal(x) for name, x in self.tensors.items()}
-        self.settings = Settings.now(layer.keys.device)
+
+    def suspicious(self) -> bool:
+        """Whether some call wrote to a tensor and nobody was blamed for it."""
+        tensors = [(self.tensors[name], seal) for name, seal in self.seals.items()]
+        tensors += [(entry.tensor, entry.seal) for entry in self.layer.shared.values()]
+        return any(seal.broken(tensor) for tensor, seal in tensors)
 
     def compress(
         self,
@@ -182,10 +172,12 @@ class Guard:
         """
         layer, device = self.layer, self.layer.keys.device
         shared = dict(layer.shared)
+        # Read anew for each call: other threads may draw from a generator, too.
+        settings = Settings.now() if self.closely else Settings.now(SETTINGS)
         # Objects of its own, budget included: what is set on them reaches nobody else.
         own = replace(layer, carried=carried, pristine={})
         try:
-            with leaving_settings(label, self.settings, device):
+            with leaving_settings(label, settings):
                 capacity = method.layer_capacity(
                     replace(budget), layer.n, layer.layer_index, layer.num_layers
                 )
@@ -207,10 +199,11 @@ class Guard:
 
     def _changed(self, before: dict[str, Any]) -> list[str]:
         """Names of the tensors that were written to; those that can be are put right."""
-        changed = [name for name, seal in self.seals.items() if seal.broken(self.tensors[name])]
+        closely = self.closely
+        changed = [n for n, seal in self.seals.items() if seal.broken(self.tensors[n], closely)]
         shared = self.layer.shared
         replaced = [name for name, entry in before.items() if shared.get(name) is not entry]
-        written = [name for name, entry in shared.items() if entry.seal.broken(entry.tensor)]
+        written = [n for n, entry in shared.items() if entry.seal.broken(entry.tensor, closely)]
         if not (changed or replaced or written):
             return []
         if self.restores:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -291,6 +292,10 @@ _NO_MULTI_TURN = (
     "compress starts afresh (pass the whole conversation as the prompt)"
 )
 _NO_CACHE = "use_cache is False, so there is no cache to compress; allowed: True"
+_NO_THREADS = (
+    "another thread generates inside the same compress; allowed: one generation at a time (a copy of "
+    "the model for each thread, or one batch)"
+)
 _NO_ATTENTIONS = "output_attentions is set; compress computes none; allowed: False"
 
 
@@ -364,18 +369,23 @@ class _Guarded:
     def __init__(self, compression: Compression, original: Callable[..., Any]) -> None:
         self.compression = compression
         self.original = original
+        self.thread: dict[str, int] = {}  # whose generation is under way
         update_wrapper(self, original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """See `transformers.GenerationMixin.generate`."""
         bound = inspect.signature(self.original).bind_partial(*args, **kwargs).arguments
         _refuse(self.compression.model, {**bound, **bound.get("kwargs", {})})
-        self.compression.finish()
+        if self.thread.setdefault("id", threading.get_ident()) != threading.get_ident():
+            raise UnsupportedGeneration(_NO_THREADS)
         try:
+            self.compression.finish()
             output = self.original(*args, **kwargs)
         except BaseException:
             self.compression.finish(audit=False)
             raise
+        finally:
+            self.thread.clear()
         self.compression.finish()
         return output
 
@@ -428,6 +438,11 @@ def kvbench_attention_on(model: PreTrainedModel) -> Iterator[None]:
         raise UnsupportedModel(
             f"model is a {name}; allowed: a transformers PreTrainedModel (of a pipeline, pipe.model; "
             "of a PEFT model, model.get_base_model())"
+        )
+    offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
+    if not offloaded and any(part.is_meta for part in model.parameters()):
+        raise UnsupportedModel(
+            f"{name} lies on the device meta, which holds no weights; allowed: a model that was loaded"
         )
     if model.config.is_encoder_decoder:
         raise UnsupportedModel(f"{name} is an encoder-decoder; allowed: decoder-only models")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,8 @@ from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
 from transformers import (
@@ -26,9 +29,11 @@ from transformers.utils import cached_file
 
 from kvbench.engine.attention import IMPLEMENTATION, UnsupportedModel, register
 from kvbench.engine.faults import is_out_of_memory
+from kvbench.engine.memory import total_bytes
+from kvbench.engine.quiet import without_reports
 from kvbench.interrupts import in_main_thread, time_limit
 from kvbench.messages import complain, first_line, one_line, traceback_of
-from kvbench.tasks.base import PromptEncoder
+from kvbench.tasks.base import PromptEncoder, tokenizing
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +93,10 @@ class ModelSpec:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("name", "path"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not value.strip():
+                raise ModelError(f"model.{name} is {value!r}; allowed: text that is not empty")
         for name in ("revision", "tokenizer"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
@@ -228,6 +237,7 @@ def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
             local_path(spec.tokenizer or spec.path),
             revision=None if spec.tokenizer else spec.revision,
             trust_remote_code=spec.trust_remote_code,
+            local_files_only=_only_local(spec.tokenizer or spec.path),
         )
     if spec.own_template:
         tokenizer.chat_template = spec.chat_template
@@ -244,17 +254,65 @@ def load_config(spec: ModelSpec) -> PreTrainedConfig:
         return _config_of_path(spec)
     with _one_line("model", spec):
         fields = {**spec.architecture, **spec.config}
+        _check_layers(fields, spec)
         return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 
 def _config_of_path(spec: ModelSpec) -> PreTrainedConfig:
+    where: dict[str, Any] = {
+        "revision": spec.revision,
+        "local_files_only": _only_local(spec.path),
+    }
     with _one_line("model", spec):
+        fields, _ = PreTrainedConfig.get_config_dict(local_path(spec.path), **where)
+        _check_layers({**fields, **spec.config}, spec)
         return AutoConfig.from_pretrained(
             local_path(spec.path),
-            revision=spec.revision,
             trust_remote_code=spec.trust_remote_code,
+            **where,
             **spec.config,
         )
+
+
+MOST_LAYERS = 10_000
+"""Of a model; its config lists each of them."""
+
+
+def _check_layers(fields: Mapping[str, Any], spec: ModelSpec) -> None:
+    """Refuse a config of which making the lists of its layers alone would take for ever.
+
+    Raises:
+        ModelError: naming the field.
+    """
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            _check_layers(value, spec)
+        elif "layer" in name and isinstance(value, int) and value > MOST_LAYERS:
+            raise ModelError(
+                f"{name} of model {spec.path!r} is {value}; allowed: at most {MOST_LAYERS}"
+            )
+
+
+def _only_local(path: str) -> bool:
+    """Whether what `path` names is to be looked for on this machine only: a folder, or a Hub that
+    cannot be reached, which the library would try for half a minute."""
+    from huggingface_hub import constants
+
+    if local_path(path) != path or Path(path).exists():
+        return True
+    if constants.is_offline_mode() or getproxies():
+        return False
+    hub = urlsplit(constants.ENDPOINT)
+    port = hub.port or {"http": 80}.get(hub.scheme, 443)
+    try:
+        socket.create_connection((hub.hostname or "", port), timeout=HUB_S).close()
+    except OSError:
+        return True
+    return False
+
+
+HUB_S = 5.0
+"""Seconds in which the Hub has to take a connection."""
 
 
 def checked_config(spec: ModelSpec) -> PreTrainedConfig:
@@ -303,6 +361,7 @@ def load_model(
     check_serves_interface(config)
     with _one_line("model", spec):
         if spec.random_weights:
+            _check_fits(config, spec, device, dtype)
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 torch.manual_seed(seed)
                 with device:
@@ -311,21 +370,25 @@ def load_model(
                     )
         else:
             _check_safetensors(spec, config)
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                local_path(spec.path),
-                config=config,
-                revision=spec.revision or "main",  # converts what is not safetensors
-                dtype=dtype,
-                attn_implementation=IMPLEMENTATION,
-                device_map=dict(spec.device_map)
-                if isinstance(spec.device_map, Mapping)
-                else spec.device_map,
-                max_memory=None if spec.max_memory is None else dict(spec.max_memory),
-                trust_remote_code=spec.trust_remote_code,
-                use_safetensors=True,
-                output_loading_info=True,
-            )
+            with without_reports():
+                loaded: Any = AutoModelForCausalLM.from_pretrained(
+                    local_path(spec.path),
+                    config=config,
+                    revision=spec.revision or "main",  # converts what is not safetensors
+                    dtype=dtype,
+                    attn_implementation=IMPLEMENTATION,
+                    device_map=dict(spec.device_map)
+                    if isinstance(spec.device_map, Mapping)
+                    else spec.device_map,
+                    max_memory=None if spec.max_memory is None else dict(spec.max_memory),
+                    trust_remote_code=spec.trust_remote_code,
+                    local_files_only=_only_local(spec.path),
+                    use_safetensors=True,
+                    ignore_mismatched_sizes=True,  # told, and refused below
+                    output_loading_info=True,
+                )
             model, found = loaded
+            _check_shapes(found["mismatched_keys"], spec)
             _check_whole(found["missing_keys"], spec)
             model_end_ids(model)
     if spec.device_map is None or spec.random_weights:
@@ -347,6 +410,7 @@ def _check_safetensors(spec: ModelSpec, config: PreTrainedConfig) -> None:
         local_path(spec.path),
         named if named.endswith(".index.json") else "model.safetensors.index.json",
         revision=spec.revision or "main",
+        local_files_only=_only_local(spec.path),
         _raise_exceptions_for_gated_repo=False,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
@@ -359,6 +423,38 @@ def _check_safetensors(spec: ModelSpec, config: PreTrainedConfig) -> None:
                 f"model {spec.path!r} keeps weights in {file!r}; allowed: safetensors files, since "
                 "others may run code when they are read"
             )
+
+
+def _check_fits(
+    config: PreTrainedConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Refuse random weights that the device cannot hold, before any is drawn.
+
+    Raises:
+        ModelError: how many bytes they have, and how many there are.
+    """
+    with torch.device("meta"):
+        shape = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    needed = sum(part.numel() * part.element_size() for part in shape.parameters())
+    there = total_bytes(device)
+    if there is not None and needed > there:
+        raise ModelError(
+            f"model {spec.name!r} has {needed / 1e9:.0f} GB of weights and {device} {there / 1e9:.0f} "
+            "GB of memory; allowed: a smaller model, or dtype=bfloat16"
+        )
+
+
+def _check_shapes(mismatched: Collection[tuple[str, Any, Any]], spec: ModelSpec) -> None:
+    """Refuse weights of other shapes than the config says: the library would draw them at random.
+
+    Raises:
+        ModelError: naming the first of them.
+    """
+    for name, found, wanted in sorted(mismatched, key=lambda one: one[0])[:1]:
+        raise ModelError(
+            f"model {spec.path!r} holds {name} of shape {tuple(found)}; allowed: {tuple(wanted)}, as "
+            "its config says"
+        )
 
 
 def _check_whole(missing: Collection[str], spec: ModelSpec) -> None:
@@ -385,6 +481,10 @@ def prompt_encoder(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> Promp
 
 
 def _prompt_encoder(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> PromptEncoder:
+    def encode(text: str, *, special: bool = False) -> list[int]:
+        with tokenizing(tokenizer):
+            return list(tokenizer.encode(text, add_special_tokens=special))
+
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if spec.chat_template == "always" and not has_template:
         raise ModelError(
@@ -401,14 +501,21 @@ def _prompt_encoder(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> Prom
             text = tokenizer.apply_chat_template(
                 [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True
             )
+        times = str(text).count(_MARK)
+        if times != 1:
+            raise ModelError(
+                f"the chat template of model {spec.path!r} prints a message {times} times"
+                f"{'' if times else ', or changes it'}; allowed: once, as it is (or "
+                "model.chat_template=never)"
+            )
         before, _, after = str(text).partition(_MARK)
         return PromptEncoder(
             tokenizer,
-            tuple(tokenizer.encode(before, add_special_tokens=False)),
-            tuple(tokenizer.encode(after, add_special_tokens=False)),
+            tuple(encode(before)),
+            tuple(encode(after)),
         )
-    plain = tokenizer.encode("a", add_special_tokens=False)
-    whole = tokenizer.encode("a")
+    plain = encode("a")
+    whole = encode("a", special=True)
     before_text = whole.index(plain[0]) if plain and plain[0] in whole else 0
     return PromptEncoder(tokenizer, tuple(whole[:before_text]), ())
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from kvbench.engine.attention import UnsupportedModel, exact_attention
 from kvbench.engine.cache import Fork, layer_generator
-from kvbench.engine.guard import Guard, SharedStateChanged
+from kvbench.engine.guard import GENERATORS, Guard, Settings, SharedStateChanged
 from kvbench.kv import WHOLE, CompressedKV, LayerKV, check_finite, keep_all
 
 
@@ -66,7 +66,15 @@ def input_device(model: PreTrainedModel) -> torch.device:
 
 
 class _Spoiled(Exception):
-    """A method wrote to tensors of a prefill that other forks still read; its own fork has failed."""
+    """A method changed what other forks of a prefill use: they have to begin again.
+
+    Attributes:
+        whose: whether it is known, and its fork has failed.
+    """
+
+    def __init__(self, *, whose: bool) -> None:
+        super().__init__()
+        self.whose = whose
 
 
 class PrefillState:
@@ -78,10 +86,14 @@ class PrefillState:
     Args:
         forks: the methods' forks; their `layers` are filled here.
         compressible: see `compressible_layers`.
+        closely: see `kvbench.engine.guard.Guard`.
     """
 
-    def __init__(self, forks: Sequence[Fork], compressible: Sequence[int]) -> None:
+    def __init__(
+        self, forks: Sequence[Fork], compressible: Sequence[int], *, closely: bool = True
+    ) -> None:
         self.forks = forks
+        self.closely = closely
         self.order = {layer: index for index, layer in enumerate(compressible)}
         self.exact_bytes = 0
         self.compress_s = 0.0
@@ -122,18 +134,28 @@ class PrefillState:
             self.exact_bytes += (
                 key.numel() * key.element_size() + value.numel() * value.element_size()
             )
-            guard = Guard(held)
-            for fork in self.forks:
-                self._compress(fork, layer, guard)
+            self._compress_all(layer, held)
         else:
             self._keep_window(layer, key, value, sliding_window)
         synchronize(key.device)
         self.compress_s += time.perf_counter() - start
         return out
 
+    def _compress_all(self, layer: int, kv: LayerKV) -> None:
+        running = [fork for fork in self.forks if fork.failure is None]
+        guard = Guard(kv, closely=self.closely)
+        try:
+            for fork in running:
+                self._compress(fork, layer, guard)
+            if not self.closely and guard.suspicious():
+                raise _Spoiled(whose=False)
+        except _Spoiled:
+            for fork in running:  # what failed here may have failed for what another did
+                if not isinstance(fork.failure, SharedStateChanged):
+                    fork.failure = None
+            raise
+
     def _compress(self, fork: Fork, layer: int, guard: Guard) -> None:
-        if fork.failure is not None:
-            return
         kv = guard.layer
         charged = kv.start_user()
         # A prompt that does not fill its budget is kept whole; a method that evicts is asked all the
@@ -158,7 +180,7 @@ class PrefillState:
             fork.fail(failure)
             spoiled = isinstance(failure, SharedStateChanged) and failure.tensors
         if spoiled and any(other.failure is None for other in self.forks):
-            raise _Spoiled
+            raise _Spoiled(whose=True)
         # Work that an earlier method of the job did for both is charged to both.
         fork.compress_s += seconds + charged()
 
@@ -221,16 +243,21 @@ def prefill(
             always_compress or len(ids) > fork.budget.capacity(len(ids))
         )
     tokens = torch.tensor([list(ids)], device=device)
+    closely = len(forks) == 1
     while True:
-        state = PrefillState(forks, compressible)
+        state = PrefillState(forks, compressible, closely=closely)
+        generators = Settings.now(GENERATORS)
         synchronize(device)
         start = time.perf_counter()
         try:
             logits = forward(model, tokens, torch.arange(len(ids), device=device), state)
-            break
-        except _Spoiled:
-            for fork in forks:
-                fork.begin_again()
+            if closely or not generators.put_back():
+                break
+            closely = True  # somebody drew from a global generator: who?
+        except _Spoiled as spoiled:
+            closely |= not spoiled.whose
+        for fork in forks:
+            fork.begin_again()
     synchronize(device)
     seconds = time.perf_counter() - start - state.compress_s
     return Prefill(logits[0], seconds, state.exact_bytes, len(ids))

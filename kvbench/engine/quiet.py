@@ -1,4 +1,4 @@
-"""No progress bars of the libraries where nobody watches them."""
+"""No progress bars of the libraries where nobody watches them, and no reports that are ours to make."""
 
 from __future__ import annotations
 
@@ -20,3 +20,14 @@ def quiet_unless_terminal() -> Iterator[None]:
         yield
     finally:
         logging.enable_progress_bar()
+
+
+@contextmanager
+def without_reports() -> Iterator[None]:
+    """No lines of transformers about a checkpoint: what is wrong with one becomes a line of ours."""
+    before = logging.get_verbosity()
+    logging.set_verbosity(max(before, logging.ERROR))
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)

@@ -69,7 +69,9 @@ class Method:
         """What `layer` holds instead.
 
         Called only for prompts longer than `layer_capacity`. Must be a pure function of its
-        arguments: all randomness from `generator` (a CPU generator; move the draws, not it).
+        arguments: all randomness from `generator` (a CPU generator; move the draws, not it), and
+        the layer's tensors, which other methods read, are not written to (``clone()`` first;
+        ``float()`` copies no float32). A method that does fails, and the others go on without it.
         """
         raise NotImplementedError(f"{type(self).__name__}.compress")
 

@@ -2,16 +2,75 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
 from operator import eq
+from tempfile import TemporaryFile
 from typing import Any, ClassVar, Protocol
 
 
 class TaskError(ValueError):
     """A user-facing error: one line that names the thing, its value and what is allowed."""
+
+
+MOST_CHARACTERS = 20_000_000
+"""Of one text to be tokenised: some seconds of work, and more tokens than any model reads."""
+
+
+def check_length(text: str) -> None:
+    """Refuse a text that would be tokenised for minutes.
+
+    Raises:
+        TaskError: more than `MOST_CHARACTERS`.
+    """
+    if len(text) > MOST_CHARACTERS:
+        raise TaskError(
+            f"a prompt of {len(text)} characters, {text[:20]!r} ...; allowed: at most "
+            f"{MOST_CHARACTERS}"
+        )
+
+
+@contextmanager
+def tokenizing(tokenizer: object) -> Iterator[None]:
+    """A tokenizer's own failures as one line: its files may hold a pattern that some text breaks.
+
+    Its Rust code reports a panic on stderr at length before it is an exception here: what is written
+    there meanwhile is kept back, and passed on unless it came to that.
+
+    Raises:
+        TaskError: whatever the library raised, a panic included.
+    """
+    has_stderr = sys.__stderr__ is not None and not sys.__stderr__.closed  # else 2 may be any file
+    with TemporaryFile() as kept, ExitStack() as stack:
+        if has_stderr:
+            real = os.dup(2)
+            stack.callback(os.close, real)
+            stack.callback(os.dup2, real, 2)
+            os.dup2(kept.fileno(), 2)
+        panic = False
+        try:
+            yield
+        except BaseException as error:
+            panic = type(error).__name__ == "PanicException"
+            wish_to_stop = not panic and not isinstance(error, Exception)
+            if wish_to_stop or isinstance(error, MemoryError | TimeoutError | TaskError):
+                raise
+            line = (str(error).strip().splitlines() or ["no message"])[0]
+            name = getattr(tokenizer, "name_or_path", None) or type(tokenizer).__name__
+            raise TaskError(
+                f"tokenizer {name!r} cannot encode a text: {type(error).__name__}: {line}; allowed: "
+                "one that can"
+            ) from error
+        finally:
+            kept.seek(0)
+            said = b"" if panic else kept.read()
+            if said and has_stderr:
+                os.write(real, said)
 
 
 class Tokenizer(Protocol):
@@ -48,8 +107,10 @@ class PromptEncoder:
         """Token ids of `text` alone, no special tokens.
 
         Raises:
-            TaskError: text that is no text, as half of a surrogate pair.
+            TaskError: text that is no text, as half of a surrogate pair; see `check_length`; a
+                tokenizer that fails.
         """
+        check_length(text)
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -57,7 +118,8 @@ class PromptEncoder:
                 f"text {text[max(0, error.start - 20) : error.end + 20]!r} holds half a character "
                 f"({error.reason}); allowed: text that has a UTF-8 form"
             ) from error
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        with tokenizing(self.tokenizer):
+            return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens dropped."""
@@ -70,8 +132,10 @@ class PromptEncoder:
             cut: a place in the text (characters); the token across it counts as after it.
             special: whether the tokenizer adds its special tokens (BOS).
         """
+        check_length(text)
         tokenizer: Any = self.tokenizer
-        encoded = tokenizer(text, add_special_tokens=special, verbose=False)
+        with tokenizing(tokenizer):
+            encoded = tokenizer(text, add_special_tokens=special, verbose=False)
         ids = list(encoded["input_ids"])
         if getattr(encoded, "is_fast", False):
             after = (encoded.char_to_token(place) for place in range(cut, len(text)))
