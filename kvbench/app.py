@@ -1,17 +1,24 @@
-"""From a composed config to a job, its tables and its page."""
+"""From a composed config to a job, its tables and its page.
+
+What reads results and draws them is imported when there are any: that takes as long as a small job.
+"""
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from filelock import FileLock, Timeout
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
-from hydra.utils import instantiate
+from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -19,20 +26,17 @@ from kvbench import provenance
 from kvbench.batching import check_batch_size
 from kvbench.cli import INTERRUPTED, resolved
 from kvbench.confirm import go_on
-from kvbench.dry_run import print_dry_run
+from kvbench.dry_run import print_briefly, print_dry_run
 from kvbench.engine.loading import ModelError, ModelSpec, resolve_device, resolve_dtype
 from kvbench.engine.session import Session
 from kvbench.interrupts import Termination
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
 from kvbench.nearest import nearest
-from kvbench.plan import BringsRows, Plan, TaskPlan
+from kvbench.plan import BringsRows, EncodedExample, Plan, TaskPlan
 from kvbench.progress import progress_display
 from kvbench.records import load_run, record_files
-from kvbench.report.build import build_report, views_of
-from kvbench.report.console import print_views
-from kvbench.report.data import Experiment, group_runs, load_experiment
-from kvbench.report.wandb_log import check_logger, log_runs
+from kvbench.report.wandb_send import check_logger
 from kvbench.runner import Job, JobResult, run_job
 from kvbench.shards import Shard
 from kvbench.tasks.base import Task, TaskError
@@ -62,15 +66,45 @@ _PLAN = ("meta", "units", "run")
 T = TypeVar("T")
 
 
-def _made(node: DictConfig, key: str, kind: type[T]) -> T:
+@dataclass
+class Made:
+    """What the checked or planned jobs of a sweep have in common, made once. No job that runs has any
+    of it.
+
+    Attributes:
+        objects: by what the config says of them.
+        examples: of the latest task; see `TaskPlan`.
+        plans: what makes up a plan, seed apart, of jobs whose units were counted.
+    """
+
+    objects: dict[str, Any] = field(default_factory=dict)
+    examples: dict[str, list[EncodedExample]] = field(default_factory=dict)
+    plans: set[str] = field(default_factory=set)
+
+
+def _made(node: DictConfig, key: str, kind: type[T], made: Made | None, plain: object) -> T:
     """What a config's ``_target_`` makes.
+
+    Args:
+        plain: the node as plain values.
 
     Raises:
         KVError: it is not of the kind that the key stands for, or has a value of the wrong type.
         InstantiationException: the constructor's own refusal.
     """
+    if made is None:
+        return _make(node, key, kind)
+    said = repr((key, plain))
+    if said not in made.objects:
+        made.objects[said] = _make(node, key, kind, plain)
+    found = made.objects[said]
+    assert isinstance(found, kind)
+    return found
+
+
+def _make(node: DictConfig, key: str, kind: type[T], plain: object = None) -> T:
     try:
-        made = instantiate(node, _convert_="all")
+        made = _called(plain) or instantiate(node, _convert_="all")
     except InstantiationException as error:
         told = isinstance(error.__cause__, KVError | TaskError | ModelError)
         problem = None if told else wrong_argument(OmegaConf.to_container(node, resolve=True), key)
@@ -92,8 +126,23 @@ def _made(node: DictConfig, key: str, kind: type[T]) -> T:
     return made
 
 
-def build_job(config: DictConfig) -> Job:
+def _called(plain: object) -> object | None:
+    """What Hydra's `instantiate` makes of a node in which only the node itself has a target, sooner;
+    None where it has more to do, or something to say."""
+    if not isinstance(plain, Mapping) or repr(plain).count("'_") > 1:
+        return None
+    options = {str(name): copy.deepcopy(plain[name]) for name in plain if name != "_target_"}
+    try:
+        return get_object(plain["_target_"])(**options)
+    except Exception:  # noqa: BLE001 - Hydra's words for it are the user's
+        return None
+
+
+def build_job(config: DictConfig, made: Made | None = None) -> Job:
     """Instantiate what the config names and check what can be checked without loading a model.
+
+    Args:
+        made: what earlier jobs were made of: this one is then only to be looked at, not to be run.
 
     Raises:
         KVError, TaskError, ModelError: one line naming the thing, its value and what is allowed.
@@ -113,20 +162,22 @@ def build_job(config: DictConfig) -> Job:
         except ValueError as error:
             raise KVError(str(error)) from error
     device = resolve_device(config.device)
-    spec = _made(config.model, "model", ModelSpec)
-    budget = _made(config.budget, "budget", Budget)
+    spec = _made(config.model, "model", ModelSpec, made, plain["model"])
+    budget = _made(config.budget, "budget", Budget, made, plain["budget"])
+    written: Any = plain["methods"]
     methods = {
-        str(label): (_made(node, f"methods.{label}", Method), budget)
+        str(label): (_made(node, f"methods.{label}", Method, made, written[str(label)]), budget)
         for label, node in config.methods.items()
     }
     for method, _ in methods.values():
         method.quantization()
-    task: Any = _made(config.task, "task", object)
+    task: Any = _made(config.task, "task", object, made, plain["task"])
     if not isinstance(task, Task) and not all(hasattr(task, part) for part in _PLAN):
         raise KVError(f"task is a {type(task).__name__}; allowed: a task or a probe")
-    plan: Plan = TaskPlan(task) if isinstance(task, Task) else task
-    configured: Any = plain["methods"]
-    method_configs: dict[str, Any] = dict(configured)
+    plan: Plan = task
+    if isinstance(task, Task):
+        plan = TaskPlan(task, None if made is None else made.examples)
+    method_configs: dict[str, Any] = dict(written)
     if isinstance(plan, BringsRows):  # ways to generate that are no methods of ours
         rows, left_out = plan.rows()
         for label, row in rows.items():
@@ -164,23 +215,32 @@ def build_job(config: DictConfig) -> Job:
         batch_size=check_batch_size(config.batch_size),
         retry_failed=config.retry_failed,
         lock_timeout=config.lock_timeout,
-        extra={
-            "config": plain,
-            "command": provenance.command(),
-            "versions": provenance.versions(),
-            "code_revision": provenance.code_revision(),
-            "hardware": provenance.hardware(device),
-        },
+        extra={} if made is not None else _origin(plain, device),
     )
+
+
+def _origin(config: Mapping[str, object], device: torch.device) -> dict[str, Any]:
+    """What a job's manifest says about where its records came from."""
+    return {
+        "config": config,
+        "command": provenance.command(),
+        "versions": provenance.versions(),
+        "code_revision": provenance.code_revision(),
+        "hardware": provenance.hardware(device),
+    }
 
 
 def run_config(config: DictConfig) -> tuple[Path, JobResult] | None:
     """Run one job; print its tables. Returns the experiment's folder and what the job left, None for
     a dry run."""
-    job = build_job(config)
     if config.dry_run:
-        print_dry_run(job)
+        print_dry_run(build_job(config, Made()))
         return None
+    from kvbench.report.build import views_of
+    from kvbench.report.console import print_views
+    from kvbench.report.data import Experiment, group_runs
+
+    job = build_job(config)
     if config.confirm and not go_on(job, ask=_first_of_sweep()):
         print("kvbench: nothing was run", file=sys.stderr)
         raise SystemExit(INTERRUPTED)
@@ -191,6 +251,8 @@ def run_config(config: DictConfig) -> tuple[Path, JobResult] | None:
     runs = tuple(load_run(path) for path in result.folders.values())
     print_views(views_of(Experiment(job.experiment, folder, runs, tuple(group_runs(runs)))))
     if config.logger.name == "wandb" and result.complete:  # of several shards, the last logs
+        from kvbench.report.wandb_log import log_runs
+
         logger = config.logger
         log_runs(
             runs,
@@ -202,8 +264,17 @@ def run_config(config: DictConfig) -> tuple[Path, JobResult] | None:
     return folder, result
 
 
+def glance_at(config: DictConfig, made: Made, number: int, name: str) -> None:
+    """Check a job of a large dry run; print one line."""
+    print_briefly(build_job(config, made), f"job {number}: {name}", made.plans)
+
+
 def print_tables(folder: Path) -> None:
     """Print the tables of an experiment whose jobs ran in other processes."""
+    from kvbench.report.build import views_of
+    from kvbench.report.console import print_views
+    from kvbench.report.data import load_experiment
+
     print_views(views_of(load_experiment(folder)))
 
 
@@ -220,6 +291,8 @@ def finish(folder: Path) -> None:
     Of several processes that finish at once, one builds at a time; one that had to wait builds only
     if there are records that the page before it did not have.
     """
+    from kvbench.report.build import build_report
+
     lock = FileLock(folder / ".lock-report")
     built = folder / ".lock-report-of"
     try:

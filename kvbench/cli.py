@@ -16,20 +16,21 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import hydra
 from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kvbench import __version__
 from kvbench.catalogue import KINDS, catalogue, config_dir
+from kvbench.compose import Compositions, SharingLoader, job_config, plain_values
 from kvbench.interrupts import TERMINATED, Terminated, Termination
 from kvbench.jobs import FAILED, USAGE, Jobs, explained
 from kvbench.messages import complain, first_line, traceback_of
@@ -42,6 +43,7 @@ from kvbench.overrides import (
     explain,
     sample_overrides,
 )
+from kvbench.progress import counted
 from kvbench.report.differences import PaperError, comments_on
 from kvbench.secrets import redact
 
@@ -54,24 +56,46 @@ class UsageError(Exception):
 
 
 @contextmanager
-def _composer() -> Iterator[None]:
+def _composer(kept: Compositions | None = None) -> Iterator[None]:
     """Hydra, ready to compose configs from conf/."""
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(config_dir=str(config_dir().resolve()), version_base="1.3"):
+            hydra = GlobalHydra.instance().hydra
+            assert hydra is not None
+            hydra.config_loader = SharingLoader(hydra.config_loader, kept or Compositions())
             yield
     finally:
         GlobalHydra.instance().clear()
 
 
-def _composed(overrides: Sequence[str], *, sweep: bool) -> list[DictConfig]:
-    """Configs (Hydra's own part included) that together have every value of every sweep in them.
+@dataclass(frozen=True)
+class Checked:
+    """What the overrides ask for, once every value of every sweep was found to be allowed.
+
+    Attributes:
+        first: the config (Hydra's own part included) of the first value of each.
+        samples: overrides, each key with one value, that together have every value in them.
+        shards: the values of the key.
+        kept: what composing them left for others.
+    """
+
+    first: DictConfig
+    samples: list[list[str]]
+    shards: set[int | None]
+    kept: Compositions
+
+
+def _checked(overrides: Sequence[str], *, sweep: bool, kept: Compositions | None = None) -> Checked:
+    """Compose every value of every sweep, and check it.
 
     Raises:
         UsageError: what is wrong, and what is allowed.
     """
-    configs: list[DictConfig] = []
-    with _composer():
+    kept = kept or Compositions()
+    first: DictConfig | None = None
+    shards: set[int | None] = set()
+    with _composer(kept):
         # An experiment may bring a sweep of its own, and launchers run sweeps: what they ask for is
         # known once they are composed. Values are checked like those of the command line, which go
         # before them.
@@ -84,16 +108,19 @@ def _composed(overrides: Sequence[str], *, sweep: bool) -> list[DictConfig]:
         _raise(check_syntax(overrides, sweep=sweep or mode == "MULTIRUN"))
         given = {text.partition("=")[0] for text in overrides}
         params = [text for text in params if text.partition("=")[0] not in given]
-        for sample in sample_overrides([*params, *overrides]):
+        samples = list(sample_overrides([*params, *overrides]))
+        for sample in counted(samples, "values checked"):
             _raise(check_groups(sample))
             try:
                 whole = compose("config", overrides=sample, return_hydra_config=True)
-                _raise(check_values(_job_config(whole)))
+                _raise(check_values(job_config(whole)))
                 _check_hydra(whole)
             except COMPOSING as error:
                 raise UsageError(explain(error, sample)) from error
-            configs.append(whole)
-    return configs
+            first = first or whole
+            shards.add(OmegaConf.select(whole, "shards"))
+    assert first is not None
+    return Checked(first, samples, shards, kept)
 
 
 def _check_hydra(config: DictConfig) -> None:
@@ -103,8 +130,8 @@ def _check_hydra(config: DictConfig) -> None:
     Raises:
         UsageError: naming the option.
     """
-    raw: Any = OmegaConf.to_container(config.hydra, resolve=False)
-    verbose, chdir = raw["verbose"], raw["job"]["chdir"]
+    verbose = plain_values(config.hydra._get_node("verbose"))
+    chdir = plain_values(config.hydra.job._get_node("chdir"))
     names = verbose if isinstance(verbose, list) else [verbose]
     if chdir is not None and not isinstance(chdir, bool):
         raise UsageError(f"hydra.job.chdir is {chdir!r}; allowed: true or false")
@@ -141,7 +168,7 @@ def _own_sweep(chosen: Sequence[str]) -> tuple[str, list[str]]:
 def check_overrides(overrides: Sequence[str], *, sweep: bool = False) -> str | None:
     """Compose what the overrides ask for, every value of a sweep included; None, or what is wrong."""
     try:
-        _composed(overrides, sweep=sweep)
+        _checked(overrides, sweep=sweep)
     except UsageError as error:
         return str(error)
     return None
@@ -209,9 +236,9 @@ def _show(arguments: Sequence[str]) -> int:
     for argument in arguments:
         if argument.startswith("-"):
             raise UsageError(f"show has no option {argument!r}; allowed: key=value")
-    config = _composed(arguments, sweep=False)[0]
+    config = _checked(arguments, sweep=False).first
     try:
-        job = resolved(_job_config(config))
+        job = resolved(job_config(config))
         shown = OmegaConf.to_yaml(job)
         comments = comments_on(job.get("paper_table"))
     except (
@@ -221,13 +248,6 @@ def _show(arguments: Sequence[str]) -> int:
         raise UsageError(" ".join(str(error).split())) from error
     print(redact("".join(f"{line}\n" for line in comments) + shown), end="")
     return 0
-
-
-def _job_config(config: DictConfig) -> DictConfig:
-    """The config without Hydra's own part; interpolations that ask Hydra can be resolved in it."""
-    HydraConfig.instance().set_config(config)
-    job = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-    return job
 
 
 def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -313,25 +333,26 @@ def _run(arguments: Sequence[str]) -> int:
     asked = bool(options.help or options.cfg or options.info)
     with ExitStack() as stack:
         if not options.shell_completion:
-            configs = _composed(options.overrides, sweep=options.multirun)
+            checked = _checked(options.overrides, sweep=options.multirun, kept=jobs.compositions)
+            config = checked.first
             if options.cfg is not None:
-                _raise(_cannot_show(configs[0], options))
+                _raise(_cannot_show(config, options))
             if not asked:
-                split = _shards(configs, options.overrides)
-                jobs.sweep = bool(options.multirun or split or _is_sweep(configs[0]))
+                split = _shards(checked, options.overrides)
+                jobs.sweep = bool(options.multirun or split or _is_sweep(config))
                 if jobs.sweep:
-                    _check_jobs(configs)
-                if configs[0].dry_run or (jobs.sweep and _runs_here(configs[0])):
+                    _check_jobs(checked)
+                if config.dry_run or (jobs.sweep and _runs_here(config)):
                     # Hydra leaves a file in the folder of a sweep
                     folder = stack.enter_context(tempfile.TemporaryDirectory())
                     overrides.append(f"hydra.sweep.dir={folder}")
-                if split and not configs[0].dry_run:
+                if split and not config.dry_run:
                     overrides.append(split)
                     flags += [] if options.multirun else ["--multirun"]
         with _said_without_secrets() if asked else nullcontext():
             status = _run_hydra([*overrides, *flags], jobs)
-        if jobs.sweep and jobs.outcomes and configs[0].dry_run:
-            jobs.print_plan(configs[0].launcher.name, split.count("/") if split else 1)
+        if jobs.sweep and jobs.outcomes and config.dry_run:
+            jobs.print_plan(config.launcher.name, split.count("/") if split else 1)
         return status
 
 
@@ -415,42 +436,43 @@ def _is_sweep(config: DictConfig) -> bool:
     return str(config.hydra.mode).endswith("MULTIRUN")
 
 
-def _shards(configs: Sequence[DictConfig], overrides: Sequence[str]) -> str | None:
+def _shards(checked: Checked, overrides: Sequence[str]) -> str | None:
     """The override that splits every job, None where none is asked for.
 
     Raises:
         UsageError: several numbers of shards, or one shard and their number.
     """
-    counts = {config.shards for config in configs}
-    if len(counts) > 1:
-        raise UsageError(f"shards has several values ({', '.join(map(str, counts))}); allowed: one")
-    (count,) = counts
+    if len(checked.shards) > 1:
+        values = ", ".join(map(str, checked.shards))
+        raise UsageError(f"shards has several values ({values}); allowed: one")
+    (count,) = checked.shards
     one = any(text.partition("=")[0] == "shard" for text in overrides)
     if count is not None and one:
         raise UsageError(f"shards is {count} and shard is given, too; allowed: one of the two")
-    if count is None and not one and configs[0].launcher.name == "gpus":
+    if count is None and not one and checked.first.launcher.name == "gpus":
         from kvbench.devices import devices_of
 
         with one_line_errors():
-            count = len(devices_of(configs[0]))
+            count = len(devices_of(checked.first))
     if count in (None, 1):
         return None
     return "shard=" + ",".join(f"{index}/{count}" for index in range(1, count + 1))
 
 
-def _check_jobs(configs: Sequence[DictConfig]) -> None:
+def _check_jobs(checked: Checked) -> None:
     """Make the job of every value of a sweep, so that a wrong one is told before the first runs.
 
     The jobs of a cluster run on its devices, not on this machine's.
     """
-    from kvbench.app import build_job
+    from kvbench.app import Made, build_job
 
-    for config in configs:
-        job = _job_config(config)
-        if config.launcher.name == "slurm":
-            job.device = "cpu"
-        with one_line_errors():
-            build_job(job)
+    made = Made()
+    with _composer(checked.kept), one_line_errors():
+        for sample in counted(checked.samples, "jobs checked"):
+            job = job_config(compose("config", overrides=sample, return_hydra_config=True))
+            if job.launcher.name == "slurm":
+                job.device = "cpu"
+            build_job(job, made)
 
 
 @contextmanager
@@ -469,6 +491,9 @@ def one_line_errors() -> Iterator[None]:
 
 def resolved(config: DictConfig) -> dict[str, object]:
     """The config as plain values, interpolations resolved, Hydra's own part left out."""
-    container = OmegaConf.to_container(config, resolve=True)
-    assert isinstance(container, dict)
-    return {str(key): value for key, value in container.items()}
+    try:
+        values = plain_values(config, resolve=True, without=("hydra",))
+    except OmegaConfBaseException:  # once more, for words that name the key
+        others = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+        values = OmegaConf.to_container(others, resolve=True)
+    return {str(key): value for key, value in values.items()}

@@ -6,7 +6,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from kvbench.kv import Budget
 from kvbench.messages import complain, one_line
 from kvbench.methods.base import Method
 from kvbench.plan import EncodedExample, Unit, beyond_positions
-from kvbench.records import StoreError, load_run
+from kvbench.records import StoreError, load_run, read_records
 from kvbench.runner import Job
 
 PATIENCE = 10.0
@@ -94,6 +94,38 @@ def print_dry_run(job: Job, console: Console | None = None) -> None:
             style="dim",
             highlight=False,
         )
+
+
+def print_briefly(job: Job, title: str, planned: set[str]) -> None:
+    """Print one line: a job of many, how many records it has on disk, and where.
+
+    Making its units takes longer than all else, so that of jobs which differ in nothing but their seed
+    only the first makes them, to find what it would be refused for.
+
+    Args:
+        planned: jobs that made them, and takes this one.
+
+    Raises:
+        KVError, TaskError, ModelError: what the job itself would be refused for.
+    """
+    identities = {label: job.identity(label) for label in job.methods}
+    alike = repr((_seedless(identities), job.limit, job.shard))
+    if alike not in planned:
+        job.units()
+        planned.add(alike)
+    folders = [job.folder(label) for label in job.methods]
+    found = sum(len(read_records(folder)) for folder in folders if folder.is_dir())
+    print(
+        f"{title}: {len(folders)} methods, {found} records on disk; "
+        f"{folders[0].parent.relative_to(job.results_dir)}",
+        flush=True,
+    )
+
+
+def _seedless(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {key: _seedless(inner) for key, inner in value.items() if key != "seed"}
+    return value
 
 
 def units_to_run(job: Job) -> list[Unit]:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
@@ -18,9 +19,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvbench.compose import Compositions
 from kvbench.interrupts import asks_to_stop
 from kvbench.messages import complain, disk_line, one_line, presentable, text_of, traceback_of
 from kvbench.secrets import redact
+
+if TYPE_CHECKING:
+    from kvbench.runner import JobResult
 
 FAILED, USAGE = 1, 2
 
@@ -88,6 +93,7 @@ class Jobs:
 
     Attributes:
         elsewhere: whether a launcher ran them in other processes and told what they came to.
+        compositions: what composing one config leaves for the next.
     """
 
     def __init__(self, argv: Sequence[str], *, sweep: bool) -> None:
@@ -95,6 +101,8 @@ class Jobs:
         self.sweep = sweep
         self.elsewhere = False
         self.outcomes: list[JobOutcome] = []
+        self.compositions = Compositions()
+        self._made: Any = None
 
     def __call__(self, config: DictConfig) -> JobOutcome:
         """Run one job. An error that can be explained is one line; another is a bug, and a traceback
@@ -106,11 +114,25 @@ class Jobs:
         self.outcomes.append(outcome)
         return outcome
 
-    def _run(self, config: DictConfig, overrides: tuple[str, ...]) -> JobOutcome:
+    def glance(self, config: DictConfig, number: int, name: str) -> None:
+        """Check one of many jobs of a dry run, and say in a line what it is."""
+        from kvbench.app import Made, glance_at
+
+        self._made = self._made or Made()
+        self.outcomes.append(
+            self._run(config, (name,), lambda job: glance_at(job, self._made, number, name))
+        )
+
+    def _run(
+        self,
+        config: DictConfig,
+        overrides: tuple[str, ...],
+        run: Callable[[DictConfig], tuple[Path, JobResult] | None] | None = None,
+    ) -> JobOutcome:
         from kvbench.app import run_config
 
         try:
-            done = run_config(config)
+            done = (run or run_config)(config)
         except BaseException as error:
             if asks_to_stop(error) or isinstance(error, SystemExit):
                 raise

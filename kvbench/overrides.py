@@ -5,6 +5,7 @@ Nothing here imports torch, so that usage errors come at once.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,12 +16,12 @@ from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override, Sweep
 from hydra.errors import HydraException
-from omegaconf import DictConfig, Node, OmegaConf
+from omegaconf import DictConfig, Node
 from omegaconf.errors import OmegaConfBaseException
 
+from kvbench.compose import parse, plain_values
 from kvbench.nearest import nearest
 from kvbench.scalars import is_integer, is_number
 from kvbench.secrets import names_a_secret
@@ -102,7 +103,7 @@ def sample_overrides(overrides: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _parse(text: str) -> Override:
-    override = OverridesParser.create().parse_override(text)
+    override = copy.copy(parse(text))
     if GlobalHydra.instance().is_initialized():
         override.config_loader = GlobalHydra.instance().config_loader()  # for glob(*)
     return override
@@ -209,7 +210,7 @@ def check_groups(overrides: Sequence[str]) -> str | None:
 
 def check_values(config: DictConfig) -> str | None:
     """What is wrong with the values of the common keys, None if nothing."""
-    values: Any = OmegaConf.to_container(config, resolve=False)
+    values: Any = plain_values(config, without=("hydra",))
     for key in _missing(values):
         return f"{key} has no value; allowed: {key}=..."
     for key, (test, allowed) in _RULES.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from kvbench.engine.chunked import check_reads_in_chunks
@@ -162,9 +162,14 @@ def beyond_positions(units: Sequence[Unit], session: Session) -> str | None:
 
 @dataclass(frozen=True)
 class TaskPlan:
-    """A benchmark task as a plan: one prefill per example serves every method."""
+    """A benchmark task as a plan: one prefill per example serves every method.
+
+    Attributes:
+        shared: where plans that are made one after another find what the one before has encoded.
+    """
 
     task: Task
+    shared: dict[str, list[EncodedExample]] | None = field(default=None, repr=False, compare=False)
 
     def meta(self) -> dict[str, Any]:
         """See `Plan.meta`."""
@@ -190,7 +195,7 @@ class TaskPlan:
             KVError: a budget that no prompt is long enough for, or a share that of the shortest is
                 less than sink and window; context compression of a prompt whose question is empty.
         """
-        encoded = [encode_example(e, session.encoder) for e in self.task.examples(session.encoder)]
+        encoded = self._encoded(session)
         if session.prefill == "chunked":
             for label, (method, _) in methods.items():
                 check_reads_in_chunks(label, method)
@@ -215,6 +220,16 @@ class TaskPlan:
                         f"{'context' if e.question_ids else 'question'}; allowed: prompt"
                     )
         return [Unit(e.example.id, (e.example.id,), e) for e in encoded]
+
+    def _encoded(self, session: Session) -> list[EncodedExample]:
+        shared = {} if self.shared is None else self.shared
+        key = repr((self.task, session.spec))
+        if key not in shared:
+            shared.clear()  # a benchmark has tens of millions of tokens
+            shared[key] = [
+                encode_example(e, session.encoder) for e in self.task.examples(session.encoder)
+            ]
+        return shared[key]
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
         """Generate with every method from one prefill, and score."""

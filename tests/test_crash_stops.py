@@ -56,7 +56,7 @@ def wait_until_stalled(child: Child) -> None:
 STALLS = {
     "loading the model": ("kvbench.engine.session.load_model", 1),
     "writing a manifest": ("kvbench.store.replace", 2),
-    "building the page": ("kvbench.app.build_report", 1),
+    "building the page": ("kvbench.report.build.build_report", 1),
     "between two jobs of a sweep": ("kvbench.app.build_job", 4),  # two are checked before
 }
 

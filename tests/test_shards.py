@@ -17,6 +17,7 @@ from test_runner import TIMES, make_job
 from kvbench import app, runner
 from kvbench.methods import build_method
 from kvbench.records import COMMON_FIELDS, StoreError, load_run, load_runs, record_files
+from kvbench.report import build
 from kvbench.runner import run_job
 from kvbench.shards import Shard, ShardError
 from kvbench.store import RecordStore, manifest_lock, write_manifest
@@ -223,7 +224,7 @@ def test_a_torn_line_of_another_shard_is_ignored(tmp_path):
 
 
 def _finish(folder: Path, order: Any, together: Any) -> None:
-    real = app.build_report
+    real = build.build_report
 
     def slow(path: Path) -> object:
         order.put("start")
@@ -232,7 +233,7 @@ def _finish(folder: Path, order: Any, together: Any) -> None:
         order.put("end")
         return built
 
-    app.build_report = slow
+    build.build_report = slow
     together.wait()
     app.finish(folder)
 

@@ -35,7 +35,7 @@ from kvbench.report.wandb_media import (
     field_tables,
     run_media,
 )
-from kvbench.report.wandb_send import QUIET, NotSent, not_taken, send
+from kvbench.report.wandb_send import QUIET, NotSent, check_logger, not_taken, send
 
 if TYPE_CHECKING:
     import wandb
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Mode = Literal["auto", "online", "offline", "disabled"]
-MODES = ("auto", "online", "offline", "disabled")
 COMPARISON = "comparison"
 """Job type and tag of the W&B runs that set methods side by side."""
 
@@ -95,18 +94,6 @@ def log_runs(
     if mode == "online" and written:
         _send(written, timeout_s)
     return logged
-
-
-def check_logger(mode: str, timeout_s: float) -> None:
-    """Whether `log_runs` can work with these.
-
-    Raises:
-        ValueError: one line with what is allowed.
-    """
-    if mode not in MODES:
-        raise ValueError(f"logger.mode is {mode!r}; allowed: {', '.join(MODES)}")
-    if not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
-        raise ValueError(f"logger.timeout_s is {timeout_s!r}; allowed: a positive number")
 
 
 def run_id(manifest: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ where it was, and the same command sends it later.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -19,6 +20,8 @@ from pathlib import Path
 
 from kvbench.secrets import redact
 
+MODES = ("auto", "online", "offline", "disabled")
+
 PROBE_S = 10.0
 """Seconds within which the server must answer at all."""
 
@@ -29,6 +32,18 @@ QUIET = {"WANDB_ERROR_REPORTING": "false"}
 
 class NotSent(RuntimeError):
     """Why the server did not take everything: one line, without the API key."""
+
+
+def check_logger(mode: str, timeout_s: float) -> None:
+    """Whether `log_runs` can work with these.
+
+    Raises:
+        ValueError: one line with what is allowed.
+    """
+    if mode not in MODES:
+        raise ValueError(f"logger.mode is {mode!r}; allowed: {', '.join(MODES)}")
+    if not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
+        raise ValueError(f"logger.timeout_s is {timeout_s!r}; allowed: a positive number")
 
 
 def send(folders: Sequence[Path], timeout_s: float) -> str | None:

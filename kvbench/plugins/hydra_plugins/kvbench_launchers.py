@@ -21,7 +21,6 @@ from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra.core.singleton import Singleton
 from hydra.core.utils import JobReturn, JobStatus, filter_overrides
 from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
@@ -51,8 +50,6 @@ class _Launcher(BaseSubmititLauncher):
         """Run the jobs; what they came to is added to the task function's outcomes."""
         assert self.config is not None
         assert isinstance(self.task_function, Jobs)
-        if self.config.dry_run:
-            return self._launch_here(job_overrides, initial_job_idx)
         folder = Path(self.config.hydra.sweep.dir)
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)  # jobs find there all they need to know
@@ -86,16 +83,6 @@ class _Launcher(BaseSubmititLauncher):
         self.task_function.outcomes.extend(in_order)
         self.task_function.elsewhere = True
         return [_job_return(outcome) for outcome in in_order]
-
-    def _launch_here(
-        self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
-    ) -> Sequence[JobReturn]:
-        """In this process: nothing runs in a dry run."""
-        here = BasicLauncher()
-        here.setup(
-            hydra_context=self.hydra_context, task_function=self.task_function, config=self.config
-        )
-        return here.launch(job_overrides, initial_job_idx)
 
     def executor(self, folder: str) -> Any:
         """submitit's executor with the parameters of ``hydra.launcher``."""

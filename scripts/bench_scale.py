@@ -1,0 +1,192 @@
+"""What many records, many jobs and many methods cost, and how the cost grows: CPU seconds.
+
+    python scripts/bench_scale.py records             report and comparison of up to 100,000 records
+    python scripts/bench_scale.py jobs                planning up to 5,000 jobs; the first record of a sweep
+    python scripts/bench_scale.py methods             one job with up to 200 methods
+
+Each is measured at a quarter of the number and at the whole: linear growth is a ratio of 4 at most.
+Counted are the CPU seconds of a process of its own, its start included, whatever else the machine does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvbench.records import COMMON_FIELDS, MANIFEST, RECORDS
+from kvbench.store import config_hash, run_folder
+
+METHODS = ("exact", "streaming_llm", "uniform", "snapkv", "pyramidkv", "h2o", "subgen", "balancekv")
+DATASETS = 4
+META = {"version": 1, "score_unit": "fraction", "breakdown": ["dataset"]}
+
+
+def write_experiment(results: Path, name: str, records: int, seed: int = 0) -> Path:
+    """An experiment of about so many records: 8 methods on one task of 4 datasets, scores of 0 and 1.
+
+    Returns:
+        Its folder.
+    """
+    draws = np.random.default_rng(seed)
+    count = max(1, records // len(METHODS))
+    ease = draws.random(count)
+    for place, method in enumerate(METHODS):
+        config = {"method": {"name": method}, "budget": {"rate": 0.25}, "seed": 0}
+        identity = {"experiment": name, "model": "m", "task": "t", "method": method, "seed": 0}
+        identity["config_hash"] = config_hash(config)
+        folder = run_folder(results, name, "m", "t", method, identity["config_hash"])
+        folder.mkdir(parents=True)
+        manifest = {"format": 1, **identity, "config": config, "task_meta": META}
+        (folder / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+        right = ease + 0.05 * place < draws.random(count) + 0.5
+        with (folder / RECORDS).open("w", encoding="utf-8") as file:
+            for number in range(count):
+                file.write(json.dumps(_record(identity, number, bool(right[number]))) + "\n")
+    return results / name
+
+
+def _record(identity: dict[str, Any], number: int, right: bool) -> dict[str, Any]:
+    return {
+        **dict.fromkeys(COMMON_FIELDS),
+        **identity,
+        "dataset": f"d{number % DATASETS}",
+        "example_id": f"e{number:06d}",
+        "status": "ok",
+        "prompt_tokens": 1000 + number % 3000,
+        "new_tokens": 6,
+        "capacity": 300,
+        "entries": {"mean": 300.0, "max": 300},
+        "cache_bytes": 614_400,
+        "exact_bytes": 2_097_152,
+        "ratio": 0.29296875,
+        "compressed": identity["method"] != "exact",
+        "saves_memory": identity["method"] != "exact",
+        "prefill_s": 0.1234,
+        "compress_s": 0.0123,
+        "decode_s": 0.2345,
+        "prediction": f"The REGISTER_CONTENT is {10_000 + number * (1 if right else 7) % 90_000}.",
+        "answers": [str(10_000 + number % 90_000)],
+        "prompt_tail": "x" * 200,
+        "score": float(right),
+    }
+
+
+def cpu_seconds(arguments: list[str]) -> float:
+    """CPU seconds of a Python process with these arguments, and of those it waited for.
+
+    Raises:
+        subprocess.CalledProcessError: it failed.
+    """
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def bench_records(count: int, folder: Path) -> Iterator[tuple[str, float]]:
+    """A report of so many records, and a comparison of two experiments of so many each."""
+    first, second = (
+        write_experiment(folder / str(count), name, count, seed)
+        for seed, name in enumerate(("first", "second"))
+    )
+    yield "report", cpu_seconds(["-m", "kvbench.report", str(first)])
+    out = str(folder / f"compared-{count}")
+    yield (
+        "comparison",
+        cpu_seconds(["-m", "kvbench.report", str(first), str(second), "--out", out]),
+    )
+
+
+def bench_jobs(count: int, folder: Path) -> Iterator[tuple[str, float]]:
+    """A dry run of so many jobs, five rates and as many seeds as that needs; and the same sweep up to
+    its first record."""
+    words = [
+        *("-m", "kvbench", "-m", "logger=none", "limit=1", "method=[exact,snapkv]"),
+        f"seed=range({max(1, count // 5)})",
+        "budget.rate=0.5,0.4,0.3,0.2,0.1",
+        f"results_dir={folder / str(count)}",
+    ]
+    yield "dry run", cpu_seconds([*words, "dry_run=true"])
+    yield "first record", _until_first_record(words, folder / str(count))
+
+
+def _until_first_record(words: list[str], results: Path) -> float:
+    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL)
+    try:
+        while not any(path.stat().st_size for path in results.rglob(RECORDS)):
+            if process.poll() is not None:
+                raise RuntimeError(f"{' '.join(words)} ended without a record")
+            time.sleep(0.05)
+        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def bench_methods(count: int, folder: Path) -> Iterator[tuple[str, float]]:
+    """One job, so many methods: snapkv with as many kernel sizes."""
+    one = {"_target_": "kvbench.methods.snapkv.SnapKV", "window": 16}
+    methods = "{" + ",".join(
+        f"m{i}: {_flow(one | {'kernel_size': 2 * i + 1})}" for i in range(count)
+    )
+    yield (
+        "job",
+        cpu_seconds(
+            [
+                *("-m", "kvbench", "logger=none", "limit=2", "method=[exact]", "model=tiny_random"),
+                f"+methods={methods}}}",
+                f"results_dir={folder / str(count)}",
+            ]
+        ),
+    )
+
+
+def _flow(options: dict[str, Any]) -> str:
+    return "{" + ", ".join(f"{key}: {value}" for key, value in options.items()) + "}"
+
+
+BENCHES: dict[str, tuple[int, Callable[[int, Path], Iterator[tuple[str, float]]]]] = {
+    "records": (100_000, bench_records),
+    "jobs": (5_000, bench_jobs),
+    "methods": (200, bench_methods),
+}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print seconds at a quarter and at the whole of the number; the ratios come last."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=BENCHES)
+    parser.add_argument("--most", type=int, help="the number; by default that of the text above")
+    options = parser.parse_args(arguments)
+    number, bench = BENCHES[options.what]
+    most = options.most or number
+    measured: dict[str, list[float]] = {}
+    folder = Path(tempfile.mkdtemp(prefix="bench-scale-"))
+    try:
+        for count in (max(1, most // 4), most):
+            for name, seconds in bench(count, folder):
+                measured.setdefault(name, []).append(seconds)
+                print(f"{name}, {count:,} {options.what}: {seconds:.1f} CPU s", flush=True)
+    finally:
+        shutil.rmtree(folder)
+    for name, (quarter, whole) in measured.items():
+        print(f"{name}: {whole / quarter:.2f} times as long for 4 times as many {options.what}")
+
+
+if __name__ == "__main__":
+    main()
