@@ -20,10 +20,12 @@ from kvbench.batching import check_batch_size
 from kvbench.cli import INTERRUPTED, resolved
 from kvbench.confirm import go_on
 from kvbench.dry_run import print_dry_run
+from kvbench.durable import read_file, replace
 from kvbench.engine.loading import ModelError, ModelSpec, resolve_device, resolve_dtype
 from kvbench.engine.session import Session
 from kvbench.interrupts import Termination
 from kvbench.kv import Budget, KVError
+from kvbench.messages import complain, presentable, printable
 from kvbench.methods.base import Method
 from kvbench.nearest import nearest
 from kvbench.plan import BringsRows, Plan, TaskPlan
@@ -184,7 +186,7 @@ def run_config(config: DictConfig) -> tuple[Path, JobResult] | None:
     if config.confirm and not go_on(job, ask=_first_of_sweep()):
         print("kvbench: nothing was run", file=sys.stderr)
         raise SystemExit(INTERRUPTED)
-    title = f"{job.spec.name} x {job.task}"
+    title = presentable(f"{job.spec.name} x {job.task}")
     with progress_display(title) as show, Termination() as termination:
         result = run_job(job, show, termination.example)
     folder = job.results_dir / job.experiment
@@ -230,16 +232,16 @@ def finish(folder: Path) -> None:
         waited = True
     try:
         found = _records_state(folder)
-        if waited and built.is_file() and built.read_text(encoding="utf-8") == found:
-            print(f"page: {folder / 'report.html'}")
+        if waited and built.is_file() and read_file(built) == found.encode():
+            print(printable(f"page: {folder / 'report.html'}"))
             return
         paths = build_report(folder)
-        built.write_text(found, encoding="utf-8")
+        replace(built, found.encode(), sync=False)
     finally:
         lock.release()
     for warning in paths.warnings:
-        print(f"kvbench: {warning}", file=sys.stderr)
-    print(f"page: {paths.page}")
+        complain(warning)
+    print(printable(f"page: {paths.page}"))
 
 
 def _records_state(folder: Path) -> str:

@@ -19,7 +19,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvbench.interrupts import asks_to_stop
-from kvbench.messages import complain, disk_line, one_line, presentable, text_of, traceback_of
+from kvbench.messages import (
+    complain,
+    disk_line,
+    one_line,
+    presentable,
+    printable,
+    text_of,
+    traceback_of,
+)
 from kvbench.secrets import redact
 
 FAILED, USAGE = 1, 2
@@ -163,7 +171,7 @@ class Jobs:
         for name, outcome in zip(called, self.outcomes, strict=True):
             counts = (outcome.records, outcome.written, outcome.failed)
             shown = ["-"] * 3 if outcome.error is not None else list(map(str, counts))
-            table.add_row(escape(name), *shown, escape(outcome.error or ""))
+            table.add_row(escape(printable(name)), *shown, escape(outcome.error or ""))
         out.print(table)
 
 

@@ -17,6 +17,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.markup import escape
 from rich.progress import Progress as Bar
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def progress_display(title: str) -> Iterator[Callable[[Progress], None]]:
         TextColumn("[dim]{task.fields[scores]}"),
     )
     with Bar(*columns, console=console, transient=True) as bar, _logs_above_the_bar():
-        task = bar.add_task(title, total=None, scores="")
+        task = bar.add_task(escape(title), total=None, scores="")
 
         def show(progress: Progress) -> None:
             bar.update(

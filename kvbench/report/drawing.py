@@ -20,7 +20,7 @@ from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 
 from kvbench.report.data import Group
-from kvbench.report.files import write_bytes
+from kvbench.report.files import file_stem, write_bytes
 from kvbench.report.tables import as_text
 
 TEXT, SMALL = 9.0, 8.0
@@ -72,12 +72,11 @@ class Drawn:
 
 
 def save_figures(figures: Sequence[Drawn], folder: Path) -> list[Path]:
-    """Write every figure as PNG and PDF."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write every figure as PNG and PDF into a folder."""
     paths = []
     for drawn in figures:
         for suffix, content in ((".png", drawn.png), (".pdf", drawn.pdf)):
-            paths.append(write_bytes(folder / f"{drawn.name}{suffix}", content))
+            paths.append(write_bytes(folder / f"{file_stem(drawn.name)}{suffix}", content))
     return paths
 
 
