@@ -40,6 +40,7 @@ FORMAT = 1
 RECORDS = "records.jsonl"
 MANIFEST = "manifest.json"
 
+
 class StoreError(RuntimeError):
     """A user-facing error: one line that names the file and what is wrong with it."""
 

@@ -50,7 +50,7 @@ class Record(TypedDict):
     prompt_tokens: Number
     new_tokens: Number
     capacity: Number
-    entries: dict[str, Bounded | None | list[Bounded | None]] | None
+    entries: dict[str, Bounded | list[Bounded | None] | None] | None
     cache_bytes: Number
     exact_bytes: Number
     ratio: Number

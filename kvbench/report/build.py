@@ -81,7 +81,9 @@ def build_report(experiment_folder: str | Path) -> ReportPaths:
         )
         remove_stale(experiment.folder, [*tables, *figures])
     except OSError as error:
-        raise StoreError(f"cannot write the report in {experiment.folder}: {disk_line(error)}") from error
+        raise StoreError(
+            f"cannot write the report in {experiment.folder}: {disk_line(error)}"
+        ) from error
     return ReportPaths(page, tuple(tables), tuple(figures), tuple(warnings))
 
 

@@ -55,7 +55,7 @@ def csv(frame: pd.DataFrame) -> str:
     for place, (_, column) in enumerate(frame.items()):
         if not (pd.api.types.is_numeric_dtype(column) or pd.api.types.is_bool_dtype(column)):
             texts = [_no_formula(cell) for cell in column]
-            safe.isetitem(place, pd.Series(texts, index=frame.index, dtype=object))
+            safe.isetitem(place, pd.Series(texts, dtype=object).to_numpy())
     return str(safe.to_csv(index=False, float_format="%.6g"))
 
 

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvbench.durable import read_file
 from kvbench.records import StoreError
 from kvbench.report.build import views_of
 from kvbench.report.data import Experiment, Group, load_experiment
