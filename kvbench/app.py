@@ -28,15 +28,17 @@ from kvbench.kv import Budget, KVError
 from kvbench.messages import complain, presentable, printable
 from kvbench.methods.base import Method
 from kvbench.nearest import nearest
+from kvbench.overrides import is_folder_name
 from kvbench.plan import BringsRows, Plan, TaskPlan
 from kvbench.progress import progress_display
-from kvbench.records import load_run, record_files
+from kvbench.records import StoreError, load_run, record_files
 from kvbench.report.build import build_report, views_of
 from kvbench.report.console import print_views
 from kvbench.report.data import Experiment, group_runs, load_experiment
 from kvbench.report.wandb_log import check_logger, log_runs
 from kvbench.runner import Job, JobResult, run_job
 from kvbench.shards import Shard
+from kvbench.store import safe_name
 from kvbench.tasks.base import Task, TaskError
 from kvbench.typed import wrong_argument, wrong_field
 
@@ -114,8 +116,19 @@ def build_job(config: DictConfig) -> Job:
             check_logger(config.logger.mode, config.logger.timeout_s)
         except ValueError as error:
             raise KVError(str(error)) from error
+    experiment = plain["experiment_name"]
+    if not is_folder_name(experiment):  # what an interpolation came to
+        raise KVError(f"experiment_name is {experiment!r}; allowed: a folder's name")
+    results_dir = results_folder(plain["results_dir"])
     device = resolve_device(config.device)
     spec = _made(config.model, "model", ModelSpec)
+    for key, name in (("model.name", spec.name), ("task_label", plain["task_label"])):
+        try:
+            safe_name(str(name))
+        except StoreError as error:
+            raise KVError(
+                f"{key} is {name!r}; allowed: text with a letter or digit in it"
+            ) from error
     budget = _made(config.budget, "budget", Budget)
     methods = {
         str(label): (_made(node, f"methods.{label}", Method), budget)
@@ -153,8 +166,8 @@ def build_job(config: DictConfig) -> Job:
     budget_config: Any = plain["budget"]
     return Job(
         experiment=config.experiment_name,
-        task=config.task_label,
-        results_dir=Path(config.results_dir).expanduser(),
+        task=str(config.task_label),
+        results_dir=results_dir,
         session=session,
         plan=plan,
         methods=methods,
@@ -173,6 +186,25 @@ def build_job(config: DictConfig) -> Job:
             "code_revision": provenance.code_revision(),
             "hardware": provenance.hardware(device),
         },
+    )
+
+
+def results_folder(value: object) -> Path:
+    """The folder for results that a config names, ``~`` expanded.
+
+    Raises:
+        KVError: it cannot be a folder's name: no text, not UTF-8, a name too long, an unknown user.
+    """
+    try:
+        if isinstance(value, str) and value and "\0" not in value:
+            folder = Path(value).expanduser()
+            if all(len(part.encode()) <= 255 for part in folder.parts):
+                return folder
+    except (RuntimeError, UnicodeEncodeError):  # no such user, or bytes that are no text
+        pass
+    raise KVError(
+        f"results_dir is {value!r:.300}; allowed: a folder, in UTF-8, names of at most 255 bytes, and "
+        "after ~ no user but one of this machine"
     )
 
 

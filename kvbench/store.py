@@ -70,7 +70,10 @@ def run_folder(
 ) -> Path:
     """``<results_dir>/<experiment>/<model>/<task>/<method>-<config_hash>``, names made safe."""
     return Path(results_dir).joinpath(
-        _safe(experiment), _safe(model), _safe(task), _safe(f"{method}-{config_hash}")
+        safe_name(experiment),
+        safe_name(model),
+        safe_name(task),
+        safe_name(f"{method}-{config_hash}"),
     )
 
 
@@ -368,7 +371,7 @@ def _canonical(value: Any, where: str) -> Any:
     return value
 
 
-def _safe(name: str) -> str:
+def safe_name(name: str) -> str:
     """`name` as one path component: no separators, no leading dot, at most 120 bytes."""
     safe = re.sub(r"[^\w.+=@,-]+", "_", name).lstrip(".")
     if not safe:
