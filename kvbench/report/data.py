@@ -205,6 +205,10 @@ def _group(model: str, task: str, runs: Sequence[Run]) -> Group:
     records = comparable(records, meta.figures, compared).assign(
         entries_mean=_entries(records, "mean"), entries_max=_entries(records, "max")
     )
+    if meta.unit in records:  # a record that names no unit is its own
+        records[meta.unit] = records[meta.unit].where(
+            records[meta.unit].notna(), records["example_id"]
+        )
     unique = tuple(sorted(set(arms), key=lambda arm: arm.sort_key))
     return Group(
         model=model,

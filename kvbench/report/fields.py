@@ -60,7 +60,8 @@ def checked(run: Run, figures: Figures, others: Sequence[str] = ()) -> pd.DataFr
     records = run.records
     numbers = {*MEASURED, *_named(figures, _NUMBERS)} & set(records)
     names = {"dataset", "draw", *others, *_named(figures, _NAMES)} & set(records) - numbers
-    changed = {}
+    # of a run that says no seed anywhere, all are the same
+    changed = {"seed": records["seed"].fillna(run.manifest.get("seed") or 0)}
     for name in sorted(numbers | names):
         column = records[name]
         wrong = column[_beyond(column, text=name in names)]
