@@ -283,8 +283,13 @@ def _change(
         strata[2].append(_stratum(f"both {name}", both, both["good_b"] - both["good"], unit))
     paired = bool(strata[2]) and all(len(stratum.sums) for stratum in strata[2])
     nothing = Estimate(math.nan, math.nan, math.nan)
-    first, second = (estimates(side)[0] if side else nothing for side in strata[:2])
-    if not names:
+    # where a dataset has no score at all, there is no mean over all of them
+    scored = [bool(side) and all(len(one.sums) for one in side) for side in strata[:2]]
+    first, second = (
+        estimates(side)[0] if known else nothing
+        for side, known in zip(strata[:2], scored, strict=True)
+    )
+    if not all(scored):
         difference = nothing
     elif paired:
         difference = estimates(strata[2])[0]

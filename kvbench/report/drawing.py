@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import io
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,6 +33,7 @@ _DPI = 160
 _MOST_PIXELS = 32_000
 """Along either side of a figure; the drawing library has a limit."""
 GREY = "#666666"
+_LONGEST_TICK = 60
 _GRID = "#DDDDDD"
 _AXES = {
     "length": "context length (tokens)",
@@ -69,6 +71,13 @@ class Drawn:
 
     def _bytes(self, kind: str, metadata: Mapping[str, Any]) -> bytes:
         show_as_text(self.figure)
+        with (
+            warnings.catch_warnings()
+        ):  # of names that no font has, or no room: nobody can act on it
+            warnings.filterwarnings("ignore", r"Glyph|constrained_layout not applied", UserWarning)
+            return self._drawn(kind, metadata)
+
+    def _drawn(self, kind: str, metadata: Mapping[str, Any]) -> bytes:
         if self.figure.get_layout_engine() is not None:  # lay out once: it is what takes long
             self.figure.draw_without_rendering()
             self.figure.set_layout_engine("none")
@@ -111,14 +120,15 @@ def _as_label(text: str) -> str:
 
 
 class _Labels(Formatter):
-    """Another formatter's texts as labels."""
+    """Another formatter's texts as labels beside an axis, which a long one would leave no room."""
 
     def __init__(self, inner: Formatter) -> None:
         self._inner = inner
 
     def __call__(self, x: float, pos: int | None = None) -> str:
         """As `Formatter`."""
-        return _as_label(self._inner(x, pos))
+        text = self._inner(x, pos)
+        return _as_label(text if len(text) <= _LONGEST_TICK else f"{text[: _LONGEST_TICK - 1]}…")
 
 
 def label_axes(figure: Figure, axes: Sequence[Axes], x: str, y: str) -> None:

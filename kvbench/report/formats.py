@@ -59,12 +59,15 @@ def csv(frame: pd.DataFrame) -> str:
     return str(safe.to_csv(index=False, float_format="%.6g"))
 
 
-_FORMULA = tuple("=+-@\t\r\n＝＋－＠")
+_FORMULA = tuple("=+-@\t\n＝＋－＠")
 """What a formula begins with, in some spreadsheet."""
 
 
 def _no_formula(cell: Any) -> Any:
-    if not isinstance(cell, str) or not cell.startswith(_FORMULA):
+    if not isinstance(cell, str):
+        return cell
+    cell = cell.replace("\r", "\\r")  # it would end the row, quoted or not
+    if not cell.startswith(_FORMULA):
         return cell
     try:
         float(cell)
@@ -188,4 +191,5 @@ def _plain(character: str) -> str:
     if " " <= character <= "~":
         return character
     base = unicodedata.normalize("NFKD", character).encode("ascii", "ignore").decode()
-    return "".join(_LATEX.get(c, c) for c in base) or rf"\texttt{{U+{ord(character):04X}}}"
+    seen = "".join(_LATEX.get(c, c) for c in base if c.isprintable())
+    return seen or rf"\texttt{{U+{ord(character):04X}}}"
