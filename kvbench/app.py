@@ -27,18 +27,22 @@ from kvbench.batching import check_batch_size
 from kvbench.cli import INTERRUPTED, resolved
 from kvbench.confirm import go_on
 from kvbench.dry_run import print_briefly, print_dry_run
+from kvbench.durable import read_file, replace
 from kvbench.engine.loading import ModelError, ModelSpec, resolve_device, resolve_dtype
 from kvbench.engine.session import Session
 from kvbench.interrupts import Termination
 from kvbench.kv import Budget, KVError
+from kvbench.messages import complain, presentable, printable
 from kvbench.methods.base import Method
 from kvbench.nearest import nearest
+from kvbench.overrides import is_folder_name
 from kvbench.plan import BringsRows, EncodedExample, Plan, TaskPlan
 from kvbench.progress import progress_display
-from kvbench.records import load_run, record_files
+from kvbench.records import StoreError, load_run, record_files
 from kvbench.report.wandb_send import check_logger
 from kvbench.runner import Job, JobResult, run_job
 from kvbench.shards import Shard
+from kvbench.store import safe_name
 from kvbench.tasks.base import Task, TaskError
 from kvbench.typed import wrong_argument, wrong_field
 
@@ -161,8 +165,19 @@ def build_job(config: DictConfig, made: Made | None = None) -> Job:
             check_logger(config.logger.mode, config.logger.timeout_s)
         except ValueError as error:
             raise KVError(str(error)) from error
+    experiment = plain["experiment_name"]
+    if not is_folder_name(experiment):  # what an interpolation came to
+        raise KVError(f"experiment_name is {experiment!r}; allowed: a folder's name")
+    results_dir = results_folder(plain["results_dir"])
     device = resolve_device(config.device)
     spec = _made(config.model, "model", ModelSpec, made, plain["model"])
+    for key, name in (("model.name", spec.name), ("task_label", plain["task_label"])):
+        try:
+            safe_name(str(name))
+        except StoreError as error:
+            raise KVError(
+                f"{key} is {name!r}; allowed: text with a letter or digit in it"
+            ) from error
     budget = _made(config.budget, "budget", Budget, made, plain["budget"])
     written: Any = plain["methods"]
     methods = {
@@ -202,8 +217,8 @@ def build_job(config: DictConfig, made: Made | None = None) -> Job:
     budget_config: Any = plain["budget"]
     return Job(
         experiment=config.experiment_name,
-        task=config.task_label,
-        results_dir=Path(config.results_dir).expanduser(),
+        task=str(config.task_label),
+        results_dir=results_dir,
         session=session,
         plan=plan,
         methods=methods,
@@ -230,6 +245,25 @@ def _origin(config: Mapping[str, object], device: torch.device) -> dict[str, Any
     }
 
 
+def results_folder(value: object) -> Path:
+    """The folder for results that a config names, ``~`` expanded.
+
+    Raises:
+        KVError: it cannot be a folder's name: no text, not UTF-8, a name too long, an unknown user.
+    """
+    try:
+        if isinstance(value, str) and value and "\0" not in value:
+            folder = Path(value).expanduser()
+            if all(len(part.encode()) <= 255 for part in folder.parts):
+                return folder
+    except (RuntimeError, UnicodeEncodeError):  # no such user, or bytes that are no text
+        pass
+    raise KVError(
+        f"results_dir is {value!r:.300}; allowed: a folder, in UTF-8, names of at most 255 bytes, and "
+        "after ~ no user but one of this machine"
+    )
+
+
 def run_config(config: DictConfig) -> tuple[Path, JobResult] | None:
     """Run one job; print its tables. Returns the experiment's folder and what the job left, None for
     a dry run."""
@@ -244,7 +278,7 @@ def run_config(config: DictConfig) -> tuple[Path, JobResult] | None:
     if config.confirm and not go_on(job, ask=_first_of_sweep()):
         print("kvbench: nothing was run", file=sys.stderr)
         raise SystemExit(INTERRUPTED)
-    title = f"{job.spec.name} x {job.task}"
+    title = presentable(f"{job.spec.name} x {job.task}")
     with progress_display(title) as show, Termination() as termination:
         result = run_job(job, show, termination.example)
     folder = job.results_dir / job.experiment
@@ -303,16 +337,16 @@ def finish(folder: Path) -> None:
         waited = True
     try:
         found = _records_state(folder)
-        if waited and built.is_file() and built.read_text(encoding="utf-8") == found:
-            print(f"page: {folder / 'report.html'}")
+        if waited and built.is_file() and read_file(built) == found.encode():
+            print(printable(f"page: {folder / 'report.html'}"))
             return
         paths = build_report(folder)
-        built.write_text(found, encoding="utf-8")
+        replace(built, found.encode(), sync=False)
     finally:
         lock.release()
     for warning in paths.warnings:
-        print(f"kvbench: {warning}", file=sys.stderr)
-    print(f"page: {paths.page}")
+        complain(warning)
+    print(printable(f"page: {paths.page}"))
 
 
 def _records_state(folder: Path) -> str:

@@ -342,6 +342,7 @@ def _run(arguments: Sequence[str]) -> int:
                 jobs.sweep = bool(options.multirun or split or _is_sweep(config))
                 if jobs.sweep:
                     _check_jobs(checked)
+                    overrides += _sweep_folder(config, options.overrides)
                 if config.dry_run or (jobs.sweep and _runs_here(config)):
                     # Hydra leaves a file in the folder of a sweep
                     folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -457,6 +458,29 @@ def _shards(checked: Checked, overrides: Sequence[str]) -> str | None:
     if count in (None, 1):
         return None
     return "shard=" + ",".join(f"{index}/{count}" for index in range(1, count + 1))
+
+
+def _sweep_folder(config: DictConfig, overrides: Sequence[str]) -> list[str]:
+    """The override for where Hydra and the launchers write scripts and logs, if ``~`` is in it: Hydra
+    would make a folder of that name.
+
+    Raises:
+        SystemExit: a link below the results folder would place it somewhere else.
+    """
+    from kvbench.app import results_folder
+    from kvbench.durable import check_inside
+
+    if config.dry_run or _runs_here(config):
+        return []
+    root = results_folder(config.results_dir)
+    folder = Path(config.hydra.sweep.dir).expanduser()
+    with one_line_errors():
+        if folder.is_relative_to(root):
+            check_inside(folder, root)
+    if folder == Path(config.hydra.sweep.dir) or any("hydra.sweep.dir=" in o for o in overrides):
+        return []
+    quoted = str(folder).replace("\\", "\\\\").replace("'", "\\'")
+    return [f"hydra.sweep.dir='{quoted}'"]
 
 
 def _check_jobs(checked: Checked) -> None:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from kvbench.dry_run import Estimate, duration, few_tokens, units_to_run
-from kvbench.messages import one_line
+from kvbench.messages import one_line, presentable
 from kvbench.plan import EncodedExample, Outcome, Unit
 from kvbench.runner import Job
 
@@ -23,7 +23,7 @@ def go_on(job: Job, *, ask: bool = True) -> bool:
         KVError, TaskError, ModelError: what the job itself would be refused for.
     """
     todo = units_to_run(job)
-    title = f"{job.spec.name} x {job.task}"
+    title = presentable(f"{job.spec.name} x {job.task}")
     if not todo:
         print(f"{title}: everything is on disk", flush=True)
         return True

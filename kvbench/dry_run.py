@@ -18,7 +18,7 @@ from rich.table import Table
 from kvbench.engine.estimate import CacheShape, cache_shape, is_cheap
 from kvbench.interrupts import in_main_thread, time_limit
 from kvbench.kv import Budget
-from kvbench.messages import complain, one_line
+from kvbench.messages import complain, one_line, printable
 from kvbench.methods.base import Method
 from kvbench.plan import EncodedExample, Unit, beyond_positions
 from kvbench.records import StoreError, load_run, read_records
@@ -68,10 +68,10 @@ def print_dry_run(job: Job, console: Console | None = None) -> None:
     if beyond is not None:
         lines["warning"] = beyond
     out.print(
-        f"[bold]{escape(job.spec.name)} x {escape(job.task)}[/bold]: dry run, nothing written"
+        f"[bold]{escape(printable(f'{job.spec.name} x {job.task}'))}[/bold]: dry run, nothing written"
     )
     for name, text in lines.items():
-        out.print(f"  {name:15} {text}", highlight=False, markup=False, soft_wrap=True)
+        out.print(f"  {name:15} {printable(text)}", highlight=False, markup=False, soft_wrap=True)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("method", style="bold", no_wrap=True)
     for column in ("capacity", "cache", "exact cache", "records on disk", "run"):

@@ -1,39 +1,137 @@
-"""Writing so that neither a killed process nor a power cut loses or halves what was written."""
+"""Writing so that neither a killed process nor a power cut loses or halves what was written, and so
+that a results folder from elsewhere makes nobody write, remove or wait for what lies outside it.
+
+Below a results folder nothing is written through a symbolic link, whoever put it there; the folder
+that a user names may be one itself, e.g. to a scratch disk.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import stat
 import threading
 from contextlib import suppress
 from pathlib import Path
 
 
-def replace(path: Path, content: bytes) -> None:
-    """Write `path` in one step: another file, on disk, then renamed, and the renaming on disk.
+def read_file(path: Path) -> bytes:
+    """The content of a regular file.
 
-    Whoever writes `path` holds a lock, so what a killed process left under the other name is its own.
+    Raises:
+        OSError: it cannot be read, or is a folder, a pipe (which would be waited for) or a device.
+    """
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return file.read()
+
+
+def replace(path: Path, content: bytes, *, sync: bool = True) -> None:
+    """Write `path` in one step: another file, then renamed; with `sync`, both are on disk on return.
+
+    What a killed process left under the other name is written anew: whoever writes `path` holds a
+    lock. A hard link to `path` keeps what it had.
+
+    Raises:
+        OSError: the file system refuses, or one of the names is a link or no file.
     """
     temporary = path.with_name(f".{path.name}.new")
+    is_file(path)
+    remove(temporary)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        with temporary.open("wb") as file:
+        with open(os.open(temporary, flags, 0o666), "wb") as file:
             file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(temporary, path)
-        sync_folder(path.parent)
-    except OSError:
+        if sync:
+            sync_folder(path.parent)
+    except OSError:  # on a full disk half a file would take the room of records
         with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+            remove(temporary)
         raise
 
 
-def make_folder(folder: Path) -> None:
-    """Make a folder and its parents; their names survive a power cut."""
+def open_to_append(path: Path) -> int:
+    """A handle to read `path` and to write at its end; made if missing. Where the file has another
+    name (a hard link, as some backups make them), that one keeps what it has.
+
+    Raises:
+        OSError: the file system refuses, or the name is a link or no file.
+    """
+    if is_file(path) and os.lstat(path).st_nlink > 1:
+        replace(path, read_file(path))
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(path, flags, 0o644)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, if it is there.
+
+    Raises:
+        OSError: the file system refuses, or the name is a link or no file.
+    """
+    if is_file(path):
+        path.unlink(missing_ok=True)
+
+
+def is_file(path: Path) -> bool:
+    """Whether `path` is a regular file and no link to one; False where there is nothing.
+
+    Raises:
+        OSError: it is something else, which is not written or removed.
+    """
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return False
+    if not stat.S_ISREG(mode):
+        raise _refused(path, mode, "a regular file")
+    return True
+
+
+def make_folder(folder: Path, root: Path | None = None) -> None:
+    """Make a folder and its parents; their names survive a power cut.
+
+    Args:
+        root: below it, no part of the path may be a link.
+
+    Raises:
+        OSError: the file system refuses, or a part of the path is a link.
+    """
+    if root is not None:
+        check_inside(folder, root)
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:
         sync_folder(path.parent)
+
+
+def check_inside(folder: Path, root: Path) -> None:
+    """Refuse a folder that a link below `root` would place somewhere else.
+
+    Raises:
+        OSError: a part of the path below `root` is a link, or no folder.
+    """
+    place = root
+    for part in folder.relative_to(root).parts:
+        place /= part
+        try:
+            mode = os.lstat(place).st_mode
+        except FileNotFoundError:
+            return
+        if part == ".." or not stat.S_ISDIR(mode):
+            raise _refused(place, mode, "a folder")
+
+
+def _refused(path: Path, mode: int, wanted: str) -> OSError:
+    line = f"is not {wanted}, as kvbench makes it"
+    if stat.S_ISLNK(mode):
+        line = "is a symbolic link; below a results folder none is followed for writing"
+    return OSError(errno.ELOOP, line, str(path))
 
 
 def sync_folder(folder: Path) -> None:

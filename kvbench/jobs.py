@@ -21,7 +21,15 @@ from rich.table import Table
 
 from kvbench.compose import Compositions
 from kvbench.interrupts import asks_to_stop
-from kvbench.messages import complain, disk_line, one_line, presentable, text_of, traceback_of
+from kvbench.messages import (
+    complain,
+    disk_line,
+    one_line,
+    presentable,
+    printable,
+    text_of,
+    traceback_of,
+)
 from kvbench.secrets import redact
 
 if TYPE_CHECKING:
@@ -185,7 +193,7 @@ class Jobs:
         for name, outcome in zip(called, self.outcomes, strict=True):
             counts = (outcome.records, outcome.written, outcome.failed)
             shown = ["-"] * 3 if outcome.error is not None else list(map(str, counts))
-            table.add_row(escape(name), *shown, escape(outcome.error or ""))
+            table.add_row(escape(printable(name)), *shown, escape(outcome.error or ""))
         out.print(table)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import sys
 import traceback
+import unicodedata
 
 from kvbench.secrets import redact
 
@@ -18,7 +19,18 @@ def presentable(text: str) -> str:
     text = redact(text)
     if len(text) > LONGEST:
         text = f"{text[: LONGEST - 300]} [...] {text[-300:]}"
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    return printable(text)
+
+
+def printable(text: str) -> str:
+    """Text whose characters are all to be seen: control characters, escape sequences, line ends, marks
+    that turn the direction of writing and halves of characters stand as their codes."""
+    if text.isprintable():
+        return text
+    return "".join(ascii(c)[1:-1] if unicodedata.category(c) in _UNSEEN else c for c in text)
+
+
+_UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def text_of(error: BaseException) -> str:
@@ -55,7 +67,7 @@ class LogLine(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """As `logging.Formatter`."""
-        return redact(super().format(record))
+        return "\n".join(map(printable, redact(super().format(record)).split("\n")))
 
 
 def complain(message: str, program: str = "kvbench") -> None:

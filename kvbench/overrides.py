@@ -255,12 +255,16 @@ def _parses(parse: Callable[[Any], object], value: Any) -> bool:
     return True
 
 
-def _name(value: Any) -> bool:
-    """A folder's name as the store would write it, or an interpolation that will give one."""
-    if not isinstance(value, str):
+def is_folder_name(value: Any) -> bool:
+    """A folder's name as the store would write it, unchanged."""
+    if not isinstance(value, str) or len(value.encode(errors="replace")) > 120:
         return False
-    fits = len(value.encode(errors="replace")) <= 120
-    return value.startswith("${") or (fits and bool(re.fullmatch(_NAME, value)))
+    return bool(re.fullmatch(_NAME, value))
+
+
+def _name(value: Any) -> bool:
+    """A folder's name, or an interpolation: what it comes to is checked before the job is made."""
+    return is_folder_name(value) or (isinstance(value, str) and value.startswith("${"))
 
 
 _NAME = r"[\w+=@-][\w.+=@-]*"

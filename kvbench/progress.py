@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -70,7 +71,7 @@ def progress_display(title: str) -> Iterator[Callable[[Progress], None]]:
         TextColumn("[dim]{task.fields[scores]}"),
     )
     with Bar(*columns, console=console, transient=True) as bar, _logs_above_the_bar():
-        task = bar.add_task(title, total=None, scores="")
+        task = bar.add_task(escape(title), total=None, scores="")
 
         def show(progress: Progress) -> None:
             bar.update(

@@ -17,11 +17,20 @@ from __future__ import annotations
 import errno
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from kvbench.durable import read_file
+from kvbench.schema import (
+    COMMON_FIELDS,
+    LARGEST,
+    NUMBER_FIELDS,
+    Wrong,
+    parse_manifest,
+    parse_record,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -30,62 +39,6 @@ FORMAT = 1
 """Of manifest and records; raised when an older kvbench would misread them. Absent means 1."""
 RECORDS = "records.jsonl"
 MANIFEST = "manifest.json"
-
-STATUSES = ("ok", "over_budget", "oom", "error", "timeout")
-
-COMMON_FIELDS = (
-    "experiment",
-    "model",
-    "task",
-    "dataset",
-    "example_id",
-    "method",
-    "config_hash",
-    "seed",
-    "status",
-    "prompt_tokens",
-    "new_tokens",
-    "capacity",
-    "entries",
-    "cache_bytes",
-    "exact_bytes",
-    "ratio",
-    "compressed",
-    "saves_memory",
-    "prefill_s",
-    "compress_s",
-    "decode_s",
-    "prediction",
-    "answers",
-    "prompt_tail",
-    "score",
-    "error",
-)
-"""Fields every record has; a value that its status makes unavailable is null."""
-
-NUMBER_FIELDS = (
-    "prompt_tokens",
-    "new_tokens",
-    "capacity",
-    "cache_bytes",
-    "exact_bytes",
-    "ratio",
-    "prefill_s",
-    "compress_s",
-    "decode_s",
-    "score",
-)
-"""Common fields that are numbers (or null)."""
-
-
-_TEXTS = ("experiment", "model", "task", "dataset", "method", "prediction", "prompt_tail", "error")
-_KINDS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(_TEXTS, (str,)),
-    "entries": (dict,),
-    "answers": (list, tuple),
-    "compressed": (bool,),
-    "saves_memory": (bool,),
-}
 
 
 class StoreError(RuntimeError):
@@ -132,8 +85,12 @@ def load_runs(experiment_folder: str | Path) -> list[Run]:
     names = (RECORDS, "records-*of*.jsonl", MANIFEST)
     files = [path for name in names for path in folder.glob(f"*/*/*/{name}")]
     # a run that was killed before its manifest was written has nothing to show
-    found = {path.parent for path in files if path.name == MANIFEST or path.stat().st_size}
+    found = {path.parent for path in files if path.name == MANIFEST or not _is_empty(path)}
     return [load_run(path) for path in sorted(found)]
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size == 0
 
 
 def load_run(folder: Path) -> Run:
@@ -142,16 +99,19 @@ def load_run(folder: Path) -> Run:
     Raises:
         StoreError: no manifest, or a file that is broken.
     """
-    import pandas as pd  # not above: the command line imports this module and should start fast
+    import pandas as pd  # not above: slow to import, and whoever writes records needs none
 
     manifest = read_manifest(folder / MANIFEST)
     records = pd.DataFrame(read_records(folder))
     records = records.reindex(columns=list(dict.fromkeys([*COMMON_FIELDS, *records.columns])))
     for name in NUMBER_FIELDS:
-        try:
-            records[name] = pd.to_numeric(records[name]).astype(float)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise StoreError(f"{folder}: field {name!r} holds a value that is no number") from error
+        records[name] = pd.to_numeric(records[name]).astype(float)
+        beyond = records[records[name].abs() > LARGEST]
+        if len(beyond):
+            raise StoreError(
+                f"{folder}, record of example {beyond['example_id'].iloc[0]!r}: {name} is "
+                f"{beyond[name].iloc[0]:g}; allowed: a number up to {LARGEST:g}, or null"
+            )
     return Run(folder, manifest, records)
 
 
@@ -165,7 +125,7 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
         StoreError: a broken file.
     """
     parsed = [
-        [parse_record(line, path, number) for number, line in enumerate(whole_lines(path)[0], 1)]
+        [parse_line(line, path, number) for number, line in enumerate(whole_lines(path)[0], 1)]
         for path in record_files(folder)
     ]
     found: dict[str, dict[str, Any]] = {}
@@ -184,13 +144,13 @@ def read_manifest(path: Path) -> dict[str, Any]:
         StoreError: it is not there, broken, or of a version that this kvbench does not read.
     """
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = parse_manifest(read_file(path))
     except FileNotFoundError:
         raise StoreError(f"{path.parent} has records but no {MANIFEST}") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise StoreError(explain_os_error(error, path)) from error
+    except Wrong as error:
         raise StoreError(f"{path} cannot be read: {error}; {_MOVE_AWAY}") from error
-    if not isinstance(manifest, dict):
-        raise StoreError(f"{path} is not a JSON object; {_MOVE_AWAY}")
     written = manifest.get("format", FORMAT)
     if isinstance(written, bool) or not isinstance(written, int) or not 1 <= written <= FORMAT:
         raise StoreError(
@@ -213,7 +173,7 @@ def whole_lines(path: Path) -> tuple[list[bytes], int]:
         StoreError: the file cannot be read.
     """
     try:
-        content = path.read_bytes()
+        content = read_file(path)
     except OSError as error:
         raise StoreError(explain_os_error(error, path)) from error
     lines = content.split(b"\n")[:-1]
@@ -230,54 +190,16 @@ def _is_json(line: bytes) -> bool:
     return True
 
 
-def parse_record(line: bytes, path: Path, number: int) -> dict[str, Any]:
+def parse_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
     """A line of a records file.
 
     Raises:
         StoreError: it is no record; the message names the file and the line.
     """
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise StoreError(f"{path}, line {number}: not JSON ({error})") from error
-    if not isinstance(record, dict):
-        raise StoreError(f"{path}, line {number}: not a JSON object")
-    if b"\\ud" in line.lower() and not _is_text(record):
-        raise StoreError(f"{path}, line {number}: holds half a character, which no text does")
-    try:
-        check_record(record)
-    except StoreError as error:
+        return parse_record(line)
+    except Wrong as error:
         raise StoreError(f"{path}, line {number}: {error}") from error
-    return record
-
-
-def _is_text(value: Any) -> bool:
-    """Whether all strings in a JSON value have a UTF-8 form."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def check_record(record: Mapping[str, Any]) -> None:
-    """Refuse what is no record.
-
-    Raises:
-        StoreError: a common field is missing or holds something else, or the status is unknown.
-    """
-    missing = [name for name in COMMON_FIELDS if name not in record]
-    if missing:
-        raise StoreError(
-            f"record of example {record.get('example_id')!r} lacks {', '.join(missing)}"
-        )
-    if not isinstance(record["example_id"], str):
-        raise StoreError(f"example_id is {record['example_id']!r}; it must be a string")
-    for name, kind in _KINDS.items():
-        if record[name] is not None and not isinstance(record[name], kind):
-            raise StoreError(f"{name} is {record[name]!r:.60}; allowed: {kind[0].__name__} or null")
-    if record["status"] not in STATUSES:
-        raise StoreError(f"status is {record['status']!r}; allowed: {', '.join(STATUSES)}")
 
 
 def explain_os_error(error: OSError, path: Path, kept: int | None = None) -> str:
@@ -285,4 +207,5 @@ def explain_os_error(error: OSError, path: Path, kept: int | None = None) -> str
     earlier = "" if kept is None else f"; the {kept} earlier records are intact"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"no space left to write {path}{earlier}; free some and run the same command again"
-    return f"cannot use {path}: {error.strerror or error}{earlier}"
+    place = error.filename if error.errno == errno.ELOOP and error.filename else path
+    return f"cannot use {place}: {error.strerror or error}{earlier}"

@@ -200,7 +200,9 @@ def run_job(
         stores: dict[str, RecordStore] = {}
         # in one order, so that two jobs that share methods cannot wait for each other
         for label, folder in sorted(folders.items()):
-            stores[label] = stack.enter_context(RecordStore(folder, job.lock_timeout, part))
+            stores[label] = stack.enter_context(
+                RecordStore(folder, job.lock_timeout, part, job.results_dir)
+            )
             if job.retry_failed:
                 stores[label].drop_failed()
             with manifest_lock(folder):

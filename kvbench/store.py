@@ -31,17 +31,26 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from kvbench.durable import Syncer, make_folder, replace, sync_folder, write_all
+from kvbench.durable import (
+    Syncer,
+    make_folder,
+    open_to_append,
+    read_file,
+    remove,
+    replace,
+    sync_folder,
+    write_all,
+)
 from kvbench.records import (
     FORMAT,
     MANIFEST,
     StoreError,
-    check_record,
     explain_os_error,
-    parse_record,
+    parse_line,
     read_records,
     whole_lines,
 )
+from kvbench.schema import Wrong, parse_record
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
@@ -61,7 +70,10 @@ def run_folder(
 ) -> Path:
     """``<results_dir>/<experiment>/<model>/<task>/<method>-<config_hash>``, names made safe."""
     return Path(results_dir).joinpath(
-        _safe(experiment), _safe(model), _safe(task), _safe(f"{method}-{config_hash}")
+        safe_name(experiment),
+        safe_name(model),
+        safe_name(task),
+        safe_name(f"{method}-{config_hash}"),
     )
 
 
@@ -121,15 +133,21 @@ class RecordStore:
             waits for ever.
         shard: suffix of the shard whose file is written, None for records.jsonl. What the folder's
             other files hold counts as done.
+        root: the results folder; below it, no part of the path may be a link.
 
     Raises:
         StoreError: on entering, when the folder is in use, cannot be written or is broken.
     """
 
     def __init__(
-        self, folder: str | Path, lock_timeout: float = 10.0, shard: str | None = None
+        self,
+        folder: str | Path,
+        lock_timeout: float = 10.0,
+        shard: str | None = None,
+        root: Path | None = None,
     ) -> None:
         self.folder = Path(folder)
+        self._root = root
         suffix = "" if shard is None else f"-{shard}"
         self.path = self.folder / f"records{suffix}.jsonl"
         self._timeout = lock_timeout
@@ -142,7 +160,7 @@ class RecordStore:
 
     def __enter__(self) -> RecordStore:
         try:
-            make_folder(self.folder)
+            make_folder(self.folder, self._root)
             self._acquire()
         except OSError as error:
             raise StoreError(explain_os_error(error, self.path)) from error
@@ -195,7 +213,7 @@ class RecordStore:
         kept = [
             line
             for number, line in enumerate(lines, 1)
-            if parse_record(line, self.path, number)["example_id"] not in failed
+            if parse_line(line, self.path, number)["example_id"] not in failed
         ]
         try:
             replace(self.path, b"".join(line + b"\n" for line in kept))
@@ -225,8 +243,13 @@ class RecordStore:
         if self._file < 0:
             raise StoreError(f"{self.path} is not open: use `with RecordStore(folder) as store`")
         self._raise_late()
-        check_record(record)
-        example_id = record["example_id"]
+        where = f"record of example {record.get('example_id')!r}"
+        text = _as_json(record, where) + "\n"
+        line = text.encode(errors="replace")  # half a surrogate pair has no UTF-8 form
+        try:
+            example_id = parse_record(line)["example_id"]
+        except Wrong as error:
+            raise StoreError(str(error)) from error
         if example_id in self._done:
             return False
         if not self._is_there():
@@ -234,9 +257,6 @@ class RecordStore:
                 f"{self.path} was removed or moved while the run wrote to it; the same command runs "
                 "what is not there any more"
             )
-        where = f"record of example {example_id!r}"
-        text = _as_json(record, where) + "\n"
-        line = text.encode(errors="replace")  # half a surrogate pair has no UTF-8 form
         try:
             write_all(self._file, line)
         except BaseException as error:
@@ -278,14 +298,14 @@ class RecordStore:
             "since": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         try:
-            self._holder.write_text(json.dumps(me), encoding="utf-8")
+            replace(self._holder, json.dumps(me).encode(), sync=False)
         except OSError:
             self._lock.release()
             raise
 
     def _open(self) -> None:
         new = not self.path.exists()
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._file = open_to_append(self.path)
         if new:
             sync_folder(self.folder)
         _, self._size = whole_lines(self.path)
@@ -310,7 +330,7 @@ class RecordStore:
             self._file = -1
         self._done = {}
         with suppress(OSError):
-            self._holder.unlink()
+            remove(self._holder)
         self._lock.release()
 
 
@@ -351,20 +371,23 @@ def _canonical(value: Any, where: str) -> Any:
     return value
 
 
-def _safe(name: str) -> str:
-    """`name` as one path component: no separators, no leading dot, at most 120 characters."""
+def safe_name(name: str) -> str:
+    """`name` as one path component: no separators, no leading dot, at most 120 bytes."""
     safe = re.sub(r"[^\w.+=@,-]+", "_", name).lstrip(".")
     if not safe:
         raise StoreError(f"{name!r} cannot name a folder")
-    if len(safe.encode()) > 120:
-        safe = f"{safe[:60]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}-{safe[-30:]}"
+    encoded = safe.encode()
+    if len(encoded) > 120:
+        digest = hashlib.sha256(name.encode(errors="replace")).hexdigest()[:8]
+        first, last = (part.decode(errors="ignore") for part in (encoded[:60], encoded[-30:]))
+        safe = f"{first}-{digest}-{last}"
     return safe
 
 
 def _holder(path: Path) -> str:
     """Who holds the lock, as far as the holder said."""
     try:
-        holder = json.loads(path.read_text(encoding="utf-8"))
+        holder = json.loads(read_file(path))
         return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
     except (OSError, ValueError, KeyError, TypeError):  # not written yet, or just removed
         return "another process"

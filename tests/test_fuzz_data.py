@@ -17,6 +17,9 @@ from hypothesis import strategies as st
 from kvbench.kv import KVError
 from kvbench.plan import TaskPlan, check_ids
 from kvbench.records import StoreError, load_runs
+from kvbench.report.build import views_of
+from kvbench.report.data import Experiment, group_runs
+from kvbench.report.formats import markdown
 from kvbench.tasks.base import Example, PromptEncoder, TaskError
 from kvbench.tasks.longbench.data import Source
 from kvbench.tasks.longeval_lines import QUESTION_START, LongEvalLines
@@ -343,7 +346,11 @@ def results_folder(records: bytes, manifest: bytes) -> None:
         (run / "records.jsonl").write_bytes(records)
         (run / "manifest.json").write_bytes(manifest)
         try:
-            load_runs(folder)
+            runs = load_runs(folder)
+            for view in views_of(
+                Experiment("e", Path(folder), tuple(runs), tuple(group_runs(runs)))
+            ):
+                markdown(view)
         except StoreError as error:
             one_line(error, "m-00000000")
 
@@ -354,9 +361,41 @@ def _record() -> dict[str, Any]:
     return make_record("a", dataset="d", prompt_tokens=3, prediction="x", answers=["x"])
 
 
+def _manifest() -> dict[str, Any]:
+    figures = [{"kind": "heatmap", "x": "depth", "y": "length", "value": "score"}]
+    meta = {"version": 1, "score_unit": "fraction", "breakdown": ["depth"], "figures": figures}
+    names = {"experiment": "e", "model": "m", "task": "t", "method": "exact", "config_hash": "0"}
+    config = {"budget": {"rate": 0.25}, "methods": {"exact": {}}, "paper_table": None}
+    return names | {
+        "seed": 0,
+        "identity": config,
+        "config": config,
+        "task_meta": meta,
+        "earlier_starts": [],
+        **{f"task_meta.{key}": value for key, value in meta.items()},  # what damage may be put in
+    }
+
+
+def _nested(content: bytes) -> bytes:
+    """A manifest whose ``a.b`` is put as b into a, where it is one."""
+    try:
+        manifest = json.loads(content)
+        for key in [key for key in manifest if "." in key]:
+            above, _, last = key.partition(".")
+            manifest[above][last] = manifest.pop(key)
+        return json.dumps(manifest).encode()
+    except (ValueError, RecursionError, TypeError, AttributeError, KeyError):
+        return content
+
+
 def _cases() -> Iterator[st.SearchStrategy[bytes]]:
-    yield files_like(_record())
-    yield st.one_of(st.just(b"{}"), JSON.map(lambda value: json.dumps(value).encode()), st.binary())
+    yield files_like(_record() | {"depth": 0, "length": 5, "score": 1.0, "entries": {"mean": 1.0}})
+    yield st.one_of(
+        st.just(b"{}"),
+        files_like(_manifest()).map(lambda lines: _nested(lines.split(b"\n")[0])),
+        JSON.map(lambda value: json.dumps(value).encode()),
+        st.binary(),
+    )
 
 
 @FEW

@@ -163,7 +163,10 @@ def test_broken_folders_are_named(tmp_path: Path) -> None:
         ("{", "line 1: not JSON"),
         ("[1]", "line 1: not a JSON object"),
         ('{"example_id": "a"}', "line 1: .*lacks experiment"),
-        (json.dumps(make_record("a", score="high")), "'score' holds a value that is no number"),
+        (
+            json.dumps(make_record("a", score="high")),
+            "line 1: score is 'high'; allowed: a valid number",
+        ),
     ]:
         path.write_text("\n".join([bad, lines[1], ""]))
         with pytest.raises(StoreError, match=message):

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from kvbench.messages import complain, disk_line
+from kvbench.messages import complain, disk_line, printable
 from kvbench.records import StoreError
 
 USAGE, FAILED = 2, 1
@@ -71,8 +71,8 @@ def _rebuild(folder: str, *, every: bool) -> None:
     for warning in paths.warnings:
         complain(f"warning: {warning}", "kvbench-report")
     for path in (*paths.tables, *paths.figures) if every else ():
-        print(path)
-    print(paths.page)
+        print(printable(str(path)))
+    print(printable(str(paths.page)))
 
 
 def _measure(folder: str, other: str) -> None:
@@ -98,12 +98,12 @@ def _compare(first: str, second: str, out: str | None) -> None:
     names = (name.replace("/", "_") for name in comparison.names)
     folder = Path(out) if out is not None else Path("-".join(("compare", *names)))
     paths = write_comparison(comparison, folder)
-    print("first: {}\nsecond: {}\n".format(*comparison.names))
+    print("first: {}\nsecond: {}\n".format(*map(printable, comparison.names)))
     print_views(terminal_views(comparison))
     for name, lines in only_lines(comparison):
-        print(f"only in {name}: {len(lines)} runs")
+        print(printable(f"only in {name}: {len(lines)} runs"))
     for path in paths:
-        print(path)
+        print(printable(str(path)))
 
 
 if __name__ == "__main__":

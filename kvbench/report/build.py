@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvbench.messages import disk_line
 from kvbench.records import StoreError
 from kvbench.report.curves import throughput, throughput_scaling
 from kvbench.report.data import Experiment, Group, by_measure, load_experiment
 from kvbench.report.drawing import Drawn, save_figures
 from kvbench.report.figures import figures_of, heatmap_alone
-from kvbench.report.files import remove_stale, write_text
-from kvbench.report.formats import latex, markdown
+from kvbench.report.files import file_stem, part_of, remove_stale, write_text
+from kvbench.report.formats import csv, latex, markdown
 from kvbench.report.page import Section, render_page
 from kvbench.report.pairs import pairs_frame, pairs_of, pairs_view
 from kvbench.report.paper import PaperError, Published, comparison_frame, published_tables
@@ -77,11 +78,13 @@ def build_report(experiment_folder: str | Path) -> ReportPaths:
         )
         figures = save_figures(
             [drawn for section in sections for drawn in (*section.figures, *_alone(section.group))],
-            experiment.folder / "figures",
+            part_of(experiment.folder, "figures"),
         )
         remove_stale(experiment.folder, [*tables, *figures])
     except OSError as error:
-        raise StoreError(f"cannot write the report in {experiment.folder}: {error}") from error
+        raise StoreError(
+            f"cannot write the report in {experiment.folder}: {disk_line(error)}"
+        ) from error
     return ReportPaths(page, tuple(tables), tuple(figures), tuple(warnings))
 
 
@@ -172,14 +175,13 @@ def _write_tables(
     across: Sequence[View],
     published: Sequence[Published],
 ) -> list[Path]:
-    folder = experiment.folder / "tables"
-    folder.mkdir(exist_ok=True)
+    folder = part_of(experiment.folder, "tables")
     paths = []
     views = list(across)
     for view in comparison_views(published):
         views.append(view)
         same = [p for p in published if view.name == comparison_name(p)]
-        text = comparison_frame(same).to_csv(index=False, float_format="%.6g")
+        text = csv(comparison_frame(same))
         paths.append(write_text(folder / f"{_stem(view)}.csv", text))
     for section in sections:
         group = section.group
@@ -188,15 +190,15 @@ def _write_tables(
             views.append(view)
             if table.baseline and len(table.columns) > 1:
                 views.append(difference_view(table))
-            text = frame_of(table).to_csv(index=False, float_format="%.6g")
+            text = csv(frame_of(table))
             paths.append(write_text(folder / f"{_stem(view)}.csv", text))
             several = section.study is None and group.records["dataset"].nunique() > 1
             if several and table.by != "dataset":
-                text = split_frame(group, table.by).to_csv(index=False, float_format="%.6g")
+                text = csv(split_frame(group, table.by))
                 paths.append(write_text(folder / f"{_stem(view)}-and-dataset.csv", text))
         if section.pairs:
             views.append(pairs_view(group, section.pairs))
-            text = pairs_frame(group, section.pairs).to_csv(index=False, float_format="%.6g")
+            text = csv(pairs_frame(group, section.pairs))
             paths.append(write_text(folder / f"{_stem(views[-1])}.csv", text))
         if section.speeds:
             views.append(speed_view(group, section.speeds))
@@ -205,12 +207,11 @@ def _write_tables(
         if section.study is not None:
             views += section.study.views
             for name, frame in section.study.frames.items():
-                stem = name.replace("/", "_").replace(" ", "_")
-                text = frame.to_csv(index=False, float_format="%.6g")
-                paths.append(write_text(folder / f"{stem}.csv", text))
+                text = csv(frame)
+                paths.append(write_text(folder / f"{file_stem(name)}.csv", text))
         if section.timings:
             views.append(timing_view(group.task, group.model, section.timings))
-            text = timing_frame(section.timings).to_csv(index=False, float_format="%.6g")
+            text = csv(timing_frame(section.timings))
             paths.append(write_text(folder / f"{_stem(views[-1])}.csv", text))
     for view in views:
         paths.append(write_text(folder / f"{_stem(view)}.md", markdown(view)))
@@ -219,4 +220,4 @@ def _write_tables(
 
 
 def _stem(view: View) -> str:
-    return view.name.replace("/", "_").replace(" ", "_")
+    return file_stem(view.name)

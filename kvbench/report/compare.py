@@ -290,12 +290,18 @@ def _change(
         strata[1].append(_stratum(f"second {name}", theirs, theirs["good"], unit))
         strata[2].append(_stratum(f"both {name}", both, both["good_b"] - both["good"], unit))
     nothing = Estimate(math.nan, math.nan, math.nan)
+    # where a dataset has no score at all, there is no mean over all of them
+    scored = [bool(side) and all(len(one.sums) for one in side) for side in strata[:2]]
     first, second = (
-        mean_intervals(side, fraction=fraction)[0] if side else nothing for side in strata[:2]
+        mean_intervals(side, fraction=fraction)[0] if known else nothing
+        for side, known in zip(strata[:2], scored, strict=True)
     )
-    difference = unpaired_difference(first, second)
-    if enough:
+    if not all(scored):
+        difference = nothing
+    elif enough:
         difference = difference_intervals(strata[2], fraction=fraction)[0]
+    else:
+        difference = unpaired_difference(first, second)
     sides = [part[part["dataset"].astype(str).isin(names)] for part in (one, other)]
     return Change(
         dataset=names[0] if len(names) == 1 else AVERAGE,

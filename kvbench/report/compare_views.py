@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvbench.messages import disk_line
 from kvbench.records import StoreError
 from kvbench.report.compare import (
     Change,
@@ -16,7 +17,7 @@ from kvbench.report.compare import (
     comparison_table,
 )
 from kvbench.report.files import write_text
-from kvbench.report.formats import markdown
+from kvbench.report.formats import csv, markdown, plain
 from kvbench.report.page import environment, page_parts
 from kvbench.report.pairs import p_text
 from kvbench.report.predictions import clip
@@ -52,11 +53,13 @@ def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
     """
     views = comparison_views(comparison)
     first, second = comparison.names
-    text = f"# {first} → {second}\n\nfirst: {first}; second: {second}\n\n"
+    text = plain(f"# {first} → {second}") + "\n\n"
+    text += plain(f"first: {first}; second: {second}") + "\n\n"
     text += "\n".join(markdown(view) for view in views)
     for name, lines in only_lines(comparison):
-        text += f"\nOnly in {name}:\n\n" + "".join(f"- {line}\n" for line in lines)
-    table = comparison_table(comparison).to_csv(index=False, float_format="%.6g")
+        text += "\n" + plain(f"Only in {name}:") + "\n\n"
+        text += "".join(f"- {plain(line)}\n" for line in lines)
+    table = csv(comparison_table(comparison))
     template = environment().get_template("compare.html.j2")
     page = template.render(
         **page_parts(),
@@ -75,7 +78,7 @@ def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
             write_text(folder / "compare.csv", table),
         ]
     except OSError as error:
-        raise StoreError(f"cannot write the comparison in {folder}: {error}") from error
+        raise StoreError(f"cannot write the comparison in {folder}: {disk_line(error)}") from error
 
 
 def only_lines(comparison: Comparison) -> list[tuple[str, tuple[str, ...]]]:

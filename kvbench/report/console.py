@@ -1,4 +1,4 @@
-"""Tables on a terminal."""
+"""Tables on a terminal, in characters that are all to be seen."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Iterable
 
 from rich import box
 from rich.console import Console
-from rich.markup import escape
+from rich.markup import escape as escape_markup
 from rich.table import Table
 
+from kvbench.messages import printable
 from kvbench.report.views import View
 
 
@@ -44,6 +45,11 @@ def rich_table(view: View) -> Table:
             table.add_row(escape(view.rows[i][0]), *cells)
         table.add_section()
     return table
+
+
+def escape(text: str) -> str:
+    """Text that neither rich nor the terminal takes for anything else."""
+    return escape_markup(printable(text))
 
 
 def _cell(text: str, bold: bool) -> str:

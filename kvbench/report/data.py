@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from kvbench.messages import printable
 from kvbench.records import MANIFEST, Run, StoreError, load_runs
+from kvbench.report.fields import checked, comparable, drawable, short_name
 from kvbench.report.style import order_of
 
 BASELINE = "exact"
@@ -189,7 +191,8 @@ def load_experiment(folder: Path) -> Experiment:
         raise StoreError(
             f"no runs in {folder}: expected <model>/<task>/<method>-<hash8>/{MANIFEST}{hint}"
         )
-    return Experiment(folder.resolve().name, folder, tuple(runs), tuple(group_runs(runs)))
+    name = printable(folder.resolve().name)
+    return Experiment(name, folder, tuple(runs), tuple(group_runs(runs)))
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
@@ -200,8 +203,8 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     groups: dict[tuple[str, str], list[Run]] = defaultdict(list)
     for run in runs:
         subject = (run.manifest.get("task_meta") or {}).get("subject")
-        model = str(subject or run.manifest.get("model"))
-        groups[model, str(run.manifest.get("task"))].append(run)
+        model = short_name(str(subject or run.manifest.get("model")))
+        groups[model, short_name(str(run.manifest.get("task")))].append(run)
     found = [_group(*key, members) for key, members in groups.items()]
     return sorted(found, key=lambda g: (g.model, g.meta.score_unit != "fraction", g.task))
 
@@ -249,22 +252,31 @@ def _decode_ms(records: pd.DataFrame, runs: Sequence[Run], arms: Sequence[Arm]) 
 
 def _group(model: str, task: str, runs: Sequence[Run]) -> Group:
     arms = arms_of(runs)
-    frames = [run.records.assign(arm=arm.label) for run, arm in zip(runs, arms, strict=True)]
+    meta = TaskMeta.of(runs[-1].manifest)
+    compared = (*meta.breakdown, meta.unit)
+    frames = [
+        checked(run, meta.figures, compared).assign(arm=arm.label)
+        for run, arm in zip(runs, arms, strict=True)
+    ]
     frames = [frame.dropna(axis=1, how="all") for frame in frames if len(frame)]
     records = pd.concat(frames, ignore_index=True) if frames else runs[0].records.assign(arm="")
     for name in runs[0].records.columns.difference(records.columns):
         records[name] = np.nan
     records = records.drop_duplicates(["arm", "seed", "example_id"], ignore_index=True)
-    records = records.assign(
+    records = comparable(records, meta.figures, compared).assign(
         entries_mean=_entries(records, "mean"),
         entries_max=_entries(records, "max"),
         decode_ms=_decode_ms(records, runs, arms),
     )
+    if meta.unit in records:  # a record that names no unit is its own
+        records[meta.unit] = records[meta.unit].where(
+            records[meta.unit].notna(), records["example_id"]
+        )
     unique = tuple(sorted(set(arms), key=lambda arm: arm.sort_key))
     return Group(
         model=model,
         task=task,
-        meta=TaskMeta.of(runs[-1].manifest),
+        meta=replace(meta, figures=drawable(meta.figures, records)),
         arms=unique,
         records=records,
         baseline=_baselines(unique),
@@ -280,7 +292,7 @@ def arms_of(runs: Sequence[Run]) -> list[Arm]:
     """
     by_method: dict[str, list[int]] = defaultdict(list)
     for index, run in enumerate(runs):
-        by_method[str(run.manifest.get("method"))].append(index)
+        by_method[short_name(str(run.manifest.get("method")))].append(index)
     arms: dict[int, Arm] = {}
     for method, indices in by_method.items():
         whole = all(_keeps_all(runs[i].records) for i in indices)
@@ -290,13 +302,21 @@ def arms_of(runs: Sequence[Run]) -> list[Arm]:
         varied = _varied(list(configs.values()))
         shown = {key: _short([config.get(key) for config in configs.values()]) for key in varied}
         for i, config in configs.items():
-            options = tuple(f"{key.split('.')[-1]} {shown[key][config.get(key)]}" for key in varied)
-            named = (config.get(f"budget.{name}", "null") for name in ("total_rate", "rate"))
-            rate = next((share for share in named if share != "null"), None)
-            arms[i] = Arm(method, options, None if rate is None else float(rate))
+            options = tuple(
+                short_name(f"{key.split('.')[-1]} {shown[key][config.get(key)]}") for key in varied
+            )
+            arms[i] = Arm(method, options, None if whole else _rate_of(runs[i].manifest))
         if not whole:
             _tell_twins_apart(arms, runs, indices)
     return [arms[i] for i in range(len(runs))]
+
+
+def _rate_of(manifest: Mapping[str, Any]) -> float | None:
+    """The share that the run's budget names: of the whole prompt, or of its middle."""
+    budget = _identity(manifest).get("budget") or {}
+    named = (budget.get(name) for name in ("total_rate", "rate"))
+    share = next((share for share in named if share is not None), None)
+    return None if share is None else float(share)
 
 
 def _told_of(manifest: Mapping[str, Any]) -> dict[str, str]:
@@ -327,13 +347,7 @@ def _short(values: Sequence[str | None]) -> dict[str | None, str]:
     short = {value: _in_short(value) for value in values}
     if len(set(short.values())) == len(short):
         return short
-    return {value: "unset" if value is None else _whole_or_digest(value) for value in values}
-
-
-def _whole_or_digest(value: str) -> str:
-    if len(value) <= _LONGEST:
-        return value
-    return f"{value[: _LONGEST - 9]}…{hashlib.sha256(value.encode()).hexdigest()[:8]}"
+    return {value: "unset" if value is None else short_name(value, _LONGEST) for value in values}
 
 
 def _in_short(value: str | None) -> str:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import io
+import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,14 +20,20 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
+from matplotlib.text import Text
+from matplotlib.ticker import Formatter, FuncFormatter
 
+from kvbench.messages import printable
 from kvbench.report.data import Group
-from kvbench.report.files import write_bytes
+from kvbench.report.files import file_stem, write_bytes
 from kvbench.report.tables import as_text
 
 TEXT, SMALL = 9.0, 8.0
 _DPI = 160
+_MOST_PIXELS = 32_000
+"""Along either side of a figure; the drawing library has a limit."""
 GREY = "#666666"
+_LONGEST_TICK = 60
 _GRID = "#DDDDDD"
 _AXES = {
     "length": "context length (tokens)",
@@ -62,22 +70,30 @@ class Drawn:
         return self._bytes("pdf", {"CreationDate": None, "Creator": None, "Producer": None})
 
     def _bytes(self, kind: str, metadata: Mapping[str, Any]) -> bytes:
+        show_as_text(self.figure)
+        with (
+            warnings.catch_warnings()
+        ):  # of names that no font has, or no room: nobody can act on it
+            warnings.filterwarnings("ignore", r"Glyph|constrained_layout not applied", UserWarning)
+            return self._drawn(kind, metadata)
+
+    def _drawn(self, kind: str, metadata: Mapping[str, Any]) -> bytes:
         if self.figure.get_layout_engine() is not None:  # lay out once: it is what takes long
             self.figure.draw_without_rendering()
             self.figure.set_layout_engine("none")
         buffer = io.BytesIO()
+        dpi = min(_DPI, _MOST_PIXELS / max(self.figure.get_size_inches()))
         with rc_context({"pdf.fonttype": 42}):  # TrueType: many venues refuse Type 3 fonts
-            self.figure.savefig(buffer, format=kind, dpi=_DPI, metadata=dict(metadata))
+            self.figure.savefig(buffer, format=kind, dpi=dpi, metadata=dict(metadata))
         return buffer.getvalue()
 
 
 def save_figures(figures: Sequence[Drawn], folder: Path) -> list[Path]:
-    """Write every figure as PNG and PDF."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write every figure as PNG and PDF into a folder."""
     paths = []
     for drawn in figures:
         for suffix, content in ((".png", drawn.png), (".pdf", drawn.pdf)):
-            paths.append(write_bytes(folder / f"{drawn.name}{suffix}", content))
+            paths.append(write_bytes(folder / f"{file_stem(drawn.name)}{suffix}", content))
     return paths
 
 
@@ -85,6 +101,34 @@ def new_figure(width: float, height: float) -> Figure:
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     return figure
+
+
+def show_as_text(figure: Figure) -> None:
+    """Let every name in the figure, whatever is in it, stand for itself: no formulas, one line each."""
+    for text in figure.findobj(Text):
+        text.set_text(_as_label(text.get_text()))
+    for ax in figure.axes:
+        for axis in (ax.xaxis, ax.yaxis):
+            formatter = axis.get_major_formatter()
+            if isinstance(formatter, FuncFormatter):  # what names for ticks become
+                axis.set_major_formatter(_Labels(formatter))
+
+
+def _as_label(text: str) -> str:
+    """A text that matplotlib shows as it is; unchanged if it is one already."""
+    return "\n".join(map(printable, re.sub(r"(?<!\\)\$", r"\$", text).split("\n")))
+
+
+class _Labels(Formatter):
+    """Another formatter's texts as labels beside an axis, which a long one would leave no room."""
+
+    def __init__(self, inner: Formatter) -> None:
+        self._inner = inner
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        """As `Formatter`."""
+        text = self._inner(x, pos)
+        return _as_label(text if len(text) <= _LONGEST_TICK else f"{text[: _LONGEST_TICK - 1]}…")
 
 
 def label_axes(figure: Figure, axes: Sequence[Axes], x: str, y: str) -> None:

@@ -1,10 +1,15 @@
-"""A view as Markdown or as LaTeX (booktabs)."""
+"""A view as Markdown or as LaTeX (booktabs), a frame as CSV. Names, answers and errors are whatever the
+records hold: in each form they are shown, and mean nothing to the program that shows them."""
 
 from __future__ import annotations
 
 import re
 import unicodedata
+from typing import Any
 
+import pandas as pd
+
+from kvbench.messages import printable
 from kvbench.report.views import INCOMPLETE, MISSING, OUTSIDE, TIED, View
 
 _NARROW, _UPRIGHT = 7, 10
@@ -43,16 +48,44 @@ _LATEX = {
 }
 
 
+def csv(frame: pd.DataFrame) -> str:
+    """The frame's rows, numbers in six digits. A text that a spreadsheet would take for a formula has an
+    apostrophe before it; a number stays one."""
+    safe = frame.rename(columns=_no_formula)
+    for place, (_, column) in enumerate(frame.items()):
+        if not (pd.api.types.is_numeric_dtype(column) or pd.api.types.is_bool_dtype(column)):
+            texts = [_no_formula(cell) for cell in column]
+            safe.isetitem(place, pd.Series(texts, dtype=object).to_numpy())
+    return str(safe.to_csv(index=False, float_format="%.6g"))
+
+
+_FORMULA = tuple("=+-@\t\n＝＋－＠")
+"""What a formula begins with, in some spreadsheet."""
+
+
+def _no_formula(cell: Any) -> Any:
+    if not isinstance(cell, str):
+        return cell
+    cell = cell.replace("\r", "\\r")  # it would end the row, quoted or not
+    if not cell.startswith(_FORMULA):
+        return cell
+    try:
+        float(cell)
+    except ValueError:
+        return f"'{cell}"
+    return cell
+
+
 def markdown(view: View) -> str:
     """A pipe table under its title, a line for each row group, notes below."""
     rows: list[tuple[str, ...]] = []
     for heading, block in view.blocks:
         if heading:
-            rows.append((f"*{_pipes(heading)}*", *[""] * (len(view.columns) - 1)))
+            rows.append((f"*{plain(heading)}*", *[""] * (len(view.columns) - 1)))
         for i in block:
-            texts = enumerate(map(_pipes, view.rows[i]))
+            texts = enumerate(map(plain, view.rows[i]))
             rows.append(tuple(_starred(t) if (i, j) in view.bold else t for j, t in texts))
-    columns = tuple(map(_pipes, view.columns))
+    columns = tuple(map(plain, view.columns))
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
 
     def line(cells: tuple[str, ...]) -> str:
@@ -61,9 +94,9 @@ def markdown(view: View) -> str:
 
     dashes = zip(_left(view), widths, strict=True)
     rule = "|".join(f":{'-' * (w + 1)}" if left else f"{'-' * (w + 1)}:" for left, w in dashes)
-    notes = "".join(f"- {_pipes(note)}\n" for note in view.notes)
+    notes = "".join(f"- {plain(note)}\n" for note in view.notes)
     body = "\n".join(map(line, rows))
-    return f"### {_pipes(view.title)}\n\n{line(columns)}\n|{rule}|\n{body}\n\n{notes}"
+    return f"### {plain(view.title)}\n\n{line(columns)}\n|{rule}|\n{body}\n\n{notes}"
 
 
 def latex(view: View) -> str:
@@ -118,9 +151,11 @@ def _heads(view: View) -> list[str]:
     return [heads[0], *(rf"\rotatebox{{90}}{{{head}}}" if head else "" for head in heads[1:])]
 
 
-def _pipes(text: str) -> str:
-    """Text that stays in its cell, and is no HTML where a viewer lets it through."""
-    return _TAG.sub("&lt;", text.replace("|", "\\|").replace("\n", " "))
+def plain(text: str) -> str:
+    """Text that Markdown shows as it is and in its cell: no links or images, and no HTML where a viewer
+    lets that through."""
+    text = printable(text.replace("\n", " ")).replace("\\", "\\\\").replace("|", "\\|")
+    return _TAG.sub("&lt;", _LINK.sub(r"]\\", text))
 
 
 def _starred(text: str) -> str:
@@ -141,6 +176,9 @@ def _cell(text: str, bold: bool) -> str:
 _TAG = re.compile(r"<(?=[A-Za-z/!?])")
 """What begins HTML in Markdown; "<0.001" does not."""
 
+_LINK = re.compile(r"\](?=[(\[:])")
+"""Where a link's or an image's text ends and its address begins; an interval's bracket does not."""
+
 
 def _escape(text: str) -> str:
     return "".join(_LATEX.get(character) or _plain(character) for character in text)
@@ -153,4 +191,5 @@ def _plain(character: str) -> str:
     if " " <= character <= "~":
         return character
     base = unicodedata.normalize("NFKD", character).encode("ascii", "ignore").decode()
-    return "".join(_LATEX.get(c, c) for c in base) or rf"\texttt{{U+{ord(character):04X}}}"
+    seen = "".join(_LATEX.get(c, c) for c in base if c.isprintable())
+    return seen or rf"\texttt{{U+{ord(character):04X}}}"

@@ -16,12 +16,13 @@ import os
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from filelock import FileLock
 
+from kvbench.durable import make_folder, read_file, remove, replace
 from kvbench.messages import first_line
 from kvbench.records import MANIFEST, Run, StoreError, load_run, record_files
 from kvbench.report.data import BASELINE, Group, group_runs
@@ -150,7 +151,7 @@ def _log_task(
     written: list[Path] = []
     compared: list[Path] = []
     try:
-        place.mkdir(parents=True, exist_ok=True)
+        make_folder(place, place.parent)
         # several processes may work on one experiment
         with FileLock(place / ".lock"), _unheard_logging():
             runs = [
@@ -292,12 +293,13 @@ def _send(folders: Sequence[Path], timeout_s: float) -> None:
     place = folders[0].parent
     failed = place / ".not-sent-by"
     me = str(os.getpid())
-    if failed.exists() and failed.read_text(encoding="utf-8") == me:
+    if failed.is_file() and read_file(failed) == me.encode():
         return  # said already
     try:
         url = send(folders, timeout_s)
     except (NotSent, OSError) as error:
-        failed.write_text(me, encoding="utf-8")
+        with suppress(OSError):  # then the next ones are told again
+            replace(failed, me.encode(), sync=False)
         log.warning(
             "W&B: %s. %d of %d runs were not sent; they, and what this process logs from now on, are"
             " on disk. Send them later with: wandb sync %s",
@@ -307,7 +309,8 @@ def _send(folders: Sequence[Path], timeout_s: float) -> None:
             shlex.quote(str(place)),
         )
     else:
-        failed.unlink(missing_ok=True)
+        with suppress(OSError):
+            remove(failed)
         log.info("W&B: %d runs sent%s", len(folders), f" to {url}" if url else "")
 
 
@@ -382,7 +385,8 @@ def _artifact(run: Run, name: str, folder: Path) -> wandb.Artifact:
     copies = folder.parent / "artifacts" / "records"
     copies.mkdir(parents=True, exist_ok=True)
     for file in (*record_files(run.folder), run.folder / MANIFEST):
-        copy = Path(shutil.copy(file, copies / file.name))
+        copy = copies / file.name
+        replace(copy, read_file(file), sync=False)
         artifact.add_file(str(copy), policy="immutable", skip_cache=True)
     return artifact
 

@@ -16,10 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvbench.durable import read_file
 from kvbench.records import StoreError
 from kvbench.report.build import views_of
 from kvbench.report.data import Experiment, Group, load_experiment
-from kvbench.report.files import write_text
+from kvbench.report.files import part_of, write_text
 from kvbench.report.formats import markdown
 from kvbench.report.page import how_to_reproduce
 from kvbench.report.paper import PaperError, published_tables
@@ -100,7 +101,7 @@ def publish(report: wr.Report, memory: Path) -> str:
     try:
         report.entity = report.entity or str(wandb.Api().default_entity)
         place = {"server": base, "entity": report.entity, "project": report.project}
-        known = json.loads(memory.read_text(encoding="utf-8")) if memory.exists() else {}
+        known = json.loads(read_file(memory)) if memory.exists() else {}
         if {key: known.get(key) for key in place} == place:
             report.id = known["id"]
         report.save()
@@ -138,8 +139,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _one(folder: Path, project: str, entity: str, send: bool) -> None:
     experiment = load_experiment(folder)
     report = build_wandb_report(experiment, project, entity)
-    place = folder / "wandb"
-    place.mkdir(exist_ok=True)
+    place = part_of(folder, "wandb")
     written = write_text(place / SPEC, json.dumps(spec_of(report), indent=1) + "\n")
     if not send:
         print(f"{written}: built, not published; set WANDB_API_KEY (or `wandb login` and --send)")

@@ -28,6 +28,7 @@ from hydra_plugins.hydra_submitit_launcher.submitit_launcher import BaseSubmitit
 from omegaconf import OmegaConf
 
 from kvbench import slurm
+from kvbench.durable import remove
 from kvbench.jobs import FAILED, USAGE, JobOutcome, Jobs, names
 from kvbench.messages import complain, first_line
 
@@ -53,7 +54,7 @@ class _Launcher(BaseSubmititLauncher):
         folder = Path(self.config.hydra.sweep.dir)
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)  # jobs find there all they need to know
-        (folder / "multirun.yaml").unlink(missing_ok=True)  # Hydra's copy of what manifests hold
+        remove(folder / "multirun.yaml")  # Hydra's copy of what manifests hold
         waiting: deque[tuple[int, Parameters]] = deque()
         for index, overrides in enumerate(job_overrides, initial_job_idx):
             state = Singleton.get_state()
