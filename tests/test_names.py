@@ -97,7 +97,7 @@ def test_the_home_folder_is_meant_wherever_results_are_written(
     monkeypatch.setenv("HOME", str(home))
     assert results_folder("~/r") == home / "r"
     words = [*RUN, "results_dir='~/my results'", "launcher=gpus", "launcher.workers=1"]
-    (config,) = cli._composed(words, sweep=True)
+    config = cli._checked(words, sweep=True).first
     (override,) = cli._sweep_folder(config, words)
     parsed = OverridesParser.create().parse_override(override)
     folder = Path(str(parsed.value()))
