@@ -39,8 +39,10 @@ _SHORT_LINES = ["task.num_lines=[5]", "task.max_new_tokens=4"]
 _ON_LINES = ["task.prompts.num_lines=[20]", "task.num_prompts=1", "task.layers=[1]"]
 QUICK = {
     "longeval_lines": _SHORT_LINES,
+    "longeval_lines_context": _SHORT_LINES,
     "longeval_redundant": _SHORT_LINES,
     "needle": ["task.lengths=[256]", "task.max_new_tokens=4"],
+    "needle_short": ["task.lengths=[256]", "task.max_new_tokens=4"],
     "longbench": [f"task.data={LONGBENCH}", "task.max_input=300"],
     "longbench_official": [f"task.data={LONGBENCH}", "task.max_input=300"],
     "throughput": ["task.prompt_tokens=[80]", "task.new_tokens=2", "task.runs=1"],
