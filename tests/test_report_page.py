@@ -468,7 +468,7 @@ def test_cells_are_sorted_as_numbers(browser: Chromium, report: ReportPaths) -> 
     assert numbers[3:] == [12345, -3.1, 0.001, "inf", 100, 50, 9.5e-05]
     browser.evaluate(
         "window.table = Array.from(document.querySelectorAll('details table')).find("
-        "t => t.caption && t.caption.textContent.includes('can be told apart'));"
+        "t => t.caption && t.caption.textContent.includes('are shown to differ'));"
         "window.at = Array.from(table.tHead.rows[0].cells).findIndex("
         "c => c.textContent.startsWith('needed'));"
         "table.tHead.rows[0].cells[at].querySelector('button').click()"

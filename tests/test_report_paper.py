@@ -512,7 +512,7 @@ def test_a_whole_table_like_the_papers(tmp_path: Path) -> None:
     assert "−0.39" in text or "+0.39" in text  # balancekv 46.77, uniform 46.38
     page = paths.page.read_text()
     assert "published 46.77" in page
-    assert "Which compressed methods can be told apart" in page
+    assert "Which compressed methods are shown to differ" in page
 
 
 def test_without_a_published_table_nothing_is_shown(tmp_path: Path) -> None:

@@ -226,7 +226,7 @@ def pairs_view(group: Group, pairs: Sequence[ArmPair]) -> View:
         rows.append(tuple(cells))
     return View(
         name=f"{group.task}-{group.model}-pairs",
-        title=f"{group.task} on {group.model}: which compressed methods can be told apart"
+        title=f"{group.task} on {group.model}: which compressed methods are shown to differ"
         f"{unit_text(unit)}",
         columns=tuple(header),
         rows=tuple(rows),
