@@ -104,7 +104,9 @@ class Budget:
         """
         if self.size is not None:
             raise KVError(f"budget.size is {self.size}, so there is no rate to vary; allowed: null")
-        return replace(self, **{"rate" if self.total_rate is None else "total_rate": share})
+        if self.total_rate is None:
+            return replace(self, rate=share)
+        return replace(self, total_rate=share)
 
     def middle(self, n: int) -> int:
         """Tokens of an n-token prompt that are neither sink nor window (0 for short prompts)."""

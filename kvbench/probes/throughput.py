@@ -136,7 +136,7 @@ class Throughput:
                 )
         rates: Sequence[float | None] = self.rates or [None]
         return [
-            Setting(*cell) if len(cell) == 4 else Setting(*cell, rate)
+            Setting(*(cell if len(cell) == 4 else (*cell, rate)))
             for cell in cells
             for rate in (rates if len(cell) == 3 else [None])
         ]
