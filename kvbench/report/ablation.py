@@ -82,8 +82,10 @@ def ablation_of(group: Group) -> Mapping[str, Any] | None:
 
 
 def metrics_of(group: Group, spec: Mapping[str, Any]) -> list[str]:
-    """The metrics that the records have, the one that is the score first."""
-    return [y for y in (spec["y"], *spec.get("also", ())) if y in group.records]
+    """The metrics that records of the reference have, the one that is the score first."""
+    ours = group.records[group.records["method"].eq(spec["reference"])]
+    others = (y for y in spec.get("also", ()) if y in ours and ours[y].notna().any())
+    return [spec["y"], *others]
 
 
 def effects_of(group: Group, spec: Mapping[str, Any], y: str | None = None) -> list[Effect]:
@@ -170,7 +172,10 @@ def effect_view(group: Group, spec: Mapping[str, Any]) -> View:
                 MISSING if math.isnan(e.p) else f"{e.p:.2g}",
                 f"{e.better}/{len(e.cells)}",
                 f"{e.worse}/{len(e.cells)}",
-                *(_percent_text(found[e.label].overall) for found in others.values()),
+                *(
+                    _percent_text(found[e.label].overall) if e.label in found else MISSING
+                    for found in others.values()
+                ),
                 f"{number(e.seconds)} x",
             )
             for e in effects
