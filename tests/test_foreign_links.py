@@ -173,6 +173,7 @@ def test_a_job_writes_through_no_link(tmp_path: Path) -> None:
         for target in ("thesis.doc", "inner", "nothing yet"):
             link = tmp_path / "results" / name
             link.parent.mkdir(parents=True, exist_ok=True)
+            link.unlink(missing_ok=True)  # a lock of the job before
             link.symlink_to(victim / target)
             with pytest.raises((StoreError, OSError)) as error:
                 run_job(job)
