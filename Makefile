@@ -66,10 +66,19 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-results: demo ## results/demo as committed: the demo, LongEval's official cases, the synthetic layers
-	$(BIN)/python -m kvbench experiment=demo_official results_dir=$(RESULTS) \
-	  'task.files=[$(LONGEVAL)/200_lines.jsonl]'
-	$(BIN)/python -m kvbench experiment=demo task=layer_error_synthetic results_dir=$(RESULTS)
+RUN = $(BIN)/python -m kvbench results_dir=$(RESULTS)
+OFFICIAL = experiment=demo_official 'task.files=[$(LONGEVAL)/200_lines.jsonl]'
+DRAWING = [uniform,subgen,balancekv,balancekv_needle]
+results: setup ## results/ as committed: 200 examples a task, six draws, official cases, four rates; README's tables
+	$(RUN) experiment=demo limit=200
+	$(RUN) experiment=demo_seeds limit=200
+	$(RUN) $(OFFICIAL)
+	$(RUN) $(OFFICIAL) 'method=$(DRAWING)' seed=0,1,2,3,4,5
+	$(RUN) experiment=demo task=layer_error_synthetic
+	$(RUN) experiment=demo_rates limit=100
+	$(RUN) experiment=needle_pooling
+	$(RUN) experiment=joint_survival
+	$(BIN)/python scripts/readme_tables.py
 
 reproduce-theory: setup ## error against memory, discrepancy, clusters, ablation; results/theory/report.html
 	$(BIN)/python -m kvbench experiment=walk_discrepancy results_dir=$(RESULTS)
