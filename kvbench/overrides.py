@@ -263,8 +263,8 @@ def is_folder_name(value: Any) -> bool:
 
 
 def _name(value: Any) -> bool:
-    """A folder's name, or an interpolation: what it comes to is checked before the job is made."""
-    return is_folder_name(value) or (isinstance(value, str) and value.startswith("${"))
+    """A folder's name, or one with an interpolation: what it comes to is checked before the job is made."""
+    return is_folder_name(value) or (isinstance(value, str) and "${" in value)
 
 
 _NAME = r"[\w+=@-][\w.+=@-]*"

@@ -39,6 +39,8 @@ _KNOWN = {
     "balancekv_streaming": Style("#332288", "d"),
     "kvpress": Style("#6699CC", "+"),
     "minference": Style("#117733", "x"),
+    "minference_snapkv": Style("#2BD38F", "x"),
+    "minference_pyramidkv": Style("#3F51D8", "+"),
 }
 _COLORS = ("#332288", "#DDCC77", "#CC79A7", "#44AA99", "#661100", "#999933", "#6699CC")
 _MARKERS = ("h", "p", ">", "d", "8", "H", "+", "x")
