@@ -4,9 +4,9 @@
     python scripts/bench_guard.py --tokens 512    # a short prompt, where a fixed cost weighs most
 
 Every function of the guard is timed where it runs, in CPU time, so that other programs on the machine
-do not count. The guard's seconds include what it copies of each layer, its look at the random
-generators around every call of a method, and at the settings of the process at every decoded token of
-a method that evicts. The last line is the ratio in per cent.
+do not count. Included are the copies of parts of each layer, the look at them, at the process's
+settings and at the random generators; not the comparison of four settings (some microseconds) at later
+decoded tokens of a method that evicts. The last line is the ratio in per cent.
 """
 
 from __future__ import annotations

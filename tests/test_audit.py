@@ -13,11 +13,18 @@ import torch
 from test_runner import SMALL, make_job, records_of
 from tiny import Greedy, tiny_model
 
-from kvbench.kv import Budget, CompressedKV, LayerKV, check_held, gather_entries, keep_all
+from kvbench.kv import (
+    Budget,
+    BudgetExceeded,
+    CompressedKV,
+    LayerKV,
+    check_held,
+    gather_entries,
+    keep_all,
+)
 from kvbench.methods import build_method
 from kvbench.methods.base import Method
-from kvbench.probes.layer_error import LayerError
-from kvbench.probes.layers import SyntheticLayers
+from kvbench.probes.layers import SyntheticLayers, compress_measured
 from kvbench.report.data import load_experiment
 from kvbench.report.tables import score_table
 from kvbench.report.views import notes_of
@@ -88,18 +95,19 @@ def test_the_released_pyramid_says_by_how_much_it_exceeds(n: int) -> None:
     assert preset_of(replace(method, kernel_size=7)) == "released"
 
 
-def test_probes_do_not_take_a_methods_word_either(tmp_path: Path) -> None:
-    data = SyntheticLayers(n=320, heads=4, kv_heads=2, head_dim=16)
-    probe = LayerError(rates=(0.5,), layers=(1, 2), seeds=1, exact=32, synthetic=data)
-    methods = {"judge": OwnJudge(), "named": Released(whole=True), "h2o": build_method("h2o")}
-    found = records_of(run_job(make_job(tmp_path, methods, plan=probe)))
-    capacity = Budget(rate=0.5, sink=32, window=32).capacity(320)
-    for record in found["judge"]:
-        assert record["status"] == "over_budget"
-        line = f"holds 640 entries in all layers; its budget allows {2 * capacity}"
-        assert record["error"].endswith(line)
-    assert [row["budget_preset"] for row in found["named"]] == ["all_of_it"] * 2
-    assert [row["status"] for row in found["h2o"]] == ["ok"] * 2
+def test_probes_do_not_take_a_methods_word_either() -> None:
+    layer = SyntheticLayers(n=320, heads=4, kv_heads=2, head_dim=16).layer(0, 2)
+    budget = Budget(rate=0.5, sink=32, window=32)
+
+    def fields(method: Method) -> dict[str, Any]:
+        return compress_measured("m", method, budget, torch.Generator(), layer)[1]
+
+    line = f"'m' holds 640 entries in all layers; its budget allows {2 * budget.capacity(320)}"
+    for judge in (OwnJudge(), Released()):
+        with pytest.raises(BudgetExceeded, match=line):
+            fields(judge)
+    assert fields(Released(whole=True))["budget_preset"] == "all_of_it"
+    assert "budget_preset" not in fields(build_method("h2o"))
 
 
 def weights_of(*heads: str) -> torch.Tensor:

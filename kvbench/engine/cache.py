@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvbench.engine.attention import capped
 from kvbench.engine.faults import release_frames
-from kvbench.engine.guard import QUICK, Settings, leaving_settings
+from kvbench.engine.guard import call
 from kvbench.kernels.quantize import Packed, Quantization, pack, unpack
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, weighted_entries
 from kvbench.methods.base import Held, Method, allowed_entries
@@ -282,8 +282,7 @@ class LayerCache:
             past = self.positions[:, None, :after] <= (positions - self.window)[None, :, None]
             logits.masked_fill_(past.repeat(1, group, 1), float("-inf"))
         if self.restricts:
-            with self._guarded():
-                hidden = self.method.restrict(self._held(), logits)
+            hidden = self._ask(self.method.restrict, self._held(), logits)
             logits.masked_fill_(hidden, float("-inf"))
         weights = logits.softmax(-1)
         out = self._mix_values(weights.to(value.dtype), begin)
@@ -291,19 +290,17 @@ class LayerCache:
             self._evict(weights.view(stored, group, after).mean(1))
         return out.view(stored, group, tokens, -1).reshape(heads, tokens, -1)
 
-    def _guarded(self) -> AbstractContextManager[None]:
-        """Around a call of the method, which sees this fork's tensors only. The random generators take
-        long to look at beside one token: they are at the first call, what is quick at every call."""
-        settings = Settings.now(QUICK) if self.watched else Settings.now()
-        self.watched = True
-        return leaving_settings(type(self.method).__name__, settings)
+    def _ask(self, hook: Callable[..., Any], *arguments: Any) -> Any:
+        """What a hook of the method answers, which sees this fork's tensors only; its first call is
+        looked at closely."""
+        closely, self.watched = not self.watched, True
+        return call(type(self.method).__name__, hook, *arguments, closely=closely)
 
     def _evict(self, attention: Tensor) -> None:
         """Let the method drop one entry per head; the last entry moves into its place."""
         n = self.length
         held = self._held()
-        with self._guarded():
-            scores, leaving = self.method.evict(held, attention)
+        scores, leaving = self._ask(self.method.evict, held, attention)
         if scores is not None and scores is not held.scores:
             assert held.scores is not None
             held.scores.copy_(scores)

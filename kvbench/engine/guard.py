@@ -118,6 +118,28 @@ def leaving_settings(label: str, settings: Settings) -> Iterator[None]:
         )
 
 
+def call(label: str, hook: Callable[..., Any], *arguments: Any, closely: bool) -> Any:
+    """What a method's hook answers while decoding; it is asked at every token, so that only what is
+    read at once is looked at each time, and the generators only `closely`.
+
+    Raises:
+        SharedStateChanged: see `leaving_settings`.
+    """
+    if closely:
+        with leaving_settings(label, Settings.now()):
+            return hook(*arguments)
+    before = [_PROCESS[name][0]() for name in QUICK]
+    try:
+        answer = hook(*arguments)
+    except BaseException:
+        Settings(dict(zip(QUICK, before, strict=True))).put_back()
+        raise
+    if before != [_PROCESS[name][0]() for name in QUICK]:
+        with leaving_settings(label, Settings(dict(zip(QUICK, before, strict=True)))):
+            pass
+    return answer
+
+
 def tensors_of(layer: LayerKV) -> dict[str, Tensor]:
     """A layer's own tensors by field."""
     found = {part.name: getattr(layer, part.name) for part in fields(layer)}
