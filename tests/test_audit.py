@@ -24,7 +24,8 @@ from kvbench.kv import (
 )
 from kvbench.methods import build_method
 from kvbench.methods.base import Method
-from kvbench.probes.layers import SyntheticLayers, compress_measured
+from kvbench.probes.layer_error import LayerError
+from kvbench.probes.layers import SyntheticLayers, check_total
 from kvbench.report.data import load_experiment
 from kvbench.report.tables import score_table
 from kvbench.report.views import notes_of
@@ -95,19 +96,23 @@ def test_the_released_pyramid_says_by_how_much_it_exceeds(n: int) -> None:
     assert preset_of(replace(method, kernel_size=7)) == "released"
 
 
-def test_probes_do_not_take_a_methods_word_either() -> None:
-    layer = SyntheticLayers(n=320, heads=4, kv_heads=2, head_dim=16).layer(0, 2)
+def test_probes_do_not_take_a_methods_word_either(tmp_path: Path) -> None:
+    """Neither where one layer stands for all, nor where the layers measured share the budget."""
     budget = Budget(rate=0.5, sink=32, window=32)
-
-    def fields(method: Method) -> dict[str, Any]:
-        return compress_measured("m", method, budget, torch.Generator(), layer)[1]
-
     line = f"'m' holds 640 entries in all layers; its budget allows {2 * budget.capacity(320)}"
     for judge in (OwnJudge(), Released()):
         with pytest.raises(BudgetExceeded, match=line):
-            fields(judge)
-    assert fields(Released(whole=True))["budget_preset"] == "all_of_it"
-    assert "budget_preset" not in fields(build_method("h2o"))
+            check_total("m", judge, budget, 320, 2)
+    check_total("m", Released(whole=True), budget, 320, 2)
+    check_total("m", build_method("h2o"), budget, 320, 2)
+    data = SyntheticLayers(n=320, heads=4, kv_heads=2, head_dim=16)
+    probe = LayerError(rates=(0.5,), layers=(1, 2), seeds=1, exact=32, synthetic=data)
+    methods = {"judge": OwnJudge(), "h2o": build_method("h2o")}
+    found = records_of(run_job(make_job(tmp_path, methods, plan=probe)))
+    for record in found["judge"]:
+        assert (record["status"], record["score"]) == ("error", None)
+        assert "holds 640 entries there at the least; allowed: layers at which" in record["error"]
+    assert [row["status"] for row in found["h2o"]] == ["ok"] * 2
 
 
 def weights_of(*heads: str) -> torch.Tensor:
