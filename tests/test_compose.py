@@ -139,7 +139,18 @@ def test_a_sweep_composes_each_value_once_and_each_choice_of_groups_once(loaders
 
 VALUES = (
     *("\\${x}", "a${b}", "${b}", "${nowhere}", "${d}", "${d.e}", "${l[0]}", "${oc.env:NO_SUCH}"),
-    *("???", "${m}", "${oc.select:q,3}", "${f:3}", "x\\\\${b}", "${.b}", None, True, 1.5, [1, "${b}"]),
+    *(
+        "???",
+        "${m}",
+        "${oc.select:q,3}",
+        "${f:3}",
+        "x\\\\${b}",
+        "${.b}",
+        None,
+        True,
+        1.5,
+        [1, "${b}"],
+    ),
 )
 
 

@@ -61,20 +61,19 @@ def test_flips_are_the_examples_whose_score_changed(results):
 
 
 def test_a_large_dry_run_is_a_line_per_job_and_still_refuses(tmp_path):
-    """Twelve jobs and three more whose budget no prompt is long enough for, after the first ten."""
-    words = ["seed=range(5)", "budget.sink=1,2,100000", f"results_dir={tmp_path / 'r'}", "limit=1"]
-    alike = ["model=tiny_random", "method=[exact,streaming_llm]", "logger=none", "dry_run=true"]
+    """The first ten jobs whole, five in a line, and five whose budget no prompt is long enough for."""
+    words = ["model=tiny_random", "method=[exact,streaming_llm]", "logger=none", "dry_run=true"]
+    words += ["budget.sink=1,2,3,100000", "seed=range(5)", "limit=1", f"results_dir={tmp_path}/r"]
     done = subprocess.run(
-        [sys.executable, "-m", "kvbench", "-m", "budget.sink=1,2,100000", *alike, *words[:1], *words[2:]],
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, "-m", "kvbench", "-m", *words], capture_output=True, text=True, check=False
     )
-    assert done.stdout.count("dry run, nothing written") == 10
-    assert done.stdout.endswith("15 jobs; launcher=local\n")
-    assert "job 11" not in done.stdout, "refused, as the first with this budget"
-    assert "budget.sink + budget.window is 100032" in done.stderr
     assert done.returncode == 2
+    assert done.stdout.count("dry run, nothing written") == 10
+    for number in range(10, 15):
+        line = f"job {number}: budget.sink=3 seed={number - 10}: 2 methods, 0 records on disk; default/"
+        assert line in done.stdout
+    assert done.stderr.count("budget.sink + budget.window is 100032; the longest prompt") == 5
+    assert done.stdout.endswith("20 jobs; launcher=local\n")
     assert not (tmp_path / "r").exists()
 
 
