@@ -12,13 +12,14 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from pydoc import locate
 from typing import Any, TypeVar
 
 import torch
 from filelock import FileLock, Timeout
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
-from hydra.utils import get_object, instantiate
+from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -137,7 +138,8 @@ def _called(plain: object) -> object | None:
         return None
     options = {str(name): copy.deepcopy(plain[name]) for name in plain if name != "_target_"}
     try:
-        return get_object(plain["_target_"])(**options)
+        target: Any = locate(plain["_target_"])
+        return None if target is None else target(**options)
     except Exception:  # noqa: BLE001 - Hydra's words for it are the user's
         return None
 

@@ -99,7 +99,8 @@ def _checked(overrides: Sequence[str], *, sweep: bool, kept: Compositions | None
         # An experiment may bring a sweep of its own, and launchers run sweeps: what they ask for is
         # known once they are composed. Values are checked like those of the command line, which go
         # before them.
-        chosen = [text for text in overrides if text.startswith(("experiment=", "launcher="))]
+        asking = ("experiment=", "launcher=", "hydra.searchpath=")
+        chosen = [text for text in overrides if text.startswith(asking)]
         _raise(check_syntax(chosen, sweep=sweep) or check_groups(chosen))
         try:
             mode, params = _own_sweep(chosen)

@@ -1,8 +1,8 @@
 """What many records, many jobs and many methods cost, and how the cost grows: CPU seconds.
 
-    python scripts/bench_scale.py records             report and comparison of up to 100,000 records
-    python scripts/bench_scale.py jobs                planning 5,000 jobs; the first record of a sweep
-    python scripts/bench_scale.py methods             one job with up to 200 methods
+    python scripts/bench_scale.py records     report and comparison of up to 100,000 records
+    python scripts/bench_scale.py jobs        planning up to 5,000 jobs; the first record of a sweep
+    python scripts/bench_scale.py methods     one job with up to 200 methods
 
 Each is measured at a quarter of the number and at the whole: linear growth is a ratio of 4 at most.
 Counted are the CPU seconds of a process of its own, its start included, whatever else the machine does.
@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from kvbench.methods.fixed import Fixed
 from kvbench.records import COMMON_FIELDS, MANIFEST, RECORDS
 from kvbench.store import config_hash, run_folder
 
@@ -44,10 +45,17 @@ def write_experiment(results: Path, name: str, records: int, seed: int = 0) -> P
     ease = draws.random(count)
     for place, method in enumerate(METHODS):
         config = {"method": {"name": method}, "budget": {"rate": 0.25}, "seed": 0}
-        identity = {"experiment": name, "model": "m", "task": "t", "method": method, "seed": 0}
-        identity["config_hash"] = config_hash(config)
-        folder = run_folder(results, name, "m", "t", method, identity["config_hash"])
+        identity: dict[str, Any] = {
+            "experiment": name,
+            "model": "m",
+            "task": "t",
+            "method": method,
+            "seed": 0,
+        }
+        code = config_hash(config)
+        folder = run_folder(results, name, "m", "t", method, code)
         folder.mkdir(parents=True)
+        identity["config_hash"] = code
         manifest = {"format": 1, **identity, "config": config, "task_meta": META}
         (folder / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
         right = ease + 0.05 * place < draws.random(count) + 0.5
@@ -137,25 +145,17 @@ def _until_first_record(words: list[str], results: Path) -> float:
 
 
 def bench_methods(count: int, folder: Path) -> Iterator[tuple[str, float]]:
-    """One job, so many methods: snapkv with as many kernel sizes."""
-    one = {"_target_": "kvbench.methods.snapkv.SnapKV", "window": 16}
-    methods = "{" + ",".join(
-        f"m{i}: {_flow(one | {'kernel_size': 2 * i + 1})}" for i in range(count)
-    )
-    yield (
-        "job",
-        cpu_seconds(
-            [
-                *("-m", "kvbench", "logger=none", "limit=2", "method=[exact]", "model=tiny_random"),
-                f"+methods={methods}}}",
-                f"results_dir={folder / str(count)}",
-            ]
-        ),
-    )
-
-
-def _flow(options: dict[str, Any]) -> str:
-    return "{" + ", ".join(f"{key}: {value}" for key, value in options.items()) + "}"
+    """One job with two examples and so many methods: fixed with as many summaries."""
+    path = folder / f"conf-{count}" / "experiment" / "many.yaml"
+    path.parent.mkdir(parents=True)
+    lines = [
+        f"  s{size}: {{_target_: {Fixed.__module__}.Fixed, summary: {size}}}"
+        for size in range(1, count)
+    ]
+    path.write_text("\n".join(["# @package _global_", "methods:", *lines, ""]), encoding="utf-8")
+    words = ["experiment=many", "method=[exact]", "logger=none", "limit=2", "model=tiny_random"]
+    where = [f"--config-dir={path.parent.parent}", f"results_dir={folder / str(count)}"]
+    yield "job", cpu_seconds(["-m", "kvbench", *words, *where])
 
 
 BENCHES: dict[str, tuple[int, Callable[[int, Path], Iterator[tuple[str, float]]]]] = {

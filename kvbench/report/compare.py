@@ -344,18 +344,19 @@ def _flips(one: pd.DataFrame, other: pd.DataFrame, label: str) -> list[Flip]:
     both = both[both["good"] != both["good_b"]]
     both = both.assign(size=(both["good_b"] - both["good"]).abs())
     both = both.sort_values("size", ascending=False, kind="stable")
+    named = ("dataset", "example_id", "answers", "prediction", "prediction_b", "good", "good_b")
     return [
         Flip(
-            dataset=str(row["dataset"]),
-            example_id=str(row["example_id"]),
+            dataset=str(dataset),
+            example_id=str(example_id),
             method=label,
-            expected=" | ".join(map(str, row["answers"]))
-            if isinstance(row["answers"], list)
-            else "",
-            predictions=(str(row["prediction"]), str(row["prediction_b"])),
-            scores=(float(row["good"]), float(row["good_b"])),
+            expected=" | ".join(map(str, answers)) if isinstance(answers, list) else "",
+            predictions=(str(before), str(after)),
+            scores=(float(first), float(second)),
         )
-        for _, row in both.iterrows()
+        for dataset, example_id, answers, before, after, first, second in zip(
+            *(both[name] for name in named), strict=True
+        )
     ]
 
 

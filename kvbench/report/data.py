@@ -233,7 +233,7 @@ def _entries(records: pd.DataFrame, which: str) -> list[float]:
     """The records' ``entries`` as one number each: "mean" or "max" over layers and heads."""
     found = []
     for entries in records["entries"]:
-        value = entries.get(which) if isinstance(entries, Mapping) else None
+        value = entries.get(which) if isinstance(entries, dict) else None
         found.append(float(value) if isinstance(value, int | float) else math.nan)
     return found
 
