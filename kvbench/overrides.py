@@ -263,7 +263,7 @@ def is_folder_name(value: Any) -> bool:
 
 
 def _name(value: Any) -> bool:
-    """A folder's name, or one with an interpolation: what it comes to is checked before the job is made."""
+    """A folder's name, or one with an interpolation: checked again once it is resolved."""
     return is_folder_name(value) or (isinstance(value, str) and "${" in value)
 
 
