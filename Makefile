@@ -66,7 +66,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-RUN = $(BIN)/python -m kvbench results_dir=$(RESULTS)
+RUN = $(BIN)/python -m kvbench results_dir=$(RESULTS) batch_size=8
 OFFICIAL = experiment=demo_official 'task.files=[$(LONGEVAL)/200_lines.jsonl]'
 DRAWING = [uniform,subgen,balancekv,balancekv_needle]
 results: setup ## results/ as committed: 200 examples a task, six draws, official cases, four rates; README's tables
