@@ -57,7 +57,39 @@ class Column:
         return f"{text} [{low:.{self.digits}f}, {high:.{self.digits}f}]"
 
 
-TABLES: dict[str, Sequence[Column]] = {}
+def _lines(heading: str, task: str, dataset: str = "average") -> Column:
+    return Column(heading, f"{DEMO}/{task}-recall_mini.csv", {"dataset": dataset})
+
+
+def _needle(heading: str, task: str, measure: str) -> Column:
+    return Column(heading, f"{DEMO}/{task}-recall_mini-by-measure.csv", {"measure": measure})
+
+
+LAYER_ERROR = Column(
+    "layer error", f"{DEMO}/layer_error-recall_mini-by-rate.csv", {"rate": 0.25}, digits=3
+)
+LINES = (
+    _lines("lines", "longeval_lines"),
+    _lines("lines, asked later", "longeval_lines_context"),
+    _lines("official 200 lines", "longeval_official_prompt", "200_lines"),
+    _lines("official, asked later", "longeval_official_context", "200_lines"),
+    _lines("every line four times", "longeval_redundant", "30 lines"),
+)
+TABLES: dict[str, Sequence[Column]] = {
+    "demo": (
+        LAYER_ERROR,
+        *LINES,
+        _needle("short needle", "needle_short", "word_recall"),
+        _needle("long needle", "needle", "word_recall"),
+    ),
+    "card": (
+        *LINES,
+        _needle("short needle, contained", "needle_short", "containment"),
+        _needle("words", "needle_short", "word_recall"),
+        _needle("long needle, contained", "needle", "containment"),
+        _needle("words ", "needle", "word_recall"),
+    ),
+}
 
 
 def table(columns: Sequence[Column]) -> str:
