@@ -60,7 +60,8 @@ def syncing() -> int:
 
 
 def test_a_job_with_sixty_methods_holds_few_files_and_one_thread(tmp_path: Path) -> None:
-    """The lock of every run folder stays with the job; of the records files, 16 are open at most."""
+    """The lock of every run folder stays with the job; of the records files, 16 are open at most, and one that
+    is synced."""
     before = {t for t in threading.enumerate() if t.name == "sync"}
     seen: list[Counter[str]] = []
     threads: list[int] = []
@@ -73,9 +74,9 @@ def test_a_job_with_sixty_methods_holds_few_files_and_one_thread(tmp_path: Path)
     methods = {f"m{i:02d}": build_method("exact") for i in range(60)}
     result = run_job(make_job(tmp_path / "many", methods), look)
     assert len(seen) > 4
-    assert max(found["records.jsonl"] for found in seen) == MOST
+    assert MOST <= max(found["records.jsonl"] for found in seen) <= MOST + 1
     assert {found[".lock"] for found in seen} == {60}
-    assert max(found.total() for found in seen) <= 60 + MOST
+    assert max(found.total() for found in seen) <= 60 + MOST + 1
     assert max(threads) == 1
     assert not open_files(tmp_path)
     alone = records_of(run_job(make_job(tmp_path / "one", {"m07": build_method("exact")})))["m07"]
@@ -175,7 +176,7 @@ def test_nobody_waits_for_a_slow_disk_until_leaving(
         assert in_sync.wait(30)
         append_to_all(some, "a", "b", "c")
         assert not synced
-        assert open_files(tmp_path)["records.jsonl"] <= MOST
+        assert open_files(tmp_path)["records.jsonl"] <= MOST + 1
         go_on.set()
     assert set(synced) == {str(one.path) for one in some}
 
@@ -298,20 +299,25 @@ def test_failed_records_of_many_stores_are_dropped_and_written_again(tmp_path: P
             one.drop_failed()
             assert one.done == {"a"}
         append_to_all(some, "b", "c")
-        assert open_files(tmp_path)["records.jsonl"] <= MOST
+        assert open_files(tmp_path)["records.jsonl"] <= MOST + 1
     for path in tmp_path.iterdir():
         assert [row["status"] for row in read_records(path)] == ["ok"] * 3
 
 
 WRITER = """
 import sys
-from pathlib import Path
-from test_store import make_record
-from test_store_files import stores
-with stores(Path(sys.argv[1]), 40) as some:
+from contextlib import ExitStack
+from kvbench.durable import AppendedFiles
+from kvbench.records import COMMON_FIELDS
+from kvbench.store import RecordStore
+record = dict.fromkeys(COMMON_FIELDS) | {"status": "ok", "prediction": "x" * 2000}
+with ExitStack() as stack:
+    files = stack.enter_context(AppendedFiles())
+    places = [f"{sys.argv[1]}/m{i:03d}" for i in range(40)]
+    some = [stack.enter_context(RecordStore(place, files=files)) for place in places]
     for number in range(10_000):
         for one in some:
-            if one.append(make_record(str(number), prediction="x" * 2000)):
+            if one.append(record | {"example_id": str(number)}):
                 print(one.folder.name, number, flush=True)
 """
 
