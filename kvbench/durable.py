@@ -161,9 +161,8 @@ class AppendedFiles:
     """The files that one job appends to, from one thread.
 
     At most `MOST` are open at once (and one more while it is synced); the others are opened again when
-    they are written to. Another thread
-    syncs them all, at most once per `PAUSE`: whoever writes does not wait, and whatever was written
-    meanwhile is in the next sync.
+    they are written to. Another thread syncs them all, at most once per `PAUSE`: whoever writes does not
+    wait, and whatever was written meanwhile is in the next sync.
     """
 
     MOST = 16

@@ -60,8 +60,8 @@ def syncing() -> int:
 
 
 def test_a_job_with_sixty_methods_holds_few_files_and_one_thread(tmp_path: Path) -> None:
-    """The lock of every run folder stays with the job; of the records files, 16 are open at most, and one that
-    is synced."""
+    """The lock of every run folder stays with the job; of the records files, 16 are open at most, and
+    one that is synced."""
     before = {t for t in threading.enumerate() if t.name == "sync"}
     seen: list[Counter[str]] = []
     threads: list[int] = []
