@@ -11,6 +11,7 @@ import errno
 import os
 import stat
 import threading
+from collections import OrderedDict
 from contextlib import suppress
 from pathlib import Path
 
@@ -66,6 +67,16 @@ def open_to_append(path: Path) -> int:
         replace(path, read_file(path))
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(path, flags, 0o644)
+
+
+def open_again(path: Path) -> int:
+    """The same of a file that is there, whatever other names it has.
+
+    Raises:
+        OSError: the file system refuses, or the name is a link or no file.
+    """
+    is_file(path)
+    return os.open(path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
 def remove(path: Path) -> None:
@@ -146,57 +157,124 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-class Syncer:
-    """Syncs one file in a thread of its own, at most once per `PAUSE`: whoever writes does not wait, and
-    whatever was written meanwhile is in the next sync.
+class AppendedFiles:
+    """The files that one job appends to, from one thread.
 
-    Attributes:
-        error: what a sync ended in.
+    At most `MOST` are open at once (and one more while it is synced); the others are opened again when
+    they are written to. Another thread syncs them all, at most once per `PAUSE`: whoever writes does not
+    wait, and whatever was written meanwhile is in the next sync.
     """
 
+    MOST = 16
     PAUSE = 1.0
     """Seconds from the first write that is not synced to the sync that takes it."""
 
-    def __init__(self, file: int) -> None:
-        self.error: OSError | None = None
-        self._file = file
+    def __init__(self) -> None:
+        self._open: OrderedDict[Path, int] = OrderedDict()  # the latest used last
+        self._unsynced: dict[Path, None] = {}
+        self._errors: dict[Path, OSError] = {}
+        self._lock = threading.Lock()  # of the above, held briefly
+        self._syncing = threading.Lock()  # held while the disk syncs
+        self._in_sync: Path | None = None
         self._wanted = threading.Event()  # something was written that no sync has taken
         self._over = threading.Event()
-        self._file_in_use = threading.Lock()
         self._begun = False
 
-    def wake(self) -> None:
-        """Sync what has been written, soon."""
-        if not self._wanted.is_set():
-            self._wanted.set()
+    def handle(self, path: Path, *, make: bool = False) -> int:
+        """A handle to append to a file and to read it, good until another file is asked for.
+
+        Args:
+            make: as `open_to_append` does; else the file must be there.
+
+        Raises:
+            OSError: as `open_to_append`.
+        """
+        with self._lock:
+            if path in self._open:
+                self._open.move_to_end(path)
+            else:
+                while len(self._open) >= self.MOST:
+                    self._close(next(other for other in self._open if other != self._in_sync))
+                self._open[path] = open_to_append(path) if make else open_again(path)
+            return self._open[path]
+
+    def wake(self, path: Path) -> None:
+        """Sync what has been written to a file, soon."""
+        with self._lock:
+            self._unsynced[path] = None
+        self._wanted.set()
         if not self._begun:
             self._begun = True
             threading.Thread(target=self._run, name="sync", daemon=True).start()
 
-    def finish(self) -> None:
-        """Sync what is left; nothing uses the file afterwards. The thread is not waited for: an
-        interrupt may have come while it was started, and then there may be none."""
-        with self._file_in_use:
-            if self._wanted.is_set() and not self._over.is_set():
-                self._sync()
-            self._over.set()
-        self._wanted.set()  # lets the thread end
+    def finish(self, path: Path) -> None:
+        """Sync what is left of a file and close it."""
+        with self._syncing:
+            try:
+                if path in self._unsynced:
+                    self._sync(path)
+            finally:
+                with self._lock:
+                    if path in self._open:
+                        self._close(path)
 
-    def _sync(self) -> None:
-        self._wanted.clear()  # before the sync, which may miss what is written from now on
+    def error(self, path: Path) -> OSError | None:
+        """What a sync of the file ended in; told once."""
+        return self._errors.pop(path, None)
+
+    def end(self) -> None:
+        """Let the thread end, once every file is finished. It is not waited for: an interrupt may have
+        come while it was started, and then there may be none."""
+        self._over.set()
+        self._wanted.set()
+
+    def __enter__(self) -> AppendedFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def _close(self, path: Path) -> None:
+        """A file that is not synced yet is opened again by the sync; an error of the disk until then is
+        kept with the file for it."""
         try:
-            os.fsync(self._file)
+            os.close(self._open.pop(path))
+        except OSError as error:  # some network file systems write only now
+            self._errors[path] = error
+
+    def _sync(self, path: Path) -> None:
+        with self._lock:
+            self._unsynced.pop(path)  # before the sync, which may miss what is written from now on
+            self._in_sync, file = path, self._open.get(path)
+        try:
+            if file is not None:
+                os.fsync(file)
+                return
+            file = open_again(path)
+            try:
+                os.fsync(file)
+            finally:
+                os.close(file)
+        except (FileNotFoundError, NotADirectoryError):  # removed, as the next to write will say
+            pass
         except OSError as error:
-            self.error = error
+            self._errors[path] = error
+        finally:
+            self._in_sync = None
 
     def _run(self) -> None:
-        while self.error is None:
+        while True:
             self._wanted.wait()
             self._over.wait(self.PAUSE)
-            with self._file_in_use:
-                if self._over.is_set():
-                    return
-                self._sync()
+            self._wanted.clear()
+            if self._over.is_set():
+                return
+            with self._lock:
+                paths = list(self._unsynced)
+            for path in paths:
+                with self._syncing:
+                    if path in self._unsynced:  # nobody has finished it meanwhile
+                        self._sync(path)
 
 
 def write_all(file: int, data: bytes) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from kvbench.attempts import DeviceLost
 from kvbench.batching import BatchSize, groups, run_group
+from kvbench.durable import AppendedFiles
 from kvbench.engine.faults import device_answers
 from kvbench.engine.loading import ModelSpec
 from kvbench.engine.session import Session
@@ -198,10 +199,11 @@ def run_job(
     part = None if job.shard is None else job.shard.suffix
     with ExitStack() as stack:
         stores: dict[str, RecordStore] = {}
+        files = stack.enter_context(AppendedFiles())
         # in one order, so that two jobs that share methods cannot wait for each other
         for label, folder in sorted(folders.items()):
             stores[label] = stack.enter_context(
-                RecordStore(folder, job.lock_timeout, part, job.results_dir)
+                RecordStore(folder, job.lock_timeout, part, job.results_dir, files)
             )
             if job.retry_failed:
                 stores[label].drop_failed()
@@ -217,13 +219,14 @@ def run_job(
                 written += stores[outcome.method].append(record)
                 progress.add(outcome.method, record["score"])
 
+        done = {label: store.done for label, store in stores.items()}
         work = [
             (
                 unit,
                 {
                     label: job.methods[label]
-                    for label, store in stores.items()
-                    if not set(unit.record_ids) <= store.done
+                    for label in stores
+                    if not done[label].issuperset(unit.record_ids)
                 },
             )
             for unit in units
@@ -246,9 +249,8 @@ def run_job(
         wanted = _record_ids(units)
         failed = sum(len(store.failed & wanted) for store in stores.values())
         records = sum(len(store.done & wanted) for store in stores.values())
-    complete = job.shard is None or all(
-        _record_ids(every) <= _recorded(folder) for folder in folders.values()
-    )
+    all_ids = _record_ids(every)
+    complete = job.shard is None or all(all_ids <= _recorded(folder) for folder in folders.values())
     return JobResult(folders, failed, written, records, complete)
 
 

@@ -143,6 +143,34 @@ class Manifest(TypedDict, total=False):
     earlier_starts: list[dict[str, Any]]
 
 
+Scalar = str | Bounded | bool | None
+
+
+@_checked
+class PaperTable(TypedDict, total=False):
+    """What a config says of the published table beside its own (`kvbench.report.paper`); ``file``,
+    ``differences`` and ``rescored`` are checked where they are used."""
+
+    value: Short | None
+    by: Short | None
+    method: Short | None
+    model: Short | None
+    reduction: Short | None
+    across_tasks: Short | None
+    field: Short | None
+    methods: list[Short] | None
+    where: dict[str, Scalar | list[Scalar]] | None
+    scale: Bounded
+    sums: dict[str, list[Short]] | None
+    fields: dict[str, Short] | None
+    setting: dict[str, Short] | None
+    records: dict[str, Scalar] | None
+    rename: dict[str, Short] | None
+    names: dict[str, Short | list[Short]] | None
+    best_of: dict[str, list[Short]] | None
+    models: dict[str, Short] | None
+
+
 class Wrong(ValueError):
     """What is wrong with a record or a manifest: one line that names the key and what it may hold."""
 
@@ -170,8 +198,18 @@ def parse_manifest(content: bytes) -> dict[str, Any]:
     return manifest
 
 
+def check_paper_table(spec: Mapping[str, Any]) -> None:
+    """Check the types of what ``paper_table`` says of one published table.
+
+    Raises:
+        Wrong: a key holds what it may not.
+    """
+    _parsed(_PAPER_TABLE, json.dumps(spec, default=str).encode())
+
+
 _RECORD: TypeAdapter[Any] = TypeAdapter(Record)
 _MANIFEST: TypeAdapter[Any] = TypeAdapter(Manifest)
+_PAPER_TABLE: TypeAdapter[Any] = TypeAdapter(PaperTable)
 
 
 def _parsed(kind: TypeAdapter[Any], content: bytes) -> dict[str, Any]:

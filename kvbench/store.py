@@ -4,9 +4,9 @@ Where they lie and what counts as a record is in `kvbench.records`.
 
 What is promised:
 
-- what `RecordStore.append` returned from survives the death of the process at once, and a power cut
-  a second later (`Syncer.PAUSE`, and the time of the disk), which leaving the store waits for (names of
-  files and folders included): meanwhile the next examples run;
+- what `RecordStore.append` returned from survives the death of the process at once, and a power cut a
+  second later (`AppendedFiles.PAUSE`, and the time of the disk), which leaving the store waits for
+  (names of files and folders included): meanwhile the next examples run;
 - a record is either there as a whole line or not there; what a killed process left half-written
   is dropped when the folder is next opened for writing, and ignored by readers;
 - an error while writing (no space left, say) takes back what it wrote, so earlier records stay;
@@ -32,9 +32,8 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from kvbench.durable import (
-    Syncer,
+    AppendedFiles,
     make_folder,
-    open_to_append,
     read_file,
     remove,
     replace,
@@ -134,6 +133,8 @@ class RecordStore:
         shard: suffix of the shard whose file is written, None for records.jsonl. What the folder's
             other files hold counts as done.
         root: the results folder; below it, no part of the path may be a link.
+        files: of a job with several stores, which share the few files that are open and the thread
+            that syncs; left open for the others.
 
     Raises:
         StoreError: on entering, when the folder is in use, cannot be written or is broken.
@@ -145,6 +146,7 @@ class RecordStore:
         lock_timeout: float = 10.0,
         shard: str | None = None,
         root: Path | None = None,
+        files: AppendedFiles | None = None,
     ) -> None:
         self.folder = Path(folder)
         self._root = root
@@ -153,12 +155,14 @@ class RecordStore:
         self._timeout = lock_timeout
         self._lock = FileLock(str(self.folder / f".lock{suffix}"))
         self._holder = self.folder / f".holder{suffix}"
-        self._file = -1
+        self._shared = files
+        self._files = AppendedFiles()
+        self._found: os.stat_result | None = None  # the file that was opened; None when not open
         self._size = 0
-        self._syncer = Syncer(-1)
         self._done: dict[str, str] = {}  # status by example_id
 
     def __enter__(self) -> RecordStore:
+        self._files = self._shared or AppendedFiles()
         try:
             make_folder(self.folder, self._root)
             self._acquire()
@@ -180,7 +184,7 @@ class RecordStore:
         traceback: TracebackType | None,
     ) -> None:
         try:
-            self._syncer.finish()
+            self._files.finish(self.path)
             if kind is None:
                 self._raise_late()
         finally:
@@ -208,7 +212,7 @@ class RecordStore:
         failed = self.failed
         if not failed:
             return
-        self._syncer.finish()
+        self._files.finish(self.path)
         lines, _ = whole_lines(self.path)
         kept = [
             line
@@ -219,8 +223,7 @@ class RecordStore:
             replace(self.path, b"".join(line + b"\n" for line in kept))
         except OSError as error:
             raise StoreError(explain_os_error(error, self.path, len(self._done))) from error
-        os.close(self._file)
-        self._file = -1
+        self._found = None
         self._done = {}
         try:
             self._open()
@@ -240,7 +243,7 @@ class RecordStore:
                 the file system refuses, now or when it synced an earlier record; in the first case
                 the file is then as it was before the call.
         """
-        if self._file < 0:
+        if self._found is None:
             raise StoreError(f"{self.path} is not open: use `with RecordStore(folder) as store`")
         self._raise_late()
         where = f"record of example {record.get('example_id')!r}"
@@ -252,35 +255,39 @@ class RecordStore:
             raise StoreError(str(error)) from error
         if example_id in self._done:
             return False
-        if not self._is_there():
-            raise StoreError(
-                f"{self.path} was removed or moved while the run wrote to it; the same command runs "
-                "what is not there any more"
-            )
         try:
-            write_all(self._file, line)
+            file = self._handle(self._found)
+        except OSError as error:
+            raise StoreError(explain_os_error(error, self.path, len(self._done))) from error
+        try:
+            write_all(file, line)
         except BaseException as error:
-            self._take_back()
+            self._take_back(file)
             if isinstance(error, OSError):
                 raise StoreError(explain_os_error(error, self.path, len(self._done))) from error
             raise
         self._size += len(line)
         self._done[example_id] = record["status"]
-        self._syncer.wake()
+        self._files.wake(self.path)
         return True
 
-    def _is_there(self) -> bool:
-        """Whether what is written can still be found: a file goes on taking records that nobody will
-        see after its name is gone."""
-        try:
-            return os.path.samestat(os.stat(self.path), os.fstat(self._file))
-        except (FileNotFoundError, NotADirectoryError):
-            return False
+    def _handle(self, found: os.stat_result) -> int:
+        """The file that was opened on entering, if what is written to it can still be found: a file goes
+        on taking records that nobody will see after its name is gone."""
+        with suppress(FileNotFoundError, NotADirectoryError):
+            file = self._files.handle(self.path)
+            there = os.fstat(file)
+            if os.path.samestat(there, found) and os.path.samestat(there, os.stat(self.path)):
+                return file
+        raise StoreError(
+            f"{self.path} was removed or moved while the run wrote to it; the same command runs "
+            "what is not there any more"
+        )
 
     def _raise_late(self) -> None:
         """Say what a sync that nobody waited for ended in."""
-        if self._syncer.error is not None:
-            error, self._syncer.error = self._syncer.error, None
+        error = self._files.error(self.path)
+        if error is not None:
             line = explain_os_error(error, self.path)
             raise StoreError(f"{line}; the latest records may be lost by a power cut") from error
 
@@ -305,29 +312,28 @@ class RecordStore:
 
     def _open(self) -> None:
         new = not self.path.exists()
-        self._file = open_to_append(self.path)
+        file = self._files.handle(self.path, make=True)
         if new:
             sync_folder(self.folder)
         _, self._size = whole_lines(self.path)
-        if os.fstat(self._file).st_size > self._size:
-            os.ftruncate(self._file, self._size)
-            os.fsync(self._file)
-        self._syncer = Syncer(self._file)
+        if os.fstat(file).st_size > self._size:
+            os.ftruncate(file, self._size)
+            os.fsync(file)
         for record in read_records(self.folder):
             self._done[record["example_id"]] = record["status"]
+        self._found = os.fstat(file)
 
-    def _take_back(self) -> None:
+    def _take_back(self, file: int) -> None:
         try:
-            os.ftruncate(self._file, self._size)
+            os.ftruncate(file, self._size)
         except OSError:  # the next opening drops the torn line; nothing may follow it until then
-            os.close(self._file)
-            self._file = -1
+            self._found = None
 
     def _close(self) -> None:
-        self._syncer.finish()
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        self._files.finish(self.path)
+        if self._shared is None:
+            self._files.end()
+        self._found = None
         self._done = {}
         with suppress(OSError):
             remove(self._holder)

@@ -4,6 +4,7 @@ while failed records are dropped, while a page is written."""
 from __future__ import annotations
 
 import errno
+import io
 import os
 import shutil
 import signal
@@ -31,12 +32,12 @@ from test_crash_signals import (  # noqa: F401
 from test_runner import make_job
 from test_store import make_record
 
-from kvbench import runner
+from kvbench import durable, runner
 from kvbench.attempts import DeviceLost
 from kvbench.interrupts import WAITS, Terminated, Termination
 from kvbench.plan import TaskPlan
 from kvbench.records import StoreError, read_records
-from kvbench.report import files, wandb_send
+from kvbench.report import wandb_send
 from kvbench.report.build import build_report
 from kvbench.runner import run_job
 from kvbench.store import RecordStore
@@ -298,14 +299,14 @@ def test_half_a_page_takes_no_room_of_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_job(make_job(tmp_path, limit=1))
-    real = Path.write_bytes
 
-    def full(self: Path, content: bytes) -> int:
-        real(self, content[:100])
-        raise OSError(errno.ENOSPC, "No space left on device")
+    class Full(io.FileIO):
+        def write(self, content: Any) -> int:
+            super().write(content[:100])
+            raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(files.Path, "write_bytes", full)
+        patch.setattr(durable, "open", Full, raising=False)
         with pytest.raises(StoreError, match=r"cannot write the report in .*No space left"):
             build_report(tmp_path / "e")
     assert not list(tmp_path.rglob("*.new"))

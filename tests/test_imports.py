@@ -46,6 +46,7 @@ ALLOWED = {
     "runner": {
         "attempts",
         "batching",
+        "durable",
         "engine",
         "interrupts",
         "kv",

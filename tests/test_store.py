@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from kvbench import store
-from kvbench.durable import Syncer
+from kvbench.durable import AppendedFiles
 from kvbench.records import COMMON_FIELDS, StoreError, load_runs
 from kvbench.store import RecordStore, config_hash, run_folder, write_manifest
 
@@ -254,7 +254,7 @@ def test_a_disk_that_refuses_to_sync_is_told_by_the_next_record_or_on_leaving(
             patch.setattr(store.os, "fsync", broken)
             records.append(make_record("a"))
             if again:
-                records._syncer.finish()
+                records._files.finish(records.path)
                 records.append(make_record("b"))
 
     for again in (True, False):
@@ -296,7 +296,7 @@ def test_records_are_synced_without_leaving_and_together(
 
     with RecordStore(tmp_path) as records:
         monkeypatch.setattr(store.os, "fsync", counted)
-        monkeypatch.setattr(Syncer, "PAUSE", 0.2)
+        monkeypatch.setattr(AppendedFiles, "PAUSE", 0.2)
         for part in range(2):
             for number in range(50):
                 records.append(make_record(f"{part}-{number}"))

@@ -11,7 +11,7 @@ from kvbench.records import StoreError
 from kvbench.report.curves import throughput, throughput_scaling
 from kvbench.report.data import Experiment, Group, by_measure, load_experiment
 from kvbench.report.drawing import Drawn, save_figures
-from kvbench.report.figures import figures_of, heatmap_alone
+from kvbench.report.figures import figures_of, grids_of, heatmap_alone
 from kvbench.report.files import file_stem, part_of, remove_stale, write_text
 from kvbench.report.formats import csv, latex, markdown
 from kvbench.report.page import Section, render_page
@@ -166,7 +166,10 @@ def _alone(group: Group) -> list[Drawn]:
     """One heatmap per arm, for papers; the page shows them side by side instead."""
     spec = group.meta.figure("heatmap")
     good = set(group.records["arm"][group.records["status"] == "ok"])
-    return [heatmap_alone(group, a, spec) for a in group.arms if a.label in good] if spec else []
+    if not spec:
+        return []
+    grids = grids_of(group, spec)
+    return [heatmap_alone(group, a, spec, grids) for a in group.arms if a.label in good]
 
 
 def _write_tables(

@@ -5,8 +5,11 @@ Nothing here imports pandas, so that ``kvbench show`` answers at once.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from kvbench.schema import Wrong, check_paper_table
 
 HEADING = "differs from the paper"
 
@@ -20,16 +23,31 @@ def specs_of(paper_table: Any) -> list[dict[str, Any]]:
     mapping with its ``file``.
 
     Raises:
-        PaperError: it is none of these.
+        PaperError: it is none of these, names what is no file's name, or holds a value of a wrong type.
     """
     if not paper_table:
         return []
     each = [paper_table] if isinstance(paper_table, str | Mapping) else paper_table
     if not isinstance(each, Sequence) or not all(isinstance(one, str | Mapping) for one in each):
         raise PaperError(
-            f"paper_table is {paper_table!r}; allowed: a file of results/paper, a mapping, a list"
+            f"paper_table is {paper_table!r:.200}; allowed: a file of results/paper, a mapping, a list"
         )
-    return [{"file": one} if isinstance(one, str) else dict(one) for one in each]
+    specs = [{"file": one} if isinstance(one, str) else dict(one) for one in each]
+    for spec in specs:
+        name = spec.get("file")
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise PaperError(
+                f"paper_table.file is {name!r:.200}; allowed: the name of a file of results/paper"
+            )
+        try:
+            check_paper_table(spec)
+        except Wrong as error:
+            raise PaperError(f"paper_table {name}: {error}") from error
+    return specs
+
+
+_NAME = re.compile(r"[\w+=@,-][\w.+=@,-]{0,119}")
+"""No path: tables lie in one folder."""
 
 
 def differences_of(spec: Mapping[str, Any]) -> tuple[str, ...] | None:
@@ -42,7 +60,7 @@ def differences_of(spec: Mapping[str, Any]) -> tuple[str, ...] | None:
     if found is None:
         return None
     if isinstance(found, str) or not isinstance(found, Sequence):
-        raise PaperError(f"paper_table.differences is {found!r}; allowed: a list of lines")
+        raise PaperError(f"paper_table.differences is {found!r:.200}; allowed: a list of lines")
     return tuple(" ".join(str(line).split()) for line in found)
 
 

@@ -125,8 +125,7 @@ def by_dataset(group: Group, table: ScoreTable) -> Drawn:
 
 def heatmaps(group: Group, spec: Mapping[str, Any]) -> list[Drawn]:
     """All methods side by side (one figure per rate where there are many), and each alone."""
-    grids = {arm.label: grid_of(group, arm, spec) for arm in group.arms}
-    grids = {label: grid for label, grid in grids.items() if grid.size}
+    grids = {label: grid for label, grid in grids_of(group, spec).items() if grid.size}
     low, high = _scale(group, grids)
     unit = axis_unit(group)
     arms = [arm for arm in group.arms if arm.label in grids]
@@ -163,12 +162,19 @@ def heatmaps(group: Group, spec: Mapping[str, Any]) -> list[Drawn]:
     return figures
 
 
-def heatmap_alone(group: Group, arm: Arm, spec: Mapping[str, Any]) -> Drawn:
-    """One arm's heatmap, on the scale that all arms share."""
-    low, high = _scale(group, {a.label: grid_of(group, a, spec) for a in group.arms})
+def heatmap_alone(
+    group: Group, arm: Arm, spec: Mapping[str, Any], grids: Mapping[str, pd.DataFrame] | None = None
+) -> Drawn:
+    """One arm's heatmap, on the scale that all arms share.
+
+    Args:
+        grids: `grids_of` the group, for whoever draws many.
+    """
+    grids = grids_of(group, spec) if grids is None else grids
+    low, high = _scale(group, grids)
     figure = new_figure(4.4, 3.2)
     ax = figure.subplots()
-    image = _heat(ax, grid_of(group, arm, spec), low, high, group)
+    image = _heat(ax, grids[arm.label], low, high, group)
     ax.set_title(f"{group.task}, {group.model}: {arm.label}", fontsize=TEXT)
     ax.set_xlabel(axis_name(spec["x"]), fontsize=TEXT)
     ax.set_ylabel(axis_name(spec["y"]), fontsize=TEXT)
@@ -358,6 +364,11 @@ def differences(table: ScoreTable) -> Drawn:
 def _style_bar(ax: Axes, label: str) -> None:
     ax.tick_params(labelsize=SMALL, length=2.5, color=GREY)
     ax.set_ylabel(label, fontsize=TEXT)
+
+
+def grids_of(group: Group, spec: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
+    """`grid_of` every arm by its label."""
+    return {arm.label: grid_of(group, arm, spec) for arm in group.arms}
 
 
 def grid_of(group: Group, arm: Arm, spec: Mapping[str, Any]) -> pd.DataFrame:

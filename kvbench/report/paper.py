@@ -44,6 +44,7 @@ from typing import Any
 
 import pandas as pd
 
+from kvbench.messages import first_line
 from kvbench.report.best_of import best_rows
 from kvbench.report.data import Experiment, Group
 from kvbench.report.differences import PaperError as PaperError
@@ -144,7 +145,7 @@ def published_tables(experiment: Experiment, folder: Path | None = None) -> list
             repository's results/paper.
 
     Raises:
-        PaperError: the table is not there, or lacks a column that the config names.
+        PaperError: the table is not there, lacks a column that the config names, or cannot be compared.
     """
     found = []
     for group in experiment.groups:
@@ -162,7 +163,7 @@ def published_tables(experiment: Experiment, folder: Path | None = None) -> list
                 raise PaperError(f"paper_table {spec.get('file')}: {error}") from error
             if any((m.get("config") or {}).get("limit") for m in group.manifests):
                 f = None  # some of the paper's examples: no run of the same ones
-            table = _compare(group, spec, _read(experiment.folder, spec, folder), f)
+            table = _compared(group, spec, _read(experiment.folder, spec, folder), f)
             found.append(replace(table, differences=differences[key]))
     return [table for table in found if table.rows]
 
@@ -253,13 +254,19 @@ def _read(experiment: Path, spec: Mapping[str, Any], folder: Path | None) -> pd.
     package = Path(__file__).parents[1]  # in a wheel the tables are in it, in a checkout beside it
     shipped = [package / "paper", package.parent / "results" / "paper"]
     places = [folder] if folder else [experiment.resolve().parent / "paper", *shipped]
-    for place in places:
-        if (place / name).is_file():
-            frame = pd.read_csv(place / name, dtype=str, keep_default_na=False)
-            break
-    else:
+    place = next((place for place in places if (place / name).is_file()), None)
+    if place is None:
         raise PaperError(f"paper_table {name} is in none of {', '.join(map(str, places))}")
+    if (place / name).resolve().parent != place.resolve():
+        raise PaperError(f"paper_table {place / name} is a link to another folder; it is not read")
+    try:
+        frame = pd.read_csv(place / name, dtype=str, keep_default_na=False)
+    except (OSError, ValueError) as error:  # no CSV, or not UTF-8
+        raise PaperError(f"{place / name} cannot be read: {first_line(error)}") from error
     frame = frame.rename(columns=spec.get("rename") or {})
+    twice = frame.columns[frame.columns.duplicated()]
+    if len(twice):
+        raise PaperError(f"{name} has several columns {', '.join(twice)}, as renamed")
     where = spec.get("where") or {}
     named = [*where, *(spec[key] for key in ("value", "by", "reduction") if spec.get(key))]
     named += [
@@ -275,6 +282,21 @@ def _read(experiment: Path, spec: Mapping[str, Any], folder: Path | None) -> pd.
         allowed = {as_text(_number(value)) for value in (wanted if several else [wanted])}
         frame = frame[frame[column].map(lambda text: as_text(_number(text))).isin(allowed)]
     return frame
+
+
+def _compared(
+    group: Group, spec: Mapping[str, Any], frame: pd.DataFrame, rescored: float | None
+) -> Published:
+    """`_compare`, in one line what a table or records from elsewhere make impossible."""
+    try:
+        return _compare(group, spec, frame, rescored)
+    except PaperError:
+        raise
+    except (LookupError, TypeError, ValueError) as error:
+        raise PaperError(
+            f"paper_table {spec['file']} cannot be compared with {group.task}:"
+            f" {type(error).__name__}: {first_line(error)}"
+        ) from error
 
 
 def _compare(
