@@ -78,7 +78,7 @@ def owed(
     """The outcomes that a unit has not told, each saying why."""
     known = {(outcome.method, outcome.example_id) for outcome in told}
     return [
-        Outcome(label, record_id, {"status": status, "error": error})
+        Outcome(label, record_id, {**unit.fields, "status": status, "error": error})
         for label in methods
         for record_id in unit.record_ids
         if (label, record_id) not in known

@@ -32,11 +32,13 @@ class Unit:
         id: unique within the plan, stable under `limit`.
         record_ids: the example ids of the records it ends in, for each method.
         payload: whatever the plan needs to run it.
+        fields: what its records say whatever becomes of it (the dataset, a number of lines ...).
     """
 
     id: str
     record_ids: tuple[str, ...]
     payload: Any
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 def check_ids(task: str, units: Sequence[Unit]) -> None:
@@ -219,7 +221,10 @@ class TaskPlan:
                         f"compress_after is 'context' and example {e.example.id!r} has no "
                         f"{'context' if e.question_ids else 'question'}; allowed: prompt"
                     )
-        return [Unit(e.example.id, (e.example.id,), e) for e in encoded]
+        return [
+            Unit(e.example.id, (e.example.id,), e, {"dataset": e.example.dataset, **e.example.fields})
+            for e in encoded
+        ]
 
     def _encoded(self, session: Session) -> list[EncodedExample]:
         shared = {} if self.shared is None else self.shared

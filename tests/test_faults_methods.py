@@ -292,11 +292,14 @@ def test_a_method_that_exits_is_a_failure_of_the_command(
     monkeypatch.setattr(SnapKV, "compress", lambda *_: os.sys.exit(0))  # type: ignore[attr-defined]
     status, out, err = main(capsys, *SHORT)
     assert status == 1
+    assert "0/2" in out
     assert "2 error" in out
     assert "Traceback" not in err
     for name, wanted in (("exact", "ok"), ("snapkv", "error")):
         (file,) = tmp_path.glob(f"results/**/{name}-*/records.jsonl")
-        assert [json.loads(line)["status"] for line in file.open()] == [wanted] * 2
+        records = [json.loads(line) for line in file.open()]
+        assert [record["status"] for record in records] == [wanted] * 2
+        assert {record["dataset"] for record in records} == {"20 lines"}, "failed or not"
 
 
 def test_what_is_logged_of_a_failure_at_length_holds_no_secret(

@@ -19,6 +19,7 @@ from kvbench.messages import one_line
 from kvbench.methods.base import Method, allowed_entries
 from kvbench.plan import Methods, Unit, encode_example, status_of
 from kvbench.probes._checks import MOST_LAYERS, MOST_TOKENS, check_counts, check_list
+from kvbench.scalars import is_number
 from kvbench.tasks.base import Task, TaskError
 
 Place = tuple[int, float, int]
@@ -128,7 +129,10 @@ class LayerProbe:
         check_counts(self, "exact", most=MOST_TOKENS)
         check_list(self, "layers", MOST_LAYERS, "1-based layer numbers")
         for rate in self.rates:
-            Budget(rate=rate)
+            if not is_number(rate) or not 0 < rate <= 1:
+                raise TaskError(
+                    f"task.rates has {rate!r}; allowed: a list of finite numbers in (0, 1]"
+                )
 
     @property
     def repetition(self) -> str:
