@@ -327,6 +327,7 @@ def test_two_examples_of_one_id_are_refused() -> None:
 
     class Session:
         encoder = ENCODER
+        spec = None
         prefill = "shared"
         compress_after = "prompt"
 
