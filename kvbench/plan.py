@@ -222,7 +222,9 @@ class TaskPlan:
                         f"{'context' if e.question_ids else 'question'}; allowed: prompt"
                     )
         return [
-            Unit(e.example.id, (e.example.id,), e, {"dataset": e.example.dataset, **e.example.fields})
+            Unit(
+                e.example.id, (e.example.id,), e, {"dataset": e.example.dataset, **e.example.fields}
+            )
             for e in encoded
         ]
 
