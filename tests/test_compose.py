@@ -75,7 +75,7 @@ def test_a_shared_base_gives_what_hydra_gives(loaders, overrides, sweep):
 
 
 def _timeless(text: str) -> str:
-    """Without the second at which ``${now:...}`` was resolved, which may be another one for the other."""
+    """Without the second at which ``${now:...}`` was resolved, which may differ between the two."""
     return re.sub(r"\b\d{8}-\d{6}\b", "NOW", text)
 
 
