@@ -12,11 +12,11 @@ import copy
 import os
 import pickle
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from hydra import __version__, version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
@@ -47,6 +47,22 @@ def parse(text: str) -> Override:
     return override
 
 
+T = TypeVar("T")
+
+
+def copies_of(value: T) -> Callable[[], T]:
+    """A function that gives copies of a config, or of a dictionary of them.
+
+    Unpickling is how OmegaConf copies fastest. A class that was loaded twice cannot be pickled (in a
+    launcher's worker Hydra loads its plugins again); there `copy.deepcopy` copies.
+    """
+    try:
+        pickled = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    except (pickle.PicklingError, AttributeError):
+        return lambda: copy.deepcopy(value)
+    return lambda: cast(T, pickle.loads(pickled))
+
+
 @dataclass
 class Base:
     """A config before `key=value` is applied.
@@ -55,13 +71,13 @@ class Base:
         choices: what was chosen of each group, by default or by an override.
         sources: where its files were looked for.
         aliases: keys of what stands for something elsewhere in it.
-        pickled: the config; unpickling is how OmegaConf copies fastest.
+        copy: gives a copy of the config.
     """
 
     choices: dict[str, Any]
     sources: list[ConfigSourceInfo]
     aliases: frozenset[str]
-    pickled: bytes = b""
+    copy: Callable[[], DictConfig] = DictConfig
 
     def note_origin(self, config: DictConfig) -> None:
         """Put into a config what it was made from, as Hydra does, whatever was there."""
@@ -123,7 +139,7 @@ class SharingLoader(ConfigLoaderImpl):
             self.validate_sweep_overrides_legal(parsed, run_mode, from_shell)
         key, choosing = self._base(config_name, parsed, run_mode)
         base = self.kept.bases[key]
-        config = pickle.loads(base.pickled)
+        config = base.copy()
         setting = [o for o in parsed if o not in choosing and not o.is_sweep_override()]
         self._apply_overrides_to_config(setting, config)
         said = config.hydra.overrides
@@ -193,7 +209,7 @@ class SharingLoader(ConfigLoaderImpl):
                 skip_missing=run_mode == RunMode.MULTIRUN,
             )
             own = copy.copy(files)  # merging makes what is merged a part of the result
-            own.cache = pickle.loads(pickle.dumps(files.cache))
+            own.cache = copies_of(files.cache)()
             config = self._compose_config_from_defaults_list(defaults.defaults, own)
             OmegaConf.set_struct(config, True)
             OmegaConf.set_readonly(config.hydra, False)
@@ -203,7 +219,7 @@ class SharingLoader(ConfigLoaderImpl):
                 frozenset(_aliases(config)),
             )
             base.note_origin(config)
-            base.pickled = pickle.dumps(config, pickle.HIGHEST_PROTOCOL)
+            base.copy = copies_of(config)
             self.kept.bases[key] = base
         return key, choosing
 
@@ -247,8 +263,7 @@ def job_config(config: DictConfig) -> DictConfig:
     HydraConfig.instance().cfg = config  # type: ignore[assignment]
     if not _NAMES_HYDRA.search(repr(plain_values(config, without=("hydra",)))):
         return config  # nothing in it can tell
-    job = pickle.loads(pickle.dumps(config, pickle.HIGHEST_PROTOCOL))
-    assert isinstance(job, DictConfig)
+    job = copies_of(config)()
     OmegaConf.set_struct(job, None)
     del job["hydra"]
     return job

@@ -175,3 +175,22 @@ def test_plain_values_are_those_of_a_container(value):
         assert plain_values(config, resolve=True, without=("a",)) == {
             key: inner for key, inner in wanted.items() if key != "a"
         }
+
+
+def test_configs_of_a_class_loaded_twice_are_copied_as_well():
+    """As in a launcher's worker, where Hydra loads its plugins again."""
+    from dataclasses import dataclass
+
+    from omegaconf import OmegaConf
+
+    from kvbench.compose import copies_of
+
+    @dataclass
+    class Local:  # a class that pickling by name does not find
+        value: int = 1
+
+    config = OmegaConf.create({"a": OmegaConf.structured(Local)})
+    first, second = (copies_of(config)() for _ in range(2))
+    first.a.value = 2
+    assert (config.a.value, first.a.value, second.a.value) == (1, 2, 1)
+    assert OmegaConf.get_type(first.a) is Local
