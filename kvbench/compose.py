@@ -77,7 +77,7 @@ class Base:
     choices: dict[str, Any]
     sources: list[ConfigSourceInfo]
     aliases: frozenset[str]
-    copy: Callable[[], DictConfig] = DictConfig
+    copy: Callable[[], DictConfig] = lambda: DictConfig({})
 
     def note_origin(self, config: DictConfig) -> None:
         """Put into a config what it was made from, as Hydra does, whatever was there."""
