@@ -323,7 +323,7 @@ def test_layer_error_refuses_what_makes_no_sense(tmp_path):
         LayerError(metric="best", synthetic=SYNTHETIC)
     with pytest.raises(TaskError, match=r"task.held_out is 2; allowed: true, false"):
         LayerError(held_out=2, synthetic=SYNTHETIC)
-    with pytest.raises(KVError, match=r"rate is 1.5; allowed"):
+    with pytest.raises(TaskError, match=r"task.rates has 1.5; allowed"):
         LayerError(rates=(1.5,), synthetic=SYNTHETIC)
     probe = LayerError(exact=160, synthetic=SYNTHETIC)
     with pytest.raises(KVError, match="320 tokens; allowed: less than half"):
