@@ -132,7 +132,7 @@ figures: setup ## every figure as PDF and PNG, every table as LaTeX: make figure
 	$(BIN)/python -m kvbench.report --list $(REPORTED)
 
 wandb-report: setup ## a W&B report, sent if WANDB_API_KEY is set: make wandb-report RESULTS=results/demo
-	$(BIN)/python -m kvbench.report.wandb_report $(REPORTED)
+	$(BIN)/python -m kvbench.report.wandb.report $(REPORTED)
 
 train-recall-mini: setup ## train the shipped model again (an hour on one core)
 	$(BIN)/python scripts/train_recall_mini.py

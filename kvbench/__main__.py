@@ -1,6 +1,6 @@
 """``python -m kvbench``."""
 
-from kvbench.cli import main
+from kvbench.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvbench.errors import UserError
 from kvbench.kernels.attention_mass import attention_mass
 
 
-class KVError(ValueError):
+class KVError(UserError, ValueError):
     """A user-facing error: one line that names the thing, its value and what is allowed."""
 
 

@@ -42,7 +42,6 @@ import torch.nn.functional as F
 from bench_compress import block_products
 from torch import Tensor
 
-from kvbench import provenance
 from kvbench.kernels._choice import VARIABLE
 from kvbench.kernels.attention_mass import attention_mass
 from kvbench.kernels.balanced_cut import halve
@@ -52,6 +51,7 @@ from kvbench.kernels.kcentre import greedy_k_centre
 from kvbench.kv import Budget, LayerKV
 from kvbench.methods import build_method
 from kvbench.methods.base import Method
+from kvbench.run import provenance
 
 KV_HEADS, DIM = 8, 128
 """Of a Llama-3.1-8B layer, whose group is 4."""

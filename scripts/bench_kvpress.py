@@ -26,10 +26,10 @@ from transformers import GenerationConfig
 
 from kvbench.engine.generate import Stopping, run_forks
 from kvbench.engine.loading import ModelSpec
-from kvbench.engine.session import Session
 from kvbench.kv import Budget
 from kvbench.methods import build_method
-from kvbench.plan import encode_example
+from kvbench.run.plan import encode_example
+from kvbench.run.session import Session
 from kvbench.tasks.longeval_lines import LongEvalLines
 
 PRESSES: dict[str, tuple[str, dict[str, int]] | None] = {

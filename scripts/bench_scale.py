@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 from kvbench.methods.fixed import Fixed
-from kvbench.records import COMMON_FIELDS, MANIFEST, RECORDS
-from kvbench.store import config_hash, run_folder
+from kvbench.records.read import COMMON_FIELDS, MANIFEST, RECORDS
+from kvbench.records.store import config_hash, run_folder
 
 METHODS = ("exact", "streaming_llm", "uniform", "snapkv", "pyramidkv", "h2o", "subgen", "balancekv")
 DATASETS = 4

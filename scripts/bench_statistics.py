@@ -18,12 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import norm
 
-from kvbench.report.intervals import difference_intervals, mean_intervals
-from kvbench.report.margins import margin_of, share_anew
-from kvbench.report.marks import standing
-from kvbench.report.significance import ALPHA, p_values, units_needed
-from kvbench.report.stats import Array, Estimate, Stratum
-from kvbench.report.tables import Scores
+from kvbench.report.stats.estimate import Array, Estimate, Stratum
+from kvbench.report.stats.intervals import difference_intervals, mean_intervals
+from kvbench.report.stats.margins import margin_of, share_anew
+from kvbench.report.stats.marks import standing
+from kvbench.report.stats.significance import ALPHA, p_values, units_needed
+from kvbench.report.tables.scores import Scores
 
 SIZES = (5, 10, 20, 50, 100, 300)
 LEVELS = (0.5, 0.9, 0.99)

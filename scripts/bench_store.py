@@ -19,8 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvbench.records import COMMON_FIELDS
-from kvbench.store import RecordStore
+from kvbench.records.read import COMMON_FIELDS
+from kvbench.records.store import RecordStore
 
 
 def record(number: int, method: str) -> dict[str, Any]:

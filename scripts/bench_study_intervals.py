@@ -18,10 +18,10 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from kvbench.report.ablation import effects_of
-from kvbench.report.data import Arm, Group, TaskMeta
-from kvbench.report.theory import AS_PREDICTED, NEAR, curves_of, fits_of
-from kvbench.report.timings import median_of
+from kvbench.report.experiment import Arm, Group, TaskMeta
+from kvbench.report.tables.ablation import effects_of
+from kvbench.report.tables.scaling import AS_PREDICTED, NEAR, curves_of, fits_of
+from kvbench.report.tables.timings import median_of
 
 RATES = (0.5, 0.25, 0.125)
 LEVELS = (64, 128, 256, 512, 1024)

@@ -22,11 +22,11 @@ import yaml
 
 from kvbench.engine.generate import run_forks
 from kvbench.engine.loading import ModelSpec
-from kvbench.engine.session import Session
 from kvbench.kv import Budget, CompressedKV, LayerKV
 from kvbench.methods import build_method
 from kvbench.methods.base import Method
 from kvbench.methods.snapkv import SnapKV, keep_best, window_scores
+from kvbench.run.session import Session
 from kvbench.tasks.base import Example
 from kvbench.tasks.needle import Needle
 

@@ -27,8 +27,8 @@ from hydra import compose
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from kvbench import cli
-from kvbench.catalogue import KINDS, catalogue
+from kvbench.cli import main as cli
+from kvbench.cli.catalogue import KINDS, catalogue
 
 BASE = ["logger=none", "model=tiny_random", "device=cpu", "dry_run=true", "limit=1"]
 LONGBENCH = Path(__file__).parent / "data" / "longbench"

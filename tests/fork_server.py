@@ -124,10 +124,10 @@ def serve() -> None:
     torch.set_num_threads(1)
     import test_runner
 
-    import kvbench.app
-    import kvbench.cli  # noqa: F401
+    import kvbench.cli.build
+    import kvbench.cli.main  # noqa: F401
     from kvbench.report.build import build_report
-    from kvbench.runner import run_job
+    from kvbench.run.runner import run_job
 
     # what running and reporting import when they need it
     with tempfile.TemporaryDirectory() as folder:
@@ -170,7 +170,7 @@ def _child(request: dict[str, Any], make_job: Callable[..., Any]) -> None:
         else:
             if request["kill"] is not None:
                 die_at(*request["kill"])
-            from kvbench.runner import run_job
+            from kvbench.run.runner import run_job
 
             run_job(make_job(Path(request["job"]), retry_failed=request["retry_failed"]))
             status = 0
@@ -186,7 +186,7 @@ def _child(request: dict[str, Any], make_job: Callable[..., Any]) -> None:
 
 def stall(name: str, count: int, deaf: bool) -> None:
     """Make the `count`-th call of a function of the package come to no end."""
-    from kvbench import interrupts
+    from kvbench.engine import limits as interrupts
 
     place, _, function = name.rpartition(".")
     real, left = pkgutil.resolve_name(name), [count]

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from scipy.stats import norm
 
-from kvbench.records import COMMON_FIELDS
-from kvbench.store import RecordStore, config_hash, run_folder, write_manifest
+from kvbench.records.read import COMMON_FIELDS
+from kvbench.records.store import RecordStore, config_hash, run_folder, write_manifest
 
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=alert(1)>"
 SKILL = {

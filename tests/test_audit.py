@@ -26,10 +26,10 @@ from kvbench.methods import build_method
 from kvbench.methods.base import Method
 from kvbench.probes.layer_error import LayerError
 from kvbench.probes.layers import SyntheticLayers, check_total
-from kvbench.report.data import load_experiment
-from kvbench.report.tables import score_table
+from kvbench.report.experiment import load_experiment
+from kvbench.report.tables.scores import score_table
 from kvbench.report.views import notes_of
-from kvbench.runner import run_job
+from kvbench.run.runner import run_job
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,16 +11,16 @@ from interpreted import DEVICE, HAVE_TRITON
 from test_runner import SMALL, Echo, Letters, make_job, records_of
 from tiny import Broken, prompt_ids, tiny_model
 
-from kvbench.batching import AUTO_MOST, BatchSize, check_batch_size, groups, run_group
 from kvbench.engine import generate as engine
 from kvbench.engine import memory
 from kvbench.engine.generate import Prompt, Stopping, run_batch
 from kvbench.engine.loading import ModelSpec
-from kvbench.engine.session import Session
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
-from kvbench.plan import Outcome, TaskPlan, Unit
-from kvbench.runner import run_job
+from kvbench.run.batching import AUTO_MOST, BatchSize, check_batch_size, groups, run_group
+from kvbench.run.plan import Outcome, TaskPlan, Unit
+from kvbench.run.runner import run_job
+from kvbench.run.session import Session
 from kvbench.tasks.base import Example, PromptEncoder
 
 EVERY_METHOD = {
@@ -183,8 +183,8 @@ def batches(result):
 @pytest.fixture(autouse=True)
 def _no_collection(monkeypatch):
     """Collecting garbage takes longer than everything else here."""
-    monkeypatch.setattr("kvbench.batching.free_memory", lambda device: None)
-    monkeypatch.setattr("kvbench.attempts.free_memory", lambda device: None)
+    monkeypatch.setattr("kvbench.run.batching.free_memory", lambda device: None)
+    monkeypatch.setattr("kvbench.run.attempts.free_memory", lambda device: None)
 
 
 def short_memory(monkeypatch, rows):
@@ -213,7 +213,7 @@ def test_records_are_the_same_at_any_batch_size(tmp_path, compress_after):
 
 
 def test_the_manifest_says_which_batch_size_was_asked_for(tmp_path):
-    from kvbench.records import load_run
+    from kvbench.records.read import load_run
 
     result = run_job(job(tmp_path, batch_size="auto", labels=("exact",)))
     assert load_run(result.folders["exact"]).manifest["batch_size"] == "auto"

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from kvbench import cli
-from kvbench.catalogue import KINDS, catalogue
-from kvbench.progress import _logs_above_the_bar, progress_display
-from kvbench.runner import Progress
+from kvbench.cli import main as cli
+from kvbench.cli.catalogue import KINDS, catalogue
+from kvbench.run.progress import _logs_above_the_bar, progress_display
+from kvbench.run.runner import Progress
 
 FAST = ["logger=none", "model=tiny_random", "method=[exact,snapkv]", "task=longeval_lines"]
 FAST += ["task.num_lines=[20]"]
@@ -49,7 +49,7 @@ def main(capsys: Any, *arguments: str) -> tuple[int, str, str]:
 
 def test_help_list_and_show_need_no_torch_and_little_time(tmp_path: Any) -> None:
     script = (
-        "import sys\nfrom kvbench.cli import main\n"
+        "import sys\nfrom kvbench.cli.main import main\n"
         "for words in (['--help'], ['list', 'methods'], ['show', 'method=snapkv']):\n"
         "    try: main(words)\n"
         "    except SystemExit as stop: assert stop.code == 0, words\n"
@@ -298,7 +298,7 @@ def test_progress_in_a_log_is_a_line_now_and_then(capsys: Any) -> None:
 SCRIPT = """
 import logging, sys
 from types import SimpleNamespace
-from kvbench.progress import progress_display
+from kvbench.run.progress import progress_display
 logging.basicConfig(stream=sys.stderr, format="%(message)s")
 with progress_display("job") as show:
     show(SimpleNamespace(total=3, done=1, scores={}))

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench import cli
-from kvbench.compose import Compositions, SharingLoader, plain_values
+from kvbench.cli import main as cli
+from kvbench.cli.compose import Compositions, SharingLoader, plain_values
 
 PARTS = (
     ("task=needle", "task=nosuch", "task=longbench", "task=[a]"),
@@ -183,7 +183,7 @@ def test_configs_of_a_class_loaded_twice_are_copied_as_well():
 
     from omegaconf import OmegaConf
 
-    from kvbench.compose import copies_of
+    from kvbench.cli.compose import copies_of
 
     @dataclass
     class Local:  # a class that pickling by name does not find

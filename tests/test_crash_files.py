@@ -14,9 +14,9 @@ import pytest
 from test_runner import make_job, records_of
 from test_store import fill, make_record
 
-from kvbench import store
 from kvbench.methods import build_method
-from kvbench.records import (
+from kvbench.records import store
+from kvbench.records.read import (
     COMMON_FIELDS,
     FORMAT,
     StoreError,
@@ -24,8 +24,8 @@ from kvbench.records import (
     read_manifest,
     read_records,
 )
-from kvbench.runner import run_job
-from kvbench.store import RecordStore, write_manifest
+from kvbench.records.store import RecordStore, write_manifest
+from kvbench.run.runner import run_job
 
 
 def folder_of(root: Path) -> Path:
@@ -237,7 +237,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, jumps: list[float]) -> Iterator[None]
     with monkeypatch.context() as patch:
         patch.setattr(time, "time", lambda: real() + next(turn))
         patch.setattr(time, "time_ns", lambda: int(1e9 * (real() + next(turn))))
-        for place in ("kvbench.store.datetime", "kvbench.runner.datetime"):
+        for place in ("kvbench.records.store.datetime", "kvbench.run.runner.datetime"):
             patch.setattr(place, Jumping)
         yield
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fork_server import ForkServer, whole_rows
 
-from kvbench.records import load_runs
+from kvbench.records.read import load_runs
 
 TIMES = ("prefill_s", "compress_s", "decode_s")
 

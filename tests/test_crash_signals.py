@@ -16,8 +16,9 @@ import pytest
 from fork_server import Child, ForkServer, whole_rows
 from test_cli import FAST
 
-from kvbench.interrupts import WAITS, Terminated, Termination, time_limit
-from kvbench.records import load_runs
+from kvbench.engine.limits import time_limit
+from kvbench.records.read import load_runs
+from kvbench.run.termination import WAITS, Terminated, Termination
 
 EXAMPLES = 40
 JOB = [*FAST, f"task.num_examples={EXAMPLES}", "task.max_new_tokens=6"]

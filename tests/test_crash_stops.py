@@ -32,15 +32,16 @@ from test_crash_signals import (  # noqa: F401
 from test_runner import make_job
 from test_store import make_record
 
-from kvbench import durable, runner
-from kvbench.attempts import DeviceLost
-from kvbench.interrupts import WAITS, Terminated, Termination
-from kvbench.plan import TaskPlan
-from kvbench.records import StoreError, read_records
-from kvbench.report import wandb_send
+from kvbench.records import durable
+from kvbench.records.read import StoreError, read_records
+from kvbench.records.store import RecordStore
 from kvbench.report.build import build_report
-from kvbench.runner import run_job
-from kvbench.store import RecordStore
+from kvbench.report.wandb import send as wandb_send
+from kvbench.run import runner
+from kvbench.run.attempts import DeviceLost
+from kvbench.run.plan import TaskPlan
+from kvbench.run.runner import run_job
+from kvbench.run.termination import WAITS, Terminated, Termination
 
 TERMINATED = "kvbench: terminated; what is done is on disk, the same command goes on from there"
 
@@ -55,10 +56,10 @@ def wait_until_stalled(child: Child) -> None:
 
 
 STALLS = {
-    "loading the model": ("kvbench.engine.session.load_model", 1),
-    "writing a manifest": ("kvbench.store.replace", 2),
+    "loading the model": ("kvbench.run.session.load_model", 1),
+    "writing a manifest": ("kvbench.records.store.replace", 2),
     "building the page": ("kvbench.report.build.build_report", 1),
-    "between two jobs of a sweep": ("kvbench.app.build_job", 4),  # two are checked before
+    "between two jobs of a sweep": ("kvbench.cli.build.build_job", 4),  # two are checked before
 }
 
 
@@ -84,7 +85,7 @@ def test_an_example_without_end_takes_two_signals(
     tmp_path: Path,
     undisturbed: Any,  # noqa: F811
 ) -> None:
-    child = server.kvbench(tmp_path, *FEW, stall=("kvbench.plan.run_batch", 2))
+    child = server.kvbench(tmp_path, *FEW, stall=("kvbench.run.plan.run_batch", 2))
     wait_until_stalled(child)
     child.signal(signal.SIGTERM)
     time.sleep(0.2)
@@ -98,7 +99,7 @@ def test_an_example_without_end_takes_two_signals(
 
 def test_interrupted_twice_is_no_traceback(server: ForkServer, tmp_path: Path) -> None:
     """The second comes while the first is being answered."""
-    child = server.kvbench(tmp_path, *JOB, stall=("kvbench.cli.complain", 1))
+    child = server.kvbench(tmp_path, *JOB, stall=("kvbench.cli.main.complain", 1))
     wait_for_records(tmp_path, child, 1)
     child.signal(signal.SIGINT)
     wait_until_stalled(child)
@@ -113,7 +114,7 @@ def test_a_closed_terminal_loses_nothing(
     tmp_path: Path,
     undisturbed: Any,  # noqa: F811
 ) -> None:
-    child = server.kvbench(tmp_path, *FEW, stall=("kvbench.plan.run_batch", 3))
+    child = server.kvbench(tmp_path, *FEW, stall=("kvbench.run.plan.run_batch", 3))
     wait_until_stalled(child)
     child.signal(signal.SIGHUP)
     assert child.wait() == -signal.SIGHUP
@@ -164,7 +165,7 @@ def test_a_kernel_that_never_returns_is_recorded_and_the_next_start_goes_on_afte
 ) -> None:
     words = [*FEW, "example_timeout=0.2", f"batch_size={batch}"]
     call = 2 if batch == 1 else 1
-    child = server.kvbench(tmp_path, *words, stall=("kvbench.plan.run_batch", call), deaf=True)
+    child = server.kvbench(tmp_path, *words, stall=("kvbench.run.plan.run_batch", call), deaf=True)
     assert child.wait() == 1
     err = child.err.read_text()
     assert "hung" in err

@@ -14,9 +14,9 @@ from kvbench.engine import graphs
 from kvbench.engine.generate import Prompt, Stopping, run_batch
 from kvbench.engine.graphs import StepGraphs
 from kvbench.engine.loading import ModelSpec
-from kvbench.engine.session import Session
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
+from kvbench.run.session import Session
 
 ALONE = ("topk", "exact_4bit", "snapkv_2bit", "subgen_streaming", "balancekv_streaming")
 """Methods whose rows decode one by one."""

@@ -19,7 +19,7 @@ from kvbench.engine.loading import ModelError, ModelSpec, load_model
 from kvbench.engine.prefill import capture_layers, input_device
 from kvbench.kv import Budget
 from kvbench.methods import build_method
-from kvbench.runner import run_job
+from kvbench.run.runner import run_job
 
 SMALL = Budget(rate=0.25, sink=4, window=4)
 NAMES = (

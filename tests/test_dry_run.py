@@ -17,13 +17,13 @@ from test_cli import main
 from test_experiments import composed
 from test_runner import Letters, make_job
 
-from kvbench.app import build_job
-from kvbench.dry_run import print_dry_run
+from kvbench.cli.build import build_job
 from kvbench.engine.estimate import cache_shape
 from kvbench.kernels.quantize import Quantization, pack, packed_bytes
-from kvbench.records import load_runs
+from kvbench.records.read import load_runs
 from kvbench.report.build import build_report
-from kvbench.runner import run_job
+from kvbench.run.preview import print_dry_run
+from kvbench.run.runner import run_job
 from kvbench.tasks.base import PromptEncoder
 
 

@@ -14,11 +14,10 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from report_runs import write_run
 
-from kvbench.app import build_job
-from kvbench.cli import config_dir
+from kvbench.cli.build import build_job
+from kvbench.cli.main import config_dir
 from kvbench.engine.cache import layer_generator
 from kvbench.engine.loading import ModelSpec
-from kvbench.engine.session import Session
 from kvbench.kernels.self_balancing import self_balancing_walk
 from kvbench.kv import Budget, KVError, LayerKV
 from kvbench.methods import build_method
@@ -29,10 +28,11 @@ from kvbench.probes.discrepancy import UnitVectors, Walk, WalkDiscrepancy
 from kvbench.probes.error_scaling import BoundedData, ErrorScaling, bound_scale
 from kvbench.probes.layers import SyntheticLayers
 from kvbench.report.build import build_report
-from kvbench.report.data import load_experiment
-from kvbench.report.study import study_of
-from kvbench.report.theory import curves_of, fits_of, scaling_of
-from kvbench.runner import run_job
+from kvbench.report.experiment import load_experiment
+from kvbench.report.tables.scaling import curves_of, fits_of, scaling_of
+from kvbench.report.tables.study import study_of
+from kvbench.run.runner import run_job
+from kvbench.run.session import Session
 from kvbench.tasks.base import TaskError
 
 SESSION = Session(ModelSpec(name="none", path="none"), torch.device("cpu"), torch.float32)

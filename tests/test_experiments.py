@@ -21,13 +21,13 @@ from scipy.stats import chisquare
 from test_cli import main
 from test_longbench_run import DATA, ROOT
 
-from kvbench.app import build_job
-from kvbench.catalogue import config_dir
-from kvbench.cli import check_overrides
+from kvbench.cli.build import build_job
+from kvbench.cli.catalogue import config_dir
+from kvbench.cli.main import check_overrides
 from kvbench.engine.generate import Stopping, run_forks
 from kvbench.kv import Budget, KVError, LayerKV
 from kvbench.methods import build_method
-from kvbench.records import load_runs
+from kvbench.records.read import load_runs
 
 EXPERIMENTS = {
     path.stem: yaml.safe_load(path.read_text())

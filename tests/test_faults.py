@@ -20,19 +20,19 @@ from test_cli import SHORT, main
 from test_runner import make_job, records_of
 from tiny import Broken, prompt_ids, tiny_model
 
-from kvbench import attempts, runner
-from kvbench.attempts import DeviceLost, outcomes_of
 from kvbench.engine import generate as generation
 from kvbench.engine.cache import Fork
 from kvbench.engine.faults import choose, is_out_of_memory, release_frames
 from kvbench.engine.generate import Stopping, run_batch, run_forks
+from kvbench.engine.limits import RunClock, time_limit
 from kvbench.engine.loading import ModelError
-from kvbench.interrupts import RunClock, time_limit
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods import build_method
 from kvbench.methods.base import Method
-from kvbench.plan import Methods, Outcome, TaskPlan, Unit, status_of
-from kvbench.runner import run_job
+from kvbench.run import attempts, runner
+from kvbench.run.attempts import DeviceLost, outcomes_of
+from kvbench.run.plan import Methods, Outcome, TaskPlan, Unit, status_of
+from kvbench.run.runner import run_job
 
 SMALL = Budget(rate=0.25, sink=4, window=4)
 
@@ -91,7 +91,7 @@ def test_a_unit_out_of_memory_runs_its_methods_one_by_one(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB")
         return run_batch(model, prompts, **named)
 
-    monkeypatch.setattr("kvbench.plan.run_batch", tight)
+    monkeypatch.setattr("kvbench.run.plan.run_batch", tight)
     result = run_job(make_job(tmp_path))
     assert together == [3, 3, 1, 1, 1, 3, 3]
     assert (result.failed, result.written) == (0, 12)
@@ -304,7 +304,7 @@ def test_loading_the_model_is_not_the_first_example(tmp_path: Path) -> None:
         return model
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvbench.engine.session.load_model", load)
+        patch.setattr("kvbench.run.session.load_model", load)
         result = run_job(job)
     assert result.failed == 0
 
@@ -315,7 +315,7 @@ def test_a_model_is_loaded_when_something_is_to_be_run_and_before_any_folder_is_
     def refuse(spec: Any, **_: Any) -> None:
         raise ModelError("model 'none' cannot be loaded")
 
-    monkeypatch.setattr("kvbench.engine.session.load_model", refuse)
+    monkeypatch.setattr("kvbench.run.session.load_model", refuse)
     run_job(make_job(tmp_path))
     again = make_job(tmp_path)
     del again.session.__dict__["model"]
@@ -362,7 +362,7 @@ def test_an_alarm_that_is_swallowed_comes_again() -> None:
 
 HANGS_IN_C = """
 import ctypes, sys
-from kvbench import interrupts
+from kvbench.engine import limits as interrupts
 interrupts.PATIENCE = 0.5
 libc = ctypes.CDLL(None)
 mutex = ctypes.create_string_buffer(64)
@@ -387,10 +387,10 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from test_faults import Faulty, with_session
 from test_runner import make_job, records_of
-from kvbench.interrupts import RunClock, time_limit
+from kvbench.engine.limits import RunClock, time_limit
 from kvbench.kv import LayerKV
 from kvbench.methods import build_method
-from kvbench.runner import run_job
+from kvbench.run.runner import run_job
 
 def ready(*_):
     print("ready", flush=True)

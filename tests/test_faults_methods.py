@@ -19,22 +19,23 @@ from test_faults import SMALL, Faulty
 from test_runner import Echo, make_job, records_of
 from tiny import prompt_ids, tiny_model
 
-from kvbench import interrupts
 from kvbench.engine import generate as engine
+from kvbench.engine import limits as interrupts
 from kvbench.engine.faults import release_frames
 from kvbench.engine.generate import Prompt, Stopping, run_batch
-from kvbench.interrupts import Terminated, time_limit
+from kvbench.engine.limits import time_limit
+from kvbench.errors import LONGEST, one_line, presentable
 from kvbench.kv import LayerKV
-from kvbench.messages import LONGEST, one_line, presentable
 from kvbench.methods import build_method
 from kvbench.methods.snapkv import SnapKV
-from kvbench.runner import JobResult, run_job
+from kvbench.run.runner import JobResult, run_job
+from kvbench.run.termination import Terminated
 
 
 @pytest.fixture(autouse=True)
 def _no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
     """Collecting garbage takes longer than everything else here."""
-    monkeypatch.setattr("kvbench.attempts.free_memory", lambda device: None)
+    monkeypatch.setattr("kvbench.run.attempts.free_memory", lambda device: None)
 
 
 class Mute(Exception):

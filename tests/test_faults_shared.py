@@ -25,7 +25,7 @@ from kvbench.methods.topk import TopK
 from kvbench.probes.error_scaling import BoundedData, ErrorScaling
 from kvbench.probes.layer_error import LayerError
 from kvbench.probes.layers import SyntheticLayers
-from kvbench.runner import run_job
+from kvbench.run.runner import run_job
 
 
 @dataclass(frozen=True, kw_only=True)

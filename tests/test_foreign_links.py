@@ -17,15 +17,15 @@ from report_runs import LINES_META, write_run
 from test_runner import make_job
 from test_store import fill, make_record
 
-from kvbench.durable import check_inside, make_folder, remove, replace
 from kvbench.methods import build_method
-from kvbench.records import MANIFEST, StoreError, load_runs
+from kvbench.records.durable import check_inside, make_folder, remove, replace
+from kvbench.records.read import MANIFEST, StoreError, load_runs
+from kvbench.records.store import RecordStore, run_folder, write_manifest
 from kvbench.report.__main__ import main
 from kvbench.report.build import build_report
-from kvbench.report.data import load_experiment
-from kvbench.report.wandb_log import log_runs
-from kvbench.runner import run_job
-from kvbench.store import RecordStore, run_folder, write_manifest
+from kvbench.report.experiment import load_experiment
+from kvbench.report.wandb.log import log_runs
+from kvbench.run.runner import run_job
 
 PRECIOUS = b"what a person wrote\n"
 

@@ -12,9 +12,9 @@ from report_runs import LINES_META, write_run
 
 from kvbench.report.__main__ import main
 from kvbench.report.build import build_report
-from kvbench.report.data import load_experiment
-from kvbench.report.differences import comments_on
-from kvbench.report.paper import PaperError, published_tables
+from kvbench.report.experiment import load_experiment
+from kvbench.report.tables.differences import comments_on
+from kvbench.report.tables.published import PaperError, published_tables
 
 TABLE = "method,num_lines,accuracy\nexact,5,50\nsnapkv,5,40\n"
 SPEC = {"file": "mine", "value": "accuracy", "by": "num_lines", "scale": 100}

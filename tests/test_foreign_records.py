@@ -17,17 +17,17 @@ from cli_cases import MOST_SECONDS, ended
 from report_runs import LINES_META, NEEDLE_META, write_run
 from rich.console import Console
 
-from kvbench.messages import printable
-from kvbench.records import StoreError, load_run, load_runs
+from kvbench.errors import printable
+from kvbench.records.read import StoreError, load_run, load_runs
+from kvbench.records.schema import COMMON_FIELDS, NUMBER_FIELDS
+from kvbench.records.store import RecordStore, run_folder, safe_name
 from kvbench.report.__main__ import main
 from kvbench.report.build import build_report, views_of
-from kvbench.report.console import print_views
-from kvbench.report.data import load_experiment
-from kvbench.report.drawing import Drawn, new_figure
-from kvbench.report.formats import csv, markdown
+from kvbench.report.experiment import load_experiment
+from kvbench.report.figures.canvas import Drawn, new_figure
+from kvbench.report.render.console import print_views
+from kvbench.report.render.text import csv, markdown
 from kvbench.report.views import View
-from kvbench.schema import COMMON_FIELDS, NUMBER_FIELDS
-from kvbench.store import RecordStore, run_folder, safe_name
 
 HUGE = 10**400
 

@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from kvbench.kv import KVError
-from kvbench.plan import TaskPlan, check_ids
-from kvbench.records import StoreError, load_runs
+from kvbench.records.read import StoreError, load_runs
 from kvbench.report.build import views_of
-from kvbench.report.data import Experiment, group_runs
-from kvbench.report.formats import markdown
+from kvbench.report.experiment import Experiment, group_runs
+from kvbench.report.render.text import markdown
+from kvbench.run.plan import TaskPlan, check_ids
 from kvbench.tasks.base import Example, PromptEncoder, TaskError
 from kvbench.tasks.longbench.data import Source
 from kvbench.tasks.longeval_lines import QUESTION_START, LongEvalLines

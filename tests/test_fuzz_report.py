@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from report_runs import LINES_META, TASKS, write_run
 
+from kvbench.records.store import MANIFEST
 from kvbench.report.__main__ import main
-from kvbench.store import MANIFEST
 
 ODD = [
     *("", ".", "..", "nosuch", "a/b/c", "a\x00b", "\ud800", "é" * 200, "~nosuch", "*", "--", "-"),

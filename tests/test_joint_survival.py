@@ -19,7 +19,7 @@ from kvbench.probes.joint_survival import (
     number_pairs,
     survivors,
 )
-from kvbench.runner import run_job
+from kvbench.run.runner import run_job
 from kvbench.tasks.base import TaskError
 
 

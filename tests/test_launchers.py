@@ -15,14 +15,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kvbench.cli.launch.queue import JobState
 from test_cli import main
 
-from kvbench import slurm
-from kvbench.devices import DeviceError, see_only, worker_devices
-from kvbench.interrupts import Terminated, asks_to_stop
-from kvbench.jobs import FAILED, USAGE, JobOutcome, Jobs, names
-from kvbench.messages import LogLine
-from kvbench.slurm import JobState
+from kvbench.cli.jobs import FAILED, USAGE, JobOutcome, Jobs, names
+from kvbench.cli.launch import queue as slurm
+from kvbench.cli.launch.devices import DeviceError, see_only, worker_devices
+from kvbench.errors import LogLine
+from kvbench.run.termination import Terminated, asks_to_stop
 
 TIMES = ("prefill_s", "compress_s", "decode_s")
 SMALL = ["logger=none", "device=cpu", "task=longeval_lines", "task.num_lines=[20]"]
@@ -190,7 +190,7 @@ def test_why_jobs_wait_is_one_line():
 
 def test_results_that_show_late_are_waited_for(monkeypatch, tmp_path):
     """Slurm sees the end of a job before a network file system shows what it wrote."""
-    from hydra_plugins import kvbench_launchers as launchers
+    from kvbench.cli.launch import base as launchers
 
     now, said = 100.0, {}
     monkeypatch.setattr(launchers.time, "monotonic", lambda: now)

@@ -12,14 +12,14 @@ import pytest
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from kvbench.catalogue import config_dir
-from kvbench.cli import check_overrides, main
-from kvbench.confirm import go_on
+from kvbench.cli.catalogue import config_dir
+from kvbench.cli.main import check_overrides, main
 from kvbench.engine.attention import UnsupportedModel
 from kvbench.engine.loading import ModelSpec, checked_config
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
-from kvbench.records import load_runs
+from kvbench.records.read import load_runs
+from kvbench.run.confirm import go_on
 from kvbench.tasks.longbench import BUCKETS, E_DATASETS
 
 DATA = Path(__file__).parent / "data" / "longbench"
@@ -110,7 +110,7 @@ def test_sums_by_category_and_a_cache_of_one_size(tmp_path, capsys):
 
 
 def test_nobody_is_asked_but_on_a_terminal(monkeypatch, capsys):
-    monkeypatch.setattr("kvbench.confirm.units_to_run", lambda job: [])
+    monkeypatch.setattr("kvbench.run.confirm.units_to_run", lambda job: [])
 
     class Job:
         class spec:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from report_runs import write_run
 
-from kvbench.plan import TaskPlan
-from kvbench.report.data import load_experiment
-from kvbench.report.tables import AVERAGE, score_table
+from kvbench.report.experiment import load_experiment
+from kvbench.report.tables.scores import AVERAGE, score_table
+from kvbench.run.plan import TaskPlan
 from kvbench.tasks.base import PromptEncoder
 from kvbench.tasks.longeval_lines import (
     INTRODUCTION,

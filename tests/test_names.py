@@ -10,11 +10,11 @@ import pytest
 from cli_cases import ended
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from kvbench import cli
-from kvbench.app import results_folder
+from kvbench.cli import main as cli
+from kvbench.cli.build import results_folder
+from kvbench.cli.overrides import is_folder_name
 from kvbench.kv import KVError
-from kvbench.overrides import is_folder_name
-from kvbench.store import safe_name
+from kvbench.records.store import safe_name
 
 RUN = [
     *("logger=none", "model=tiny_random", "device=cpu", "task=longeval_lines", "method=[exact]"),

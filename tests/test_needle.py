@@ -17,10 +17,10 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from kvbench.plan import TaskPlan
 from kvbench.report.build import build_report
-from kvbench.report.data import load_experiment
-from kvbench.report.tables import score_table, strata_of
+from kvbench.report.experiment import load_experiment
+from kvbench.report.tables.scores import score_table, strata_of
+from kvbench.run.plan import TaskPlan
 from kvbench.tasks.base import PromptEncoder
 from kvbench.tasks.haystack import generated_haystack
 from kvbench.tasks.needle import (

@@ -17,11 +17,11 @@ from kvbench.methods._adapters import scaled_queries
 from kvbench.probes.layer_error import LayerError, estimate, relative_errors
 from kvbench.probes.layers import SyntheticLayers
 from kvbench.probes.throughput import Throughput
-from kvbench.report.data import load_experiment
-from kvbench.report.figures import bars
-from kvbench.report.tables import score_table
+from kvbench.report.experiment import load_experiment
+from kvbench.report.figures.heatmap import bars
+from kvbench.report.tables.scores import score_table
 from kvbench.report.views import score_view
-from kvbench.runner import run_job
+from kvbench.run.runner import run_job
 from kvbench.tasks.base import TaskError
 
 METHODS = {name: build_method(name) for name in ("exact", "streaming_llm", "uniform", "balancekv")}

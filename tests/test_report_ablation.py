@@ -14,9 +14,9 @@ from scipy.stats import ttest_1samp
 
 from kvbench.probes.ablation import Ablation
 from kvbench.probes.layers import SyntheticLayers
-from kvbench.report.ablation import Effect, ablation_of, effects_of
-from kvbench.report.data import Group, load_experiment
-from kvbench.report.study import study_of
+from kvbench.report.experiment import Group, load_experiment
+from kvbench.report.tables.ablation import Effect, ablation_of, effects_of
+from kvbench.report.tables.study import study_of
 
 RATES = (0.5, 0.25, 0.125)
 Change = Callable[[int, float], float]

@@ -15,11 +15,11 @@ import pytest
 from report_runs import HOSTILE, LINES_META, write_run
 from test_report_page import Page
 
-from kvbench.records import StoreError
+from kvbench.records.read import StoreError
 from kvbench.report.__main__ import main
-from kvbench.report.compare import Comparison, compare, comparison_table
-from kvbench.report.compare_views import comparison_views
-from kvbench.report.data import load_experiment
+from kvbench.report.experiment import load_experiment
+from kvbench.report.tables.compare import Comparison, compare, comparison_table
+from kvbench.report.tables.compare_views import comparison_views
 
 
 def records_of(scores: Sequence[float | None], **fields: Any) -> list[dict[str, Any]]:

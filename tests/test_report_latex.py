@@ -11,7 +11,7 @@ import pytest
 from report_runs import HOSTILE, write_demo, write_longbench
 
 from kvbench.report.build import build_report
-from kvbench.report.formats import latex
+from kvbench.report.render.text import latex
 from kvbench.report.views import View
 
 AWKWARD = View(

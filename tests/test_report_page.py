@@ -35,17 +35,17 @@ from report_runs import (
 )
 from report_runs import write_sweep as write_rates
 
-from kvbench.catalogue import catalogue
+from kvbench.cli.catalogue import catalogue
 from kvbench.report.__main__ import main
 from kvbench.report.build import ReportPaths, build_report, views_of
-from kvbench.report.curves import throughput, throughput_scaling
-from kvbench.report.data import Group, load_experiment
-from kvbench.report.figures import figures_of, heatmap_alone
-from kvbench.report.page import Section, render_page
-from kvbench.report.predictions import bucket_of, marked, sample_of
-from kvbench.report.style import style_of
-from kvbench.report.tables import AVERAGE, overviews, score_table
-from kvbench.report.timings import timing_table
+from kvbench.report.experiment import Group, load_experiment
+from kvbench.report.figures.heatmap import figures_of, heatmap_alone
+from kvbench.report.figures.intervals import throughput, throughput_scaling
+from kvbench.report.figures.style import style_of
+from kvbench.report.render.answers import bucket_of, marked, sample_of
+from kvbench.report.render.page import Section, render_page
+from kvbench.report.tables.scores import AVERAGE, overviews, score_table
+from kvbench.report.tables.timings import timing_table
 
 METHODS = ("exact", "snapkv", "h2o", "balancekv")
 

@@ -11,10 +11,10 @@ import pytest
 from report_runs import LINES_META, write_run
 from scipy.stats import binomtest, permutation_test
 
-from kvbench.report.data import Group, load_experiment
-from kvbench.report.formats import latex
-from kvbench.report.pairs import ArmPair, count_text, p_text, pairs_frame, pairs_of, pairs_view
-from kvbench.report.significance import (
+from kvbench.report.experiment import Group, load_experiment
+from kvbench.report.render.text import latex
+from kvbench.report.stats.estimate import Stratum
+from kvbench.report.stats.significance import (
     ALPHA,
     adjusted_p_values,
     holm,
@@ -22,8 +22,15 @@ from kvbench.report.significance import (
     units_needed,
     variances,
 )
-from kvbench.report.stats import Stratum
-from kvbench.report.tables import score_table
+from kvbench.report.tables.pairs import (
+    ArmPair,
+    count_text,
+    p_text,
+    pairs_frame,
+    pairs_of,
+    pairs_view,
+)
+from kvbench.report.tables.scores import score_table
 
 
 def stratum(differences: np.ndarray, name: str = "d") -> Stratum:

@@ -23,18 +23,18 @@ from report_runs import (
 import kvbench
 from kvbench.report.__main__ import main
 from kvbench.report.build import build_report
-from kvbench.report.data import load_experiment
-from kvbench.report.formats import latex, markdown
-from kvbench.report.margins import margin_of
-from kvbench.report.paper import (
+from kvbench.report.experiment import load_experiment
+from kvbench.report.render.text import latex, markdown
+from kvbench.report.stats.margins import margin_of
+from kvbench.report.tables.published import (
     PaperError,
     Published,
     comparison_frame,
     joined_tasks,
     published_tables,
 )
-from kvbench.report.paper_views import comparison_views
-from kvbench.report.tables import AVERAGE, score_table
+from kvbench.report.tables.published_views import comparison_views
+from kvbench.report.tables.scores import AVERAGE, score_table
 from kvbench.report.views import paper_view
 
 PAPER = Path(__file__).parents[1] / "results" / "paper"

@@ -13,8 +13,8 @@ from scipy.stats import binom, binomtest, multinomial, t
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import bench_statistics as bench
 
-from kvbench.report.intervals import difference_intervals, mean_intervals, unpaired_difference
-from kvbench.report.stats import Estimate, Stratum
+from kvbench.report.stats.estimate import Estimate, Stratum
+from kvbench.report.stats.intervals import difference_intervals, mean_intervals, unpaired_difference
 
 
 def stratum(values: np.ndarray, name: str = "d") -> Stratum:

@@ -25,14 +25,14 @@ from report_runs import (
 from rich.console import Console
 from scipy.stats import binomtest, bootstrap
 
-from kvbench.records import StoreError, load_runs
+from kvbench.records.read import StoreError, load_runs
 from kvbench.report.build import build_report
-from kvbench.report.console import print_views
-from kvbench.report.data import Group, group_runs, load_experiment
-from kvbench.report.figures import breakdown, by_dataset
-from kvbench.report.formats import latex, markdown
-from kvbench.report.stats import Stratum, estimates
-from kvbench.report.tables import AVERAGE, frame_of, score_table, split_frame
+from kvbench.report.experiment import Group, group_runs, load_experiment
+from kvbench.report.figures.heatmap import breakdown, by_dataset
+from kvbench.report.render.console import print_views
+from kvbench.report.render.text import latex, markdown
+from kvbench.report.stats.estimate import Stratum, estimates
+from kvbench.report.tables.scores import AVERAGE, frame_of, score_table, split_frame
 from kvbench.report.views import View, number, score_view, size
 
 
@@ -546,9 +546,9 @@ def test_sizes_are_readable() -> None:
 
 def test_the_report_needs_no_model_library() -> None:
     code = (
-        "import sys, kvbench.report.build, kvbench.report.wandb_log, kvbench.report.console\n"
+        "import sys, kvbench.report.build, kvbench.report.wandb.log, kvbench.report.render.console\n"
         "heavy = {'torch', 'transformers', 'wandb', 'matplotlib.pyplot', 'kvbench.engine',"
-        " 'kvbench.methods', 'kvbench.tasks', 'kvbench.runner'}\n"
+        " 'kvbench.methods', 'kvbench.tasks', 'kvbench.run.runner'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -15,9 +15,8 @@ from test_runner import Echo
 from kvbench.probes.clusters import SubGenClusters
 from kvbench.probes.discrepancy import UnitVectors, WalkDiscrepancy
 from kvbench.probes.error_scaling import BoundedData, ErrorScaling
-from kvbench.report.data import load_experiment
-from kvbench.report.study import study_of
-from kvbench.report.theory import (
+from kvbench.report.experiment import load_experiment
+from kvbench.report.tables.scaling import (
     AS_PREDICTED,
     SHALLOWER,
     STEEPER,
@@ -27,6 +26,7 @@ from kvbench.report.theory import (
     fits_of,
     scaling_of,
 )
+from kvbench.report.tables.study import study_of
 
 Law = Callable[[float], float]
 LEVELS = [2.0**i for i in range(4, 12)]

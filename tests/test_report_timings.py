@@ -11,11 +11,11 @@ import pytest
 from report_runs import LINES_META, THROUGHPUT_META, throughput_records, write_run
 
 from kvbench.report.build import build_report
-from kvbench.report.data import load_experiment
-from kvbench.report.speeds import speed_frame, speeds_of
-from kvbench.report.tables import score_table
-from kvbench.report.timing_views import speed_view, timing_view
-from kvbench.report.timings import median_of, timing_frame, timing_table
+from kvbench.report.experiment import load_experiment
+from kvbench.report.tables.scores import score_table
+from kvbench.report.tables.speeds import speed_frame, speeds_of
+from kvbench.report.tables.timing_views import speed_view, timing_view
+from kvbench.report.tables.timings import median_of, timing_frame, timing_table
 
 
 def chance(n: int, k: int) -> float:

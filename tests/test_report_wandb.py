@@ -22,12 +22,12 @@ from wandb_files import (
     updates,
 )
 
-from kvbench.records import Run, load_runs
-from kvbench.report import wandb_media
-from kvbench.report.data import load_experiment
-from kvbench.report.tables import score_table
-from kvbench.report.wandb_log import check_logger, comparison_id, log_runs, run_id
-from kvbench.report.wandb_media import curves, field_tables, heatmap_figure, memory_lines
+from kvbench.records.read import Run, load_runs
+from kvbench.report.experiment import load_experiment
+from kvbench.report.tables.scores import score_table
+from kvbench.report.wandb import media as wandb_media
+from kvbench.report.wandb.log import check_logger, comparison_id, log_runs, run_id
+from kvbench.report.wandb.media import curves, field_tables, heatmap_figure, memory_lines
 
 CONF = Path(__file__).parents[1] / "conf" / "logger"
 
@@ -305,8 +305,8 @@ def test_processes_that_log_one_experiment_at_once_leave_one_copy_of_each_run(
 ) -> None:
     folder = write_demo(tmp_path, ("exact", "snapkv"), ("needle",))
     script = (
-        "import sys\nfrom pathlib import Path\nfrom kvbench.report.wandb_log import log_runs\n"
-        "from kvbench.records import load_runs\n"
+        "import sys\nfrom pathlib import Path\nfrom kvbench.report.wandb.log import log_runs\n"
+        "from kvbench.records.read import load_runs\n"
         "assert log_runs(load_runs(Path(sys.argv[1]))) == 2\n"
     )
     command = [sys.executable, "-c", script, str(folder)]

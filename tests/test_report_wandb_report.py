@@ -14,10 +14,10 @@ from report_runs import LINES_META, SKILL, lines_records, write_demo, write_run,
 from wandb_files import isolated
 from wandb_server import ENTITY, StandIn
 
-from kvbench.report import wandb_report
-from kvbench.report.data import load_experiment
-from kvbench.report.style import style_of
-from kvbench.report.wandb_log import run_id
+from kvbench.report.experiment import load_experiment
+from kvbench.report.figures.style import style_of
+from kvbench.report.wandb import report as wandb_report
+from kvbench.report.wandb.log import run_id
 
 KEY = "fedcba9876543210" * 2 + "fedcba98"
 

@@ -17,10 +17,10 @@ from report_runs import write_demo
 from wandb_files import isolated, offline_run, updates
 from wandb_server import ENTITY, Fault, StandIn
 
-from kvbench.records import load_runs
-from kvbench.report import wandb_send
-from kvbench.report.data import load_experiment
-from kvbench.report.wandb_log import comparison_id, log_runs, run_id
+from kvbench.records.read import load_runs
+from kvbench.report.experiment import load_experiment
+from kvbench.report.wandb import send as wandb_send
+from kvbench.report.wandb.log import comparison_id, log_runs, run_id
 
 KEY = "0123456789abcdef" * 2 + "01234567"
 
@@ -247,7 +247,7 @@ def test_without_a_key_or_when_told_so_nothing_is_sent(
     def send(*_: object) -> None:
         raise AssertionError("sent")
 
-    monkeypatch.setattr("kvbench.report.wandb_log.send", send)
+    monkeypatch.setattr("kvbench.report.wandb.log.send", send)
     runs = load_runs(small)
     assert log_runs(runs, mode="offline") == 1
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -11,15 +11,15 @@ import pytest
 import torch
 from tiny import Broken, Greedy, tiny_model
 
-from kvbench import dry_run
 from kvbench.engine.loading import ModelSpec
-from kvbench.engine.session import Session
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
-from kvbench.plan import TaskPlan
-from kvbench.records import load_run
+from kvbench.records.read import load_run
 from kvbench.report.build import build_report
-from kvbench.runner import Job, run_job
+from kvbench.run import preview as dry_run
+from kvbench.run.plan import TaskPlan
+from kvbench.run.runner import Job, run_job
+from kvbench.run.session import Session
 from kvbench.tasks.base import Example, PromptEncoder, Task
 from kvbench.tasks.longeval_lines import LongEvalLines
 

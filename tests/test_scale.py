@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from kvbench import records
+from kvbench.records import read as records
 from kvbench.report.build import build_report
-from kvbench.report.compare import compare
-from kvbench.report.data import load_experiment
+from kvbench.report.experiment import load_experiment
+from kvbench.report.tables.compare import compare
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "bench_scale.py"
 sys.path.insert(0, str(SCRIPT.parent))

@@ -13,13 +13,13 @@ from cli_cases import Ended, ended
 from test_runner import make_job, records_of
 from test_security import RUN, SECRETS, TYPED, leaks
 
+from kvbench.errors import HIDDEN, redact
 from kvbench.methods import build_method
-from kvbench.plan import TaskPlan
-from kvbench.records import load_run
-from kvbench.report.wandb_log import log_runs
-from kvbench.report.wandb_send import _reason
-from kvbench.runner import run_job
-from kvbench.secrets import HIDDEN, redact
+from kvbench.records.read import load_run
+from kvbench.report.wandb.log import log_runs
+from kvbench.report.wandb.send import _reason
+from kvbench.run.plan import TaskPlan
+from kvbench.run.runner import run_job
 from kvbench.tasks.base import PromptEncoder, TaskError
 
 QUIET = [*RUN, "logger=none"]
@@ -85,7 +85,7 @@ def test_a_bug_outside_the_jobs_is_told_without_secrets(
     def finish(folder: Path) -> None:
         raise AssertionError(TOLD)
 
-    monkeypatch.setattr("kvbench.app.finish", finish)
+    monkeypatch.setattr("kvbench.cli.build.finish", finish)
     found = clean(tmp_path, ended(QUIET, folder=tmp_path))
     assert found.status == 1
     assert f"AssertionError: GET https://{HIDDEN}@hub {HIDDEN} failed" in found.err

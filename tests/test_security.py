@@ -19,13 +19,13 @@ from report_runs import LINES_META, write_run
 
 import kvbench
 from kvbench.engine.loading import ModelError, ModelSpec, load_model, load_tokenizer
+from kvbench.errors import HIDDEN, names_a_secret, redact
 from kvbench.methods.snapkv import SnapKV
-from kvbench.records import load_runs
+from kvbench.records.read import load_runs
 from kvbench.report.build import build_report
-from kvbench.report.compare import compare
-from kvbench.report.compare_views import write_comparison
-from kvbench.report.data import load_experiment
-from kvbench.secrets import HIDDEN, names_a_secret, redact
+from kvbench.report.experiment import load_experiment
+from kvbench.report.tables.compare import compare
+from kvbench.report.tables.compare_views import write_comparison
 
 PACKAGE = Path(kvbench.__file__).parent
 SMALL = [

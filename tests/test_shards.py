@@ -14,13 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_runner import TIMES, make_job
 
-from kvbench import app, runner
+from kvbench.cli import build as app
 from kvbench.methods import build_method
-from kvbench.records import COMMON_FIELDS, StoreError, load_run, load_runs, record_files
+from kvbench.records.read import COMMON_FIELDS, StoreError, load_run, load_runs, record_files
+from kvbench.records.shards import Shard, ShardError
+from kvbench.records.store import RecordStore, manifest_lock, write_manifest
 from kvbench.report import build
-from kvbench.runner import run_job
-from kvbench.shards import Shard, ShardError
-from kvbench.store import RecordStore, manifest_lock, write_manifest
+from kvbench.run import runner
+from kvbench.run.runner import run_job
 
 
 def shards(count: int) -> list[Shard]:

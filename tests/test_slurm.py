@@ -15,8 +15,8 @@ import pytest
 from test_cli import main
 from test_launchers import SMALL, TINY, lines, records, start, stop_all, wait_for, writer
 
-from kvbench.cli import INTERRUPTED
-from kvbench.jobs import FAILED, USAGE
+from kvbench.cli.jobs import FAILED, USAGE
+from kvbench.cli.main import INTERRUPTED
 
 pytestmark = pytest.mark.slow
 
@@ -160,7 +160,7 @@ def test_a_job_that_cannot_go_back_into_the_queue_fails_no_example(tmp_path):
 
 
 def test_more_jobs_than_an_array_may_have_from_within_a_job(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("kvbench.slurm.largest_array", lambda: 1)
+    monkeypatch.setattr("kvbench.cli.launch.queue.largest_array", lambda: 1)
     monkeypatch.setenv("SLURM_JOB_ID", "1")  # as in an interactive job of another shape
     monkeypatch.setenv("SLURM_MEM_PER_CPU", "1")
     monkeypatch.setenv("SLURM_MEM_PER_NODE", "1")

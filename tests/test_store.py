@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvbench import store
-from kvbench.durable import AppendedFiles
-from kvbench.records import COMMON_FIELDS, StoreError, load_runs
-from kvbench.store import RecordStore, config_hash, run_folder, write_manifest
+from kvbench.records import store
+from kvbench.records.durable import AppendedFiles
+from kvbench.records.read import COMMON_FIELDS, StoreError, load_runs
+from kvbench.records.store import RecordStore, config_hash, run_folder, write_manifest
 
 
 def make_record(example_id: str, **changes: object) -> dict:
@@ -330,8 +330,8 @@ def test_an_interrupt_while_the_syncing_thread_starts_loses_nothing(
 
 WRITER = """
 import sys
-from kvbench.records import COMMON_FIELDS
-from kvbench.store import RecordStore
+from kvbench.records.read import COMMON_FIELDS
+from kvbench.records.store import RecordStore
 record = dict.fromkeys(COMMON_FIELDS) | {"status": "ok", "prediction": "x" * 3000}
 with RecordStore(sys.argv[1], lock_timeout=float(sys.argv[2])) as store:
     print("ready", flush=True)

@@ -18,11 +18,11 @@ import pytest
 from test_runner import make_job, records_of
 from test_store import make_record
 
-from kvbench.durable import AppendedFiles
 from kvbench.methods import build_method
-from kvbench.records import StoreError, read_records
-from kvbench.runner import run_job
-from kvbench.store import RecordStore
+from kvbench.records.durable import AppendedFiles
+from kvbench.records.read import StoreError, read_records
+from kvbench.records.store import RecordStore
+from kvbench.run.runner import run_job
 
 MOST = AppendedFiles.MOST
 
@@ -307,9 +307,9 @@ def test_failed_records_of_many_stores_are_dropped_and_written_again(tmp_path: P
 WRITER = """
 import sys
 from contextlib import ExitStack
-from kvbench.durable import AppendedFiles
-from kvbench.records import COMMON_FIELDS
-from kvbench.store import RecordStore
+from kvbench.records.durable import AppendedFiles
+from kvbench.records.read import COMMON_FIELDS
+from kvbench.records.store import RecordStore
 record = dict.fromkeys(COMMON_FIELDS) | {"status": "ok", "prediction": "x" * 2000}
 with ExitStack() as stack:
     files = stack.enter_context(AppendedFiles())

@@ -11,7 +11,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from test_runner import SMALL, make_job, records_of
 
-from kvbench.app import build_job
+from kvbench.cli.build import build_job
 from kvbench.engine import generate as engine
 from kvbench.engine.baselines import BASELINES, KvpressBaseline, baselines_of
 from kvbench.kv import KVError
@@ -19,10 +19,10 @@ from kvbench.methods import build_method
 from kvbench.probes import throughput
 from kvbench.probes.largest import largest_batch
 from kvbench.probes.throughput import Throughput
-from kvbench.report.data import load_experiment
-from kvbench.report.timing_views import timing_view
-from kvbench.report.timings import timing_frame, timing_table
-from kvbench.runner import run_job
+from kvbench.report.experiment import load_experiment
+from kvbench.report.tables.timing_views import timing_view
+from kvbench.report.tables.timings import timing_frame, timing_table
+from kvbench.run.runner import run_job
 from kvbench.tasks.base import TaskError
 
 METHODS = {name: build_method(name) for name in ("h2o", "exact", "balancekv")}

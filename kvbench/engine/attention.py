@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from kvbench.errors import UserError
+
 IMPLEMENTATION = "kvbench"
 """The name under which the function is registered (``attn_implementation="kvbench"``)."""
 
@@ -21,7 +23,7 @@ QUERY_BLOCK = 512
 """Queries per block where attention is computed in blocks: bounds the logits to QUERY_BLOCK x n."""
 
 
-class UnsupportedModel(ValueError):
+class UnsupportedModel(UserError, ValueError):
     """The model asks its attention for something that kvbench does not compute."""
 
 

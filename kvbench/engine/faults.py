@@ -8,7 +8,7 @@ import traceback
 import torch
 from torch import Tensor
 
-from kvbench.messages import text_of
+from kvbench.errors import text_of
 
 
 class NonFiniteLogits(ArithmeticError):

@@ -20,6 +20,7 @@ from kvbench.engine.chunked import chunked_prefill
 from kvbench.engine.decoding import DecodeState
 from kvbench.engine.faults import NonFiniteLogits, choose, pick
 from kvbench.engine.graphs import FIRST_STEPS, StepGraphs
+from kvbench.engine.limits import seconds_run
 from kvbench.engine.prefill import (
     Prefill,
     compressible_layers,
@@ -28,7 +29,6 @@ from kvbench.engine.prefill import (
     prefill,
     synchronize,
 )
-from kvbench.interrupts import seconds_run
 from kvbench.kv import Budget
 from kvbench.methods.base import Method
 

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 
 from kvbench.engine.decoding import DecodeState
 from kvbench.engine.faults import is_out_of_memory
+from kvbench.errors import first_line
 from kvbench.kv import KVError
-from kvbench.messages import first_line
 
 log = logging.getLogger(__name__)
 

@@ -29,10 +29,10 @@ from transformers.utils import cached_file
 
 from kvbench.engine.attention import IMPLEMENTATION, UnsupportedModel, register
 from kvbench.engine.faults import is_out_of_memory
+from kvbench.engine.limits import in_main_thread, time_limit
 from kvbench.engine.memory import total_bytes
 from kvbench.engine.quiet import without_reports
-from kvbench.interrupts import in_main_thread, time_limit
-from kvbench.messages import complain, first_line, one_line, traceback_of
+from kvbench.errors import UserError, complain, first_line, one_line, traceback_of
 from kvbench.tasks.base import PromptEncoder, tokenizing
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ TEMPLATE_S = 5.0
 """Seconds that a chat template may take for one message; some never end."""
 
 
-class ModelError(ValueError):
+class ModelError(UserError, ValueError):
     """A user-facing error about a model: one line naming the thing, its value and what is allowed."""
 
 

@@ -8,9 +8,9 @@ import inspect
 import pkgutil
 from typing import Any
 
+from kvbench.errors import nearest
 from kvbench.kv import KVError
 from kvbench.methods.base import Held, Method
-from kvbench.nearest import nearest
 
 __all__ = ["Held", "Method", "available_methods", "build_method", "method_class"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from kvbench.errors import is_integer, is_number
 from kvbench.kv import KVError
-from kvbench.scalars import is_integer, is_number
 
 
 def _refuse(method: object, option: str, allowed: str) -> KVError:

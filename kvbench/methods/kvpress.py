@@ -12,10 +12,10 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
+from kvbench.errors import nearest
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods._adapters import held_entries, scaled_queries
 from kvbench.methods.base import Method
-from kvbench.nearest import nearest
 
 INSTALL = "pip install 'kvbench[kvpress]' (it needs transformers < 5.3)"
 

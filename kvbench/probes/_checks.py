@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvbench.scalars import is_integer
+from kvbench.errors import is_integer
 from kvbench.tasks.base import TaskError
 
 MOST_REPEATS = 100_000

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from kvbench.engine.session import Session
+from kvbench.errors import nearest
 from kvbench.kv import KVError
-from kvbench.nearest import nearest
-from kvbench.plan import Methods, Unit
 from kvbench.probes.layer_error import METRICS, LayerError
+from kvbench.run.plan import Methods, Unit
+from kvbench.run.session import Session
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Ablation(LayerError):
     series: str | None = "layer"
 
     def meta(self) -> dict[str, Any]:
-        """See `kvbench.plan.Plan.meta`; effects are shown by the score's metric and by the others."""
+        """See `Plan.meta`; effects are shown by the score's metric and by the others."""
         fields = [METRICS[name][0] for name in dict.fromkeys((self.metric, "per_query", "pooled"))]
         return {
             **super().meta(),

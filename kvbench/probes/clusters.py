@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.prefill import capture_layers
-from kvbench.engine.session import Session
 from kvbench.kv import KVError
 from kvbench.methods.base import Method
-from kvbench.plan import Methods, Outcome, Unit, encode_example
 from kvbench.probes._checks import MOST_LAYERS, check_counts, check_list
 from kvbench.probes.error_scaling import BoundedData
+from kvbench.run.plan import Methods, Outcome, Unit, encode_example
+from kvbench.run.session import Session
 from kvbench.tasks.base import Task, TaskError
 
 _CHUNK = 256
@@ -118,7 +118,7 @@ class SubGenClusters:
         check_list(self, "layers", MOST_LAYERS, "1-based layer numbers")
 
     def meta(self) -> dict[str, Any]:
-        """See `kvbench.plan.Plan.meta`."""
+        """See `kvbench.run.plan.Plan.meta`."""
         return {
             "version": self.version,
             "data": dict(self.prompts.digests()) if self.prompts is not None else {},

@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbench.engine.session import Session
 from kvbench.kv import KVError
 from kvbench.methods.base import Method
-from kvbench.plan import Methods, Outcome, Unit
 from kvbench.probes._checks import check_counts, check_list
+from kvbench.run.plan import Methods, Outcome, Unit
+from kvbench.run.session import Session
 from kvbench.tasks.base import TaskError
 
 Array = NDArray[np.float64]
@@ -112,7 +112,7 @@ class WalkDiscrepancy:
         check_list(self, "steps")
 
     def meta(self) -> dict[str, Any]:
-        """See `kvbench.plan.Plan.meta`."""
+        """See `kvbench.run.plan.Plan.meta`."""
         return {
             "version": self.version,
             "subject": "synthetic tensors",

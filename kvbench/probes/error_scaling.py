@@ -28,15 +28,14 @@ from torch import Tensor
 from kvbench.engine.attention import capped
 from kvbench.engine.cache import layer_generator
 from kvbench.engine.prefill import capture_layers
-from kvbench.engine.session import Session
+from kvbench.errors import nearest, one_line
 from kvbench.kv import Budget, KVError, LayerKV, check_finite, keep_all
-from kvbench.messages import one_line
 from kvbench.methods.base import Method
-from kvbench.nearest import nearest
-from kvbench.plan import Methods, Outcome, Unit, encode_example, status_of
 from kvbench.probes._checks import MOST_LAYERS, MOST_TOKENS, check_counts, check_list
 from kvbench.probes.layer_error import estimate
 from kvbench.probes.layers import check_total, compress_measured
+from kvbench.run.plan import Methods, Outcome, Unit, encode_example, status_of
+from kvbench.run.session import Session
 from kvbench.tasks.base import Task, TaskError
 
 
@@ -183,7 +182,7 @@ class ErrorScaling:
         check_list(self, "layers", MOST_LAYERS, "1-based layer numbers")
 
     def meta(self) -> dict[str, Any]:
-        """See `kvbench.plan.Plan.meta`."""
+        """See `kvbench.run.plan.Plan.meta`."""
         return {
             "version": self.version,
             "data": dict(self.prompts.digests()) if self.prompts is not None else {},

@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvbench.engine.session import Session
 from kvbench.kv import CompressedKV, LayerKV
-from kvbench.plan import Methods, Outcome, Unit
 from kvbench.probes._checks import MOST_TOKENS, check_list
 from kvbench.probes.layers import LayerProbe, Look
+from kvbench.run.plan import Methods, Outcome, Unit
+from kvbench.run.session import Session
 from kvbench.tasks.base import TaskError
 
 AMONG = ("all", "numbers")
@@ -94,7 +94,7 @@ class JointSurvival(LayerProbe):
             raise TaskError(f"task.among is {self.among!r}; allowed: {', '.join(allowed)}")
 
     def meta(self) -> dict[str, Any]:
-        """See `kvbench.plan.Plan.meta`."""
+        """See `kvbench.run.plan.Plan.meta`."""
         within = "" if self.among == "all" else " in numbers"
         return {
             **self.source(),

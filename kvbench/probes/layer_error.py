@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.attention import capped
-from kvbench.engine.session import Session
 from kvbench.kv import CompressedKV, LayerKV, keep_all
-from kvbench.plan import Methods, Outcome, Unit
 from kvbench.probes.layers import LayerProbe, Look
+from kvbench.run.plan import Methods, Outcome, Unit
+from kvbench.run.session import Session
 from kvbench.tasks.base import TaskError
 
 METRICS = {
@@ -104,7 +104,7 @@ class LayerError(LayerProbe):
             raise TaskError(f"task.held_out is {self.held_out!r}; allowed: true, false")
 
     def meta(self) -> dict[str, Any]:
-        """See `kvbench.plan.Plan.meta`."""
+        """See `kvbench.run.plan.Plan.meta`."""
         unit = METRICS[self.metric][1]
         if not self.held_out:
             unit += ", measured on the queries that chose"

@@ -13,13 +13,12 @@ from torch import Tensor
 from kvbench.engine.cache import layer_generator
 from kvbench.engine.guard import Guard
 from kvbench.engine.prefill import capture_layers
-from kvbench.engine.session import Session
+from kvbench.errors import is_number, one_line
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, check_finite
-from kvbench.messages import one_line
 from kvbench.methods.base import Method, allowed_entries
-from kvbench.plan import Methods, Unit, encode_example, status_of
 from kvbench.probes._checks import MOST_LAYERS, MOST_TOKENS, check_counts, check_list
-from kvbench.scalars import is_number
+from kvbench.run.plan import Methods, Unit, encode_example, status_of
+from kvbench.run.session import Session
 from kvbench.tasks.base import Task, TaskError
 
 Place = tuple[int, float, int]

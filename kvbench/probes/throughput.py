@@ -18,14 +18,13 @@ from kvbench.engine.baselines import Baseline, baselines_of
 from kvbench.engine.faults import free_memory
 from kvbench.engine.generate import Prompt, Stopping, run_batch
 from kvbench.engine.prefill import input_device
-from kvbench.engine.session import Session
+from kvbench.errors import is_integer, one_line
 from kvbench.kv import Budget, KVError
-from kvbench.messages import one_line
 from kvbench.methods.base import Method
-from kvbench.plan import Methods, Outcome, Unit, measured, status_of
 from kvbench.probes._checks import check_counts
 from kvbench.probes.largest import largest_batch
-from kvbench.scalars import is_integer
+from kvbench.run.plan import Methods, Outcome, Unit, measured, status_of
+from kvbench.run.session import Session
 from kvbench.tasks.base import TaskError
 
 REFERENCE = "exact"
@@ -149,7 +148,7 @@ class Throughput:
         return runnable, {label: reason for label, reason in reasons.items() if reason is not None}
 
     def meta(self) -> dict[str, Any]:
-        """See `kvbench.plan.Plan.meta`; `left_out`: baselines that cannot run here, and why."""
+        """See `kvbench.run.plan.Plan.meta`; `left_out`: baselines that cannot run here, and why."""
         return {
             "version": self.version,
             "score_unit": "tokens/s",

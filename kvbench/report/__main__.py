@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from kvbench.messages import complain, disk_line, printable
-from kvbench.records import StoreError
+from kvbench.errors import complain, disk_line, printable
+from kvbench.records.read import StoreError
 
 USAGE, FAILED = 2, 1
 
@@ -76,8 +76,8 @@ def _rebuild(folder: str, *, every: bool) -> None:
 
 
 def _measure(folder: str, other: str) -> None:
-    from kvbench.report.data import load_experiment
-    from kvbench.report.margins import measure, write_rescored
+    from kvbench.report.experiment import load_experiment
+    from kvbench.report.stats.margins import measure, write_rescored
 
     found = measure(load_experiment(Path(folder)), load_experiment(Path(other)))
     for name, one in found.items():
@@ -89,10 +89,10 @@ def _measure(folder: str, other: str) -> None:
 
 
 def _compare(first: str, second: str, out: str | None) -> None:
-    from kvbench.report.compare import compare
-    from kvbench.report.compare_views import only_lines, terminal_views, write_comparison
-    from kvbench.report.console import print_views
-    from kvbench.report.data import load_experiment
+    from kvbench.report.experiment import load_experiment
+    from kvbench.report.render.console import print_views
+    from kvbench.report.tables.compare import compare
+    from kvbench.report.tables.compare_views import only_lines, terminal_views, write_comparison
 
     comparison = compare(load_experiment(Path(first)), load_experiment(Path(second)))
     names = (name.replace("/", "_") for name in comparison.names)

@@ -6,23 +6,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvbench.messages import disk_line
-from kvbench.records import StoreError
-from kvbench.report.curves import throughput, throughput_scaling
-from kvbench.report.data import Experiment, Group, by_measure, load_experiment
-from kvbench.report.drawing import Drawn, save_figures
-from kvbench.report.figures import figures_of, grids_of, heatmap_alone
+from kvbench.errors import disk_line
+from kvbench.records.read import StoreError
+from kvbench.report.experiment import Experiment, Group, by_measure, load_experiment
+from kvbench.report.figures.canvas import Drawn, save_figures
+from kvbench.report.figures.heatmap import figures_of, grids_of, heatmap_alone
+from kvbench.report.figures.intervals import throughput, throughput_scaling
 from kvbench.report.files import file_stem, part_of, remove_stale, write_text
-from kvbench.report.formats import csv, latex, markdown
-from kvbench.report.page import Section, render_page
-from kvbench.report.pairs import pairs_frame, pairs_of, pairs_view
-from kvbench.report.paper import PaperError, Published, comparison_frame, published_tables
-from kvbench.report.paper_views import comparison_name, comparison_views
-from kvbench.report.speeds import speed_frame, speeds_of
-from kvbench.report.study import Study, study_of
-from kvbench.report.tables import ScoreTable, frame_of, overviews, score_table, split_frame
-from kvbench.report.timing_views import speed_view, timing_view
-from kvbench.report.timings import timing_frame, timing_table
+from kvbench.report.render.page import Section, render_page
+from kvbench.report.render.text import csv, latex, markdown
+from kvbench.report.tables.pairs import pairs_frame, pairs_of, pairs_view
+from kvbench.report.tables.published import (
+    PaperError,
+    Published,
+    comparison_frame,
+    published_tables,
+)
+from kvbench.report.tables.published_views import comparison_name, comparison_views
+from kvbench.report.tables.scores import ScoreTable, frame_of, overviews, score_table, split_frame
+from kvbench.report.tables.speeds import speed_frame, speeds_of
+from kvbench.report.tables.study import Study, study_of
+from kvbench.report.tables.timing_views import speed_view, timing_view
+from kvbench.report.tables.timings import timing_frame, timing_table
 from kvbench.report.views import (
     View,
     difference_view,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pandas as pd
 
-from kvbench.records import Run, StoreError
-from kvbench.schema import LARGEST
+from kvbench.records.read import Run, StoreError
+from kvbench.records.schema import LARGEST
 
 LONGEST = 80
 """Characters of a name in tables and figures; of a longer one the beginning and a digest are shown."""

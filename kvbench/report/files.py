@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from kvbench.durable import is_file, make_folder, read_file, remove, replace
+from kvbench.records.durable import is_file, make_folder, read_file, remove, replace
 
 _WRITTEN = ".report-files"
 """Names what the last report of an experiment consists of, each file with its sha256."""

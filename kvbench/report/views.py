@@ -7,9 +7,17 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvbench.report.data import BASELINE
-from kvbench.report.stats import Estimate
-from kvbench.report.tables import AVERAGE, NO_CELL, Cell, Overview, Row, ScoreTable, failures_text
+from kvbench.report.experiment import BASELINE
+from kvbench.report.stats.estimate import Estimate
+from kvbench.report.tables.scores import (
+    AVERAGE,
+    NO_CELL,
+    Cell,
+    Overview,
+    Row,
+    ScoreTable,
+    failures_text,
+)
 
 MISSING = "–"
 INCOMPLETE = "†"

@@ -13,8 +13,10 @@ from operator import eq
 from tempfile import TemporaryFile
 from typing import Any, ClassVar, Protocol
 
+from kvbench.errors import UserError
 
-class TaskError(ValueError):
+
+class TaskError(UserError, ValueError):
     """A user-facing error: one line that names the thing, its value and what is allowed."""
 
 

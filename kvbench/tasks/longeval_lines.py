@@ -22,7 +22,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kvbench.scalars import is_integer
+from kvbench.errors import is_integer
 from kvbench.tasks.base import Example, PromptEncoder, Task, TaskError
 
 INTRODUCTION = (

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from kvbench.scalars import is_integer, is_number
+from kvbench.errors import is_integer, is_number
 from kvbench.tasks.base import Example, PromptEncoder, Task, TaskError
 from kvbench.tasks.haystack import (
     file_digests,

@@ -18,7 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from kvbench.scalars import is_integer
+from kvbench.errors import is_integer
 from kvbench.tasks.base import TaskError
 from kvbench.tasks.longbench.metrics import ANSWER_PATTERNS, CLASSIFIED
 

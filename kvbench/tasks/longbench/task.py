@@ -12,8 +12,7 @@ from functools import cached_property, partial
 from itertools import chain, zip_longest
 from typing import ClassVar
 
-from kvbench.nearest import nearest
-from kvbench.scalars import is_integer
+from kvbench.errors import is_integer, nearest
 from kvbench.tasks.base import Example, PromptEncoder, Task, TaskError
 from kvbench.tasks.longbench.data import Row, Source
 from kvbench.tasks.longbench.metrics import bucket, score

@@ -1,0 +1,1 @@
+"""Hydra's front door: from a command line to jobs."""

@@ -1,0 +1,522 @@
+"""The command line: Hydra composes model x methods x task; errors are one line and an exit status.
+
+Exit status: 0 all well, 1 examples failed (their records say why), 2 wrong usage, 130 interrupted,
+143 terminated after the example in progress.
+This module imports no torch, so that --help, list, show and usage errors come at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import io
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import hydra
+from hydra import compose, initialize_config_dir
+from hydra._internal.utils import get_args_parser
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from kvbench import __version__
+from kvbench.cli.catalogue import KINDS, catalogue, config_dir
+from kvbench.cli.compose import Compositions, SharingLoader, job_config, plain_values
+from kvbench.cli.jobs import FAILED, USAGE, Jobs, explained
+from kvbench.cli.overrides import (
+    COMPOSING,
+    check_groups,
+    check_syntax,
+    check_values,
+    explain,
+    sample_overrides,
+)
+from kvbench.errors import UserError, complain, first_line, nearest, redact, traceback_of
+from kvbench.report.tables.differences import PaperError, comments_on
+from kvbench.run.progress import counted
+from kvbench.run.termination import TERMINATED, Terminated, Termination
+
+INTERRUPTED = 130
+GOES_ON = "what is done is on disk, the same command goes on from there"
+
+
+class UsageError(UserError):
+    """A command line that cannot be followed: one line that says what is allowed."""
+
+
+@contextmanager
+def _composer(kept: Compositions | None = None) -> Iterator[None]:
+    """Hydra, ready to compose configs from conf/."""
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(config_dir=str(config_dir().resolve()), version_base="1.3"):
+            hydra = GlobalHydra.instance().hydra
+            assert hydra is not None
+            hydra.config_loader = SharingLoader(hydra.config_loader, kept or Compositions())
+            yield
+    finally:
+        GlobalHydra.instance().clear()
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What the overrides ask for, once every value of every sweep was found to be allowed.
+
+    Attributes:
+        first: the config (Hydra's own part included) of the first value of each.
+        samples: overrides, each key with one value, that together have every value in them.
+        shards: the values of the key.
+        kept: what composing them left for others.
+    """
+
+    first: DictConfig
+    samples: list[list[str]]
+    shards: set[int | None]
+    kept: Compositions
+
+
+def _checked(overrides: Sequence[str], *, sweep: bool, kept: Compositions | None = None) -> Checked:
+    """Compose every value of every sweep, and check it.
+
+    Raises:
+        UsageError: what is wrong, and what is allowed.
+    """
+    kept = kept or Compositions()
+    first: DictConfig | None = None
+    shards: set[int | None] = set()
+    with _composer(kept):
+        # An experiment may bring a sweep of its own, and launchers run sweeps: what they ask for is
+        # known once they are composed. Values are checked like those of the command line, which go
+        # before them.
+        asking = ("experiment=", "launcher=", "hydra.searchpath=")
+        chosen = [text for text in overrides if text.startswith(asking)]
+        _raise(check_syntax(chosen, sweep=sweep) or check_groups(chosen))
+        try:
+            mode, params = _own_sweep(chosen)
+        except COMPOSING as error:
+            raise UsageError(explain(error, chosen)) from error
+        _raise(check_syntax(overrides, sweep=sweep or mode == "MULTIRUN"))
+        given = {text.partition("=")[0] for text in overrides}
+        params = [text for text in params if text.partition("=")[0] not in given]
+        samples = list(sample_overrides([*params, *overrides]))
+        for sample in counted(samples, "values checked"):
+            _raise(check_groups(sample))
+            try:
+                whole = compose("config", overrides=sample, return_hydra_config=True)
+                _raise(check_values(job_config(whole)))
+                _check_hydra(whole)
+            except COMPOSING as error:
+                raise UsageError(explain(error, sample)) from error
+            first = first or whole
+            shards.add(OmegaConf.select(whole, "shards"))
+    assert first is not None
+    return Checked(first, samples, shards, kept)
+
+
+def _check_hydra(config: DictConfig) -> None:
+    """Check what Hydra itself would fail on: its verbosity, its folder (it reads these two where
+    interpolations lead nowhere yet), and the launcher's options, which have types of their own.
+
+    Raises:
+        UsageError: naming the option.
+    """
+    verbose = plain_values(config.hydra._get_node("verbose"))
+    chdir = plain_values(config.hydra.job._get_node("chdir"))
+    names = verbose if isinstance(verbose, list) else [verbose]
+    if chdir is not None and not isinstance(chdir, bool):
+        raise UsageError(f"hydra.job.chdir is {chdir!r}; allowed: true or false")
+    if not isinstance(verbose, bool) and not all(
+        isinstance(name, str) and "${" not in name for name in names
+    ):
+        raise UsageError(
+            f"hydra.verbose is {verbose!r}; allowed: true, false, or names of loggers, e.g. kvbench"
+        )
+    launcher = copy.deepcopy(config.hydra.launcher)
+    launcher._set_parent(config.hydra)
+    OmegaConf.set_readonly(launcher, False)
+    for key in launcher:
+        try:
+            launcher[key] = launcher[key]
+        except OmegaConfBaseException as error:
+            raise UsageError(f"launcher.{key} cannot be used: {first_line(error)}") from error
+
+
+def _raise(problem: str | None) -> None:
+    if problem is not None:
+        raise UsageError(problem)
+
+
+def _own_sweep(chosen: Sequence[str]) -> tuple[str, list[str]]:
+    """Hydra's mode and the swept keys that an experiment or a launcher sets in its YAML."""
+    if not chosen or any("," in text for text in chosen):
+        return "RUN", []
+    config = compose("config", overrides=list(chosen), return_hydra_config=True)
+    params = config.hydra.sweeper.get("params") or {}
+    return str(config.hydra.mode).rpartition(".")[2], [f"{k}={v}" for k, v in params.items()]
+
+
+def check_overrides(overrides: Sequence[str], *, sweep: bool = False) -> str | None:
+    """Compose what the overrides ask for, every value of a sweep included; None, or what is wrong."""
+    try:
+        _checked(overrides, sweep=sweep)
+    except UsageError as error:
+        return str(error)
+    return None
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of ``kvbench`` and ``python -m kvbench``."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if arguments[:1] == ["list"]:
+            status = _list(arguments[1:])
+        elif arguments[:1] == ["show"]:
+            status = _show(arguments[1:])
+        else:
+            with Termination():
+                status = _run(arguments)
+    except UsageError as error:
+        complain(str(error))
+        status = USAGE
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # another ends at once, untraced
+        complain("interrupted; " + GOES_ON)
+        status = INTERRUPTED
+    except Terminated:
+        complain("terminated; " + GOES_ON)
+        status = TERMINATED
+    except BrokenPipeError:  # kvbench list methods | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = FAILED
+    except OSError as error:  # a full disk, say, where no job runs
+        known = explained(error)
+        complain(known[0] if known else str(error))
+        status = FAILED
+    except Exception as error:  # noqa: BLE001 - a bug: its traceback, but no secrets
+        print(traceback_of(error), file=sys.stderr, end="", flush=True)
+        status = FAILED
+    sys.exit(status)
+
+
+def _list(arguments: Sequence[str]) -> int:
+    """``kvbench list <kind>``."""
+    kinds = ", ".join(KINDS)
+    if len(arguments) != 1:
+        raise UsageError(f"list takes one of: {kinds}")
+    kind = arguments[0] if arguments[0].endswith("s") else arguments[0] + "s"
+    if kind not in KINDS:
+        raise UsageError(f"cannot list {arguments[0]!r}{nearest(kind, KINDS)}; allowed: {kinds}")
+    lines = catalogue(kind)
+    width = max(map(len, lines), default=0)
+    bold, plain = ("\033[1m", "\033[0m") if _colours() else ("", "")
+    for name, text in lines.items():
+        print(f"{bold}{name:{width}}{plain}  {text}".rstrip())
+    return 0
+
+
+def _colours() -> bool:
+    """On a terminal that has them, unless the user said no."""
+    dumb = os.environ.get("TERM") == "dumb" or "NO_COLOR" in os.environ
+    return sys.stdout.isatty() and not dumb
+
+
+def _show(arguments: Sequence[str]) -> int:
+    """``kvbench show key=value ...``: the config these overrides compose to, resolved; above it, as
+    comments, how the experiment differs from the paper that it stands beside."""
+    for argument in arguments:
+        if argument.startswith("-"):
+            raise UsageError(f"show has no option {argument!r}; allowed: key=value")
+    config = _checked(arguments, sweep=False).first
+    try:
+        job = resolved(job_config(config))
+        shown = OmegaConf.to_yaml(job)
+        comments = comments_on(job.get("paper_table"))
+    except (
+        OmegaConfBaseException,
+        PaperError,
+    ) as error:  # e.g. an interpolation that leads nowhere
+        raise UsageError(" ".join(str(error).split())) from error
+    print(redact("".join(f"{line}\n" for line in comments) + shown), end="")
+    return 0
+
+
+def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """Hydra's options, with -v and --version our own, and one line for what is wrong.
+
+    Raises:
+        UsageError: unknown options.
+    """
+    parser = get_args_parser()
+
+    def refuse(message: str) -> NoReturn:
+        options = [o for action in parser._actions for o in action.option_strings]
+        unknown = message.partition("unrecognized arguments: ")[2].split()
+        hint = nearest(unknown[0], [*options, "--verbose"]) if unknown else ""
+        raise UsageError(f"{message}{hint}; allowed: key=value and the options of --help")
+
+    parser.error = refuse  # type: ignore[method-assign]
+    options = parser.parse_intermixed_args(list(arguments))
+    _raise(_wrong_options(options))
+    return options
+
+
+_COMMANDS = ("run", "multirun", "cfg", "info", "shell_completion")
+_SHELLS = ("bash", "fish", "zsh")
+
+
+def _wrong_options(options: argparse.Namespace) -> str | None:
+    """What is wrong with Hydra's options; None if nothing."""
+    for name in ("config_path", "config_name", "experimental_rerun"):
+        if getattr(options, name) is not None:
+            return (
+                f"--{name.replace('_', '-')} would put another program's config in place of kvbench's; "
+                "allowed: --config-dir with YAML files beside kvbench's own"
+            )
+    given = [name for name in _COMMANDS if getattr(options, name)]
+    if len(given) > 1:
+        wanted = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+        return f"{wanted} ask for different things; allowed: one of them"
+    for name, with_ in (("resolve", "--cfg"), ("package", "--cfg")):
+        if getattr(options, name) and options.cfg is None:
+            return f"--{name} is given without {with_}; allowed: together with {with_}"
+    if options.config_dir is not None and not Path(options.config_dir).is_dir():
+        return f"--config-dir is {options.config_dir!r}; allowed: a folder with YAML files"
+    words = [text.partition("=") for text in options.overrides]
+    if options.shell_completion and not (
+        len(words) == 1
+        and words[0][0] in ("install", "uninstall", "query")
+        and words[0][2] in _SHELLS
+    ):
+        return (
+            f"--shell-completion takes one of install=, uninstall=, query= and {', '.join(_SHELLS)}"
+        )
+    return None
+
+
+def _own_options(arguments: Sequence[str]) -> list[str]:
+    """-v and -vv as Hydra's overrides."""
+    levels = {"-v": "kvbench", "--verbose": "kvbench", "-vv": "true"}
+    others = [argument for argument in arguments if argument not in levels]
+    verbose = [levels[argument] for argument in arguments if argument in levels]
+    if len(verbose) > 1:
+        verbose = ["true"]
+    return [*others, *(f"hydra.verbose={level}" for level in verbose)]
+
+
+def _run(arguments: Sequence[str]) -> int:
+    """Everything but list and show: Hydra's own options, a job, or the jobs of a sweep."""
+    if "--version" in arguments:
+        print(f"kvbench {__version__}")
+        return 0
+    typed = [sys.argv[0], *arguments]
+    arguments = _own_options(arguments)
+    options = _arguments(arguments)
+    if options.hydra_help:
+        return _run_hydra(["--hydra-help"], Jobs(typed, sweep=False))
+    if options.config_dir is not None:  # as an override, which is composed wherever a config is
+        searched = Path(options.config_dir).resolve()
+        options.overrides.append(f"hydra.searchpath=['file://{searched}']")
+    # Hydra wants the overrides in one piece.
+    overrides = list(options.overrides)
+    flags = _flags(options)
+    jobs = Jobs(typed, sweep=options.multirun)
+    asked = bool(options.help or options.cfg or options.info)
+    with ExitStack() as stack:
+        if not options.shell_completion:
+            checked = _checked(options.overrides, sweep=options.multirun, kept=jobs.compositions)
+            config = checked.first
+            if options.cfg is not None:
+                _raise(_cannot_show(config, options))
+            if not asked:
+                split = _shards(checked, options.overrides)
+                jobs.sweep = bool(options.multirun or split or _is_sweep(config))
+                if jobs.sweep:
+                    _check_jobs(checked)
+                    overrides += _sweep_folder(config, options.overrides)
+                if config.dry_run or (jobs.sweep and _runs_here(config)):
+                    # Hydra leaves a file in the folder of a sweep
+                    folder = stack.enter_context(tempfile.TemporaryDirectory())
+                    overrides.append(f"hydra.sweep.dir={folder}")
+                if split and not config.dry_run:
+                    overrides.append(split)
+                    flags += [] if options.multirun else ["--multirun"]
+        with _said_without_secrets() if asked else nullcontext():
+            status = _run_hydra([*overrides, *flags], jobs)
+        if jobs.sweep and jobs.outcomes and config.dry_run:
+            jobs.print_plan(config.launcher.name, split.count("/") if split else 1)
+        return status
+
+
+@contextmanager
+def _said_without_secrets() -> Iterator[None]:
+    """What Hydra prints of a config goes out without the tokens and keys that are in it."""
+    said = io.StringIO()
+    try:
+        with redirect_stdout(said):
+            yield
+    finally:
+        print(redact(said.getvalue()), end="")
+
+
+def _flags(options: argparse.Namespace) -> list[str]:
+    """Hydra's options as it takes them."""
+    named = {"--cfg": options.cfg, "--package": options.package, "--info": options.info}
+    flags = [word for name, value in named.items() if value is not None for word in (name, value)]
+    alone = ("help", "resolve", "run", "multirun", "shell_completion")
+    return flags + [f"--{name.replace('_', '-')}" for name in alone if getattr(options, name)]
+
+
+def _cannot_show(config: DictConfig, options: argparse.Namespace) -> str | None:
+    """Why ``--cfg`` cannot show what is asked for; None if it can."""
+    shown = [
+        key
+        for key in map(str, config)
+        if options.cfg in ("all", "hydra" if key == "hydra" else "job")
+    ]
+    package = options.package
+    try:
+        if options.resolve:
+            OmegaConf.to_container(config, resolve=True)
+        part = OmegaConf.masked_copy(config, shown)
+        found = package in (None, "_global_") or OmegaConf.select(part, package) is not None
+    except OmegaConfBaseException as error:
+        return " ".join(str(error).split())
+    if found:
+        return None
+    return (
+        f"--package is {package!r}{nearest(package, shown)}; allowed: _global_, {', '.join(shown)}, or "
+        "a key in one of these"
+    )
+
+
+def _run_hydra(arguments: Sequence[str], jobs: Jobs) -> int:
+    """Let Hydra run what the arguments ask for; say what the jobs came to, rebuild the pages."""
+    sys.argv = [sys.argv[0], *arguments]
+    decorate = hydra.main(
+        version_base="1.3", config_path=str(config_dir().resolve()), config_name="config"
+    )
+    stopped = 0
+    try:
+        decorate(jobs)()
+    except (KeyboardInterrupt, Terminated):  # nobody then wants to wait for figures
+        raise
+    except (HydraException, OmegaConfBaseException) as error:  # before any job
+        raise UsageError(" ".join(str(error).split())) from error
+    except SystemExit as stop:  # Hydra's or a launcher's, after a message
+        stopped = stop.code if isinstance(stop.code, int) else FAILED
+    if jobs.folders or jobs.status:
+        from kvbench.cli.build import finish, print_tables
+
+        with one_line_errors():
+            for folder in jobs.folders if jobs.elsewhere else []:
+                print_tables(Path(folder))
+            if len(jobs.outcomes) > 1:
+                jobs.print_summary()
+            for folder in jobs.folders:
+                finish(Path(folder))
+    return stopped or jobs.status
+
+
+def _runs_here(config: DictConfig) -> bool:
+    """Whether the jobs of a sweep run in this process, one after another."""
+    return str(config.hydra.launcher._target_).endswith("BasicLauncher")
+
+
+def _is_sweep(config: DictConfig) -> bool:
+    """Whether the config itself asks for a sweep, as experiments and launchers do."""
+    return str(config.hydra.mode).endswith("MULTIRUN")
+
+
+def _shards(checked: Checked, overrides: Sequence[str]) -> str | None:
+    """The override that splits every job, None where none is asked for.
+
+    Raises:
+        UsageError: several numbers of shards, or one shard and their number.
+    """
+    if len(checked.shards) > 1:
+        values = ", ".join(map(str, checked.shards))
+        raise UsageError(f"shards has several values ({values}); allowed: one")
+    (count,) = checked.shards
+    one = any(text.partition("=")[0] == "shard" for text in overrides)
+    if count is not None and one:
+        raise UsageError(f"shards is {count} and shard is given, too; allowed: one of the two")
+    if count is None and not one and checked.first.launcher.name == "gpus":
+        from kvbench.cli.launch.devices import devices_of
+
+        with one_line_errors():
+            count = len(devices_of(checked.first))
+    if count in (None, 1):
+        return None
+    return "shard=" + ",".join(f"{index}/{count}" for index in range(1, count + 1))
+
+
+def _sweep_folder(config: DictConfig, overrides: Sequence[str]) -> list[str]:
+    """The override for where Hydra and the launchers write scripts and logs, if ``~`` is in it: Hydra
+    would make a folder of that name.
+
+    Raises:
+        SystemExit: a link below the results folder would place it somewhere else.
+    """
+    from kvbench.cli.build import results_folder
+    from kvbench.records.durable import check_inside
+
+    if config.dry_run or _runs_here(config):
+        return []
+    root = results_folder(config.results_dir)
+    folder = Path(config.hydra.sweep.dir).expanduser()
+    with one_line_errors():
+        if folder.is_relative_to(root):
+            check_inside(folder, root)
+    if folder == Path(config.hydra.sweep.dir) or any("hydra.sweep.dir=" in o for o in overrides):
+        return []
+    quoted = str(folder).replace("\\", "\\\\").replace("'", "\\'")
+    return [f"hydra.sweep.dir='{quoted}'"]
+
+
+def _check_jobs(checked: Checked) -> None:
+    """Make the job of every value of a sweep, so that a wrong one is told before the first runs.
+
+    The jobs of a cluster run on its devices, not on this machine's.
+    """
+    from kvbench.cli.build import Made, build_job
+
+    made = Made()
+    with _composer(checked.kept), one_line_errors():
+        for sample in counted(checked.samples, "jobs checked"):
+            job = job_config(compose("config", overrides=sample, return_hydra_config=True))
+            if job.launcher.name == "slurm":
+                job.device = "cpu"
+            build_job(job, made)
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Errors that name a thing, its value and what is allowed end the process with one line; anything
+    else is a bug and keeps its traceback."""
+    try:
+        yield
+    except Exception as error:
+        known = explained(error)
+        if known is None:
+            raise
+        complain(known[0])
+        raise SystemExit(known[1]) from error
+
+
+def resolved(config: DictConfig) -> dict[str, object]:
+    """The config as plain values, interpolations resolved, Hydra's own part left out."""
+    try:
+        values = plain_values(config, resolve=True, without=("hydra",))
+    except OmegaConfBaseException:  # once more, for words that name the key
+        others = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+        values = OmegaConf.to_container(others, resolve=True)
+    return {str(key): value for key, value in values.items()}

@@ -1,0 +1,334 @@
+"""Command-line overrides: every value of a sweep, and what is wrong with them in one line.
+
+Nothing here imports torch, so that usage errors come at once.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from hydra import compose
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.types import Glob, Override, Sweep
+from hydra.errors import HydraException
+from omegaconf import DictConfig, Node
+from omegaconf.errors import OmegaConfBaseException
+
+from kvbench.cli.compose import parse, plain_values
+from kvbench.errors import is_integer, is_number, names_a_secret, nearest
+from kvbench.records.shards import ALLOWED as ALLOWED_SHARD
+from kvbench.records.shards import Shard
+
+COMMANDS = ("list", "show")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+COMPRESS_AFTER = ("prompt", "context")
+COMPOSING = (
+    *(HydraException, OmegaConfBaseException, ValueError, TypeError),
+    *(AssertionError, AttributeError, LookupError, RecursionError),
+)
+"""What composing raises where Hydra did not think of an override."""
+MOST_SHARDS = 1000
+MOST_VALUES = 1000
+"""Of one key in a sweep."""
+DEEPEST = 20
+"""Lists and mappings in one another."""
+
+
+def check_syntax(overrides: Sequence[str], *, sweep: bool) -> str | None:
+    """What is wrong with the overrides as text, None if nothing.
+
+    Args:
+        sweep: whether the jobs of a sweep are asked for (``-m``).
+    """
+    keys: dict[str, str] = {}
+    for text in overrides:
+        if "=" not in text and not text.startswith("~"):
+            return (
+                f"{text!r} is not an override{nearest(text, COMMANDS)}; allowed: key=value, or "
+                "first of all list or show"
+            )
+        try:
+            override = _parse(text)
+        except (HydraException, ValueError, RecursionError):  # also numbers and lists without end
+            return (
+                f"cannot read {text!r}; allowed: key=value, key=[a,b], and quotes around what has "
+                "brackets, blanks or = in it"
+            )
+        value: Any = override.value()
+        sweeps = isinstance(value, Sweep | Glob)
+        for each in getattr(value, "list", None) or [] if sweeps else [value]:
+            if _depth(each) > DEEPEST:
+                return f"{text!r} has a sweep, or lists without end, in lists; allowed: values"
+        if override.is_sweep_override():
+            if not sweep:
+                return (
+                    f"{text!r} has several values; allowed: -m for one job each, or "
+                    f"{override.key_or_group}=[...] for a list"
+                )
+            if not override.is_discrete_sweep() or not _values(override):
+                return f"{text!r} is no list of values; allowed: {override.key_or_group}=a,b,c"
+            if len(_values(override)) > MOST_VALUES:
+                return f"{text!r} has too many values; allowed: at most {MOST_VALUES}"
+        key = override.get_key_element()
+        if names_a_secret(override.key_or_group):
+            return (
+                f"{key} is given a value, which the results would keep; allowed: the environment "
+                "(HF_TOKEN, WANDB_API_KEY)"
+            )
+        if key in keys:
+            together = f"; several as {key}=[...]" if override.key_or_group in _groups() else ""
+            return f"{key} is given twice ({keys[key]} and {text}); allowed: once{together}"
+        keys[key] = text
+    return None
+
+
+def sample_overrides(overrides: Sequence[str]) -> Iterator[list[str]]:
+    """Override lists that together contain every value of every sweep: the first value of each, then
+    each other value in turn (not the product: values are wrong one at a time)."""
+    choices = [_values(_parse(text)) for text in overrides]
+    base = [values[0] for values in choices]
+    yield base
+    for index, values in enumerate(choices):
+        for value in values[1:]:
+            yield [*base[:index], value, *base[index + 1 :]]
+
+
+def _parse(text: str) -> Override:
+    override = copy.copy(parse(text))
+    if GlobalHydra.instance().is_initialized():
+        override.config_loader = GlobalHydra.instance().config_loader()  # for glob(*)
+    return override
+
+
+def _values(override: Override) -> list[str]:
+    """Every value of a sweep as an override, or the one there is; no more than one too many."""
+    if not override.is_sweep_override():
+        return [str(override.input_line)]
+    key = override.get_key_element()
+    return [f"{key}={v}" for v in islice(override.sweep_string_iterator(), MOST_VALUES + 1)]
+
+
+def _depth(value: object) -> int:
+    """How many lists and mappings a value has in one another; a sweep in them has no end."""
+    if isinstance(value, Sweep | Glob):
+        return DEEPEST + 1
+    if isinstance(value, Mapping):
+        return 1 + max(map(_depth, value.values()), default=0)
+    return 1 + max(map(_depth, value), default=0) if isinstance(value, list) else 0
+
+
+def explain(error: Exception, overrides: Sequence[str]) -> str:
+    """One line for a composition error: the thing, the value, what is allowed, the nearest valid."""
+    text = "" if isinstance(error, AssertionError) else str(error)
+    text = text or f"Hydra cannot compose {' '.join(overrides)} ({type(error).__name__})"
+    missing = re.search(r"[Cc]ould not (?:find|load) '([^']+)'", text)
+    if missing and "/" in missing.group(1):
+        group, _, choice = missing.group(1).rpartition("/")
+        allowed = _group_choices(group)
+        return (
+            f"unknown {group} {choice!r}{nearest(choice, allowed)}; allowed: {', '.join(allowed)}"
+        )
+    keys = [_parse(text).key_or_group for text in overrides]
+    for key in (key for key in keys if key not in _groups() and not key.startswith("hydra.")):
+        if re.search(rf"'{re.escape(key)}'|\b{re.escape(key.rpartition('.')[2])}\b", text):
+            return _explain_key(key, overrides) or _first_line(text, error.__cause__)
+    return _first_line(text, error.__cause__)
+
+
+def _first_line(text: str, cause: BaseException | None = None) -> str:
+    why = str(cause or "").strip().partition("\n")[0]
+    first = " ".join(line.strip() for line in text.splitlines()[:2] if line.strip())
+    return f"{first}: {why}" if why and why not in first else first
+
+
+def _group_choices(group: str) -> list[str]:
+    loader = GlobalHydra.instance().config_loader()
+    return sorted(loader.get_group_options(group, ObjectType.CONFIG))
+
+
+def _explain_key(key: str, overrides: Sequence[str]) -> str | None:
+    """Walk down the key in the config that the group choices alone compose to."""
+    groups = [text for text in overrides if _parse(text).key_or_group in _groups()]
+    try:
+        composed = compose("config", overrides=groups)
+    except COMPOSING:  # then it is not the key that is wrong
+        return None
+    node: Node | None = composed
+    walked: list[str] = []
+    parts = key.split(".")
+    for part in parts:
+        if not isinstance(node, DictConfig):
+            return f"{'.'.join(walked)!r} has no keys, so {key!r} is unknown"
+        allowed = [str(name) for name in node]
+        if not walked:
+            allowed = sorted({*allowed, *_groups()})
+        if part not in allowed:
+            where = f" of {'.'.join(walked)}" if walked else ""
+            return (
+                f"unknown key {part!r}{where}{nearest(part, allowed)}; allowed: "
+                f"{', '.join(name for name in allowed if not name.startswith('_'))}"
+            )
+        walked.append(part)
+        node = node._get_node(part) if part in node else None
+    return None
+
+
+def _groups() -> list[str]:
+    loader = GlobalHydra.instance().config_loader()
+    return [g for g in loader.get_group_options("", ObjectType.GROUP) if not g.startswith("hydra")]
+
+
+def check_groups(overrides: Sequence[str]) -> str | None:
+    """What is wrong with the values of group overrides (``model=``, ``method=[...]``)."""
+    for override in map(_parse, overrides):
+        group, value = override.key_or_group, override.value()
+        if group not in _groups() or override.is_delete() or override.is_sweep_override():
+            continue
+        several = group == "method"
+        allowed = ", ".join(_group_choices(group))
+        if isinstance(value, list) and several:
+            names = Counter(str(name) for name in value)
+            twice = [name for name, count in names.items() if count > 1]
+            if not names:
+                return f"method is empty; allowed: one or more of {allowed}"
+            if twice:
+                return f"method names {twice[0]!r} twice; allowed: each once"
+        elif not isinstance(value, str) or not value:
+            how = "one or more" if several else "one"
+            return f"{override.input_line!r} names no {group}; allowed: {how} of {allowed}"
+    return None
+
+
+def check_values(config: DictConfig) -> str | None:
+    """What is wrong with the values of the common keys, None if nothing."""
+    values: Any = plain_values(config, without=("hydra",))
+    for key in _missing(values):
+        return f"{key} has no value; allowed: {key}=..."
+    for key, (test, allowed) in _RULES.items():
+        head, _, last = key.rpartition(".")
+        place = values.get(head) if head else values
+        if head and not isinstance(place, Mapping):
+            return f"{head} is {place!r}; allowed: its keys, e.g. {key}={_EXAMPLES[key]}"
+        if last in place and not test(place[last]):
+            return f"{key} is {place[last]!r}; allowed: {allowed}"
+    for group in ("model", "task", "launcher"):
+        if not isinstance(values.get(group), Mapping):
+            return f"{group} is {values.get(group)!r}; allowed: {', '.join(_group_choices(group))}"
+    launcher, chosen = values["launcher"], HydraConfig.get().runtime.choices["launcher"]
+    if launcher.get("name") != chosen:
+        return f"launcher.name is {launcher.get('name')!r}; allowed: launcher=..."
+    for key, (test, allowed) in _LAUNCHER.items():
+        if key in launcher and not test(launcher[key]):
+            return f"launcher.{key} is {launcher[key]!r}; allowed: {allowed}"
+    methods = values.get("methods")
+    if not isinstance(methods, Mapping) or not methods:
+        return "method is empty; allowed: one or more of conf/method, e.g. method=[exact]"
+    for label, method in methods.items():
+        if not isinstance(method, Mapping):
+            return f"methods.{label} is {method!r}; allowed: its keys, e.g. methods.h2o.decode=grow"
+    return None
+
+
+def _missing(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Keys that wait for a value (``???`` in the YAML)."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _missing(value, f"{prefix}{key}.")
+        elif value == "???":
+            yield f"{prefix}{key}"
+
+
+def _parses(parse: Callable[[Any], object], value: Any) -> bool:
+    try:
+        parse(value)
+    except ValueError:
+        return False
+    return True
+
+
+def is_folder_name(value: Any) -> bool:
+    """A folder's name as the store would write it, unchanged."""
+    if not isinstance(value, str) or len(value.encode(errors="replace")) > 120:
+        return False
+    return bool(re.fullmatch(_NAME, value))
+
+
+def _name(value: Any) -> bool:
+    """A folder's name, or one with an interpolation: checked again once it is resolved."""
+    return is_folder_name(value) or (isinstance(value, str) and "${" in value)
+
+
+_NAME = r"[\w+=@-][\w.+=@-]*"
+_RULES: dict[str, tuple[Any, str]] = {
+    "budget.rate": (lambda v: is_number(v) and 0 < v <= 1, "a number in (0, 1]"),
+    "budget.sink": (lambda v: is_integer(v, 0), "an integer >= 0"),
+    "budget.window": (lambda v: is_integer(v, 0), "an integer >= 0"),
+    "budget.total_rate": (
+        lambda v: v is None or (is_number(v) and 0 < v <= 1),
+        "a number in (0, 1] or null",
+    ),
+    "budget.size": (lambda v: v is None or is_integer(v, 1), "an integer >= 1 or null"),
+    "seed": (lambda v: is_integer(v, 0), "an integer >= 0"),
+    "limit": (lambda v: v is None or is_integer(v, 1), "a positive integer or null"),
+    "shard": (lambda v: _parses(Shard.parse, v), ALLOWED_SHARD),
+    "shards": (
+        lambda v: v is None or is_integer(v, 1, MOST_SHARDS),
+        f"a positive integer up to {MOST_SHARDS}, or null",
+    ),
+    "device": (
+        lambda v: isinstance(v, str) and bool(re.fullmatch(r"auto|cpu|cuda(:\d+)?", v)),
+        "auto, cpu, cuda, cuda:N",
+    ),
+    "dtype": (lambda v: v in DTYPES, ", ".join(DTYPES)),
+    "compress_after": (lambda v: v in COMPRESS_AFTER, ", ".join(COMPRESS_AFTER)),
+    "example_timeout": (
+        lambda v: v is None or (is_number(v) and v > 0),
+        "a positive number or null",
+    ),
+    "decode": (lambda v: v in ("auto", "eager", "graph"), "auto, eager, graph"),
+    "batch_size": (
+        lambda v: v == "auto" or is_integer(v, 1),
+        "an integer >= 1, or auto",
+    ),
+    "lock_timeout": (lambda v: is_number(v) and v >= 0, "a number >= 0"),
+    "retry_failed": (lambda v: isinstance(v, bool), "true or false"),
+    "confirm": (lambda v: isinstance(v, bool), "true or false"),
+    "dry_run": (lambda v: isinstance(v, bool), "true or false"),
+    "experiment_name": (_name, "a folder's name"),
+    "task_label": (_name, "a folder's name"),
+    "results_dir": (lambda v: isinstance(v, str) and v != "", "a folder"),
+}
+_LAUNCHER: dict[str, tuple[Any, str]] = {
+    **dict.fromkeys(
+        ("partition", "account", "qos", "constraint", "gres"),
+        (lambda v: v is None or (isinstance(v, str | int) and str(v) != ""), "a name or null"),
+    ),
+    **dict.fromkeys(
+        ("gpus_per_node", "cpus_per_task", "mem_gb"),
+        (lambda v: v is None or is_integer(v, 1), "a positive integer or null"),
+    ),
+    "timeout_min": (lambda v: is_integer(v, 5), "minutes, an integer >= 5"),
+    "max_num_timeout": (lambda v: is_integer(v, 0), "an integer >= 0"),
+    "array_parallelism": (lambda v: is_integer(v, 1), "an integer >= 1"),
+    "setup": (
+        lambda v: isinstance(v, list) and all(isinstance(line, str) for line in v),
+        "a list of lines of shell, e.g. ['module load cuda']",
+    ),
+    "sbatch": (
+        lambda v: v is None or isinstance(v, Mapping),
+        "options of sbatch, e.g. {reservation: x}",
+    ),
+    "poll_s": (lambda v: is_number(v) and v > 0, "a positive number"),
+}
+"""Of launcher=slurm; those of launcher=gpus are `kvbench.cli.launch.devices`'s."""
+_EXAMPLES = {
+    **{"budget.rate": 0.25, "budget.sink": 32, "budget.window": 32},
+    **{"budget.size": 2000, "budget.total_rate": 0.2},
+}

@@ -1,0 +1,1 @@
+"""Append-only records on disk; knows nothing but files."""

@@ -1,0 +1,214 @@
+"""What a run on disk is, and reading it.
+
+A run lives in one folder, ``<results>/<experiment>/<model>/<task>/<method>-<hash8>``:
+
+    records.jsonl        one JSON object per line, written before the next example starts
+    records-<i>of<k>.jsonl   the same, of the i-th of k shards of the run (`kvbench.records.shards`)
+    manifest.json        resolved config, versions, code revision, hardware, seed
+    .lock*, .holder*     who is writing; none holds results
+
+The records of a run are those of all its files together. Of several records of one example the first
+with status ok counts, or else the first: records.jsonl before the shards' files, these by name.
+`kvbench.records.store` writes them.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvbench.errors import FAILED, UserError
+from kvbench.records.durable import read_file
+from kvbench.records.schema import (
+    COMMON_FIELDS,
+    LARGEST,
+    NUMBER_FIELDS,
+    Wrong,
+    parse_manifest,
+    parse_record,
+)
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+FORMAT = 1
+"""Of manifest and records; raised when an older kvbench would misread them. Absent means 1."""
+RECORDS = "records.jsonl"
+MANIFEST = "manifest.json"
+
+
+class StoreError(UserError, RuntimeError):
+    """A results folder that cannot be read or written."""
+
+    status = FAILED
+
+
+def record_files(folder: Path) -> list[Path]:
+    """The records files of a run folder, in the order in which they count."""
+    shards = sorted(path for path in folder.glob("records-*of*.jsonl") if _SHARD.match(path.name))
+    whole = folder / RECORDS
+    return [whole, *shards] if whole.exists() else shards
+
+
+_SHARD = re.compile(r"records-\d+of\d+\.jsonl$")
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One run folder as it was found on disk.
+
+    Attributes:
+        folder: where it lies.
+        manifest: the parsed manifest.json.
+        records: one row per record, in the order written; every common field is a column.
+    """
+
+    folder: Path
+    manifest: dict[str, Any]
+    records: pd.DataFrame
+
+
+def load_runs(experiment_folder: str | Path) -> list[Run]:
+    """Every run below ``<results>/<experiment>``, sorted by folder; changes nothing on disk.
+
+    A half-written last line is ignored, and of two records of one example the first counts.
+    Numeric common fields come as floats, NaN where null.
+
+    Raises:
+        StoreError: no such folder, a run without a manifest, or a file that is broken otherwise.
+    """
+    folder = Path(experiment_folder)
+    if not folder.is_dir():
+        raise StoreError(f"no results in {folder}: the folder does not exist")
+    names = (RECORDS, "records-*of*.jsonl", MANIFEST)
+    files = [path for name in names for path in folder.glob(f"*/*/*/{name}")]
+    # a run that was killed before its manifest was written has nothing to show
+    found = {path.parent for path in files if path.name == MANIFEST or not _is_empty(path)}
+    return [load_run(path) for path in sorted(found)]
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size == 0
+
+
+def load_run(folder: Path) -> Run:
+    """One run folder, as `load_runs` reads it.
+
+    Raises:
+        StoreError: no manifest, or a file that is broken.
+    """
+    import pandas as pd  # not above: slow to import, and whoever writes records needs none
+
+    manifest = read_manifest(folder / MANIFEST)
+    records = pd.DataFrame(read_records(folder))
+    records = records.reindex(columns=list(dict.fromkeys([*COMMON_FIELDS, *records.columns])))
+    for name in NUMBER_FIELDS:
+        records[name] = pd.to_numeric(records[name]).astype(float)
+        beyond = records[records[name].abs() > LARGEST]
+        if len(beyond):
+            raise StoreError(
+                f"{folder}, record of example {beyond['example_id'].iloc[0]!r}: {name} is "
+                f"{beyond[name].iloc[0]:g}; allowed: a number up to {LARGEST:g}, or null"
+            )
+    return Run(folder, manifest, records)
+
+
+def read_records(folder: Path) -> list[dict[str, Any]]:
+    """The records of a run folder, one per example: those of all its files.
+
+    They come in the order written; those of several shards line by line in turn, so that complete
+    shards give about the order of a run that was not split.
+
+    Raises:
+        StoreError: a broken file.
+    """
+    parsed = [
+        [parse_line(line, path, number) for number, line in enumerate(whole_lines(path)[0], 1)]
+        for path in record_files(folder)
+    ]
+    found: dict[str, dict[str, Any]] = {}
+    for record in (record for file in parsed for record in file):
+        before = found.get(record["example_id"])
+        if before is None or (before["status"] != "ok" and record["status"] == "ok"):
+            found[record["example_id"]] = record
+    in_turn = (record for row in zip_longest(*parsed) for record in row if record is not None)
+    return [record for record in in_turn if found[record["example_id"]] is record]
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The parsed manifest.json.
+
+    Raises:
+        StoreError: it is not there, broken, or of a version that this kvbench does not read.
+    """
+    try:
+        manifest = parse_manifest(read_file(path))
+    except FileNotFoundError:
+        raise StoreError(f"{path.parent} has records but no {MANIFEST}") from None
+    except OSError as error:
+        raise StoreError(explain_os_error(error, path)) from error
+    except Wrong as error:
+        raise StoreError(f"{path} cannot be read: {error}; {_MOVE_AWAY}") from error
+    written = manifest.get("format", FORMAT)
+    if isinstance(written, bool) or not isinstance(written, int) or not 1 <= written <= FORMAT:
+        raise StoreError(
+            f"{path} is of format {written!r}; this kvbench reads 1 to {FORMAT}: use the version that "
+            "wrote it, or another results_dir"
+        )
+    return manifest
+
+
+_MOVE_AWAY = "move it away, and the run's command writes a new one; the records stay"
+
+
+def whole_lines(path: Path) -> tuple[list[bytes], int]:
+    """The complete lines of a records file, and how many bytes they take.
+
+    The last line is torn when it has no newline, or when it is not JSON: after a power cut, a file
+    system may have grown the file without the bytes.
+
+    Raises:
+        StoreError: the file cannot be read.
+    """
+    try:
+        content = read_file(path)
+    except OSError as error:
+        raise StoreError(explain_os_error(error, path)) from error
+    lines = content.split(b"\n")[:-1]
+    if lines and not _is_json(lines[-1]):
+        lines.pop()
+    return lines, sum(len(line) + 1 for line in lines)
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def parse_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    """A line of a records file.
+
+    Raises:
+        StoreError: it is no record; the message names the file and the line.
+    """
+    try:
+        return parse_record(line)
+    except Wrong as error:
+        raise StoreError(f"{path}, line {number}: {error}") from error
+
+
+def explain_os_error(error: OSError, path: Path, kept: int | None = None) -> str:
+    """One line about a file system error."""
+    earlier = "" if kept is None else f"; the {kept} earlier records are intact"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"no space left to write {path}{earlier}; free some and run the same command again"
+    place = error.filename if error.errno == errno.ELOOP and error.filename else path
+    return f"cannot use {place}: {error.strerror or error}{earlier}"

@@ -1,0 +1,262 @@
+"""What a line of a records file and a manifest may hold, whoever wrote them; and one line about what
+they may not.
+
+Both are parsed and checked in one pass. Keys that are not named here may hold any JSON value.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_type_hints
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict  # pydantic wants it before Python 3.12
+
+from kvbench.errors import UserError
+
+LARGEST = 1e100
+"""No measured number is larger, and sums of squares of such numbers are still numbers."""
+
+NEEDED = {
+    "heatmap": ("x", "y"),
+    "bars": ("x",),
+    "scaling": ("x", "y", "level", "facet", "unit"),
+    "ablation": ("y", "by", "unit", "reference", "parts"),
+}
+"""Keys without which a figure of a kind cannot be drawn."""
+
+Text = str | None
+Number = float | None
+Truth = bool | None
+Integer = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+Short = Annotated[str, Field(max_length=200)]
+Bounded = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
+
+_checked = with_config(ConfigDict(extra="allow", strict=True))
+
+
+@_checked
+class Record(TypedDict):
+    """A line of a records file. Numbers may be NaN or infinite here: columns are checked as a whole."""
+
+    experiment: Text
+    model: Text
+    task: Text
+    dataset: Text
+    example_id: str
+    method: Text
+    config_hash: Text
+    seed: Integer | None
+    status: Literal["ok", "over_budget", "oom", "error", "timeout"]
+    prompt_tokens: Number
+    new_tokens: Number
+    capacity: Number
+    entries: dict[str, Bounded | list[Bounded | None] | None] | None
+    cache_bytes: Number
+    exact_bytes: Number
+    ratio: Number
+    compressed: Truth
+    saves_memory: Truth
+    prefill_s: Number
+    compress_s: Number
+    decode_s: Number
+    prediction: Text
+    answers: list[Any] | None
+    prompt_tail: Text
+    score: Number
+    error: Text
+
+
+COMMON_FIELDS = tuple(Record.__annotations__)
+"""Fields every record has; a value that its status makes unavailable is null."""
+
+NUMBER_FIELDS = tuple(name for name, kind in get_type_hints(Record).items() if kind == Number)
+"""Common fields that are numbers (or null)."""
+
+
+@_checked
+class Figure(TypedDict, total=False):
+    """A figure that a task asks for; see `NEEDED`."""
+
+    kind: Short | None
+    x: Short | None
+    y: Short | None
+    value: Short | None
+    facet: Short | None
+    level: Short | None
+    by: Short | None
+    series: Short | None
+    unit: Short | None
+    reference: Short | None
+    compare: Short | None
+    xlabel: Short | None
+    ylabel: Short | None
+    finding: Short | None
+    fit_least: Bounded | None
+    fit_most: Bounded | None
+    guides: list[Bounded] | None
+    expected: dict[str, Bounded] | None
+    parts: dict[str, list[Short]] | None
+    grid: dict[str, Short] | None
+
+
+@_checked
+class Meta(TypedDict, total=False):
+    """What a task says about its scores."""
+
+    version: Integer
+    score_unit: Short
+    lower_is_better: bool
+    breakdown: list[Short] | None
+    figures: list[Figure] | None
+    unit: Short
+    subject: Short | None
+
+
+@_checked
+class Budget(TypedDict, total=False):
+    """A budget as a config has it."""
+
+    rate: Bounded | None
+
+
+@_checked
+class Config(TypedDict, total=False):
+    """A resolved config, or the part of it that was hashed."""
+
+    budget: Budget | None
+    methods: dict[str, Any] | None
+
+
+@_checked
+class Manifest(TypedDict, total=False):
+    """What made a run's records."""
+
+    experiment: Text
+    model: Text
+    task: Text
+    method: Text
+    config_hash: Text
+    seed: Integer | None
+    config: Config | None
+    identity: Config | None
+    task_meta: Meta | None
+    earlier_starts: list[dict[str, Any]]
+
+
+Scalar = str | Bounded | bool | None
+
+
+@_checked
+class PaperTable(TypedDict, total=False):
+    """What a config says of the published table beside its own; ``file``, ``differences`` and
+    ``rescored`` are checked where they are used."""
+
+    value: Short | None
+    by: Short | None
+    method: Short | None
+    model: Short | None
+    reduction: Short | None
+    across_tasks: Short | None
+    field: Short | None
+    methods: list[Short] | None
+    where: dict[str, Scalar | list[Scalar]] | None
+    scale: Bounded
+    sums: dict[str, list[Short]] | None
+    fields: dict[str, Short] | None
+    setting: dict[str, Short] | None
+    records: dict[str, Scalar] | None
+    rename: dict[str, Short] | None
+    names: dict[str, Short | list[Short]] | None
+    best_of: dict[str, list[Short]] | None
+    models: dict[str, Short] | None
+
+
+class Wrong(UserError, ValueError):
+    """What is wrong with a record or a manifest: one line that names the key and what it may hold."""
+
+
+def parse_record(line: bytes) -> dict[str, Any]:
+    """A record from its line; common fields that are numbers come as floats.
+
+    Raises:
+        Wrong: it is no record.
+    """
+    return _parsed(_RECORD, line)
+
+
+def parse_manifest(content: bytes) -> dict[str, Any]:
+    """A manifest from the content of its file.
+
+    Raises:
+        Wrong: it is no manifest.
+    """
+    manifest = _parsed(_MANIFEST, content)
+    for number, figure in enumerate((manifest.get("task_meta") or {}).get("figures") or ()):
+        for key in NEEDED.get(figure.get("kind"), ()):
+            if figure.get(key) is None:
+                raise Wrong(f"task_meta.figures.{number} lacks {key}")
+    return manifest
+
+
+def check_paper_table(spec: Mapping[str, Any]) -> None:
+    """Check the types of what ``paper_table`` says of one published table.
+
+    Raises:
+        Wrong: a key holds what it may not.
+    """
+    _parsed(_PAPER_TABLE, json.dumps(spec, default=str).encode())
+
+
+_RECORD: TypeAdapter[Any] = TypeAdapter(Record)
+_MANIFEST: TypeAdapter[Any] = TypeAdapter(Manifest)
+_PAPER_TABLE: TypeAdapter[Any] = TypeAdapter(PaperTable)
+
+
+def _parsed(kind: TypeAdapter[Any], content: bytes) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = kind.validate_json(content)
+    except ValidationError as error:
+        raise Wrong(_explained(error, content)) from error
+    return found
+
+
+def _explained(error: ValidationError, content: bytes) -> str:
+    """The first thing that is wrong, or all keys that are missing."""
+    found = error.errors(include_url=False)
+    first, where = found[0], found[0]["loc"]
+    if first["type"] == "json_invalid":
+        return _invalid(content, first["msg"].removeprefix("Invalid JSON: "))
+    if not where:
+        return "not a JSON object"
+    missing = [str(one["loc"][0]) for one in found if one["type"] == "missing"]
+    if missing:
+        example = json.loads(content).get("example_id")
+        return f"record of example {example!r:.80} lacks {', '.join(missing)}"
+    path, value = [], json.loads(content)
+    for part in where:  # what follows the value's place are the kinds that were tried
+        inner = value.get(part, _NONE) if isinstance(value, Mapping) else _NONE
+        if isinstance(value, list) and isinstance(part, int):
+            inner = value[part]
+        if inner is _NONE:
+            break
+        path.append(str(part))
+        value = inner
+    allowed = dict.fromkeys(one["msg"] for one in found if one["loc"][: len(path)] == tuple(path))
+    words = " or ".join(allowed or [first["msg"]]).replace("Input should be ", "").replace("'", "")
+    return f"{'.'.join(path)} is {value!r:.60}; allowed: {words}"
+
+
+_NONE = object()
+
+
+def _invalid(content: bytes, why: str) -> str:
+    """Why it is no JSON, or none that other programs read alike."""
+    try:
+        json.loads(content)
+    except (ValueError, RecursionError):
+        return f"not JSON ({why})"
+    if b"\\ud" in content.lower():
+        return "holds half a character, which no text does"
+    return f"not JSON that every program reads ({why})"

@@ -1,0 +1,399 @@
+"""Append-only records on disk: one JSON line per (example, method), safe to kill at any moment.
+
+Where they lie and what counts as a record is in `kvbench.records.read`.
+
+What is promised:
+
+- what `RecordStore.append` returned from survives the death of the process at once, and a power cut a
+  second later (`AppendedFiles.PAUSE`, and the time of the disk), which leaving the store waits for
+  (names of files and folders included): meanwhile the next examples run;
+- a record is either there as a whole line or not there; what a killed process left half-written
+  is dropped when the folder is next opened for writing, and ignored by readers;
+- an error while writing (no space left, say) takes back what it wrote, so earlier records stay;
+- two processes never write one file at once;
+- NaN and infinities become ``null``: JSON has neither, and a score that is not a number is missing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from kvbench.records.durable import (
+    AppendedFiles,
+    make_folder,
+    read_file,
+    remove,
+    replace,
+    sync_folder,
+    write_all,
+)
+from kvbench.records.read import (
+    FORMAT,
+    MANIFEST,
+    StoreError,
+    explain_os_error,
+    parse_line,
+    read_records,
+    whole_lines,
+)
+from kvbench.records.schema import Wrong, parse_record
+
+
+def config_hash(config: Mapping[str, Any]) -> str:
+    """The first 8 hex digits of sha256 over `config` as canonical JSON.
+
+    Key order does not matter, lists equal tuples, and 1.0 equals 1 (a YAML writer may use either).
+
+    Raises:
+        StoreError: a value that is neither a JSON value nor a path.
+    """
+    text = json.dumps(_canonical(config, "config"), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def run_folder(
+    results_dir: str | Path, experiment: str, model: str, task: str, method: str, config_hash: str
+) -> Path:
+    """``<results_dir>/<experiment>/<model>/<task>/<method>-<config_hash>``, names made safe."""
+    return Path(results_dir).joinpath(
+        safe_name(experiment),
+        safe_name(model),
+        safe_name(task),
+        safe_name(f"{method}-{config_hash}"),
+    )
+
+
+def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> Path:
+    """Write ``manifest.json`` in one step: readers see the old file or the new one, never half.
+
+    Raises:
+        StoreError: a value that is not JSON, or the file system refuses.
+    """
+    path = folder / MANIFEST
+    manifest = {"format": FORMAT, **manifest}
+    text = json.dumps(_jsonable(manifest, "manifest"), indent=2) + "\n"
+    try:
+        make_folder(folder)
+        replace(path, text.encode())
+    except OSError as error:
+        raise StoreError(explain_os_error(error, path)) from error
+    return path
+
+
+@contextmanager
+def manifest_lock(folder: Path, timeout: float = 60.0) -> Iterator[None]:
+    """Held while a manifest is read and written again, so that of several shards that start at once
+    none overwrites what another noted.
+
+    Raises:
+        StoreError: another process holds it for `timeout` seconds, or the file system refuses.
+    """
+    path = folder / MANIFEST
+    lock = FileLock(str(folder / ".lock-manifest"))
+    try:
+        make_folder(folder)
+        lock.acquire(timeout=timeout)
+    except Timeout:
+        raise StoreError(f"{path} is locked by another process for {timeout:g} s") from None
+    except OSError as error:
+        raise StoreError(explain_os_error(error, path)) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+class RecordStore:
+    """The records of one run folder, open for appending; use as a context manager.
+
+        with RecordStore(folder) as store:
+            for example in examples:
+                if example.id not in store.done:
+                    store.append(record_of(example))
+
+    Entering takes the folder's lock and drops a half-written last line.
+
+    Args:
+        folder: made if missing.
+        lock_timeout: seconds to wait for another process that writes here; 0 does not wait, -1
+            waits for ever.
+        shard: suffix of the shard whose file is written, None for records.jsonl. What the folder's
+            other files hold counts as done.
+        root: the results folder; below it, no part of the path may be a link.
+        files: of a job with several stores, which share the few files that are open and the thread
+            that syncs; left open for the others.
+
+    Raises:
+        StoreError: on entering, when the folder is in use, cannot be written or is broken.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        lock_timeout: float = 10.0,
+        shard: str | None = None,
+        root: Path | None = None,
+        files: AppendedFiles | None = None,
+    ) -> None:
+        self.folder = Path(folder)
+        self._root = root
+        suffix = "" if shard is None else f"-{shard}"
+        self.path = self.folder / f"records{suffix}.jsonl"
+        self._timeout = lock_timeout
+        self._lock = FileLock(str(self.folder / f".lock{suffix}"))
+        self._holder = self.folder / f".holder{suffix}"
+        self._shared = files
+        self._files = AppendedFiles()
+        self._found: os.stat_result | None = None  # the file that was opened; None when not open
+        self._size = 0
+        self._done: dict[str, str] = {}  # status by example_id
+
+    def __enter__(self) -> RecordStore:
+        self._files = self._shared or AppendedFiles()
+        try:
+            make_folder(self.folder, self._root)
+            self._acquire()
+        except OSError as error:
+            raise StoreError(explain_os_error(error, self.path)) from error
+        try:
+            self._open()
+        except BaseException as error:
+            self._close()
+            if isinstance(error, OSError):
+                raise StoreError(explain_os_error(error, self.path)) from error
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self._files.finish(self.path)
+            if kind is None:
+                self._raise_late()
+        finally:
+            self._close()
+
+    @property
+    def done(self) -> set[str]:
+        """example_ids that have a record, whatever its status."""
+        return set(self._done)
+
+    @property
+    def failed(self) -> set[str]:
+        """example_ids whose record has a status other than ok."""
+        return {example_id for example_id, status in self._done.items() if status != "ok"}
+
+    def drop_failed(self) -> None:
+        """Forget the records whose status is not ok, so that their examples run again.
+
+        The file is replaced in one step: readers see the old records or the remaining ones. Other
+        shards' files stay as they are: a new record with status ok counts before theirs.
+
+        Raises:
+            StoreError: the file system refuses; the records are then as they were.
+        """
+        failed = self.failed
+        if not failed:
+            return
+        self._files.finish(self.path)
+        lines, _ = whole_lines(self.path)
+        kept = [
+            line
+            for number, line in enumerate(lines, 1)
+            if parse_line(line, self.path, number)["example_id"] not in failed
+        ]
+        try:
+            replace(self.path, b"".join(line + b"\n" for line in kept))
+        except OSError as error:
+            raise StoreError(explain_os_error(error, self.path, len(self._done))) from error
+        self._found = None
+        self._done = {}
+        try:
+            self._open()
+        except OSError as error:
+            raise StoreError(explain_os_error(error, self.path)) from error
+        for example_id in self.failed:
+            del self._done[example_id]
+
+    def append(self, record: Mapping[str, Any]) -> bool:
+        """Write one record, and let the disk sync while the next example runs.
+
+        Returns:
+            False when the example already has a record: the first one stays, nothing is written.
+
+        Raises:
+            StoreError: a common field is missing, the status is unknown, a value is not JSON, or
+                the file system refuses, now or when it synced an earlier record; in the first case
+                the file is then as it was before the call.
+        """
+        if self._found is None:
+            raise StoreError(f"{self.path} is not open: use `with RecordStore(folder) as store`")
+        self._raise_late()
+        where = f"record of example {record.get('example_id')!r}"
+        text = _as_json(record, where) + "\n"
+        line = text.encode(errors="replace")  # half a surrogate pair has no UTF-8 form
+        try:
+            example_id = parse_record(line)["example_id"]
+        except Wrong as error:
+            raise StoreError(str(error)) from error
+        if example_id in self._done:
+            return False
+        try:
+            file = self._handle(self._found)
+        except OSError as error:
+            raise StoreError(explain_os_error(error, self.path, len(self._done))) from error
+        try:
+            write_all(file, line)
+        except BaseException as error:
+            self._take_back(file)
+            if isinstance(error, OSError):
+                raise StoreError(explain_os_error(error, self.path, len(self._done))) from error
+            raise
+        self._size += len(line)
+        self._done[example_id] = record["status"]
+        self._files.wake(self.path)
+        return True
+
+    def _handle(self, found: os.stat_result) -> int:
+        """The file that was opened on entering, if what is written to it can still be found: a file goes
+        on taking records that nobody will see after its name is gone."""
+        with suppress(FileNotFoundError, NotADirectoryError):
+            file = self._files.handle(self.path)
+            there = os.fstat(file)
+            if os.path.samestat(there, found) and os.path.samestat(there, os.stat(self.path)):
+                return file
+        raise StoreError(
+            f"{self.path} was removed or moved while the run wrote to it; the same command runs "
+            "what is not there any more"
+        )
+
+    def _raise_late(self) -> None:
+        """Say what a sync that nobody waited for ended in."""
+        error = self._files.error(self.path)
+        if error is not None:
+            line = explain_os_error(error, self.path)
+            raise StoreError(f"{line}; the latest records may be lost by a power cut") from error
+
+    def _acquire(self) -> None:
+        try:
+            self._lock.acquire(timeout=self._timeout)
+        except Timeout:
+            raise StoreError(
+                f"{self.folder} is being written by {_holder(self._holder)}; waited"
+                f" {self._timeout:g} s: wait for it to end, or choose another results_dir"
+            ) from None
+        me = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "since": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        try:
+            replace(self._holder, json.dumps(me).encode(), sync=False)
+        except OSError:
+            self._lock.release()
+            raise
+
+    def _open(self) -> None:
+        new = not self.path.exists()
+        file = self._files.handle(self.path, make=True)
+        if new:
+            sync_folder(self.folder)
+        _, self._size = whole_lines(self.path)
+        if os.fstat(file).st_size > self._size:
+            os.ftruncate(file, self._size)
+            os.fsync(file)
+        for record in read_records(self.folder):
+            self._done[record["example_id"]] = record["status"]
+        self._found = os.fstat(file)
+
+    def _take_back(self, file: int) -> None:
+        try:
+            os.ftruncate(file, self._size)
+        except OSError:  # the next opening drops the torn line; nothing may follow it until then
+            self._found = None
+
+    def _close(self) -> None:
+        self._files.finish(self.path)
+        if self._shared is None:
+            self._files.end()
+        self._found = None
+        self._done = {}
+        with suppress(OSError):
+            remove(self._holder)
+        self._lock.release()
+
+
+def _as_json(record: Mapping[str, Any], where: str) -> str:
+    """A record as one line."""
+    try:  # nearly always enough, and faster
+        return json.dumps(record, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError):
+        return json.dumps(_jsonable(record, where), ensure_ascii=False)
+
+
+def _jsonable(value: Any, where: str) -> Any:
+    """`value` as JSON types; NaN and infinities become None, numpy and torch scalars numbers."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _jsonable(item, f"{where}: {key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(item, where) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "tolist"):  # numpy scalars and arrays, torch tensors
+        return _jsonable(value.tolist(), where)
+    raise StoreError(f"{where} holds a {type(value).__name__}, which is not a JSON value")
+
+
+def _canonical(value: Any, where: str) -> Any:
+    """`value` as JSON types, integral floats as integers."""
+    value = _jsonable(value, where)
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        return {key: _canonical(item, where) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_canonical(item, where) for item in value]
+    return value
+
+
+def safe_name(name: str) -> str:
+    """`name` as one path component: no separators, no leading dot, at most 120 bytes."""
+    safe = re.sub(r"[^\w.+=@,-]+", "_", name).lstrip(".")
+    if not safe:
+        raise StoreError(f"{name!r} cannot name a folder")
+    encoded = safe.encode()
+    if len(encoded) > 120:
+        digest = hashlib.sha256(name.encode(errors="replace")).hexdigest()[:8]
+        first, last = (part.decode(errors="ignore") for part in (encoded[:60], encoded[-30:]))
+        safe = f"{first}-{digest}-{last}"
+    return safe
+
+
+def _holder(path: Path) -> str:
+    """Who holds the lock, as far as the holder said."""
+    try:
+        holder = json.loads(read_file(path))
+        return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
+    except (OSError, ValueError, KeyError, TypeError):  # not written yet, or just removed
+        return "another process"

@@ -1,0 +1,125 @@
+"""Effects of a method's variants as a figure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.artist import Artist
+
+from kvbench.report.experiment import Group
+from kvbench.report.figures.canvas import (
+    Drawn,
+    label_axes,
+    new_figure,
+    stem,
+    style_axes,
+    tick_text,
+    words,
+)
+from kvbench.report.tables.ablation import Effect, effects_of, units_text
+from kvbench.report.tables.scores import as_text
+
+_SERIES = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#000000", "v"))
+
+
+def ablation_figure(group: Group, spec: Mapping[str, Any]) -> Drawn:
+    """Change of y in per cent: a row per variant, a panel per `by`, a marker per `series`."""
+    effects = effects_of(group, spec)
+    panels = sorted({by for e in effects for by, _ in e.cells}, reverse=spec["by"] == "rate")
+    series = sorted({s for e in effects for _, s in e.cells})
+    places = _places(effects)
+    height = max(places) + 1
+    figure = new_figure(1.7 + 2.6 * len(panels), 1.1 + 0.205 * height)
+    axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    limit = _limit(effects)
+    lowest = max(0.0, *(-e.low for effect in effects for e in effect.cells.values()))
+    for ax, panel in zip(axes, panels, strict=True):
+        ax.axvline(0, color="#666666", linewidth=0.9)
+        for k, one in enumerate(series):
+            color, marker = _SERIES[k % len(_SERIES)]
+            shift = (k - (len(series) - 1) / 2) * 0.6 / len(series)
+            for place, effect in zip(places, effects, strict=True):
+                estimate = effect.cells.get((panel, one))
+                if estimate is None or math.isnan(estimate.value):
+                    continue
+                y = place + shift
+                label = f"{words(spec['series'])} {as_text(one)}" if spec.get("series") else None
+                if 100 * estimate.value > limit:
+                    ax.plot(limit, y, marker=">", color=color, markersize=4, clip_on=False)
+                    text = f"{100 * estimate.value:+.0f} %"
+                    ax.annotate(
+                        text,
+                        (limit, y),
+                        xytext=(-5, 0),
+                        textcoords="offset points",
+                        ha="right",
+                        va="center",
+                        fontsize=6,
+                        color=color,
+                    )
+                    continue
+                ax.errorbar(
+                    100 * estimate.value,
+                    y,
+                    xerr=[
+                        [max(0.0, 100 * (estimate.value - estimate.low))],
+                        [max(0.0, 100 * (estimate.high - estimate.value))],
+                    ],
+                    color=color,
+                    marker=marker,
+                    markersize=3.4,
+                    elinewidth=1.0,
+                    linestyle="none",
+                    label=label,
+                )
+        ax.set_title(f"{words(spec['by'])} {tick_text(panel, spec['by'])}", fontsize=9)
+        ax.set_xlim(-min(limit, 105 * lowest) - 1, limit * 1.04)
+        style_axes(ax, grid="x")
+    for place, before in zip(places[1:], places, strict=False):
+        if place - before > 1:
+            for ax in axes:
+                ax.axhline((place + before) / 2, color="#DDDDDD", linewidth=0.6)
+    axes[0].set_yticks(places, [effect.label for effect in effects])
+    axes[0].set_ylim(height - 0.3, -0.8)
+    what = words(spec["y"])
+    label_axes(figure, list(axes), f"change of {what} against {spec['reference']} (%)", "")
+    handles: dict[str, Artist] = {}
+    for ax in axes:
+        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
+            handles.setdefault(str(label), handle[0])
+    if handles:
+        figure.legend(
+            handles=[handles[label] for label in sorted(handles)],
+            labels=sorted(handles),
+            loc="outside upper center",
+            ncols=len(handles),
+            frameon=False,
+            fontsize=8,
+        )
+    return Drawn(
+        f"{stem(group)}-ablation",
+        f"{group.task}: one option changed at a time",
+        f"Change of {what} against {spec['reference']} on the same tensors (left is better), geometric"
+        f" mean with 95 % bootstrap intervals over {units_text(group, spec)}; a triangle at the edge"
+        " stands for a larger change.",
+        figure,
+    )
+
+
+def _places(effects: Sequence[Effect]) -> list[float]:
+    """Rows from the top, a gap of half a row between parts."""
+    places: list[float] = []
+    for i, effect in enumerate(effects):
+        new = i > 0 and effect.part != effects[i - 1].part
+        places.append(0.0 if not places else places[-1] + (1.6 if new else 1.0))
+    return places
+
+
+def _limit(effects: Sequence[Effect]) -> float:
+    """The axis reaches what nine cells in ten reach, in per cent."""
+    values = [100 * abs(e.value) for effect in effects for e in effect.cells.values()]
+    values = [value for value in values if math.isfinite(value)]
+    return max(5.0, float(np.quantile(values, 0.9)) * 1.25) if values else 5.0

@@ -1,0 +1,204 @@
+"""What figures are made of: canvas, axes, legend, names; and their files.
+
+Figures are built as objects, without pyplot and without changing matplotlib's settings.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.container import ErrorbarContainer
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from matplotlib.ticker import Formatter, FuncFormatter
+
+from kvbench.errors import printable
+from kvbench.report.experiment import Group
+from kvbench.report.files import file_stem, write_bytes
+from kvbench.report.tables.scores import as_text
+
+TEXT, SMALL = 9.0, 8.0
+_DPI = 160
+_MOST_PIXELS = 32_000
+"""Along either side of a figure; the drawing library has a limit."""
+GREY = "#666666"
+_LONGEST_TICK = 60
+_GRID = "#DDDDDD"
+_AXES = {
+    "length": "context length (tokens)",
+    "depth": "depth (%)",
+    "num_lines": "number of lines",
+    "prompt_tokens": "prompt length (tokens)",
+    "rate": "rate (fraction of the middle that is kept)",
+    "layer": "layer",
+}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A figure and the words that go with it.
+
+    Attributes:
+        name: file name stem, unique within an experiment.
+        caption: what is shown, how it was measured, what the marks mean.
+    """
+
+    name: str
+    title: str
+    caption: str
+    figure: Figure
+
+    @cached_property
+    def png(self) -> bytes:
+        """The figure as PNG; the same bytes for the same records."""
+        return self._bytes("png", {"Software": None})
+
+    @cached_property
+    def pdf(self) -> bytes:
+        """The figure as PDF with embedded fonts, without a date."""
+        return self._bytes("pdf", {"CreationDate": None, "Creator": None, "Producer": None})
+
+    def _bytes(self, kind: str, metadata: Mapping[str, Any]) -> bytes:
+        show_as_text(self.figure)
+        with (
+            warnings.catch_warnings()
+        ):  # of names that no font has, or no room: nobody can act on it
+            warnings.filterwarnings("ignore", r"Glyph|constrained_layout not applied", UserWarning)
+            return self._drawn(kind, metadata)
+
+    def _drawn(self, kind: str, metadata: Mapping[str, Any]) -> bytes:
+        if self.figure.get_layout_engine() is not None:  # lay out once: it is what takes long
+            self.figure.draw_without_rendering()
+            self.figure.set_layout_engine("none")
+        buffer = io.BytesIO()
+        dpi = min(_DPI, _MOST_PIXELS / max(self.figure.get_size_inches()))
+        with rc_context({"pdf.fonttype": 42}):  # TrueType: many venues refuse Type 3 fonts
+            self.figure.savefig(buffer, format=kind, dpi=dpi, metadata=dict(metadata))
+        return buffer.getvalue()
+
+
+def save_figures(figures: Sequence[Drawn], folder: Path) -> list[Path]:
+    """Write every figure as PNG and PDF into a folder."""
+    paths = []
+    for drawn in figures:
+        for suffix, content in ((".png", drawn.png), (".pdf", drawn.pdf)):
+            paths.append(write_bytes(folder / f"{file_stem(drawn.name)}{suffix}", content))
+    return paths
+
+
+def new_figure(width: float, height: float) -> Figure:
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def show_as_text(figure: Figure) -> None:
+    """Let every name in the figure, whatever is in it, stand for itself: no formulas, one line each."""
+    for text in figure.findobj(Text):
+        text.set_text(_as_label(text.get_text()))
+    for ax in figure.axes:
+        for axis in (ax.xaxis, ax.yaxis):
+            formatter = axis.get_major_formatter()
+            if isinstance(formatter, FuncFormatter):  # what names for ticks become
+                axis.set_major_formatter(_Labels(formatter))
+
+
+def _as_label(text: str) -> str:
+    """A text that matplotlib shows as it is; unchanged if it is one already."""
+    return "\n".join(map(printable, re.sub(r"(?<!\\)\$", r"\$", text).split("\n")))
+
+
+class _Labels(Formatter):
+    """Another formatter's texts as labels beside an axis, which a long one would leave no room."""
+
+    def __init__(self, inner: Formatter) -> None:
+        self._inner = inner
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        """As `Formatter`."""
+        text = self._inner(x, pos)
+        return _as_label(text if len(text) <= _LONGEST_TICK else f"{text[: _LONGEST_TICK - 1]}…")
+
+
+def label_axes(figure: Figure, axes: Sequence[Axes], x: str, y: str) -> None:
+    """Labels on the axes of a single panel, shared labels beside several."""
+    if len(axes) == 1:
+        axes[0].set_xlabel(x, fontsize=TEXT)
+        axes[0].set_ylabel(y, fontsize=TEXT)
+    else:
+        figure.supxlabel(x, fontsize=TEXT)
+        figure.supylabel(y, fontsize=TEXT)
+
+
+def style_axes(ax: Axes, grid: Literal["x", "y"] = "y") -> None:
+    ax.tick_params(labelsize=SMALL, length=2.5, color=GREY)
+    for side in ("top", "right"):
+        ax.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        ax.spines[side].set_color(GREY)
+    ax.grid(axis=grid, color=_GRID, linewidth=0.6)
+    ax.set_axisbelow(True)
+
+
+def add_legend(figure: Figure, ax: Axes, count: int) -> None:
+    handles, labels = ax.get_legend_handles_labels()
+    figure.legend(
+        [handle[0] if isinstance(handle, ErrorbarContainer) else handle for handle in handles],
+        labels,
+        loc="outside upper center",
+        ncols=min(count, 5),
+        frameon=False,
+        fontsize=SMALL,
+        columnspacing=1.3,
+        handletextpad=0.5,
+    )
+
+
+def percent(unit: str) -> float:
+    return 100.0 if unit == "fraction" else 1.0
+
+
+def axis_unit(group: Group) -> str:
+    return " (%)" if group.meta.score_unit == "fraction" else f" ({words(group.meta.score_unit)})"
+
+
+def axis_name(name: str) -> str:
+    return _AXES.get(name, words(name))
+
+
+def words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def tick_text(value: object, axis: str) -> str:
+    if axis == "rate" and isinstance(value, float) and 0 < value < 1 and (1 / value).is_integer():
+        return f"1/{int(1 / value)}"
+    return as_text(value)
+
+
+def marker_size(marker: str) -> float:
+    """Stars and crosses look smaller than they are."""
+    return {"*": 8.5, "P": 6.0, "X": 6.0}.get(marker, 4.8)
+
+
+def slug(name: str) -> str:
+    """A part of a file's name; of a long one the beginning and a digest of the whole."""
+    safe = "".join(c if c.isalnum() or c in "._" else "-" for c in name).strip("-")
+    if len(safe) <= 80:
+        return safe
+    return f"{safe[:60].rstrip('-')}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+
+
+def stem(group: Group) -> str:
+    return f"{slug(group.task)}-{slug(group.model)}"

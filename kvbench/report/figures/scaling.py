@@ -1,0 +1,157 @@
+"""Rates of growth and decay as figures: curves, and their slopes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvbench.report.experiment import Arm, Group
+from kvbench.report.figures.canvas import (
+    Drawn,
+    add_legend,
+    label_axes,
+    new_figure,
+    stem,
+    style_axes,
+    words,
+)
+from kvbench.report.figures.style import Style, order_of, style_of
+from kvbench.report.tables.scaling import (
+    Curve,
+    Fit,
+    curves_of,
+    fits_of,
+    interval_text,
+    reach_text,
+    signed_text,
+)
+
+_GREY = "#888888"
+_SPARE = ("#332288", "#44AA99", "#CC79A7", "#999933", "#661100", "#117733", "#DDCC77", "#AA4499")
+_SPARE_MARKERS = ("h", "p", ">", "d", "8", "H", "v", "^")
+
+
+def scaling_figures(group: Group, spec: Mapping[str, Any]) -> list[Drawn]:
+    """The curves, a panel per data set; and, where slopes are predicted, the fitted ones."""
+    curves = curves_of(group, spec)
+    figures = [_curves_figure(group, spec, curves)]
+    if spec.get("expected"):
+        figures.append(_slopes_figure(group, spec, fits_of(curves, spec)))
+    return figures
+
+
+def _curves_figure(group: Group, spec: Mapping[str, Any], curves: Sequence[Curve]) -> Drawn:
+    facets = list(dict.fromkeys(curve.facet for curve in curves))
+    columns = 2 if len(facets) == 4 else min(3, len(facets))
+    rows = math.ceil(len(facets) / columns)
+    figure = new_figure(1.0 + (4.6 if columns == 1 else 2.55 * columns), 1.0 + 2.15 * rows)
+    axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
+    looks = _looks(group.arms)
+    for ax, facet in zip(axes.flat, facets, strict=False):
+        for curve in (c for c in curves if c.facet == facet):
+            look = looks[curve.arm.label]
+            ax.fill_between(curve.x, curve.low, curve.high, color=look.color, alpha=0.15, lw=0)
+            ax.plot(
+                curve.x,
+                curve.mean,
+                color=look.color,
+                marker=look.marker,
+                markersize=4,
+                linewidth=1.2,
+                label=curve.arm.label,
+            )
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log")
+        ax.set_title(facet, fontsize=9)
+        style_axes(ax)
+    low, high = axes.flat[0].get_ylim()
+    for ax, facet in zip(axes.flat, facets, strict=False):
+        _guides(ax, [c for c in curves if c.facet == facet], spec)
+    axes.flat[0].set_ylim(low, high)
+    for ax in list(axes.flat)[len(facets) :]:
+        ax.remove()
+    shown = list(axes.flat)[: len(facets)]
+    xlabel, ylabel = (str(spec.get(f"{a}label", words(spec[a]))) for a in "xy")
+    label_axes(figure, shown, xlabel, ylabel)
+    most = max(range(len(facets)), key=lambda i: len(shown[i].lines))
+    add_legend(figure, shown[most], len(looks))
+    slopes = " and ".join(signed_text(slope) for slope in spec.get("guides", ()))
+    return Drawn(
+        f"{stem(group)}-scaling",
+        f"{group.task}: {words(spec['y'])} against {words(spec['x'])}",
+        f"Means {interval_text(curves, spec)}; both axes logarithmic; dashed in grey: slope"
+        f" {slopes}.",
+        figure,
+    )
+
+
+def _guides(ax: Any, curves: Sequence[Curve], spec: Mapping[str, Any]) -> None:
+    """Grey lines through the first point of the panel's first curve."""
+    if not curves:
+        return
+    x = np.array([curves[0].x[0], max(c.x[-1] for c in curves)])
+    for slope in spec.get("guides", ()):
+        y = curves[0].mean[0] * (x / x[0]) ** slope
+        ax.plot(x, y, color=_GREY, linestyle=(0, (4, 3)), linewidth=0.9, zorder=1)
+
+
+def _slopes_figure(group: Group, spec: Mapping[str, Any], fits: Sequence[Fit]) -> Drawn:
+    facets = list(dict.fromkeys(fit.curve.facet for fit in fits))
+    looks = _looks(group.arms)
+    arms = [a for a in group.arms if any(f.curve.arm == a for f in fits)]
+    figure = new_figure(6.4, 1.2 + len(facets) * max(0.34, 0.085 * len(arms) + 0.12))
+    ax = figure.subplots()
+    for slope in spec.get("guides", ()):
+        ax.axvline(slope, color=_GREY, linestyle=(0, (4, 3)), linewidth=0.9)
+    for k, arm in enumerate(arms):
+        look = looks[arm.label]
+        mine = [f for f in fits if f.curve.arm == arm and math.isfinite(f.slope.value)]
+        shift = (k - (len(arms) - 1) / 2) * 0.78 / len(arms)
+        value = np.array([f.slope.value for f in mine])
+        spread = np.array(
+            [
+                [f.slope.value - f.slope.low for f in mine],
+                [f.slope.high - f.slope.value for f in mine],
+            ]
+        )
+        ax.errorbar(
+            value,
+            [facets.index(f.curve.facet) + shift for f in mine],
+            xerr=np.clip(spread, 0, None),
+            linestyle="none",
+            color=look.color,
+            marker=look.marker,
+            markersize=4.5,
+            elinewidth=1.1,
+            label=arm.label,
+        )
+    ax.set_yticks(range(len(facets)), facets)
+    ax.set_ylim(len(facets) - 0.5, -0.5)
+    for edge in np.arange(0.5, len(facets) - 1):
+        ax.axhline(edge, color="#DDDDDD", linewidth=0.6)
+    across = str(spec.get("xlabel", words(spec["x"])))
+    ax.set_xlabel(f"slope of log {words(spec['y'])} against log {across}", fontsize=9)
+    style_axes(ax, grid="x")
+    add_legend(figure, ax, min(4, len(arms)))
+    return Drawn(
+        f"{stem(group)}-slopes",
+        f"{group.task}: fitted slopes",
+        f"Least-squares slopes on logarithmic axes{reach_text(fits)}, {interval_text(fits, spec)};"
+        " dashed: the slopes of the papers' bounds.",
+        figure,
+    )
+
+
+def _looks(arms: Sequence[Arm]) -> dict[str, Style]:
+    """The papers' methods as everywhere; variants of them in the spare colours, in order."""
+    looks: dict[str, Style] = {}
+    unknown = order_of("")[0]
+    spare = zip(_SPARE * 9, _SPARE_MARKERS * 9, strict=True)
+    for arm in arms:
+        known = order_of(arm.method)[0] != unknown
+        taken = any(style_of(arm.method) == look for look in looks.values())
+        looks[arm.label] = style_of(arm.method) if known and not taken else Style(*next(spare))
+    return looks

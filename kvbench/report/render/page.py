@@ -1,0 +1,229 @@
+"""The page: one HTML file with everything an experiment found, that opens from disk.
+
+Predictions and error texts are untrusted: the template escapes every value, and the page's own
+policy forbids any script but the one it ships, and any fetch.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from kvbench.report import views
+from kvbench.report.experiment import Experiment, Group
+from kvbench.report.figures.canvas import Drawn
+from kvbench.report.figures.style import order_of, style_of
+from kvbench.report.render.answers import Shown, clip, sample_of
+from kvbench.report.stats.estimate import Estimate
+from kvbench.report.tables.differences import notes_on
+from kvbench.report.tables.pairs import ArmPair, pairs_view
+from kvbench.report.tables.published import Published, joined_tasks
+from kvbench.report.tables.published_views import difference_text, margin_note
+from kvbench.report.tables.scores import Overview, ScoreTable
+from kvbench.report.tables.speeds import Speed
+from kvbench.report.tables.study import Study
+from kvbench.report.tables.timing_views import speed_view, timing_view
+from kvbench.report.tables.timings import Timing
+from kvbench.report.views import View
+
+_HERE = Path(__file__).parent / "templates"
+_FAILURES_SHOWN = 100
+_MANIFESTS_SHOWN = 100
+_PIXELS_PER_INCH = 92
+
+
+@dataclass(frozen=True)
+class Section:
+    """One model and task on the page; its first table is by dataset, the others split it."""
+
+    group: Group
+    tables: tuple[ScoreTable, ...]
+    timings: tuple[Timing, ...]
+    figures: tuple[Drawn, ...]
+    study: Study | None = None
+    pairs: tuple[ArmPair, ...] = ()
+    speeds: tuple[Speed, ...] = ()
+
+    @property
+    def ranked(self) -> bool:
+        """Whether scores are compared: no timings, no study."""
+        return not self.timings and self.study is None
+
+
+def render_page(
+    experiment: Experiment,
+    sections: Sequence[Section],
+    overviews: Sequence[Overview],
+    published: Sequence[Published],
+    warnings: Sequence[str] = (),
+    printed: Sequence[View] = (),
+) -> str:
+    """The page's HTML.
+
+    Args:
+        printed: tables of several models, as papers print them.
+    """
+    template = environment().get_template("page.html.j2")
+    return template.render(
+        **page_parts(),
+        experiment=experiment,
+        sections=[_section(section, index) for index, section in enumerate(sections, 1)],
+        overviews=[overview for overview in overviews if len(overview.tables) > 1],
+        published=[(table, notes_on(table.differences)) for table in joined_tasks(published)],
+        margin_note=margin_note(published),
+        warnings=warnings,
+        methods=sorted({a.method for s in sections for a in s.group.arms}, key=order_of),
+        totals=_totals(experiment),
+        reproduce=how_to_reproduce(experiment),
+        manifests=[
+            (str(run.folder.relative_to(experiment.folder)), json.dumps(run.manifest, indent=2))
+            for run in experiment.runs[:_MANIFESTS_SHOWN]
+        ],
+        statuses=_statuses(experiment),
+        printed=printed,
+    )
+
+
+def environment() -> Environment:
+    """Templates beside this file; every value is escaped, an unknown name is an error."""
+    made = Environment(
+        loader=FileSystemLoader(_HERE),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.globals.update(
+        views=views,
+        color=lambda method: style_of(method).color,
+        interval_plot=_interval_plot,
+        published_difference=difference_text,
+    )
+    return made
+
+
+def page_parts() -> dict[str, str]:
+    """Style and script of a page, with the script's hash for its policy."""
+    script = (_HERE / "page.js").read_text(encoding="utf-8")
+    return {
+        "style": (_HERE / "page.css").read_text(encoding="utf-8"),
+        "script": script,
+        "script_hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    }
+
+
+def _section(section: Section, index: int) -> dict[str, Any]:
+    shown, examples = sample_of(section.group)
+    return {
+        "id": f"section-{index}",
+        "group": section.group,
+        "table": section.tables[0],
+        "breakdowns": section.tables[1:],
+        "study": section.study,
+        "timings": timing_view(section.group.task, section.group.model, section.timings)
+        if section.timings
+        else None,
+        "speeds": speed_view(section.group, section.speeds) if section.speeds else None,
+        "pairs": pairs_view(section.group, section.pairs) if section.pairs else None,
+        "notes": [*views.notes_of(section.tables), *_sample_notes(section.group)],
+        "figures": [_figure(drawn) for drawn in section.figures],
+        "shown": shown,
+        "examples": examples,
+        "filters": _filters(shown),
+        "failures": _failures(section.group),
+    }
+
+
+def _figure(drawn: Drawn) -> dict[str, Any]:
+    """One size of text on the page, however large the figure is."""
+    return {
+        "drawn": drawn,
+        "uri": f"data:image/png;base64,{base64.b64encode(drawn.png).decode()}",
+        "width": round(drawn.figure.get_figwidth() * _PIXELS_PER_INCH),
+    }
+
+
+def _sample_notes(group: Group) -> list[str]:
+    """What the examples are a sample of: the unit where it is not the example, and what `limit` cut."""
+    notes, unit = [], group.meta.unit
+    if unit != "example_id" and unit in group.records:
+        notes.append(
+            f"The independent unit is the {unit.replace('_', ' ')}: intervals are over the"
+            f" {group.records[unit].nunique()} there are, each with all of its examples."
+        )
+    if group.left_out:
+        notes.append(f"Left out by limit: {', '.join(group.left_out)}.")
+    return notes
+
+
+def _filters(shown: Sequence[Shown]) -> dict[str, list[str]]:
+    """Fields to filter predictions by, each with its values in order of appearance."""
+    values: dict[str, dict[str, None]] = {"dataset": {}}
+    for example in shown:
+        values["dataset"][example.dataset] = None
+        for name, value in example.fields.items():
+            values.setdefault(name, {})[value] = None
+    return {name: list(found) for name, found in values.items() if len(found) > 1}
+
+
+def _failures(group: Group) -> dict[str, Any]:
+    failed = group.records[group.records["status"] != "ok"]
+    rows = [
+        (row["arm"], row["dataset"], row["example_id"], row["status"], clip(row["error"]))
+        for _, row in failed.head(_FAILURES_SHOWN).iterrows()
+    ]
+    return {"rows": rows, "total": len(failed)}
+
+
+def _totals(experiment: Experiment) -> dict[str, int]:
+    return {
+        "models": len({group.model for group in experiment.groups}),
+        "tasks": len({group.task for group in experiment.groups}),
+        "runs": len(experiment.runs),
+        "records": sum(len(group.records) for group in experiment.groups),
+    }
+
+
+def _statuses(experiment: Experiment) -> dict[str, int]:
+    """Records by status: ok first, then failures."""
+    counts: Counter[str] = Counter({"ok": 0})
+    for group in experiment.groups:
+        counts.update(group.records["status"].astype(str))
+    return dict(sorted(counts.items(), key=lambda item: (item[0] != "ok", item[0])))
+
+
+def how_to_reproduce(experiment: Experiment) -> list[tuple[str, list[str]]]:
+    """What the runs were made with: one line per distinct value."""
+    manifests = [run.manifest for run in experiment.runs]
+    return [
+        ("command", _distinct(manifests, "command")),
+        ("seed", _distinct(manifests, "seed")),
+        ("code revision", _distinct(manifests, "code_revision")),
+        ("versions", _distinct(manifests, "versions")),
+        ("hardware", _distinct(manifests, "hardware")),
+    ]
+
+
+def _distinct(manifests: Sequence[Mapping[str, Any]], key: str) -> list[str]:
+    return list(dict.fromkeys(_plain(m[key]) for m in manifests if m.get(key) is not None))
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_plain(item)}" for key, item in value.items() if item is not None)
+    if isinstance(value, list | tuple):
+        return " ".join(map(_plain, value))
+    return str(value)
+
+
+def _interval_plot(estimate: Estimate) -> dict[str, float]:
+    """Where low, value and high of a fraction lie on a line from 0 to 100."""
+    return {name: round(100 * getattr(estimate, name), 1) for name in ("low", "value", "high")}

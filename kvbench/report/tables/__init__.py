@@ -1,0 +1,1 @@
+"""Every analysis of an experiment."""

@@ -1,0 +1,526 @@
+"""Published numbers beside ours, where an experiment names the published table.
+
+The experiment's config says so under ``paper_table``: a file in results/paper, a mapping, or a list of
+them
+
+    file: subgen_table1        results/paper/subgen_table1.csv
+    value: accuracy            long tables: the column that holds the number
+    by: num_lines              long tables: the record field (and column) that spreads over columns
+    methods: [exact, uniform]  tables with a column per method: which columns those are
+    where: {model: OPT-30B}    only these rows
+    method: balancekv          the method of a table that has no column ``method``
+    model: opt_30b             the model of a table that has no column ``model``
+    scale: 100                 what to multiply the published number by to be per cent
+    sums: {code: [lcc, repobench-p]}   columns that are sums of datasets' scores
+    fields: {decode_s: decode_s}       columns that are seconds: other record fields than the score
+    field: latency_s           the record field, in seconds, that stands for the score
+    setting: {prompt_len: prompt_tokens, gen_len: asked_new_tokens}   columns and the record fields that
+                               are the same: a column for each combination
+    records: {asked_rate: 0.2}    only our records with this value, or with none
+    rename: {system: method}   columns that are called otherwise there
+    reduction: reduction_percent  the column of per cent of the cache that is left out; the rest is a
+                               row's rate
+    across_tasks: longeval_lines  several tasks (``task_label``) have columns of the one table: its name
+    names: {h2o_20: h2o}       methods that are called otherwise there; a list: several of ours
+    best_of: {subgen: [a, b]}  a row more, with the best of these arms of ours in every column
+    models: {opt_6_7b: OPT-6.7B}  models that are called otherwise there; only ours is shown
+    differences: [a, b]        how our settings are known to differ from the paper's, one line each; []
+                               where none is known
+    rescored: 0.05             the share of examples that two honest runs answer anew (`margins`)
+
+A wide table (one column per dataset) needs only its file. Where the table has our model, only that
+model's rows are shown, else those of all its models. A column ``rate`` is matched with the budget's
+rate of a method that has one. The average is shown where ours is over the same datasets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from kvbench.errors import first_line
+from kvbench.report.experiment import Experiment, Group
+from kvbench.report.stats.estimate import Estimate
+from kvbench.report.stats.margins import margin_of, rescored_share
+from kvbench.report.tables.best_of import best_rows
+from kvbench.report.tables.differences import PaperError as PaperError
+from kvbench.report.tables.differences import differences_of, specs_of
+from kvbench.report.tables.scores import AVERAGE, NO_CELL, Cell, ScoreTable, as_text, score_table
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A published number and ours; NaN where one of them is missing. Both in the shown unit.
+
+    Attributes:
+        ours: our mean with its 95 % interval.
+        cell: where ours comes from: how many examples were scored, which failed.
+        printed: the published number as it was printed (before scaling: the same digits).
+        margin: how far the two may be apart and say nothing (`margins`); NaN where it is not known:
+            for another model, and for what is no fraction.
+    """
+
+    published: float
+    ours: Estimate
+    cell: Cell
+    printed: str
+    margin: float = math.nan
+
+    @property
+    def difference(self) -> float:
+        """Ours minus the published one."""
+        return self.ours.value - self.published
+
+    @property
+    def beyond(self) -> bool:
+        """Whether the two are further apart than the margin."""
+        return abs(self.difference) > self.margin
+
+
+_NO_PAIR = Pair(math.nan, NO_CELL.score, NO_CELL, "")
+
+
+@dataclass(frozen=True)
+class PublishedRow:
+    """One of our arms beside one published row; `model` is the one the paper used."""
+
+    method: str
+    model: str
+    label: str
+    pairs: tuple[Pair, ...]
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published table next to the arms that it has in common with ours.
+
+    Attributes:
+        columns: what both tables have, in the paper's order.
+        field: the record field compared, None for the score.
+        part_of: what several tasks with columns of this table are called together.
+        differences: how our settings are known to differ from the paper's; None where the
+            experiment does not say.
+        rescored: share of examples that two honest runs answer anew, None where it is not known.
+    """
+
+    source: str
+    task: str
+    model: str
+    unit: str
+    columns: tuple[str, ...]
+    rows: tuple[PublishedRow, ...]
+    field: str | None = None
+    part_of: str | None = None
+    differences: tuple[str, ...] | None = None
+    rescored: float | None = None
+
+    @property
+    def other_models(self) -> bool:
+        """Whether a published row is about another model than ours."""
+        return any(row.model != self.model for row in self.rows)
+
+    @property
+    def averages(self) -> dict[str, dict[str, float]]:
+        """By the paper's model, each method's average (or only column), in the shown unit."""
+        if AVERAGE not in self.columns and len(self.columns) != 1:
+            return {}
+        at = self.columns.index(AVERAGE) if AVERAGE in self.columns else 0
+        found: dict[str, dict[str, float]] = {}
+        for row in self.rows:
+            found.setdefault(row.model, {}).setdefault(row.method, row.pairs[at].published)
+        return found
+
+
+def published_tables(experiment: Experiment, folder: Path | None = None) -> list[Published]:
+    """One comparison per group whose config names a published table.
+
+    Args:
+        folder: where the CSV files are; by default ``paper`` beside the experiment's folder, or the
+            repository's results/paper.
+
+    Raises:
+        PaperError: the table is not there, lacks a column that the config names, or cannot be compared.
+    """
+    found = []
+    for group in experiment.groups:
+        specs: dict[str, dict[str, Any]] = {}
+        differences: dict[str, tuple[str, ...] | None] = {}
+        for spec in (spec for manifest in group.manifests for spec in _specs_of(manifest)):
+            said = differences_of(spec)
+            key = str({name: value for name, value in spec.items() if name != "differences"})
+            specs.setdefault(key, spec)
+            differences[key] = _all_said([differences.get(key), said])
+        for key, spec in specs.items():
+            try:
+                f = rescored_share(experiment.folder, group.model, group.task, spec)
+            except ValueError as error:
+                raise PaperError(f"paper_table {spec.get('file')}: {error}") from error
+            if any((m.get("config") or {}).get("limit") for m in group.manifests):
+                f = None  # some of the paper's examples: no run of the same ones
+            table = _compared(group, spec, _read(experiment.folder, spec, folder), f)
+            found.append(replace(table, differences=differences[key]))
+    return [table for table in found if table.rows]
+
+
+def joined_tasks(tables: Sequence[Published]) -> list[Published]:
+    """The tables, those that are parts of one side by side: a row for each arm."""
+    groups: dict[object, list[Published]] = {}
+    for table in tables:
+        key = (
+            (table.source, table.part_of, table.field, table.model) if table.part_of else id(table)
+        )
+        groups.setdefault(key, []).append(table)
+    return [_side_by_side(group) if group[0].part_of else group[0] for group in groups.values()]
+
+
+def _side_by_side(tables: Sequence[Published]) -> Published:
+    first = tables[0]
+    columns = tuple(dict.fromkeys(column for table in tables for column in table.columns))
+    found: dict[tuple[str, str, str], dict[str, Pair]] = {}
+    for table in tables:
+        for row in table.rows:
+            pairs = found.setdefault((row.method, row.model, row.label), {})
+            pairs.update(zip(table.columns, row.pairs, strict=True))
+    rows = tuple(
+        PublishedRow(*who, tuple(pairs.get(column, _NO_PAIR) for column in columns))
+        for who, pairs in found.items()
+    )
+    return replace(
+        first,
+        task=first.part_of or first.task,
+        columns=columns,
+        rows=rows,
+        differences=_all_said([table.differences for table in tables]),
+    )
+
+
+def _all_said(lists: Sequence[Sequence[str] | None]) -> tuple[str, ...] | None:
+    """Every line of several lists once; None where none of them says anything."""
+    said = [lines for lines in lists if lines is not None]
+    return tuple(dict.fromkeys(line for lines in said for line in lines)) if said else None
+
+
+def published_frame(experiment: Path, name: str) -> pd.DataFrame:
+    """The published table `name`, as for an experiment in the folder `experiment`.
+
+    Raises:
+        PaperError: the table is not there.
+    """
+    frame = _read(experiment, {"file": name}, None)
+    return frame.apply(_numbers)
+
+
+def comparison_frame(tables: Sequence[Published]) -> pd.DataFrame:
+    """Published and ours as numbers, one row per arm, published row and column."""
+    return pd.DataFrame(
+        {
+            "source": table.source,
+            "task": table.task,
+            "model": table.model,
+            "published_model": row.model,
+            "method": row.method,
+            "arm": row.label,
+            "column": column,
+            "unit": table.unit,
+            "published": pair.published,
+            "score": pair.ours.value,
+            "score_low": pair.ours.low,
+            "score_high": pair.ours.high,
+            "difference": pair.difference,
+            "margin": pair.margin,
+            "beyond_margin": pair.beyond,
+            "scored": pair.cell.scored,
+            "expected": pair.cell.expected,
+        }
+        for table in tables
+        for row in table.rows
+        for column, pair in zip(table.columns, row.pairs, strict=True)
+    )
+
+
+def _specs_of(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return specs_of((manifest.get("config") or {}).get("paper_table"))
+
+
+def _read(experiment: Path, spec: Mapping[str, Any], folder: Path | None) -> pd.DataFrame:
+    """The table as text, so that 22.0 stays what was printed; only the rows of ``where``."""
+    name = f"{spec.get('file')}".removesuffix(".csv") + ".csv"
+    package = Path(__file__).parents[1]  # in a wheel the tables are in it, in a checkout beside it
+    shipped = [package / "paper", package.parent / "results" / "paper"]
+    places = [folder] if folder else [experiment.resolve().parent / "paper", *shipped]
+    place = next((place for place in places if (place / name).is_file()), None)
+    if place is None:
+        raise PaperError(f"paper_table {name} is in none of {', '.join(map(str, places))}")
+    if (place / name).resolve().parent != place.resolve():
+        raise PaperError(f"paper_table {place / name} is a link to another folder; it is not read")
+    try:
+        frame = pd.read_csv(place / name, dtype=str, keep_default_na=False)
+    except (OSError, ValueError) as error:  # no CSV, or not UTF-8
+        raise PaperError(f"{place / name} cannot be read: {first_line(error)}") from error
+    frame = frame.rename(columns=spec.get("rename") or {})
+    twice = frame.columns[frame.columns.duplicated()]
+    if len(twice):
+        raise PaperError(f"{name} has several columns {', '.join(twice)}, as renamed")
+    where = spec.get("where") or {}
+    named = [*where, *(spec[key] for key in ("value", "by", "reduction") if spec.get(key))]
+    named += [
+        name for key in ("methods", "sums", "fields", "setting") for name in spec.get(key) or ()
+    ]
+    unknown = [column for column in named if column not in frame]
+    if unknown:
+        raise PaperError(
+            f"{name} has no column {', '.join(unknown)}; it has {', '.join(frame.columns)}"
+        )
+    for column, wanted in where.items():
+        several = isinstance(wanted, Sequence) and not isinstance(wanted, str)
+        allowed = {as_text(_number(value)) for value in (wanted if several else [wanted])}
+        frame = frame[frame[column].map(lambda text: as_text(_number(text))).isin(allowed)]
+    return frame
+
+
+def _compared(
+    group: Group, spec: Mapping[str, Any], frame: pd.DataFrame, rescored: float | None
+) -> Published:
+    """`_compare`, in one line what a table or records from elsewhere make impossible."""
+    try:
+        return _compare(group, spec, frame, rescored)
+    except PaperError:
+        raise
+    except (LookupError, TypeError, ValueError) as error:
+        raise PaperError(
+            f"paper_table {spec['file']} cannot be compared with {group.task}:"
+            f" {type(error).__name__}: {first_line(error)}"
+        ) from error
+
+
+def _compare(
+    group: Group, spec: Mapping[str, Any], frame: pd.DataFrame, rescored: float | None
+) -> Published:
+    by, value, sums = spec.get("by"), spec.get("value"), spec.get("sums") or {}
+    if spec.get("methods"):
+        kept = [column for column in frame if column not in spec["methods"]]
+        frame = frame.melt(kept, spec["methods"], var_name="method", value_name="value")
+        by, value = by or "dataset", "value"
+    if "method" not in frame:
+        frame = frame.assign(method=spec.get("method", ""))
+    if "model" not in frame and spec.get("model"):
+        frame = frame.assign(model=spec["model"])
+    ours = spec.get("names") or {}
+    frame = frame.assign(method=[ours.get(name, name) for name in frame["method"]])
+    frame = frame.explode("method", ignore_index=True)
+    if spec.get("reduction"):
+        left_out = pd.to_numeric(frame[spec["reduction"]], errors="coerce")
+        frame = frame.assign(rate=(1.0 - left_out / 100.0).map(as_text))
+    if spec.get("models"):
+        frame = frame[frame["model"] == spec["models"].get(group.model)]
+    group = replace(group, records=_asked(group.records, spec))
+    if spec.get("setting"):
+        by = "setting"
+        theirs = {column: column for column in spec["setting"]}
+        frame = frame.assign(setting=_together(frame, theirs))
+        records = group.records.assign(setting=_together(group.records, spec["setting"]))
+        group = replace(group, records=records)
+    if "model" in frame and (frame["model"] == group.model).any():
+        frame = frame[frame["model"] == group.model]
+    table = score_table(group, by or "dataset", sums=sums)
+    if spec.get("fields"):
+        table = _fields_table(group, spec["fields"], str(spec["file"]))
+    parts = _parts_of(table, score_table(group, by or "dataset") if sums else table, sums)
+    order: Sequence[str] = table.columns
+    if spec.get("setting"):
+        order = list(dict.fromkeys(frame["setting"]))
+    if by and value:
+        frame = _spread(frame, by, value, str(spec["file"]))
+    else:
+        order = list(frame.columns)  # as the paper has them
+    columns = tuple(column for column in order if column in table.columns and column in frame)
+    if AVERAGE in columns and not _same_datasets(frame, table):
+        columns = tuple(column for column in columns if column != AVERAGE)
+    scale = float(spec.get("scale", 1.0))
+    rows = [
+        PublishedRow(
+            method=row.arm.method,
+            model=str(line.get("model", "")),
+            label=row.arm.label,
+            pairs=tuple(
+                _pair(
+                    table,
+                    row.cells.get(c, NO_CELL),
+                    line[c],
+                    scale,
+                    (parts[row.arm.label, c], 1.0 if rescored is None else rescored, c in sums)
+                    if _same_model(group, spec, line) and table.unit == "fraction"
+                    else None,
+                )
+                for c in columns
+            ),
+        )
+        for _, line in frame.iterrows()
+        for row in table.rows
+        if row.arm.method == line["method"] and _same_rate(group, row.arm.label, line)
+    ]
+    rows = _joined(rows)
+    lower = group.meta.lower_is_better
+    best = best_rows(rows, spec.get("best_of") or {}, lower_is_better=lower)
+    return Published(
+        source=str(spec["file"]).removesuffix(".csv"),
+        task=group.task,
+        model=group.model,
+        unit="s" if spec.get("field") else table.unit,
+        columns=columns,
+        rows=(*rows, *best) if columns else (),
+        field=spec.get("field"),
+        part_of=spec.get("across_tasks"),
+        rescored=rescored,
+    )
+
+
+def _parts_of(
+    table: ScoreTable, single: ScoreTable, sums: Mapping[str, Sequence[str]]
+) -> dict[tuple[str, str], list[Cell]]:
+    """By arm and column, the cells that the column is the mean or the sum of."""
+    whole = [column for column in single.columns if column != AVERAGE]
+    found = {}
+    for row in single.rows:
+        for column in table.columns:
+            names = sums.get(column) or (whole if column == AVERAGE else [column])
+            found[row.arm.label, column] = [row.cells.get(name, NO_CELL) for name in names]
+    return found
+
+
+def _same_model(group: Group, spec: Mapping[str, Any], line: pd.Series) -> bool:
+    """Whether a published row is about our model, as far as it says."""
+    theirs = str(line.get("model", ""))
+    return theirs in ("", group.model, (spec.get("models") or {}).get(group.model))
+
+
+def _asked(records: pd.DataFrame, spec: Mapping[str, Any]) -> pd.DataFrame:
+    """The records that a spec is about, with what it compares as their score.
+
+    Raises:
+        PaperError: no such field.
+    """
+    asked, field = spec.get("records") or {}, spec.get("field")
+    named = [*asked, *(spec.get("setting") or {}).values(), *([field] if field else [])]
+    unknown = [name for name in named if name not in records]
+    if unknown:
+        raise PaperError(f"{spec.get('file')}: the records have no field {', '.join(unknown)}")
+    for name, wanted in asked.items():
+        records = records[records[name].isna() | (records[name] == wanted)]
+    if field:
+        records = records.assign(score=pd.to_numeric(records[field], errors="coerce"))
+    return records
+
+
+def _together(frame: pd.DataFrame, fields: Mapping[str, str]) -> pd.Series:
+    """The values of several fields as one text, e.g. ``prompt_len 2048, gen_len 512``."""
+    texts = [name + " " + frame[f].map(_number).map(as_text) for name, f in fields.items()]
+    return reduce(lambda text, more: text + ", " + more, texts)
+
+
+def _joined(rows: Sequence[PublishedRow]) -> list[PublishedRow]:
+    """Rows about the same arm and model as one where no column has a number in both: a table may
+    print other columns for every rate, and an arm without a budget is in each of its rows."""
+    found: list[PublishedRow] = []
+    for row in rows:
+        for i, other in enumerate(found):
+            both = list(zip(other.pairs, row.pairs, strict=True))
+            same = (other.label, other.model) == (row.label, row.model)
+            if same and not any(a.printed and b.printed for a, b in both):
+                found[i] = replace(other, pairs=tuple(a if a.printed else b for a, b in both))
+                break
+        else:
+            found.append(row)
+    return found
+
+
+def _fields_table(group: Group, fields: Mapping[str, str], file: str) -> ScoreTable:
+    """Means over runs of record fields (seconds), by the published column they stand beside.
+
+    Raises:
+        PaperError: no such field, or records of several settings, whose means say nothing.
+    """
+    if group.records["dataset"].nunique() > 1:
+        raise PaperError(f"{file} has one setting; {group.task} was run with several")
+    cells: dict[str, dict[str, Cell]] = {arm.label: {} for arm in group.arms}
+    for column, name in fields.items():
+        if name not in group.records:
+            raise PaperError(f"{file}: the records of {group.task} have no field {name}")
+        numbers = pd.to_numeric(group.records[name], errors="coerce")
+        measured = replace(group, records=group.records.assign(score=numbers))
+        table = score_table(measured)
+        for row in table.rows:
+            cells[row.arm.label][column] = row.total
+    rows = tuple(replace(row, cells=cells[row.arm.label]) for row in table.rows)
+    return replace(table, unit="s", columns=tuple(fields), rows=rows)
+
+
+def _spread(frame: pd.DataFrame, by: str, value: str, file: str) -> pd.DataFrame:
+    """A long table with the values of the column `by` as columns."""
+    keys = [column for column in ("model", "method", "rate") if column in frame and column != by]
+    frame = frame.assign(**{by: frame[by].map(lambda text: as_text(_number(text)))})
+    if frame.duplicated([*keys, by]).any():
+        raise PaperError(f"{file} has several rows per {by}: choose some by `where`")
+    wide = frame.pivot(index=keys, columns=by, values=value).reset_index()
+    order = frame[keys].drop_duplicates()
+    return order.merge(wide, on=keys)
+
+
+def _same_rate(group: Group, label: str, line: pd.Series) -> bool:
+    """Whether a published row is about this arm's budget; an arm that keeps all has none."""
+    arm = next(arm for arm in group.arms if arm.label == label)
+    if "rate" not in line or label not in group.compressed or arm.rate is None:
+        return True
+    rate = _number(line["rate"])
+    return isinstance(rate, float) and math.isclose(rate, arm.rate)
+
+
+def _same_datasets(frame: pd.DataFrame, table: ScoreTable) -> bool:
+    """Whether both averages are over the same datasets; else they are not comparable."""
+    numeric = [c for c in frame if all(x == "" or isinstance(_number(x), float) for x in frame[c])]
+    return set(numeric) - {AVERAGE, "rate"} == set(table.columns) - {AVERAGE}
+
+
+def _number(text: object) -> object:
+    """A number where the text is one, else what was given."""
+    try:
+        return float(str(text))
+    except ValueError:
+        return text
+
+
+def _numbers(column: pd.Series) -> pd.Series:
+    """A column as numbers where all of it is numeric; what is empty is NaN."""
+    numbers = pd.to_numeric(column.mask(column == ""), errors="coerce")
+    return column if (numbers.isna() & (column != "")).any() else numbers
+
+
+def _pair(
+    table: ScoreTable,
+    cell: Cell,
+    printed: object,
+    scale: float,
+    margin: tuple[Sequence[Cell], float, bool] | None,
+) -> Pair:
+    """Args: margin: the cells that ours is made of, f, and whether they are summed."""
+    number = _number(printed)
+    published = number * scale if isinstance(number, float) else math.nan
+    factor = 100.0 if table.unit == "fraction" else 1.0
+    score = cell.score
+    ours = Estimate(score.value * factor, score.low * factor, score.high * factor)
+    text = str(printed)  # e.g. OOM where it is no number
+    apart = math.nan
+    if margin is not None and not math.isnan(published):
+        parts, f, total = margin
+        digits = len(text.partition(".")[2])
+        sizes = [(part.score.value, part.units) for part in parts]
+        apart = factor * margin_of(sizes, f, total=total, unit=scale * 10.0**-digits / factor)
+    if isinstance(number, float):
+        text = "" if math.isnan(number) else text if scale == 1.0 else f"{published:g}"
+    return Pair(published, ours, cell, text, apart)

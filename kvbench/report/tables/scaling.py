@@ -1,0 +1,347 @@
+"""Rates of growth and decay from records: curves and log-log slopes.
+
+Drawn for the figure kind ``scaling`` of a task's meta, a mapping with
+
+    x, y            record fields; both axes are logarithmic
+    level           the field that was set (y is averaged over the records of one level)
+    facet           one panel and one fit for each of its values
+    unit            record field that names the independent repetition, which intervals resample: what
+                    draws of one prompt share is no repetition
+    fit_least, fit_most   levels the slope is fitted over (None: all)
+    guides          slopes drawn in grey
+    expected        {beginning of a label: slope predicted}
+    compare         label whose curve the others are divided by, at the last level fitted
+    finding         error_scaling | discrepancy | clusters: the words
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from kvbench.report.experiment import Arm, Group
+from kvbench.report.figures.canvas import words
+from kvbench.report.stats.estimate import LEVEL, RESAMPLES, Array, Estimate, widened
+from kvbench.report.views import View
+
+NEAR = 0.1
+"""A slope is as predicted where its whole interval is this close to the prediction."""
+
+
+AS_PREDICTED, STEEPER, SHALLOWER = "as predicted", "steeper", "shallower"
+UNDECIDED = "not determined"
+VERDICTS = (AS_PREDICTED, STEEPER, SHALLOWER, UNDECIDED)
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """y against x of one arm in one panel; arrays are over levels, ascending.
+
+    Attributes:
+        x: mean x of each level. mean, low, high: mean of y with its interval.
+        draws: [resamples, levels] means of y over resampled repetitions; the arms of a panel are
+            resampled alike, so that ratios of their draws are paired.
+        units: repetitions.
+    """
+
+    facet: str
+    arm: Arm
+    levels: Array
+    x: Array
+    mean: Array
+    low: Array
+    high: Array
+    draws: Array
+    units: int
+
+    def slope(self, least: float | None = None, most: float | None = None) -> Estimate:
+        """Least-squares slope of log y against log x over levels in [least, most]."""
+        used = np.isfinite(self.mean) & (self.mean > 0)
+        used &= (self.levels >= (least or 0)) & (self.levels <= (most or math.inf))
+        if used.sum() < 2:
+            return Estimate(math.nan, math.nan, math.nan)
+        log_x = np.log(self.x[used])
+        log_x = log_x - log_x.mean()
+        weights = log_x / np.square(log_x).sum()
+        with np.errstate(divide="ignore", invalid="ignore"):
+            slopes = np.log(self.draws[:, used]) @ weights
+        return _interval(float(np.log(self.mean[used]) @ weights), slopes, self.units)
+
+    def over(self, other: Curve, level: float) -> Estimate:
+        """This curve's y over another's at one level, paired."""
+        mine, theirs = (np.flatnonzero(c.levels == level) for c in (self, other))
+        if not len(mine) or not len(theirs):
+            return Estimate(math.nan, math.nan, math.nan)
+        i, j = int(mine[0]), int(theirs[0])
+        with np.errstate(divide="ignore", invalid="ignore"):
+            log = np.log(self.draws[:, i]) - np.log(other.draws[:, j])
+            ratio = _interval(math.log(self.mean[i] / other.mean[j]), log, self.units)
+        return Estimate(*(math.exp(x) for x in (ratio.value, ratio.low, ratio.high)))
+
+
+@dataclass(frozen=True, eq=False)
+class Fit:
+    """A curve's slopes: over all levels fitted, and over their lower and upper half.
+
+    Attributes:
+        least, split, most: the levels fitted; `split` belongs to both halves.
+        ratio: y over that of `compare` at `most`; NaN where there is nothing to compare with.
+        verdict: on the slope against the one predicted, one of `VERDICTS`; None where none is.
+    """
+
+    curve: Curve
+    least: float
+    split: float
+    most: float
+    slope: Estimate
+    lower: Estimate
+    upper: Estimate
+    expected: float
+    ratio: Estimate
+
+    @property
+    def verdict(self) -> str | None:
+        """Two one-sided tests against expected - NEAR and expected + NEAR, each at half of what the
+        interval leaves out: equivalent is an interval within both bounds, different one beyond
+        either. One repetition has no interval, and decides nothing."""
+        if math.isnan(self.expected):
+            return None
+        least, most = self.expected - NEAR, self.expected + NEAR
+        if self.slope.low >= least and self.slope.high <= most:
+            return AS_PREDICTED
+        if self.slope.high < least:
+            return STEEPER
+        return SHALLOWER if self.slope.low > most else UNDECIDED
+
+    @property
+    def reaches(self) -> bool:
+        """Whether the slope is shown to be as steep as predicted, or steeper (one-sided)."""
+        return self.slope.high <= self.expected + NEAR
+
+
+def scaling_of(group: Group) -> Mapping[str, Any] | None:
+    """The group's ``scaling`` figure, if its task asks for one and there is something to draw."""
+    spec = group.meta.figure("scaling")
+    if spec is None or spec["y"] not in group.records:
+        return None
+    good = group.records["status"].eq("ok") & group.records[spec["y"]].notna()
+    return spec if good.any() else None
+
+
+def curves_of(group: Group, spec: Mapping[str, Any]) -> list[Curve]:
+    """One curve per panel and arm, in the order of the records and of the arms."""
+    good = group.records[group.records["status"].eq("ok")].dropna(subset=[spec["x"], spec["y"]])
+    good = good.assign(
+        repeat=good[spec["unit"]].astype(str),
+        y=pd.to_numeric(good[spec["y"]]),
+        x=pd.to_numeric(good[spec["x"]]),
+        level=pd.to_numeric(good[spec["level"]]),
+    )
+    curves = []
+    for facet in good[spec["facet"]].unique():
+        part = good[good[spec["facet"]] == facet]
+        repeats = sorted(part["repeat"].unique())
+        for arm in group.arms:
+            mine = part[part["arm"] == arm.label]
+            if mine.empty:
+                continue
+            table = mine.pivot_table(index="repeat", columns="level", values="y", aggfunc="mean")
+            values = table.reindex(repeats).to_numpy(float)
+            draws = _resampled(str(facet), values)
+            mean = np.nanmean(values, axis=0)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                spread = [
+                    _interval(math.log(m) if m > 0 else math.nan, np.log(column), len(table))
+                    for m, column in zip(mean, draws.T, strict=True)
+                ]
+            curves.append(
+                Curve(
+                    facet=str(facet),
+                    arm=arm,
+                    levels=table.columns.to_numpy(float),
+                    x=mine.groupby("level")["x"].mean().to_numpy(float),
+                    mean=mean,
+                    low=np.exp([e.low for e in spread]),
+                    high=np.exp([e.high for e in spread]),
+                    draws=draws,
+                    units=len(table),
+                )
+            )
+    return curves
+
+
+def fits_of(curves: Sequence[Curve], spec: Mapping[str, Any]) -> list[Fit]:
+    """The slopes of every curve."""
+    base = {c.facet: c for c in curves if c.arm.method == spec.get("compare")}
+    fits = []
+    for curve in curves:
+        least, most = spec.get("fit_least") or 0.0, spec.get("fit_most") or math.inf
+        levels = curve.levels[(curve.levels >= least) & (curve.levels <= most)]
+        if not len(levels):
+            continue
+        split = float(levels[len(levels) // 2])
+        least, most = float(levels[0]), float(levels[-1])
+        other = base.get(curve.facet)
+        fits.append(
+            Fit(
+                curve,
+                least,
+                split,
+                most,
+                curve.slope(least, most),
+                curve.slope(least, split),
+                curve.slope(split, most),
+                _expected(curve.arm.method, spec),
+                curve.over(other, most)
+                if other is not None
+                else Estimate(math.nan, math.nan, math.nan),
+            )
+        )
+    return fits
+
+
+def slope_frame(group: Group, spec: Mapping[str, Any]) -> pd.DataFrame:
+    """Slopes in long form: one row per data set and arm."""
+    lines = []
+    for fit in fits_of(curves_of(group, spec), spec):
+        line: dict[str, Any] = {
+            "model": group.model,
+            "task": group.task,
+            spec["facet"]: fit.curve.facet,
+            "arm": fit.curve.arm.label,
+            "fitted_from": fit.least,
+            "fitted_to": fit.most,
+            "expected": fit.expected,
+            "verdict": fit.verdict,
+        }
+        halves = {"slope": fit.slope, "slope_lower": fit.lower, "slope_upper": fit.upper}
+        for name, estimate in halves.items():
+            line |= {
+                name: estimate.value,
+                f"{name}_low": estimate.low,
+                f"{name}_high": estimate.high,
+            }
+        at = int(np.flatnonzero(fit.curve.levels == fit.most)[0])
+        line |= {
+            "last": fit.curve.mean[at],
+            "last_low": fit.curve.low[at],
+            "last_high": fit.curve.high[at],
+            "last_ratio": fit.ratio.value,
+            "last_ratio_low": fit.ratio.low,
+            "last_ratio_high": fit.ratio.high,
+            "held_last": fit.curve.x[at],
+            "bytes_ratio_last": _bytes_ratio(group, spec, fit),
+            "repetitions": fit.curve.units,
+        }
+        lines.append(line)
+    return pd.DataFrame(lines)
+
+
+def _bytes_ratio(group: Group, spec: Mapping[str, Any], fit: Fit) -> float:
+    """Mean bytes held over those of the exact cache at the last level fitted; NaN where not known."""
+    records = group.records
+    mine = records["arm"].eq(fit.curve.arm.label) & records[spec["facet"]].eq(fit.curve.facet)
+    mine &= records[spec["level"]].eq(fit.most) & records["status"].eq("ok")
+    return float(pd.to_numeric(records["ratio"][mine]).mean())
+
+
+def slope_view(group: Group, spec: Mapping[str, Any]) -> View:
+    """Slopes as a table: arms by data sets."""
+    fits = fits_of(curves_of(group, spec), spec)
+    facets = list(dict.fromkeys(fit.curve.facet for fit in fits))
+    cells = {(f.curve.arm.label, f.curve.facet): f for f in fits}
+    predicted = any(math.isfinite(f.expected) for f in fits)
+    rows = []
+    for arm in dict.fromkeys(fit.curve.arm for fit in fits):
+        mine = [cells.get((arm.label, facet)) for facet in facets]
+        expected = next(f.expected for f in mine if f is not None)
+        row = [arm.label]
+        if predicted:
+            row.append(signed_text(expected) if math.isfinite(expected) else "–")
+        rows.append((*row, *("–" if f is None else slope_text(f.slope) for f in mine)))
+    reach = reach_text(fits)
+    return View(
+        name=f"{group.task}-{group.model}-slopes",
+        title=f"{group.task} on {group.model}: log-log slopes",
+        columns=("method", *(("predicted",) if predicted else ()), *facets),
+        rows=tuple(rows),
+        notes=(
+            f"Least-squares slopes of log {words(spec['y'])} against log {words(spec['x'])}"
+            f"{reach}, {interval_text(fits, spec)}.",
+        ),
+    )
+
+
+def _resampled(name: str, values: Array) -> Array:
+    """[RESAMPLES, levels] means over resampled rows of `values` [units, levels], NaN left out."""
+    units = len(values)
+    generator = np.random.default_rng([zlib.crc32(name.encode()), units])
+    times = generator.multinomial(units, np.full(units, 1 / units), size=RESAMPLES).astype(float)
+    sums, counts = times @ np.nan_to_num(values), times @ ~np.isnan(values)
+    return np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts > 0)
+
+
+def _interval(value: float, draws: Array, units: int) -> Estimate:
+    """Percentile bootstrap, widened for few units; one unit has no interval."""
+    draws = draws[np.isfinite(draws)]
+    if units < 2 or not len(draws):
+        return Estimate(value, math.nan, math.nan)
+    tail = (1 - LEVEL) / 2
+    low, high = np.quantile(draws, [tail, 1 - tail])
+    return widened(Estimate(value, float(low), float(high)), units)
+
+
+def _expected(label: str, spec: Mapping[str, Any]) -> float:
+    """The slope predicted for a label: of the longest beginning that is named."""
+    found = [name for name in spec.get("expected") or {} if label.startswith(name)]
+    return float(spec["expected"][max(found, key=len)]) if found else math.nan
+
+
+def count_text(parts: Sequence[Fit] | Sequence[Curve], spec: Mapping[str, Any]) -> str:
+    """How many repetitions, as a number or a range, and of what: "4 repetitions", "1 prompt"."""
+    units = {part.curve.units if isinstance(part, Fit) else part.units for part in parts}
+    noun = _NOUNS.get(spec["unit"], spec["unit"])
+    if units == {1}:
+        return f"1 {noun}"
+    count = str(units.pop()) if len(units) == 1 else f"{min(units)} to {max(units)}"
+    return f"{count} {noun}s"
+
+
+def interval_text(parts: Sequence[Fit] | Sequence[Curve], spec: Mapping[str, Any]) -> str:
+    """What the intervals are, for a caption: "with 95 % ..."; of one repetition there is none."""
+    count = count_text(parts, spec)
+    if count.startswith("1 "):
+        return f"of {count}, which has no interval and determines nothing"
+    return f"with 95 % bootstrap intervals over {count}, widened by Student's t for their number"
+
+
+_NOUNS = {"replicate": "repetition"}
+
+
+def slope_text(slope: Estimate) -> str:
+    """A slope with its interval."""
+    if math.isnan(slope.value):
+        return "–"
+    if math.isnan(slope.low):
+        return f"{signed_text(slope.value)} (no interval)"
+    return f"{signed_text(slope.value)} [{signed_text(slope.low)}, {signed_text(slope.high)}]"
+
+
+def reach_text(fits: Sequence[Fit]) -> str:
+    """Over which levels the slopes were fitted, for a caption; empty without fits."""
+    if not fits:
+        return ""
+    least, most = min(f.least for f in fits), max(f.most for f in fits)
+    return f" from {least:.0f} to {most:.0f}"
+
+
+def signed_text(value: float) -> str:
+    """Two decimals with a proper minus sign, and none before zero."""
+    text = f"{value:.2f}"
+    return (text.lstrip("-") if float(text) == 0 else text).replace("-", "−")

@@ -1,0 +1,358 @@
+"""What W&B runs show: tables, curves, images and interactive heatmaps, made from a group's records."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from kvbench.records.read import Run
+from kvbench.report.figures.intervals import error_against_memory, score_against_ratio
+from kvbench.report.experiment import Arm, Group
+from kvbench.report.figures.canvas import Drawn, axis_name
+from kvbench.report.figures.heatmap import grid_of, heatmap_alone, heatmaps
+from kvbench.report.render.answers import clip, sample_of
+from kvbench.report.tables.scores import Cell, Row, ScoreTable, as_text, score_table
+from kvbench.report.views import unit_text
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+    import wandb
+
+MAX_PREDICTIONS = 500
+"""Rows of a predictions table; a note beside it says when there were more."""
+
+_ANSWER_COLUMNS = ("prompt_tail", "answer", "prediction")
+_MEASURED_COLUMNS = ("score", "ratio", "status", "error")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Scores over the values of one record field: what a line panel of W&B shows.
+
+    Attributes:
+        section: prefix of the history's keys.
+        x: the key below it that is the horizontal axis.
+        points: one step each: keys below the section to numbers.
+    """
+
+    section: str
+    x: str
+    points: tuple[Mapping[str, float], ...]
+
+
+def field_tables(group: Group, fields: Collection[str] | None = None) -> list[ScoreTable]:
+    """Scores by each record field that the group's task asks for (of those in `fields`)."""
+    wanted = [name for name in _fields(group) if fields is None or name in fields]
+    return [score_table(group, name) for name in wanted]
+
+
+def run_media(group: Group, tables: Sequence[ScoreTable], arm: Arm, run: Run) -> dict[str, Any]:
+    """Tables, heatmaps and images of one arm; `tables` as `field_tables` gives them."""
+    predicted = run.records["prediction"].notna().any()
+    media: dict[str, Any] = {"predictions" if predicted else "records": examples(group, run)}
+    for table in tables:
+        media[f"by_{table.by}/table"] = breakdown(table, arm)
+    spec = group.meta.figure("heatmap")
+    if spec and _scored(group, arm):
+        media["heatmap"] = image(heatmap_alone(group, arm, spec))
+        media["heatmap_chart"] = heatmap_chart(group, [arm], spec)
+    return media
+
+
+def comparison_media(group: Group, table: ScoreTable) -> dict[str, Any]:
+    """Every arm of a group side by side."""
+    media: dict[str, Any] = {"scores": scores(table)}
+    answers = side_by_side(group)
+    if answers is not None:
+        media["predictions"] = answers
+    spec = group.meta.figure("heatmap")
+    arms = [arm for arm in group.arms if _scored(group, arm)]
+    if spec and arms:
+        for i, drawn in enumerate(heatmaps(group, spec)):
+            media["heatmaps" if i == 0 else f"heatmaps_{i + 1}"] = image(drawn)
+        media["heatmap_chart"] = heatmap_chart(group, arms, spec)
+    if len({arm.rate for arm in group.arms if arm.rate is not None}) > 1:
+        media["score_against_ratio_figure"] = image(score_against_ratio(group, table))
+    errors = error_against_memory(group)
+    if errors is not None:
+        media["error_against_memory_figure"] = image(errors)
+    lines = memory_lines(group, table)
+    if any(len(points) > 1 for points in lines.values()):
+        media["score_against_ratio"] = memory_chart(group, lines)
+    return media
+
+
+def curves(group: Group, tables: Sequence[ScoreTable], arm: Arm) -> Iterator[Curve]:
+    """One curve for each numeric field that scores are broken down by (see `field_tables`).
+
+    The horizontal axis is the field's value; where the field is the budget, it is the measured ratio.
+    """
+    records = group.records[group.records["arm"] == arm.label]
+    for table in tables:
+        field = table.by
+        values = pd.to_numeric(records[field], errors="coerce")
+        ratios = records["ratio"].groupby(values).mean()
+        cells = _row_of(table, arm).cells
+        points = []
+        for value in map(float, ratios.index):
+            cell = cells.get(as_text(records[field][values == value].iloc[0]))
+            if cell is not None and not math.isnan(cell.score.value):
+                points.append({field: value, "ratio": float(ratios[value])} | _score(cell))
+        if len(points) > 1:
+            x = "ratio" if field in _budget_fields(group) and ratios.nunique() > 1 else field
+            yield Curve(f"by_{field}", x, tuple(sorted(points, key=lambda point: point[x])))
+
+
+def memory_lines(group: Group, table: ScoreTable) -> dict[str, list[tuple[float, float]]]:
+    """For each method (measured ratio, score), smallest ratio first: across the arms of a sweep, and
+    across the budgets that one run goes through. A method that keeps everything is one point."""
+    budgets = field_tables(group, _budget_fields(group))
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in table.rows:
+        within = [c for c in curves(group, budgets, row.arm) if c.x == "ratio"]
+        if within:
+            found = [(point["ratio"], point["score"]) for point in within[0].points]
+        else:
+            found = [(row.ratio, row.total.score.value)]
+        lines.setdefault(row.arm.method, []).extend(p for p in found if not any(map(math.isnan, p)))
+    return {method: sorted(points) for method, points in lines.items() if points}
+
+
+def memory_chart(group: Group, lines: Mapping[str, Sequence[tuple[float, float]]]) -> Any:
+    """Score (or error) against memory, one line per method, as one of W&B's own charts."""
+    import wandb
+
+    what = "error" if group.meta.lower_is_better else "score"
+    scale = 100 if group.meta.score_unit == "fraction" else 1
+    return wandb.plot.line_series(
+        xs=[[ratio for ratio, _ in points] for points in lines.values()],
+        ys=[[scale * score for _, score in points] for points in lines.values()],
+        keys=list(lines),
+        title=f"{group.task} on {group.model}: {what}{unit_text(group.meta.score_unit)}",
+        xname="measured ratio (bytes held / bytes of the exact cache)",
+    )
+
+
+def heatmap_chart(group: Group, arms: Sequence[Arm], spec: Mapping[str, Any]) -> wandb.Plotly:
+    """The arms' heatmaps on one scale, with the numbers at hand: a chart that W&B draws itself."""
+    import wandb
+
+    return wandb.Plotly(heatmap_figure(group, arms, spec))
+
+
+def heatmap_figure(group: Group, arms: Sequence[Arm], spec: Mapping[str, Any]) -> go.Figure:
+    """The figure of `heatmap_chart`."""
+    import plotly.graph_objects as go
+    from plotly.subplots import make_subplots
+
+    x, y, value = spec["x"], spec["y"], str(spec.get("value", "score"))
+    percent = group.meta.score_unit == "fraction"
+    grids = [grid_of(group, arm, spec) * (100 if percent else 1) for arm in arms]
+    every = np.concatenate([grid.to_numpy(float).ravel() for grid in grids])
+    low, high = (0.0, 100.0) if percent else (float(np.nanmin(every)), float(np.nanmax(every)))
+    columns = min(4, len(arms))
+    rows = math.ceil(len(arms) / columns)
+    figure = make_subplots(
+        rows,
+        columns,
+        subplot_titles=[arm.label for arm in arms] if len(arms) > 1 else None,
+        shared_xaxes="all",
+        shared_yaxes="all",
+        horizontal_spacing=0.03,
+        vertical_spacing=min(0.12, 0.4 / rows),
+        x_title=axis_name(x),
+        y_title=axis_name(y),
+    )
+    label = value.replace("_", " ")
+    for i, grid in enumerate(grids):
+        cells = [[_number(v) for v in line] for line in grid.to_numpy(float)]
+        figure.add_trace(
+            go.Heatmap(
+                x=[as_text(name) for name in grid.columns],
+                y=[as_text(name) for name in grid.index],
+                z=cells,
+                coloraxis="coloraxis",
+                xgap=1,
+                ygap=1,
+                texttemplate="%{z:.3~g}" if grid.size <= 64 else None,
+                hoverongaps=False,
+                hovertemplate=f"{x} %{{x}}<br>{y} %{{y}}<br>{label} %{{z:.3g}}<extra></extra>",
+            ),
+            i // columns + 1,
+            i % columns + 1,
+        )
+    figure.update_xaxes(type="category")
+    figure.update_yaxes(type="category", autorange="reversed")  # the prompt's beginning on top
+    figure.update_layout(
+        title=f"{group.task}, {group.model}" + (f": {arms[0].label}" if len(arms) == 1 else ""),
+        coloraxis={
+            "colorscale": "Viridis",
+            "cmin": low,
+            "cmax": high,
+            "colorbar": {
+                "title": {"text": f"{label}{unit_text(group.meta.score_unit)}", "side": "right"}
+            },
+        },
+        width=220 + 260 * columns,
+        height=160 + 240 * rows,
+    )
+    return figure
+
+
+def examples(group: Group, run: Run) -> wandb.Table:
+    """What one run answered (where it answers anything) and scored: its first `MAX_PREDICTIONS`
+    examples."""
+    import wandb
+
+    fields = [name for name in group.meta.breakdown if name in run.records]
+    predicted = run.records["prediction"].notna().any()
+    answer_columns = _ANSWER_COLUMNS if predicted else ()
+    table = wandb.Table(
+        columns=["example_id", "dataset", *fields, *answer_columns, *_MEASURED_COLUMNS]
+    )
+    for _, record in run.records.head(MAX_PREDICTIONS).iterrows():
+        answers = record["answers"] if isinstance(record["answers"], list) else []
+        texts = (
+            clip(record["prompt_tail"], from_end=True),
+            " | ".join(map(str, answers)),
+            clip(record["prediction"]),
+        )
+        table.add_data(
+            str(record["example_id"]),
+            str(record["dataset"]),
+            *(as_text(record[name]) for name in fields),
+            *(texts if predicted else ()),
+            _number(record["score"]),
+            _number(record["ratio"]),
+            str(record["status"]),
+            clip(record["error"]),
+        )
+    return table
+
+
+def side_by_side(group: Group) -> wandb.Table | None:
+    """One line per example: every arm's prediction, score and ratio; None where nothing is predicted.
+
+    Of more than `MAX_PREDICTIONS` examples, as many spread evenly.
+    """
+    import wandb
+
+    shown, _ = sample_of(group, MAX_PREDICTIONS)
+    if not shown:
+        return None
+    fields = list(shown[0].fields)
+    labels = [arm.label for arm in group.arms]
+    per_arm = [f"{label}: {what}" for label in labels for what in ("prediction", "score", "ratio")]
+    table = wandb.Table(
+        columns=["example_id", "seed", "dataset", *fields, "prompt_tail", "answer", *per_arm]
+    )
+    for example in shown:
+        answers = {answer.label: answer for answer in example.answers}
+        cells: list[Any] = []
+        for label in labels:
+            answer = answers.get(label)
+            if answer is None:
+                cells += [None, None, None]
+            else:
+                failed = "" if answer.status == "ok" else f"({answer.status}) "
+                cells += [failed + answer.text, _number(answer.score), _number(answer.ratio)]
+        table.add_data(
+            example.example_id,
+            example.seed,
+            example.dataset,
+            *(example.fields[name] for name in fields),
+            example.prompt_tail,
+            example.expected,
+            *cells,
+        )
+    return table
+
+
+def cap_note(count: int, where: str) -> dict[str, Any]:
+    """What the summary says of a predictions table that does not hold everything."""
+    if count <= MAX_PREDICTIONS:
+        return {}
+    return {"predictions_note": f"{MAX_PREDICTIONS} of {count} are shown; all are in {where}"}
+
+
+def breakdown(table: ScoreTable, arm: Arm) -> wandb.Table:
+    """One arm's score and interval for each value of a record field."""
+    import wandb
+
+    shown = wandb.Table(columns=[table.by, "score", "low", "high", "scored"])
+    for column, cell in _row_of(table, arm).cells.items():
+        score = cell.score
+        shown.add_data(column, *map(_number, (score.value, score.low, score.high)), cell.scored)
+    return shown
+
+
+def scores(table: ScoreTable) -> wandb.Table:
+    """Every arm on every dataset: score, interval, difference, ratio."""
+    import wandb
+
+    shown = wandb.Table(
+        columns=[
+            *("method", table.by, "score", "low", "high"),
+            *("difference", "difference_low", "difference_high", "ratio", "scored", "expected"),
+        ]
+    )
+    for row in table.rows:
+        for column, cell in row.cells.items():
+            against = cell.difference
+            shown.add_data(
+                row.arm.label,
+                column,
+                *map(_number, (cell.score.value, cell.score.low, cell.score.high)),
+                *(
+                    (None, None, None)
+                    if against is None
+                    else map(_number, (against.value, against.low, against.high))
+                ),
+                _number(row.ratio),
+                cell.scored,
+                cell.expected,
+            )
+    return shown
+
+
+def image(drawn: Drawn) -> wandb.Image:
+    """A figure as W&B's image, with its caption."""
+    import wandb
+    from PIL import Image
+
+    caption = f"{drawn.title}. {drawn.caption}" if drawn.caption else drawn.title
+    return wandb.Image(Image.open(io.BytesIO(drawn.png)), caption=caption)
+
+
+def _fields(group: Group) -> list[str]:
+    return [name for name in group.meta.breakdown if name in group.records]
+
+
+def _budget_fields(group: Group) -> set[str]:
+    """Record fields whose values are the budgets that one run goes through."""
+    scaling = group.meta.figure("scaling") or {}
+    return {"rate", str(scaling.get("level", "rate"))}
+
+
+def _scored(group: Group, arm: Arm) -> bool:
+    mine = group.records[group.records["arm"] == arm.label]
+    return bool(((mine["status"] == "ok") & mine["score"].notna()).any())
+
+
+def _row_of(table: ScoreTable, arm: Arm) -> Row:
+    return next(row for row in table.rows if row.arm == arm)
+
+
+def _score(cell: Cell) -> dict[str, float]:
+    score = cell.score
+    return {"score": score.value, "score_low": score.low, "score_high": score.high}
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None or math.isnan(float(value)) else float(value)

@@ -1,0 +1,1 @@
+"""Model x methods x task -> records."""

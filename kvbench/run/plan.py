@@ -1,0 +1,324 @@
+"""What the runner runs: units of work that end in records.
+
+A benchmark task (examples in, scores out) and a probe (a tensor-level or timing experiment) look the
+same to the runner: a `Plan`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from kvbench.engine.chunked import check_reads_in_chunks
+from kvbench.engine.faults import is_out_of_memory
+from kvbench.engine.generate import Generation, Prompt, run_batch
+from kvbench.errors import one_line
+from kvbench.kv import Budget, BudgetExceeded, KVError
+from kvbench.methods.base import Method
+from kvbench.run.session import Session
+from kvbench.tasks.base import Example, PromptEncoder, Task
+
+Methods = Mapping[str, tuple[Method, Budget]]
+"""Methods of a job by label, each with its budget."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The smallest piece of work: done whole, or done again after an interruption.
+
+    Attributes:
+        id: unique within the plan, stable under `limit`.
+        record_ids: the example ids of the records it ends in, for each method.
+        payload: whatever the plan needs to run it.
+        fields: what its records say whatever becomes of it (the dataset, a number of lines ...).
+    """
+
+    id: str
+    record_ids: tuple[str, ...]
+    payload: Any
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+def check_ids(task: str, units: Sequence[Unit]) -> None:
+    """Refuse units of which a record would be taken for another's.
+
+    Raises:
+        KVError: naming the id.
+    """
+    for name, count in Counter(i for unit in units for i in unit.record_ids).items():
+        if count > 1:
+            raise KVError(
+                f"task {task} has {count} examples with the id {name!r}; allowed: one, or the others "
+                "would be skipped"
+            )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One record in the making: the fields the plan knows; the runner adds the others."""
+
+    method: str
+    example_id: str
+    fields: Mapping[str, Any]
+
+
+class Plan(Protocol):
+    """A task or a probe, as the runner sees it."""
+
+    def meta(self) -> dict[str, Any]:
+        """What reports need to know: version, score_unit, lower_is_better, breakdown, figures, unit,
+        measures; and `data`, digests of the files the examples come from; and `subject`, what the
+        numbers are about where it is not the model (None: the model)."""
+        ...
+
+    def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
+        """All units, in an order of which every prefix is a balanced sample. Loads no model."""
+        ...
+
+    def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
+        """One record per (method, record id)."""
+        ...
+
+
+@runtime_checkable
+class BatchPlan(Plan, Protocol):
+    """A plan that can run several units at once."""
+
+    def run_batch(
+        self, work: Sequence[tuple[Unit, Methods]], session: Session
+    ) -> Sequence[Sequence[Outcome]]:
+        """Units, each with the methods it is still to run with: the outcomes of each, as `run` gives
+        them. A failure of the whole is raised."""
+        ...
+
+
+@runtime_checkable
+class BringsRows(Protocol):
+    """A plan that has rows of its own beside the job's methods."""
+
+    def rows(self) -> tuple[Mapping[str, Method], Mapping[str, str]]:
+        """Rows by label; and labels asked for that cannot run here, each with one line why."""
+        ...
+
+
+def status_of(error: BaseException) -> str:
+    """The record status an exception stands for."""
+    if isinstance(error, BudgetExceeded):
+        return "over_budget"
+    if isinstance(error, TimeoutError):
+        return "timeout"
+    return "oom" if is_out_of_memory(error) else "error"
+
+
+@dataclass(frozen=True)
+class EncodedExample:
+    """An example and its prompt's token ids, with what the model puts around a prompt."""
+
+    example: Example
+    context_ids: tuple[int, ...]
+    question_ids: tuple[int, ...]
+
+    @property
+    def n(self) -> int:
+        """Prompt tokens."""
+        return len(self.context_ids) + len(self.question_ids)
+
+
+def encode_example(example: Example, encoder: PromptEncoder) -> EncodedExample:
+    """Token ids of an example's context and question; the boundary is a token boundary, so that a
+    prompt is the same tokens whatever `compress_after` says."""
+    context, question = example.context_ids, example.question_ids
+    if context is None:
+        context = tuple(encoder.encode_text(example.context))
+    if question is None:
+        question = tuple(encoder.encode_text(example.question))
+    if example.complete:
+        return EncodedExample(example, context, question)
+    return EncodedExample(
+        example, (*encoder.prefix_ids, *context), (*question, *encoder.suffix_ids)
+    )
+
+
+def datasets_of(units: Iterable[Unit]) -> list[str]:
+    """Names of the datasets that a benchmark's units come from, in their order; none for a probe."""
+    examples = (u.payload.example for u in units if isinstance(u.payload, EncodedExample))
+    return list(dict.fromkeys(example.dataset for example in examples))
+
+
+def beyond_positions(units: Sequence[Unit], session: Session) -> str | None:
+    """A line about prompts that are longer than the model has positions for, None where all fit (or the
+    model's config names no number)."""
+    lengths = [unit.payload.n for unit in units if isinstance(unit.payload, EncodedExample)]
+    positions = session.encoder.max_positions if lengths else None
+    over = [n for n in lengths if positions is not None and n > positions]
+    if not over:
+        return None
+    return (
+        f"{len(over)} of {len(lengths)} prompts are longer than the model's positions: up to "
+        f"{max(over):,} tokens, and {session.spec.name} has {positions:,}; what it makes of them says "
+        "nothing about a method (beyond_positions in their records)"
+    )
+
+
+@dataclass(frozen=True)
+class TaskPlan:
+    """A benchmark task as a plan: one prefill per example serves every method.
+
+    Attributes:
+        shared: where plans that are made one after another find what the one before has encoded.
+    """
+
+    task: Task
+    shared: dict[str, list[EncodedExample]] | None = field(default=None, repr=False, compare=False)
+
+    def meta(self) -> dict[str, Any]:
+        """See `Plan.meta`."""
+        figures = []
+        if self.task.heatmap is not None:
+            x, y = self.task.heatmap
+            figures.append({"kind": "heatmap", "x": x, "y": y, "value": "score"})
+        return {
+            "version": self.task.version,
+            "data": dict(self.task.digests()),
+            "score_unit": self.task.score_unit,
+            "lower_is_better": False,
+            "breakdown": list(self.task.breakdown),
+            "figures": figures,
+            "unit": self.task.unit,
+            "measures": list(self.task.measures),
+        }
+
+    def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
+        """One unit per example.
+
+        Raises:
+            KVError: a budget that no prompt is long enough for, or a share that of the shortest is
+                less than sink and window; context compression of a prompt whose question is empty.
+        """
+        encoded = self._encoded(session)
+        if session.prefill == "chunked":
+            for label, (method, _) in methods.items():
+                check_reads_in_chunks(label, method)
+        lengths = [
+            e.n if session.compress_after == "prompt" else len(e.context_ids) for e in encoded
+        ]
+        longest = max((e.n for e in encoded), default=0)
+        for label, (method, budget) in methods.items():
+            if method.uses_budget and encoded and budget.sink + budget.window > longest:
+                raise KVError(
+                    f"budget.sink + budget.window is {budget.sink + budget.window}; the longest "
+                    f"prompt of task {self.task.name} has {longest} tokens, so {label!r} would "
+                    f"compress nothing; allowed: at most {longest}"
+                )
+            if method.uses_budget and lengths:
+                budget.capacity(min(lengths))
+        if session.compress_after == "context":
+            for e in encoded:
+                if not e.question_ids or not e.context_ids:
+                    raise KVError(
+                        f"compress_after is 'context' and example {e.example.id!r} has no "
+                        f"{'context' if e.question_ids else 'question'}; allowed: prompt"
+                    )
+        return [
+            Unit(
+                e.example.id, (e.example.id,), e, {"dataset": e.example.dataset, **e.example.fields}
+            )
+            for e in encoded
+        ]
+
+    def _encoded(self, session: Session) -> list[EncodedExample]:
+        shared = {} if self.shared is None else self.shared
+        key = repr((self.task, session.spec))
+        if key not in shared:
+            shared.clear()  # a benchmark has tens of millions of tokens
+            shared[key] = [
+                encode_example(e, session.encoder) for e in self.task.examples(session.encoder)
+            ]
+        return shared[key]
+
+    def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
+        """Generate with every method from one prefill, and score."""
+        yield from self.run_batch([(unit, methods)], session)[0]
+
+    def run_batch(
+        self, work: Sequence[tuple[Unit, Methods]], session: Session
+    ) -> list[list[Outcome]]:
+        """Several examples: each with a prefill of its own, all decoded together, and scored."""
+        prompts = [
+            Prompt(
+                unit.payload.context_ids,
+                unit.payload.question_ids,
+                methods,
+                session.stopping(unit.payload.example),
+                unit.payload.example.id,
+            )
+            for unit, methods in work
+        ]
+        answers = run_batch(
+            session.model,
+            prompts,
+            seed=session.seed,
+            compress_after=session.compress_after,
+            chunk_tokens=session.chunk_tokens if session.prefill == "chunked" else None,
+            graphs=session.graphs,
+        )
+        return [
+            [
+                self._outcome(unit.payload, label, methods, answer[label], session)
+                for label in answer
+            ]
+            for (unit, methods), answer in zip(work, answers, strict=True)
+        ]
+
+    def _outcome(
+        self,
+        encoded: EncodedExample,
+        label: str,
+        methods: Methods,
+        result: Generation,
+        session: Session,
+    ) -> Outcome:
+        """The record of one method on one example, but for what the runner adds."""
+        example = encoded.example
+        method, budget = methods[label]
+        tokens = encoded.n if session.compress_after == "prompt" else len(encoded.context_ids)
+        fields: dict[str, Any] = {
+            "dataset": example.dataset,
+            "prompt_tokens": encoded.n,
+            "capacity": budget.capacity(tokens) if method.saves_memory else tokens,
+            "answers": list(example.answers),
+            "prompt_tail": (example.context + example.question)[-200:],
+            **example.fields,
+            **measured(result),
+        }
+        positions = session.encoder.max_positions
+        if positions is not None and encoded.n > positions:
+            fields |= {"beyond_positions": True, "max_positions": positions}
+        if result.failure is None:
+            text = session.encoder.decode(result.tokens)
+            fields["prediction"] = session.stopping(example).cut(text)
+            fields.update(self.task.score(fields["prediction"], example))
+        return Outcome(label, example.id, fields)
+
+
+def measured(result: Generation) -> dict[str, Any]:
+    """The record fields that a generation measured; null where a failure left none."""
+    failure = result.failure
+    return {
+        "status": "ok" if failure is None else status_of(failure),
+        "error": None if failure is None else one_line(failure),
+        "new_tokens": result.new_tokens,
+        "entries": result.entries,
+        "cache_bytes": result.cache_bytes,
+        "cache_bytes_end": result.cache_bytes_end,
+        "exact_bytes": result.exact_bytes,
+        "ratio": None if result.cache_bytes is None else result.cache_bytes / result.exact_bytes,
+        "compressed": result.compressed,
+        "prefill_s": result.prefill_s,
+        "compress_s": result.compress_s,
+        "decode_s": result.decode_s,
+        "batch": result.batch,
+        **({} if result.budget_preset is None else {"budget_preset": result.budget_preset}),
+    }

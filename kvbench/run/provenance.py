@@ -1,0 +1,94 @@
+"""Where a number came from: code revision, library versions, hardware, command."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import kvbench
+from kvbench.errors import redact
+
+LIBRARIES = (
+    *("torch", "transformers", "tokenizers", "datasets", "numpy", "hydra-core", "triton"),
+    *("kvpress", "minference"),
+)
+
+
+def versions() -> dict[str, str]:
+    """Versions of kvbench, Python and the libraries that can change a score."""
+    found = {"kvbench": kvbench.__version__, "python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def code_revision() -> str:
+    """Git commit of the checkout the package runs from (``+dirty`` with uncommitted changes to the
+    code), or ``unknown`` outside a checkout."""
+    folder = Path(__file__).resolve().parent
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(folder), *arguments],
+                capture_output=True,
+                text=True,
+                timeout=10,
+                check=True,
+            )
+        except (OSError, subprocess.SubprocessError):
+            return None
+        return done.stdout.strip()
+
+    commit = git("rev-parse", "HEAD")
+    if not commit:
+        return "unknown"
+    dirty = git("status", "--porcelain", "--untracked-files=no", "--", ".", "../conf")
+    return commit + ("+dirty" if dirty else "")
+
+
+def hardware(device: torch.device) -> dict[str, Any]:
+    """What the numbers were measured on."""
+    found: dict[str, Any] = {
+        "device": str(device),
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found["gpu"] = properties.name
+        found["gpu_memory_gib"] = round(properties.total_memory / 2**30, 1)
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def command() -> str:
+    """The command that started this process, as a user would type it."""
+    program = Path(sys.argv[0])
+    name = "python -m kvbench" if program.name == "__main__.py" else program.name
+    # where Hydra leaves a file of its own says nothing about a run, and may be a temporary folder
+    words = [word for word in sys.argv[1:] if not word.startswith("hydra.sweep.dir=")]
+    return redact(" ".join([name, *map(shlex.quote, words)]))

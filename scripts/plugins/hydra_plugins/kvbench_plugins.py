@@ -1,0 +1,26 @@
+"""Where Hydra looks for plugins: kvbench's launchers and sweeper, under names it accepts."""
+
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeperConf
+from hydra.core.config_store import ConfigStore
+
+from kvbench.cli.launch import gpus, slurm, sweeper
+
+
+class SlurmLauncher(slurm.SlurmLauncher):
+    """launcher=slurm."""
+
+
+class GpuLauncher(gpus.GpuLauncher):
+    """launcher=gpus."""
+
+
+class SharingSweeper(sweeper.SharingSweeper):
+    """The sweeper of every command."""
+
+
+ConfigStore.instance().store(
+    group="hydra/sweeper",
+    name="kvbench",
+    node=BasicSweeperConf(f"{__name__}.SharingSweeper"),
+    provider="kvbench",
+)
