@@ -39,11 +39,11 @@ test-slow: setup ## the long tests: many kill points, fuzzing, a sweep on Slurm
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow
 
 test-slurm: setup ## a sweep on a Slurm of this machine (root; installs slurm-wlm where it is missing)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -rs tests/test_slurm.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -rs tests/slow/test_slurm.py
 
 test-references: $(VENV_REFERENCES)/.ready ## compare with the real kvpress and minference packages, in $(VENV_REFERENCES)
-	$(VENV_REFERENCES)/bin/python -m pytest tests/references tests/test_adapters.py \
-	  tests/test_methods_conf.py tests/test_engine.py
+	$(VENV_REFERENCES)/bin/python -m pytest tests/references tests/methods/test_adapters.py \
+	  tests/methods/test_methods_conf.py tests/engine/test_engine.py
 
 # kvpress needs transformers < 5.3, so it has an environment of its own. minference imports only where
 # CUDA is; its Python files are all that is wanted, without what it would pull in.

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from absl import logging as absl_logging
-from fork_server import ForkServer
+from support.fork_server import ForkServer
 
 if not torch.cuda.is_available():  # before anything imports triton; see interpreted.py
     os.environ.setdefault("TRITON_INTERPRET", "1")

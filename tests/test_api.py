@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 import transformers as t
-from tiny import Broken, Everything, Greedy, prompt_ids
-from tiny import tiny_model as _tiny_model
+from support.tiny import Broken, Everything, Greedy, prompt_ids
+from support.tiny import tiny_model as _tiny_model
 
 from kvbench import compare, compress
 from kvbench.engine.attention import UnsupportedModel

@@ -140,7 +140,7 @@ def test_a_prompt_is_compressed_by_itself_whatever_batch_it_travels_in(press: An
 
 
 def test_presses_run_in_the_engine_beside_other_methods() -> None:
-    from tiny import prompt_ids, tiny_model
+    from support.tiny import prompt_ids, tiny_model
 
     model = tiny_model("llama")
     model.set_attn_implementation("kvbench")
@@ -163,7 +163,7 @@ def test_presses_run_in_the_engine_beside_other_methods() -> None:
 def test_the_package_wraps_attention_functions_and_kvbench_generates_the_same() -> None:
     """Imported after kvbench registered its function, kvpress wraps it with the others."""
     from kvpress.attention_patch import patch_attention_functions
-    from tiny import prompt_ids, tiny_model
+    from support.tiny import prompt_ids, tiny_model
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as FUNCTIONS
 
     for architecture in ("llama", "gemma3", "gpt_neox", "opt"):

@@ -144,7 +144,7 @@ def test_the_adapter_returns_what_the_package_returns() -> None:
 
 
 def test_clusters_run_in_the_engine_and_their_bytes_are_counted_as_stored() -> None:
-    from tiny import prompt_ids, tiny_model
+    from support.tiny import prompt_ids, tiny_model
 
     model, ids = tiny_model("llama"), prompt_ids(160)
     model.set_attn_implementation("kvbench")

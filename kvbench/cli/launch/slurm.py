@@ -17,7 +17,7 @@ from hydra.core.utils import JobReturn, filter_overrides
 from omegaconf import OmegaConf
 
 from kvbench.cli.jobs import JobOutcome
-from kvbench.cli.launch import squeue
+from kvbench.cli.launch import queue
 from kvbench.cli.launch.base import Launcher, Parameters, arrays_of, count_of, job_return
 from kvbench.errors import FAILED, USAGE, complain, first_line
 
@@ -34,9 +34,9 @@ class SlurmLauncher(Launcher):
         """Runs the job, in the process that Slurm started."""
         os.environ.setdefault("OMP_NUM_THREADS", os.environ.get("SLURM_CPUS_PER_TASK", "1"))
         try:
-            with squeue.requeued_in_time():
+            with queue.requeued_in_time():
                 return super().__call__(*job)
-        except squeue.NotRequeued as stop:
+        except queue.NotRequeued as stop:
             named = tuple(filter_overrides(list(job[0])))
             return job_return(JobOutcome(named, error=stop.why, status=FAILED))
 
@@ -67,10 +67,10 @@ class SlurmLauncher(Launcher):
         said_by_sbatch = io.StringIO()
         try:
             executor = self.executor(self.params["submitit_folder"])
-            size = squeue.largest_array()
+            size = queue.largest_array()
             while waiting:
                 some = [waiting[at] for at in range(min(size, len(waiting)))]
-                with redirect_stderr(said_by_sbatch), squeue.outside_of_jobs():
+                with redirect_stderr(said_by_sbatch), queue.outside_of_jobs():
                     jobs = executor.map_array(self, *zip(*(job for _, job in some), strict=True))
                 for (index, _), job in zip(some, jobs, strict=True):
                     running[index] = job
@@ -92,7 +92,7 @@ class SlurmLauncher(Launcher):
         """Jobs of a command that was interrupted may still run, and hold what these would wait for."""
         assert self.config is not None
         submissions = Path(self.config.hydra.sweep.dir).parent.glob("*/*_submitted.pkl")
-        earlier = squeue.still_there({path.name.partition("_")[0] for path in submissions})
+        earlier = queue.still_there({path.name.partition("_")[0] for path in submissions})
         if earlier:
             complain(
                 "Slurm still has jobs of an earlier command for these results; where both have the "
@@ -102,10 +102,10 @@ class SlurmLauncher(Launcher):
     def ended(self, running: dict[int, Any]) -> dict[int, str]:
         """Jobs that Slurm has seen the end of. A file system may show a result late: then it counts
         when Slurm has said so for three looks, or for `LATE` if the job ended well."""
-        states = squeue.states({job.job_id.partition("_")[0] for job in running.values()})
+        states = queue.states({job.job_id.partition("_")[0] for job in running.values()})
         if states is None:
             return {}
-        found = {index: states.get(job.job_id, squeue.GONE) for index, job in running.items()}
+        found = {index: states.get(job.job_id, queue.GONE) for index, job in running.items()}
         self._say_what_waits(found)
         ended = {}
         for index, state in found.items():
@@ -116,14 +116,14 @@ class SlurmLauncher(Launcher):
                 running[index].paths.folder.iterdir()
             )  # what refreshes a network file system's view
             waited = time.monotonic() - self._ended_since.setdefault(index, time.monotonic())
-            failed = state.name not in ("COMPLETED", squeue.GONE.name)
+            failed = state.name not in ("COMPLETED", queue.GONE.name)
             if waited >= (2 * self.poll_s if failed else max(LATE, 2 * self.poll_s)):
                 ended[index] = state.name
         return ended
 
-    def _say_what_waits(self, found: Mapping[int, squeue.JobState]) -> None:
+    def _say_what_waits(self, found: Mapping[int, queue.JobState]) -> None:
         """Once for every set of reasons why jobs wait: some never go away."""
-        line = squeue.waiting(found.values())
+        line = queue.waiting(found.values())
         reasons = line and line.partition(": ")[2]
         if line and reasons != self._waited:
             complain(line)

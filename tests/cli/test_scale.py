@@ -1,0 +1,84 @@
+"""Large sweeps and large experiments: what is counted is work done, not seconds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from kvbench.records import read as records
+from kvbench.report.build import build_report
+from kvbench.report.experiment import load_experiment
+from kvbench.report.tables.compare import compare
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_scale.py"
+sys.path.insert(0, str(SCRIPT.parent))
+
+import bench_scale  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("results")
+    for seed, name in enumerate(("first", "second")):
+        bench_scale.write_experiment(folder, name, 320, seed)
+    return folder
+
+
+def test_a_report_reads_each_records_file_once(results, monkeypatch):
+    read: Counter[Path] = Counter()
+    real = records.whole_lines
+
+    def counting(path):
+        read[path] += 1
+        return real(path)
+
+    monkeypatch.setattr(records, "whole_lines", counting)
+    build_report(results / "first")
+    assert set(read.values()) == {1}
+    assert len(read) == len(bench_scale.METHODS)
+
+
+def test_flips_are_the_examples_whose_score_changed(results):
+    first, second = (load_experiment(results / name) for name in ("first", "second"))
+    (task,) = compare(first, second).tasks
+    by_hand = {}
+    for experiment in (first, second):
+        for row in experiment.groups[0].records.to_dict("records"):
+            by_hand.setdefault((row["arm"], row["example_id"]), []).append(row)
+    for match in task.matches:
+        wanted = {
+            example_id: (before["prediction"], after["prediction"], after["score"])
+            for (arm, example_id), (before, after) in by_hand.items()
+            if arm == match.label and before["score"] != after["score"]
+        }
+        found = {flip.example_id: (*flip.predictions, flip.scores[1]) for flip in match.flips}
+        assert found == wanted
+        assert wanted, "the experiments differ"
+
+
+def test_a_large_dry_run_is_a_line_per_job_and_still_refuses(tmp_path):
+    """The first ten jobs whole, five in a line, and five whose budget no prompt is long enough for."""
+    words = ["model=tiny_random", "method=[exact,streaming_llm]", "logger=none", "dry_run=true"]
+    words += ["budget.sink=1,2,3,100000", "seed=range(5)", "limit=1", f"results_dir={tmp_path}/r"]
+    done = subprocess.run(
+        [sys.executable, "-m", "kvbench", "-m", *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stdout.count("dry run, nothing written") == 10
+    for number in range(10, 15):
+        line = f"job {number}: budget.sink=3 seed={number - 10}: 2 methods, 0 records on disk; default/"
+        assert line in done.stdout
+    assert done.stderr.count("budget.sink + budget.window is 100032; the longest prompt") == 5
+    assert done.stdout.endswith("20 jobs; launcher=local\n")
+    assert not (tmp_path / "r").exists()
+
+
+def test_the_benchmark_of_scale_prints_seconds_and_ratios(capsys):
+    bench_scale.main(["records", "--most", "64"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(",")[0] for line in lines[:4]] == ["report", "comparison"] * 2
+    assert all("times as long for 4 times as many records" in line for line in lines[4:])

@@ -1,0 +1,234 @@
+"""What methods do after the prefill: restricted attention, packed caches, reading in chunks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.forward import SMALL, generate, reference
+from support.tiny import prompt_ids, tiny_model
+
+from kvbench.engine.cache import LayerCache
+from kvbench.kernels.quantize import Quantization, pack, unpack
+from kvbench.kv import Budget, CompressedKV, KVError
+from kvbench.methods import build_method
+
+
+def ready(architecture="llama"):
+    model = tiny_model(architecture)
+    model.set_attn_implementation("kvbench")
+    return model
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("by_channel", [True, False])
+@pytest.mark.parametrize("shape", [(2, 64, 32), (1, 37, 20), (3, 5, 7), (1, 1, 1)])
+def test_packed_numbers_are_within_half_a_step(bits, by_channel, shape):
+    torch.manual_seed(0)
+    x = torch.randn(shape) * torch.rand(shape[-1]) * 10
+    packed = pack(x, Quantization(bits, 16), by_channel=by_channel)
+    back = unpack(packed)
+    assert back.shape == x.shape
+    size = min(16, shape[1 if by_channel else 2])
+    steps = packed.scale.repeat_interleave(size, -1)[..., : shape[1 if by_channel else 2]]
+    steps = steps.transpose(1, 2) if by_channel else steps
+    assert bool(((back - x).abs() <= steps * 0.5001 + 1e-6).all())
+    rows, columns = (shape[2], shape[1]) if by_channel else (shape[1], shape[2])
+    groups = -(-columns // size)
+    assert packed.nbytes == shape[0] * rows * (-(-columns * bits // 8) + 2 * groups * 4)
+
+
+def test_packing_constants_and_extremes_is_exact():
+    x = torch.full((1, 8, 8), 3.25)
+    assert torch.equal(unpack(pack(x, Quantization(2, 4), by_channel=True)), x)
+    ends = torch.tensor([[[-1.0, 2.0, 0.0, 1.0]]])
+    assert torch.equal(unpack(pack(ends, Quantization(2, 4), by_channel=False)), ends)
+
+
+@pytest.mark.parametrize("name", ["exact", "snapkv", "uniform"])
+def test_a_quantised_cache_holds_packed_bytes_and_answers_nearly_alike(name):
+    model = ready()
+    ids = prompt_ids(120)
+    sizes = {}
+    for bits in (None, 4, 2):
+        quantize = None if bits is None else {"bits": bits, "group_size": 32}
+        result = generate(model, ids, {"m": (build_method(name, quantize=quantize), SMALL)})["m"]
+        assert result.failure is None
+        sizes[bits] = result.cache_bytes
+        assert result.compressed or bits is None
+        grown = result.cache_bytes_end - result.cache_bytes
+        per_token = 4 * 2 * 16 * 2 * 4 + (4 * 2 * 4 if name == "uniform" else 0)
+        assert grown == (len(result.tokens) - 1) * per_token, "new tokens stay as they are"
+    assert sizes[2] < sizes[4] < 0.5 * sizes[None]
+
+
+def test_a_packed_cache_attends_to_what_it_unpacks():
+    torch.manual_seed(0)
+    keys, values = torch.randn(1, 2, 40, 16), torch.randn(1, 2, 40, 16)
+    how = Quantization(4, 8)
+    held = CompressedKV(keys, values, None, torch.arange(40).expand(1, 2, 40))
+    plain = CompressedKV(
+        unpack(pack(keys[0], how, by_channel=True))[None],
+        unpack(pack(values[0], how, by_channel=False))[None],
+        None,
+        held.positions,
+    )
+    method = build_method("exact")
+    packed = LayerCache(held, 0, method, capacity=40, quantization=how)
+    unpacked = LayerCache(plain, 0, method, capacity=40)
+    for step in range(3):  # the buffers grow beyond what was reserved
+        q, k = torch.randn(4, 1, 16), torch.randn(2, 1, 16)
+        at = torch.tensor([40 + step])
+        got, want = (c.step(q, k, k, at, 0.25, None) for c in (packed, unpacked))
+        torch.testing.assert_close(got, want)
+
+
+def test_quantize_is_refused_where_it_cannot_be():
+    with pytest.raises(KVError, match=r"bits is 3; allowed: bits 2 or 4"):
+        build_method("snapkv", quantize={"bits": 3}).quantization()
+    with pytest.raises(KVError, match="evicts while decoding; allowed: decode=grow"):
+        build_method("h2o", quantize={"bits": 4}).quantization()
+    assert build_method("h2o", decode="grow", quantize={"bits": 4}).quantization() is not None
+
+
+@pytest.mark.parametrize("heavy", [False, True])
+def test_topk_attends_to_the_largest_logits_and_holds_everything(heavy):
+    torch.manual_seed(0)
+    keys, values = torch.randn(1, 2, 50, 8), torch.randn(1, 2, 50, 8)
+    scores = (torch.rand(1, 2, 50) < 0.1).float() if heavy else None
+    held = CompressedKV(keys, values, None, torch.arange(50).expand(1, 2, 50), scores)
+    cache = LayerCache(held, 1, build_method("topk", heavy_hitters=heavy), capacity=50, granted=12)
+    q, k, v = torch.randn(4, 1, 8), torch.randn(2, 1, 8), torch.randn(2, 1, 8)
+    got = cache.step(q, k, v, torch.tensor([50]), 0.35, None)
+    for head in range(4):
+        kv = head // 2
+        all_keys = torch.cat([keys[0, kv], k[kv]]).double()
+        all_values = torch.cat([values[0, kv], v[kv]]).double()
+        logits = all_keys @ q[head, 0].double() * 0.35
+        if heavy:
+            fixed = torch.cat([scores[0, kv], torch.zeros(1)]) > 0
+            free = logits.masked_fill(fixed, float("-inf")).topk(6).indices
+            seen = fixed.clone()
+            seen[free] = True
+        else:
+            seen = torch.zeros(51, dtype=torch.bool)
+            seen[logits.topk(12).indices] = True
+        want = logits.masked_fill(~seen, float("-inf")).softmax(-1) @ all_values
+        torch.testing.assert_close(got[head, 0].double(), want, atol=1e-6, rtol=1e-6)
+
+
+def test_topk_in_generation_is_exact_when_it_may_see_everything():
+    model = tiny_model("llama")
+    ids = prompt_ids(80)
+    expected = reference(model, ids, 16)
+    model.set_attn_implementation("kvbench")
+    nearly_all = Budget(rate=0.99, sink=4, window=4)
+    methods = {
+        "all": (build_method("topk"), nearly_all),
+        "few": (build_method("topk", heavy_hitters=True), Budget(rate=0.05, sink=1, window=1)),
+    }
+    results = generate(model, ids, methods)
+    assert all(r.failure is None for r in results.values())
+    assert results["few"].tokens != expected
+    assert results["few"].cache_bytes > results["few"].exact_bytes  # its marks are counted, too
+    assert results["all"].cache_bytes == results["all"].exact_bytes
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 64, 500])
+def test_reading_in_chunks_never_holds_more_than_the_budget(chunk_tokens, monkeypatch):
+    model = ready()
+    n, most = 150, []
+    append = LayerCache._append_and_attend
+
+    def watched(cache, *arguments):
+        out = append(cache, *arguments)
+        most.append(cache.length - cache.capacity)
+        return out
+
+    monkeypatch.setattr(LayerCache, "_append_and_attend", watched)
+    names = ("h2o", "streaming_llm", "local")
+    methods = {name: (build_method(name, decode="evict"), SMALL) for name in names}
+    results = generate(model, prompt_ids(n), methods, new_tokens=6, chunk_tokens=chunk_tokens)
+    for label, result in results.items():
+        assert result.failure is None, label
+        assert result.entries == {"mean": SMALL.capacity(n), "max": SMALL.capacity(n)}, label
+        assert result.compress_s == 0.0
+        exact = 4 * 2 * n * 16 * 2 * 4  # layers, KV heads, tokens, head_dim, K and V, float32
+        assert result.exact_bytes == exact
+    assert most
+    assert max(most) <= 0
+
+
+def test_the_size_of_the_chunks_changes_nothing():
+    model = ready("gemma3")
+    methods = {
+        "h2o": (build_method("h2o"), SMALL),
+        "s": (build_method("streaming_llm", decode="evict"), SMALL),
+    }
+    for after in ("prompt", "context"):
+        tokens = {
+            size: {
+                label: r.tokens
+                for label, r in generate(
+                    model, prompt_ids(120), methods, chunk_tokens=size, compress_after=after
+                ).items()
+            }
+            for size in (1, 13, 200)
+        }
+        assert tokens[1] == tokens[13] == tokens[200]
+
+
+def test_exact_read_in_chunks_is_exact():
+    model = tiny_model("qwen3")
+    ids = prompt_ids(90)
+    expected = reference(model, ids, 12)
+    model.set_attn_implementation("kvbench")
+    exact = {"exact": (build_method("exact"), SMALL)}
+    result = generate(model, ids, exact, new_tokens=12, chunk_tokens=16)["exact"]
+    assert result.failure is None
+    assert result.tokens == expected
+    assert result.cache_bytes == result.exact_bytes
+    assert result.entries == {"mean": 90, "max": 90}
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
+def test_a_prompt_within_the_budget_is_read_in_chunks_as_at_once(kind):
+    """Nothing is evicted, while decoding neither; sliding windows hold what they always do."""
+    model = ready(kind)
+    roomy = Budget(size=200, sink=4, window=8)
+    methods = {
+        "h2o": (build_method("h2o"), roomy),
+        "s": (build_method("streaming_llm", decode="evict"), roomy),
+        "exact": (build_method("exact"), roomy),
+    }
+    results = [
+        generate(model, prompt_ids(90), methods, new_tokens=12, chunk_tokens=size)
+        for size in (None, 16)
+    ]
+    for label in methods:
+        at_once, in_chunks = (found[label] for found in results)
+        assert in_chunks.failure is None
+        assert in_chunks.tokens == at_once.tokens
+        assert in_chunks.entries == at_once.entries == {"mean": 90, "max": 90}
+        assert in_chunks.exact_bytes == at_once.exact_bytes
+        assert in_chunks.compressed is at_once.compressed is False
+
+
+def test_streaming_in_chunks_holds_the_sink_and_the_latest():
+    from kvbench.engine.cache import Fork
+    from kvbench.engine.chunked import chunked_prefill
+
+    model = ready()
+    fork = Fork("s", build_method("streaming_llm", decode="evict"), SMALL, 0, "x", room=4)
+    chunked_prefill(model, prompt_ids(100), fork, 16)
+    capacity = SMALL.capacity(100)
+    want = [*range(4), *range(100 - capacity + 4, 100)]
+    for cache in fork.layers.values():
+        for row in cache.positions[:, : cache.length].sort(-1).values.tolist():
+            assert row == want
+
+
+def test_methods_that_do_not_evict_are_refused_before_reading():
+    with pytest.raises(KVError, match="method 'snapkv' does not evict while reading"):
+        generate(
+            ready(), prompt_ids(80), {"snapkv": (build_method("snapkv"), SMALL)}, chunk_tokens=8
+        )

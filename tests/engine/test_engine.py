@@ -1,0 +1,279 @@
+"""The engine against transformers' own generation, brute force, and its own promises."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.forward import SMALL, generate, reference
+from support.tiny import CONFIGS, Broken, Everything, Greedy, prompt_ids, tiny_model
+
+from kvbench.engine.attention import UnsupportedModel, exact_attention
+from kvbench.engine.cache import Fork, LayerCache, layer_generator
+from kvbench.engine.generate import Stopping
+from kvbench.engine.prefill import capture_layers, compressible_layers, prefill
+from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, keep_all
+from kvbench.methods import build_method
+
+
+@pytest.mark.parametrize("compress_after", ["prompt", "context"])
+@pytest.mark.parametrize("architecture", sorted(CONFIGS))
+def test_exact_and_keep_everything_generate_what_transformers_generates(
+    architecture, compress_after
+):
+    model = tiny_model(architecture)
+    ids = prompt_ids(80)
+    expected = reference(model, ids, 24)
+    assert len(set(expected)) > 5, "a degenerate continuation would test nothing"
+    model.set_attn_implementation("kvbench")
+    results = generate(
+        model,
+        ids,
+        {"exact": (build_method("exact"), SMALL), "everything": (Everything(), SMALL)},
+        new_tokens=24,
+        compress_after=compress_after,
+    )
+    for label, result in results.items():
+        assert result.failure is None, label
+        assert result.tokens == expected, label
+    assert not results["exact"].compressed
+    assert results["everything"].cache_bytes == results["exact"].exact_bytes
+
+
+@pytest.mark.parametrize("architecture", sorted(CONFIGS))
+def test_compressed_forks_hold_their_budget_on_every_architecture(architecture):
+    model = tiny_model(architecture)
+    model.set_attn_implementation("kvbench")
+    ids = prompt_ids(80)
+    methods = {
+        name: (build_method(name), SMALL) for name in ("streaming_llm", "uniform", "snapkv", "h2o")
+    }
+    layers = len(compressible_layers(model))
+    whole = model.config.num_hidden_layers - layers
+    for label, result in generate(model, ids, methods).items():
+        assert result.failure is None, label
+        assert result.entries == {"mean": SMALL.capacity(80), "max": SMALL.capacity(80)}, label
+        # sliding-window layers are left whole: their last 24 entries
+        kv_heads = model.config.to_dict().get("num_key_value_heads", 4)
+        per_entry = kv_heads * 16 * 2 * 4
+        entries = layers * SMALL.capacity(80) + whole * 24
+        weights = layers * SMALL.capacity(80) * kv_heads * 4 if label in ("uniform", "h2o") else 0
+        assert result.cache_bytes == entries * per_entry + weights, label
+
+
+def test_the_first_token_of_a_prompt_compressed_fork_comes_from_exact_attention():
+    model = tiny_model("llama")
+    ids = prompt_ids(60)
+    expected = reference(model, ids, 1)
+    model.set_attn_implementation("kvbench")
+    tight = Budget(rate=0.01, sink=1, window=1)
+    result = generate(model, ids, {"s": (build_method("streaming_llm"), tight)})["s"]
+    assert result.tokens[:1] == expected
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("window", [None, 7, 600])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 1)])
+def test_exact_attention_equals_brute_force_in_float64(softcap, window, heads):
+    torch.manual_seed(0)
+    n, (h, kv) = 530, heads  # more than one query block
+    q, k, v = torch.randn(1, h, n, 8), torch.randn(1, kv, n, 8), torch.randn(1, kv, n, 8)
+    got = exact_attention(q, k, v, scaling=0.5, softcap=softcap, sliding_window=window)
+    q, k, v = q.double(), *(x.double().repeat_interleave(h // kv, 1) for x in (k, v))
+    logits = q @ k.transpose(-1, -2) * 0.5
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    at = torch.arange(n)
+    hidden = at[None] > at[:, None]
+    if window is not None:
+        hidden |= at[None] <= at[:, None] - window
+    want = logits.masked_fill(hidden, float("-inf")).softmax(-1) @ v
+    torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
+
+
+def _cache(method="exact", n=20, room=8, weights=None, **options):
+    torch.manual_seed(1)
+    keys, values = torch.randn(1, 2, n, 8), torch.randn(1, 2, n, 8)
+    positions = torch.arange(n).expand(1, 2, n)
+    held = CompressedKV(keys, values, weights, positions)
+    return held, LayerCache(held, room, build_method(method, **options), capacity=n)
+
+
+def test_decode_attention_adds_log_weights_and_never_moves_its_buffers():
+    weights = torch.randn(1, 2, 20)
+    held, cache = _cache(weights=weights)
+    pointer = cache.keys.data_ptr()
+    keys, values, logs = held.keys[0].double(), held.values[0].double(), weights[0].double()
+    for step in range(4):  # two single tokens, then a chunk of three, causal inside
+        tokens = 1 if step < 2 else 3
+        q, k, v = torch.randn(4, tokens, 8), torch.randn(2, tokens, 8), torch.randn(2, tokens, 8)
+        if step == 3:
+            break
+        at = torch.arange(cache.length, cache.length + tokens)
+        got = cache.step(q, k, v, at, 0.3, None)
+        keys = torch.cat([keys, k.double()], 1)
+        values = torch.cat([values, v.double()], 1)
+        logs = torch.cat([logs, torch.zeros(2, tokens, dtype=torch.float64)], 1)
+        for head in range(4):
+            kv = head // 2
+            logits = q[head].double() @ keys[kv].T * 0.3 + logs[kv]
+            for i in range(tokens):
+                logits[i, keys.shape[1] - tokens + i + 1 :] = float("-inf")
+            want = logits.softmax(-1) @ values[kv]
+            torch.testing.assert_close(got[head].double(), want, atol=1e-5, rtol=1e-5)
+    assert cache.keys.data_ptr() == pointer
+    assert cache.length == 25
+
+
+def test_eviction_frees_memory_rather_than_masking():
+    model = tiny_model("llama")
+    model.set_attn_implementation("kvbench")
+    fork = Fork("snapkv", build_method("snapkv"), SMALL, 0, "x", room=5)
+    prefill(model, prompt_ids(200), [fork])
+    capacity = SMALL.capacity(200)
+    for cache in fork.layers.values():
+        reserved = 2 * (capacity + 5) * 16 * 4  # kv heads, entries with room, head_dim, float32
+        assert cache.keys.untyped_storage().nbytes() == reserved
+        assert cache.values.untyped_storage().nbytes() == reserved
+
+
+def test_an_evicting_method_does_not_grow_and_a_growing_one_does():
+    model = tiny_model("llama")
+    model.set_attn_implementation("kvbench")
+    methods = {
+        "evict": (build_method("h2o"), SMALL),
+        "grow": (build_method("h2o", decode="grow"), SMALL),
+    }
+    for after in ("prompt", "context"):
+        results = generate(model, prompt_ids(80), methods, new_tokens=12, compress_after=after)
+        assert results["evict"].failure is None
+        assert results["evict"].cache_bytes_end == results["evict"].cache_bytes
+        assert results["grow"].cache_bytes_end > results["grow"].cache_bytes
+
+
+def test_a_method_over_its_budget_fails_alone_and_loudly():
+    model = tiny_model("llama")
+    model.set_attn_implementation("kvbench")
+    ids = prompt_ids(80)
+    methods = {
+        "greedy": (Greedy(), SMALL),
+        "broken": (Broken(), SMALL),
+        "exact": (build_method("exact"), SMALL),
+    }
+    results = generate(model, ids, methods)
+    failure = results["greedy"].failure
+    assert isinstance(failure, BudgetExceeded)
+    assert "greedy" in str(failure)
+    assert "80" in str(failure)
+    assert str(SMALL.capacity(80)) in str(failure)
+    assert "out of memory" in str(results["broken"].failure)
+    model.set_attn_implementation("eager")
+    assert results["exact"].tokens == reference(model, ids, 16)
+
+
+def test_draws_depend_on_seed_example_and_layer_only():
+    model = tiny_model("llama")
+    model.set_attn_implementation("kvbench")
+    ids = prompt_ids(120)
+    uniform = {"uniform": (build_method("uniform"), SMALL)}
+    alone = generate(model, ids, uniform)["uniform"]
+    beside = {"snapkv": (build_method("snapkv"), SMALL), "again": uniform["uniform"], **uniform}
+    crowd = generate(model, ids, beside)
+    assert alone.tokens == crowd["uniform"].tokens == crowd["again"].tokens
+    draws = {
+        tuple(torch.rand(3, generator=layer_generator(*key)).tolist())
+        for key in [(0, "a", 0), (1, "a", 0), (0, "b", 0), (0, "a", 1)]
+    }
+    assert len(draws) == 4
+
+
+def test_generation_ends_at_any_end_token_and_is_cut_at_stop_strings():
+    model = tiny_model("llama")
+    ids = prompt_ids(60)
+    expected = reference(model, ids, 16)
+    model.set_attn_implementation("kvbench")
+    exact = {"exact": (build_method("exact"), SMALL)}
+    third = expected[2]
+    ends = Stopping(16, frozenset({third, 9999}))
+    result = generate(model, ids, exact, stopping=ends)["exact"]
+    assert result.tokens == expected[: expected.index(third)]
+    assert result.new_tokens == len(result.tokens) + 1
+
+    def decode(tokens):
+        return " ".join(f"t{token}" for token in tokens)
+
+    stop = f"t{third}"
+    strings = Stopping(16, frozenset(), (stop,), decode)
+    result = generate(model, ids, exact, stopping=strings)["exact"]
+    assert len(result.tokens) <= expected.index(third) + 1
+    assert stop not in strings.cut(decode(result.tokens))
+
+
+def test_a_slow_generation_is_a_timeout():
+    model = tiny_model("llama")
+    model.set_attn_implementation("kvbench")
+    exact = {"exact": (build_method("exact"), SMALL)}
+    result = generate(model, prompt_ids(60), exact, stopping=Stopping(16, timeout_s=0.0))["exact"]
+    assert isinstance(result.failure, TimeoutError)
+
+
+def test_a_prompt_within_its_capacity_is_kept_exactly_and_says_so():
+    model = tiny_model("llama")
+    ids = prompt_ids(30)
+    expected = reference(model, ids, 8)
+    model.set_attn_implementation("kvbench")
+    roomy = Budget(rate=0.25, sink=16, window=16)
+    result = generate(model, ids, {"s": (build_method("snapkv"), roomy)}, new_tokens=8)["s"]
+    assert result.tokens == expected
+    assert not result.compressed
+    assert result.cache_bytes == result.exact_bytes
+
+
+def test_captured_layers_are_what_the_layers_saw():
+    model = tiny_model("qwen3")
+    model.set_attn_implementation("kvbench")
+    captured = capture_layers(model, prompt_ids(40), [0, 3])
+    assert sorted(captured) == [0, 3]
+    assert captured[3].keys.shape == (1, 2, 40, 16)
+    assert captured[3].queries.shape == (1, 4, 40, 16)
+    with pytest.raises(UnsupportedModel, match=r"layer 4 .* allowed: 0\.\.3"):
+        capture_layers(model, prompt_ids(40), [4])
+
+
+def test_attention_refuses_what_it_does_not_compute():
+    model = tiny_model("llama")
+    model.set_attn_implementation("kvbench")
+    with pytest.raises(UnsupportedModel, match="outside kvbench's engine"):
+        model(torch.tensor([prompt_ids(8)]))
+    import transformers as t
+
+    sliding = t.MistralConfig(num_hidden_layers=2, sliding_window=8)
+    windowed = type("M", (), {"config": sliding})()
+    with pytest.raises(UnsupportedModel, match="sliding-window layers only"):
+        compressible_layers(windowed)
+
+
+def test_keys_that_are_not_finite_are_refused_by_layer_and_head():
+    from kvbench.kv import check_finite
+
+    keys = torch.randn(1, 2, 9, 4)
+    layer = LayerKV(keys, torch.randn(1, 2, 9, 4), None, 3, 4, 0.5)
+    check_finite(layer)
+    keys[0, 1, 5, 2] = float("nan")
+    with pytest.raises(KVError, match=r"keys of layer 3, KV head 1"):
+        check_finite(layer)
+    huge = LayerKV(torch.full((1, 1, 9, 4), 1e38), keys[:, :1], None, 0, 1, 0.5)
+    check_finite(huge)  # the sum overflows, the entries do not
+
+
+def test_shared_work_is_charged_to_every_method_that_uses_it():
+    layer = LayerKV(torch.randn(1, 1, 4, 4), torch.randn(1, 1, 4, 4), None, 0, 1, 0.5)
+    first = layer.start_user()
+    layer.once("slow", lambda: torch.ones(3))
+    layer.once("slow", lambda: torch.zeros(3))
+    assert first() == 0.0
+    second = layer.start_user()
+    assert layer.once("slow", lambda: torch.zeros(3)).sum() == 3
+    assert second() == layer.shared["slow"].seconds > 0.0
+    third = layer.start_user()
+    assert third() == 0.0
+    assert keep_all(layer).entries.tolist() == [[4]]

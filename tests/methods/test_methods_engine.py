@@ -1,0 +1,47 @@
+"""Every method through the engine: prefill, compression, decoding, audit."""
+
+from __future__ import annotations
+
+import pytest
+from support.tiny import prompt_ids, tiny_model
+from support.variants import VARIANTS, label
+
+from kvbench.engine.generate import Stopping, run_forks
+from kvbench.kv import Budget
+from kvbench.methods import build_method
+
+BUDGET = Budget(rate=0.4, sink=8, window=8)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "compress_after"),
+    [("llama", "prompt"), ("gemma2", "context"), ("gpt_neox", "prompt")],
+)
+def test_every_method_generates_within_its_budget(architecture, compress_after):
+    model = tiny_model(architecture)
+    model.set_attn_implementation("kvbench")
+    ids = prompt_ids(150)
+    variants = [
+        *VARIANTS,
+        ("balancekv_needle", {"block_size": 16, "dilation": 2}),
+        ("subgen_streaming", {"t": 2}),
+        ("balancekv_streaming", {}),
+    ]
+    methods = {label(v): (build_method(v[0], **v[1]), BUDGET) for v in variants}
+    results = run_forks(
+        model,
+        ids[:-10],
+        ids[-10:],
+        methods,
+        Stopping(6),
+        seed=0,
+        example_id="x",
+        compress_after=compress_after,
+    )
+    for name, result in results.items():
+        assert result.failure is None, f"{name}: {result.failure}"
+        assert len(result.tokens) == 6, name
+        assert result.entries is not None
+        n = 150 if compress_after == "prompt" else 140
+        if methods[name][0].saves_memory:
+            assert result.entries["mean"] <= BUDGET.capacity(n), name

@@ -1,0 +1,659 @@
+"""What every method must keep to, whatever the shapes; and the mathematics of each."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.method_layers import LAYERS, attend, make_layer, run, walk_by_definition
+from support.variants import VARIANTS, label
+
+from kvbench.kv import Budget, KVError
+from kvbench.methods import available_methods, build_method
+from kvbench.methods.balancekv_needle import needle_means
+
+# Every method, and those of its options that change what is kept.
+KEEPS_SINK = {"exact", "topk", "streaming_llm", "uniform", "balancekv", "balancekv_needle"}
+KEEPS_WINDOW = KEEPS_SINK | {"local", "snapkv", "pyramidkv"}
+
+shapes = st.fixed_dictionaries(
+    {
+        "n": st.integers(1, 150),
+        "batch": st.integers(1, 2),
+        "kv_heads": st.integers(1, 3),
+        "group": st.integers(1, 8),
+        "dim": st.sampled_from([1, 4, 7]),
+        "dtype": st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+        "seed": st.integers(0, 10**6),
+        "layer_index": st.integers(0, LAYERS - 1),
+    }
+)
+budgets = st.builds(
+    Budget,
+    rate=st.sampled_from([1.0, 0.9, 0.5, 0.4, 0.25, 0.2, 0.125, 1 / 16, 1e-3]),
+    sink=st.integers(0, 9),
+    window=st.integers(1, 9),
+)
+
+
+each_variant = pytest.mark.parametrize(("name", "options"), VARIANTS, ids=map(label, VARIANTS))
+
+
+def test_every_method_is_here():
+    # Other packages' methods, and estimators whose entries repeat, have tests of their own.
+    elsewhere = {"kvpress", "minference", "subgen_streaming", "balancekv_streaming"}
+    assert {name for name, _ in VARIANTS} == set(available_methods()) - elsewhere
+
+
+@each_variant
+@given(shape=shapes, budget=budgets)
+@settings(max_examples=25, deadline=None)
+def test_what_is_kept(name, options, shape, budget):
+    method = build_method(name, **options)
+    if name in ("balancekv_needle", "spatten"):  # later layers need earlier ones; tested below
+        shape = {**shape, "layer_index": 0}
+    layer = make_layer(**shape)
+    n = layer.n
+    kept = run(method, layer, budget)
+    heads = kept.positions.shape[1]
+    assert heads in (shape["kv_heads"], shape["kv_heads"] * shape["group"])
+    assert kept.keys.shape == (*kept.positions.shape, shape["dim"])
+    assert kept.keys.dtype == kept.values.dtype == shape["dtype"]
+    assert kept.positions.dtype == torch.int64
+    capacity = method.layer_capacity(budget, n, layer.layer_index, LAYERS)
+    assert int(kept.entries.max()) <= capacity
+    padded = torch.zeros_like(kept.positions, dtype=torch.bool)
+    if kept.log_weights is not None:
+        assert kept.log_weights.dtype == torch.float32
+        assert kept.log_weights.shape == kept.positions.shape
+        padded = kept.log_weights == -math.inf
+        assert not kept.log_weights.isnan().any()
+    for row in range(shape["batch"]):
+        for head in range(heads):
+            positions = kept.positions[row, head][~padded[row, head]]
+            unique = set(positions.tolist())
+            assert len(unique) == len(positions)
+            assert unique <= set(range(n))
+            if name in KEEPS_SINK:
+                assert set(range(min(n, budget.sink))) <= unique
+            if name in KEEPS_WINDOW:
+                assert set(range(max(0, n - budget.window), n)) <= unique
+            source = head // (heads // shape["kv_heads"])
+            assert torch.equal(
+                kept.keys[row, head][~padded[row, head]], layer.keys[row, source, positions]
+            )
+            if options.get("weights") != "released":
+                assert torch.equal(
+                    kept.values[row, head][~padded[row, head]], layer.values[row, source, positions]
+                )
+    # Exactly the capacity, for the methods that promise it.
+    exact_count = method.saves_memory and name not in ("balancekv", "balancekv_needle")
+    if exact_count and n > budget.capacity(n):
+        assert kept.entries.unique().tolist() == [capacity]
+    total = sum(method.layer_capacity(budget, n, i, LAYERS) for i in range(LAYERS))
+    assert total <= method.total_capacity(budget, n, LAYERS)
+
+
+@each_variant
+def test_same_seed_same_result_on_any_batch(name, options):
+    method = build_method(name, **options)
+    budget = Budget(rate=0.3, sink=3, window=5)
+    whole = make_layer(90, batch=4, group=3, seed=5)
+    kept = run(method, whole, budget, seed=11)
+    again = run(method, make_layer(90, batch=4, group=3, seed=5), budget, seed=11)
+    order = [2, 0, 3]
+    part = make_layer(90, batch=4, group=3, seed=5)
+    assert part.queries is not None
+    part = type(part)(
+        part.keys[order],
+        part.values[order],
+        part.queries[order],
+        part.layer_index,
+        part.num_layers,
+        part.scaling,
+    )
+    permuted = run(method, part, budget, seed=11)
+    for field in ("keys", "values", "positions", "log_weights", "scores"):
+        first, second = getattr(kept, field), getattr(again, field)
+        assert (first is None) == (second is None)
+        if first is None:
+            continue
+        assert torch.equal(first, second), field
+        third = getattr(permuted, field)
+        for row, source in enumerate(order):
+            for head in range(first.shape[1]):  # padding depends on who is in the batch
+                one = first[source, head, kept.positions[source, head] >= 0]
+                other = third[row, head, permuted.positions[row, head] >= 0]
+                torch.testing.assert_close(one, other)
+
+
+def test_other_seeds_give_other_choices():
+    layer, budget = make_layer(200), Budget(rate=0.25, sink=4, window=4)
+    for name in ("uniform", "subgen", "balancekv"):
+        method = build_method(name)
+        first, second = (run(method, layer, budget, seed).positions for seed in (0, 1))
+        assert not torch.equal(first, second), name
+
+
+# -- options -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("uniform", {"weighted": 1}, "uniform.weighted is 1; allowed: true | false"),
+        ("snapkv", {"kernel_size": 4}, "snapkv.kernel_size is 4; allowed: an odd integer >= 1"),
+        ("snapkv", {"kernel_size": "x"}, "snapkv.kernel_size is 'x'; allowed: an odd integer"),
+        ("snapkv", {"pooling": "sum"}, "snapkv.pooling is 'sum'; allowed: avgpool | maxpool"),
+        ("snapkv", {"granularity": 1}, "snapkv.granularity is 1; allowed: kv_head | query_head"),
+        ("pyramidkv", {"beta": 0}, "pyramidkv.beta is 0; allowed: an integer >= 1"),
+        ("pyramidkv", {"budgets": "x"}, "pyramidkv.budgets is 'x'; allowed: linear | released"),
+        (
+            "h2o",
+            {"heavy_fraction": 1.5},
+            r"h2o.heavy_fraction is 1.5; allowed: a number in \[0, 1\]",
+        ),
+        ("h2o", {"decode": "keep"}, "h2o.decode is 'keep'; allowed: evict | grow"),
+        ("subgen", {"recent": -1}, "subgen.recent is -1; allowed: an integer >= 0, or null"),
+        ("subgen", {"weights": "log"}, "subgen.weights is 'log'; allowed: none | cluster"),
+        ("fixed", {"summary": 0}, "fixed.summary is 0; allowed: an integer >= 1"),
+        (
+            "strided",
+            {"heavy_hitters": "no"},
+            "strided.heavy_hitters is 'no'; allowed: true | false",
+        ),
+        ("balancekv", {"block_size": 1}, "balancekv.block_size is 1; allowed: an integer >= 2"),
+        (
+            "balancekv",
+            {"block_size": []},
+            r"balancekv.block_size is \(\); allowed: an integer >= 2",
+        ),
+        ("balancekv", {"gamma": -1.0}, "balancekv.gamma is -1.0; allowed: a finite number >= 0"),
+        ("balancekv", {"gamma": [1.0, "x"]}, r"balancekv.gamma is \(1.0, 'x'\); allowed: a finite"),
+        ("balancekv", {"centre": "median"}, "balancekv.centre is 'median'; allowed: mean | rel"),
+        ("balancekv", {"normalise": None}, "balancekv.normalise is None; allowed: true | false"),
+        ("balancekv", {"beta": math.nan}, "balancekv.beta is nan; allowed: a finite number"),
+        ("balancekv", {"blocksize": 4}, "did you mean 'block_size'"),
+        ("balancekv_needle", {"weights": "released"}, "balancekv_needle.weights is 'released'"),
+        ("balancekv_needle", {"dilation": -1}, "balancekv_needle.dilation is -1; allowed: an int"),
+    ],
+)
+def test_wrong_options_are_refused(name, options, message):
+    with pytest.raises(KVError, match=message) as refusal:
+        build_method(name, **options)
+    assert "\n" not in str(refusal.value)
+
+
+def test_methods_that_cannot_work_say_so():
+    layer = make_layer(60)
+    with pytest.raises(KVError, match=r"budget\.window is 0"):
+        run(build_method("snapkv"), layer, Budget(window=0))
+    with pytest.raises(KVError, match=r"subgen.recent is 40; allowed: at most the capacity, 1\d"):
+        run(build_method("subgen", recent=40), layer, Budget(rate=0.1, sink=4, window=4))
+    budget = Budget(rate=0.125, sink=0, window=4)
+    with pytest.raises(KVError, match="allowed: 3 values at this rate"):
+        run(build_method("balancekv", gamma=[4.0, 2.0]), layer, budget)
+    blind = make_layer(60)
+    blind = type(blind)(blind.keys, blind.values, None, 3, LAYERS, blind.scaling)
+    budget = Budget(rate=0.1, sink=4, window=4)
+    with pytest.raises(KVError, match="layer 3 holds 0 prompt queries"):
+        run(build_method("snapkv"), blind, budget)
+    with pytest.raises(KVError, match="layer 3 holds 0 of 60 prompt queries"):
+        run(build_method("h2o"), blind, budget)
+
+
+def test_lists_of_a_yaml_file_are_frozen():
+    method = build_method("balancekv", block_size=[64, 32], gamma=[0.05, 4.0])
+    assert hash(method) == hash(build_method("balancekv", block_size=(64, 32), gamma=(0.05, 4.0)))
+
+
+# -- each method ---------------------------------------------------------------------------------
+
+
+def test_uniform_is_unbiased():
+    """Mean over 2,000 seeds of the weighted sum of exp(q.k) against the exact sum."""
+    layer = make_layer(60, kv_heads=2, group=1, seed=3)
+    budget = Budget(rate=0.3, sink=2, window=3)
+    assert layer.queries is not None
+    logits = (layer.queries[:, :, -1:] @ layer.keys.mT).squeeze(2).double() * layer.scaling
+    exact = logits.exp().sum(-1)[0]
+    method = build_method("uniform")
+    estimates = []
+    for seed in range(2000):
+        kept = run(method, layer, budget, seed)
+        assert kept.log_weights is not None
+        estimates.append((logits.gather(-1, kept.positions) + kept.log_weights).exp().sum(-1)[0])
+    samples = torch.stack(estimates)
+    standard_error = samples.std(0) / len(samples) ** 0.5
+    assert ((samples.mean(0) - exact).abs() < 3 * standard_error).all()
+
+
+def test_uniform_weights():
+    layer, budget = make_layer(200), Budget(rate=0.25, sink=10, window=6)
+    kept = run(build_method("uniform"), layer, budget)
+    assert kept.log_weights is not None
+    assert kept.log_weights[0, 0, :10].eq(0).all()
+    assert kept.log_weights[0, 0, -6:].eq(0).all()
+    torch.testing.assert_close(kept.log_weights[0, 0, 10:-6], torch.full((46,), math.log(184 / 46)))
+    assert not torch.equal(kept.positions[0, 0], kept.positions[0, 1]), "independent heads"
+    assert run(build_method("uniform", weighted=False), layer, budget).log_weights is None
+
+
+def test_local_and_streaming_llm():
+    layer, budget = make_layer(100), Budget(rate=0.5, sink=4, window=6)
+    capacity = budget.capacity(100)
+    local = run(build_method("local"), layer, budget).positions[0, 0].tolist()
+    assert local == list(range(100 - capacity, 100))
+    streaming = run(build_method("streaming_llm"), layer, budget).positions[0, 0].tolist()
+    assert streaming == [0, 1, 2, 3, *range(100 - capacity + 4, 100)]
+
+
+def test_snapkv_shares_the_window_attention_with_pyramidkv():
+    layer, budget = make_layer(100), Budget(rate=0.25, sink=4, window=8)
+    run(build_method("snapkv"), layer, budget)
+    shared = dict(layer.shared)
+    assert list(shared) == ["attention_mass of 8 queries"]
+    run(build_method("pyramidkv"), layer, budget)
+    assert layer.shared.keys() == shared.keys()
+
+
+@given(
+    n=st.integers(2, 2000),
+    layers=st.integers(1, 40),
+    beta=st.integers(1, 30),
+    rate=st.floats(0.01, 1.0),
+    window=st.integers(1, 40),
+)
+@settings(max_examples=200, deadline=None)
+def test_pyramidkv_spends_exactly_its_budget(n, layers, beta, rate, window):
+    method, budget = build_method("pyramidkv", beta=beta), Budget(rate=rate, sink=5, window=window)
+    found = [method.layer_capacity(budget, n, i, layers) for i in range(layers)]
+    assert sum(found) == layers * budget.capacity(n) == method.total_capacity(budget, n, layers)
+    assert found == sorted(found, reverse=True)
+    assert max(found) <= n
+    assert min(found) >= min(n, window)
+    steps = {a - b for a, b in itertools.pairwise(found)}
+    assert not steps or max(steps) - min(steps) <= 1, "linear up to rounding"
+
+
+def test_subgen_keeps_far_apart_keys_and_counts_clusters():
+    generator = torch.Generator().manual_seed(0)
+    hubs = 20 * torch.randn(7, 8, generator=generator)
+    layer = make_layer(147, kv_heads=1, scale=0.1)
+    layer = type(layer)(
+        layer.keys + hubs.repeat(21, 1), layer.values, layer.queries, 0, 1, layer.scaling
+    )
+    budget = Budget(rate=1e-9, sink=7, window=7)
+    kept = run(build_method("subgen", weights="cluster"), layer, budget)
+    positions = kept.positions[0, 0]
+    assert positions[7:].tolist() == list(range(140, 147))
+    assert sorted((positions[:7] % 7).tolist()) == list(range(7)), "one centre in each cluster"
+    assert kept.log_weights is not None
+    torch.testing.assert_close(kept.log_weights[0, 0, :7].exp(), torch.full((7,), 20.0))
+    assert kept.log_weights[0, 0, 7:].eq(0).all()
+    wide = run(build_method("subgen", recent=10), layer, budget).positions[0, 0]
+    assert wide[4:].tolist() == list(range(137, 147))
+
+
+def test_strided_and_fixed_patterns():
+    layer, budget = make_layer(100), Budget(rate=1e-9, sink=20, window=20)
+    strided = run(build_method("strided"), layer, budget).positions[0, 0].tolist()
+    assert strided == [*range(3, 80, 4), *range(80, 100)]
+    fixed = run(build_method("fixed", summary=5), layer, budget).positions[0, 0].tolist()
+    ends = [p for end in (20, 40, 60, 80) for p in range(end - 5, end)]
+    assert fixed == [*ends, *range(80, 100)]
+    for name, options in (("strided", {}), ("fixed", {"summary": 5})):
+        method = build_method(name, heavy_hitters=True, **options)
+        kept = run(method, layer, budget).positions[0]
+        mass = layer.attention_mass().view(1, 2, 2, 100).mean(2)[0]
+        pattern = set(method.pattern(80, 10).tolist())
+        for head in range(2):
+            by_mass = mass[head, :80].argsort(descending=True).tolist()
+            heavy = [position for position in by_mass if position not in pattern][:10]
+            assert kept[head].tolist() == [*sorted(pattern | set(heavy)), *range(80, 100)]
+
+
+@given(
+    older=st.integers(1, 120),
+    count=st.integers(1, 60),
+    summary=st.integers(1, 9),
+)
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_the_patterns_by_definition(older, count, summary):
+    count = min(count, older)
+    blocks = max(1, round(count / summary))
+    ends = [math.floor(Fraction(i * older, blocks)) for i in range(1, blocks + 1)]  # exclusive
+    distance = [min(end - 1 - p for end in ends if end > p) for p in range(older)]
+    nearest = sorted(range(older), key=lambda p: (distance[p], -p))[:count]
+    assert build_method("fixed", summary=summary).pattern(older, count).tolist() == sorted(nearest)
+    every = [math.floor(Fraction(i * older, count)) - 1 for i in range(1, count + 1)]
+    assert build_method("strided").pattern(older, count).tolist() == every
+    assert len(set(every)) == count
+
+
+def test_half_of_topks_budget_is_the_heavy_hitters():
+    layer, budget = make_layer(100), Budget(rate=0.25, sink=4, window=5)
+    marks = run(build_method("topk", heavy_hitters=True), layer, budget).scores
+    assert marks is not None
+    mass = layer.attention_mass().view(1, 2, 2, 100).mean(2)
+    heaviest = mass.argsort(-1, descending=True)[:, :, : budget.capacity(100) // 2].sort(-1).values
+    assert torch.equal(marks.nonzero()[:, 2].view(1, 2, -1), heaviest)
+
+
+# -- BalanceKV -----------------------------------------------------------------------------------
+
+
+def halving_by_definition(signs, weights):
+    """The cut of one head: survivors (places) and their weights, in order of place."""
+    n, half = len(signs), len(signs) // 2
+    if not half:
+        return [], []
+    cut = -1
+    for sign in (True, False):
+        seen = 0
+        for place in range(n):
+            seen += signs[place] == sign
+            if seen == half:
+                cut = max(cut, place)
+                break
+    kept = [p for p in range(n) if p > cut or signs[p] != signs[cut]][:half]
+    return kept, [weights[p] * (2 if p <= cut else 1) for p in kept]
+
+
+@given(
+    n=st.integers(1, 90),
+    b=st.integers(2, 40),
+    halvings=st.integers(1, 4),
+    gamma=st.sampled_from([0.02, 4.0]),
+    seed=st.integers(0, 10**6),
+)
+@settings(max_examples=40, deadline=None)
+def test_balancekv_select_is_the_definition(n, b, halvings, gamma, seed):
+    layer = make_layer(n, kv_heads=2, dim=6, seed=seed, scale=0.8)
+    keys, values = layer.keys.double(), layer.values.double()
+    generator = torch.Generator().manual_seed(seed)
+    uniforms, left = [], n
+    for _ in range(halvings):
+        uniforms.append(torch.rand(1, 2, math.ceil(left / b), b, generator=generator))
+        left //= 2
+    method = build_method("balancekv", block_size=b, gamma=gamma)
+    positions, weights = method.select(keys, values, uniforms)
+    assert positions.shape == weights.shape == (1, 2, n >> halvings)
+    for head in range(2):
+        order, weight = list(range(n)), [1.0] * n
+        for draws in uniforms:
+            signs: list[bool] = []
+            for block in range(math.ceil(len(order) / b)):
+                rows = order[block * b : (block + 1) * b]
+                w = torch.tensor(weight[block * b : (block + 1) * b], dtype=torch.float64)
+                signs += walk_by_definition(
+                    keys[0, head, rows],
+                    values[0, head, rows] * w[:, None],
+                    draws[0, head, block],
+                    gamma=gamma,
+                    offset=0.025,
+                ).tolist()
+            kept, weight = halving_by_definition(signs, weight)
+            order = [order[place] for place in kept]
+        assert positions[0, head].tolist() == order
+        assert weights[0, head].tolist() == weight
+
+
+@given(n=st.integers(1, 400), rate=st.floats(0.01, 1.0), seed=st.integers(0, 10**6))
+@settings(max_examples=60, deadline=None)
+def test_balancekv_count_at_any_rate(n, rate, seed):
+    layer, budget = make_layer(n, kv_heads=1, dim=2, seed=seed), Budget(rate=rate, sink=2, window=3)
+    if n <= budget.capacity(n):
+        return
+    middle, wanted = budget.middle(n), budget.middle_kept(n)
+    mantissa, exponent = math.frexp(rate)
+    halvings = 1 - exponent if mantissa == 0.5 else -exponent
+    kept = run(build_method("balancekv", block_size=16), layer, budget)
+    floor = middle >> halvings
+    expected = floor if mantissa == 0.5 else min(wanted, floor)
+    assert kept.positions.shape[2] == 5 + expected
+    assert kept.log_weights is not None
+    weights = kept.log_weights.exp()[0, 0]
+    assert weights.sum() <= n + 1e-3
+    exponents = kept.log_weights[0, 0] / math.log(2)
+    torch.testing.assert_close(exponents, exponents.round())
+    assert exponents.max() <= halvings + (mantissa != 0.5)
+
+
+def test_balancekv_partial_halving_leaves_the_recent_alone():
+    layer, budget = make_layer(1000), Budget(rate=0.75, sink=0, window=0)
+    kept = run(build_method("balancekv"), layer, budget)
+    assert kept.positions.shape[2] == 750
+    assert kept.positions[0, 0, 250:].tolist() == list(range(500, 1000))
+    assert kept.log_weights is not None
+    assert kept.log_weights[0, 0, 250:].eq(0).all()
+
+
+def test_balancekv_weights_of_each_kind():
+    layer, budget = make_layer(300, scale=0.5), Budget(rate=0.25, sink=4, window=8)
+    middle, inside = 288, slice(4, -8)
+    made = {
+        kind: run(build_method("balancekv", weights=kind, block_size=32), layer, budget)
+        for kind in ("entry", "released", "none")
+    }
+    entry, released, none = made["entry"], made["released"], made["none"]
+    assert torch.equal(entry.positions, released.positions)
+    assert torch.equal(entry.positions, none.positions)
+    assert none.log_weights is None
+    assert entry.log_weights is not None
+    assert released.log_weights is not None
+    weights = entry.log_weights.exp()[:, :, inside]
+    assert set(weights.round(decimals=4).unique().tolist()) <= {1.0, 2.0, 4.0}
+    torch.testing.assert_close(
+        released.log_weights[:, :, inside], torch.full_like(weights, math.log(4))
+    )
+    torch.testing.assert_close(
+        released.values[:, :, inside], none.values[:, :, inside] * weights.unsqueeze(-1) / 4
+    )
+    true_count = run(build_method("balancekv", normalise=True, block_size=32), layer, budget)
+    assert true_count.log_weights is not None
+    sums = true_count.log_weights.exp()[:, :, inside].sum(-1)
+    torch.testing.assert_close(sums, torch.full_like(sums, float(middle)))
+
+
+def test_balancekv_algorithm2_keeps_the_smaller_class_of_each_block():
+    layer = make_layer(50, kv_heads=3, dim=4, seed=2)
+    keys, values = layer.keys.double(), layer.values.double()
+    uniforms = torch.rand(1, 3, 4, 16, generator=torch.Generator().manual_seed(1))
+    method = build_method("balancekv", block_size=16, gamma=0.02, selection="algorithm2")
+    positions, weights = method.select(keys, values, [uniforms])
+    sizes = set()
+    for head in range(3):
+        expected = []
+        for block in range(4):
+            rows = list(range(block * 16, min(50, block * 16 + 16)))
+            signs = walk_by_definition(
+                keys[0, head, rows],
+                values[0, head, rows],
+                uniforms[0, head, block],
+                gamma=0.02,
+                offset=0.025,
+            )
+            smaller = signs if signs.sum() <= (~signs).sum() else ~signs
+            expected += [row for row, chosen in zip(rows, smaller, strict=True) if chosen]
+        real = positions[0, head] >= 0
+        assert positions[0, head][real].tolist() == expected
+        assert weights[0, head][real].eq(2).all()
+        assert weights[0, head][~real].eq(0).all()
+        sizes.add(len(expected))
+    assert len(sizes) > 1, "the case should need padding"
+
+
+def test_balancekv_with_padding_attends_as_without():
+    """Entries of log-weight -inf change nothing, even after normalising and scaling values."""
+    layer, budget = make_layer(120, kv_heads=3, seed=2), Budget(rate=0.25, sink=2, window=4)
+    assert layer.queries is not None
+    for kind in ("entry", "released", "none"):
+        method = build_method(
+            "balancekv", selection="algorithm2", block_size=16, weights=kind, normalise=True
+        )
+        kept = run(method, layer, budget)
+        assert kept.log_weights is not None
+        whole = attend(layer.queries[:, :, -1:], kept, layer.scaling)
+        assert whole.isfinite().all()
+        for head in range(3):
+            real = kept.positions[0, head] >= 0
+            logits = layer.queries[0, 2 * head, -1].double() @ kept.keys[0, head][real].double().T
+            logits = logits * layer.scaling + kept.log_weights[0, head][real].double()
+            alone = logits.softmax(-1) @ kept.values[0, head][real].double()
+            torch.testing.assert_close(whole[0, 2 * head, 0], alone)
+
+
+def test_balancekv_refuses_draws_of_another_shape():
+    layer = make_layer(100)
+    method = build_method("balancekv", block_size=32)
+    with pytest.raises(
+        KVError, match=r"uniforms\[0\] has shape \(1, 2, 3, 32\); allowed: \(1, 2, 4"
+    ):
+        method.select(layer.keys, layer.values, [torch.rand(1, 2, 3, 32)])
+    with pytest.raises(KVError, match="kept is 40; allowed: from half of 100"):
+        method.select(layer.keys, layer.values, [torch.rand(1, 2, 4, 32)], kept=40)
+
+
+@pytest.mark.parametrize("norm", [40.0, 1e3])
+def test_balancekv_finite_at_any_key_norm(norm):
+    layer = make_layer(500, kv_heads=2, dim=16)
+    keys = layer.keys * (norm / layer.keys.norm(dim=-1, keepdim=True))
+    layer = type(layer)(keys, layer.values, layer.queries, 0, 1, layer.scaling)
+    kept = run(build_method("balancekv", block_size=64), layer, Budget(sink=8, window=8))
+    assert kept.log_weights is not None
+    assert kept.log_weights.isfinite().all()
+    # Both classes occur: the choice is not the blind one of overflowed exponentials.
+    assert {0.0, 1.0, 2.0} <= set((kept.log_weights / math.log(2)).round().unique().tolist())
+
+
+def test_balancekv_beats_uniform_on_random_data():
+    layer = make_layer(4096, kv_heads=2, group=1, dim=16, seed=9)
+    assert layer.queries is not None
+    query = layer.queries[:, :, -64:]
+    budget = Budget(rate=0.25, sink=0, window=0)
+    exact = attend(query, run(build_method("exact"), layer, budget), layer.scaling)
+
+    def error(name: str) -> float:
+        errors = []
+        for seed in range(5):
+            out = attend(query, run(build_method(name), layer, budget, seed), layer.scaling)
+            errors.append(float((out - exact).norm() / exact.norm()))
+        return sum(errors) / len(errors)
+
+    assert error("balancekv") < 0.9 * error("uniform")
+
+
+# -- BalanceKV with protected tokens -------------------------------------------------------------
+
+
+def needle_layer(n=200, layer_index=1, needles=(60, 61, 150)):
+    """Keys around one direction, but for the needles, which point the other way."""
+    layer = make_layer(n, kv_heads=2, dim=8, layer_index=layer_index)
+    keys = 0.3 * layer.keys + torch.eye(8)[0]
+    keys[:, 0, list(needles)] -= 3 * torch.eye(8)[0]
+    return replace(layer, keys=keys)
+
+
+@given(
+    n=st.integers(1, 60), b=st.integers(2, 20), dilation=st.integers(0, 5), seed=st.integers(0, 99)
+)
+@settings(max_examples=30, deadline=None)
+def test_needle_means_by_definition(n, b, dilation, seed):
+    keys = make_layer(n, kv_heads=2, seed=seed).keys
+    found = needle_means(keys, b, dilation)
+    for head in range(2):
+        means = []
+        for i in range(n):
+            block = keys[0, head, i // b * b : min(n, i // b * b + b)]
+            means.append(float((block @ keys[0, head, i]).mean()))
+        for i in range(n):
+            least = min(means[max(0, i - dilation) : i + dilation + 1])
+            assert float(found[0, head, i]) == pytest.approx(least, abs=1e-4)
+
+
+def test_needles_are_kept_exactly_in_every_later_layer():
+    budget = Budget(rate=0.25, sink=4, window=6)
+    method = build_method("balancekv_needle", block_size=32, dilation=2)
+    carried: dict[str, torch.Tensor] = {}
+    wanted = {*range(58, 64), *range(148, 153)}
+    for index in range(LAYERS):
+        # Only layer 1 has needles: the others must take its word.
+        layer = needle_layer(layer_index=index, needles=(60, 61, 150) if index == 1 else ())
+        layer = replace(layer, carried=carried)
+        kept = run(method, layer, budget)
+        assert kept.log_weights is not None
+        positions = [kept.positions[0, head].tolist() for head in range(2)]
+        if index == 0:
+            plain = run(build_method("balancekv", block_size=32), layer, budget)
+            assert torch.equal(kept.positions, plain.positions)
+            continue
+        assert wanted <= set(positions[0])
+        places = torch.tensor([positions[0].index(p) for p in sorted(wanted)])
+        assert kept.log_weights[0, 0, places].eq(0).all()
+        assert not wanted <= set(positions[1]), "the other head has no needles"
+        # A head without needles is compressed as balancekv would with the same number to keep.
+        padding = kept.positions == -1
+        assert padding[0].sum(-1).tolist() == [0, 1], "190 // 4 entries, not round(190 / 4)"
+        assert torch.equal(padding, kept.log_weights == -torch.inf)
+        assert int(kept.entries.max()) <= budget.capacity(200)
+        assert int(kept.entries[0, 0]) >= budget.capacity(200) - 1
+
+
+def test_too_many_needles_share_the_budget():
+    budget = Budget(rate=0.25, sink=0, window=6)
+    method = build_method("balancekv_needle", block_size=32, dilation=0, threshold=1e9)
+    layer = needle_layer()
+    kept = run(method, layer, budget)
+    means = needle_means(layer.keys[:, :, :194], 32, 0)
+    count = budget.middle_kept(200)
+    for head in range(2):
+        lowest = means[0, head].argsort()[:count].sort().values
+        assert kept.positions[0, head, :count].tolist() == lowest.tolist()
+
+
+def test_needle_without_its_layer_says_so():
+    layer = needle_layer(layer_index=3)
+    with pytest.raises(KVError, match=r"balancekv_needle\.layer is 1, a layer that was not seen"):
+        run(build_method("balancekv_needle"), layer, Budget())
+
+
+# -- SpAtten -------------------------------------------------------------------------------------
+
+
+@given(n=st.integers(2, 3000), layers=st.integers(1, 60), rate=st.floats(0.01, 1.0))
+@settings(max_examples=200, deadline=None)
+def test_spatten_spends_exactly_its_budget(n, layers, rate):
+    method, budget = build_method("spatten"), Budget(rate=rate, sink=5, window=6)
+    found = [method.layer_capacity(budget, n, i, layers) for i in range(layers)]
+    assert sum(found) == layers * budget.capacity(n) == method.total_capacity(budget, n, layers)
+    assert found == sorted(found, reverse=True)
+    assert max(found) <= n
+    assert min(found) >= budget.capacity(n) // 2
+    after = found[-(-layers // 3) - 1 :]
+    assert max(after) - min(after) <= 1, "constant after the first third"
+
+
+def test_spatten_cascades():
+    layers, budget = 9, Budget(rate=0.2, sink=2, window=2)
+    method = build_method("spatten")
+    carried: dict[str, torch.Tensor] = {}
+    alive, importance = set(range(100)), torch.zeros(100)
+    for index in range(layers):
+        layer = make_layer(100, kv_heads=2, group=2, seed=index, num_layers=layers)
+        layer = replace(layer, layer_index=index, carried=carried)
+        kept = run(method, layer, budget)
+        importance = importance + layer.attention_mass()[0].sum(0)
+        count = method.layer_capacity(budget, 100, index, layers)
+        by_importance = sorted(alive, key=lambda p: -float(importance[p]))
+        alive = set(by_importance[:count])
+        assert kept.positions[0, 0].tolist() == sorted(alive)
+        assert torch.equal(kept.positions[0, 0], kept.positions[0, 1])
+    with pytest.raises(KVError, match="spatten sees layer 8 first; allowed: all layers, in order"):
+        run(method, replace(layer, carried={}), budget)

@@ -1,0 +1,377 @@
+"""The probes: the error formula against brute force, records, refusals; timings are never shared."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from support.jobs import SMALL, Echo, records_of
+from support.probing import METHODS, SYNTHETIC, probe_job
+
+from kvbench.engine.cache import layer_generator
+from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, keep_all
+from kvbench.methods import build_method
+from kvbench.methods._adapters import scaled_queries
+from kvbench.probes.layer_error import LayerError, estimate, relative_errors
+from kvbench.probes.throughput import Throughput
+from kvbench.report.experiment import load_experiment
+from kvbench.report.figures.heatmap import bars
+from kvbench.report.tables.scores import score_table
+from kvbench.report.views import score_view
+from kvbench.run.runner import run_job
+from kvbench.tasks.base import TaskError
+
+
+def test_estimate_sees_what_is_held_and_nothing_later():
+    layer = SYNTHETIC.layer(0, 1)
+    held = build_method("uniform").compress(
+        layer, Budget(rate=0.25, sink=40, window=40), layer_generator(0, "x", 0)
+    )
+    first = layer.n - 40
+    got = estimate(held, layer.queries[:, :, first:], first, layer)
+    for head in range(4):
+        for i in (0, 7, 39):
+            total, z = 0.0, torch.zeros(16, dtype=torch.float64)
+            for j in range(held.positions.shape[2]):
+                if int(held.positions[0, head // 2, j]) > first + i:
+                    continue
+                q = layer.queries[0, head, first + i].double()
+                k = held.keys[0, head // 2, j].double()
+                weight = math.exp(
+                    float(q @ k) * layer.scaling + float(held.log_weights[0, head // 2, j])
+                )
+                total += weight
+                z += weight * held.values[0, head // 2, j].double()
+            torch.testing.assert_close(got[0, head, i], z / total)
+
+
+def test_estimate_of_everything_is_causal_attention():
+    layer = SYNTHETIC.layer(1, 2)
+    got = estimate(keep_all(layer), layer.queries, 0, layer)
+    keys, values = (x.repeat_interleave(2, 1).double() for x in (layer.keys, layer.values))
+    logits = layer.queries.double() @ keys.mT * layer.scaling
+    future = torch.ones(layer.n, layer.n, dtype=torch.bool).triu(1)
+    want = logits.masked_fill(future, float("-inf")).softmax(-1) @ values
+    torch.testing.assert_close(got, want)
+
+
+def test_one_record_per_prompt_layer_rate_seed_and_method(tmp_path):
+    probe = LayerError(
+        rates=(0.5, 0.25), layers=(1, 3), seeds=3, num_prompts=1, exact=32, synthetic=SYNTHETIC
+    )
+    result = run_job(probe_job(tmp_path, probe))
+    assert result.failed == 0
+    records = records_of(result)
+    assert {len(rows) for rows in records.values()} == {2 * 2 * 3}
+    first = records["balancekv"][0]
+    assert (first["layer"], first["rate"], first["draw"]) == (1, 0.5, 0)
+    assert all(row["score"] == 0.0 for row in records["exact"])
+    draws = [row["score"] for row in records["uniform"] if (row["layer"], row["rate"]) == (1, 0.5)]
+    assert len(set(draws)) == 3
+    same = [row["score"] for row in records["streaming_llm"] if row["rate"] == 0.5]
+    assert len(set(same)) == 2, "a method that draws nothing gives one error per layer"
+    assert run_job(probe_job(tmp_path, probe)).written == 0
+
+
+def softmax(logits):
+    """Of a numpy vector, in its own precision."""
+    weights = np.exp(logits - logits.max())
+    return weights / weights.sum()
+
+
+def attention_sums(layer, queries):
+    """Column sums of causal attention of the query positions given, [heads, n], in float64."""
+    q, k = layer.queries[0].double().numpy(), layer.keys[0].double().numpy()
+    sums = np.zeros((len(q), layer.n))
+    for head in range(len(q)):
+        for i in queries:
+            logits = k[head // 2, : i + 1] @ q[head, i] * layer.scaling
+            sums[head, : i + 1] += softmax(logits)
+    return sums
+
+
+def choice_by_definition(method, layer, shown, exact, capacity):
+    """Positions that H2O, SnapKV (kernel_size=1) or StreamingLLM keep for each KV head."""
+    n = layer.n
+    recent = {"h2o": capacity - capacity // 2, "snapkv": exact, "streaming_llm": capacity - exact}
+    window = list(range(n - recent[method], n))
+    if method == "streaming_llm":
+        return [[*range(exact), *window]] * 2
+    observed = range(shown) if method == "h2o" else range(shown - exact, shown)
+    sums = attention_sums(layer, observed).reshape(2, 2, n).mean(1)
+    best = [np.argsort(-s[: window[0]])[: capacity - len(window)] for s in sums]
+    return [[*sorted(b.tolist()), *window] for b in best]
+
+
+def errors_by_definition(layer, kept, exact):
+    """The three relative errors of the last `exact` queries, by loops over heads and queries."""
+    q, k, v = (x[0].double().numpy() for x in (layer.queries, layer.keys, layer.values))
+    each, clamped, squares, norms = [], [], 0.0, 0.0
+    for head in range(len(q)):
+        keys, values = k[head // 2], v[head // 2]
+        for j in range(layer.n - exact, layer.n):
+            seen = [i for i in kept[head // 2] if i <= j]
+            a = softmax(keys[: j + 1] @ q[head, j] * layer.scaling) @ values[: j + 1]
+            z = softmax(keys[seen] @ q[head, j] * layer.scaling) @ values[seen]
+            distance = math.sqrt(sum((z - a) ** 2))
+            each.append(distance / math.sqrt(sum(a**2)))
+            clamped.append(distance / math.sqrt(sum(max(x, 1e-8) ** 2 for x in a)))
+            squares, norms = squares + sum((z - a) ** 2), norms + sum(a**2)
+    return {
+        "per_query": sum(each) / len(each),
+        "pooled": math.sqrt(squares / norms),
+        "released": sum(clamped) / len(clamped),
+    }
+
+
+@pytest.mark.parametrize("held_out", [True, False])
+def test_layer_error_by_definition(tmp_path, held_out):
+    """Choices and errors from the definitions alone: from the queries before the measured ones, or,
+    where asked for, from all of them, which gives other numbers."""
+    exact, n = 32, SYNTHETIC.n
+    names = {"h2o": {}, "snapkv": {"kernel_size": 1}, "streaming_llm": {}}
+    methods = {name: build_method(name, **options) for name, options in names.items()}
+    rows = {}
+    for metric in ("per_query", "pooled", "released"):
+        probe = LayerError(
+            rates=(0.25,), layers=(2,), seeds=1, exact=exact, synthetic=SYNTHETIC,
+            held_out=held_out, metric=metric,
+        )  # fmt: skip
+        rows[metric] = records_of(run_job(probe_job(tmp_path / metric, probe, methods)))
+    layer = SYNTHETIC.layer(1, 2)
+    capacity = 2 * exact + round(0.25 * (n - 2 * exact))
+    shown = n - exact if held_out else n
+    for name in names:
+        kept = choice_by_definition(name, layer, shown, exact, capacity)
+        want = errors_by_definition(layer, kept, exact)
+        row = rows["per_query"][name][0]
+        assert row["relative_error"] == pytest.approx(want["per_query"], rel=1e-6)
+        assert row["pooled_error"] == pytest.approx(want["pooled"], rel=1e-6)
+        assert row["released_error"] == pytest.approx(want["released"], rel=1e-6)
+        for metric, expected in want.items():
+            assert rows[metric][name][0]["score"] == pytest.approx(expected, rel=1e-6)
+        assert 1.3 < want["released"] / want["per_query"] < 2, "the clamp's factor"
+        if name != "streaming_llm":
+            other = choice_by_definition(name, layer, n if held_out else n - exact, exact, capacity)
+            leaked = errors_by_definition(layer, other, exact)
+            assert abs(leaked["per_query"] / want["per_query"] - 1) > 1e-3
+
+
+def test_an_output_of_zero_met_exactly_is_no_error():
+    exact = torch.tensor([[[[0.0, 0.0], [3.0, 4.0]]]], dtype=torch.float64)
+    assert relative_errors(exact.clone(), exact)["relative_error"] == 0.0
+    z = exact + torch.tensor([0.0, 1.0], dtype=torch.float64)
+    assert relative_errors(z, exact)["relative_error"] == math.inf
+    z[0, 0, 0] = 0.0
+    assert relative_errors(z, exact)["relative_error"] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("count", [1, 5, 40])
+@pytest.mark.parametrize("withheld", [0, 17])
+def test_attention_received_ends_at_the_last_query_shown(count, withheld):
+    layer = replace(SYNTHETIC, n=60).layer(0, 1)
+    shown = 60 - withheld
+    part = replace(layer, queries=layer.queries[:, :, :shown], withheld=withheld)
+    want = attention_sums(layer, range(shown - count, shown))
+    got = part.attention_of_last(count)[0].double().numpy()
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    assert not got[:, shown:].any()
+    want = attention_sums(layer, range(shown))
+    np.testing.assert_allclose(part.attention_mass()[0].double().numpy(), want, atol=1e-5)
+    with pytest.raises(KVError, match=f"holds {shown} prompt queries; the observation window"):
+        part.attention_of_last(shown + 1)
+
+
+def test_packages_that_read_the_last_queries_refuse_where_they_are_withheld():
+    layer = SYNTHETIC.layer(0, 1)
+    part = replace(layer, queries=layer.queries[:, :, :-8], withheld=8)
+    assert scaled_queries(layer, "press X").shape == layer.queries.shape
+    with pytest.raises(KVError, match=r"last 8 queries.*press X reads.*task.held_out=false"):
+        scaled_queries(part, "press X")
+
+
+def test_the_title_says_when_methods_saw_what_they_are_measured_on(tmp_path):
+    titles = {}
+    for held_out in (True, False):
+        probe = LayerError(
+            rates=(0.25,), layers=(1,), seeds=1, exact=32, synthetic=SYNTHETIC, held_out=held_out
+        )
+        run_job(probe_job(tmp_path / str(held_out), probe))
+        group = load_experiment(tmp_path / str(held_out) / "e").groups[0]
+        titles[held_out] = score_view(score_table(group)).title
+    assert "measured on the queries that chose" in titles[False]
+    assert "measured on" not in titles[True]
+
+
+@pytest.mark.parametrize("options", [{}, {"preset": "released"}, {"beta": 5}])
+@pytest.mark.parametrize("layers", [(1, 2, 4), (4,), (1,), (1, 2, 3, 4)])
+def test_methods_that_share_a_budget_out_hold_the_same_at_the_layers_probed(
+    tmp_path, options, layers
+):
+    probe = LayerError(
+        rates=(0.5, 0.25), layers=layers, seeds=1, num_prompts=1, exact=16, prompts=Echo(count=1)
+    )
+    methods = {
+        "snapkv": build_method("snapkv"),
+        "pyramidkv": build_method("pyramidkv", **options),
+        "spatten": build_method("spatten"),
+    }
+    records = records_of(run_job(probe_job(tmp_path, probe, methods)))
+    for rate in (0.5, 0.25):
+        held = {}
+        for label, rows in records.items():
+            mine = [row for row in rows if row["rate"] == rate]
+            if label == "spatten" and layers == (4,):
+                assert "spatten sees layer 3 first" in mine[0]["error"]
+                continue
+            assert not [row["error"] for row in mine if row["status"] != "ok"]
+            assert [row["entries"]["max"] for row in mine] == [row["capacity"] for row in mine]
+            held[label] = [row["entries"]["mean"] for row in mine]
+        wanted = 32 + round(rate * (75 - 32))
+        assert held["snapkv"] == [wanted] * len(layers)
+        for label in set(held) - {"snapkv"}:
+            mean = sum(held[label]) / len(layers)
+            # PyramidKV's last layer alone jumps from next to nothing to the whole capacity.
+            least = 17 if layers == (4,) else wanted - 2
+            assert least <= mean <= wanted, (label, held[label])
+    if layers == (1, 2, 4):
+        first = [row["entries"]["max"] for row in records["pyramidkv"] if row["rate"] == 0.25]
+        assert first[0] > first[1] > first[2], "a pyramid still"
+
+
+def test_more_than_the_others_at_any_budget_is_refused():
+    class Heavy(type(METHODS["uniform"])):
+        def layer_capacity(self, budget, n, layer_index, num_layers):
+            return min(n, 2 * budget.capacity(n) + 100)
+
+    probe = LayerError(layers=(1, 2), exact=16, prompts=Echo(count=1))
+    with pytest.raises(KVError, match=r"task.layers is \[1, 2\] and Heavy holds 268 entries there"):
+        probe.budget_of(Heavy(), 0.25, 300, 4)
+    even = probe.budget_of(METHODS["uniform"], 0.25, 300, 4)
+    assert (even.rate, even.sink, even.window, even.size) == (0.25, 16, 16, None)
+
+
+def test_draws_of_a_method_that_draws_nothing_add_no_certainty(tmp_path):
+    """The unit is the prompt: five times the same number says no more than once."""
+    found = {}
+    for seeds in (1, 5):
+        probe = LayerError(
+            rates=(0.5, 0.25), layers=(1, 4), seeds=seeds, num_prompts=4, exact=20,
+            prompts=Echo(count=4),
+        )  # fmt: skip
+        run_job(probe_job(tmp_path / str(seeds), probe))
+        group = load_experiment(tmp_path / str(seeds) / "e").groups[0]
+        rows = {row.arm.method: row for row in score_table(group).rows}
+        found[seeds] = rows["streaming_llm"].total.score
+        means = group.records[group.records["method"].eq("streaming_llm")].groupby("prompt")
+        spread = means["score"].mean()
+        assert len(spread) == 4
+        low, high = found[seeds].low, found[seeds].high
+        assert high - low > 0.5 * spread.std(), "the prompts' spread, and not none"
+        figure = bars(group, group.meta.figure("bars"))[0]
+        assert "standard deviation over 4 prompts" in figure.caption
+    for name in ("value", "low", "high"):
+        assert getattr(found[1], name) == pytest.approx(getattr(found[5], name))
+
+
+def test_layer_error_on_a_models_layers(tmp_path):
+    probe = LayerError(
+        rates=(0.5,), layers=(1, 4), seeds=2, num_prompts=2, exact=20, prompts=Echo(count=3)
+    )
+    records = records_of(run_job(probe_job(tmp_path, probe)))
+    assert len(records["uniform"]) == 2 * 2 * 2
+    assert all(0 < row["score"] < 2 for row in records["uniform"])
+
+
+def test_more_entries_mean_less_error_and_weights_matter():
+    # flat attention, and a middle unlike its ends: without weights the ends are over-counted
+    layer = replace(SYNTHETIC, n=2048, query_norm=1.0).layer(0, 1)
+    layer.values[:, :, 64:-64] += 1.0
+    first = layer.n - 64
+    truth = estimate(keep_all(layer), layer.queries[:, :, first:], first, layer)
+
+    def error(rate, **options):
+        squares = []
+        for seed in range(8):
+            held = build_method("uniform", **options).compress(
+                layer, Budget(rate=rate, sink=64, window=64), layer_generator(seed, "x", 0)
+            )
+            z = estimate(held, layer.queries[:, :, first:], first, layer)
+            squares.append(float((z - truth).square().sum() / truth.square().sum()))
+        return sum(squares) / len(squares)
+
+    assert error(0.5) < error(0.25) < error(0.0625)
+    assert error(0.0625) < error(0.0625, weighted=False)
+
+
+def test_layer_error_refuses_what_makes_no_sense(tmp_path):
+    with pytest.raises(TaskError, match="exactly one of them"):
+        LayerError()
+    with pytest.raises(TaskError, match=r"task.layers has 0; allowed: 1-based"):
+        LayerError(layers=(0,), synthetic=SYNTHETIC)
+    with pytest.raises(TaskError, match=r"task.metric is 'best'; allowed: per_query, pooled, rel"):
+        LayerError(metric="best", synthetic=SYNTHETIC)
+    with pytest.raises(TaskError, match=r"task.held_out is 2; allowed: true, false"):
+        LayerError(held_out=2, synthetic=SYNTHETIC)
+    with pytest.raises(TaskError, match=r"task.rates has 1.5; allowed"):
+        LayerError(rates=(1.5,), synthetic=SYNTHETIC)
+    probe = LayerError(exact=160, synthetic=SYNTHETIC)
+    with pytest.raises(KVError, match="320 tokens; allowed: less than half"):
+        run_job(probe_job(tmp_path, probe))
+    missing = LayerError(layers=(9,), exact=20, prompts=Echo(count=1))
+    result = run_job(probe_job(tmp_path, missing, {"exact": METHODS["exact"]}))
+    assert "layer 8 does not exist" in records_of(result)["exact"][0]["error"]
+
+
+def test_throughput_prefills_once_per_method_and_run(tmp_path):
+    probe = Throughput(prompt_tokens=(60, 80), new_tokens=3, runs=2)
+    job = probe_job(tmp_path, probe)
+    calls = []
+    job.session.model.register_forward_pre_hook(
+        lambda module, args, kwargs: calls.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    result = run_job(job)
+    assert result.failed == 0
+    prefills = [n for n in calls if n > 1]
+    # two runs and a warm-up, for each method and length
+    assert sorted(prefills) == [60] * 12 + [80] * 12
+    row = records_of(result, times=True)["uniform"][0]
+    total = row["prefill_s"] + row["compress_s"] + row["decode_s"]
+    assert row["tokens_per_s"] == row["score"] == pytest.approx(3 / total)
+    assert row["new_tokens"] == 3
+    assert row["cache_bytes"] < row["exact_bytes"]
+    assert row["peak_bytes"] > 0
+
+
+def test_throughput_refuses_prompts_shorter_than_sink_and_window(tmp_path):
+    job = probe_job(tmp_path, Throughput(prompt_tokens=(50,), new_tokens=2, runs=1))
+    wide = {name: (method, Budget(sink=40, window=40)) for name, (method, _) in job.methods.items()}
+    with pytest.raises(KVError, match=r"window is 80; the prompt has 50 tokens"):
+        run_job(replace(job, methods=wide))
+
+
+def test_a_probe_records_a_method_that_fails(tmp_path):
+    class Wrong(type(METHODS["uniform"])):
+        def compress(self, layer: LayerKV, budget, generator) -> CompressedKV:
+            return keep_all(layer)
+
+    probe = LayerError(rates=(0.5,), layers=(1,), seeds=1, exact=32, synthetic=SYNTHETIC)
+    result = run_job(probe_job(tmp_path, probe, {"wrong": Wrong(), **METHODS}))
+    assert result.failed == 1
+    assert records_of(result)["wrong"][0]["status"] == "over_budget"
+    assert SMALL.capacity(320) < 320
+
+
+def test_a_method_whose_error_lies_in_decoding_is_not_called_exact(tmp_path):
+    probe = LayerError(rates=(0.5,), layers=(1,), seeds=1, exact=32, synthetic=SYNTHETIC)
+    methods = {
+        "topk": build_method("topk"),
+        "packed": build_method("exact", quantize={"bits": 4}),
+    }
+    records = records_of(run_job(probe_job(tmp_path, probe, methods)))
+    for label, rows in records.items():
+        assert rows[0]["score"] is None, label
+        assert "while decoding; allowed" in rows[0]["error"], label

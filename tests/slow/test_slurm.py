@@ -1,0 +1,180 @@
+"""A sweep on a real Slurm of this machine: killed, cancelled and preempted jobs lose nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from itertools import product
+from pathlib import Path
+
+import pytest
+from support.command import main
+from support.workers import SMALL, TINY, lines, records, start, stop_all, wait_for, writer
+
+from kvbench.cli.jobs import FAILED, USAGE
+from kvbench.cli.main import INTERRUPTED
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = Path(__file__).parents[2] / "scripts/slurm_one_node.sh"
+CANNOT_INSTALL = 3
+TASKS, PARTS = ("longeval_lines", "longeval_redundant"), ("1of2", "2of2")
+SWEEP = [*SMALL[:2], "-m", f"task={','.join(TASKS)}", "method=[exact,h2o]"]
+SWEEP += ["task.num_lines=[20]", "task.num_examples=24"]
+JOBS = list(product(TASKS, PARTS))
+SLURM = ["launcher=slurm", "shards=2", "launcher.poll_s=0.5", "launcher.cpus_per_task=1"]
+SLURM += ["launcher.gpus_per_node=null", "launcher.mem_gb=null"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """Slurm on loopback, with a CPU for each of four jobs, for as long as these tests run."""
+    with pytest.MonkeyPatch.context() as patch:
+        # not below pytest's folder: munge wants one that everybody may enter
+        patch.setenv("SLURM_ONE_NODE", tempfile.mkdtemp(prefix="slurm-"))
+        patch.setenv("SLURM_ONE_NODE_CPUS", "4")
+        started = subprocess.run([SCRIPT, "start"], stderr=subprocess.PIPE, text=True, check=False)
+        if started.returncode == CANNOT_INSTALL:
+            pytest.skip(started.stderr.strip())
+        try:
+            assert started.returncode == 0, started.stderr
+            said = subprocess.run([SCRIPT, "env"], capture_output=True, text=True, check=True)
+            name, _, value = said.stdout.strip().removeprefix("export ").partition("=")
+            patch.setenv(name, value)
+            yield
+        finally:
+            subprocess.run([SCRIPT, "stop"], check=True)
+
+
+def stop_for_good(processes: Iterable[int]) -> bool:
+    """Stop these again; whether they are all gone."""
+    alive = [process for process in processes if Path(f"/proc/{process}").exists()]
+    for process in alive:
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGSTOP)
+    return not alive
+
+
+def array(process: subprocess.Popen[str], jobs: str = "4 jobs") -> str:
+    """The number of the job array that the command submitted."""
+    head = said(process)
+    assert f"{jobs} in Slurm: " in head, head
+    return head.partition("in Slurm: ")[2].partition(";")[0]
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    """The next line on stderr."""
+    assert process.stderr is not None
+    return process.stderr.readline()
+
+
+def at_work(results: Path, task: str, part: str, before: int = 0) -> Callable[[], int | None]:
+    """A function: the process that has written more than `before` records of a shard, if there is."""
+
+    def find() -> int | None:
+        process = writer(results, task, part) if lines(results, task, part) > before else None
+        return process if process and Path(f"/proc/{process}").exists() else None
+
+    return find
+
+
+def slurm(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_cancelled_killed_and_preempted_jobs_go_on_where_they_were(tmp_path):
+    whole, spread = tmp_path / "whole", tmp_path / "spread"
+    first = start(*SWEEP, *SLURM, f"results_dir={spread}")
+    jobs = array(first)
+    stopped: dict[tuple[str, str], int] = {}
+    wait_for(lambda: stop_all(spread, JOBS, stopped), first)
+    slurm("scancel", f"{jobs}_0")
+    os.kill(stopped["longeval_redundant", "2of2"], signal.SIGKILL)
+    # a job that may push the others from the node: they go back into the queue
+    slurm("sbatch", "--partition=urgent", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+    wait_for(lambda: stop_for_good(stopped.values()), first)  # Slurm wakes them and waits first
+    alone = start(*SWEEP, f"results_dir={whole}")  # meanwhile
+    out, err = first.communicate()
+    assert first.returncode == FAILED, err
+    assert "Traceback" not in err
+    assert err.count("ended without a result") == 2, err
+    assert f"job {jobs}_0 ended without a result (CANCELLED)" in err
+    assert f"job {jobs}_3 ended without a result (FAILED)" in err
+    assert "4 jobs, 2 of them failed" in out
+    assert lines(spread, "longeval_lines", "1of2") < 12
+    assert lines(spread, "longeval_redundant", "2of2") < 12
+    for preempted in (1, 2):
+        assert "Restarts=1" in slurm("scontrol", "show", "job", f"{jobs}_{preempted}")
+
+    known = lines(spread, "longeval_lines", "1of2")
+    second = start(*SWEEP, *SLURM, f"results_dir={spread}")
+    jobs = array(second)
+    wait_for(at_work(spread, "longeval_lines", "1of2", known), second)
+    slurm("scancel", "--signal=USR2", f"{jobs}_0")  # what Slurm sends before a time limit
+    out, err = second.communicate()
+    assert second.returncode == 0, err
+    assert "4 jobs, all well" in out
+    assert "Restarts=1" in slurm("scontrol", "show", "job", f"{jobs}_0")
+
+    out, err = alone.communicate()
+    assert alone.returncode == 0, err
+    expected = records(whole)
+    assert len(expected) == 4
+    assert {len(rows) for rows in expected.values()} == {24}
+    assert records(spread) == expected
+
+
+def test_what_slurm_refuses_is_one_line(capsys, tmp_path):
+    refused = "launcher.partition=nope"
+    status, _, err = main(capsys, *TINY, *SLURM, refused, f"results_dir={tmp_path}")
+    assert status == USAGE
+    assert err == "kvbench: Slurm refused the jobs: invalid partition specified: nope\n"
+
+
+def test_a_job_that_cannot_go_back_into_the_queue_fails_no_example(tmp_path):
+    command = [*SWEEP[:2], "task=longeval_lines", *SWEEP[4:], *SLURM[:1], *SLURM[2:], "shard=1/1"]
+    command += [f"results_dir={tmp_path}", "launcher.timeout_min=5", "launcher.max_num_timeout=0"]
+    waits = start(*command, "launcher.sbatch={begin: now+1hour}")
+    first = array(waits, "1 job")
+    assert said(waits) == "kvbench: 0 run, 1 wait: BeginTime\n"
+    waits.send_signal(signal.SIGINT)
+    _, err = waits.communicate()
+    assert waits.returncode == INTERRUPTED
+    assert f"Slurm goes on with 1 job; to end that: scancel {first}; to see what came" in err
+    ends = start(*command)
+    assert "jobs of an earlier command for these results; where both have the same" in said(ends)
+    job = array(ends, "1 job")
+    slurm("scancel", first)
+    wait_for(at_work(tmp_path, "longeval_lines", "1of1"), ends)
+    slurm("scancel", "--signal=USR2", job)
+    _, err = ends.communicate()
+    assert ends.returncode == FAILED, err
+    assert ": out of time: Job not requeued because: timed-out too many times." in err
+    rows = [row for run in records(tmp_path).values() for row in run]
+    assert 0 < len(rows) < 48
+    assert {row["status"] for row in rows} == {"ok"}
+
+
+def test_more_jobs_than_an_array_may_have_from_within_a_job(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("kvbench.cli.launch.queue.largest_array", lambda: 1)
+    monkeypatch.setenv("SLURM_JOB_ID", "1")  # as in an interactive job of another shape
+    monkeypatch.setenv("SLURM_MEM_PER_CPU", "1")
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "1")
+    cpus = [text.replace("cpus_per_task=1", "cpus_per_task=2") for text in SLURM]
+    status, out, err = main(capsys, *TINY, *cpus, f"results_dir={tmp_path}")
+    assert status == 0, err
+    assert "2 jobs, all well" in out
+    jobs = err.partition("2 jobs in Slurm: ")[2].partition(";")[0].split()
+    assert len(jobs) == 2
+    assert os.environ["SLURM_JOB_ID"] == "1"
+    (folder,) = (tmp_path / "default/.submitit").iterdir()
+    assert folder.stat().st_mode & 0o077 == 0
+    assert not list(tmp_path.rglob("multirun.yaml"))
+    script = (folder / f"{jobs[0]}_submission.sh").read_text()
+    assert "#SBATCH --cpus-per-task=2" in script
+    assert "srun --unbuffered" in script
+    assert " --cpus-per-task=2 " in script, "srun does not take it from sbatch"

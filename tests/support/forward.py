@@ -1,0 +1,26 @@
+"""What tests of engine and others share."""
+
+from __future__ import annotations
+
+import torch
+
+from kvbench.engine.generate import Stopping, run_forks
+from kvbench.kv import Budget
+
+SMALL = Budget(rate=0.25, sink=4, window=4)
+
+
+def reference(model, ids, new_tokens):
+    tokens = torch.tensor([ids])
+    out = model.generate(
+        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=new_tokens, do_sample=False
+    )
+    return out[0, len(ids) :].tolist()
+
+
+def generate(model, ids, methods, *, split=None, new_tokens=16, **kwargs):
+    split = len(ids) - 10 if split is None else split
+    stopping = kwargs.pop("stopping", Stopping(new_tokens))
+    return run_forks(
+        model, ids[:split], ids[split:], methods, stopping, seed=0, example_id="x", **kwargs
+    )

@@ -1,0 +1,99 @@
+"""What tests of runner and others share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from kvbench.engine.loading import ModelSpec
+from kvbench.kv import Budget
+from kvbench.methods import build_method
+from kvbench.run.plan import TaskPlan
+from kvbench.run.runner import Job
+from kvbench.run.session import Session
+from kvbench.tasks.base import Example, PromptEncoder, Task
+from support.tiny import tiny_model
+
+SMALL = Budget(rate=0.25, sink=4, window=4)
+
+
+TIMES = ("prefill_s", "compress_s", "decode_s")
+
+
+class Letters:
+    """A tokenizer of 94 printable characters."""
+
+    eos_token_id = None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [3 + (ord(c) - 32) % 94 for c in text]
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        return "".join(chr(29 + i) for i in token_ids if i >= 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Echo(Task):
+    """Prompts of letters; the score is the share of new tokens that are letters."""
+
+    name: ClassVar[str] = "echo"
+    breakdown: ClassVar[tuple[str, ...]] = ("length",)
+
+    count: int = 4
+    question: str = "what next? "
+
+    def examples(self, encoder: PromptEncoder) -> Sequence[Example]:
+        return [
+            Example(
+                id=f"e{i}",
+                context="abcdefgh" * (8 + i),
+                question=self.question,
+                answers=("a",),
+                max_new_tokens=6,
+                dataset="echo",
+                fields={"length": 8 * (8 + i)},
+            )
+            for i in range(self.count)
+        ]
+
+    def score(self, prediction: str, example: Example) -> Mapping[str, float]:
+        share = sum(c.isalpha() for c in prediction) / max(1, len(prediction))
+        return {"score": share, "letters": share}
+
+
+def make_job(tmp_path, methods=None, **changes) -> Job:
+    session = Session(
+        ModelSpec(name="tiny", path="none"), torch.device("cpu"), torch.float32,
+        compress_after=changes.pop("compress_after", "prompt"),
+    )  # fmt: skip
+    model = tiny_model("llama")
+    model.set_attn_implementation("kvbench")
+    # what the loader would put there
+    session.__dict__.update(model=model, tokenizer=Letters(), encoder=PromptEncoder(Letters()))
+    methods = methods or {n: build_method(n) for n in ("exact", "snapkv", "uniform")}
+    job = Job(
+        experiment="e",
+        task="echo",
+        results_dir=tmp_path,
+        session=session,
+        plan=TaskPlan(changes.pop("echo", Echo())),
+        methods={label: (method, SMALL) for label, method in methods.items()},
+        method_configs={label: {"name": label} for label in methods},
+        task_config={"name": "echo"},
+        budget_config={"rate": 0.25},
+    )
+    return replace(job, **changes)
+
+
+def records_of(result, *, times: bool = False):
+    return {
+        label: [
+            {k: v for k, v in json.loads(line).items() if times or k not in TIMES}
+            for line in (folder / "records.jsonl").read_text().splitlines()
+        ]
+        for label, folder in result.folders.items()
+    }

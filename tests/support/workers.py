@@ -1,0 +1,73 @@
+"""What tests of launchers and others share."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+TIMES = ("prefill_s", "compress_s", "decode_s")
+
+
+SMALL = ["logger=none", "device=cpu", "task=longeval_lines", "task.num_lines=[20]"]
+
+
+TINY = ["model=tiny_random", "method=[exact]", "task.max_new_tokens=2", *SMALL[:4]]
+
+
+def records(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """All records below a folder by run, without seconds, by example."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted(folder.rglob("records*.jsonl")):
+        rows = found.setdefault(path.parent.name, [])
+        for line in path.read_text().splitlines():
+            rows.append({k: v for k, v in json.loads(line).items() if k not in TIMES})
+    return {run: sorted(rows, key=lambda row: row["example_id"]) for run, rows in found.items()}
+
+
+def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+    """The command in a process of its own."""
+    command = [sys.executable, "-m", "kvbench", *arguments]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+def wait_for(
+    what: Callable[[], object], process: subprocess.Popen[str], seconds: float = 240
+) -> None:
+    """Until `what` is true, while the command waits for its jobs."""
+    end = time.monotonic() + seconds
+    while not what():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end, "took too long"
+        time.sleep(0.02)
+
+
+def lines(results: Path, task: str, part: str) -> int:
+    """Fewest records that a run of the task has in this shard's file."""
+    files = list(results.glob(f"default/*/{task}/*/records-{part}.jsonl"))
+    return min((path.read_bytes().count(b"\n") for path in files), default=0)
+
+
+def writer(results: Path, task: str, part: str) -> int | None:
+    """The process that writes this shard, as its lock says."""
+    for path in results.glob(f"default/*/{task}/h2o-*/.holder-{part}"):
+        return int(json.loads(path.read_text() or "{}").get("pid", 0)) or None
+    return None
+
+
+def stop_all(results: Path, jobs: Collection[tuple[str, str]], stopped: dict[Any, int]) -> bool:
+    """Stop each job (task, shard) at its first records, so that none ends before all have begun."""
+    for task, part in jobs:
+        process = writer(results, task, part) if lines(results, task, part) else None
+        if process is not None and (task, part) not in stopped:
+            os.kill(process, signal.SIGSTOP)
+            stopped[task, part] = process
+    return len(stopped) == len(jobs)

@@ -1,0 +1,230 @@
+"""LongBench end to end on the shipped model: experiments, tables beside the papers', model configs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from support.paths import DATA, ROOT
+
+from kvbench.cli.catalogue import config_dir
+from kvbench.cli.main import check_overrides, main
+from kvbench.engine.attention import UnsupportedModel
+from kvbench.engine.loading import ModelSpec, checked_config
+from kvbench.kv import Budget, KVError
+from kvbench.methods import build_method
+from kvbench.records.read import load_runs
+from kvbench.run.confirm import go_on
+from kvbench.tasks.longbench import BUCKETS, E_DATASETS
+
+MODELS = sorted(path.stem for path in (config_dir() / "model").glob("*.yaml") if path.stem != "hf")
+TABLE1 = {"exact", "streaming_llm", "pyramidkv", "snapkv", "uniform", "balancekv"}
+
+
+def run(folder: Path, experiment: str, *overrides: str) -> int:
+    narrow = ["model=recall_mini", f"task.data={DATA}", "logger=none", f"results_dir={folder}"]
+    with pytest.raises(SystemExit) as stop:
+        main([f"experiment={experiment}", *narrow, *overrides])
+    return int(stop.value.code or 0)
+
+
+@pytest.fixture(scope="module")
+def table1(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("results")
+    assert run(folder, "table1", "task.per_dataset=1", "task.max_input=300") == 0
+    return folder / "table1"
+
+
+def test_table_1_has_every_method_and_dataset_beside_the_papers(table1):
+    records = pd.concat(r.records for r in load_runs(table1))
+    assert set(records["method"]) == TABLE1
+    assert set(records["dataset"]) == set(E_DATASETS)
+    assert set(records["length_bucket"]) <= set(BUCKETS)
+    assert set(records["status"]) == {"ok"}
+    (file,) = (table1 / "tables").glob("*published.csv")
+    published = pd.read_csv(file)
+    llama = published[published["published_model"] == "Llama-3.1-8B-Instruct"]
+    cell = llama[(llama["method"] == "balancekv") & (llama["column"] == "repobench-p")]
+    assert cell["published"].tolist() == [41.4]
+    assert set(published["column"]) == {*E_DATASETS, "average"}
+    latex = (table1 / "tables" / "longbench-recall_mini.tex").read_text()
+    assert "passage" in latex
+    assert "\\toprule" in latex
+    page = (table1 / "report.html").read_text()
+    assert "balancekv_table1" in page
+    assert "46.77" in page
+
+
+def test_the_average_is_the_plain_mean_over_datasets(table1):
+    (csv,) = (p for p in (table1 / "tables").glob("longbench-recall_mini.csv"))
+    frame = pd.read_csv(csv)
+    exact = frame[frame["method"] == "exact"].set_index("dataset")["score"]
+    assert exact["average"] == pytest.approx(exact.drop("average").mean(), rel=1e-4)
+
+
+def test_more_examples_join_those_that_are_there(tmp_path, capsys):
+    narrow = ["task.datasets=[trec]", "task.max_input=200"]
+    assert run(tmp_path, "table6", "task.per_dataset=1", *narrow) == 0
+    assert re.search(
+        r"1 examples to run with 3 methods on cpu; 200 prompt", capsys.readouterr().out
+    )
+    assert run(tmp_path, "table6", *narrow) == 0
+    told = capsys.readouterr().out
+    assert "2 examples to run" in told
+    assert re.search(r"about [\d.]+ (s|min) \(at most", told)
+    found = load_runs(tmp_path / "table6")
+    assert [len(one.records) for one in found] == [3, 3, 3]
+    records = pd.concat(one.records for one in found)
+    assert set(records["prompt_tokens"]) == {200}
+    assert (records["truncated_tokens"] > 0).all()
+
+
+def test_sums_by_category_and_a_cache_of_one_size(tmp_path, capsys):
+    (tmp_path / "data").mkdir()
+    for name in ("qasper", "multifieldqa_en", "lcc", "repobench-p"):
+        (tmp_path / "data" / f"{name}.jsonl").write_bytes((DATA / f"{name}_e.jsonl").read_bytes())
+    datasets = "task.datasets=[qasper,multifieldqa_en,lcc,repobench-p]"
+    options = [
+        "budget.size=128",
+        "methods.subgen.recent=64",
+        "task.per_dataset=1",
+        datasets,
+        f"task.data={tmp_path / 'data'}",
+    ]
+    narrow = ["model=recall_mini", "logger=none", f"results_dir={tmp_path}"]
+    with pytest.raises(SystemExit) as stop:
+        main(["experiment=subgen_table2", *narrow, *options])
+    assert not stop.value.code
+    for found in load_runs(tmp_path / "subgen_table2"):
+        for entries in found.records["entries"]:
+            assert found.manifest["method"] == "exact" or entries["max"] == 128
+    (file,) = (tmp_path / "subgen_table2" / "tables").glob("*published.csv")
+    assert {"single_doc_qa", "code"} <= set(pd.read_csv(file)["column"])
+
+
+def test_nobody_is_asked_but_on_a_terminal(monkeypatch, capsys):
+    monkeypatch.setattr("kvbench.run.confirm.units_to_run", lambda job: [])
+
+    class Job:
+        class spec:
+            name = "m"
+
+        task = "t"
+
+    assert go_on(Job())
+    assert "everything is on disk" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("answer", ["", "y", "n"])
+def test_on_a_terminal_the_answer_counts(tmp_path, monkeypatch, answer, capsys):
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setattr("sys.stdin", type("Terminal", (), {"isatty": lambda self: True})())
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda question: answer)
+    status = run(tmp_path, "table6", "task.datasets=[trec]", "task.per_dataset=1")
+    assert status == (130 if answer == "n" else 0)
+    assert (tmp_path / "table6").exists() == (answer != "n")
+
+
+@pytest.mark.parametrize(
+    ("experiment", "target", "words"),
+    [
+        ("table1", "reproduce-table1", ["model=recall_mini"]),
+        ("table5", "reproduce-table5", []),
+        ("table6", "reproduce-table6", []),
+        ("subgen_table2", "reproduce-subgen-table2", []),
+    ],
+)
+def test_every_experiment_composes_and_has_its_target(experiment, target, words):
+    assert check_overrides([f"experiment={experiment}", *words]) is None
+    asked = [
+        "make",
+        "-n",
+        target,
+        "MODEL=recall_mini",
+        "LIMIT=2",
+        "task.data=tests/x",
+        "ARGS=seed=1",
+    ]
+    done = subprocess.run(
+        [*asked, "VENV=/none"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    line = next(line for line in done.stdout.splitlines() if f"experiment={experiment}" in line)
+    for word in ("model=recall_mini", "task.per_dataset=2", "task.data=tests/x", "seed=1"):
+        assert word in line.split()
+
+
+@pytest.mark.parametrize(
+    ("target", "experiment", "jobs"),
+    [("reproduce-subgen-table1", "subgen_table1", 3), ("reproduce-figure4", "figure4", 1)],
+)
+def test_what_has_one_dataset_has_its_target_too(target, experiment, jobs, tmp_path):
+    words = [
+        "MODEL=recall_mini",
+        "LIMIT=2",
+        f"LONGEVAL={tmp_path}",
+        f"ESSAYS={tmp_path}",
+        "VENV=/x",
+    ]
+    done = subprocess.run(
+        ["make", "-n", target, *words], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    lines = [line for line in done.stdout.splitlines() if f"experiment={experiment}" in line]
+    assert len(lines) == jobs
+    for line in lines:
+        _, _, arguments = line.partition(" -m kvbench ")
+        assert {"model=recall_mini", "limit=2"} <= set(shlex.split(arguments))
+        assert check_overrides(shlex.split(arguments)) is None
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_config_makes_a_model_that_can_be_run(name):
+    config = OmegaConf.load(config_dir() / "model" / f"{name}.yaml")
+    spec: ModelSpec = instantiate(config, _convert_="all")
+    if spec.revision is not None:
+        assert re.fullmatch(r"[0-9a-f]{40}", spec.revision)
+    if name == "mpt_7b":
+        with pytest.raises(UnsupportedModel, match=r"model type 'mpt' .* computes its attention"):
+            checked_config(spec)
+        return
+    architecture = checked_config(spec)
+    if spec.max_input is not None:
+        assert spec.max_input + 512 <= architecture.max_position_embeddings
+    assert not spec.trust_remote_code
+
+
+def test_a_chat_template_of_the_config_goes_around_the_prompt():
+    config = OmegaConf.load(config_dir() / "model" / "longchat_7b_v15_32k.yaml")
+    template = instantiate(config, _convert_="all").chat_template
+    from kvbench.engine.loading import load_tokenizer, prompt_encoder
+
+    spec = ModelSpec(name="m", path="asset:recall_mini", chat_template=template)
+    made = load_tokenizer(spec)
+    text = prompt_encoder(made, spec).render_chat("Hello?")
+    assert text.endswith("answers to the user's questions. USER: Hello? ASSISTANT:")
+    assert "assistant gives helpful" in text
+
+
+def test_the_released_preset_is_the_released_code():
+    method = build_method("balancekv", preset="released")
+    assert (method.block_size, method.gamma, method.weights) == (128, 4.0, "released")
+    assert (method.centre, method.order, method.selection) == ("released", "released", "cut")
+    paper = build_method("balancekv")
+    assert (paper.block_size, paper.gamma) == (256, 4.0)
+    budget = Budget()
+    assert (budget.rate, budget.sink, budget.window) == (0.25, 32, 32)
+
+
+def test_a_budget_by_size():
+    budget = Budget(size=100)
+    assert [budget.capacity(n) for n in (50, 100, 101, 5000)] == [50, 100, 100, 100]
+    assert budget.rate_of(164) == pytest.approx(0.36)
+    assert Budget().rate_of(164) == 0.25
+    with pytest.raises(KVError, match=r"budget.size is 64; allowed: more than .*, 64"):
+        Budget(size=64)
