@@ -271,9 +271,9 @@ def run_config(config: DictConfig) -> tuple[Path, JobResult] | None:
     if config.dry_run:
         print_dry_run(build_job(config, Made()))
         return None
-    from kvbench.report.build import views_of
     from kvbench.report.experiment import Experiment, group_runs
-    from kvbench.report.render.console import print_views
+    from kvbench.report.render.text import print_tables as show_tables
+    from kvbench.report.sections import tables_of
 
     job = build_job(config)
     if config.confirm and not go_on(job, ask=_first_of_sweep()):
@@ -284,7 +284,7 @@ def run_config(config: DictConfig) -> tuple[Path, JobResult] | None:
         result = run_job(job, show, termination.example)
     folder = job.results_dir / job.experiment
     runs = tuple(load_run(path) for path in result.folders.values())
-    print_views(views_of(Experiment(job.experiment, folder, runs, tuple(group_runs(runs)))))
+    show_tables(tables_of(Experiment(job.experiment, folder, runs, tuple(group_runs(runs)))))
     if config.logger.name == "wandb" and result.complete:  # of several shards, the last logs
         from kvbench.report.wandb.log import log_runs
 
@@ -306,11 +306,11 @@ def glance_at(config: DictConfig, made: Made, number: int, name: str) -> None:
 
 def print_tables(folder: Path) -> None:
     """Print the tables of an experiment whose jobs ran in other processes."""
-    from kvbench.report.build import views_of
     from kvbench.report.experiment import load_experiment
-    from kvbench.report.render.console import print_views
+    from kvbench.report.render.text import print_tables as show_tables
+    from kvbench.report.sections import tables_of
 
-    print_views(views_of(load_experiment(folder)))
+    show_tables(tables_of(load_experiment(folder)))
 
 
 def _first_of_sweep() -> bool:

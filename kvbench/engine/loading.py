@@ -37,6 +37,9 @@ from kvbench.tasks.base import PromptEncoder, tokenizing
 
 log = logging.getLogger(__name__)
 
+Model = PreTrainedModel
+Tokenizer = PreTrainedTokenizerBase
+
 ASSET_PREFIX = "asset:"
 """``path: asset:recall_mini`` names a model that ships with the package."""
 

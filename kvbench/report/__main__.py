@@ -90,16 +90,17 @@ def _measure(folder: str, other: str) -> None:
 
 def _compare(first: str, second: str, out: str | None) -> None:
     from kvbench.report.experiment import load_experiment
-    from kvbench.report.render.console import print_views
+    from kvbench.report.render.comparison import only_lines, write_comparison
+    from kvbench.report.render.text import print_tables
+    from kvbench.report.tables.change_tables import change_tables
     from kvbench.report.tables.compare import compare
-    from kvbench.report.tables.compare_views import only_lines, terminal_views, write_comparison
 
     comparison = compare(load_experiment(Path(first)), load_experiment(Path(second)))
     names = (name.replace("/", "_") for name in comparison.names)
     folder = Path(out) if out is not None else Path("-".join(("compare", *names)))
     paths = write_comparison(comparison, folder)
     print("first: {}\nsecond: {}\n".format(*map(printable, comparison.names)))
-    print_views(terminal_views(comparison))
+    print_tables(t for t in change_tables(comparison) if not t.name.endswith("-by-dataset"))
     for name, lines in only_lines(comparison):
         print(printable(f"only in {name}: {len(lines)} runs"))
     for path in paths:

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvbench.engine.generate import Stopping
 from kvbench.engine.graphs import StepGraphs, check_decode
 from kvbench.engine.loading import (
+    Model,
     ModelSpec,
+    Tokenizer,
     checked_config,
     end_token_ids,
     load_model,
@@ -62,7 +63,7 @@ class Session:
             raise KVError(f"chunk_tokens is {self.chunk_tokens!r}; allowed: an integer >= 1")
 
     @cached_property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
+    def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         with quiet_unless_terminal():
             return load_tokenizer(self.spec)
@@ -75,7 +76,7 @@ class Session:
         return with_model_facts(encoder, self.tokenizer, self.spec)
 
     @cached_property
-    def model(self) -> PreTrainedModel:
+    def model(self) -> Model:
         """The model, ready for kvbench's attention."""
         with quiet_unless_terminal():
             return load_model(self.spec, device=self.device, dtype=self.dtype, seed=self.seed)

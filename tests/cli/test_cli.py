@@ -21,8 +21,6 @@ from kvbench.cli.catalogue import KINDS, catalogue
 from kvbench.run.progress import _logs_above_the_bar, progress_display
 from kvbench.run.runner import Progress
 
-FAST += ["task.num_lines=[20]"]
-
 
 def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own."""

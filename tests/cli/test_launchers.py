@@ -23,9 +23,6 @@ from kvbench.cli.launch.queue import JobState
 from kvbench.errors import LogLine
 from kvbench.run.termination import Terminated, asks_to_stop
 
-SMALL += ["method=[exact,h2o]", "task.num_examples=8"]
-TINY += ["task.num_examples=5"]
-
 
 @pytest.fixture(autouse=True)
 def _one_thread_each(monkeypatch):

@@ -13,6 +13,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from support.report_runs import write_run
+from support.tables import frame, heads, shown
 
 from kvbench.cli.build import build_job
 from kvbench.cli.main import config_dir
@@ -29,7 +30,7 @@ from kvbench.probes.error_scaling import BoundedData, ErrorScaling, bound_scale
 from kvbench.probes.layers import SyntheticLayers
 from kvbench.report.build import build_report
 from kvbench.report.experiment import load_experiment
-from kvbench.report.tables.scaling import curves_of, fits_of, scaling_of
+from kvbench.report.tables.scaling import scaling_of
 from kvbench.report.tables.study import study_of
 from kvbench.run.runner import run_job
 from kvbench.run.session import Session
@@ -236,9 +237,9 @@ def write_scaling(results: Path, slopes: dict[str, float], noise: float) -> Path
 def test_fits_recover_the_slopes_they_were_made_with(tmp_path):
     folder = write_scaling(tmp_path, {"uniform": -0.5, "balancekv": -1.0}, 0.0)
     (group,) = load_experiment(folder).groups
-    spec = scaling_of(group)
-    assert spec is not None
-    fits = fits_of(curves_of(group, spec), spec)
+    scaling = scaling_of(group)
+    assert scaling is not None
+    fits = scaling.fits
     assert len(fits) == 4
     for fit in fits:
         want = {"uniform": -0.5, "balancekv": -1.0}[fit.curve.arm.method]
@@ -256,10 +257,10 @@ def test_intervals_of_slopes_cover_the_truth_and_shrink_with_noise(tmp_path):
     for noise in (0.05, 0.4):
         folder = write_scaling(tmp_path / str(noise), {"uniform": -0.5, "balancekv": -0.9}, noise)
         (group,) = load_experiment(folder).groups
-        spec = scaling_of(group)
-        assert spec is not None
+        scaling = scaling_of(group)
+        assert scaling is not None
         widths = []
-        for fit in fits_of(curves_of(group, spec), spec):
+        for fit in scaling.fits:
             covered += (
                 fit.slope.low
                 <= {"uniform": -0.5, "balancekv": -0.9}[fit.curve.arm.method]
@@ -333,20 +334,20 @@ def test_an_ablation_is_paired_over_prompts(tmp_path):
     (group,) = load_experiment(folder).groups
     study = study_of(group, folder)
     assert study is not None
-    frame = study.frames["balancekv_ablation-synthetic tensors-ablation"]
-    change = frame[frame["rate"] == "all"].set_index("variant")["change"]
+    lines = frame(study.tables[0])
+    change = lines[lines["rate"] == "all"].set_index("variant")["change"]
     assert change["worse"] == pytest.approx(0.2)
     assert change["better"] == pytest.approx(-0.1)
-    assert len(frame) == 2 * (1 + 6)
+    assert len(lines) == 2 * (1 + 6)
     text = " ".join(study.findings)
     assert "over 4 prompts" in text
     assert "Less relative error: better −10.0 [−10.0, −10.0] %" in text
     assert "Better at no cost on these tensors: better (−10.0" in text
-    assert [view.columns[0] for view in study.views] == ["variant", "layer"]
-    beside = study.views[1]
-    assert any(row[0] == "published, layer 15" for row in beside.rows)
+    assert [heads(table)[0] for table in study.tables] == ["variant", "layer"]
+    beside = study.tables[1]
+    assert any(row[0] == "published, layer 15" for row in shown(beside))
     # Four prompts at rate 0.5: 1.4 * 0.2 * (1, 2.02, 3, 4.04), in the published figure's metric.
-    assert beside.rows[0][2].startswith(f"{1.4 * 0.2 * 10.06 / 4:.4f} ±")
+    assert shown(beside)[0][2].startswith(f"{1.4 * 0.2 * 10.06 / 4:.4f} ±")
     for named in ("below 1e-8", "temperature 0.1", "TriviaQA", "10 seeds", "drawn at random"):
         assert named in beside.notes[-1]
     assert build_report(folder).page.exists()
@@ -437,7 +438,7 @@ def test_every_experiment_runs_small(experiment, tmp_path):
         scaling = scaling_of(group)
         if scaling is not None:  # draws of one prompt are one repetition
             draws = 2 if group.task in ("walk_discrepancy", "error_scaling") else 1
-            assert {curve.units for curve in curves_of(group, scaling)} == {draws}
+            assert {curve.units for curve in scaling.curves} == {draws}
 
 
 def test_what_another_seed_draws_anew_is_another_repetition(tmp_path):
@@ -455,7 +456,7 @@ def test_what_another_seed_draws_anew_is_another_repetition(tmp_path):
             with initialize_config_dir(config_dir=str(config_dir().resolve()), version_base="1.3"):
                 run_job(build_job(compose("config", overrides=overrides)))
     units = {
-        group.task: {curve.units for curve in curves_of(group, scaling)}
+        group.task: {curve.units for curve in scaling.curves}
         for group in load_experiment(tmp_path / "theory").groups
         if (scaling := scaling_of(group)) is not None
     }

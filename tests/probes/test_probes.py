@@ -19,8 +19,8 @@ from kvbench.probes.layer_error import LayerError, estimate, relative_errors
 from kvbench.probes.throughput import Throughput
 from kvbench.report.experiment import load_experiment
 from kvbench.report.figures.heatmap import bars
+from kvbench.report.tables.score_tables import as_table
 from kvbench.report.tables.scores import score_table
-from kvbench.report.views import score_view
 from kvbench.run.runner import run_job
 from kvbench.tasks.base import TaskError
 
@@ -201,7 +201,7 @@ def test_the_title_says_when_methods_saw_what_they_are_measured_on(tmp_path):
         )
         run_job(probe_job(tmp_path / str(held_out), probe))
         group = load_experiment(tmp_path / str(held_out) / "e").groups[0]
-        titles[held_out] = score_view(score_table(group)).title
+        titles[held_out] = as_table(score_table(group)).title
     assert "measured on the queries that chose" in titles[False]
     assert "measured on" not in titles[True]
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from support.jobs import SMALL, make_job, records_of
+from support.tables import frame
 
 from kvbench.cli.build import build_job
 from kvbench.engine import generate as engine
@@ -20,8 +21,7 @@ from kvbench.probes import throughput
 from kvbench.probes.largest import largest_batch
 from kvbench.probes.throughput import Throughput
 from kvbench.report.experiment import load_experiment
-from kvbench.report.tables.timing_views import timing_view
-from kvbench.report.tables.timings import timing_frame, timing_table
+from kvbench.report.tables.timings import timing_table
 from kvbench.run.runner import run_job
 from kvbench.tasks.base import TaskError
 
@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _no_collection(monkeypatch):
     """Collecting garbage takes longer than everything else here."""
-    for module in ("probes.throughput", "probes.largest", "attempts", "batching"):
+    for module in ("probes.throughput", "probes.largest", "run.attempts", "run.batching"):
         monkeypatch.setattr(f"kvbench.{module}.free_memory", lambda device: None)
 
 
@@ -335,7 +335,7 @@ def test_every_experiment_runs_small(experiment, tmp_path):
         result = run_job(build_job(compose("config", overrides=overrides)))
     assert result.failed == 0
     (group,) = load_experiment(tmp_path / experiment).groups
-    table = timing_frame(timing_table(group))
+    table = frame(timing_table(group))
     assert set(table["method"]) >= {"exact", "hf_dynamic", "hf_static", "h2o", "balancekv"}
     assert (table["runs"] == 1).all()
     ratios = ["tokens_per_s_over_exact", "decode_tokens_per_s_over_exact"]
@@ -343,5 +343,3 @@ def test_every_experiment_runs_small(experiment, tmp_path):
     settings = len(smaller[0].split("],")) if "settings" in smaller[0] else 1
     assert table.groupby("method").size().min() >= settings
     assert not table.duplicated(["arm", "prompt_and_new_tokens"]).any()
-    view = timing_view(group.task, group.model, timing_table(group))
-    assert all(len(row) == len(view.columns) for row in view.rows)

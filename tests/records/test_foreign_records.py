@@ -16,18 +16,18 @@ import pytest
 from rich.console import Console
 from support.cli_cases import MOST_SECONDS, ended
 from support.report_runs import LINES_META, NEEDLE_META, write_run
+from support.tables import made_of
 
 from kvbench.errors import printable
 from kvbench.records.read import StoreError, load_run, load_runs
 from kvbench.records.schema import COMMON_FIELDS, NUMBER_FIELDS
 from kvbench.records.store import RecordStore, run_folder, safe_name
 from kvbench.report.__main__ import main
-from kvbench.report.build import build_report, views_of
+from kvbench.report.build import build_report
 from kvbench.report.experiment import load_experiment
 from kvbench.report.figures.canvas import Drawn, new_figure
-from kvbench.report.render.console import print_views
-from kvbench.report.render.text import csv, markdown
-from kvbench.report.views import View
+from kvbench.report.render.text import frame_csv, markdown, print_tables
+from kvbench.report.sections import tables_of
 
 HUGE = 10**400
 
@@ -208,7 +208,7 @@ def test_records_without_a_seed_or_a_unit(tmp_path: Path) -> None:
     (group,) = load_experiment(tmp_path / "demo").groups
     assert group.records["unit_name"].nunique() == 4
     assert group.records["seed"].eq(0).all()
-    table = next(view for view in views_of(load_experiment(tmp_path / "demo")))
+    table = next(iter(tables_of(load_experiment(tmp_path / "demo"))))
     assert table.rows
 
 
@@ -328,8 +328,8 @@ def test_nothing_unseen_reaches_the_terminal(tmp_path: Path, mark: str) -> None:
         assert found.problem() is None, found
         assert not unseen(found.out + found.err), found
     out = io.StringIO()
-    print_views(
-        views_of(load_experiment(folder)),
+    print_tables(
+        tables_of(load_experiment(folder)),
         Console(file=out, force_terminal=False, width=200),
     )
     assert "model" in out.getvalue()
@@ -373,7 +373,7 @@ def test_no_cell_of_a_csv_is_a_formula_and_numbers_stay_numbers() -> None:
         }
     )
     before = frame.copy(deep=True)
-    rows = list(standard_csv.reader(io.StringIO(csv(frame), newline="")))
+    rows = list(standard_csv.reader(io.StringIO(frame_csv(frame), newline="")))
     pd.testing.assert_frame_equal(frame, before)
     assert rows[0] == ["text", "'=1+2", "mixed", "flag", "count"]
     shown = [row[0] for row in rows[1:]]
@@ -381,7 +381,7 @@ def test_no_cell_of_a_csv_is_a_formula_and_numbers_stay_numbers() -> None:
     assert [row[1] for row in rows[1:4]] == ["-0.5", "", "-1"]
     assert [row[2] for row in rows[1:5]] == ["'=1", "2.25", "", "x"]
     assert {(row[3], row[4]) for row in rows[1:]} == {("True", "-3")}
-    assert csv(pd.DataFrame()).strip() == '""' or not csv(pd.DataFrame()).strip()
+    assert frame_csv(pd.DataFrame()).strip() == '""' or not frame_csv(pd.DataFrame()).strip()
 
 
 LINKS = [
@@ -401,14 +401,8 @@ LINKS = [
 def test_markdown_has_no_links_and_no_images(text: str) -> None:
     """As a parser of CommonMark with tables sees it."""
     parser = pytest.importorskip("markdown_it").MarkdownIt("commonmark").enable("table")
-    view = View(
-        name="v",
-        title=text,
-        columns=("method", text),
-        rows=((text, "0.82 [0.75, 0.88]"), ("x", text)),
-        notes=(text,),
-    )
-    written = markdown(view)
+    rows = ((text, "0.82 [0.75, 0.88]"), ("x", text))
+    written = markdown(made_of(("method", text), rows, title=text, notes=(text,)))
     kinds: list[str] = []
     cells: list[str] = []
     for token in parser.parse(written):

@@ -11,11 +11,12 @@ import pandas as pd
 import pytest
 from scipy.stats import ttest_1samp
 from support.report_runs import write_run
+from support.tables import frame, heads, shown
 
 from kvbench.probes.ablation import Ablation
 from kvbench.probes.layers import SyntheticLayers
 from kvbench.report.experiment import Group, load_experiment
-from kvbench.report.tables.ablation import Effect, ablation_of, effects_of
+from kvbench.report.tables.ablation import Effect, ablation_of
 from kvbench.report.tables.study import study_of
 
 RATES = (0.5, 0.25, 0.125)
@@ -59,9 +60,9 @@ def write(
 
 
 def effects(group: Group) -> dict[str, Effect]:
-    spec = ablation_of(group)
-    assert spec is not None
-    return {effect.label: effect for effect in effects_of(group, spec)}
+    ablation = ablation_of(group)
+    assert ablation is not None
+    return {effect.label: effect for effect in ablation.first}
 
 
 PROMPTS = np.random.default_rng(0).normal(0.0, 0.1, 12)
@@ -90,12 +91,10 @@ def test_what_cancels_between_rates_leaves_no_width(tmp_path: Path) -> None:
 def test_prompts_missing_at_one_rate_stay_in_their_rows(tmp_path: Path) -> None:
     group = write(tmp_path, {"shared": lambda p, r: PROMPTS[p]}, 12)
     gone = group.records["prompt"].isin(["p0", "p7"]) & group.records["rate"].eq(0.25)
-    spec = ablation_of(group)
-    assert spec is not None
     part = Group(
         group.model, group.task, group.meta, group.arms, group.records[~gone], group.baseline
     )
-    (effect,) = effects_of(part, spec)
+    (effect,) = effects(part).values()
     whole = effects(group)["shared"]
     assert effect.overall.value == pytest.approx(
         math.expm1((2 * PROMPTS.mean() + np.delete(PROMPTS, [0, 7]).mean()) / 3)
@@ -143,11 +142,11 @@ def test_both_metrics_are_told(tmp_path: Path) -> None:
     text = "\n".join(study.findings)
     assert "No difference shown in relative error: v " in text
     assert "More pooled error: v +2" in text
-    view = study.views[0]
-    assert view.columns[6] == "change of pooled error, %"
-    assert view.rows[0][6].startswith("+2")
-    (frame,) = study.frames.values()
-    overall = frame[frame["rate"].eq("all")].set_index("metric")["change"]
+    table = study.tables[0]
+    assert heads(table)[6] == "change of pooled error, %"
+    assert shown(table)[0][6].startswith("+2")
+    lines = frame(table)
+    overall = lines[lines["rate"].eq("all")].set_index("metric")["change"]
     assert overall["pooled_error"] == pytest.approx(math.expm1(0.2 + rng.mean()))
     assert overall["relative_error"] == pytest.approx(math.expm1(rng.mean()))
 
@@ -164,4 +163,4 @@ def test_one_prompt_determines_nothing(tmp_path: Path) -> None:
         study.findings[1] == "One repetition, 1 prompt, determines nothing: there are no intervals."
     )
     assert "No difference shown in relative error: v −39.3 (no interval) %." in study.findings
-    assert pd.isna(study.frames[study.views[0].name]["p_holm"]).all()
+    assert pd.isna(frame(study.tables[0])["p_holm"]).all()

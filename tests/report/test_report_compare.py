@@ -14,12 +14,13 @@ import pandas as pd
 import pytest
 from support.page import Page
 from support.report_runs import HOSTILE, LINES_META, write_run
+from support.tables import bold, frame, heads, shown
 
 from kvbench.records.read import StoreError
 from kvbench.report.__main__ import main
 from kvbench.report.experiment import load_experiment
-from kvbench.report.tables.compare import Comparison, compare, comparison_table
-from kvbench.report.tables.compare_views import comparison_views
+from kvbench.report.tables.change_tables import change_tables, every_change
+from kvbench.report.tables.compare import Comparison, compare
 
 
 def records_of(scores: Sequence[float | None], **fields: Any) -> list[dict[str, Any]]:
@@ -100,7 +101,7 @@ def test_what_one_lacks_and_what_changed_is_told(both: tuple[Path, Path]) -> Non
     assert settings["budget.rate"].everywhere
     assert (settings["budget.rate"].first, settings["budget.rate"].second) == ("0.25", "0.5")
     assert "code_revision" not in settings
-    texts = [view.title for view in comparison_views(found)]
+    texts = [view.title for view in change_tables(found)]
     assert texts == [
         "What changed in the runs that both have",
         "t on recall_mini: score, %",
@@ -117,8 +118,8 @@ def test_other_prompts_are_other_examples(tmp_path: Path) -> None:
     assert change.common == 0
     assert change.difference.value == pytest.approx(-0.5)
     assert math.isnan(change.p)
-    view = comparison_views(compared(a, b))[-1]
-    assert view.rows[0][3].endswith(" *")
+    view = change_tables(compared(a, b))[-1]
+    assert shown(view)[0][3].endswith(" *")
     assert any(note.startswith("* unpaired") for note in view.notes)
 
 
@@ -182,14 +183,14 @@ def test_repeats_under_seeds_the_other_lacks_are_averaged(tmp_path: Path) -> Non
 
 def test_a_change_is_bold_where_its_test_shows_it(tmp_path: Path) -> None:
     """Five of forty better and none worse has p = .0625, six .031: McNemar's exact test."""
-    for wins, shown in ((5, False), (6, True)):
+    for wins, shown_worse in ((5, False), (6, True)):
         before = [0.0] * wins + [1.0, 0.0] * 17
         after = [1.0] * wins + [1.0, 0.0] * 17
         a = write(tmp_path / f"a{wins}", {"snapkv": before})
         b = write(tmp_path / f"b{wins}", {"snapkv": after})
         found = compared(a, b)
         assert found.tasks[0].matches[0].total.p == pytest.approx(2 * 0.5**wins)
-        assert comparison_views(found)[-1].bold == (frozenset({(0, 3)}) if shown else frozenset())
+        assert bold(change_tables(found)[-1]) == ({(0, 3)} if shown_worse else set())
 
 
 def test_datasets_count_alike_and_each_is_shown(tmp_path: Path) -> None:
@@ -204,13 +205,13 @@ def test_datasets_count_alike_and_each_is_shown(tmp_path: Path) -> None:
     changes = found.tasks[0].matches[0].changes
     assert [change.dataset for change in changes] == ["lcc", "trec", "average"]
     assert changes[-1].difference.value == pytest.approx(0.05)
-    assert comparison_views(found)[-1].columns == ("method", "lcc", "trec", "average")
-    frame = comparison_table(found)
-    assert list(frame["difference"].round(6)) == [10.0, 0.0, 5.0]  # per cent
+    assert heads(change_tables(found)[-1]) == ["method", "lcc", "trec", "average"]
+    lines = frame(every_change(found.tasks[0]))
+    assert list(lines["difference"].round(6)) == [10.0, 0.0, 5.0]  # per cent
     for name in ("first", "second", "difference"):
         for suffix, part in (("", "value"), ("_low", "low"), ("_high", "high")):
             want = [100 * getattr(getattr(change, name), part) for change in changes]
-            assert list(frame[name + suffix]) == pytest.approx(want)
+            assert list(lines[name + suffix]) == pytest.approx(want)
 
 
 def test_two_models_are_compared_where_each_folder_has_one(tmp_path: Path) -> None:

@@ -9,22 +9,23 @@ from pathlib import Path
 
 import pytest
 from support.report_runs import HOSTILE, write_demo, write_longbench
+from support.tables import made_of
 
 from kvbench.report.build import build_report
 from kvbench.report.render.text import latex
-from kvbench.report.views import View
 
-AWKWARD = View(
+AWKWARD = made_of(
+    ("method", "[a]", "Δ σ", "ünïcode €"),
+    (
+        ("[brackets] first", "[1.0, 2.0]", "−3.1 [−5.0, −1.2]", "中文 <|end|>"),
+        ("b", "–", '"quoted"', HOSTILE),
+    ),
     name="awk_ward {table}",
     title="100 % of $x_1 & ~y^2 #3 \\ {z}",
-    columns=("method", "[a]", "Δ σ", "ünïcode €"),
-    rows=(
-        ("[brackets] first", "[1.0, 2.0]", "−3.1 [−5.0, −1.2] †≈", "中文 <|end|>"),
-        ("b", "–", '"quoted" ‡', HOSTILE),
-    ),
     notes=("≈ marks × ± ≤ ∞ … ·",),
-    bold=frozenset({(0, 1), (0, 2)}),
-    parts=(("Model_A", 1), ("B%", 1)),
+    bold=((0, 1), (0, 2)),
+    groups=("Model_A", "B%"),
+    marks={(0, 2): "†≈", (1, 2): "‡"},
 )
 
 
@@ -69,16 +70,16 @@ ATTACKS = (
 
 def test_no_text_of_a_table_is_a_command() -> None:
     """Labels come from whoever made the records."""
-    view = View(
+    view = made_of(
+        ("method", *ATTACKS),
+        [(attack, *ATTACKS) for attack in ATTACKS],
         name=ATTACKS[0],
         title=ATTACKS[1],
-        columns=("method", *ATTACKS),
-        rows=tuple((attack, *ATTACKS) for attack in ATTACKS),
         notes=ATTACKS,
-        bold=frozenset({(0, 1), (1, 2)}),
-        parts=tuple((attack, 1) for attack in ATTACKS),
+        bold=((0, 1), (1, 2)),
+        groups=ATTACKS,
     )
-    harmless = View("v", "t", tuple("abcdefg"), (tuple("1234567"),), ("n",), frozenset({(0, 1)}))
+    harmless = made_of("abcdefg", ["1234567"], notes=("n",), bold=((0, 1),))
     ours = {*commands(latex(harmless)), *commands(latex(AWKWARD)), "multicolumn", "emph"}
     ours |= {"textbackslash", "textasciicircum", "textasciitilde"}
     assert commands(latex(view)) <= ours
@@ -101,6 +102,6 @@ def test_every_table_of_an_experiment_compiles(tmp_path: Path) -> None:
 
 def test_narrow_tables_need_booktabs_alone() -> None:
     assert "graphicx" not in latex(AWKWARD)
-    wide = View("w", "w", tuple(f"c{i}" for i in range(12)), (("1",) * 12,))
+    wide = made_of([f"c{i}" for i in range(12)], [("1",) * 12])
     assert r"\usepackage{booktabs} and \usepackage{graphicx}" in latex(wide)
     assert r"\rotatebox{90}{c5}" in latex(wide)

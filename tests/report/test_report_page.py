@@ -37,15 +37,16 @@ from support.report_runs import write_sweep as write_rates
 
 from kvbench.cli.catalogue import catalogue
 from kvbench.report.__main__ import main
-from kvbench.report.build import ReportPaths, build_report, views_of
+from kvbench.report.build import ReportPaths, build_report
 from kvbench.report.experiment import Group, load_experiment
-from kvbench.report.figures.heatmap import figures_of, heatmap_alone
-from kvbench.report.figures.intervals import throughput, throughput_scaling
+from kvbench.report.figures.heatmap import heatmap_alone
 from kvbench.report.figures.style import style_of
+from kvbench.report.figures.throughput import throughput, throughput_scaling
 from kvbench.report.render.answers import bucket_of, marked, sample_of
-from kvbench.report.render.page import Section, render_page
-from kvbench.report.tables.scores import AVERAGE, overviews, score_table
-from kvbench.report.tables.timings import timing_table
+from kvbench.report.render.page import Page as Shown
+from kvbench.report.render.page import render_page
+from kvbench.report.sections import figures_of, section_of, tables_of
+from kvbench.report.tables.scores import AVERAGE, score_table
 
 METHODS = ("exact", "snapkv", "h2o", "balancekv")
 
@@ -110,7 +111,8 @@ def test_model_output_stays_text(report: ReportPaths) -> None:
 def test_failures_and_provenance_are_on_the_page(report: ReportPaths) -> None:
     text = report.page.read_text(encoding="utf-8")
     assert "2 failed examples" in text
-    assert "48 of 50 scored" in text
+    assert "48/50" in text
+    assert "2 oom" in text
     assert "python -m kvbench experiment=demo" in text
     assert "0123abcd" in text
     assert "torch 2.13.0" in text
@@ -235,7 +237,7 @@ def test_time_and_memory_are_bars_and_what_failed_is_named(tmp_path: Path) -> No
                 record |= {"status": "oom", "score": None, "error": "out of memory"}
         write_run(tmp_path, task="t", method=method, records=records, task_meta=THROUGHPUT_META)
     (group,) = load_experiment(tmp_path / "demo").groups
-    figure = throughput(group, timing_table(group)).figure
+    figure = throughput(group).figure
     assert [ax.get_xlabel().split(" (")[0] for ax in figure.axes] == [
         "seconds: prefill + compress",
         "new tokens per second while decoding",
@@ -360,7 +362,7 @@ def test_a_large_study_stays_small_and_quick(
 
 
 def test_views_to_print_cover_every_group(demo: Path) -> None:
-    titles = [view.title for view in views_of(load_experiment(demo))]
+    titles = [table.title for table in tables_of(load_experiment(demo))]
     assert any("minimum / median" in title for title in titles)
     assert titles[-1] == "recall_mini: all tasks"
     assert len(titles) == 5
@@ -388,9 +390,7 @@ def test_the_command_rebuilds_and_reports_errors(
 
 def test_a_report_with_no_published_table_has_no_such_section(demo: Path) -> None:
     experiment = load_experiment(demo)
-    group = experiment.groups[0]
-    table = score_table(group)
-    page = render_page(experiment, [Section(group, (table,), (), ())], overviews([table]), [])
+    page = render_page(experiment, Shown([section_of(experiment.groups[0], demo)]))
     assert "Published numbers" not in page
 
 
@@ -408,7 +408,7 @@ def test_the_page_in_a_browser(browser: Chromium, report: ReportPaths) -> None:
     assert browser.complaints == []
     assert [a for a in browser.requests if not a.startswith(("file://", "data:"))] == []
 
-    column = "#overview + h3 + .scroll table"
+    column = "#overview + .scroll table"
     first = (
         f"Array.from(document.querySelectorAll('{column} tbody th')).map(t => t.textContent.trim())"
     )

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest, permutation_test
 from support.report_runs import LINES_META, write_run
+from support.tables import frame, heads, shown
 
 from kvbench.report.experiment import Group, load_experiment
 from kvbench.report.render.text import latex
@@ -22,14 +23,8 @@ from kvbench.report.stats.significance import (
     units_needed,
     variances,
 )
-from kvbench.report.tables.pairs import (
-    ArmPair,
-    count_text,
-    p_text,
-    pairs_frame,
-    pairs_of,
-    pairs_view,
-)
+from kvbench.report.table import count_text, p_text
+from kvbench.report.tables.pairs import ArmPair, pairs_of, pairs_table
 from kvbench.report.tables.scores import score_table
 
 
@@ -289,24 +284,24 @@ def test_published_gaps_say_what_they_would_take(pairs: tuple[Group, list[ArmPai
     spread = close.deviation**2 / 2
     root = 2.638257 * math.sqrt(spread + 0.0039**2 / 2) + 0.841621 * math.sqrt(spread)
     assert gap.needed == pytest.approx(root**2 / 0.0039**2, abs=1)
-    text = pairs_view(group, found)
-    assert text.columns[-2:] == ("published (Llama)", "needed for that")
-    assert any("0.39" in row[-2] for row in text.rows)
-    assert text.rows[0][0] == f"{found[0].first.label} − {found[0].second.label}"
+    text = pairs_table(group, found)
+    assert heads(text)[-2:] == ["published (Llama)", "needed for that"]
+    assert any("0.39" in row[-2] for row in shown(text))
+    assert shown(text)[0][0] == f"{found[0].first.label} − {found[0].second.label}"
     assert r"\toprule" in latex(text)
-    assert "needed per dataset for 2 points" in text.columns
+    assert "needed per dataset for 2 points" in heads(text)
     assert any("a plan" in note for note in text.notes)
-    frame = pairs_frame(group, found)
-    assert len(frame) == 6
-    assert list(frame["needed_per_dataset_for_5_points"]) == [p.needed[0.05] for p in found]
-    assert frame["published_difference (Llama)"].notna().sum() == 3
+    lines = frame(text)
+    assert len(lines) == 6
+    assert list(lines["needed_per_dataset_for_5_points"]) == [p.needed[0.05] for p in found]
+    assert lines["published_difference (Llama)"].notna().sum() == 3
     for column, value in (
         ("difference", found[0].difference.value),
         ("difference_low", found[0].difference.low),
         ("difference_high", found[0].difference.high),
         ("paired_deviation", found[0].deviation),
     ):
-        assert frame[column][0] == pytest.approx(100 * value)
+        assert lines[column][0] == pytest.approx(100 * value)
 
 
 def test_marks_and_pairs_of_one_page_agree(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 from rich.console import Console
 from scipy.stats import binomtest, bootstrap
@@ -24,16 +23,17 @@ from support.report_runs import (
     write_run,
     write_sweep,
 )
+from support.tables import frame, made_of
 
 from kvbench.records.read import StoreError, load_runs
 from kvbench.report.build import build_report
 from kvbench.report.experiment import Group, group_runs, load_experiment
-from kvbench.report.figures.heatmap import breakdown, by_dataset
-from kvbench.report.render.console import print_views
-from kvbench.report.render.text import latex, markdown
-from kvbench.report.stats.estimate import Stratum, estimates
-from kvbench.report.tables.scores import AVERAGE, frame_of, score_table, split_frame
-from kvbench.report.views import View, number, score_view, size
+from kvbench.report.figures.intervals import breakdown, by_dataset
+from kvbench.report.render.text import latex, markdown, print_tables
+from kvbench.report.stats.estimate import Estimate, Stratum, estimates
+from kvbench.report.table import NOTHING, Column, Row, Table, number, size
+from kvbench.report.tables.score_tables import as_table, split_table
+from kvbench.report.tables.scores import AVERAGE, score_table
 
 
 def group_from(folder: Path, **scores: list[float | None]) -> Group:
@@ -114,7 +114,7 @@ def test_failures_are_shown_and_never_dropped(tmp_path: Path) -> None:
     assert cells["snapkv"].score.value == 0.5
     assert cells["uniform"].failures == {"missing": 1}
     assert np.isnan(cells["h2o"].score.value)
-    text = markdown(score_view(table))
+    text = markdown(as_table(table))
     lines = {line.split("|")[1].strip(): line for line in text.splitlines() if "|" in line}
     assert "50.0 [2.6, 97.4] †" in lines["snapkv"]
     assert "2/4" in lines["snapkv"]
@@ -202,11 +202,11 @@ def test_lower_can_be_better_and_without_exact_nothing_is_compared(tmp_path: Pat
 
 def test_a_sweep_without_exact_says_what_to_add(tmp_path: Path) -> None:
     alone = group_from(tmp_path / "a", snapkv=[1, 0, 1, 1], uniform=[0, 0, 1, 1])
-    text = markdown(score_view(score_table(alone)))
+    text = markdown(as_table(score_table(alone)))
     assert "Δ" not in text
     assert "add exact to the methods" in text
     beside = group_from(tmp_path / "b", exact=[1, 1, 1, 1], uniform=[0, 0, 1, 1])
-    text = markdown(score_view(score_table(beside)))
+    text = markdown(as_table(score_table(beside)))
     assert "Δ exact" in text
     assert "add exact" not in text
     build_report(tmp_path / "a" / "demo")  # figures, too, do without a baseline
@@ -247,7 +247,7 @@ def test_one_example_has_no_interval(tmp_path: Path) -> None:
     table = score_table(group)
     assert all(np.isnan(row.total.score.low) for row in table.rows)
     assert not any(row.total.worse for row in table.rows)
-    text = markdown(score_view(table))
+    text = markdown(as_table(table))
     assert "**100.0** [–]" in text
     assert "0.0 [–] ≈" in text
     assert "−100.0 [–]" in text
@@ -348,10 +348,10 @@ def test_several_datasets_and_seeds(tmp_path: Path) -> None:
     difference = cells[AVERAGE].difference
     assert difference is not None
     assert difference.value == pytest.approx(-0.1)
-    frame = frame_of(table)
-    assert list(frame["dataset"]) == ["hotpotqa", "qasper", AVERAGE] * 2
-    assert frame["score"][4] == pytest.approx(40.5)  # per cent
-    assert frame["unit"].unique() == ["%"]
+    lines = frame(as_table(table))
+    assert list(lines["dataset"]) == ["hotpotqa", "qasper", AVERAGE] * 2
+    assert lines["score"][4] == pytest.approx(40.5)  # per cent
+    assert lines["unit"].unique() == ["%"]
 
 
 def test_arms_of_a_sweep_are_named_by_what_differs(tmp_path: Path) -> None:
@@ -468,7 +468,7 @@ def test_prompts_kept_whole_are_told(tmp_path: Path) -> None:
     ]
     write_run(tmp_path, task="t", method="snapkv", records=records, task_meta=LINES_META)
     (group,) = load_experiment(tmp_path / "demo").groups
-    assert any("kept whole: snapkv (1)" in note for note in score_view(score_table(group)).notes)
+    assert any("uncompressed: snapkv (1)" in note for note in as_table(score_table(group)).notes)
 
 
 def test_an_experiment_without_runs_is_named(tmp_path: Path) -> None:
@@ -478,7 +478,7 @@ def test_an_experiment_without_runs_is_named(tmp_path: Path) -> None:
 
 def test_markdown_holds_no_html_and_leaves_comparisons_readable() -> None:
     rows = (("<b>x</b>", "<0.001"), ("</td>", "a < b"))
-    text = markdown(View(name="a", title="<!-- t -->", columns=("m", "p"), rows=rows))
+    text = markdown(made_of(("m", "p"), rows, title="<!-- t -->"))
     assert "&lt;b>x&lt;/b>" in text
     assert "&lt;/td>" in text
     assert "&lt;!-- t -->" in text
@@ -486,19 +486,25 @@ def test_markdown_holds_no_html_and_leaves_comparisons_readable() -> None:
     assert "| a < b" in text
 
 
-VIEW = View(
-    name="a_b",
-    title="needle_1: 50 % & more",
-    columns=("method", "Δ exact"),
-    rows=(("streaming_llm", "−3.1 [−5.0, −1.2] †≈"), ("a|b", "–")),
-    notes=("x^2 ~ {y} \\ $5 #1",),
-    bold=frozenset({(0, 1)}),
-    parts=(("Qwen_2", 1), ("Llama", 1)),
+TABLE = Table(
+    "a_b",
+    "needle_1: 50 % & more",
+    (Column("arm", "method", "label"), Column("difference", "Δ exact", "difference", "fraction")),
+    (
+        Row(
+            {"arm": "streaming_llm", "difference": Estimate(-0.031, -0.05, -0.012)},
+            marks={"difference": "†≈"},
+            bold=frozenset({"difference"}),
+            group="Qwen_2",
+        ),
+        Row({"arm": "a|b", "difference": NOTHING}, group="Llama"),
+    ),
+    ("x^2 ~ {y} \\ $5 #1",),
 )
 
 
 def test_latex_is_escaped() -> None:
-    text = latex(VIEW)
+    text = latex(TABLE)
     assert (
         r"streaming\_llm & \textbf{$-$3.1} [$-$5.0, $-$1.2]\rlap{$^\dagger$$^\approx$} \\" in text
     )
@@ -510,7 +516,7 @@ def test_latex_is_escaped() -> None:
 
 
 def test_markdown_has_one_line_per_row() -> None:
-    lines = markdown(VIEW).splitlines()
+    lines = markdown(TABLE).splitlines()
     assert lines[2].startswith("| method ")
     assert set(lines[3]) <= set("|:-")
     assert lines[4].startswith("| *Qwen_2*")
@@ -521,7 +527,7 @@ def test_markdown_has_one_line_per_row() -> None:
 
 def test_the_console_shows_marks_and_notes_once() -> None:
     out = io.StringIO()
-    print_views([VIEW, VIEW], Console(file=out, width=100))
+    print_tables([TABLE, TABLE], Console(file=out, width=100))
     assert out.getvalue().count("x^2") == 1
     assert out.getvalue().count("streaming_llm") == 2
 
@@ -546,7 +552,7 @@ def test_sizes_are_readable() -> None:
 
 def test_the_report_needs_no_model_library() -> None:
     code = (
-        "import sys, kvbench.report.build, kvbench.report.wandb.log, kvbench.report.render.console\n"
+        "import sys, kvbench.report.build, kvbench.report.wandb.log, kvbench.report.render.text\n"
         "heavy = {'torch', 'transformers', 'wandb', 'matplotlib.pyplot', 'kvbench.engine',"
         " 'kvbench.methods', 'kvbench.tasks', 'kvbench.run.runner'}\n"
         "print(sorted(heavy & set(sys.modules)))"
@@ -557,18 +563,17 @@ def test_the_report_needs_no_model_library() -> None:
 
 def test_the_frame_of_a_table_is_numbers(tmp_path: Path) -> None:
     group = group_from(tmp_path, exact=[1.0, 0.0], snapkv=[1.0, None])
-    frame = frame_of(score_table(group))
-    assert frame["score"].dtype == float
-    assert isinstance(frame, pd.DataFrame)
-    assert list(frame["failures"]) == ["", "1 oom"]
+    lines = frame(as_table(score_table(group)))
+    assert lines["score"].dtype == float
+    assert list(lines["failures"]) == ["", "1 oom"]
 
 
 def test_a_dataset_split_by_length_has_the_mean_of_its_buckets(tmp_path):
     write_longbench(tmp_path, count=4, methods=("exact", "snapkv"))
     (group,) = load_experiment(next(tmp_path.iterdir())).groups
-    frame = split_frame(group, "length_bucket")
-    assert list(dict.fromkeys(frame["arm"])) == ["exact", "snapkv"]
-    part = frame[(frame["arm"] == "snapkv") & (frame["dataset"] == "lcc")]
+    lines = frame(split_table(group, "length_bucket"))
+    assert list(dict.fromkeys(lines["arm"])) == ["exact", "snapkv"]
+    part = lines[(lines["arm"] == "snapkv") & (lines["dataset"] == "lcc")]
     records = group.records[
         (group.records["arm"] == "snapkv") & (group.records["dataset"] == "lcc")
     ]

@@ -11,6 +11,7 @@ import pytest
 from scipy.stats import ttest_1samp
 from support.jobs import Echo
 from support.report_runs import write_run
+from support.tables import shown
 
 from kvbench.probes.clusters import SubGenClusters
 from kvbench.probes.discrepancy import UnitVectors, WalkDiscrepancy
@@ -22,8 +23,6 @@ from kvbench.report.tables.scaling import (
     STEEPER,
     UNDECIDED,
     Fit,
-    curves_of,
-    fits_of,
     scaling_of,
 )
 from kvbench.report.tables.study import study_of
@@ -57,7 +56,7 @@ def findings(
     assert study is not None
     scaling = scaling_of(group)
     assert scaling is not None
-    return list(study.findings), fits_of(curves_of(group, scaling), scaling)
+    return list(study.findings), list(scaling.fits)
 
 
 def error_meta(**expected: float) -> dict[str, Any]:
@@ -168,9 +167,9 @@ def fit_of(folder: Path, slopes: Sequence[float], draws: int = 1, expected: floa
     ]
     write_run(folder, task="t", method="uniform", records=records, task_meta=meta)
     (group,) = load_experiment(folder / "demo").groups
-    spec = scaling_of(group)
-    assert spec is not None
-    (fit,) = fits_of(curves_of(group, spec), spec)
+    scaling = scaling_of(group)
+    assert scaling is not None
+    (fit,) = scaling.fits
     return fit
 
 
@@ -223,8 +222,8 @@ def test_one_repetition_determines_nothing(tmp_path: Path) -> None:
         "Slopes of the error of equation (2) against entries held, of 1 prompt: one repetition has no "
         "interval and determines nothing. Its numbers are in the table."
     )
-    assert study.views[0].rows == (("uniform", "−0.50", "−0.50 (no interval)"),)
-    assert "of 1 prompt, which has no interval" in study.views[0].notes[0]
+    assert shown(study.tables[0]) == [["uniform", "−0.50", "−0.50 [–]"]]
+    assert "of 1 prompt, which has no interval" in study.tables[0].notes[0]
     assert all("1 prompt, which has no interval" in drawn.caption for drawn in study.figures)
     assert all("predicted on" not in text for text in study.findings)
 

@@ -9,13 +9,12 @@ import numpy as np
 import pandas as pd
 import pytest
 from support.report_runs import LINES_META, THROUGHPUT_META, throughput_records, write_run
+from support.tables import frame, heads, shown
 
 from kvbench.report.build import build_report
 from kvbench.report.experiment import load_experiment
 from kvbench.report.tables.scores import score_table
-from kvbench.report.tables.speeds import speed_frame, speeds_of
-from kvbench.report.tables.timing_views import speed_view, timing_view
-from kvbench.report.tables.timings import median_of, timing_frame, timing_table
+from kvbench.report.tables.timings import decoding_table, median_of, timing_table, timings_of
 
 
 def chance(n: int, k: int) -> float:
@@ -54,15 +53,15 @@ def test_runs_that_failed_are_counted_and_not_timed(tmp_path: Path) -> None:
         records.append(dict(records[0]) | failed | {"example_id": f"run-{i}", "speedup": None})
     write_run(tmp_path, task="t", method="snapkv", records=records, task_meta=THROUGHPUT_META)
     (group,) = load_experiment(tmp_path / "demo").groups
-    (timing,) = timing_table(group)
+    (timing,) = timings_of(group)
     assert (timing.runs, dict(timing.failures)) == (7, {"oom": 2})
-    assert (timing.speedup.value, timing.speedup.low, timing.speedup.high) == (1.2, 0.9, 9.0)
-    view = timing_view("t", "m", [timing])
-    row = dict(zip(view.columns, view.rows[0], strict=True))
+    speedup = timing.estimate("tokens_per_s_over_exact")
+    assert (speedup.value, speedup.low, speedup.high) == (1.2, 0.9, 9.0)
+    table = timing_table(group)
+    row = dict(zip(heads(table), shown(table)[0], strict=True))
     assert row["tokens/s x"] == "1.20 [0.900, 9.00]"
     assert (row["runs"], row["failed"]) == ("7", "2 oom")
-    frame = timing_frame([timing])
-    assert frame["tokens_per_s_over_exact_low"][0] == 0.9
+    assert frame(table)["tokens_per_s_over_exact_low"][0] == 0.9
 
 
 def answers(method: str, tokens: int, ms: float, lengths: tuple[int, ...], count: int = 8) -> list:
@@ -92,25 +91,29 @@ def test_longer_answers_are_not_slower_tokens(tmp_path: Path) -> None:
         write_run(tmp_path, task="lines", method=method, records=records, task_meta=LINES_META)
     (group,) = load_experiment(tmp_path / "demo").groups
     exact, snapkv = score_table(group).rows
-    assert snapkv.decode_s > exact.decode_s
-    assert snapkv.decode_ms < exact.decode_ms
-    speeds = speeds_of(group)
-    assert [(s.arm.label, s.least, s.most, s.timed) for s in speeds] == [
+    assert snapkv.costs["decode_s"] > exact.costs["decode_s"]
+    assert snapkv.costs["decode_ms_per_token"] < exact.costs["decode_ms_per_token"]
+    table = decoding_table(group)
+    assert table is not None
+    speeds = [row.values for row in table.rows]
+    keys = ("arm", "prompt_tokens_from", "prompt_tokens_below", "timed")
+    assert [tuple(s[key] for key in keys) for s in speeds] == [
         ("exact", 64, 128, 8), ("snapkv", 64, 128, 8), ("exact", 128, 256, 8),
         ("snapkv", 128, 256, 8), ("exact", 256, 512, 8), ("snapkv", 256, 512, 7),
     ]  # fmt: skip
     for speed in speeds:
-        step = {"exact": 1.2, "snapkv": 0.9}[speed.arm.label] * speed.least / 64
-        assert 0.999 * step < speed.decode_ms.low < speed.decode_ms.value < speed.decode_ms.high
-        if speed.arm.label == "snapkv":
-            ratio = speed.over_baseline
+        step = {"exact": 1.2, "snapkv": 0.9}[speed["arm"]] * speed["prompt_tokens_from"] / 64
+        ms = speed["decode_ms_per_token"]
+        assert 0.999 * step < ms.low < ms.value < ms.high
+        if speed["arm"] == "snapkv":
+            ratio = speed["over_baseline"]
             assert (ratio.value, ratio.low, ratio.high) == pytest.approx((0.75, 0.75, 0.75))
-    assert dict(speeds[-1].failures) == {"oom": 1}
-    view = speed_view(group, speeds)
-    assert view.rows[-1][1] == "256–511"
-    assert view.rows[-1][-2:] == ("7", "1 oom")
-    assert view.rows[0][4] == "–", "the baseline is not compared with itself"
-    assert len(speed_frame(group, speeds)) == 6
+    assert dict(speeds[-1]["failures"]) == {"oom": 1}
+    rows = shown(table)
+    assert rows[-1][1] == "256–511"
+    assert rows[-1][-2:] == ["7", "1 oom"]
+    assert rows[0][4] == "–", "the baseline is not compared with itself"
+    assert len(frame(table)) == 6
     paths = build_report(tmp_path / "demo")
     assert "lines-recall_mini-decoding.csv" in {path.name for path in paths.tables}
     page = paths.page.read_text()

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from kvbench.kv import KVError
 from kvbench.records.read import StoreError, load_runs
-from kvbench.report.build import views_of
 from kvbench.report.experiment import Experiment, group_runs
 from kvbench.report.render.text import markdown
+from kvbench.report.sections import tables_of
 from kvbench.run.plan import TaskPlan, check_ids
 from kvbench.tasks.base import Example, PromptEncoder, TaskError
 from kvbench.tasks.longbench.data import Source
@@ -348,10 +348,10 @@ def results_folder(records: bytes, manifest: bytes) -> None:
         (run / "manifest.json").write_bytes(manifest)
         try:
             runs = load_runs(folder)
-            for view in views_of(
+            for table in tables_of(
                 Experiment("e", Path(folder), tuple(runs), tuple(group_runs(runs)))
             ):
-                markdown(view)
+                markdown(table)
         except StoreError as error:
             one_line(error, "m-00000000")
 

@@ -11,6 +11,7 @@ import pytest
 from kvbench.cli import main as cli
 
 FAST = ["logger=none", "model=tiny_random", "method=[exact,snapkv]", "task=longeval_lines"]
+FAST += ["task.num_lines=[20]"]
 
 
 SHORT = [*FAST, "task.num_examples=2", "task.max_new_tokens=2"]

@@ -160,7 +160,7 @@ def _child(request: dict[str, Any], make_job: Callable[..., Any]) -> None:
             os.dup2(file, number)
         os.chdir(request["cwd"])
         if "main" in request:
-            from kvbench.cli import main
+            from kvbench.cli.main import main
 
             if request["stall"] is not None:
                 stall(*request["stall"], request["deaf"])

@@ -16,9 +16,11 @@ TIMES = ("prefill_s", "compress_s", "decode_s")
 
 
 SMALL = ["logger=none", "device=cpu", "task=longeval_lines", "task.num_lines=[20]"]
+SMALL += ["method=[exact,h2o]", "task.num_examples=8"]
 
 
 TINY = ["model=tiny_random", "method=[exact]", "task.max_new_tokens=2", *SMALL[:4]]
+TINY += ["task.num_examples=5"]
 
 
 def records(folder: Path) -> dict[str, list[dict[str, Any]]]:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.artist import Artist
 
-from kvbench.report.experiment import Group
 from kvbench.report.figures.canvas import (
     Drawn,
+    draw_estimates,
     label_axes,
     new_figure,
     stem,
@@ -19,15 +18,16 @@ from kvbench.report.figures.canvas import (
     tick_text,
     words,
 )
-from kvbench.report.tables.ablation import Effect, effects_of, units_text
-from kvbench.report.tables.scores import as_text
+from kvbench.report.figures.style import Style
+from kvbench.report.tables.ablation import Ablation, Effect
+from kvbench.report.tables.strata import as_text
 
 _SERIES = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#000000", "v"))
 
 
-def ablation_figure(group: Group, spec: Mapping[str, Any]) -> Drawn:
+def ablation_figure(ablation: Ablation) -> Drawn:
     """Change of y in per cent: a row per variant, a panel per `by`, a marker per `series`."""
-    effects = effects_of(group, spec)
+    group, spec, effects = ablation.group, ablation.spec, ablation.first
     panels = sorted({by for e in effects for by, _ in e.cells}, reverse=spec["by"] == "rate")
     series = sorted({s for e in effects for _, s in e.cells})
     places = _places(effects)
@@ -61,18 +61,16 @@ def ablation_figure(group: Group, spec: Mapping[str, Any]) -> Drawn:
                         color=color,
                     )
                     continue
-                ax.errorbar(
-                    100 * estimate.value,
-                    y,
-                    xerr=[
-                        [max(0.0, 100 * (estimate.value - estimate.low))],
-                        [max(0.0, 100 * (estimate.high - estimate.value))],
-                    ],
-                    color=color,
-                    marker=marker,
-                    markersize=3.4,
+                draw_estimates(
+                    ax,
+                    [y],
+                    [estimate],
+                    Style(color, marker),
+                    scale=100,
+                    horizontal=True,
+                    size=0.7,
                     elinewidth=1.0,
-                    linestyle="none",
+                    capsize=0,
                     label=label,
                 )
         ax.set_title(f"{words(spec['by'])} {tick_text(panel, spec['by'])}", fontsize=9)
@@ -103,7 +101,7 @@ def ablation_figure(group: Group, spec: Mapping[str, Any]) -> Drawn:
         f"{stem(group)}-ablation",
         f"{group.task}: one option changed at a time",
         f"Change of {what} against {spec['reference']} on the same tensors (left is better), geometric"
-        f" mean with 95 % bootstrap intervals over {units_text(group, spec)}; a triangle at the edge"
+        f" mean with 95 % bootstrap intervals over {ablation.units}; a triangle at the edge"
         " stands for a larger change.",
         figure,
     )

@@ -15,24 +15,31 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-from matplotlib.ticker import Formatter, FuncFormatter
+from matplotlib.ticker import Formatter, FuncFormatter, LogLocator, NullFormatter
+from numpy.typing import ArrayLike
 
 from kvbench.errors import printable
-from kvbench.report.experiment import Group
+from kvbench.report.experiment import BASELINE, Arm, Group
+from kvbench.report.figures.style import Style
 from kvbench.report.files import file_stem, write_bytes
-from kvbench.report.tables.scores import as_text
+from kvbench.report.stats.estimate import Estimate
+from kvbench.report.tables.strata import as_text
 
 TEXT, SMALL = 9.0, 8.0
 _DPI = 160
 _MOST_PIXELS = 32_000
 """Along either side of a figure; the drawing library has a limit."""
 GREY = "#666666"
+MAX_PANELS = 16
+"""Arms that one picture holds."""
 _LONGEST_TICK = 60
 _GRID = "#DDDDDD"
 _AXES = {
@@ -131,6 +138,43 @@ class _Labels(Formatter):
         return _as_label(text if len(text) <= _LONGEST_TICK else f"{text[: _LONGEST_TICK - 1]}…")
 
 
+def draw_estimates(
+    ax: Axes,
+    at: ArrayLike,
+    estimates: Sequence[Estimate],
+    style: Style,
+    *,
+    scale: float = 1.0,
+    horizontal: bool = False,
+    size: float = 1.0,
+    line: float = 0.0,
+    **more: Any,
+) -> None:
+    """Estimates with their intervals, as every figure draws them.
+
+    Args:
+        at: places along the other axis. scale: what values are multiplied by (100 for per cent).
+        horizontal: intervals lie along x.
+        size: of the marker, times its usual size. line: width of a line through them; 0: none.
+        more: for `Axes.errorbar`.
+    """
+    values = scale * np.array([e.value for e in estimates], dtype=float)
+    bounds = scale * np.array([[e.low, e.high] for e in estimates], dtype=float).reshape(-1, 2).T
+    spread = np.clip([values - bounds[0], bounds[1] - values], 0, None)
+    x, y = (values, at) if horizontal else (at, values)
+    ax.errorbar(
+        x,
+        y,
+        **{"xerr" if horizontal else "yerr": spread},
+        color=style.color,
+        marker=style.marker,
+        markersize=size * marker_size(style.marker),
+        linestyle="-" if line else "none",
+        linewidth=line,
+        **{"elinewidth": 0.9, "capsize": 1.5} | more,
+    )
+
+
 def label_axes(figure: Figure, axes: Sequence[Axes], x: str, y: str) -> None:
     """Labels on the axes of a single panel, shared labels beside several."""
     if len(axes) == 1:
@@ -202,3 +246,24 @@ def slug(name: str) -> str:
 
 def stem(group: Group) -> str:
     return f"{slug(group.task)}-{slug(group.model)}"
+
+
+def plain_ticks(axis: Axis, locator: LogLocator) -> None:
+    """Ticks of a logarithmic axis as plain numbers."""
+    axis.set_major_locator(locator)
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def pages(group: Group, arms: Sequence[Arm], per_rate: bool = False) -> list[tuple[str, list[Arm]]]:
+    """Arms split by rate, each with the baselines, where one picture cannot hold them all."""
+    rates = sorted({a.rate for a in arms if a.rate is not None and a.options}, reverse=True)
+    if len(rates) < 2 or (not per_rate and len(arms) <= MAX_PANELS):
+        return [("", list(arms))]
+    return [
+        (
+            f"-rate-{rate:g}",
+            [a for a in arms if a.rate == rate or a.method == BASELINE],
+        )
+        for rate in rates
+    ]

@@ -1,13 +1,12 @@
-"""Figures of what a cache costs: scores against memory, time."""
+"""Means and paired differences with their intervals: by dataset, by a record field, against memory."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 
-from matplotlib.axes import Axes
-from matplotlib.axis import Axis
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+import numpy as np
+from matplotlib.ticker import LogLocator
 
 from kvbench.report.experiment import BASELINE, Group
 from kvbench.report.figures.canvas import (
@@ -16,18 +15,23 @@ from kvbench.report.figures.canvas import (
     TEXT,
     Drawn,
     add_legend,
+    axis_name,
     axis_unit,
-    marker_size,
+    draw_estimates,
+    label_axes,
     new_figure,
+    pages,
     percent,
+    plain_ticks,
+    slug,
     stem,
     style_axes,
+    words,
 )
 from kvbench.report.figures.style import style_of
 from kvbench.report.stats.estimate import Estimate
-from kvbench.report.tables.scores import AVERAGE, ScoreTable, failures_text, score_table
-from kvbench.report.tables.timings import Timing, median_of
-from kvbench.report.views import value_text
+from kvbench.report.table import NOTHING, value_text
+from kvbench.report.tables.scores import AVERAGE, ScoreTable, score_table
 
 Point = tuple[float, Estimate]
 """A measured ratio and the score there."""
@@ -101,32 +105,20 @@ def _against_ratio(
             if not math.isnan(first.low):
                 low, high = scale * first.low, scale * first.high
                 ax.axhspan(low, high, color=style.color, alpha=0.07, lw=0)
-        ax.errorbar(
-            [ratio for ratio, _ in ordered],
-            [scale * s.value for s in scores],
-            [
-                [max(0.0, scale * (s.value - s.low)) for s in scores],
-                [max(0.0, scale * (s.high - s.value)) for s in scores],
-            ],
-            color=style.color,
-            marker=style.marker,
-            markersize=marker_size(style.marker),
-            linewidth=1.5,
-            elinewidth=0.8,
-            capsize=2,
-            label=label,
+        draw_estimates(
+            ax, [ratio for ratio, _ in ordered], scores, style, scale=scale, line=1.5, label=label
         )
     ax.set_xscale("log", base=2)
     ratios = [ratio for points in lines.values() for ratio, _ in points]
     few = max(ratios) < 4 * min(ratios)
-    _plain_ticks(ax.xaxis, LogLocator(base=2, subs=(1.0, 1.5) if few else (1.0,)))
+    plain_ticks(ax.xaxis, LogLocator(base=2, subs=(1.0, 1.5) if few else (1.0,)))
     if group.meta.score_unit == "fraction" and not any(
         score.value > 0 for points in lines.values() for _, score in points
     ):
         ax.set_ylim(0, 103)
     if logarithmic:
         ax.set_yscale("log")
-        _plain_ticks(ax.yaxis, LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
+        plain_ticks(ax.yaxis, LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
     ax.set_xlabel("measured ratio (bytes held / bytes of the exact cache)", fontsize=TEXT)
     unit = group.meta.score_unit
     named = f"score{axis_unit(group)}" if unit == "fraction" else unit.replace("_", " ")
@@ -136,141 +128,141 @@ def _against_ratio(
     return Drawn(f"{stem(group)}-ratio", title, caption, figure)
 
 
-def _plain_ticks(axis: Axis, locator: LogLocator) -> None:
-    """Ticks of a logarithmic axis as plain numbers."""
-    axis.set_major_locator(locator)
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_formatter(NullFormatter())
-
-
-def throughput(group: Group, timings: Sequence[Timing]) -> Drawn:
-    """Seconds, new tokens per second and peak memory per setting and arm; what failed is named."""
-    settings = list(dict.fromkeys(timing.setting for timing in timings))
-    memory = any(math.isfinite(timing.peak_bytes) for timing in timings)
-    figure = new_figure(10.5 if memory else 9.0, 1.1 + max(1.6, 0.26 * len(timings)))
-    panels: list[Axes] = list(figure.subplots(1, 3 if memory else 2, sharey=True))
-    labels = []
-    for i, timing in enumerate(reversed(timings)):
-        color = style_of(timing.arm.method).color
-        prefill, decode = timing.prefill_s.value, timing.decode_s.value
-        panels[0].barh(i, prefill, 0.68, color=color, alpha=0.4, edgecolor=color)
-        panels[0].barh(i, decode, 0.68, left=prefill, color=color, edgecolor=color)
-        rate = timing.decode_tokens_per_s
-        _bar(panels[1], i, rate.value, color)
-        if math.isfinite(rate.low):
-            panels[1].plot([rate.low, rate.high], [i, i], color="#222222", linewidth=0.9)
-        if memory:
-            _bar(panels[2], i, timing.peak_bytes / 2**30, color)
-        if timing.failures:
-            failed = f" {failures_text(timing.failures)}"
-            at = prefill + decode if timing.runs else 0.0
-            panels[0].annotate(failed, (at, i), va="center", fontsize=SMALL, color=GREY)
-        labels.append(timing.arm.label + (f" ({timing.setting})" if len(settings) > 1 else ""))
-    panels[0].set_yticks(range(len(labels)), labels)
-    panels[0].set_ylim(-0.6, len(labels) - 0.4)
-    panels[0].set_xlabel("seconds: prefill + compress (pale), decode (full)", fontsize=TEXT)
-    panels[1].set_xlabel("new tokens per second while decoding", fontsize=TEXT)
-    if memory:
-        panels[2].set_xlabel("peak memory (GiB)", fontsize=TEXT)
-    for ax in panels:
-        ax.set_xlim(left=0)
-        style_axes(ax, grid="x")
-    per_setting = len(timings) // max(1, len(settings))
-    for k in range(1, len(settings)):
-        for ax in panels:
-            ax.axhline(k * per_setting - 0.5, color=GREY, linewidth=0.5)
-    counts = sorted({timing.runs for timing in timings if timing.runs})
-    runs = " to ".join(str(count) for count in dict.fromkeys(counts[:1] + counts[-1:])) or "0"
-    return Drawn(
-        f"{stem(group)}-throughput",
-        f"{group.task}: time and memory" if memory else f"{group.task}: time",
-        f"Medians over {runs} runs"
-        + (
-            ", lines: 95 % intervals between order statistics"
-            if any(math.isfinite(timing.decode_tokens_per_s.low) for timing in timings)
-            else ""
-        )
-        + (f"; prompt + new tokens: {settings[0]}." if len(settings) == 1 else "."),
-        figure,
-    )
-
-
-_SCALING = (
-    ("latency_s", "seconds in all", 1.0),
-    ("decode_tokens_per_s", "new tokens per second while decoding", 1.0),
-    ("peak_bytes", "peak memory (GiB)", 2.0**-30),
-)
-
-
-def throughput_scaling(group: Group) -> Drawn | None:
-    """Time and memory against the prompt's length, one line per method: medians with their intervals,
-    or the range where there are too few runs for one. A line ends where a method failed. None below
-    three lengths, or where more than the length varies.
-    """
-    records = group.records
-    lengths = records["prompt_tokens"].nunique()
-    panels = [p for p in _SCALING if p[0] in records and records[p[0]].notna().any()]
-    if lengths < 3 or records["dataset"].nunique() != lengths or not panels:
-        return None
-    figure = new_figure(0.8 + 3.1 * len(panels), 3.3)
-    axes: list[Axes] = list(figure.subplots(1, len(panels), squeeze=False)[0])
-    arms = [arm for arm in group.arms if (records["arm"] == arm.label).any()]
-    for ax, (field, label, scale) in zip(axes, panels, strict=True):
-        for arm in arms:
-            mine = records[records["arm"].eq(arm.label) & records["status"].eq("ok")]
-            values = mine[field].astype(float) * scale
-            lines = {}
-            for length, part in values.groupby(mine["prompt_tokens"]):
-                found = median_of(part)
-                if math.isnan(found.low):
-                    found = Estimate(found.value, float(part.min()), float(part.max()))
-                if math.isfinite(found.value):
-                    lines[length] = found
-            style = style_of(arm.method)
-            ax.errorbar(
-                list(lines),
-                [e.value for e in lines.values()],
-                [
-                    [e.value - e.low for e in lines.values()],
-                    [e.high - e.value for e in lines.values()],
-                ],
-                color=style.color,
-                marker=style.marker,
-                markersize=marker_size(style.marker),
-                linewidth=1.3,
-                elinewidth=0.8,
-                capsize=1.5,
-                label=arm.label,
+def by_dataset(group: Group, table: ScoreTable) -> Drawn:
+    """Paired difference to the baseline on every dataset: a panel per rate, a point per method."""
+    if table.baseline is None:
+        return breakdown(group, table)
+    panels = pages(group, [arm for arm in group.arms if group.baseline[arm.label]], per_rate=True)
+    columns = sorted(table.columns, key=lambda name: name == AVERAGE)
+    figure = new_figure(max(6.2, 1.0 + 0.62 * len(columns)), 0.6 + 3.0 * len(panels))
+    axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
+    at = np.arange(len(columns))
+    scale = percent(table.unit)
+    for ax, (suffix, arms) in zip(axes, panels, strict=True):
+        ax.axhline(0, color=GREY, linewidth=0.9)
+        if AVERAGE in columns:
+            ax.axvline(len(columns) - 1.5, color=GREY, linewidth=0.6, linestyle=":")
+        shown = [row for row in table.rows if row.arm in arms]
+        for i, row in enumerate(shown):
+            draw_estimates(
+                ax,
+                at + (i - (len(shown) - 1) / 2) * 0.7 / len(shown),
+                [row.cells[c].difference or NOTHING for c in columns],
+                style_of(row.arm.method),
+                scale=scale,
+                size=0.85,
+                label=row.arm.label if len(panels) == 1 else row.arm.method,
             )
-        ax.set_xscale("log", base=2)
-        ax.set_yscale("log")
-        span = records.loc[records["status"] == "ok", "prompt_tokens"]
-        few = span.max() < 32 * span.min()
-        _plain_ticks(ax.xaxis, LogLocator(base=2 if few else 4))
-        _plain_ticks(ax.yaxis, LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
-        ax.set_xlabel("prompt length (tokens)", fontsize=TEXT)
-        ax.set_ylabel(label, fontsize=TEXT)
+        ax.set_xticks(at, columns, rotation=35, ha="right", rotation_mode="anchor")
+        ax.set_xlim(-0.6, len(columns) - 0.4)
+        if len(panels) > 1:
+            ax.set_title(suffix.lstrip("-").replace("-", " "), fontsize=TEXT)
         style_axes(ax)
-    add_legend(figure, axes[0], len(arms))
+    unit = "percentage points" if table.unit == "fraction" else words(table.unit)
+    label_axes(figure, list(axes), "", f"difference to {table.baseline} ({unit})")
+    add_legend(figure, axes[0], len(panels[0][1]))
     return Drawn(
-        f"{stem(group)}-scaling",
-        f"{group.task}: time and memory against the prompt's length",
-        "Medians, with 95 % intervals between order statistics, below six runs the range; a line ends"
-        " where a method failed. Both axes are logarithmic.",
+        f"{stem(group)}-by-dataset",
+        f"{group.task}: paired difference to {table.baseline} by dataset",
+        "Over examples that both scored, with 95 % intervals; the average counts every"
+        " dataset alike. Points are set apart sideways so that their intervals can be told apart.",
         figure,
     )
 
 
-def _bar(ax: Axes, at: int, value: float, color: str) -> None:
-    """A horizontal bar with its value beside it."""
-    ax.barh(at, value, 0.68, color=color)
-    if math.isfinite(value):
+def breakdown(group: Group, table: ScoreTable) -> Drawn:
+    """Score against a record field, one line per method, a panel per rate."""
+    panels = pages(group, list(group.arms), per_rate=True)
+    columns = min(3, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    figure = new_figure(1.0 + (5.2 if columns == 1 else 3.2 * columns), 0.9 + 2.7 * rows)
+    axes = figure.subplots(rows, columns, squeeze=False, sharey=True)
+    at = np.arange(len(table.columns))
+    scale = percent(table.unit)
+    for ax, (suffix, arms) in zip(axes.flat, panels, strict=False):
+        shown = [row for row in table.rows if row.arm in arms]
+        for i, row in enumerate(shown):
+            draw_estimates(
+                ax,
+                at + (i - (len(shown) - 1) / 2) * 0.5 / len(shown),
+                [row.cells[c].score for c in table.columns],
+                style_of(row.arm.method),
+                scale=scale,
+                line=1.3,
+                label=row.arm.label if len(panels) == 1 else row.arm.method,
+                clip_on=False,
+            )
+        ax.set_xticks(at, list(table.columns))
+        if len(panels) > 1:
+            ax.set_title(suffix.lstrip("-").replace("-", " "), fontsize=TEXT)
+        style_axes(ax)
+    if table.unit == "fraction":
+        axes.flat[0].set_ylim(*_limits(table))
+    for ax in list(axes.flat)[len(panels) :]:
+        ax.remove()
+    label_axes(
+        figure, list(axes.flat)[: len(panels)], axis_name(table.by), f"score{axis_unit(group)}"
+    )
+    add_legend(figure, axes.flat[0], len(panels[0][1]))
+    return Drawn(
+        f"{stem(group)}-by-{slug(table.by)}",
+        f"{group.task}: score by {words(table.by)}",
+        "Mean and 95 % interval over examples. Values are evenly spaced, and points set"
+        " apart sideways so that their intervals can be told apart.",
+        figure,
+    )
+
+
+def _limits(table: ScoreTable) -> tuple[float, float]:
+    """All of 0 to 100 per cent; where everything lies in a small part of it (and not all is 0), that
+    part."""
+    scores = [cell.score for row in table.rows for cell in row.cells.values()]
+    low = 100 * np.nanmin([min(score.value, score.low) for score in scores])
+    high = 100 * np.nanmax([max(score.value, score.high) for score in scores])
+    if high - low > 40 or not any(score.value > 0 for score in scores):
+        return 0.0, 103.0
+    room = max(1.0, 0.08 * (high - low))
+    return max(0.0, low - room), min(103.0, high + room)
+
+
+def differences(table: ScoreTable) -> Drawn:
+    """Paired difference to the baseline with its interval, one line per arm."""
+    rows = [row for row in table.rows if row.total.difference is not None]
+    scale = percent(table.unit)
+    figure = new_figure(6.2, 0.9 + 0.27 * len(rows))
+    ax = figure.subplots()
+    ax.axvline(0, color=GREY, linewidth=0.9)
+    for i, row in enumerate(reversed(rows)):
+        difference = row.total.difference
+        if difference is None or math.isnan(difference.value):
+            continue
+        draw_estimates(
+            ax,
+            [i],
+            [difference],
+            style_of(row.arm.method),
+            scale=scale,
+            horizontal=True,
+            elinewidth=1.6,
+            capsize=2.5,
+        )
         ax.annotate(
-            value_text(value, ""),
-            (value, at),
-            xytext=(3, 0),
-            textcoords="offset points",
+            value_text(difference.value, table.unit, signed=True),
+            (1.01, i),
+            xycoords=("axes fraction", "data"),
             va="center",
             fontsize=SMALL,
+            annotation_clip=False,
         )
-    ax.margins(x=0.16)
+    ax.set_yticks(range(len(rows)), [row.arm.label for row in reversed(rows)])
+    ax.set_ylim(-0.6, len(rows) - 0.4)
+    unit = " (percentage points)" if table.unit == "fraction" else f" ({words(table.unit)})"
+    better = "left" if table.lower_is_better else "right"
+    ax.set_xlabel(f"difference to {table.baseline}{unit}; {better} is better", fontsize=TEXT)
+    style_axes(ax, grid="x")
+    return Drawn(
+        f"{slug(table.task)}-{slug(table.model)}-difference",
+        f"{table.task}: paired difference to {table.baseline}",
+        "Over examples that both scored, with 95 % intervals.",
+        figure,
+    )

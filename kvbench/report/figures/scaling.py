@@ -12,6 +12,7 @@ from kvbench.report.experiment import Arm, Group
 from kvbench.report.figures.canvas import (
     Drawn,
     add_legend,
+    draw_estimates,
     label_axes,
     new_figure,
     stem,
@@ -19,14 +20,13 @@ from kvbench.report.figures.canvas import (
     words,
 )
 from kvbench.report.figures.style import Style, order_of, style_of
+from kvbench.report.table import signed_text
 from kvbench.report.tables.scaling import (
     Curve,
     Fit,
-    curves_of,
-    fits_of,
+    Scaling,
     interval_text,
     reach_text,
-    signed_text,
 )
 
 _GREY = "#888888"
@@ -34,12 +34,12 @@ _SPARE = ("#332288", "#44AA99", "#CC79A7", "#999933", "#661100", "#117733", "#DD
 _SPARE_MARKERS = ("h", "p", ">", "d", "8", "H", "v", "^")
 
 
-def scaling_figures(group: Group, spec: Mapping[str, Any]) -> list[Drawn]:
+def scaling_figures(scaling: Scaling) -> list[Drawn]:
     """The curves, a panel per data set; and, where slopes are predicted, the fitted ones."""
-    curves = curves_of(group, spec)
-    figures = [_curves_figure(group, spec, curves)]
+    group, spec = scaling.group, scaling.spec
+    figures = [_curves_figure(group, spec, scaling.curves)]
     if spec.get("expected"):
-        figures.append(_slopes_figure(group, spec, fits_of(curves, spec)))
+        figures.append(_slopes_figure(group, spec, scaling.fits))
     return figures
 
 
@@ -110,22 +110,14 @@ def _slopes_figure(group: Group, spec: Mapping[str, Any], fits: Sequence[Fit]) -
         look = looks[arm.label]
         mine = [f for f in fits if f.curve.arm == arm and math.isfinite(f.slope.value)]
         shift = (k - (len(arms) - 1) / 2) * 0.78 / len(arms)
-        value = np.array([f.slope.value for f in mine])
-        spread = np.array(
-            [
-                [f.slope.value - f.slope.low for f in mine],
-                [f.slope.high - f.slope.value for f in mine],
-            ]
-        )
-        ax.errorbar(
-            value,
+        draw_estimates(
+            ax,
             [facets.index(f.curve.facet) + shift for f in mine],
-            xerr=np.clip(spread, 0, None),
-            linestyle="none",
-            color=look.color,
-            marker=look.marker,
-            markersize=4.5,
+            [f.slope for f in mine],
+            look,
+            horizontal=True,
             elinewidth=1.1,
+            capsize=0,
             label=arm.label,
         )
     ax.set_yticks(range(len(facets)), facets)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import pandas as pd
 
 from kvbench.report.experiment import Group
-from kvbench.report.tables.scores import as_text
+from kvbench.report.tables.strata import as_text
 
 T = TypeVar("T")
 _WORDS = re.compile(r"\w+|\s+|[^\w\s]")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,22 +18,13 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from kvbench.report import views
 from kvbench.report.experiment import Experiment, Group
 from kvbench.report.figures.canvas import Drawn
 from kvbench.report.figures.style import order_of, style_of
 from kvbench.report.render.answers import Shown, clip, sample_of
+from kvbench.report.sections import Section
 from kvbench.report.stats.estimate import Estimate
-from kvbench.report.tables.differences import notes_on
-from kvbench.report.tables.pairs import ArmPair, pairs_view
-from kvbench.report.tables.published import Published, joined_tasks
-from kvbench.report.tables.published_views import difference_text, margin_note
-from kvbench.report.tables.scores import Overview, ScoreTable
-from kvbench.report.tables.speeds import Speed
-from kvbench.report.tables.study import Study
-from kvbench.report.tables.timing_views import speed_view, timing_view
-from kvbench.report.tables.timings import Timing
-from kvbench.report.views import View
+from kvbench.report.table import KINDS, MARKS, Column, Table, unit_text, value_text
 
 _HERE = Path(__file__).parent / "templates"
 _FAILURES_SHOWN = 100
@@ -41,46 +33,27 @@ _PIXELS_PER_INCH = 92
 
 
 @dataclass(frozen=True)
-class Section:
-    """One model and task on the page; its first table is by dataset, the others split it."""
+class Page:
+    """What a page shows: its sections, and before them the tables of several models and tasks, and the
+    published numbers beside ours."""
 
-    group: Group
-    tables: tuple[ScoreTable, ...]
-    timings: tuple[Timing, ...]
-    figures: tuple[Drawn, ...]
-    study: Study | None = None
-    pairs: tuple[ArmPair, ...] = ()
-    speeds: tuple[Speed, ...] = ()
-
-    @property
-    def ranked(self) -> bool:
-        """Whether scores are compared: no timings, no study."""
-        return not self.timings and self.study is None
+    sections: Sequence[Section]
+    overview: Sequence[Table] = ()
+    published: Sequence[Table] = ()
+    warnings: Sequence[str] = ()
 
 
-def render_page(
-    experiment: Experiment,
-    sections: Sequence[Section],
-    overviews: Sequence[Overview],
-    published: Sequence[Published],
-    warnings: Sequence[str] = (),
-    printed: Sequence[View] = (),
-) -> str:
-    """The page's HTML.
-
-    Args:
-        printed: tables of several models, as papers print them.
-    """
+def render_page(experiment: Experiment, page: Page) -> str:
+    """The page's HTML."""
     template = environment().get_template("page.html.j2")
     return template.render(
         **page_parts(),
         experiment=experiment,
-        sections=[_section(section, index) for index, section in enumerate(sections, 1)],
-        overviews=[overview for overview in overviews if len(overview.tables) > 1],
-        published=[(table, notes_on(table.differences)) for table in joined_tasks(published)],
-        margin_note=margin_note(published),
-        warnings=warnings,
-        methods=sorted({a.method for s in sections for a in s.group.arms}, key=order_of),
+        sections=[_section(section, index) for index, section in enumerate(page.sections, 1)],
+        overview=page.overview,
+        published=page.published,
+        warnings=page.warnings,
+        methods=sorted({a.method for s in page.sections for a in s.group.arms}, key=order_of),
         totals=_totals(experiment),
         reproduce=how_to_reproduce(experiment),
         manifests=[
@@ -88,7 +61,6 @@ def render_page(
             for run in experiment.runs[:_MANIFESTS_SHOWN]
         ],
         statuses=_statuses(experiment),
-        printed=printed,
     )
 
 
@@ -102,10 +74,13 @@ def environment() -> Environment:
         lstrip_blocks=True,
     )
     made.globals.update(
-        views=views,
         color=lambda method: style_of(method).color,
-        interval_plot=_interval_plot,
-        published_difference=difference_text,
+        is_left=lambda column: KINDS[column.kind].left,
+        marks=MARKS,
+        track=_track,
+        sort_key=_sort_key,
+        unit_text=unit_text,
+        value_text=value_text,
     )
     return made
 
@@ -125,15 +100,11 @@ def _section(section: Section, index: int) -> dict[str, Any]:
     return {
         "id": f"section-{index}",
         "group": section.group,
-        "table": section.tables[0],
-        "breakdowns": section.tables[1:],
-        "study": section.study,
-        "timings": timing_view(section.group.task, section.group.model, section.timings)
-        if section.timings
-        else None,
-        "speeds": speed_view(section.group, section.speeds) if section.speeds else None,
-        "pairs": pairs_view(section.group, section.pairs) if section.pairs else None,
-        "notes": [*views.notes_of(section.tables), *_sample_notes(section.group)],
+        "lead": section.lead,
+        "folded": section.folded,
+        "findings": section.findings,
+        "ranked": section.ranked,
+        "notes": section.notes,
         "figures": [_figure(drawn) for drawn in section.figures],
         "shown": shown,
         "examples": examples,
@@ -149,19 +120,6 @@ def _figure(drawn: Drawn) -> dict[str, Any]:
         "uri": f"data:image/png;base64,{base64.b64encode(drawn.png).decode()}",
         "width": round(drawn.figure.get_figwidth() * _PIXELS_PER_INCH),
     }
-
-
-def _sample_notes(group: Group) -> list[str]:
-    """What the examples are a sample of: the unit where it is not the example, and what `limit` cut."""
-    notes, unit = [], group.meta.unit
-    if unit != "example_id" and unit in group.records:
-        notes.append(
-            f"The independent unit is the {unit.replace('_', ' ')}: intervals are over the"
-            f" {group.records[unit].nunique()} there are, each with all of its examples."
-        )
-    if group.left_out:
-        notes.append(f"Left out by limit: {', '.join(group.left_out)}.")
-    return notes
 
 
 def _filters(shown: Sequence[Shown]) -> dict[str, list[str]]:
@@ -224,6 +182,22 @@ def _plain(value: object) -> str:
     return str(value)
 
 
-def _interval_plot(estimate: Estimate) -> dict[str, float]:
-    """Where low, value and high of a fraction lie on a line from 0 to 100."""
-    return {name: round(100 * getattr(estimate, name), 1) for name in ("low", "value", "high")}
+def _track(column: Column, value: object) -> dict[str, float] | None:
+    """Where low, value and high of a fraction lie on a line from 0 to 100; None for anything else."""
+    if not isinstance(value, Estimate) or (column.kind, column.unit) != ("score", "fraction"):
+        return None
+    if not column.bounds or math.isnan(value.low):
+        return None
+    return {name: round(100 * getattr(value, name), 1) for name in ("low", "value", "high")}
+
+
+def _sort_key(value: object) -> float | str:
+    """What a column is sorted by: numbers where the values are, else their text."""
+    if isinstance(value, Mapping):
+        return sum(value.values())
+    if isinstance(value, tuple):
+        return _sort_key(value[-1])
+    number = value.value if isinstance(value, Estimate) else value
+    if not isinstance(number, int | float):
+        return "" if number is None else str(number)
+    return "" if math.isnan(number) else number

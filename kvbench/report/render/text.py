@@ -1,22 +1,27 @@
-"""A view as Markdown or as LaTeX (booktabs), a frame as CSV. Names, answers and errors are whatever the
-records hold: in each form they are shown, and mean nothing to the program that shows them."""
+"""A table as CSV, Markdown, LaTeX (booktabs) and on a terminal. Names, answers and errors are whatever
+the records hold: in each form they are shown, and mean nothing to the program that shows them."""
 
 from __future__ import annotations
 
 import re
+import sys
 import unicodedata
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
+import rich.table
+from rich import box
+from rich.console import Console
+from rich.markup import escape as escape_markup
 
 from kvbench.errors import printable
-from kvbench.report.views import INCOMPLETE, MISSING, OUTSIDE, TIED, View
+from kvbench.report.table import INCOMPLETE, KINDS, MISSING, OUTSIDE, TIED, CellText, Column, Table
 
 _NARROW, _UPRIGHT = 7, 10
 """LaTeX tables with more columns are scaled to the width of the page; with still more, their heads stand
 upright."""
-
-_MARKS = f" {INCOMPLETE}{TIED}{OUTSIDE}"
 
 _LATEX = {
     "\\": r"\textbackslash{}",
@@ -48,8 +53,13 @@ _LATEX = {
 }
 
 
-def csv(frame: pd.DataFrame) -> str:
-    """The frame's rows, numbers in six digits. A text that a spreadsheet would take for a formula has an
+def csv(table: Table) -> str:
+    """What the table's rows hold as numbers (its long form where it has one), in six digits."""
+    return frame_csv(pd.DataFrame(table.records()))
+
+
+def frame_csv(frame: pd.DataFrame) -> str:
+    """A frame's rows, numbers in six digits. A text that a spreadsheet would take for a formula has an
     apostrophe before it; a number stays one."""
     safe = frame.rename(columns=_no_formula)
     for place, (_, column) in enumerate(frame.items()):
@@ -76,62 +86,59 @@ def _no_formula(cell: Any) -> Any:
     return cell
 
 
-def markdown(view: View) -> str:
+def markdown(table: Table) -> str:
     """A pipe table under its title, a line for each row group, notes below."""
-    rows: list[tuple[str, ...]] = []
-    for heading, block in view.blocks:
+    columns = table.shown
+    lines: list[list[str]] = []
+    for heading, rows in table.groups():
         if heading:
-            rows.append((f"*{plain(heading)}*", *[""] * (len(view.columns) - 1)))
-        for i in block:
-            texts = enumerate(map(plain, view.rows[i]))
-            rows.append(tuple(_starred(t) if (i, j) in view.bold else t for j, t in texts))
-    columns = tuple(map(plain, view.columns))
-    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+            lines.append([f"*{plain(heading)}*", *[""] * (len(columns) - 1)])
+        for row in rows:
+            lines.append([_starred(table.cell(row, column)) for column in columns])
+    heads = [plain(column.heading or "") for column in columns]
+    widths = [max(map(len, column)) for column in zip(heads, *lines, strict=True)]
 
-    def line(cells: tuple[str, ...]) -> str:
+    def line(cells: Sequence[str]) -> str:
         padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
         return f"| {' | '.join(padded)} |"
 
-    dashes = zip(_left(view), widths, strict=True)
+    dashes = zip(_left(columns), widths, strict=True)
     rule = "|".join(f":{'-' * (w + 1)}" if left else f"{'-' * (w + 1)}:" for left, w in dashes)
-    notes = "".join(f"- {plain(note)}\n" for note in view.notes)
-    body = "\n".join(map(line, rows))
-    return f"### {plain(view.title)}\n\n{line(columns)}\n|{rule}|\n{body}\n\n{notes}"
+    notes = "".join(f"- {plain(note)}\n" for note in table.notes)
+    body = "\n".join(map(line, lines))
+    return f"### {plain(table.title)}\n\n{line(heads)}\n|{rule}|\n{body}\n\n{notes}"
 
 
-def latex(view: View) -> str:
+def latex(table: Table) -> str:
     """A table environment with booktabs rules, the notes as small print below it.
 
     Needs ``\\usepackage{booktabs}``, and ``graphicx`` where the table is scaled to the page's width.
     """
-    wide = len(view.columns) > _NARROW
+    columns = table.shown
+    wide = len(columns) > _NARROW
     body = [
-        r"\begin{tabular}{" + "".join("l" if left else "r" for left in _left(view)) + "}",
+        r"\begin{tabular}{" + "".join("l" if left else "r" for left in _left(columns)) + "}",
         r"\toprule",
-        " & ".join(_heads(view)) + r" \\",
+        " & ".join(_heads(columns)) + r" \\",
     ]
-    for heading, block in view.blocks:
+    for heading, rows in table.groups():
         body.append(r"\midrule")
         if heading:
-            span = rf"\multicolumn{{{len(view.columns)}}}{{l}}"
+            span = rf"\multicolumn{{{len(columns)}}}{{l}}"
             body.append(rf"{span}{{\emph{{{_escape(heading)}}}}} \\")
-        body += [
-            " & ".join(_cell(text, (i, j) in view.bold) for j, text in enumerate(view.rows[i]))
-            + r" \\"
-            for i in block
-        ]
+        body += [" & ".join(_cell(table.cell(row, c)) for c in columns) + r" \\" for row in rows]
     body += [r"\bottomrule", r"\end{tabular}"]
     if wide:
-        narrow = r"\setlength{\tabcolsep}{5pt}" if len(view.columns) > _UPRIGHT else ""
+        narrow = r"\setlength{\tabcolsep}{5pt}" if len(columns) > _UPRIGHT else ""
         body = [narrow + r"\resizebox{\textwidth}{!}{%", *body[:-1], body[-1] + "}"]
-    notes = " ".join(map(_escape, view.notes))
+    notes = " ".join(map(_escape, table.notes))
     star = "*" if wide else ""
     lines = [
         r"% needs \usepackage{booktabs}" + (r" and \usepackage{graphicx}" if wide else ""),
         rf"\begin{{table{star}}}",
         r"\centering",
-        rf"\caption{{{_escape(view.title)}.}}",
-        r"\label{tab:" + re.sub(r"[^\w.:-]", "-", view.name).replace("_", "-") + "}",
+        rf"\caption{{{_escape(table.title)}.}}",
+        r"\label{tab:" + re.sub(r"[^\w.:-]", "-", table.name).replace("_", "-") + "}",
         *body,
         *([r"\par\smallskip", rf"\parbox{{\linewidth}}{{\footnotesize {notes}}}"] if notes else []),
         rf"\end{{table{star}}}",
@@ -139,13 +146,58 @@ def latex(view: View) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _left(view: View) -> list[bool]:
-    """Which columns are text, and so aligned to the left."""
-    return [i == 0 or i in view.texts for i in range(len(view.columns))]
+def print_tables(tables: Iterable[Table], console: Console | None = None) -> None:
+    """Print tables on a terminal, with their notes once at the end."""
+    out = console or Console(width=None if sys.stdout.isatty() else 140)
+    notes: dict[str, None] = {}
+    for table in tables:
+        out.print(rich_table(table))
+        notes |= dict.fromkeys(table.notes)
+    for note in notes:
+        out.print(f"  {escape(note)}", style="dim", highlight=False)
 
 
-def _heads(view: View) -> list[str]:
-    heads = list(map(_escape, view.columns))
+def rich_table(table: Table) -> rich.table.Table:
+    """A table for the terminal: intervals on their own line, so that it fits."""
+    made = rich.table.Table(
+        title=escape(table.title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
+    )
+    columns = table.shown
+    for index, (column, left) in enumerate(zip(columns, _left(columns), strict=True)):
+        made.add_column(
+            escape(column.heading or ""),
+            justify="left" if left else "right",
+            no_wrap=index == 0,
+            style="bold" if index == 0 else None,
+        )
+    for heading, rows in table.groups():
+        if heading:
+            made.add_row(f"[italic]{escape(heading)}[/italic]")
+        for row in rows:
+            made.add_row(*(_markup(table.cell(row, column)) for column in columns))
+        made.add_section()
+    return made
+
+
+def escape(text: str) -> str:
+    """Text that neither rich nor the terminal takes for anything else."""
+    return escape_markup(printable(text))
+
+
+def _markup(cell: CellText) -> str:
+    """Rich markup of a cell: its interval and marks on a line of their own."""
+    value, rest = escape(cell.text), " ".join(p for p in (cell.interval, cell.marks) if p)
+    value = f"[bold]{value}[/bold]" if cell.bold else value
+    return f"{value}\n{escape(rest)}" if cell.interval else f"{value} {escape(rest)}".rstrip()
+
+
+def _left(columns: Sequence[Column]) -> list[bool]:
+    """Which columns are words, and so aligned to the left."""
+    return [i == 0 or KINDS[column.kind].left for i, column in enumerate(columns)]
+
+
+def _heads(columns: Sequence[Column]) -> list[str]:
+    heads = [_escape(column.heading or "") for column in columns]
     if len(heads) <= _UPRIGHT:
         return heads
     return [heads[0], *(rf"\rotatebox{{90}}{{{head}}}" if head else "" for head in heads[1:])]
@@ -158,19 +210,21 @@ def plain(text: str) -> str:
     return _TAG.sub("&lt;", _LINK.sub(r"]\\", text))
 
 
-def _starred(text: str) -> str:
-    value, bracket, rest = text.partition(" [")
-    return f"**{value}**{bracket}{rest}"
+def _starred(cell: CellText) -> str:
+    text = plain(cell.text)
+    return str(
+        replace(cell, text=f"**{text}**" if cell.bold else text, interval=plain(cell.interval))
+    )
 
 
-def _cell(text: str, bold: bool) -> str:
+def _cell(cell: CellText) -> str:
     """A cell; of a value with its interval only the value in bold, and marks beyond the right edge."""
-    marks = text[len(text.rstrip(_MARKS)) :].replace(" ", "")
-    value, bracket, rest = text[: len(text.rstrip(_MARKS))].partition(" [")
-    shown = rf"\textbf{{{_escape(value)}}}" if bold else _escape(value)
+    shown = rf"\textbf{{{_escape(cell.text)}}}" if cell.bold else _escape(cell.text)
     if shown.startswith("["):  # else an argument of the line break before it
         shown = f"{{{shown[0]}}}{shown[1:]}"
-    return shown + _escape(bracket + rest) + (rf"\rlap{{{_escape(marks)}}}" if marks else "")
+    marks = _escape(cell.marks.replace(" ", ""))
+    interval = _escape(f" {cell.interval}" if cell.interval else "")
+    return shown + interval + (rf"\rlap{{{marks}}}" if marks else "")
 
 
 _TAG = re.compile(r"<(?=[A-Za-z/!?])")

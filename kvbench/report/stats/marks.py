@@ -14,7 +14,7 @@ from kvbench.report.stats.estimate import Array, Stratum, ratio
 from kvbench.report.stats.significance import ALPHA, adjusted_p_values, p_values
 
 if TYPE_CHECKING:
-    from kvbench.report.tables.scores import Scores
+    from kvbench.report.tables.strata import Scores
 
 
 @dataclass(frozen=True)

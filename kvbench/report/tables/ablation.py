@@ -30,9 +30,9 @@ from kvbench.report.experiment import Group
 from kvbench.report.figures.canvas import tick_text, words
 from kvbench.report.stats.estimate import LEVEL, Estimate, Stratum, estimates, widened
 from kvbench.report.stats.significance import holm
+from kvbench.report.table import Column, Row, Table, number, percent_text
 from kvbench.report.tables.published import published_frame
-from kvbench.report.tables.scores import as_text
-from kvbench.report.views import MISSING, View, number
+from kvbench.report.tables.strata import as_text
 
 _PUBLISHED = "balancekv_figure3"
 
@@ -70,15 +70,6 @@ class Effect:
     def worse(self) -> int:
         """Cells whose interval lies above zero."""
         return sum(e.low > 0 for e in self.cells.values())
-
-
-def ablation_of(group: Group) -> Mapping[str, Any] | None:
-    """The group's ``ablation`` figure, if its task asks for one and the reference has records."""
-    spec = group.meta.figure("ablation")
-    if spec is None or spec["y"] not in group.records:
-        return None
-    good = group.records[group.records["status"].eq("ok")]
-    return spec if good["method"].eq(spec["reference"]).any() else None
 
 
 def metrics_of(group: Group, spec: Mapping[str, Any]) -> list[str]:
@@ -149,78 +140,134 @@ def _p_values(cells: Sequence[Stratum]) -> list[float]:
     return found
 
 
-def effect_view(group: Group, spec: Mapping[str, Any]) -> View:
+@dataclass(frozen=True)
+class Ablation:
+    """One option changed at a time: the effects of its variants by metric, the score's first.
+
+    Attributes:
+        spec: as the task asks for it.
+        units: "8 prompts": what intervals resample.
+    """
+
+    group: Group
+    spec: Mapping[str, Any]
+    effects: Mapping[str, Sequence[Effect]]
+    units: str
+
+    @property
+    def first(self) -> Sequence[Effect]:
+        """The effects on the score's metric."""
+        return self.effects[self.spec["y"]]
+
+    @property
+    def cells(self) -> int:
+        """In how many cells a variant is compared."""
+        return len(self.first[0].cells) if self.first else 0
+
+    @property
+    def crossed(self) -> str:
+        """What makes up a cell."""
+        return " x ".join(words(n) for n in (self.spec["by"], self.spec.get("series")) if n)
+
+
+def ablation_of(group: Group) -> Ablation | None:
+    """What the group's ``ablation`` figure asks for, if its task has one and the reference records."""
+    spec = group.meta.figure("ablation")
+    if spec is None or spec["y"] not in group.records:
+        return None
+    good = group.records[group.records["status"].eq("ok")]
+    if not good["method"].eq(spec["reference"]).any():
+        return None
+    effects = {y: effects_of(group, spec, y) for y in metrics_of(group, spec)}
+    return Ablation(group, spec, effects, units_text(group, spec))
+
+
+def effect_table(ablation: Ablation) -> Table:
     """One row per variant: overall change, cells better and worse, seconds."""
-    metrics = metrics_of(group, spec)
-    effects = effects_of(group, spec)
-    cells = len(effects[0].cells) if effects else 0
-    others = {y: {e.label: e for e in effects_of(group, spec, y)} for y in metrics[1:]}
-    return View(
+    group, spec, units = ablation.group, ablation.spec, ablation.units
+    others = {y: {e.label: e for e in of} for y, of in ablation.effects.items() if y != spec["y"]}
+    return Table(
         name=f"{group.task}-{group.model}-ablation",
         title=f"{group.task} on {group.model}: change of {words(spec['y'])} against"
         f" {spec['reference']}",
         columns=(
-            *("variant", "changed", "change, %", "p", "better", "worse"),
-            *(f"change of {words(y)}, %" for y in others),
-            "seconds",
+            Column("variant", "variant", "label"),
+            Column("changed", "changed", "label"),
+            Column("change", "change, %", "change"),
+            Column("p", "p", "p"),
+            Column("better", "better", "label"),
+            Column("worse", "worse", "label"),
+            *(Column(y, f"change of {words(y)}, %", "change") for y in others),
+            Column("seconds", "seconds", "times"),
         ),
         rows=tuple(
-            (
-                e.label,
-                e.part,
-                _percent_text(e.overall),
-                MISSING if math.isnan(e.p) else f"{e.p:.2g}",
-                f"{e.better}/{len(e.cells)}",
-                f"{e.worse}/{len(e.cells)}",
-                *(
-                    _percent_text(found[e.label].overall) if e.label in found else MISSING
-                    for found in others.values()
-                ),
-                f"{number(e.seconds)} x",
+            Row(
+                {
+                    "variant": e.label,
+                    "changed": e.part,
+                    "change": e.overall,
+                    "p": e.p,
+                    "better": f"{e.better}/{len(e.cells)}",
+                    "worse": f"{e.worse}/{len(e.cells)}",
+                    **{y: of[e.label].overall for y, of in others.items() if e.label in of},
+                    "seconds": e.seconds,
+                }
             )
-            for e in effects
+            for e in ablation.first
         ),
         notes=(
-            f"Geometric mean over {cells} cells ({' x '.join(_cell_fields(spec))}), with 95 % bootstrap"
-            f" intervals over {units_text(group, spec)}, the same ones drawn for every cell, widened by"
+            f"Geometric mean over {ablation.cells} cells ({ablation.crossed}), with 95 % bootstrap"
+            f" intervals over {units}, the same ones drawn for every cell, widened by"
             " Student's t; negative is less error.",
-            f"p: t-test over {units_text(group, spec)}, adjusted for {len(effects)} variants (Holm); the"
+            f"p: t-test over {units}, adjusted for {len(ablation.first)} variants (Holm); the"
             " intervals are not adjusted.",
             "better, worse: cells whose own interval excludes 0 (not adjusted for their number).",
             "seconds: median time of compression over that of the reference.",
         ),
+        long=_every_effect(ablation),
     )
 
 
-def effect_frame(group: Group, spec: Mapping[str, Any]) -> pd.DataFrame:
-    """Effects in long form: one row per variant and cell, and one overall."""
-    lines = []
-    for y in metrics_of(group, spec):
-        for e in effects_of(group, spec, y):
-            every: list[tuple[Any, Any, Estimate]] = [("all", "all", e.overall)]
-            every += [(by, series, estimate) for (by, series), estimate in e.cells.items()]
-            lines += [
-                {
-                    "model": group.model,
-                    "task": group.task,
-                    "metric": y,
-                    "part": e.part,
-                    "variant": e.label,
-                    spec["by"]: by,
-                    spec.get("series") or "series": series,
-                    "change": estimate.value,
-                    "change_low": estimate.low,
-                    "change_high": estimate.high,
-                    "p_holm": e.p if by == "all" else math.nan,
-                    "seconds_ratio": e.seconds,
-                }
-                for by, series, estimate in every
-            ]
-    return pd.DataFrame(lines)
+def _every_effect(ablation: Ablation) -> Table:
+    """One row per variant, metric and cell, and one overall."""
+    group, spec = ablation.group, ablation.spec
+    series = spec.get("series") or "series"
+    rows = []
+    for y, effects in ablation.effects.items():
+        for e in effects:
+            for (by, one), change in {("all", "all"): e.overall, **e.cells}.items():
+                rows.append(
+                    Row(
+                        {
+                            "model": group.model,
+                            "task": group.task,
+                            "metric": y,
+                            "part": e.part,
+                            "variant": e.label,
+                            spec["by"]: by,
+                            series: one,
+                            "change": change,
+                            "p_holm": e.p if by == "all" else math.nan,
+                            "seconds_ratio": e.seconds,
+                        }
+                    )
+                )
+    return Table(
+        name="",
+        title="",
+        columns=(
+            *map(Column, ("model", "task", "metric", "part", "variant", spec["by"], series)),
+            Column("change", kind="change"),
+            Column("p_holm"),
+            Column("seconds_ratio"),
+        ),
+        rows=tuple(rows),
+    )
 
 
-def grid_view(group: Group, spec: Mapping[str, Any], folder: Path) -> View | None:
+def grid_table(ablation: Ablation, folder: Path) -> Table | None:
     """Error and seconds by block size and rate, laid out as Figure 3, the published beside ours."""
+    group, spec = ablation.group, ablation.spec
     good = group.records[group.records["status"].eq("ok")]
     grid = {int(size): label for size, label in spec["grid"].items()}
     grid = {size: label for size, label in grid.items() if good["method"].eq(label).any()}
@@ -259,16 +306,14 @@ def grid_view(group: Group, spec: Mapping[str, Any], folder: Path) -> View | Non
                     *(number(float(value)) for values in found for value in values),
                 )
             )
-    return View(
+    heads = ["layer", "block size"]
+    heads += [f"error, rate {tick_text(float(r), 'rate')}" for r in rates]
+    heads += [f"seconds, rate {tick_text(float(r), 'rate')}" for r in rates]
+    return Table(
         name=f"{group.task}-{group.model}-figure3",
         title=f"{group.task} on {group.model}: block size x rate, as in Figure 3 of BalanceKV",
-        columns=(
-            "layer",
-            "block size",
-            *(f"error, rate {tick_text(float(r), 'rate')}" for r in rates),
-            *(f"seconds, rate {tick_text(float(r), 'rate')}" for r in rates),
-        ),
-        rows=tuple(rows),
+        columns=tuple(Column(head, head, "label", saved=False) for head in heads),
+        rows=tuple(Row(dict(zip(heads, row, strict=True))) for row in rows),
         notes=(
             "Ours: mean ± standard deviation over prompts and draws (over layers if they share a row),"
             " median seconds of one layer's compression. What can be compared is how the numbers change"
@@ -278,21 +323,20 @@ def grid_view(group: Group, spec: Mapping[str, Any], folder: Path) -> View | Non
     )
 
 
-def ablation_findings(group: Group, spec: Mapping[str, Any]) -> list[str]:
+def ablation_findings(ablation: Ablation) -> list[str]:
     """What was found, from the numbers alone."""
-    effects = {y: effects_of(group, spec, y) for y in metrics_of(group, spec)}
-    first = effects[spec["y"]]
+    spec, first = ablation.spec, ablation.first
     if not first:
         return []
-    cells, units = len(first[0].cells), units_text(group, spec)
+    cells, units = ablation.cells, ablation.units
     found = [
         f"One option changed at a time against {spec['reference']}; change of error as a geometric mean "
-        f"over {cells} cells ({' x '.join(_cell_fields(spec))}), 95 % intervals over {units}. More and "
+        f"over {cells} cells ({ablation.crossed}), 95 % intervals over {units}. More and "
         f"less error are told by a t-test over {units}, adjusted for {len(first)} variants (Holm)."
     ]
     if units.startswith("1 "):
         found.append(f"One repetition, {units}, determines nothing: there are no intervals.")
-    for y, of in effects.items():
+    for y, of in ablation.effects.items():
         ordered = sorted(of, key=lambda e: e.overall.value)
         kinds = (
             ("Less", [e for e in ordered if e.shown and e.overall.value < 0]),
@@ -326,10 +370,6 @@ def _relative(log_ratio: Estimate, units: int) -> Estimate:
     return Estimate(*(math.expm1(x) for x in (log_ratio.value, log_ratio.low, log_ratio.high)))
 
 
-def _cell_fields(spec: Mapping[str, Any]) -> list[str]:
-    return [words(name) for name in (spec["by"], spec.get("series")) if name]
-
-
 def units_text(group: Group, spec: Mapping[str, Any]) -> str:
     """E.g. "8 prompts" or "1 prompt": what intervals resample."""
     mine = group.records[group.records["method"].eq(spec["reference"])]
@@ -338,7 +378,5 @@ def units_text(group: Group, spec: Mapping[str, Any]) -> str:
 
 
 def _percent_text(estimate: Estimate) -> str:
-    low, value, high = (
-        f"{100 * x:+.1f}".replace("-", "−") for x in (estimate.low, estimate.value, estimate.high)
-    )
+    low, value, high = map(percent_text, (estimate.low, estimate.value, estimate.high))
     return f"{value} (no interval)" if math.isnan(estimate.low) else f"{value} [{low}, {high}]"

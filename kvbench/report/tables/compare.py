@@ -22,7 +22,9 @@ from kvbench.report.experiment import Arm, Experiment, Group, TaskMeta, flat
 from kvbench.report.stats.estimate import Estimate, Stratum
 from kvbench.report.stats.intervals import difference_intervals, mean_intervals, unpaired_difference
 from kvbench.report.stats.significance import holm, p_values
-from kvbench.report.tables.scores import AVERAGE, PROMPT, failures_of
+from kvbench.report.table import NOTHING
+from kvbench.report.tables.scores import AVERAGE
+from kvbench.report.tables.strata import PROMPT, failures_of
 
 _LEAST_COMMON = 0.5
 """Means are compared paired where this share of the smaller side's examples is in both."""
@@ -163,47 +165,6 @@ def compare(first: Experiment, second: Experiment) -> Comparison:
     return Comparison(names, _adjusted(tasks), tuple(_settings(pairs)), (only[0], only[1]))
 
 
-def comparison_table(comparison: Comparison) -> pd.DataFrame:
-    """Every change as numbers, one row per arm and dataset; fractions as per cent."""
-    lines = []
-    for task in comparison.tasks:
-        scale = 100.0 if task.unit == "fraction" else 1.0
-        for match in task.matches:
-            for change in match.changes:
-                line: dict[str, object] = {
-                    "model": task.model,
-                    "task": task.task,
-                    "method": match.method,
-                    "arm": match.label,
-                    "dataset": change.dataset,
-                    "unit": "%" if task.unit == "fraction" else task.unit,
-                }
-                for name, estimate in (
-                    ("first", change.first),
-                    ("second", change.second),
-                    ("difference", change.difference),
-                ):
-                    line[name] = estimate.value * scale
-                    line[f"{name}_low"] = estimate.low * scale
-                    line[f"{name}_high"] = estimate.high * scale
-                line |= {
-                    "paired": change.paired,
-                    "p": change.p,
-                    "p_holm": change.adjusted,
-                    "common_examples": change.common,
-                    "better": change.better,
-                    "worse": change.worse,
-                    "first_failed": sum(change.failed[0].values()),
-                    "second_failed": sum(change.failed[1].values()),
-                    "first_ratio": change.ratio[0],
-                    "second_ratio": change.ratio[1],
-                    "first_seconds": change.seconds[0],
-                    "second_seconds": change.seconds[1],
-                }
-                lines.append(line)
-    return pd.DataFrame(lines)
-
-
 def _names(first: Experiment, second: Experiment) -> tuple[str, str]:
     """The folders' names, with their parents' where they are the same."""
     if first.name != second.name:
@@ -289,15 +250,14 @@ def _change(
         strata[0].append(_stratum(f"first {name}", mine, mine["good"], unit))
         strata[1].append(_stratum(f"second {name}", theirs, theirs["good"], unit))
         strata[2].append(_stratum(f"both {name}", both, both["good_b"] - both["good"], unit))
-    nothing = Estimate(math.nan, math.nan, math.nan)
     # where a dataset has no score at all, there is no mean over all of them
     scored = [bool(side) and all(len(one.sums) for one in side) for side in strata[:2]]
     first, second = (
-        mean_intervals(side, fraction=fraction)[0] if known else nothing
+        mean_intervals(side, fraction=fraction)[0] if known else NOTHING
         for side, known in zip(strata[:2], scored, strict=True)
     )
     if not all(scored):
-        difference = nothing
+        difference = NOTHING
     elif enough:
         difference = difference_intervals(strata[2], fraction=fraction)[0]
     else:

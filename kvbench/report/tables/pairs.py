@@ -8,15 +8,14 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
-import pandas as pd
 
 from kvbench.report.experiment import Arm, Group
 from kvbench.report.stats.estimate import Array, Estimate, Stratum
 from kvbench.report.stats.intervals import difference_intervals
 from kvbench.report.stats.marks import common_means, paired_tests
 from kvbench.report.stats.significance import ALPHA, POWER, units_needed, variances
-from kvbench.report.tables.scores import Scores, peers_of, strata_of
-from kvbench.report.views import MISSING, View, estimate_text, shown_text, unit_text, value_text
+from kvbench.report.table import Column, Row, Table, unit_text
+from kvbench.report.tables.strata import Scores, peers_of, strata_of
 
 PLANNED = (0.02, 0.05)
 """Differences to plan for: points of a fraction, else shares of the better mean."""
@@ -161,101 +160,69 @@ def _units(strata: Sequence[Stratum]) -> Array:
     return np.sum([(stratum.counts > 0).sum(0) for stratum in strata], axis=0)
 
 
-def pairs_frame(group: Group, pairs: Sequence[ArmPair]) -> pd.DataFrame:
-    """Every pair as numbers; fractions as per cent."""
+def pairs_table(group: Group, pairs: Sequence[ArmPair]) -> Table:
+    """Every pair; of many, readers see those with the best and those of neighbouring rank."""
     unit = group.meta.score_unit
-    scale = 100.0 if unit == "fraction" else 1.0
-    lines = []
-    for pair in pairs:
-        line: dict[str, object] = {
-            "model": group.model,
-            "task": group.task,
-            "first": pair.first.label,
-            "second": pair.second.label,
-            "difference": pair.difference.value * scale,
-            "difference_low": pair.difference.low * scale,
-            "difference_high": pair.difference.high * scale,
-            "p": pair.p,
-            "p_adjusted": pair.adjusted,
-            "paired_deviation": pair.deviation * scale,
-            "datasets": pair.datasets,
-            "examples": pair.examples,
-            **{
-                f"needed_per_dataset_for_{_planned_text(planned, unit, word=True)}": needed
-                for planned, needed in pair.needed.items()
-            },
-            "neighbours": pair.neighbours,
-            "to_best": pair.to_best,
-        }
-        for model, gap in pair.published.items():
-            suffix = f" ({model})" if model else ""
-            line[f"published_difference{suffix}"] = gap.difference
-            line[f"needed_per_dataset_published{suffix}"] = gap.needed
-        lines.append(line)
-    return pd.DataFrame(lines)
-
-
-def pairs_view(group: Group, pairs: Sequence[ArmPair]) -> View:
-    """Pairs as text: those with the best and those of neighbouring rank where there are many."""
-    unit = group.meta.score_unit
-    shown = pairs if len(pairs) <= _SHOWN else [p for p in pairs if p.neighbours or p.to_best]
     models = list(dict.fromkeys(model for pair in pairs for model in pair.published))
-    several = any(pair.datasets > 1 for pair in pairs)
-    header = ["methods", "difference", "p", "p, adjusted", "σ of a pair", "examples"]
-    each = " per dataset" if several else ""
-    header += [f"needed{each} for {_planned_text(planned, unit)}" for planned in PLANNED]
+    each = " per dataset" if any(pair.datasets > 1 for pair in pairs) else ""
+    columns = [
+        *map(Column, ("model", "task", "first", "second")),
+        Column("methods", "methods", "label", saved=False),
+        Column("difference", "difference", "difference", unit),
+        Column("p", "p", "p"),
+        Column("p_adjusted", "p, adjusted", "p"),
+        Column("paired_deviation", "σ of a pair", "deviation", unit),
+        Column("datasets"),
+        Column("examples", "examples", "label"),
+    ]
+    for planned in PLANNED:
+        key = f"needed_per_dataset_for_{_planned_text(planned, unit, word=True)}"
+        columns.append(Column(key, f"needed{each} for {_planned_text(planned, unit)}", "needed"))
+    columns += [Column("neighbours"), Column("to_best")]
     for model in models:
-        header += [f"published{f' ({model})' if model else ''}", "needed for that"]
-    rows = []
-    for pair in shown:
-        cells = [
-            f"{pair.first.label} − {pair.second.label}",
-            estimate_text(pair.difference, unit, signed=True),
-            p_text(pair.p),
-            p_text(pair.adjusted),
-            value_text(pair.deviation, unit),
-            str(pair.examples),
-            *(count_text(pair.needed[planned]) for planned in PLANNED),
-        ]
-        for model in models:
-            gap = pair.published.get(model)
-            if gap is None:
-                cells += [MISSING, MISSING]
-            else:
-                cells += [_published(gap.difference, unit), count_text(gap.needed)]
-        rows.append(tuple(cells))
-    return View(
+        suffix = f" ({model})" if model else ""
+        columns.append(
+            Column(f"published_difference{suffix}", f"published{suffix}", "published", unit)
+        )
+        columns.append(Column(f"needed_per_dataset_published{suffix}", "needed for that", "needed"))
+    return Table(
         name=f"{group.task}-{group.model}-pairs",
         title=f"{group.task} on {group.model}: which compressed methods are shown to differ"
         f"{unit_text(unit)}",
-        columns=tuple(header),
-        rows=tuple(rows),
+        columns=tuple(columns),
+        rows=tuple(_pair_row(group, pair, models, many=len(pairs) > _SHOWN) for pair in pairs),
         notes=(PAIRS_NOTE, NEEDED_NOTE),
     )
+
+
+def _pair_row(group: Group, pair: ArmPair, models: Sequence[str], *, many: bool) -> Row:
+    unit = group.meta.score_unit
+    values: dict[str, object] = {
+        "model": group.model,
+        "task": group.task,
+        "first": pair.first.label,
+        "second": pair.second.label,
+        "methods": f"{pair.first.label} − {pair.second.label}",
+        "difference": pair.difference,
+        "p": pair.p,
+        "p_adjusted": pair.adjusted,
+        "paired_deviation": pair.deviation,
+        "datasets": pair.datasets,
+        "examples": pair.examples,
+        "neighbours": pair.neighbours,
+        "to_best": pair.to_best,
+    }
+    for planned, needed in pair.needed.items():
+        values[f"needed_per_dataset_for_{_planned_text(planned, unit, word=True)}"] = needed
+    for model in models:
+        suffix = f" ({model})" if model else ""
+        gap = pair.published.get(model, Gap(math.nan, math.nan))
+        values[f"published_difference{suffix}"] = gap.difference
+        values[f"needed_per_dataset_published{suffix}"] = gap.needed
+    return Row(values, shown=not many or pair.neighbours or pair.to_best)
 
 
 def _planned_text(planned: float, unit: str, *, word: bool = False) -> str:
     """E.g. "2 points", or "2 %" of the better mean where the score is no fraction; `word`: 2_points."""
     text = f"{100 * planned:g} {'points' if unit == 'fraction' else '%'}"
     return text.replace(" ", "_").replace("%", "percent") if word else text
-
-
-def p_text(p: float) -> str:
-    """A p-value to two digits."""
-    if math.isnan(p):
-        return MISSING
-    return "<0.001" if p < 0.001 else f"{p:.2g}" if p < 0.1 else f"{p:.2f}"
-
-
-def count_text(count: float) -> str:
-    """A number of examples; infinite where there is nothing to find."""
-    if math.isnan(count):
-        return MISSING
-    return "∞" if math.isinf(count) else f"{count:,.0f}"
-
-
-def _published(difference: float, unit: str) -> str:
-    """To two decimals, as papers print scores."""
-    if unit != "fraction":
-        return shown_text(difference, unit, signed=True)
-    return MISSING if math.isnan(difference) else f"{difference:+.2f}".replace("-", "−")

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -48,93 +48,17 @@ from kvbench.errors import first_line
 from kvbench.report.experiment import Experiment, Group
 from kvbench.report.stats.estimate import Estimate
 from kvbench.report.stats.margins import margin_of, rescored_share
-from kvbench.report.tables.best_of import best_rows
-from kvbench.report.tables.differences import PaperError as PaperError
-from kvbench.report.tables.differences import differences_of, specs_of
-from kvbench.report.tables.scores import AVERAGE, NO_CELL, Cell, ScoreTable, as_text, score_table
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A published number and ours; NaN where one of them is missing. Both in the shown unit.
-
-    Attributes:
-        ours: our mean with its 95 % interval.
-        cell: where ours comes from: how many examples were scored, which failed.
-        printed: the published number as it was printed (before scaling: the same digits).
-        margin: how far the two may be apart and say nothing (`margins`); NaN where it is not known:
-            for another model, and for what is no fraction.
-    """
-
-    published: float
-    ours: Estimate
-    cell: Cell
-    printed: str
-    margin: float = math.nan
-
-    @property
-    def difference(self) -> float:
-        """Ours minus the published one."""
-        return self.ours.value - self.published
-
-    @property
-    def beyond(self) -> bool:
-        """Whether the two are further apart than the margin."""
-        return abs(self.difference) > self.margin
-
-
-_NO_PAIR = Pair(math.nan, NO_CELL.score, NO_CELL, "")
-
-
-@dataclass(frozen=True)
-class PublishedRow:
-    """One of our arms beside one published row; `model` is the one the paper used."""
-
-    method: str
-    model: str
-    label: str
-    pairs: tuple[Pair, ...]
-
-
-@dataclass(frozen=True)
-class Published:
-    """A published table next to the arms that it has in common with ours.
-
-    Attributes:
-        columns: what both tables have, in the paper's order.
-        field: the record field compared, None for the score.
-        part_of: what several tasks with columns of this table are called together.
-        differences: how our settings are known to differ from the paper's; None where the
-            experiment does not say.
-        rescored: share of examples that two honest runs answer anew, None where it is not known.
-    """
-
-    source: str
-    task: str
-    model: str
-    unit: str
-    columns: tuple[str, ...]
-    rows: tuple[PublishedRow, ...]
-    field: str | None = None
-    part_of: str | None = None
-    differences: tuple[str, ...] | None = None
-    rescored: float | None = None
-
-    @property
-    def other_models(self) -> bool:
-        """Whether a published row is about another model than ours."""
-        return any(row.model != self.model for row in self.rows)
-
-    @property
-    def averages(self) -> dict[str, dict[str, float]]:
-        """By the paper's model, each method's average (or only column), in the shown unit."""
-        if AVERAGE not in self.columns and len(self.columns) != 1:
-            return {}
-        at = self.columns.index(AVERAGE) if AVERAGE in self.columns else 0
-        found: dict[str, dict[str, float]] = {}
-        for row in self.rows:
-            found.setdefault(row.model, {}).setdefault(row.method, row.pairs[at].published)
-        return found
+from kvbench.report.tables.differences import PaperError, differences_of, specs_of
+from kvbench.report.tables.published_rows import (
+    Pair,
+    Published,
+    PublishedRow,
+    all_said,
+    best_rows,
+    joined_rows,
+)
+from kvbench.report.tables.scores import AVERAGE, NO_CELL, Cell, ScoreTable, score_table
+from kvbench.report.tables.strata import as_text
 
 
 def published_tables(experiment: Experiment, folder: Path | None = None) -> list[Published]:
@@ -155,7 +79,7 @@ def published_tables(experiment: Experiment, folder: Path | None = None) -> list
             said = differences_of(spec)
             key = str({name: value for name, value in spec.items() if name != "differences"})
             specs.setdefault(key, spec)
-            differences[key] = _all_said([differences.get(key), said])
+            differences[key] = all_said([differences.get(key), said])
         for key, spec in specs.items():
             try:
                 f = rescored_share(experiment.folder, group.model, group.task, spec)
@@ -168,44 +92,6 @@ def published_tables(experiment: Experiment, folder: Path | None = None) -> list
     return [table for table in found if table.rows]
 
 
-def joined_tasks(tables: Sequence[Published]) -> list[Published]:
-    """The tables, those that are parts of one side by side: a row for each arm."""
-    groups: dict[object, list[Published]] = {}
-    for table in tables:
-        key = (
-            (table.source, table.part_of, table.field, table.model) if table.part_of else id(table)
-        )
-        groups.setdefault(key, []).append(table)
-    return [_side_by_side(group) if group[0].part_of else group[0] for group in groups.values()]
-
-
-def _side_by_side(tables: Sequence[Published]) -> Published:
-    first = tables[0]
-    columns = tuple(dict.fromkeys(column for table in tables for column in table.columns))
-    found: dict[tuple[str, str, str], dict[str, Pair]] = {}
-    for table in tables:
-        for row in table.rows:
-            pairs = found.setdefault((row.method, row.model, row.label), {})
-            pairs.update(zip(table.columns, row.pairs, strict=True))
-    rows = tuple(
-        PublishedRow(*who, tuple(pairs.get(column, _NO_PAIR) for column in columns))
-        for who, pairs in found.items()
-    )
-    return replace(
-        first,
-        task=first.part_of or first.task,
-        columns=columns,
-        rows=rows,
-        differences=_all_said([table.differences for table in tables]),
-    )
-
-
-def _all_said(lists: Sequence[Sequence[str] | None]) -> tuple[str, ...] | None:
-    """Every line of several lists once; None where none of them says anything."""
-    said = [lines for lines in lists if lines is not None]
-    return tuple(dict.fromkeys(line for lines in said for line in lines)) if said else None
-
-
 def published_frame(experiment: Path, name: str) -> pd.DataFrame:
     """The published table `name`, as for an experiment in the folder `experiment`.
 
@@ -216,34 +102,6 @@ def published_frame(experiment: Path, name: str) -> pd.DataFrame:
     return frame.apply(_numbers)
 
 
-def comparison_frame(tables: Sequence[Published]) -> pd.DataFrame:
-    """Published and ours as numbers, one row per arm, published row and column."""
-    return pd.DataFrame(
-        {
-            "source": table.source,
-            "task": table.task,
-            "model": table.model,
-            "published_model": row.model,
-            "method": row.method,
-            "arm": row.label,
-            "column": column,
-            "unit": table.unit,
-            "published": pair.published,
-            "score": pair.ours.value,
-            "score_low": pair.ours.low,
-            "score_high": pair.ours.high,
-            "difference": pair.difference,
-            "margin": pair.margin,
-            "beyond_margin": pair.beyond,
-            "scored": pair.cell.scored,
-            "expected": pair.cell.expected,
-        }
-        for table in tables
-        for row in table.rows
-        for column, pair in zip(table.columns, row.pairs, strict=True)
-    )
-
-
 def _specs_of(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
     return specs_of((manifest.get("config") or {}).get("paper_table"))
 
@@ -251,7 +109,7 @@ def _specs_of(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _read(experiment: Path, spec: Mapping[str, Any], folder: Path | None) -> pd.DataFrame:
     """The table as text, so that 22.0 stays what was printed; only the rows of ``where``."""
     name = f"{spec.get('file')}".removesuffix(".csv") + ".csv"
-    package = Path(__file__).parents[1]  # in a wheel the tables are in it, in a checkout beside it
+    package = Path(__file__).parents[2]  # in a wheel the tables are in it, in a checkout beside it
     shipped = [package / "paper", package.parent / "results" / "paper"]
     places = [folder] if folder else [experiment.resolve().parent / "paper", *shipped]
     place = next((place for place in places if (place / name).is_file()), None)
@@ -365,7 +223,7 @@ def _compare(
         for row in table.rows
         if row.arm.method == line["method"] and _same_rate(group, row.arm.label, line)
     ]
-    rows = _joined(rows)
+    rows = joined_rows(rows)
     lower = group.meta.lower_is_better
     best = best_rows(rows, spec.get("best_of") or {}, lower_is_better=lower)
     return Published(
@@ -422,22 +280,6 @@ def _together(frame: pd.DataFrame, fields: Mapping[str, str]) -> pd.Series:
     """The values of several fields as one text, e.g. ``prompt_len 2048, gen_len 512``."""
     texts = [name + " " + frame[f].map(_number).map(as_text) for name, f in fields.items()]
     return reduce(lambda text, more: text + ", " + more, texts)
-
-
-def _joined(rows: Sequence[PublishedRow]) -> list[PublishedRow]:
-    """Rows about the same arm and model as one where no column has a number in both: a table may
-    print other columns for every rate, and an arm without a budget is in each of its rows."""
-    found: list[PublishedRow] = []
-    for row in rows:
-        for i, other in enumerate(found):
-            both = list(zip(other.pairs, row.pairs, strict=True))
-            same = (other.label, other.model) == (row.label, row.model)
-            if same and not any(a.printed and b.printed for a, b in both):
-                found[i] = replace(other, pairs=tuple(a if a.printed else b for a, b in both))
-                break
-        else:
-            found.append(row)
-    return found
 
 
 def _fields_table(group: Group, fields: Mapping[str, str], file: str) -> ScoreTable:

@@ -28,7 +28,7 @@ import pandas as pd
 from kvbench.report.experiment import Arm, Group
 from kvbench.report.figures.canvas import words
 from kvbench.report.stats.estimate import LEVEL, RESAMPLES, Array, Estimate, widened
-from kvbench.report.views import View
+from kvbench.report.table import NOTHING, Column, Row, Table, signed_text
 
 NEAR = 0.1
 """A slope is as predicted where its whole interval is this close to the prediction."""
@@ -65,7 +65,7 @@ class Curve:
         used = np.isfinite(self.mean) & (self.mean > 0)
         used &= (self.levels >= (least or 0)) & (self.levels <= (most or math.inf))
         if used.sum() < 2:
-            return Estimate(math.nan, math.nan, math.nan)
+            return NOTHING
         log_x = np.log(self.x[used])
         log_x = log_x - log_x.mean()
         weights = log_x / np.square(log_x).sum()
@@ -77,7 +77,7 @@ class Curve:
         """This curve's y over another's at one level, paired."""
         mine, theirs = (np.flatnonzero(c.levels == level) for c in (self, other))
         if not len(mine) or not len(theirs):
-            return Estimate(math.nan, math.nan, math.nan)
+            return NOTHING
         i, j = int(mine[0]), int(theirs[0])
         with np.errstate(divide="ignore", invalid="ignore"):
             log = np.log(self.draws[:, i]) - np.log(other.draws[:, j])
@@ -123,15 +123,6 @@ class Fit:
     def reaches(self) -> bool:
         """Whether the slope is shown to be as steep as predicted, or steeper (one-sided)."""
         return self.slope.high <= self.expected + NEAR
-
-
-def scaling_of(group: Group) -> Mapping[str, Any] | None:
-    """The group's ``scaling`` figure, if its task asks for one and there is something to draw."""
-    spec = group.meta.figure("scaling")
-    if spec is None or spec["y"] not in group.records:
-        return None
-    good = group.records["status"].eq("ok") & group.records[spec["y"]].notna()
-    return spec if good.any() else None
 
 
 def curves_of(group: Group, spec: Mapping[str, Any]) -> list[Curve]:
@@ -198,49 +189,113 @@ def fits_of(curves: Sequence[Curve], spec: Mapping[str, Any]) -> list[Fit]:
                 curve.slope(least, split),
                 curve.slope(split, most),
                 _expected(curve.arm.method, spec),
-                curve.over(other, most)
-                if other is not None
-                else Estimate(math.nan, math.nan, math.nan),
+                curve.over(other, most) if other is not None else NOTHING,
             )
         )
     return fits
 
 
-def slope_frame(group: Group, spec: Mapping[str, Any]) -> pd.DataFrame:
-    """Slopes in long form: one row per data set and arm."""
-    lines = []
-    for fit in fits_of(curves_of(group, spec), spec):
-        line: dict[str, Any] = {
-            "model": group.model,
-            "task": group.task,
-            spec["facet"]: fit.curve.facet,
-            "arm": fit.curve.arm.label,
-            "fitted_from": fit.least,
-            "fitted_to": fit.most,
-            "expected": fit.expected,
-            "verdict": fit.verdict,
-        }
-        halves = {"slope": fit.slope, "slope_lower": fit.lower, "slope_upper": fit.upper}
-        for name, estimate in halves.items():
-            line |= {
-                name: estimate.value,
-                f"{name}_low": estimate.low,
-                f"{name}_high": estimate.high,
-            }
+@dataclass(frozen=True, eq=False)
+class Scaling:
+    """Curves and their slopes, as a task's figure ``scaling`` asks for them."""
+
+    group: Group
+    spec: Mapping[str, Any]
+    curves: Sequence[Curve]
+    fits: Sequence[Fit]
+
+
+def scaling_of(group: Group) -> Scaling | None:
+    """What the group's ``scaling`` figure asks for, if its task has one and records to draw."""
+    spec = group.meta.figure("scaling")
+    if spec is None or spec["y"] not in group.records:
+        return None
+    good = group.records["status"].eq("ok") & group.records[spec["y"]].notna()
+    if not good.any():
+        return None
+    curves = curves_of(group, spec)
+    return Scaling(group, spec, curves, fits_of(curves, spec))
+
+
+def slope_table(scaling: Scaling) -> Table:
+    """Slopes: arms by data sets; in files one row for each."""
+    group, spec, fits = scaling.group, scaling.spec, scaling.fits
+    facets = list(dict.fromkeys(fit.curve.facet for fit in fits))
+    predicted = any(math.isfinite(f.expected) for f in fits)
+    rows = []
+    for arm in dict.fromkeys(fit.curve.arm for fit in fits):
+        mine = {f.curve.facet: f for f in fits if f.curve.arm == arm}
+        slopes = {facet: mine[facet].slope if facet in mine else NOTHING for facet in facets}
+        expected = next(iter(mine.values())).expected
+        rows.append(Row({"arm": arm.label, "predicted": expected, **slopes}, method=arm.method))
+    return Table(
+        name=f"{group.task}-{group.model}-slopes",
+        title=f"{group.task} on {group.model}: log-log slopes",
+        columns=(
+            Column("arm", "method", "label"),
+            *([Column("predicted", "predicted", "slope")] * predicted),
+            *(Column(facet, facet, "slope") for facet in facets),
+        ),
+        rows=tuple(rows),
+        notes=(
+            f"Least-squares slopes of log {words(spec['y'])} against log {words(spec['x'])}"
+            f"{reach_text(fits)}, {interval_text(fits, spec)}.",
+        ),
+        long=_every_slope(scaling),
+    )
+
+
+def _every_slope(scaling: Scaling) -> Table:
+    """One row per data set and arm."""
+    group, spec = scaling.group, scaling.spec
+    rows = []
+    for fit in scaling.fits:
         at = int(np.flatnonzero(fit.curve.levels == fit.most)[0])
-        line |= {
-            "last": fit.curve.mean[at],
-            "last_low": fit.curve.low[at],
-            "last_high": fit.curve.high[at],
-            "last_ratio": fit.ratio.value,
-            "last_ratio_low": fit.ratio.low,
-            "last_ratio_high": fit.ratio.high,
-            "held_last": fit.curve.x[at],
-            "bytes_ratio_last": _bytes_ratio(group, spec, fit),
-            "repetitions": fit.curve.units,
-        }
-        lines.append(line)
-    return pd.DataFrame(lines)
+        last = Estimate(*(float(x[at]) for x in (fit.curve.mean, fit.curve.low, fit.curve.high)))
+        rows.append(
+            Row(
+                {
+                    "model": group.model,
+                    "task": group.task,
+                    spec["facet"]: fit.curve.facet,
+                    "arm": fit.curve.arm.label,
+                    "fitted_from": fit.least,
+                    "fitted_to": fit.most,
+                    "expected": fit.expected,
+                    "verdict": fit.verdict,
+                    "slope": fit.slope,
+                    "slope_lower": fit.lower,
+                    "slope_upper": fit.upper,
+                    "last": last,
+                    "last_ratio": fit.ratio,
+                    "held_last": fit.curve.x[at],
+                    "bytes_ratio_last": _bytes_ratio(group, spec, fit),
+                    "repetitions": fit.curve.units,
+                }
+            )
+        )
+    plain = (
+        "model",
+        "task",
+        spec["facet"],
+        "arm",
+        "fitted_from",
+        "fitted_to",
+        "expected",
+        "verdict",
+    )
+    return Table(
+        name="",
+        title="",
+        columns=(
+            *map(Column, plain),
+            *(Column(k, kind="slope") for k in ("slope", "slope_lower", "slope_upper")),
+            Column("last", kind="median"),
+            Column("last_ratio", kind="median"),
+            *map(Column, ("held_last", "bytes_ratio_last", "repetitions")),
+        ),
+        rows=tuple(rows),
+    )
 
 
 def _bytes_ratio(group: Group, spec: Mapping[str, Any], fit: Fit) -> float:
@@ -249,33 +304,6 @@ def _bytes_ratio(group: Group, spec: Mapping[str, Any], fit: Fit) -> float:
     mine = records["arm"].eq(fit.curve.arm.label) & records[spec["facet"]].eq(fit.curve.facet)
     mine &= records[spec["level"]].eq(fit.most) & records["status"].eq("ok")
     return float(pd.to_numeric(records["ratio"][mine]).mean())
-
-
-def slope_view(group: Group, spec: Mapping[str, Any]) -> View:
-    """Slopes as a table: arms by data sets."""
-    fits = fits_of(curves_of(group, spec), spec)
-    facets = list(dict.fromkeys(fit.curve.facet for fit in fits))
-    cells = {(f.curve.arm.label, f.curve.facet): f for f in fits}
-    predicted = any(math.isfinite(f.expected) for f in fits)
-    rows = []
-    for arm in dict.fromkeys(fit.curve.arm for fit in fits):
-        mine = [cells.get((arm.label, facet)) for facet in facets]
-        expected = next(f.expected for f in mine if f is not None)
-        row = [arm.label]
-        if predicted:
-            row.append(signed_text(expected) if math.isfinite(expected) else "–")
-        rows.append((*row, *("–" if f is None else slope_text(f.slope) for f in mine)))
-    reach = reach_text(fits)
-    return View(
-        name=f"{group.task}-{group.model}-slopes",
-        title=f"{group.task} on {group.model}: log-log slopes",
-        columns=("method", *(("predicted",) if predicted else ()), *facets),
-        rows=tuple(rows),
-        notes=(
-            f"Least-squares slopes of log {words(spec['y'])} against log {words(spec['x'])}"
-            f"{reach}, {interval_text(fits, spec)}.",
-        ),
-    )
 
 
 def _resampled(name: str, values: Array) -> Array:
@@ -339,9 +367,3 @@ def reach_text(fits: Sequence[Fit]) -> str:
         return ""
     least, most = min(f.least for f in fits), max(f.most for f in fits)
     return f" from {least:.0f} to {most:.0f}"
-
-
-def signed_text(value: float) -> str:
-    """Two decimals with a proper minus sign, and none before zero."""
-    text = f"{value:.2f}"
-    return (text.lstrip("-") if float(text) == 0 else text).replace("-", "−")

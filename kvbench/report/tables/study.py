@@ -2,41 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-
-import pandas as pd
 
 from kvbench.report.experiment import Group
 from kvbench.report.figures.ablation import ablation_figure
 from kvbench.report.figures.canvas import Drawn
 from kvbench.report.figures.scaling import scaling_figures
-from kvbench.report.tables.ablation import (
-    ablation_findings,
-    ablation_of,
-    effect_frame,
-    effect_view,
-    grid_view,
-)
-from kvbench.report.tables.scaling import scaling_of, slope_frame, slope_view
-from kvbench.report.tables.scaling_views import scaling_findings
-from kvbench.report.views import View
+from kvbench.report.table import Table
+from kvbench.report.tables.ablation import ablation_findings, ablation_of, effect_table, grid_table
+from kvbench.report.tables.scaling import scaling_of, slope_table
+from kvbench.report.tables.scaling_words import scaling_findings
 
 
 @dataclass(frozen=True, eq=False)
 class Study:
-    """What takes the place of a ranking.
-
-    Attributes:
-        findings: paragraphs, written from the numbers.
-        views: tables. frames: numbers by file name stem.
-    """
+    """What takes the place of a ranking: paragraphs written from the numbers, tables, figures."""
 
     findings: tuple[str, ...]
-    views: tuple[View, ...]
+    tables: tuple[Table, ...]
     figures: tuple[Drawn, ...] = ()
-    frames: Mapping[str, pd.DataFrame] = field(default_factory=dict)
 
 
 def study_of(group: Group, folder: Path, *, draw: bool = True) -> Study | None:
@@ -49,22 +34,14 @@ def study_of(group: Group, folder: Path, *, draw: bool = True) -> Study | None:
     Raises:
         PaperError: a published table that should stand beside ours is not there.
     """
-    scaling, ablation = scaling_of(group), ablation_of(group)
+    scaling = scaling_of(group)
     if scaling is not None:
-        view = slope_view(group, scaling)
-        return Study(
-            tuple(scaling_findings(group, scaling)),
-            (view,),
-            tuple(scaling_figures(group, scaling)) if draw else (),
-            {view.name: slope_frame(group, scaling)},
-        )
+        figures = tuple(scaling_figures(scaling)) if draw else ()
+        return Study(tuple(scaling_findings(scaling)), (slope_table(scaling),), figures)
+    ablation = ablation_of(group)
     if ablation is not None:
-        view = effect_view(group, ablation)
-        grid = grid_view(group, ablation, folder)
-        return Study(
-            tuple(ablation_findings(group, ablation)),
-            (view,) if grid is None else (view, grid),
-            (ablation_figure(group, ablation),) if draw else (),
-            {view.name: effect_frame(group, ablation)},
-        )
+        grid = grid_table(ablation, folder)
+        tables = (effect_table(ablation), *([grid] if grid else []))
+        drawn = (ablation_figure(ablation),) if draw else ()
+        return Study(tuple(ablation_findings(ablation)), tables, drawn)
     return None

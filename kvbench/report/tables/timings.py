@@ -1,8 +1,8 @@
-"""Seconds, memory and tokens per second of a throughput probe, by arm and setting."""
+"""Seconds, memory and tokens per second: of a throughput probe by setting, of decoding by length."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,9 +11,8 @@ from scipy.stats import binom
 
 from kvbench.report.experiment import Arm, Group
 from kvbench.report.stats.estimate import LEVEL, Estimate
-from kvbench.report.tables.scores import as_text, failures_of, failures_text
-
-NO_ESTIMATE = Estimate(np.nan, np.nan, np.nan)
+from kvbench.report.table import NOTHING, Column, Row, Table
+from kvbench.report.tables.strata import as_text, failures_of
 
 
 @dataclass(frozen=True)
@@ -22,34 +21,50 @@ class Timing:
 
     Attributes:
         setting: prompt + new tokens, and batch and rate where they were chosen.
-        prefill_s: prefill and compression, median over runs; decode_s likewise; prefill_least,
-            decode_least: the minima.
-        tokens_per_s: new tokens per second of everything, median over runs;
-            decode_tokens_per_s of decoding alone.
-        peak_bytes, cache_bytes, ratio: means over runs.
+        values: by key of `COLUMNS`.
         runs: runs that succeeded, which the medians are over; failures: the others by status.
-        batch: prompts decoded together.
-        speedup, decode_speedup: tokens per second, and those of decoding alone, over the exact
-            cache's of the same run, medians; prefill_ratio: seconds over the exact cache's.
     """
 
     arm: Arm
     setting: str
-    prefill_s: Estimate
-    prefill_least: float
-    decode_s: Estimate
-    decode_least: float
-    tokens_per_s: Estimate
-    decode_tokens_per_s: Estimate
-    peak_bytes: float
-    cache_bytes: float
-    ratio: float
+    values: Mapping[str, object]
     runs: int
     failures: Mapping[str, int]
-    batch: float = np.nan
-    speedup: Estimate = NO_ESTIMATE
-    decode_speedup: Estimate = NO_ESTIMATE
-    prefill_ratio: Estimate = NO_ESTIMATE
+
+    def estimate(self, key: str) -> Estimate:
+        """A median with its interval."""
+        found = self.values[key]
+        assert isinstance(found, Estimate)
+        return found
+
+    def median(self, key: str) -> float:
+        """Of a pair of minimum and median the second."""
+        found = self.values[key]
+        assert isinstance(found, tuple)
+        return float(found[1])
+
+    def number(self, key: str) -> float:
+        """A mean; of a median without its interval."""
+        found = self.values[key]
+        return found.value if isinstance(found, Estimate) else float(found)  # type: ignore[arg-type]
+
+
+COLUMNS = (
+    Column("batch", "batch", "plain"),
+    Column("prefill_compress_s", "prefill s", "spread"),
+    Column("prefill_compress_s_over_exact", "prefill x", "median"),
+    Column("decode_s", "decode s", "spread"),
+    Column("tokens_per_s", "tokens/s", "median"),
+    Column("tokens_per_s_over_exact", "tokens/s x", "median"),
+    Column("decode_tokens_per_s", "decode tokens/s", "median"),
+    Column("decode_tokens_per_s_over_exact", "decode x", "median"),
+    Column("peak_bytes", "peak", "bytes"),
+    Column("cache_bytes", "cache", "bytes"),
+    Column("ratio", "ratio", "number"),
+)
+"""What is measured at a setting: seconds with compression, minimum and median over runs; rates of the
+whole batch, over everything and over decoding alone; the same over the exact cache's in the same run;
+means of bytes."""
 
 
 def median_of(values: pd.Series) -> Estimate:
@@ -62,14 +77,14 @@ def median_of(values: pd.Series) -> Estimate:
     """
     known = np.sort(values.astype(float).dropna())
     if not len(known):
-        return NO_ESTIMATE
+        return NOTHING
     middle, k = float(np.median(known)), int(binom.ppf((1 - LEVEL) / 2, len(known), 0.5))
     if k == 0:
         return Estimate(middle, np.nan, np.nan)
     return Estimate(middle, float(known[k - 1]), float(known[-k]))
 
 
-def timing_table(group: Group) -> list[Timing]:
+def timings_of(group: Group) -> list[Timing]:
     """What a throughput probe measured, setting by setting, per arm."""
     timings = []
     columns = ["prompt_tokens", *(c for c in _ASKED if c in group.records)]
@@ -81,36 +96,42 @@ def timing_table(group: Group) -> list[Timing]:
     return timings
 
 
-def timing_frame(timings: Sequence[Timing]) -> pd.DataFrame:
-    """Timings as numbers, one row per arm and setting."""
-    return pd.DataFrame(
-        {
-            "method": timing.arm.method,
-            "arm": timing.arm.label,
-            "prompt_and_new_tokens": timing.setting,
-            "batch": timing.batch,
-            "prefill_compress_s_min": timing.prefill_least,
-            "prefill_compress_s_median": timing.prefill_s.value,
-            "decode_s_min": timing.decode_least,
-            "decode_s_median": timing.decode_s.value,
-            "tokens_per_s_median": timing.tokens_per_s.value,
-            "decode_tokens_per_s_median": timing.decode_tokens_per_s.value,
-            **with_interval("tokens_per_s_over_exact", timing.speedup),
-            **with_interval("decode_tokens_per_s_over_exact", timing.decode_speedup),
-            **with_interval("prefill_compress_s_over_exact", timing.prefill_ratio),
-            "peak_bytes": timing.peak_bytes,
-            "cache_bytes": timing.cache_bytes,
-            "ratio": timing.ratio,
-            "runs": timing.runs,
-            "failures": failures_text(timing.failures),
-        }
-        for timing in timings
+def timing_table(group: Group) -> Table:
+    """Minimum and median seconds, memory and rate of generation, with intervals."""
+    return Table(
+        name=f"{group.task}-{group.model}-timing",
+        title=f"{group.task} on {group.model}: minimum / median over runs",
+        columns=(
+            Column("method"),
+            Column("arm", "method", "label"),
+            Column("prompt_and_new_tokens", "prompt + new", "label"),
+            *COLUMNS,
+            Column("runs", "runs", "label"),
+            Column("failures", "failed", "failures"),
+        ),
+        rows=tuple(
+            Row(
+                {
+                    "method": t.arm.method,
+                    "arm": t.arm.label,
+                    "prompt_and_new_tokens": t.setting,
+                    **t.values,
+                    "runs": t.runs,
+                    "failures": t.failures,
+                },
+                method=t.arm.method,
+            )
+            for t in timings_of(group)
+        ),
+        notes=(
+            "No prefill is shared; its seconds include compression. tokens/s are medians: new tokens"
+            " of the whole batch over the time of prefill and decoding, and over decoding alone."
+            " x: times the exact cache's in the same run, median. [low, high]: 95 % intervals of"
+            " medians between two order statistics (of ten runs the second and the ninth); below six"
+            " runs there are none. runs: those that succeeded; failed: those that did not. peak:"
+            " allocated on the GPU; on a CPU the whole process, weights and libraries included.",
+        ),
     )
-
-
-def with_interval(name: str, estimate: Estimate) -> dict[str, float]:
-    """Three columns of a frame."""
-    return {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
 
 
 _ASKED = ("asked_new_tokens", "asked_batch", "asked_rate")
@@ -128,29 +149,98 @@ def _setting(asked: Mapping[str, object], records: pd.DataFrame) -> str:
 
 def _timing(arm: Arm, asked: Mapping[str, object], records: pd.DataFrame) -> Timing:
     good = records[records["status"] == "ok"]
-    prefill = good["prefill_s"].add(good["compress_s"].fillna(0.0))
 
     def column(name: str) -> pd.Series:
         return good[name].astype(float) if name in good else pd.Series(dtype=float)
+
+    def spread(seconds: pd.Series) -> tuple[float, float]:
+        return float(seconds.min()), median_of(seconds).value
 
     rate, alone = column("tokens_per_s"), column("decode_tokens_per_s")
     decoded = good["new_tokens"] / good["decode_s"]
     return Timing(
         arm=arm,
         setting=_setting(asked, good),
-        prefill_s=median_of(prefill),
-        prefill_least=float(prefill.min()),
-        decode_s=median_of(good["decode_s"]),
-        decode_least=float(good["decode_s"].min()),
-        tokens_per_s=median_of(rate if len(rate) else good["score"]),
-        decode_tokens_per_s=median_of(alone if len(alone) else decoded),
-        peak_bytes=float(column("peak_bytes").mean()),
-        cache_bytes=float(good["cache_bytes"].mean()),
-        ratio=float(good["ratio"].mean()),
+        values={
+            "batch": float(column("batch").mean()),
+            "prefill_compress_s": spread(good["prefill_s"].add(good["compress_s"].fillna(0.0))),
+            "prefill_compress_s_over_exact": median_of(column("prefill_ratio")),
+            "decode_s": spread(good["decode_s"]),
+            "tokens_per_s": median_of(rate if len(rate) else good["score"]),
+            "tokens_per_s_over_exact": median_of(column("speedup")),
+            "decode_tokens_per_s": median_of(alone if len(alone) else decoded),
+            "decode_tokens_per_s_over_exact": median_of(column("decode_speedup")),
+            "peak_bytes": float(column("peak_bytes").mean()),
+            "cache_bytes": float(good["cache_bytes"].mean()),
+            "ratio": float(good["ratio"].mean()),
+        },
         runs=len(good),
         failures=failures_of(records),
-        batch=float(column("batch").mean()),
-        speedup=median_of(column("speedup")),
-        decode_speedup=median_of(column("decode_speedup")),
-        prefill_ratio=median_of(column("prefill_ratio")),
     )
+
+
+def decoding_table(group: Group) -> Table | None:
+    """Seconds of decoding per token, by length of the prompt: what answers of different lengths hide.
+
+    Every arm at every length, lengths from one power of two to the next; None without times.
+    """
+    if not group.records["decode_ms"].gt(0).any():
+        return None
+    records = group.records.dropna(subset=["prompt_tokens"])
+    tokens = pd.to_numeric(records["prompt_tokens"])
+    powers = tokens.clip(lower=1).map(lambda n: int(n).bit_length() - 1)
+    rows = []
+    for power in sorted(powers.unique().tolist()):
+        part = records[powers.eq(power)]
+        ms = part[part["status"].eq("ok")].set_index(["arm", "seed", "example_id"])["decode_ms"]
+        for arm in group.arms:
+            mine = part[part["arm"].eq(arm.label)]
+            if mine.empty:
+                continue
+            good = mine[mine["status"].eq("ok")]
+            ours, theirs = _of(ms, arm.label), _of(ms, group.baseline[arm.label])
+            values = {
+                "model": group.model,
+                "task": group.task,
+                "arm": arm.label,
+                "prompt_tokens": f"{2**power:,}–{2 ** (power + 1) - 1:,}",
+                "prompt_tokens_from": 2**power,
+                "prompt_tokens_below": 2 ** (power + 1),
+                "new_tokens_median": float(pd.to_numeric(good["new_tokens"]).median()),
+                "decode_ms_per_token": median_of(ours),
+                "baseline": group.baseline[arm.label],
+                "over_baseline": median_of((ours / theirs.reindex(ours.index)).dropna()),
+                "timed": int(ours.notna().sum()),
+                "failures": failures_of(mine),
+            }
+            rows.append(Row(values, method=arm.method))
+    return Table(
+        name=f"{group.task}-{group.model}-decoding",
+        title=f"{group.task} on {group.model}: decoding per token, by length of the prompt",
+        columns=(
+            Column("model"),
+            Column("task"),
+            Column("arm", "method", "label"),
+            Column("prompt_tokens", "prompt tokens", "label", saved=False),
+            Column("prompt_tokens_from"),
+            Column("prompt_tokens_below"),
+            Column("new_tokens_median", "new tokens", "plain"),
+            Column("decode_ms_per_token", "ms/token", "median"),
+            Column("baseline"),
+            Column("over_baseline", f"x {group.baseline_name or 'baseline'}", "median"),
+            Column("timed", "timed", "label"),
+            Column("failures", "failed", "failures"),
+        ),
+        rows=tuple(rows),
+        notes=(
+            "Medians over examples, with 95 % intervals between order statistics (below six examples:"
+            " none). x: over the baseline's on the same example, median. In a job of several methods"
+            " all decode together and share each step's time by rows: to compare times, use"
+            " task=throughput, which measures each alone.",
+        ),
+    )
+
+
+def _of(ms: pd.Series, label: str | None) -> pd.Series:
+    """By seed and example; empty where the label has none."""
+    return ms[ms.index.get_level_values("arm") == label].droplevel("arm")

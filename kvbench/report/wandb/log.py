@@ -26,8 +26,8 @@ from kvbench.records.durable import make_folder, read_file, remove, replace
 from kvbench.errors import first_line
 from kvbench.records.read import MANIFEST, Run, StoreError, load_run, record_files
 from kvbench.report.experiment import BASELINE, Group, group_runs
-from kvbench.report.tables.scores import Row, ScoreTable, score_table
-from kvbench.report.tables.timings import timing_table
+from kvbench.report.tables.scores import ArmScores, ScoreTable, score_table
+from kvbench.report.tables.timings import timings_of
 from kvbench.report.wandb.media import (
     Curve,
     cap_note,
@@ -108,7 +108,7 @@ def comparison_id(experiment: str, group: Group) -> str:
     return _id(names | {"method": COMPARISON}, ("experiment", "model", "task", "method"))
 
 
-def summary_of(table: ScoreTable, row: Row) -> dict[str, Any]:
+def summary_of(table: ScoreTable, row: ArmScores) -> dict[str, Any]:
     """Scores per dataset with intervals, differences, memory, time and failures."""
     summary: dict[str, Any] = {"score_unit": table.unit, "lower_is_better": table.lower_is_better}
     for column, cell in row.cells.items():
@@ -126,15 +126,9 @@ def summary_of(table: ScoreTable, row: Row) -> dict[str, Any]:
         "score": total.score.value,
         "score_low": total.score.low,
         "score_high": total.score.high,
-        "ratio": row.ratio,
-        "entries_mean": row.entries_mean,
-        "entries_max": row.entries_max,
-        "prefill_s": row.prefill_s,
-        "compress_s": row.compress_s,
-        "decode_s": row.decode_s,
-        "decode_ms_per_token": row.decode_ms,
+        **row.costs,
         "failures": dict(total.failures),
-        "kept_whole": row.kept_whole,
+        "uncompressed": row.uncompressed,
     }
     return {key: value for key, value in summary.items() if not _is_nan(value)}
 
@@ -231,17 +225,16 @@ def _log_comparison(group: Group, folder: Path, project: str, entity: str | None
     return Path(logged.dir).parent
 
 
-def _timings(group: Group, row: Row) -> dict[str, float]:
+def _timings(group: Group, row: ArmScores) -> dict[str, float]:
     """What a throughput probe measured: of one setting by its plain names, of several by each."""
     if not group.meta.figure("throughput"):
         return {}
-    mine = [timing for timing in timing_table(group) if timing.arm == row.arm]
+    mine = [timing for timing in timings_of(group) if timing.arm == row.arm]
     found: dict[str, float] = {}
     for timing in mine:
         prefix = f"{timing.setting}/" if len(mine) > 1 else ""
         for key in ("tokens_per_s", "decode_tokens_per_s", "peak_bytes", "cache_bytes"):
-            value = getattr(timing, key)
-            found[prefix + key] = getattr(value, "value", value)  # of a median
+            found[prefix + key] = timing.number(key)
     return {key: value for key, value in found.items() if not _is_nan(value)}
 
 
@@ -360,7 +353,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _compared(run: Run, runs: Sequence[Run]) -> tuple[Group, ScoreTable, Row]:
+def _compared(run: Run, runs: Sequence[Run]) -> tuple[Group, ScoreTable, ArmScores]:
     """The run beside its baseline of the same seed, where there is one."""
     keys = ("model", "task", "seed")
     peers = [
@@ -403,7 +396,7 @@ def _notes(manifest: Mapping[str, Any], note: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _tags(manifest: Mapping[str, Any], row: Row) -> list[str]:
+def _tags(manifest: Mapping[str, Any], row: ArmScores) -> list[str]:
     tags = [str(manifest[key]) for key in ("experiment", "model", "task", "method")]
     if _rate_text(row):
         tags.append(_rate_text(row))
@@ -412,7 +405,7 @@ def _tags(manifest: Mapping[str, Any], row: Row) -> list[str]:
     return _clipped_tags(tags)
 
 
-def _rate_text(row: Row) -> str:
+def _rate_text(row: ArmScores) -> str:
     """E.g. ``rate 0.25``; empty where the method has no budget."""
     return "" if row.arm.rate is None else f"rate {row.arm.rate:g}"
 

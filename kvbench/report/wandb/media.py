@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,10 @@ from kvbench.report.experiment import Arm, Group
 from kvbench.report.figures.canvas import Drawn, axis_name
 from kvbench.report.figures.heatmap import grid_of, heatmap_alone, heatmaps
 from kvbench.report.render.answers import clip, sample_of
-from kvbench.report.tables.scores import Cell, Row, ScoreTable, as_text, score_table
-from kvbench.report.views import unit_text
+from kvbench.report.table import Table, unit_text
+from kvbench.report.tables.score_tables import as_table
+from kvbench.report.tables.scores import ArmScores, Cell, ScoreTable, score_table
+from kvbench.report.tables.strata import as_text
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -57,7 +59,9 @@ def run_media(group: Group, tables: Sequence[ScoreTable], arm: Arm, run: Run) ->
     predicted = run.records["prediction"].notna().any()
     media: dict[str, Any] = {"predictions" if predicted else "records": examples(group, run)}
     for table in tables:
-        media[f"by_{table.by}/table"] = breakdown(table, arm)
+        media[f"by_{table.by}/table"] = as_wandb(
+            as_table(table), lambda line: line["arm"] == arm.label
+        )
     spec = group.meta.figure("heatmap")
     if spec and _scored(group, arm):
         media["heatmap"] = image(heatmap_alone(group, arm, spec))
@@ -67,7 +71,7 @@ def run_media(group: Group, tables: Sequence[ScoreTable], arm: Arm, run: Run) ->
 
 def comparison_media(group: Group, table: ScoreTable) -> dict[str, Any]:
     """Every arm of a group side by side."""
-    media: dict[str, Any] = {"scores": scores(table)}
+    media: dict[str, Any] = {"scores": as_wandb(as_table(table))}
     answers = side_by_side(group)
     if answers is not None:
         media["predictions"] = answers
@@ -281,44 +285,13 @@ def cap_note(count: int, where: str) -> dict[str, Any]:
     return {"predictions_note": f"{MAX_PREDICTIONS} of {count} are shown; all are in {where}"}
 
 
-def breakdown(table: ScoreTable, arm: Arm) -> wandb.Table:
-    """One arm's score and interval for each value of a record field."""
+def as_wandb(table: Table, keep: Callable[[Mapping[str, Any]], bool] = lambda _: True) -> wandb.Table:
+    """What a table's files hold, as W&B's table."""
     import wandb
 
-    shown = wandb.Table(columns=[table.by, "score", "low", "high", "scored"])
-    for column, cell in _row_of(table, arm).cells.items():
-        score = cell.score
-        shown.add_data(column, *map(_number, (score.value, score.low, score.high)), cell.scored)
-    return shown
-
-
-def scores(table: ScoreTable) -> wandb.Table:
-    """Every arm on every dataset: score, interval, difference, ratio."""
-    import wandb
-
-    shown = wandb.Table(
-        columns=[
-            *("method", table.by, "score", "low", "high"),
-            *("difference", "difference_low", "difference_high", "ratio", "scored", "expected"),
-        ]
-    )
-    for row in table.rows:
-        for column, cell in row.cells.items():
-            against = cell.difference
-            shown.add_data(
-                row.arm.label,
-                column,
-                *map(_number, (cell.score.value, cell.score.low, cell.score.high)),
-                *(
-                    (None, None, None)
-                    if against is None
-                    else map(_number, (against.value, against.low, against.high))
-                ),
-                _number(row.ratio),
-                cell.scored,
-                cell.expected,
-            )
-    return shown
+    lines = [line for line in table.records() if keep(line)]
+    columns: list[str | int] = list(lines[0]) if lines else [column.key for column in table.columns]
+    return wandb.Table(columns=columns, data=[[_plain(x) for x in line.values()] for line in lines])
 
 
 def image(drawn: Drawn) -> wandb.Image:
@@ -345,8 +318,10 @@ def _scored(group: Group, arm: Arm) -> bool:
     return bool(((mine["status"] == "ok") & mine["score"].notna()).any())
 
 
-def _row_of(table: ScoreTable, arm: Arm) -> Row:
-    return next(row for row in table.rows if row.arm == arm)
+def _row_of(table: ScoreTable, arm: Arm) -> ArmScores:
+    row = table.row(arm)
+    assert row is not None
+    return row
 
 
 def _score(cell: Cell) -> dict[str, float]:
@@ -356,3 +331,9 @@ def _score(cell: Cell) -> dict[str, float]:
 
 def _number(value: Any) -> float | None:
     return None if value is None or math.isnan(float(value)) else float(value)
+
+
+def _plain(value: Any) -> Any:
+    """A value that W&B's tables take: NaN is nothing, numpy's numbers are Python's."""
+    value = value.item() if isinstance(value, np.generic) else value
+    return None if isinstance(value, float) and math.isnan(value) else value

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.records.durable import read_file
 from kvbench.records.read import StoreError
-from kvbench.report.build import views_of
 from kvbench.report.experiment import Experiment, Group, load_experiment
 from kvbench.report.files import part_of, write_text
 from kvbench.report.render.text import markdown
 from kvbench.report.render.page import how_to_reproduce
 from kvbench.report.tables.published import PaperError, published_tables
-from kvbench.report.tables.published_views import comparison_views
+from kvbench.report.tables.published_rows import comparison_tables
 from kvbench.report.figures.style import style_of
-from kvbench.report.views import unit_text
+from kvbench.report.sections import tables_of
+from kvbench.report.table import unit_text
 from kvbench.report.wandb.log import COMPARISON, comparison_id, log_runs, run_id
 from kvbench.report.wandb.media import curves, field_tables
 from kvbench.report.wandb.send import NotSent, probe
@@ -155,11 +155,11 @@ def _beside_the_papers(experiment: Experiment) -> list[Any]:
     import wandb_workspaces.reports.v2 as wr
 
     try:
-        views = comparison_views(published_tables(experiment))
+        tables = comparison_tables(published_tables(experiment))
     except PaperError as error:
         return [wr.P(f"Published numbers are left out: {error}")]
-    tables: list[Any] = [wr.MarkdownBlock(text=markdown(view)) for view in views]
-    return [wr.H1("Published numbers beside ours"), *tables] if tables else []
+    blocks: list[Any] = [wr.MarkdownBlock(text=markdown(table)) for table in tables]
+    return [wr.H1("Published numbers beside ours"), *blocks] if blocks else []
 
 
 def _tables(experiment: Experiment, group: Group) -> list[Any]:
@@ -167,7 +167,7 @@ def _tables(experiment: Experiment, group: Group) -> list[Any]:
     import wandb_workspaces.reports.v2 as wr
 
     alone = replace(experiment, groups=(group,))
-    return [wr.MarkdownBlock(text=markdown(view)) for view in views_of(alone)]
+    return [wr.MarkdownBlock(text=markdown(table)) for table in tables_of(alone)]
 
 
 def _run_sets(experiment: Experiment, group: Group) -> list[wr.Runset]:

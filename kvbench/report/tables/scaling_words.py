@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvbench.report.experiment import Group
-from kvbench.report.stats.estimate import Estimate
+from kvbench.report.table import number, ratio_text, signed_text
 from kvbench.report.tables.scaling import (
     AS_PREDICTED,
     NEAR,
@@ -19,18 +19,15 @@ from kvbench.report.tables.scaling import (
     VERDICTS,
     Curve,
     Fit,
+    Scaling,
     count_text,
-    curves_of,
-    fits_of,
-    signed_text,
     slope_text,
 )
-from kvbench.report.views import number
 
 
-def scaling_findings(group: Group, spec: Mapping[str, Any]) -> list[str]:
+def scaling_findings(scaling: Scaling) -> list[str]:
     """What was found, one sentence or two per arm, from the numbers alone."""
-    fits = fits_of(curves_of(group, spec), spec)
+    group, spec, fits = scaling.group, scaling.spec, scaling.fits
     arms = list(dict.fromkeys(fit.curve.arm.label for fit in fits))
     by_arm = {label: [f for f in fits if f.curve.arm.label == label] for label in arms}
     kind = spec.get("finding")
@@ -88,9 +85,9 @@ def _error_words(
             below = [f for f in ratios if f.ratio.high < 1]
             above = [f for f in ratios if f.ratio.low > 1]
             low, high = (pick(ratios, key=lambda f: f.ratio.value) for pick in (min, max))
-            spread = f"from {_ratio_text(low.ratio)} times on {low.curve.facet}"
+            spread = f"from {ratio_text(low.ratio)} times on {low.curve.facet}"
             if high is not low:
-                spread += f" to {_ratio_text(high.ratio)} on {high.curve.facet}"
+                spread += f" to {ratio_text(high.ratio)} on {high.curve.facet}"
             sentences.append(
                 f"{label} {spread} (interval below 1 on {len(below)}, above 1 on {len(above)} of "
                 f"{len(ratios)})"
@@ -155,7 +152,7 @@ def _discrepancy_words(by_arm: Mapping[str, Sequence[Fit]], spec: Mapping[str, A
             at = f.curve.mean[np.flatnonzero(f.curve.levels == f.most)[0]]
             text = f"{f.curve.facet} (slope {slope_text(f.slope)}, {number(float(at))} at the end"
             if math.isfinite(f.ratio.value) and f.curve.arm.method != spec.get("compare"):
-                text += f", {_ratio_text(f.ratio)} times {spec['compare']}"
+                text += f", {ratio_text(f.ratio)} times {spec['compare']}"
             parts.append(f"{text})")
         found.append(f"{label}: {'; '.join(parts)}.")
     base = {f.curve.facet: f.curve for f in by_arm.get(str(spec.get("compare")), [])}
@@ -213,16 +210,6 @@ def _bends(fit: Fit) -> bool:
     """The two halves differ by more than `NEAR` and their intervals do not overlap."""
     apart = fit.lower.high < fit.upper.low or fit.upper.high < fit.lower.low
     return apart and abs(fit.lower.value - fit.upper.value) > NEAR
-
-
-def _ratio_text(ratio: Estimate) -> str:
-    if math.isnan(ratio.low):
-        return f"{ratio.value:.2f} (no interval)"
-    low, value, high = (
-        f"{x:.2f}" if x >= 0.1 or math.isnan(x) else f"{x:.2g}"
-        for x in (ratio.low, ratio.value, ratio.high)
-    )
-    return f"{value} [{low}, {high}]"
 
 
 def _capital(text: str) -> str:

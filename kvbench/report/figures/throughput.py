@@ -1,0 +1,152 @@
+"""Time and memory: of each setting, and against the prompt's length."""
+
+from __future__ import annotations
+
+import math
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator
+
+from kvbench.report.experiment import Group
+from kvbench.report.figures.canvas import (
+    GREY,
+    SMALL,
+    TEXT,
+    Drawn,
+    add_legend,
+    draw_estimates,
+    new_figure,
+    plain_ticks,
+    stem,
+    style_axes,
+)
+from kvbench.report.figures.style import style_of
+from kvbench.report.stats.estimate import Estimate
+from kvbench.report.table import failures_text, value_text
+from kvbench.report.tables.timings import median_of, timings_of
+
+
+def throughput(group: Group) -> Drawn:
+    """Seconds, new tokens per second and peak memory per setting and arm; what failed is named."""
+    timings = timings_of(group)
+    settings = list(dict.fromkeys(timing.setting for timing in timings))
+    memory = any(math.isfinite(timing.number("peak_bytes")) for timing in timings)
+    figure = new_figure(10.5 if memory else 9.0, 1.1 + max(1.6, 0.26 * len(timings)))
+    panels: list[Axes] = list(figure.subplots(1, 3 if memory else 2, sharey=True))
+    labels = []
+    for i, timing in enumerate(reversed(timings)):
+        color = style_of(timing.arm.method).color
+        prefill, decode = (timing.median(key) for key in ("prefill_compress_s", "decode_s"))
+        panels[0].barh(i, prefill, 0.68, color=color, alpha=0.4, edgecolor=color)
+        panels[0].barh(i, decode, 0.68, left=prefill, color=color, edgecolor=color)
+        rate = timing.estimate("decode_tokens_per_s")
+        _bar(panels[1], i, rate.value, color)
+        if math.isfinite(rate.low):
+            panels[1].plot([rate.low, rate.high], [i, i], color="#222222", linewidth=0.9)
+        if memory:
+            _bar(panels[2], i, timing.number("peak_bytes") / 2**30, color)
+        if timing.failures:
+            failed = f" {failures_text(timing.failures)}"
+            at = prefill + decode if timing.runs else 0.0
+            panels[0].annotate(failed, (at, i), va="center", fontsize=SMALL, color=GREY)
+        labels.append(timing.arm.label + (f" ({timing.setting})" if len(settings) > 1 else ""))
+    panels[0].set_yticks(range(len(labels)), labels)
+    panels[0].set_ylim(-0.6, len(labels) - 0.4)
+    panels[0].set_xlabel("seconds: prefill + compress (pale), decode (full)", fontsize=TEXT)
+    panels[1].set_xlabel("new tokens per second while decoding", fontsize=TEXT)
+    if memory:
+        panels[2].set_xlabel("peak memory (GiB)", fontsize=TEXT)
+    for ax in panels:
+        ax.set_xlim(left=0)
+        style_axes(ax, grid="x")
+    per_setting = len(timings) // max(1, len(settings))
+    for k in range(1, len(settings)):
+        for ax in panels:
+            ax.axhline(k * per_setting - 0.5, color=GREY, linewidth=0.5)
+    counts = sorted({timing.runs for timing in timings if timing.runs})
+    runs = " to ".join(str(count) for count in dict.fromkeys(counts[:1] + counts[-1:])) or "0"
+    return Drawn(
+        f"{stem(group)}-throughput",
+        f"{group.task}: time and memory" if memory else f"{group.task}: time",
+        f"Medians over {runs} runs"
+        + (
+            ", lines: 95 % intervals between order statistics"
+            if any(math.isfinite(timing.estimate("decode_tokens_per_s").low) for timing in timings)
+            else ""
+        )
+        + (f"; prompt + new tokens: {settings[0]}." if len(settings) == 1 else "."),
+        figure,
+    )
+
+
+_SCALING = (
+    ("latency_s", "seconds in all", 1.0),
+    ("decode_tokens_per_s", "new tokens per second while decoding", 1.0),
+    ("peak_bytes", "peak memory (GiB)", 2.0**-30),
+)
+
+
+def throughput_scaling(group: Group) -> Drawn | None:
+    """Time and memory against the prompt's length, one line per method: medians with their intervals,
+    or the range where there are too few runs for one. A line ends where a method failed. None below
+    three lengths, or where more than the length varies.
+    """
+    records = group.records
+    lengths = records["prompt_tokens"].nunique()
+    panels = [p for p in _SCALING if p[0] in records and records[p[0]].notna().any()]
+    if lengths < 3 or records["dataset"].nunique() != lengths or not panels:
+        return None
+    figure = new_figure(0.8 + 3.1 * len(panels), 3.3)
+    axes: list[Axes] = list(figure.subplots(1, len(panels), squeeze=False)[0])
+    arms = [arm for arm in group.arms if (records["arm"] == arm.label).any()]
+    for ax, (field, label, scale) in zip(axes, panels, strict=True):
+        for arm in arms:
+            mine = records[records["arm"].eq(arm.label) & records["status"].eq("ok")]
+            values = mine[field].astype(float) * scale
+            lines = {}
+            for length, part in values.groupby(mine["prompt_tokens"]):
+                found = median_of(part)
+                if math.isnan(found.low):
+                    found = Estimate(found.value, float(part.min()), float(part.max()))
+                if math.isfinite(found.value):
+                    lines[length] = found
+            draw_estimates(
+                ax,
+                list(lines),
+                list(lines.values()),
+                style_of(arm.method),
+                line=1.3,
+                label=arm.label,
+            )
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log")
+        span = records.loc[records["status"] == "ok", "prompt_tokens"]
+        few = span.max() < 32 * span.min()
+        plain_ticks(ax.xaxis, LogLocator(base=2 if few else 4))
+        plain_ticks(ax.yaxis, LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
+        ax.set_xlabel("prompt length (tokens)", fontsize=TEXT)
+        ax.set_ylabel(label, fontsize=TEXT)
+        style_axes(ax)
+    add_legend(figure, axes[0], len(arms))
+    return Drawn(
+        f"{stem(group)}-scaling",
+        f"{group.task}: time and memory against the prompt's length",
+        "Medians, with 95 % intervals between order statistics, below six runs the range; a line ends"
+        " where a method failed. Both axes are logarithmic.",
+        figure,
+    )
+
+
+def _bar(ax: Axes, at: int, value: float, color: str) -> None:
+    """A horizontal bar with its value beside it."""
+    ax.barh(at, value, 0.68, color=color)
+    if math.isfinite(value):
+        ax.annotate(
+            value_text(value, ""),
+            (value, at),
+            xytext=(3, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=SMALL,
+        )
+    ax.margins(x=0.16)

@@ -1,0 +1,349 @@
+"""Scores as tables: of one task, as papers print them, of all tasks; and what their marks mean."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from kvbench.report.experiment import BASELINE, Group
+from kvbench.report.table import INCOMPLETE, NOTHING, TIED, Column, Row, Table, unit_text
+from kvbench.report.tables.scores import AVERAGE, COSTS, NO_CELL, ArmScores, ScoreTable
+from kvbench.report.tables.strata import natural_order
+
+INTERVAL_NOTE = (
+    "[low, high] is a 95 % interval over examples as a sample of all such examples: Wilson's for shares,"
+    " Student's t for other scores and differences; one example has none."
+)
+MARKS_NOTE = (
+    f"Bold: the best compressed method of the column at its rate. {TIED}: not shown to differ from it."
+    " Without a mark: shown worse, by a paired test over the examples that both scored, adjusted for all"
+    " pairs at that rate and column; of tables of equal methods, one in twenty shows any as worse."
+)
+NO_BASELINE_NOTE = (
+    "The exact cache was not run, so nothing is compared with it: add exact to the methods for the"
+    " column of differences."
+)
+_WIDE = 4
+"""With more columns than this, intervals are shown for the average only."""
+
+
+def as_table(table: ScoreTable, *, narrow: bool = False) -> Table:
+    """Scores, paired differences, cost and failures; in files one row per arm and column.
+
+    Args:
+        narrow: of many datasets show the average only, as a terminal has no room for more.
+    """
+    whole, wide = table.by == "dataset", len(table.columns) > _WIDE
+    shown = (AVERAGE,) if narrow and wide and AVERAGE in table.columns else table.columns
+    columns = [Column("arm", "method", "label"), *_score_columns(table, shown, wide)]
+    if whole:
+        columns += _difference_column(table)
+        columns += [c for c in _cost_columns(table) if c.heading]
+    columns += [Column("scored", "scored", "label"), Column("failures", "failed", "failures")]
+    title = f"{table.task} on {table.model}: score{unit_text(table.unit)}"
+    if shown != table.columns:
+        title += f"; average of {len(table.columns) - 1} datasets"
+    return Table(
+        name=f"{table.task}-{table.model}" + ("" if whole else f"-by-{table.by}"),
+        title=title if whole else f"{title} by {table.by}",
+        columns=tuple(columns),
+        rows=tuple(_table_row(table, row, shown) for row in table.rows),
+        notes=tuple(notes_of([table])),
+        long=_long(table),
+    )
+
+
+def paper_layout(tables: Sequence[ScoreTable], order: Sequence[str] = ()) -> Table:
+    """One task as papers print it: datasets as columns, a block of rows for each model.
+
+    Args:
+        tables: of one task by dataset, one per model.
+        order: columns that go first, where there are such.
+    """
+    first = tables[0]
+    found = dict.fromkeys(c for t in tables for c in t.columns if c != AVERAGE)
+    names = list(dict.fromkeys([*(c for c in order if c in found), *found]))
+    names += [AVERAGE] * any(AVERAGE in table.columns for table in tables)
+    failed = any(row.total.failures for table in tables for row in table.rows)
+    scores = _score_columns(first, names, len(names) > _WIDE)
+    return Table(
+        name=f"{first.task}-paper",
+        title=f"{first.task}: score{unit_text(first.unit)}",
+        columns=(
+            Column("arm", "method", "label", saved=False),
+            *scores,
+            Column("ratio", "ratio", "number", saved=False),
+            *([Column("failures", "failed", "failures", saved=False)] * failed),
+        ),
+        rows=tuple(
+            replace(_table_row(table, row, names), group=table.model)
+            for table in tables
+            for row in table.rows
+        ),
+        notes=tuple(notes_of(tables)),
+    )
+
+
+def difference_table(table: ScoreTable) -> Table:
+    """The paired difference to the baseline, per column."""
+    named = "" if table.by == "dataset" else f" by {table.by}"
+    return Table(
+        name=f"{table.task}-{table.model}{named.replace(' ', '-')}-difference",
+        title=f"{table.task} on {table.model}: paired difference to"
+        f" {table.baseline}{unit_text(table.unit)}{named}",
+        columns=(
+            Column("arm", "method", "label", saved=False),
+            *(
+                Column(c, c, "difference", table.unit, saved=False, total=c == AVERAGE)
+                for c in table.columns
+            ),
+        ),
+        rows=tuple(
+            Row(
+                {"arm": row.arm.label, **{c: row.cells[c].difference for c in table.columns}},
+                method=row.arm.method,
+            )
+            for row in table.rows
+            if row.total.difference is not None
+        ),
+        notes=(INTERVAL_NOTE, "Differences are over the examples that both scored."),
+    )
+
+
+def overview_tables(tables: Sequence[ScoreTable]) -> list[Table]:
+    """Of each model with several tasks, every arm on all of them."""
+    by_model: dict[str, list[ScoreTable]] = {}
+    for table in sorted(tables, key=lambda table: table.model):
+        by_model.setdefault(table.model, []).append(table)
+    return [_overview(model, of) for model, of in by_model.items()]
+
+
+def _overview(model: str, tables: Sequence[ScoreTable]) -> Table:
+    arms = sorted({row.arm for t in tables for row in t.rows}, key=lambda arm: arm.sort_key)
+    labels = Counter(arm.label for arm in arms)
+    columns = [Column("arm", "method", "label", saved=False)]
+    for table in tables:
+        remark = "lower is better" if table.lower_is_better else ""
+        heading = f"{table.task}{unit_text(table.unit)}"
+        columns.append(Column(table.task, heading, "score", table.unit, saved=False, remark=remark))
+        columns.append(Column(f"{table.task} ratio", "ratio", "number", saved=False))
+    rows = []
+    for arm in arms:
+        # of the same label: tasks may have been run at different rates
+        named = labels[arm.label] > 1 and arm.rate is not None
+        values: dict[str, object] = {
+            "arm": f"{arm.label}, rate {arm.rate:g}" if named else arm.label
+        }
+        marks, bold = {}, set()
+        for table in tables:
+            row = table.row(arm)
+            values |= {table.task: NOTHING, f"{table.task} ratio": np.nan}
+            if row is not None:
+                values |= {table.task: row.total.score, f"{table.task} ratio": row.ratio}
+                marks[table.task] = row.total.marks
+                bold |= {table.task} if row.total.best else set()
+        rows.append(Row(values, marks, frozenset(bold), method=arm.method))
+    return Table(
+        name=f"overview-{model}",
+        title=f"{model}: all tasks",
+        columns=tuple(columns),
+        rows=tuple(rows),
+        notes=tuple(notes_of(tables)),
+    )
+
+
+def split_table(group: Group, by: str) -> Table:
+    """Every dataset split by the record field `by`, for files.
+
+    Beside each part's mean stands the plain mean of the dataset's parts, which is how LongBench-E
+    averages a dataset over its length buckets.
+    """
+    good = group.records[group.records["status"] == "ok"]
+    keys = ["arm", "dataset"]
+    means = good.groupby([*keys, by])["score"].agg(["mean", "count"]).reset_index()
+    means["whole"] = means.groupby(keys)["mean"].transform("mean")
+    ranks = [arm.label for arm in group.arms]
+    lines = sorted(
+        means.to_dict("records"),
+        key=lambda line: (ranks.index(line["arm"]), line["dataset"], natural_order(line[by])),
+    )
+    unit = group.meta.score_unit
+    return Table(
+        name=f"{group.task}-{group.model}-by-{by}-and-dataset",
+        title="",
+        columns=(
+            *(Column(name) for name in ("model", "task", *keys, by)),
+            Column("scored"),
+            Column("score", kind="deviation", unit=unit),
+            Column("mean_of_parts", kind="deviation", unit=unit),
+        ),
+        rows=tuple(
+            Row(
+                {"model": group.model, "task": group.task}
+                | {str(key): value for key, value in line.items()}
+                | {"score": line["mean"], "mean_of_parts": line["whole"], "scored": line["count"]}
+            )
+            for line in lines
+        ),
+    )
+
+
+def _score_columns(table: ScoreTable, names: Sequence[str], wide: bool) -> list[Column]:
+    """One column of scores for each name; of many, only the average shows its interval."""
+    return [
+        Column(
+            name,
+            name if table.by == "dataset" else f"{table.by} {name}",
+            "score",
+            table.unit,
+            bounds=not wide or name == AVERAGE,
+            saved=False,
+            total=name == AVERAGE,
+        )
+        for name in names
+    ]
+
+
+def _difference_column(table: ScoreTable) -> list[Column]:
+    if table.baseline is None:
+        return []
+    return [Column("difference", f"Δ {table.baseline}", "difference", table.unit)]
+
+
+def _cost_columns(table: ScoreTable) -> list[Column]:
+    """The costs that any row has."""
+    return [
+        Column(m.key, m.heading, m.kind)
+        for m in COSTS
+        if not all(np.isnan(row.costs[m.key]) for row in table.rows)
+    ]
+
+
+def _table_row(table: ScoreTable, row: ArmScores, names: Sequence[str]) -> Row:
+    """The row of an arm under columns of these names."""
+    cells = {name: row.cells.get(name, NO_CELL) for name in names}
+    # but for datasets, whose examples differ, every column is about the same examples
+    once = table.by == "measure" or AVERAGE in row.cells or len(row.cells) == 1
+    counted = [row.total] if once else list(row.cells.values())
+    scored, expected = sum(c.scored for c in counted), sum(c.expected for c in counted)
+    failures: Counter[str] = Counter()
+    for cell in counted:
+        failures.update(cell.failures)
+    return Row(
+        {
+            "arm": row.arm.label,
+            **{name: cell.score for name, cell in cells.items()},
+            "difference": row.total.difference,
+            **row.costs,
+            "scored": f"{scored}/{expected}",
+            "failures": dict(failures),
+        },
+        marks={name: cell.marks for name, cell in cells.items()},
+        bold=frozenset(name for name, cell in cells.items() if cell.best),
+        method=row.arm.method,
+    )
+
+
+def _long(table: ScoreTable) -> Table:
+    """One row per arm and column."""
+    unit = table.unit
+    return Table(
+        name="",
+        title="",
+        columns=(
+            *map(Column, ("model", "task", "method", "arm", table.by, "unit")),
+            Column("score", kind="score", unit=unit),
+            Column("baseline"),
+            Column("difference", kind="difference", unit=unit),
+            *map(Column, ("best", "not_shown_to_differ", "shown_worse", "scored", "expected")),
+            Column("failures", kind="failures"),
+            *(Column(m.key, kind=m.kind) for m in COSTS),
+            Column("uncompressed"),
+        ),
+        rows=tuple(
+            Row(
+                {
+                    "model": table.model,
+                    "task": table.task,
+                    "method": row.arm.method,
+                    "arm": row.arm.label,
+                    table.by: column,
+                    "unit": "%" if unit == "fraction" else unit,
+                    "score": cell.score,
+                    "baseline": None if cell.difference is None else table.baseline,
+                    "difference": cell.difference,
+                    "best": cell.best,
+                    "not_shown_to_differ": cell.tied,
+                    "shown_worse": cell.worse,
+                    "scored": cell.scored,
+                    "expected": cell.expected,
+                    "failures": cell.failures,
+                    **row.costs,
+                    "uncompressed": row.uncompressed,
+                }
+            )
+            for row in table.rows
+            for column, cell in row.cells.items()
+        ),
+    )
+
+
+def notes_of(tables: Sequence[ScoreTable]) -> list[str]:
+    """What the marks in these tables mean, and what to keep in mind when reading them."""
+    rows = [row for table in tables for row in table.rows]
+    cells = [cell for row in rows for cell in row.cells.values()]
+    notes = [INTERVAL_NOTE]
+    baselines: dict[str, list[str]] = {}
+    for table in tables:
+        if table.baseline:
+            baselines.setdefault(table.baseline, []).append(table.task)
+    if any(_lacks_exact(table) for table in tables):
+        notes.append(NO_BASELINE_NOTE)
+    for baseline, tasks in baselines.items():
+        where = f" on {', '.join(dict.fromkeys(tasks))}" if len(baselines) > 1 else ""
+        notes.append(
+            f"Δ is the paired difference to {baseline}{where}, over examples that both scored."
+        )
+    notes.append(
+        "ratio is measured: bytes held / bytes of the exact cache; seconds are medians per example,"
+        " those of decoding per token, as answers differ in length (methods of a job decode together"
+        " and share each step's time by rows)."
+    )
+    if any(cell.best for cell in cells):
+        notes.append(MARKS_NOTE)
+    if any(not cell.complete for cell in cells):
+        notes.append(
+            f"{INCOMPLETE} some examples failed or are missing: the mean is over the others, and so not"
+            " over the same examples as that of a method without this mark; paired differences are"
+            " over the examples that both scored."
+        )
+    for beyond in dict.fromkeys(table.beyond for table in tables if table.beyond):
+        count, longest, positions = beyond
+        notes.append(
+            f"{count} prompts are longer than the model's positions (up to {longest:,} tokens, "
+            f"{positions:,} positions): their scores say nothing about a method."
+        )
+    whole: Counter[str] = Counter()
+    for row in rows:
+        whole[row.arm.label] += row.uncompressed
+    whole = +whole
+    if whole:
+        named = ", ".join(f"{label} ({whole[label]})" for label in sorted(whole))
+        notes.append(f"Prompts no longer than the capacity stay uncompressed: {named}.")
+    notes += dict.fromkeys(
+        f"{row.arm.label} holds {row.costs['entries_mean']:.0f} entries per layer and KV head where"
+        f" the budget allows {row.capacity:.0f}: its preset {row.budget_preset} reproduces a"
+        " released code's own split."
+        for row in rows
+        if row.budget_preset is not None
+    )
+    return notes
+
+
+def _lacks_exact(table: ScoreTable) -> bool:
+    """Whether scores of compressed caches stand alone; an error is against the exact cache anyway."""
+    exact = any(row.arm.method == BASELINE for row in table.rows)
+    return not exact and not table.lower_is_better

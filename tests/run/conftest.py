@@ -1,0 +1,5 @@
+"""Fixtures that several modules of this folder use."""
+
+from support.signals import undisturbed
+
+__all__ = ["undisturbed"]
