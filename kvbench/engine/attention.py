@@ -7,6 +7,7 @@ the `AttentionState` that travels through the model's forward as the keyword arg
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -27,22 +28,50 @@ class UnsupportedModel(UserError, ValueError):
     """The model asks its attention for something that kvbench does not compute."""
 
 
+@dataclass(frozen=True)
+class LayerCall:
+    """What a layer asks of attention in one forward pass.
+
+    Attributes:
+        layer: 0-based.
+        query: [batch, heads, t, head_dim]. key, value: [batch, kv_heads, t, head_dim], the new ones,
+            all after position encoding.
+        scaling: of the logits. softcap: their limit, None for none.
+        sliding_window: keys that a query sees, None for all.
+    """
+
+    layer: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scaling: float
+    softcap: float | None = None
+    sliding_window: int | None = None
+
+    def exact(self) -> Tensor:
+        """Causal attention of the queries over these keys alone; see `exact_attention`."""
+        return exact_attention(
+            self.query,
+            self.key,
+            self.value,
+            scaling=self.scaling,
+            softcap=self.softcap,
+            sliding_window=self.sliding_window,
+        )
+
+    def of_row(self, row: int, start: int = 0) -> LayerCall:
+        """The call of one batch row, from its token `start` on."""
+        query, key, value = (
+            x[row : row + 1, :, start:] for x in (self.query, self.key, self.value)
+        )
+        return replace(self, query=query, key=key, value=value)
+
+
 class AttentionState(Protocol):
     """What one forward pass does with the q, k, v of each layer."""
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        softcap: float | None,
-        sliding_window: int | None,
-    ) -> Tensor:
-        """Attention output [batch, heads, t, head_dim] for q [batch, heads, t, head_dim] and the
-        new k, v [batch, kv_heads, t, head_dim] of layer `layer` (0-based)."""
+    def attend(self, call: LayerCall) -> Tensor:
+        """Attention output [batch, heads, t, head_dim]."""
         ...
 
 
@@ -85,13 +114,15 @@ def kvbench_attention(
     if dropout:
         raise UnsupportedModel(f"{name} runs with dropout {dropout}; call model.eval() first")
     out = kvbench.attend(
-        int(module.layer_idx),  # type: ignore[arg-type]
-        query,
-        key,
-        value,
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        softcap=softcap,
-        sliding_window=sliding_window,
+        LayerCall(
+            int(module.layer_idx),  # type: ignore[arg-type]
+            query,
+            key,
+            value,
+            query.shape[-1] ** -0.5 if scaling is None else scaling,
+            softcap,
+            sliding_window,
+        )
     )
     return out.transpose(1, 2), None
 

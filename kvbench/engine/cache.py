@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.engine.attention import capped
+from kvbench.engine.attention import LayerCall, capped
 from kvbench.engine.faults import release_frames
 from kvbench.engine.guard import call
 from kvbench.kernels.quantize import Packed, Quantization, pack, unpack
@@ -460,26 +460,17 @@ class ForkBatch:
         self.forks = forks
         self.positions = positions
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        softcap: float | None,
-        sliding_window: int | None,
-    ) -> Tensor:
+    def attend(self, call: LayerCall) -> Tensor:
         """Each row against its own cache; a row whose fork failed attends to nothing."""
+        query, key, value = call.query, call.key, call.value
         positions = self.positions.to(query.device).expand(len(self.forks), -1)
         out = query.new_zeros(*query.shape[:3], value.shape[-1])
         for i, fork in enumerate(self.forks):
             if fork.failure is not None:
                 continue
             try:
-                out[i] = fork.layers[layer].step(
-                    query[i], key[i], value[i], positions[i], scaling, softcap
+                out[i] = fork.layers[call.layer].step(
+                    query[i], key[i], value[i], positions[i], call.scaling, call.softcap
                 )
             except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
                 fork.fail(failure)

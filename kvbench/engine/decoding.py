@@ -9,11 +9,12 @@ copied, nothing is counted on the host, so that a step can be captured in a CUDA
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from kvbench.engine.attention import LayerCall
 from kvbench.engine.cache import Fork, LayerCache
 from kvbench.kernels.decode_attention import (
     EntryTable,
@@ -114,26 +115,17 @@ class DecodeState:
             for row in rows
         )
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        softcap: float | None,
-        sliding_window: int | None,
-    ) -> Tensor:
+    def attend(self, call: LayerCall) -> Tensor:
         """Each row against its own cache; a row whose fork failed attends to nothing."""
-        groups, alone = self._groups[layer], self._alone[layer]
+        groups, alone = self._groups[call.layer], self._alone[call.layer]
         if not alone and len(groups) == 1:
-            return self._attend_group(groups[0], query, key, value, scaling, softcap)
+            return self._attend_group(groups[0], call)
+        query, key, value = call.query, call.key, call.value
         out = query.new_zeros(*query.shape[:3], value.shape[-1])
         for group in groups:
             assert group.index is not None
             q, k, v = (x.index_select(0, group.index) for x in (query, key, value))
-            mixed = self._attend_group(group, q, k, v, scaling, softcap)
+            mixed = self._attend_group(group, replace(call, query=q, key=k, value=v))
             out.index_copy_(0, group.index, mixed)
         for row in alone:
             fork = self.forks[row]
@@ -141,22 +133,15 @@ class DecodeState:
                 continue
             try:
                 position = self.positions[row : row + 1].to(query.device)
-                out[row] = fork.layers[layer].step(
-                    query[row], key[row], value[row], position, scaling, softcap
+                out[row] = fork.layers[call.layer].step(
+                    query[row], key[row], value[row], position, call.scaling, call.softcap
                 )
             except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
                 fork.fail(failure)
         return out
 
-    def _attend_group(
-        self,
-        group: _Group,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        softcap: float | None,
-    ) -> Tensor:
+    def _attend_group(self, group: _Group, call: LayerCall) -> Tensor:
+        query, key, value = call.query, call.key, call.value
         repeats = group.table.kv_heads // key.shape[1]
         if repeats > 1:  # a method that repeats keys to query heads
             key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
@@ -166,8 +151,8 @@ class DecodeState:
             query[:, :, 0],
             group.table,
             held,
-            scaling=scaling,
-            softcap=softcap,
+            scaling=call.scaling,
+            softcap=call.softcap,
             return_mass=group.evicts,
         )
         if mass is not None:

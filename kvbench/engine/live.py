@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from kvbench.engine.attention import IMPLEMENTATION, UnsupportedModel, register
+from kvbench.engine.attention import IMPLEMENTATION, LayerCall, UnsupportedModel, register
 from kvbench.engine.cache import Fork, ForkBatch
 from kvbench.engine.live_cache import LiveCache, UnsupportedGeneration
 from kvbench.engine.prefill import PrefillState, compressible_layers
@@ -77,30 +77,11 @@ class _BatchPrefill:
         self.padding = padding
         self.rows = [PrefillState([fork], compressible) for fork in forks]
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        softcap: float | None,
-        sliding_window: int | None,
-    ) -> Tensor:
+    def attend(self, call: LayerCall) -> Tensor:
         """Exact attention of each row's own tokens; padding attends to nothing."""
-        out = query.new_zeros(*query.shape[:3], value.shape[-1])
+        out = call.query.new_zeros(*call.query.shape[:3], call.value.shape[-1])
         for i, (row, start) in enumerate(zip(self.rows, self.padding, strict=True)):
-            one = slice(i, i + 1)
-            out[one, :, start:] = row.attend(
-                layer,
-                query[one, :, start:],
-                key[one, :, start:],
-                value[one, :, start:],
-                scaling=scaling,
-                softcap=softcap,
-                sliding_window=sliding_window,
-            )
+            out[i : i + 1, :, start:] = row.attend(call.of_row(i, start))
             failure = row.forks[0].failure
             if failure is not None:
                 raise failure

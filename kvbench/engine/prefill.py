@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.engine.attention import UnsupportedModel, exact_attention
+from kvbench.engine.attention import LayerCall, UnsupportedModel
 from kvbench.engine.cache import Fork, layer_generator
 from kvbench.engine.guard import GENERATORS, Guard, Settings, SharedStateChanged
 from kvbench.kv import WHOLE, CompressedKV, LayerKV, check_finite, keep_all
@@ -65,6 +65,13 @@ def input_device(model: PreTrainedModel) -> torch.device:
     return next(embedding.parameters()).device if device is None else torch.device(device)
 
 
+def layer_kv(call: LayerCall, index: int, count: int) -> LayerKV:
+    """What methods are given of a layer: the `index`-th of `count`."""
+    return LayerKV(
+        call.key, call.value, call.query, index, count, call.scaling, softcap=call.softcap
+    )
+
+
 class _Spoiled(Exception):
     """A method changed what other forks of a prefill use: they have to begin again.
 
@@ -98,45 +105,26 @@ class PrefillState:
         self.exact_bytes = 0
         self.compress_s = 0.0
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        softcap: float | None,
-        sliding_window: int | None,
-    ) -> Tensor:
+    def attend(self, call: LayerCall) -> Tensor:
         """Exact attention of the layer; compression of its keys and values on the way."""
-        out = exact_attention(
-            query, key, value, scaling=scaling, softcap=softcap, sliding_window=sliding_window
-        )
+        layer, key, value = call.layer, call.key, call.value
+        out = call.exact()
         synchronize(key.device)
         start = time.perf_counter()
-        if sliding_window is not None and layer in self.order:
+        if call.sliding_window is not None and layer in self.order:
             raise UnsupportedModel(
-                f"layer {layer} has a sliding window of {sliding_window} that the model's config "
+                f"layer {layer} has a sliding window of {call.sliding_window} that the model's config "
                 "does not announce"
             )
         if layer in self.order:
-            held = LayerKV(
-                key,
-                value,
-                query,
-                self.order[layer],
-                len(self.order),
-                scaling,
-                softcap=softcap,
-            )
+            held = layer_kv(call, self.order[layer], len(self.order))
             check_finite(held)
             self.exact_bytes += (
                 key.numel() * key.element_size() + value.numel() * value.element_size()
             )
             self._compress_all(layer, held)
         else:
-            self._keep_window(layer, key, value, sliding_window)
+            self._keep_window(layer, key, value, call.sliding_window)
         synchronize(key.device)
         self.compress_s += time.perf_counter() - start
         return out
@@ -270,30 +258,16 @@ class CaptureState:
     layers: dict[int, LayerKV | None]
     num_layers: int
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        softcap: float | None,
-        sliding_window: int | None,
-    ) -> Tensor:
+    def attend(self, call: LayerCall) -> Tensor:
         """Exact attention; layers asked for are remembered."""
-        if layer in self.layers:
-            if sliding_window is not None:
+        if call.layer in self.layers:
+            if call.sliding_window is not None:
                 raise UnsupportedModel(
-                    f"layer {layer} has a sliding window of {sliding_window}; "
+                    f"layer {call.layer} has a sliding window of {call.sliding_window}; "
                     "allowed: full-attention layers"
                 )
-            self.layers[layer] = LayerKV(
-                key, value, query, layer, self.num_layers, scaling, softcap=softcap
-            )
-        return exact_attention(
-            query, key, value, scaling=scaling, softcap=softcap, sliding_window=sliding_window
-        )
+            self.layers[call.layer] = layer_kv(call, call.layer, self.num_layers)
+        return call.exact()
 
 
 @torch.inference_mode(False)  # as `prefill`

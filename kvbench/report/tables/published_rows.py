@@ -249,7 +249,7 @@ def _comparison(tables: Sequence[Published]) -> Table:
         title=f"{first.task}: ours beside {first.source}{unit_text(first.unit)}",
         columns=(
             Column("arm", "method", "label"),
-            Column("line", "", "label"),
+            Column("line", "", "label", total=True),
             *(Column(name, name, "label", total=name == AVERAGE) for name in names),
         ),
         rows=tuple(rows),
