@@ -16,13 +16,9 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from kvbench.engine.generate import Generation, Stopping, run_forks
-from kvbench.engine.live import (
-    Compression,
-    compressed_generation,
-    kvbench_attention_on,
-    prompt_name,
-)
-from kvbench.engine.loading import end_token_ids
+from kvbench.engine.live import Compression, prompt_name
+from kvbench.engine.live_model import compressed_generation, kvbench_attention_on
+from kvbench.engine.tokenizer import end_token_ids
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
 from kvbench.methods.base import Method

@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 
 from kvbench.errors import UserError
 from kvbench.kernels.attention_mass import attention_mass
+from kvbench.kernels.seal import Seal, Shared
 
 
 class KVError(UserError, ValueError):
@@ -154,67 +155,6 @@ class Budget:
         if self.size is not None:
             return self.size
         return None if self.share == 1.0 else self.sink + self.window + self.middle_kept(n)
-
-
-SEALED_ENDS, SEALED_BETWEEN = 32, 64
-"""Tokens of a shared tensor that a `Seal` copies: so many at either end, at most so many in between."""
-
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-
-
-class Seal:
-    """Tells whether a tensor that several methods read was written to.
-
-    torch counts the writes it sees (``Tensor._version``; not of tensors made under inference_mode).
-    What it does not see (writes through ``.data``, a numpy view, a kernel of one's own) is looked for in
-    a copy of `SEALED_ENDS` tokens at either end and up to `SEALED_BETWEEN` others, with all heads and
-    channels: a write to every token, or to any of those, is found; one to a single other token may
-    not be.
-
-    Args:
-        tensor: tokens along its longest dimension.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.version = self._writes(tensor)
-        self.sample = self._sample(tensor)
-
-    def broken(self, tensor: Tensor, closely: bool = True) -> bool:
-        """Whether `tensor`, the one that was sealed, was written to since; the copy is looked at only
-        `closely`."""
-        if self._writes(tensor) != self.version:
-            return True
-        if not closely:
-            return False
-        sample = self._sample(tensor)
-        # compared bit by bit: not every prompt query need be a number
-        return sample.shape != self.sample.shape or not torch.equal(sample, self.sample)
-
-    @staticmethod
-    def _writes(tensor: Tensor) -> int | None:
-        return None if tensor.is_inference() else tensor._version
-
-    @staticmethod
-    def _sample(tensor: Tensor) -> Tensor:
-        if tensor.dim():
-            x = tensor.movedim(max(range(tensor.dim()), key=lambda i: tensor.shape[i]), 0)
-            first, last = SEALED_ENDS, len(x) - SEALED_ENDS
-            if last - first > SEALED_BETWEEN:
-                step = -(-(last - first) // SEALED_BETWEEN)
-                tensor = torch.cat([x[:first], x[first:last:step], x[last:]])
-        return tensor.detach().reshape(-1).clone().view(_BITS[tensor.element_size()])
-
-
-@dataclass(frozen=True)
-class Shared:
-    """A tensor that `LayerKV.once` remembers, the seconds it took, its seal, and the keys, values and
-    queries of the layer that it was computed for."""
-
-    tensor: Tensor
-    seconds: float
-    seal: Seal
-    of: tuple[Tensor | None, ...]
 
 
 @dataclass(frozen=True)
@@ -411,57 +351,3 @@ def keep_all(layer: LayerKV) -> CompressedKV:
     batch, heads, n, _ = layer.keys.shape
     positions = torch.arange(n, device=layer.keys.device).expand(batch, heads, n)
     return CompressedKV(layer.keys, layer.values, None, positions)
-
-
-def check_held(held: CompressedKV, layer: LayerKV) -> None:
-    """Refuse what cannot stand in the layer's place, before other methods' rows meet it.
-
-    Raises:
-        TypeError: no `CompressedKV`.
-        ValueError: naming the tensor, its shape, dtype and device, and what is allowed.
-    """
-    if not isinstance(held, CompressedKV):
-        raise TypeError(f"compress returned a {type(held).__name__}; allowed: a CompressedKV")
-    heads = held.keys.shape[1] if held.keys.dim() == 4 else 0
-    repeats = max(1, heads // layer.keys.shape[1])  # a method may repeat keys to query heads
-    batch, kv_heads = layer.keys.shape[:2]
-    entries = (batch, repeats * kv_heads, *held.keys.shape[2:3])
-    with_value = (*entries[:2], *(c - held.keys_only for c in entries[2:]))
-    allowed = {
-        "keys": ((*entries, layer.keys.shape[-1]), layer.keys.dtype),
-        "values": ((*with_value, layer.values.shape[-1]), layer.values.dtype),
-        "positions": (entries, torch.int64),
-        "log_weights": (entries, torch.float32),
-        "scores": (entries, torch.float32),
-    }
-    device = layer.keys.device
-    for name, (shape, dtype) in allowed.items():
-        part = getattr(held, name)
-        if part is None and name in ("log_weights", "scores"):
-            continue
-        if not isinstance(part, Tensor):
-            raise TypeError(f"{name} are a {type(part).__name__}; allowed: a tensor")
-        if tuple(part.shape) != shape or part.dtype != dtype or part.device != device:
-            raise ValueError(
-                f"{name} are {tuple(part.shape)} {part.dtype} on {part.device}; "
-                f"allowed: {shape} {dtype} on {device}"
-            )
-
-
-def check_finite(layer: LayerKV) -> None:
-    """Refuse keys or values that are not finite: no method can choose among them.
-
-    Raises:
-        KVError: naming the layer and the first KV head concerned.
-    """
-    for name, tensor in (("keys", layer.keys), ("values", layer.values)):
-        # One pass: a sum is finite unless something in it is not (or it overflows: then look closer).
-        if torch.isfinite(tensor.sum(dtype=torch.float32)):
-            continue
-        bad = ~torch.isfinite(tensor).flatten(2).all(-1).all(0)
-        if bad.any():
-            head = int(bad.nonzero()[0])
-            raise KVError(
-                f"{name} of layer {layer.layer_index}, KV head {head} are not finite; "
-                "allowed: finite numbers (try dtype=float32)"
-            )

@@ -10,7 +10,8 @@ import statistics
 import torch
 
 from kvbench.engine.generate import Prompt, Stopping, run_batch
-from kvbench.engine.loading import ModelSpec, load_model, resolve_device, resolve_dtype
+from kvbench.engine.loading import ModelSpec, resolve_device, resolve_dtype
+from kvbench.engine.weights import load_model
 from kvbench.kv import Budget
 from kvbench.methods import build_method
 

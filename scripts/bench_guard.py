@@ -22,7 +22,7 @@ import torch
 from bench_sharing import METHODS, build_model, job
 
 from kvbench.engine.guard import Guard, Settings
-from kvbench.kv import Seal
+from kvbench.kernels.seal import Seal
 
 
 class Meter:

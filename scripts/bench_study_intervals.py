@@ -18,7 +18,8 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from kvbench.report.experiment import Arm, Group, TaskMeta
+from kvbench.report.experiment import Group, TaskMeta
+from kvbench.report.labels import Arm
 from kvbench.report.tables.ablation import effects_of
 from kvbench.report.tables.scaling import AS_PREDICTED, NEAR, curves_of, fits_of
 from kvbench.report.tables.timings import median_of

@@ -23,7 +23,8 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench.cli.main import INTERRUPTED, resolved
+from kvbench.cli.check import resolved
+from kvbench.cli.main import INTERRUPTED
 from kvbench.cli.overrides import is_folder_name
 from kvbench.cli.typed import wrong_argument, wrong_field
 from kvbench.engine.loading import ModelError, ModelSpec, resolve_device, resolve_dtype

@@ -8,7 +8,6 @@ This module imports no torch, so that --help, list, show and usage errors come a
 from __future__ import annotations
 
 import argparse
-import copy
 import io
 import os
 import signal
@@ -16,32 +15,30 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 import hydra
-from hydra import compose, initialize_config_dir
+from hydra import compose
 from hydra._internal.utils import get_args_parser
-from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kvbench import __version__
-from kvbench.cli.catalogue import KINDS, catalogue, config_dir
-from kvbench.cli.compose import Compositions, SharingLoader, job_config, plain_values
-from kvbench.cli.jobs import FAILED, USAGE, Jobs, explained
-from kvbench.cli.overrides import (
-    COMPOSING,
-    check_groups,
-    check_syntax,
-    check_values,
-    explain,
-    sample_overrides,
+from kvbench.cli.catalogue import config_dir
+from kvbench.cli.check import (
+    Checked,
+    UsageError,
+    check_command,
+    composer,
+    one_line_errors,
+    refuse_if,
 )
-from kvbench.errors import UserError, complain, first_line, nearest, redact, traceback_of
-from kvbench.report.tables.differences import PaperError, comments_on
+from kvbench.cli.compose import job_config
+from kvbench.cli.info import list_kind, show_config
+from kvbench.cli.jobs import FAILED, USAGE, Jobs, explained
+from kvbench.errors import complain, nearest, redact, traceback_of
 from kvbench.run.progress import counted
 from kvbench.run.termination import TERMINATED, Terminated, Termination
 
@@ -49,138 +46,14 @@ INTERRUPTED = 130
 GOES_ON = "what is done is on disk, the same command goes on from there"
 
 
-class UsageError(UserError):
-    """A command line that cannot be followed: one line that says what is allowed."""
-
-
-@contextmanager
-def _composer(kept: Compositions | None = None) -> Iterator[None]:
-    """Hydra, ready to compose configs from conf/."""
-    GlobalHydra.instance().clear()
-    try:
-        with initialize_config_dir(config_dir=str(config_dir().resolve()), version_base="1.3"):
-            hydra = GlobalHydra.instance().hydra
-            assert hydra is not None
-            hydra.config_loader = SharingLoader(hydra.config_loader, kept or Compositions())
-            yield
-    finally:
-        GlobalHydra.instance().clear()
-
-
-@dataclass(frozen=True)
-class Checked:
-    """What the overrides ask for, once every value of every sweep was found to be allowed.
-
-    Attributes:
-        first: the config (Hydra's own part included) of the first value of each.
-        samples: overrides, each key with one value, that together have every value in them.
-        shards: the values of the key.
-        kept: what composing them left for others.
-    """
-
-    first: DictConfig
-    samples: list[list[str]]
-    shards: set[int | None]
-    kept: Compositions
-
-
-def _checked(overrides: Sequence[str], *, sweep: bool, kept: Compositions | None = None) -> Checked:
-    """Compose every value of every sweep, and check it.
-
-    Raises:
-        UsageError: what is wrong, and what is allowed.
-    """
-    kept = kept or Compositions()
-    first: DictConfig | None = None
-    shards: set[int | None] = set()
-    with _composer(kept):
-        # An experiment may bring a sweep of its own, and launchers run sweeps: what they ask for is
-        # known once they are composed. Values are checked like those of the command line, which go
-        # before them.
-        asking = ("experiment=", "launcher=", "hydra.searchpath=")
-        chosen = [text for text in overrides if text.startswith(asking)]
-        _raise(check_syntax(chosen, sweep=sweep) or check_groups(chosen))
-        try:
-            mode, params = _own_sweep(chosen)
-        except COMPOSING as error:
-            raise UsageError(explain(error, chosen)) from error
-        _raise(check_syntax(overrides, sweep=sweep or mode == "MULTIRUN"))
-        given = {text.partition("=")[0] for text in overrides}
-        params = [text for text in params if text.partition("=")[0] not in given]
-        samples = list(sample_overrides([*params, *overrides]))
-        for sample in counted(samples, "values checked"):
-            _raise(check_groups(sample))
-            try:
-                whole = compose("config", overrides=sample, return_hydra_config=True)
-                _raise(check_values(job_config(whole)))
-                _check_hydra(whole)
-            except COMPOSING as error:
-                raise UsageError(explain(error, sample)) from error
-            first = first or whole
-            shards.add(OmegaConf.select(whole, "shards"))
-    assert first is not None
-    return Checked(first, samples, shards, kept)
-
-
-def _check_hydra(config: DictConfig) -> None:
-    """Check what Hydra itself would fail on: its verbosity, its folder (it reads these two where
-    interpolations lead nowhere yet), and the launcher's options, which have types of their own.
-
-    Raises:
-        UsageError: naming the option.
-    """
-    verbose = plain_values(config.hydra._get_node("verbose"))
-    chdir = plain_values(config.hydra.job._get_node("chdir"))
-    names = verbose if isinstance(verbose, list) else [verbose]
-    if chdir is not None and not isinstance(chdir, bool):
-        raise UsageError(f"hydra.job.chdir is {chdir!r}; allowed: true or false")
-    if not isinstance(verbose, bool) and not all(
-        isinstance(name, str) and "${" not in name for name in names
-    ):
-        raise UsageError(
-            f"hydra.verbose is {verbose!r}; allowed: true, false, or names of loggers, e.g. kvbench"
-        )
-    launcher = copy.deepcopy(config.hydra.launcher)
-    launcher._set_parent(config.hydra)
-    OmegaConf.set_readonly(launcher, False)
-    for key in launcher:
-        try:
-            launcher[key] = launcher[key]
-        except OmegaConfBaseException as error:
-            raise UsageError(f"launcher.{key} cannot be used: {first_line(error)}") from error
-
-
-def _raise(problem: str | None) -> None:
-    if problem is not None:
-        raise UsageError(problem)
-
-
-def _own_sweep(chosen: Sequence[str]) -> tuple[str, list[str]]:
-    """Hydra's mode and the swept keys that an experiment or a launcher sets in its YAML."""
-    if not chosen or any("," in text for text in chosen):
-        return "RUN", []
-    config = compose("config", overrides=list(chosen), return_hydra_config=True)
-    params = config.hydra.sweeper.get("params") or {}
-    return str(config.hydra.mode).rpartition(".")[2], [f"{k}={v}" for k, v in params.items()]
-
-
-def check_overrides(overrides: Sequence[str], *, sweep: bool = False) -> str | None:
-    """Compose what the overrides ask for, every value of a sweep included; None, or what is wrong."""
-    try:
-        _checked(overrides, sweep=sweep)
-    except UsageError as error:
-        return str(error)
-    return None
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of ``kvbench`` and ``python -m kvbench``."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if arguments[:1] == ["list"]:
-            status = _list(arguments[1:])
+            status = list_kind(arguments[1:])
         elif arguments[:1] == ["show"]:
-            status = _show(arguments[1:])
+            status = show_config(arguments[1:])
         else:
             with Termination():
                 status = _run(arguments)
@@ -207,48 +80,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.exit(status)
 
 
-def _list(arguments: Sequence[str]) -> int:
-    """``kvbench list <kind>``."""
-    kinds = ", ".join(KINDS)
-    if len(arguments) != 1:
-        raise UsageError(f"list takes one of: {kinds}")
-    kind = arguments[0] if arguments[0].endswith("s") else arguments[0] + "s"
-    if kind not in KINDS:
-        raise UsageError(f"cannot list {arguments[0]!r}{nearest(kind, KINDS)}; allowed: {kinds}")
-    lines = catalogue(kind)
-    width = max(map(len, lines), default=0)
-    bold, plain = ("\033[1m", "\033[0m") if _colours() else ("", "")
-    for name, text in lines.items():
-        print(f"{bold}{name:{width}}{plain}  {text}".rstrip())
-    return 0
-
-
-def _colours() -> bool:
-    """On a terminal that has them, unless the user said no."""
-    dumb = os.environ.get("TERM") == "dumb" or "NO_COLOR" in os.environ
-    return sys.stdout.isatty() and not dumb
-
-
-def _show(arguments: Sequence[str]) -> int:
-    """``kvbench show key=value ...``: the config these overrides compose to, resolved; above it, as
-    comments, how the experiment differs from the paper that it stands beside."""
-    for argument in arguments:
-        if argument.startswith("-"):
-            raise UsageError(f"show has no option {argument!r}; allowed: key=value")
-    config = _checked(arguments, sweep=False).first
-    try:
-        job = resolved(job_config(config))
-        shown = OmegaConf.to_yaml(job)
-        comments = comments_on(job.get("paper_table"))
-    except (
-        OmegaConfBaseException,
-        PaperError,
-    ) as error:  # e.g. an interpolation that leads nowhere
-        raise UsageError(" ".join(str(error).split())) from error
-    print(redact("".join(f"{line}\n" for line in comments) + shown), end="")
-    return 0
-
-
 def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Hydra's options, with -v and --version our own, and one line for what is wrong.
 
@@ -265,7 +96,7 @@ def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
     parser.error = refuse  # type: ignore[method-assign]
     options = parser.parse_intermixed_args(list(arguments))
-    _raise(_wrong_options(options))
+    refuse_if(_wrong_options(options))
     return options
 
 
@@ -332,10 +163,12 @@ def _run(arguments: Sequence[str]) -> int:
     asked = bool(options.help or options.cfg or options.info)
     with ExitStack() as stack:
         if not options.shell_completion:
-            checked = _checked(options.overrides, sweep=options.multirun, kept=jobs.compositions)
+            checked = check_command(
+                options.overrides, sweep=options.multirun, kept=jobs.compositions
+            )
             config = checked.first
             if options.cfg is not None:
-                _raise(_cannot_show(config, options))
+                refuse_if(_cannot_show(config, options))
             if not asked:
                 split = _shards(checked, options.overrides)
                 jobs.sweep = bool(options.multirun or split or _is_sweep(config))
@@ -490,33 +323,9 @@ def _check_jobs(checked: Checked) -> None:
     from kvbench.cli.build import Made, build_job
 
     made = Made()
-    with _composer(checked.kept), one_line_errors():
+    with composer(checked.kept), one_line_errors():
         for sample in counted(checked.samples, "jobs checked"):
             job = job_config(compose("config", overrides=sample, return_hydra_config=True))
             if job.launcher.name == "slurm":
                 job.device = "cpu"
             build_job(job, made)
-
-
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Errors that name a thing, its value and what is allowed end the process with one line; anything
-    else is a bug and keeps its traceback."""
-    try:
-        yield
-    except Exception as error:
-        known = explained(error)
-        if known is None:
-            raise
-        complain(known[0])
-        raise SystemExit(known[1]) from error
-
-
-def resolved(config: DictConfig) -> dict[str, object]:
-    """The config as plain values, interpolations resolved, Hydra's own part left out."""
-    try:
-        values = plain_values(config, resolve=True, without=("hydra",))
-    except OmegaConfBaseException:  # once more, for words that name the key
-        others = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-        values = OmegaConf.to_container(others, resolve=True)
-    return {str(key): value for key, value in values.items()}

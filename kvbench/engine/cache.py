@@ -7,30 +7,20 @@ every row attends to its own entries, so nothing is padded and a smaller cache i
 from __future__ import annotations
 
 import copy
-import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvbench.engine.attention import LayerCall, capped
-from kvbench.engine.faults import release_frames
+from kvbench.engine.attention import capped
 from kvbench.engine.guard import call
 from kvbench.kernels.quantize import Packed, Quantization, pack, unpack
-from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, weighted_entries
-from kvbench.methods.base import Held, Method, allowed_entries
+from kvbench.kv import CompressedKV, KVError, weighted_entries
+from kvbench.methods.base import Held, Method
 
 GROWTH = 256
 """Entries by which a cache grows that has more to append than it was told."""
-
-
-def layer_generator(seed: int, example_id: str, layer: int) -> torch.Generator:
-    """A CPU generator that depends on seed, example and layer only, so that neither the other
-    methods of a job nor the order of its examples change a method's draws."""
-    digest = hashlib.sha256(f"{seed}\0{example_id}\0{layer}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 _BUFFERS = ("keys", "values", "positions", "log_weights", "scores")
@@ -311,167 +301,3 @@ class LayerCache:
             if part is not None:
                 part[row, leaving] = part[:, n - 1].clone()
         self.length = n - 1
-
-
-@dataclass
-class Fork:
-    """One method on one prompt: its layers, its audit, its seconds.
-
-    Attributes:
-        label: the method's name in this job.
-        room: tokens that will be appended, if the caller knows.
-        layers: filled by the prefill, by layer index.
-        carried: what the method noted at earlier layers of this prompt (`LayerKV.carried`).
-        failure: what stopped this fork, if anything did; the other forks go on.
-        budget_preset: see `kvbench.methods.base.allowed_entries`; known after the audit.
-    """
-
-    label: str
-    method: Method
-    budget: Budget
-    seed: int
-    example_id: str
-    room: int
-    layers: dict[int, LayerCache] = field(default_factory=dict)
-    carried: dict[str, Tensor] = field(default_factory=dict)
-    compress_s: float = 0.0
-    compressed: bool = False
-    appended: int = 0
-    failure: Exception | None = None
-    budget_preset: str | None = None
-
-    def limit(self, n: int) -> int | None:
-        """Entries per head that the cache of an n-token prompt may hold at any time, if the method is
-        one that evicts; None where it grows."""
-        evicts = self.method.evicts and self.method.uses_budget
-        return self.budget.limit(n) if evicts else None
-
-    @property
-    def evicted(self) -> bool:
-        """Whether entries have left while decoding."""
-        return any(
-            cache.evicts and cache.length < int(cache.prompt_entries.max()) + self.appended
-            for cache in self.layers.values()
-        )
-
-    def fail(self, failure: Exception) -> None:
-        """This fork ends here; what it holds is given back, for the others to go on with."""
-        self.failure = failure
-        release_frames(failure)
-        self.layers.clear()
-        self.carried.clear()
-
-    def begin_again(self) -> None:
-        """As before the prefill, but for a failure."""
-        self.layers.clear()
-        self.carried.clear()
-        self.compress_s = 0.0
-
-    def clone(self) -> Fork:
-        """A copy that goes on separately from here."""
-        return replace(self, layers={index: layer.clone() for index, layer in self.layers.items()})
-
-    def carry_to(self, device: torch.device) -> None:
-        """What the method noted at earlier layers, on the device of the next."""
-        for name, noted in self.carried.items():
-            self.carried[name] = noted.to(device)
-
-    def hold(
-        self,
-        layer: int,
-        held: CompressedKV,
-        capacity: int,
-        *,
-        compressible: bool = True,
-        window: int | None = None,
-        limit: int | None = None,
-    ) -> None:
-        """Take over what the method keeps of one layer, and audit it.
-
-        Args:
-            limit: of a prompt that was kept whole: where eviction begins.
-
-        Raises:
-            BudgetExceeded: more than `capacity` entries (plus one of rounding) at some head.
-        """
-        granted = capacity if limit is None else limit
-        if compressible and self.method.uses_budget and not self.method.saves_memory:
-            granted = self.budget.capacity(capacity)
-        cache = LayerCache(
-            held,
-            self.room,
-            self.method,
-            capacity=capacity,
-            granted=granted,
-            sink=self.budget.sink,
-            window=window,
-            active=compressible and (self.compressed or limit is not None),
-            quantization=self.method.quantization() if compressible else None,
-        )
-        self.layers[layer] = cache
-        most = int(cache.prompt_entries.max())
-        if compressible and most > capacity + 1:
-            raise BudgetExceeded(self.label, layer, capacity, most)
-
-    def audit(self, n: int, compressible: Sequence[int]) -> None:
-        """Count the entries of every layer again, after the last token. A cache that evicts holds no
-        more than it was granted, or than compression left.
-
-        Raises:
-            BudgetExceeded: a layer holds more than its capacity and the tokens since, or all layers
-                together hold more than the budget (one entry a layer of rounding).
-        """
-        total = 0
-        for layer in compressible:
-            cache = self.layers[layer]
-            left, found = int(cache.prompt_entries.max()), int(cache.entries().max())
-            allowed = cache.capacity + 1 + self.appended
-            if self.limit(n) is not None:
-                allowed = max(cache.granted, left)
-            if found > allowed:
-                raise BudgetExceeded(self.label, layer, allowed, found)
-            total += left
-        allowed, self.budget_preset = allowed_entries(
-            self.method, self.budget, n, len(compressible)
-        )
-        if total > allowed + len(compressible):
-            raise BudgetExceeded(self.label, -1, allowed, total)
-
-    def prompt_counts(self, compressible: Sequence[int]) -> dict[str, float]:
-        """Entries held after compression, per layer and KV head: mean and maximum."""
-        entries = [self.layers[layer].prompt_entries.flatten() for layer in compressible]
-        counts = torch.cat([one.to(entries[0].device) for one in entries])  # layers of other GPUs
-        return {"mean": float(counts.float().mean()), "max": int(counts.max())}
-
-    def cache_bytes(self) -> int:
-        """Bytes held now, all layers."""
-        return sum(cache.entry_bytes() for cache in self.layers.values())
-
-
-class ForkBatch:
-    """Attention state of a decode step: row i of the batch is fork ``forks[i]``.
-
-    Args:
-        forks: one per batch row.
-        positions: position of each token fed in this step: [t], the same for every row, or [rows, t].
-    """
-
-    def __init__(self, forks: Sequence[Fork], positions: Tensor) -> None:
-        self.forks = forks
-        self.positions = positions
-
-    def attend(self, call: LayerCall) -> Tensor:
-        """Each row against its own cache; a row whose fork failed attends to nothing."""
-        query, key, value = call.query, call.key, call.value
-        positions = self.positions.to(query.device).expand(len(self.forks), -1)
-        out = query.new_zeros(*query.shape[:3], value.shape[-1])
-        for i, fork in enumerate(self.forks):
-            if fork.failure is not None:
-                continue
-            try:
-                out[i] = fork.layers[call.layer].step(
-                    query[i], key[i], value[i], positions[i], call.scaling, call.softcap
-                )
-            except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
-                fork.fail(failure)
-        return out

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.engine.cache import Fork, ForkBatch
+from kvbench.engine.fork import Fork, ForkBatch
 from kvbench.engine.prefill import (
     Prefill,
     compressible_layers,

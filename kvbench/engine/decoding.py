@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.attention import LayerCall
-from kvbench.engine.cache import Fork, LayerCache
+from kvbench.engine.cache import LayerCache
+from kvbench.engine.fork import Fork
 from kvbench.kernels.decode_attention import (
     EntryTable,
     append_entries,

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.engine.cache import Fork, ForkBatch
 from kvbench.engine.chunked import chunked_prefill
 from kvbench.engine.decoding import DecodeState
 from kvbench.engine.faults import NonFiniteLogits, choose, pick
+from kvbench.engine.fork import Fork, ForkBatch
 from kvbench.engine.graphs import FIRST_STEPS, StepGraphs
 from kvbench.engine.limits import seconds_run
 from kvbench.engine.prefill import (

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvbench.kv import Budget, CompressedKV, LayerKV, Seal, check_held
+from kvbench.kernels.seal import Seal
+from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
 from kvbench.methods.base import Method
 
 
@@ -190,7 +191,7 @@ class Guard:
         Raises:
             SharedStateChanged: it changed what others use; `tensors` says whether the layer's tensors
                 are spoiled (unless this guard restores them).
-            TypeError, ValueError: see `kvbench.kv.check_held`; and whatever the method raises.
+            TypeError, ValueError: see `check_held`; and whatever the method raises.
         """
         layer, device = self.layer, self.layer.keys.device
         shared = dict(layer.shared)
@@ -255,3 +256,57 @@ def _wrote(label: str, names: list[str], layer: int) -> SharedStateChanged:
         "allowed: to write to copies (clone() first)",
         tensors=True,
     )
+
+
+def check_held(held: CompressedKV, layer: LayerKV) -> None:
+    """Refuse what cannot stand in the layer's place, before other methods' rows meet it.
+
+    Raises:
+        TypeError: no `CompressedKV`.
+        ValueError: naming the tensor, its shape, dtype and device, and what is allowed.
+    """
+    if not isinstance(held, CompressedKV):
+        raise TypeError(f"compress returned a {type(held).__name__}; allowed: a CompressedKV")
+    heads = held.keys.shape[1] if held.keys.dim() == 4 else 0
+    repeats = max(1, heads // layer.keys.shape[1])  # a method may repeat keys to query heads
+    batch, kv_heads = layer.keys.shape[:2]
+    entries = (batch, repeats * kv_heads, *held.keys.shape[2:3])
+    with_value = (*entries[:2], *(c - held.keys_only for c in entries[2:]))
+    allowed = {
+        "keys": ((*entries, layer.keys.shape[-1]), layer.keys.dtype),
+        "values": ((*with_value, layer.values.shape[-1]), layer.values.dtype),
+        "positions": (entries, torch.int64),
+        "log_weights": (entries, torch.float32),
+        "scores": (entries, torch.float32),
+    }
+    device = layer.keys.device
+    for name, (shape, dtype) in allowed.items():
+        part = getattr(held, name)
+        if part is None and name in ("log_weights", "scores"):
+            continue
+        if not isinstance(part, Tensor):
+            raise TypeError(f"{name} are a {type(part).__name__}; allowed: a tensor")
+        if tuple(part.shape) != shape or part.dtype != dtype or part.device != device:
+            raise ValueError(
+                f"{name} are {tuple(part.shape)} {part.dtype} on {part.device}; "
+                f"allowed: {shape} {dtype} on {device}"
+            )
+
+
+def check_finite(layer: LayerKV) -> None:
+    """Refuse keys or values that are not finite: no method can choose among them.
+
+    Raises:
+        KVError: naming the layer and the first KV head concerned.
+    """
+    for name, tensor in (("keys", layer.keys), ("values", layer.values)):
+        # One pass: a sum is finite unless something in it is not (or it overflows: then look closer).
+        if torch.isfinite(tensor.sum(dtype=torch.float32)):
+            continue
+        bad = ~torch.isfinite(tensor).flatten(2).all(-1).all(0)
+        if bad.any():
+            head = int(bad.nonzero()[0])
+            raise KVError(
+                f"{name} of layer {layer.layer_index}, KV head {head} are not finite; "
+                "allowed: finite numbers (try dtype=float32)"
+            )

@@ -8,22 +8,24 @@ function gives those to the forks, one per batch row, exactly as in the benchmar
 from __future__ import annotations
 
 import hashlib
-import inspect
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import update_wrapper
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from kvbench.engine.attention import IMPLEMENTATION, LayerCall, UnsupportedModel, register
-from kvbench.engine.cache import Fork, ForkBatch
-from kvbench.engine.live_cache import LiveCache, UnsupportedGeneration
-from kvbench.engine.prefill import PrefillState, compressible_layers
+from kvbench.engine.attention import LayerCall
+from kvbench.engine.fork import Fork, ForkBatch
+from kvbench.engine.live_cache import (
+    NO_ATTENTIONS,
+    NO_CACHE,
+    NO_MULTI_TURN,
+    LiveCache,
+    UnsupportedGeneration,
+)
+from kvbench.engine.prefill import PrefillState
 from kvbench.kv import Budget
 from kvbench.methods.base import Method
 
@@ -151,7 +153,7 @@ class Compression:
                 f"attention_mask has {mask.dim()} dimensions; allowed: 2 (batch, tokens)"
             )
         if kwargs.get("output_attentions"):
-            raise UnsupportedGeneration(_NO_ATTENTIONS)
+            raise UnsupportedGeneration(NO_ATTENTIONS)
         if kwargs.get("token_type_ids") is not None and hasattr(self.model.config, "text_config"):
             raise UnsupportedGeneration(
                 "token_type_ids says which tokens are an image's, which attend to each other both "
@@ -164,14 +166,14 @@ class Compression:
         given = kwargs.get("past_key_values")
         if isinstance(given, LiveCache):
             if given is not self._cache:
-                raise UnsupportedGeneration(_NO_MULTI_TURN)
+                raise UnsupportedGeneration(NO_MULTI_TURN)
             kwargs["kvbench"] = ForkBatch(given.forks, self._positions(given, batch, count, mask))
             return args, kwargs
         use_cache = kwargs.get("use_cache")
         if use_cache is None:
             use_cache = getattr(self.model.config.get_text_config(), "use_cache", True)
         if not use_cache:
-            raise UnsupportedGeneration(_NO_CACHE)
+            raise UnsupportedGeneration(NO_CACHE)
         if given is not None:
             if type(given) is not DynamicCache or getattr(given, "offloading", False):
                 raise UnsupportedGeneration(
@@ -179,7 +181,7 @@ class Compression:
                     "brings its own cache"
                 )
             if given.get_seq_length():
-                raise UnsupportedGeneration(_NO_MULTI_TURN)
+                raise UnsupportedGeneration(NO_MULTI_TURN)
         self.finish()
         self._start(tokens, batch, count, mask)
         kwargs["past_key_values"] = self._cache
@@ -268,18 +270,6 @@ class Compression:
             row.cache_bytes_end = fork.cache_bytes()
 
 
-_NO_MULTI_TURN = (
-    "past_key_values holds an earlier conversation; allowed: none, since every generate under "
-    "compress starts afresh (pass the whole conversation as the prompt)"
-)
-_NO_CACHE = "use_cache is False, so there is no cache to compress; allowed: True"
-_NO_THREADS = (
-    "another thread generates inside the same compress; allowed: one generation at a time (a copy of "
-    "the model for each thread, or one batch)"
-)
-_NO_ATTENTIONS = "output_attentions is set; compress computes none; allowed: False"
-
-
 def _left_padding(mask: Tensor | None, batch: int, count: int) -> list[int]:
     """Leading padding tokens of each row.
 
@@ -303,179 +293,3 @@ def _left_padding(mask: Tensor | None, batch: int, count: int) -> list[int]:
             )
         padding.append(start)
     return padding
-
-
-def _refuse(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
-    """Refuse the options of `generate` that a compressed cache cannot serve, before anything runs."""
-
-    def option(name: str) -> Any:
-        sources = (given.get("generation_config"), model.generation_config)
-        values = [given.get(name), *(getattr(source, name, None) for source in sources)]
-        return next((value for value in values if value is not None), None)
-
-    if given.get("past_key_values") is not None:
-        raise UnsupportedGeneration(_NO_MULTI_TURN)
-    for name in ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit"):
-        if option(name) is not None:
-            raise UnsupportedGeneration(
-                f"{name} asks for assisted decoding, which takes tokens back out of the cache; "
-                "allowed: greedy, sampling, beam search"
-            )
-    if option("cache_implementation") not in (None, "dynamic"):
-        raise UnsupportedGeneration(
-            f"cache_implementation is {option('cache_implementation')!r}; allowed: none, since "
-            "compress brings its own cache"
-        )
-    if option("prefill_chunk_size") is not None:
-        raise UnsupportedGeneration(
-            "prefill_chunk_size is set; methods see the whole prompt at once; allowed: none"
-        )
-    if option("guidance_scale") not in (None, 1):
-        raise UnsupportedGeneration(
-            f"guidance_scale is {option('guidance_scale')}, which generates from two prompts with two "
-            "caches at once; allowed: none"
-        )
-    if option("use_cache") is False:
-        raise UnsupportedGeneration(_NO_CACHE)
-    if option("output_attentions"):
-        raise UnsupportedGeneration(_NO_ATTENTIONS)
-
-
-class _Guarded:
-    """`model.generate` that refuses what it must and ends each generation properly.
-
-    An object, not a closure, so that a deep copy of the model has one of its own.
-    """
-
-    def __init__(self, compression: Compression, original: Callable[..., Any]) -> None:
-        self.compression = compression
-        self.original = original
-        self.thread: dict[str, int] = {}  # whose generation is under way
-        update_wrapper(self, original)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """See `transformers.GenerationMixin.generate`."""
-        bound = inspect.signature(self.original).bind_partial(*args, **kwargs).arguments
-        _refuse(self.compression.model, {**bound, **bound.get("kwargs", {})})
-        if self.thread.setdefault("id", threading.get_ident()) != threading.get_ident():
-            raise UnsupportedGeneration(_NO_THREADS)
-        try:
-            self.compression.finish()
-            output = self.original(*args, **kwargs)
-        except BaseException:
-            self.compression.finish(audit=False)
-            raise
-        finally:
-            self.thread.clear()
-        self.compression.finish()
-        return output
-
-
-def _no_batches(*_: Any, **__: Any) -> NoReturn:
-    """In the place of `generate_batch`."""
-    raise UnsupportedGeneration(
-        "generate_batch has a paged cache of its own; allowed: generate, with a batch of prompts"
-    )
-
-
-@contextmanager
-def _attribute(model: PreTrainedModel, name: str, value: Any) -> Iterator[None]:
-    """An attribute of this one object, and afterwards whatever it had before."""
-    own = {name: model.__dict__[name]} if name in model.__dict__ else {}
-    model.__dict__[name] = value
-    try:
-        yield
-    finally:
-        del model.__dict__[name]
-        model.__dict__.update(own)
-
-
-def _of_text(model: PreTrainedModel) -> str | dict[str, str]:
-    """kvbench's attention for the language model alone: a vision tower keeps its own.
-
-    Raises:
-        UnsupportedModel: some tokens of a prompt attend to later ones.
-    """
-    text = model.config.get_text_config()
-    if getattr(text, "use_bidirectional_attention", None):
-        raise UnsupportedModel(
-            f"{type(model).__name__} attends both ways within its prompt; allowed: causal models"
-        )
-    if text is model.config:
-        return IMPLEMENTATION
-    (part,) = (key for key in model.config.sub_configs if getattr(model.config, key, None) is text)
-    return {part: IMPLEMENTATION}
-
-
-@contextmanager
-def kvbench_attention_on(model: PreTrainedModel) -> Iterator[None]:
-    """The model on kvbench's attention function; afterwards on whatever it was on before.
-
-    Raises:
-        UnsupportedModel: the model is no causal language model that can be switched.
-    """
-    name = type(model).__name__
-    if not isinstance(model, PreTrainedModel):
-        raise UnsupportedModel(
-            f"model is a {name}; allowed: a transformers PreTrainedModel (of a pipeline, pipe.model; "
-            "of a PEFT model, model.get_base_model())"
-        )
-    offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
-    if not offloaded and any(part.is_meta for part in model.parameters()):
-        raise UnsupportedModel(
-            f"{name} lies on the device meta, which holds no weights; allowed: a model that was loaded"
-        )
-    if model.config.is_encoder_decoder:
-        raise UnsupportedModel(f"{name} is an encoder-decoder; allowed: decoder-only models")
-    if not hasattr(model, "generate"):
-        raise UnsupportedModel(f"{name} has no language-model head; allowed: a ...ForCausalLM")
-    register()
-    configs = {id(model.config): model.config}
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            configs.setdefault(id(module.config), module.config)
-    before = [(config, config._attn_implementation) for config in configs.values()]
-    try:
-        model.set_attn_implementation(_of_text(model))
-        if model.config.get_text_config()._attn_implementation != IMPLEMENTATION:
-            raise UnsupportedModel(
-                f"{name} does not use transformers' attention interface; allowed: models that do"
-            )
-        yield
-    finally:
-        for config, implementation in before:  # parents first: setting one sets what it contains
-            config._attn_implementation = implementation
-
-
-@contextmanager
-def compressed_generation(compression: Compression) -> Iterator[Compression]:
-    """See `kvbench.compress`.
-
-    Raises:
-        UnsupportedModel: see `kvbench_attention_on` and `compressible_layers`.
-        UnsupportedGeneration: the model is under compression already.
-    """
-    compression.model = model = getattr(
-        compression.model, "_orig_mod", compression.model
-    )  # compiled
-    with ExitStack() as stack:
-        stack.enter_context(kvbench_attention_on(model))
-        if isinstance(model.__dict__.get("generate"), _Guarded):
-            raise UnsupportedGeneration(
-                f"{type(model).__name__} is under compress already; allowed: one at a time"
-            )
-        compression._compressible = compressible_layers(model)
-        before = model.register_forward_pre_hook(compression.before_forward, with_kwargs=True)
-        stack.callback(before.remove)
-        after = model.register_forward_hook(compression.after_forward, with_kwargs=True)
-        stack.callback(after.remove)
-        generate: Any = model.generate
-        guarded = _Guarded(compression, generate)
-        stack.enter_context(_attribute(model, "generate", guarded))
-        stack.enter_context(_attribute(model, "generate_batch", _no_batches))
-        try:
-            yield compression
-        except BaseException:
-            compression.finish(audit=False)
-            raise
-        compression.finish()

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from kvbench.engine.cache import Fork
+from kvbench.engine.fork import Fork
+
+NO_MULTI_TURN = (
+    "past_key_values holds an earlier conversation; allowed: none, since every generate under "
+    "compress starts afresh (pass the whole conversation as the prompt)"
+)
+NO_CACHE = "use_cache is False, so there is no cache to compress; allowed: True"
+NO_ATTENTIONS = "output_attentions is set; compress computes none; allowed: False"
 
 
 class UnsupportedGeneration(ValueError):

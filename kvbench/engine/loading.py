@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import socket
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -19,36 +17,20 @@ import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
-from transformers.utils import cached_file
 
-from kvbench.engine.attention import IMPLEMENTATION, UnsupportedModel, register
+from kvbench.engine.attention import UnsupportedModel
 from kvbench.engine.faults import is_out_of_memory
-from kvbench.engine.limits import in_main_thread, time_limit
-from kvbench.engine.memory import total_bytes
-from kvbench.engine.quiet import without_reports
-from kvbench.errors import UserError, complain, first_line, one_line, traceback_of
-from kvbench.tasks.base import PromptEncoder, tokenizing
+from kvbench.errors import UserError, first_line, one_line, traceback_of
 
 log = logging.getLogger(__name__)
 
-Model = PreTrainedModel
-Tokenizer = PreTrainedTokenizerBase
 
 ASSET_PREFIX = "asset:"
 """``path: asset:recall_mini`` names a model that ships with the package."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-_MARK = "KVBENCH_PROMPT_GOES_HERE"
-
-TEMPLATE_S = 5.0
-"""Seconds that a chat template may take for one message; some never end."""
 
 
 class ModelError(UserError, ValueError):
@@ -190,7 +172,7 @@ def local_path(path: str) -> str:
 
 
 @contextmanager
-def _one_line(what: str, spec: ModelSpec) -> Iterator[None]:
+def told_in_one_line(what: str, spec: ModelSpec) -> Iterator[None]:
     """Turn the failures of the Hub and of what cannot be loaded into one line that says what to do."""
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -233,20 +215,6 @@ def _one_line(what: str, spec: ModelSpec) -> Iterator[None]:
         raise ModelError(f"{what} {spec.path!r} cannot be loaded: {one_line(error)}") from error
 
 
-def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, or the one `spec.tokenizer` names."""
-    with _one_line("tokenizer of model", spec):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            local_path(spec.tokenizer or spec.path),
-            revision=None if spec.tokenizer else spec.revision,
-            trust_remote_code=spec.trust_remote_code,
-            local_files_only=_only_local(spec.tokenizer or spec.path),
-        )
-    if spec.own_template:
-        tokenizer.chat_template = spec.chat_template
-    return tokenizer
-
-
 def load_config(spec: ModelSpec) -> PreTrainedConfig:
     """The model's transformers config: `architecture`, or the one of its path.
 
@@ -255,7 +223,7 @@ def load_config(spec: ModelSpec) -> PreTrainedConfig:
     """
     if spec.architecture is None:
         return _config_of_path(spec)
-    with _one_line("model", spec):
+    with told_in_one_line("model", spec):
         fields = {**spec.architecture, **spec.config}
         _check_layers(fields, spec)
         return AutoConfig.for_model(fields.pop("model_type"), **fields)
@@ -266,7 +234,7 @@ def _config_of_path(spec: ModelSpec) -> PreTrainedConfig:
         "revision": spec.revision,
         "local_files_only": _only_local(spec.path),
     }
-    with _one_line("model", spec):
+    with told_in_one_line("model", spec):
         fields, _ = PreTrainedConfig.get_config_dict(local_path(spec.path), **where)
         _check_layers({**fields, **spec.config}, spec)
         return AutoConfig.from_pretrained(
@@ -346,241 +314,3 @@ def check_serves_interface(config: PreTrainedConfig) -> None:
             "instead of through transformers' attention interface; allowed: models that use it "
             "(Llama, Qwen, Mistral, Gemma, OPT, GPT-NeoX ...)"
         )
-
-
-def load_model(
-    spec: ModelSpec, *, device: torch.device, dtype: torch.dtype, seed: int = 0
-) -> PreTrainedModel:
-    """The model, in evaluation mode, with kvbench's attention function.
-
-    Args:
-        seed: of the random weights; not used otherwise.
-
-    Raises:
-        ModelError: what cannot be loaded, and what to do.
-    """
-    register()
-    config = load_config(spec) if spec.random_weights else _config_of_path(spec)
-    check_serves_interface(config)
-    with _one_line("model", spec):
-        if spec.random_weights:
-            _check_fits(config, spec, device, dtype)
-            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-                torch.manual_seed(seed)
-                with device:
-                    model = AutoModelForCausalLM.from_config(
-                        config, dtype=dtype, attn_implementation=IMPLEMENTATION
-                    )
-        else:
-            _check_safetensors(spec, config)
-            with without_reports():
-                loaded: Any = AutoModelForCausalLM.from_pretrained(
-                    local_path(spec.path),
-                    config=config,
-                    revision=spec.revision or "main",  # converts what is not safetensors
-                    dtype=dtype,
-                    attn_implementation=IMPLEMENTATION,
-                    device_map=dict(spec.device_map)
-                    if isinstance(spec.device_map, Mapping)
-                    else spec.device_map,
-                    max_memory=None if spec.max_memory is None else dict(spec.max_memory),
-                    trust_remote_code=spec.trust_remote_code,
-                    local_files_only=_only_local(spec.path),
-                    use_safetensors=True,
-                    ignore_mismatched_sizes=True,  # told, and refused below
-                    output_loading_info=True,
-                )
-            model, found = loaded
-            _check_shapes(found["mismatched_keys"], spec)
-            _check_whole(found["missing_keys"], spec)
-            model_end_ids(model)
-    if spec.device_map is None or spec.random_weights:
-        model = model.to(device)
-    return model.eval()
-
-
-def _check_safetensors(spec: ModelSpec, config: PreTrainedConfig) -> None:
-    """Refuse a model whose files name weights of another kind. The library's ``use_safetensors`` looks
-    at no more than the name of the first file: what an index lists, or the config names in its place,
-    it would unpickle.
-
-    Raises:
-        ModelError: naming the file.
-    """
-    named = getattr(config, "transformers_weights", None) or "model.safetensors.index.json"
-    files = [named.removesuffix(".index.json")]
-    index = cached_file(
-        local_path(spec.path),
-        named if named.endswith(".index.json") else "model.safetensors.index.json",
-        revision=spec.revision or "main",
-        local_files_only=_only_local(spec.path),
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    if index is not None:
-        files += json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()
-    for file in files:
-        if not file.endswith(".safetensors"):
-            raise ModelError(
-                f"model {spec.path!r} keeps weights in {file!r}; allowed: safetensors files, since "
-                "others may run code when they are read"
-            )
-
-
-def _check_fits(
-    config: PreTrainedConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype
-) -> None:
-    """Refuse random weights that the device cannot hold, before any is drawn.
-
-    Raises:
-        ModelError: how many bytes they have, and how many there are.
-    """
-    with torch.device("meta"):
-        shape = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    needed = sum(part.numel() * part.element_size() for part in shape.parameters())
-    there = total_bytes(device)
-    if there is not None and needed > there:
-        raise ModelError(
-            f"model {spec.name!r} has {needed / 1e9:.0f} GB of weights and {device} {there / 1e9:.0f} "
-            "GB of memory; allowed: a smaller model, or dtype=bfloat16"
-        )
-
-
-def _check_shapes(mismatched: Collection[tuple[str, Any, Any]], spec: ModelSpec) -> None:
-    """Refuse weights of other shapes than the config says: the library would draw them at random.
-
-    Raises:
-        ModelError: naming the first of them.
-    """
-    for name, found, wanted in sorted(mismatched, key=lambda one: one[0])[:1]:
-        raise ModelError(
-            f"model {spec.path!r} holds {name} of shape {tuple(found)}; allowed: {tuple(wanted)}, as "
-            "its config says"
-        )
-
-
-def _check_whole(missing: Collection[str], spec: ModelSpec) -> None:
-    """Refuse a model of which weights are missing: the library would draw them at random.
-
-    Raises:
-        ModelError: naming the first of them.
-    """
-    if missing:
-        raise ModelError(
-            f"model {spec.path!r} lacks {len(missing)} weights, e.g. {min(missing)}; allowed: a "
-            "folder with all of them"
-        )
-
-
-def prompt_encoder(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> PromptEncoder:
-    """How prompts become token ids: the chat template around them, or the tokenizer's own BOS.
-
-    Raises:
-        ModelError: `chat_template: always` and the tokenizer has none.
-    """
-    with _one_line("tokenizer of model", spec):
-        return _prompt_encoder(tokenizer, spec)
-
-
-def _prompt_encoder(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> PromptEncoder:
-    def encode(text: str, *, special: bool = False) -> list[int]:
-        with tokenizing(tokenizer):
-            return list(tokenizer.encode(text, add_special_tokens=special))
-
-    has_template = bool(getattr(tokenizer, "chat_template", None))
-    if spec.chat_template == "always" and not has_template:
-        raise ModelError(
-            f"model.chat_template is 'always' and the tokenizer of {spec.path!r} has none; "
-            "allowed: auto, never"
-        )
-    if has_template and spec.chat_template != "never":
-        limit = TEMPLATE_S if in_main_thread() else None
-        hung = partial(complain, f"the chat template of model {spec.path!r} never ends")
-        with (
-            _one_line("chat template of model", spec),
-            time_limit(limit, hung, "writing one message"),
-        ):
-            text = tokenizer.apply_chat_template(
-                [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True
-            )
-        times = str(text).count(_MARK)
-        if times != 1:
-            raise ModelError(
-                f"the chat template of model {spec.path!r} prints a message {times} times"
-                f"{'' if times else ', or changes it'}; allowed: once, as it is (or "
-                "model.chat_template=never)"
-            )
-        before, _, after = str(text).partition(_MARK)
-        return PromptEncoder(
-            tokenizer,
-            tuple(encode(before)),
-            tuple(encode(after)),
-        )
-    plain = encode("a")
-    whole = encode("a", special=True)
-    before_text = whole.index(plain[0]) if plain and plain[0] in whole else 0
-    return PromptEncoder(tokenizer, tuple(whole[:before_text]), ())
-
-
-def with_model_facts(
-    encoder: PromptEncoder, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec
-) -> PromptEncoder:
-    """The encoder with what benchmark protocols ask about the model.
-
-    Raises:
-        ModelError: a stop token that the tokenizer does not have.
-    """
-    config = checked_config(spec).get_text_config()
-    positions = getattr(config, "max_position_embeddings", None)
-    return replace(
-        encoder,
-        family=str(config.model_type),
-        chat=bool(getattr(tokenizer, "chat_template", None)) and spec.chat_template != "never",
-        max_input=spec.max_input,
-        max_positions=positions if isinstance(positions, int) else None,
-        end_ids=stop_token_ids(tokenizer, spec),
-    )
-
-
-def stop_token_ids(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> frozenset[int]:
-    """The tokenizer's end token and the model's `stop_tokens`.
-
-    Raises:
-        ModelError: a stop token that the tokenizer does not have.
-    """
-    vocabulary = tokenizer.get_vocab() if spec.stop_tokens else {}
-    for token in spec.stop_tokens:
-        if token not in vocabulary:
-            raise ModelError(
-                f"model.stop_tokens names {token!r}, which the tokenizer of {spec.path!r} does not "
-                "have; allowed: tokens of its vocabulary"
-            )
-    ids = {vocabulary[token] for token in spec.stop_tokens}
-    end = tokenizer.eos_token_id
-    return frozenset(ids if end is None else {*ids, end})
-
-
-def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Tokens that end a generation: the generation config's (one or several), the tokenizer's."""
-    end = tokenizer.eos_token_id
-    return model_end_ids(model) | (frozenset() if end is None else {end})
-
-
-def model_end_ids(model: PreTrainedModel) -> frozenset[int]:
-    """Tokens that end a generation, as the model's folder says.
-
-    Raises:
-        ModelError: it names something else.
-    """
-    ids: set[int] = set()
-    for source in (model.generation_config, model.config):
-        end = getattr(source, "eos_token_id", None)
-        several = list(end) if isinstance(end, list | tuple) else [] if end is None else [end]
-        if not all(isinstance(one, int) and not isinstance(one, bool) for one in several):
-            raise ModelError(
-                f"eos_token_id of model {model.name_or_path!r} is {end!r}; allowed: a token's number, "
-                "or a list of them"
-            )
-        ids.update(several)
-    return frozenset(ids)

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.engine.attention import LayerCall, UnsupportedModel
-from kvbench.engine.cache import Fork, layer_generator
-from kvbench.engine.guard import GENERATORS, Guard, Settings, SharedStateChanged
-from kvbench.kv import WHOLE, CompressedKV, LayerKV, check_finite, keep_all
+from kvbench.engine.fork import Fork, layer_generator
+from kvbench.engine.guard import GENERATORS, Guard, Settings, SharedStateChanged, check_finite
+from kvbench.kv import WHOLE, CompressedKV, LayerKV, keep_all
 
 
 def compressible_layers(model: PreTrainedModel) -> list[int]:

@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.attention import capped
-from kvbench.engine.cache import layer_generator
+from kvbench.engine.fork import layer_generator
+from kvbench.engine.guard import check_finite
 from kvbench.engine.prefill import capture_layers
 from kvbench.errors import nearest, one_line
-from kvbench.kv import Budget, KVError, LayerKV, check_finite, keep_all
+from kvbench.kv import Budget, KVError, LayerKV, keep_all
 from kvbench.methods.base import Method
 from kvbench.probes._checks import MOST_LAYERS, MOST_TOKENS, check_counts, check_list
 from kvbench.probes.layer_error import estimate

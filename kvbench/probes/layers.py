@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.engine.cache import layer_generator
-from kvbench.engine.guard import Guard
+from kvbench.engine.fork import layer_generator
+from kvbench.engine.guard import Guard, check_finite
 from kvbench.engine.prefill import capture_layers
 from kvbench.errors import is_number, one_line
-from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, check_finite
+from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV
 from kvbench.methods.base import Method, allowed_entries
 from kvbench.probes._checks import MOST_LAYERS, MOST_TOKENS, check_counts, check_list
 from kvbench.run.plan import Methods, Unit, encode_example, status_of

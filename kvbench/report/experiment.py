@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -18,63 +16,10 @@ import pandas as pd
 from kvbench.errors import printable
 from kvbench.records.read import MANIFEST, Run, StoreError, load_runs
 from kvbench.report.fields import checked, comparable, drawable, short_name
-from kvbench.report.figures.style import order_of
+from kvbench.report.labels import Arm, arms_of
 
 BASELINE = "exact"
 """The method that others are compared with, where it was run."""
-
-_NOT_IN_LABELS = frozenset(
-    (
-        "command",
-        "device",
-        "dry_run",
-        "experiment",
-        "hydra",
-        "launcher",
-        "limit",
-        "lock_timeout",
-        "logger",
-        "name",
-        "results_dir",
-        "seed",
-        "shard",
-        "shards",
-        "verbose",
-    )
-)
-"""Config keys that say how a run was made rather than what was compared."""
-
-_DATA = "data"
-"""The key of an identity under which a task notes the content of its files."""
-
-_LONGEST = 40
-"""Characters of an option's value in a label."""
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One row of a comparison: a method with the options it was run with.
-
-    Attributes:
-        method: the method's name.
-        options: what sets it apart from other runs of the same method, e.g. ``("rate 0.25",)``.
-        rate: the fraction that the budget names (of the middle, or of the whole prompt), None where the
-            method has no budget.
-    """
-
-    method: str
-    options: tuple[str, ...] = ()
-    rate: float | None = None
-
-    @property
-    def label(self) -> str:
-        """What tables and figures call it."""
-        return ", ".join((self.method, *self.options))
-
-    @property
-    def sort_key(self) -> tuple[tuple[int, str], float, tuple[tuple[str, float, str], ...]]:
-        """The reference methods first, larger budgets before smaller ones; options by their number."""
-        return order_of(self.method), -(self.rate or 0.0), tuple(map(_natural, self.options))
 
 
 @dataclass(frozen=True)
@@ -209,15 +154,6 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     return sorted(found, key=lambda g: (g.model, g.meta.score_unit != "fraction", g.task))
 
 
-def _natural(option: str) -> tuple[str, float, str]:
-    """``kernel_size 5`` before ``kernel_size 15``."""
-    name, _, value = option.rpartition(" ")
-    try:
-        return name, float(value), ""
-    except ValueError:
-        return name, math.inf, value
-
-
 def by_measure(group: Group) -> Group:
     """The group with each of its task's measures in turn as the score: a row per record and measure,
     which the column ``measure`` names."""
@@ -284,98 +220,6 @@ def _group(model: str, task: str, runs: Sequence[Run]) -> Group:
     )
 
 
-def arms_of(runs: Sequence[Run]) -> list[Arm]:
-    """One arm per run; runs that differ by nothing but their seed share one.
-
-    Of several runs of one method, the keys in which they differ tell them apart. Where a method
-    keeps the whole cache, its budget does not count.
-    """
-    by_method: dict[str, list[int]] = defaultdict(list)
-    for index, run in enumerate(runs):
-        by_method[short_name(str(run.manifest.get("method")))].append(index)
-    arms: dict[int, Arm] = {}
-    for method, indices in by_method.items():
-        whole = all(_keeps_all(runs[i].records) for i in indices)
-        configs = {i: _told_of(runs[i].manifest) for i in indices}
-        if whole:
-            configs = {i: _without_budget(config) for i, config in configs.items()}
-        varied = _varied(list(configs.values()))
-        shown = {key: _short([config.get(key) for config in configs.values()]) for key in varied}
-        for i, config in configs.items():
-            options = tuple(
-                short_name(f"{key.split('.')[-1]} {shown[key][config.get(key)]}") for key in varied
-            )
-            arms[i] = Arm(method, options, None if whole else _rate_of(runs[i].manifest))
-        if not whole:
-            _tell_twins_apart(arms, runs, indices)
-    return [arms[i] for i in range(len(runs))]
-
-
-def _rate_of(manifest: Mapping[str, Any]) -> float | None:
-    """The share that the run's budget names: of the whole prompt, or of its middle."""
-    budget = _identity(manifest).get("budget") or {}
-    named = (budget.get(name) for name in ("total_rate", "rate"))
-    share = next((share for share in named if share is not None), None)
-    return None if share is None else float(share)
-
-
-def _told_of(manifest: Mapping[str, Any]) -> dict[str, str]:
-    """What may tell a run from another: its options, and one digest for the content of its data."""
-    identity = dict(_identity(manifest))
-    data = identity.pop(_DATA, None)
-    told = flat(identity)
-    if data:
-        told[_DATA] = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:8]
-    return told
-
-
-def _varied(configs: Sequence[Mapping[str, str]]) -> list[str]:
-    """The keys in which configs differ; the data's digest only where nothing else says it."""
-    keys = sorted(set().union(*configs))
-    varied = [key for key in keys if len({config.get(key) for config in configs}) > 1]
-    if _DATA not in varied:
-        return varied
-    others = [key for key in varied if key != _DATA]
-    found = {tuple(config.get(key) for key in others) for config in configs}
-    every = {tuple(config.get(key) for key in varied) for config in configs}
-    return others if len(found) == len(every) else varied
-
-
-def _short(values: Sequence[str | None]) -> dict[str | None, str]:
-    """What labels say of an option's values: of paths the last part, of long ones the beginning; where
-    that would make two of them one, the whole, or a digest of it."""
-    short = {value: _in_short(value) for value in values}
-    if len(set(short.values())) == len(short):
-        return short
-    return {value: "unset" if value is None else short_name(value, _LONGEST) for value in values}
-
-
-def _in_short(value: str | None) -> str:
-    if value is None:
-        return "unset"
-    try:
-        several = json.loads(value)
-    except ValueError:
-        several = value
-    if isinstance(several, list) and several and all(isinstance(part, str) for part in several):
-        value = " ".join(part.rsplit("/", 1)[-1] for part in several)
-    elif isinstance(several, str):
-        value = value.rsplit("/", 1)[-1] or value
-    return value if len(value) <= _LONGEST else f"{value[: _LONGEST - 1]}…"
-
-
-def _tell_twins_apart(arms: dict[int, Arm], runs: Sequence[Run], indices: Sequence[int]) -> None:
-    """Runs with one seed and one label but different hashes were made by different versions."""
-    twins: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for i in indices:
-        twins[arms[i].label, str(runs[i].manifest.get("seed"))].append(i)
-    for same in twins.values():
-        if len(same) > 1:
-            for i in same:
-                tag = str(runs[i].manifest.get("config_hash"))
-                arms[i] = Arm(arms[i].method, (*arms[i].options, tag), arms[i].rate)
-
-
 def _baselines(arms: Sequence[Arm]) -> dict[str, str | None]:
     """For each arm the exact arm that shares most of its options; None where none was run: no other
     method is what one would compare with."""
@@ -384,33 +228,4 @@ def _baselines(arms: Sequence[Arm]) -> dict[str, str | None]:
     for arm in arms if exact else ():
         nearest = max(exact, key=lambda other: len(set(other.options) & set(arm.options)))
         found[arm.label] = None if arm in exact else nearest.label
-    return found
-
-
-def _identity(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What was hashed: whatever changes a score of this run; else the whole config."""
-    return manifest.get("identity") or manifest.get("config") or {}
-
-
-def _keeps_all(records: pd.DataFrame) -> bool:
-    saves = records["saves_memory"].dropna()
-    return bool(len(saves)) and not saves.astype(bool).any()
-
-
-def _without_budget(config: Mapping[str, str]) -> dict[str, str]:
-    return {key: value for key, value in config.items() if not key.startswith("budget.")}
-
-
-def flat(
-    config: Mapping[str, Any], prefix: str = "", *, everything: bool = False
-) -> dict[str, str]:
-    """Dotted keys to values as text; unless `everything`, only keys that belong in a label."""
-    found: dict[str, str] = {}
-    for key, value in config.items():
-        if key in _NOT_IN_LABELS and not everything:
-            continue
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{key}.", everything=everything)
-        else:
-            found[prefix + key] = value if isinstance(value, str) else json.dumps(value)
     return found

@@ -9,18 +9,16 @@ import torch
 
 from kvbench.engine.generate import Stopping
 from kvbench.engine.graphs import StepGraphs, check_decode
-from kvbench.engine.loading import (
-    Model,
-    ModelSpec,
+from kvbench.engine.loading import ModelSpec, checked_config
+from kvbench.engine.quiet import quiet_unless_terminal
+from kvbench.engine.tokenizer import (
     Tokenizer,
-    checked_config,
     end_token_ids,
-    load_model,
     load_tokenizer,
     prompt_encoder,
     with_model_facts,
 )
-from kvbench.engine.quiet import quiet_unless_terminal
+from kvbench.engine.weights import Model, load_model
 from kvbench.kv import KVError
 from kvbench.tasks.base import Example, PromptEncoder
 

@@ -23,7 +23,7 @@ from support.paths import DATA, ROOT
 
 from kvbench.cli.build import build_job
 from kvbench.cli.catalogue import config_dir
-from kvbench.cli.main import check_overrides
+from kvbench.cli.check import check_overrides
 from kvbench.engine.generate import Stopping, run_forks
 from kvbench.kv import Budget, KVError, LayerKV
 from kvbench.methods import build_method

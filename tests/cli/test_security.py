@@ -13,19 +13,21 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from kvbench.report.tables.compare_views import write_comparison
 from support.attacks import PACKAGE, RUN, SECRETS, SMALL, TYPED, leaks, model_folder, written
 from support.chromium import BROWSER, Chromium
 from support.cli_cases import ended
 from support.report_runs import LINES_META, write_run
 
-from kvbench.engine.loading import ModelError, ModelSpec, load_model, load_tokenizer
+from kvbench.engine.loading import ModelError, ModelSpec
+from kvbench.engine.tokenizer import load_tokenizer
+from kvbench.engine.weights import load_model
 from kvbench.errors import HIDDEN, names_a_secret, redact
 from kvbench.methods.snapkv import SnapKV
 from kvbench.records.read import load_runs
 from kvbench.report.build import build_report
 from kvbench.report.experiment import load_experiment
 from kvbench.report.tables.compare import compare
-from kvbench.report.tables.compare_views import write_comparison
 
 PICKLING = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "cPickle", "jsonpickle"}
 COPIES_IN_MEMORY = {"compose.py"}  # unpickles what it pickled itself, the fastest copy of a config

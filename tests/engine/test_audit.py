@@ -10,25 +10,18 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from kvbench.report.views import notes_of
 from support.jobs import SMALL, make_job, records_of
 from support.tiny import Greedy, tiny_model
 
-from kvbench.kv import (
-    Budget,
-    BudgetExceeded,
-    CompressedKV,
-    LayerKV,
-    check_held,
-    gather_entries,
-    keep_all,
-)
+from kvbench.engine.guard import check_held
+from kvbench.kv import Budget, BudgetExceeded, CompressedKV, LayerKV, gather_entries, keep_all
 from kvbench.methods import build_method
 from kvbench.methods.base import Method
 from kvbench.probes.layer_error import LayerError
 from kvbench.probes.layers import SyntheticLayers, check_total
 from kvbench.report.experiment import load_experiment
 from kvbench.report.tables.scores import score_table
-from kvbench.report.views import notes_of
 from kvbench.run.runner import run_job
 
 

@@ -11,8 +11,9 @@ from support.forward import reference
 from support.tiny import prompt_ids, tiny_model
 
 from kvbench.api import compress
-from kvbench.engine.cache import Fork, LayerCache
+from kvbench.engine.cache import LayerCache
 from kvbench.engine.decoding import DecodeState
+from kvbench.engine.fork import Fork
 from kvbench.engine.generate import Generation, Prompt, Stopping, run_batch
 from kvbench.engine.prefill import PrefillState
 from kvbench.kv import Budget, BudgetExceeded, KVError

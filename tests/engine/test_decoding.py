@@ -214,8 +214,8 @@ def test_a_prompt_within_the_budget_is_read_in_chunks_as_at_once(kind):
 
 
 def test_streaming_in_chunks_holds_the_sink_and_the_latest():
-    from kvbench.engine.cache import Fork
     from kvbench.engine.chunked import chunked_prefill
+    from kvbench.engine.fork import Fork
 
     model = ready()
     fork = Fork("s", build_method("streaming_llm", decode="evict"), SMALL, 0, "x", room=4)

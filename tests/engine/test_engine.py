@@ -8,7 +8,8 @@ from support.forward import SMALL, generate, reference
 from support.tiny import CONFIGS, Broken, Everything, Greedy, prompt_ids, tiny_model
 
 from kvbench.engine.attention import UnsupportedModel, exact_attention
-from kvbench.engine.cache import Fork, LayerCache, layer_generator
+from kvbench.engine.cache import LayerCache
+from kvbench.engine.fork import Fork, layer_generator
 from kvbench.engine.generate import Stopping
 from kvbench.engine.prefill import capture_layers, compressible_layers, prefill
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, keep_all
@@ -253,7 +254,7 @@ def test_attention_refuses_what_it_does_not_compute():
 
 
 def test_keys_that_are_not_finite_are_refused_by_layer_and_head():
-    from kvbench.kv import check_finite
+    from kvbench.engine.guard import check_finite
 
     keys = torch.randn(1, 2, 9, 4)
     layer = LayerKV(keys, torch.randn(1, 2, 9, 4), None, 3, 4, 0.5)

@@ -13,9 +13,10 @@ from scipy.stats import chisquare
 from support.method_layers import attend, make_layer, run
 
 from kvbench.engine.cache import LayerCache
+from kvbench.engine.guard import check_held
 from kvbench.kernels.quantize import unpack
 from kvbench.kernels.self_balancing import self_balancing_walk, softmax_balance, walk_bound
-from kvbench.kv import Budget, CompressedKV, KVError, check_held
+from kvbench.kv import Budget, CompressedKV, KVError
 from kvbench.methods import build_method
 from kvbench.methods.balancekv_streaming import (
     BalanceFailure,

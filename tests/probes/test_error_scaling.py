@@ -17,7 +17,7 @@ from support.tables import frame, heads, shown
 
 from kvbench.cli.build import build_job
 from kvbench.cli.main import config_dir
-from kvbench.engine.cache import layer_generator
+from kvbench.engine.fork import layer_generator
 from kvbench.engine.loading import ModelSpec
 from kvbench.kernels.self_balancing import self_balancing_walk
 from kvbench.kv import Budget, KVError, LayerKV

@@ -11,7 +11,7 @@ import torch
 from support.jobs import SMALL, Echo, records_of
 from support.probing import METHODS, SYNTHETIC, probe_job
 
-from kvbench.engine.cache import layer_generator
+from kvbench.engine.fork import layer_generator
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods import build_method
 from kvbench.methods._adapters import scaled_queries

@@ -22,8 +22,8 @@ from support.jobs import make_job, records_of
 from support.tiny import Broken, prompt_ids, tiny_model
 
 from kvbench.engine import generate as generation
-from kvbench.engine.cache import Fork
 from kvbench.engine.faults import choose, is_out_of_memory, release_frames
+from kvbench.engine.fork import Fork
 from kvbench.engine.generate import Stopping, run_batch, run_forks
 from kvbench.engine.limits import RunClock, time_limit
 from kvbench.engine.loading import ModelError

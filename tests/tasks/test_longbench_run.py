@@ -14,7 +14,8 @@ from omegaconf import OmegaConf
 from support.paths import DATA, ROOT
 
 from kvbench.cli.catalogue import config_dir
-from kvbench.cli.main import check_overrides, main
+from kvbench.cli.check import check_overrides
+from kvbench.cli.main import main
 from kvbench.engine.attention import UnsupportedModel
 from kvbench.engine.loading import ModelSpec, checked_config
 from kvbench.kv import Budget, KVError
@@ -202,7 +203,7 @@ def test_every_model_config_makes_a_model_that_can_be_run(name):
 def test_a_chat_template_of_the_config_goes_around_the_prompt():
     config = OmegaConf.load(config_dir() / "model" / "longchat_7b_v15_32k.yaml")
     template = instantiate(config, _convert_="all").chat_template
-    from kvbench.engine.loading import load_tokenizer, prompt_encoder
+    from kvbench.engine.tokenizer import load_tokenizer, prompt_encoder
 
     spec = ModelSpec(name="m", path="asset:recall_mini", chat_template=template)
     made = load_tokenizer(spec)

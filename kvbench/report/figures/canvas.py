@@ -27,9 +27,10 @@ from matplotlib.ticker import Formatter, FuncFormatter, LogLocator, NullFormatte
 from numpy.typing import ArrayLike
 
 from kvbench.errors import printable
-from kvbench.report.experiment import BASELINE, Arm, Group
+from kvbench.report.experiment import BASELINE, Group
 from kvbench.report.figures.style import Style
 from kvbench.report.files import file_stem, write_bytes
+from kvbench.report.labels import Arm
 from kvbench.report.stats.estimate import Estimate
 from kvbench.report.tables.strata import as_text
 

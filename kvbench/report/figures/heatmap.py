@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from kvbench.report.experiment import Arm, Group
+from kvbench.report.experiment import Group
 from kvbench.report.figures.canvas import (
     GREY,
     SMALL,
@@ -25,6 +25,7 @@ from kvbench.report.figures.canvas import (
     stem,
     words,
 )
+from kvbench.report.labels import Arm
 from kvbench.report.tables.strata import as_text
 
 _HEAT = "viridis"

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvbench.report.experiment import Arm, Group
+from kvbench.report.experiment import Group
 from kvbench.report.figures.canvas import (
     Drawn,
     add_legend,
@@ -20,6 +20,7 @@ from kvbench.report.figures.canvas import (
     words,
 )
 from kvbench.report.figures.style import Style, order_of, style_of
+from kvbench.report.labels import Arm
 from kvbench.report.table import signed_text
 from kvbench.report.tables.scaling import (
     Curve,

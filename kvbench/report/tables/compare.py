@@ -18,7 +18,8 @@ import numpy as np
 import pandas as pd
 
 from kvbench.records.read import StoreError
-from kvbench.report.experiment import Arm, Experiment, Group, TaskMeta, flat
+from kvbench.report.experiment import Experiment, Group, TaskMeta
+from kvbench.report.labels import Arm, flat
 from kvbench.report.stats.estimate import Estimate, Stratum
 from kvbench.report.stats.intervals import difference_intervals, mean_intervals, unpaired_difference
 from kvbench.report.stats.significance import holm, p_values

@@ -9,7 +9,8 @@ from functools import partial
 
 import numpy as np
 
-from kvbench.report.experiment import Arm, Group
+from kvbench.report.experiment import Group
+from kvbench.report.labels import Arm
 from kvbench.report.stats.estimate import Array, Estimate, Stratum
 from kvbench.report.stats.intervals import difference_intervals
 from kvbench.report.stats.marks import common_means, paired_tests

@@ -25,8 +25,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvbench.report.experiment import Arm, Group
+from kvbench.report.experiment import Group
 from kvbench.report.figures.canvas import words
+from kvbench.report.labels import Arm
 from kvbench.report.stats.estimate import LEVEL, RESAMPLES, Array, Estimate, widened
 from kvbench.report.table import NOTHING, Column, Row, Table, signed_text
 

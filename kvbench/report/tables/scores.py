@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvbench.report.experiment import Arm, Group
+from kvbench.report.experiment import Group
+from kvbench.report.labels import Arm
 from kvbench.report.stats.estimate import Estimate
 from kvbench.report.stats.intervals import difference_intervals, mean_intervals
 from kvbench.report.stats.marks import standing

@@ -9,7 +9,8 @@ import numpy as np
 import pandas as pd
 from scipy.stats import binom
 
-from kvbench.report.experiment import Arm, Group
+from kvbench.report.experiment import Group
+from kvbench.report.labels import Arm
 from kvbench.report.stats.estimate import LEVEL, Estimate
 from kvbench.report.table import NOTHING, Column, Row, Table
 from kvbench.report.tables.strata import as_text, failures_of

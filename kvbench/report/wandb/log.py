@@ -8,49 +8,53 @@ folder>`` sends what is left at any time.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import math
 import os
 import shlex
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from filelock import FileLock
 
-from kvbench.records.durable import make_folder, read_file, remove, replace
 from kvbench.errors import first_line
-from kvbench.records.read import MANIFEST, Run, StoreError, load_run, record_files
+from kvbench.records.durable import make_folder, read_file, remove, replace
+from kvbench.records.read import MANIFEST, Run, StoreError, load_run
 from kvbench.report.experiment import BASELINE, Group, group_runs
 from kvbench.report.tables.scores import ArmScores, ScoreTable, score_table
 from kvbench.report.tables.timings import timings_of
 from kvbench.report.wandb.media import (
-    Curve,
     cap_note,
     comparison_media,
     curves,
     field_tables,
     run_media,
 )
-from kvbench.report.wandb.send import QUIET, NotSent, check_logger, not_taken, send
+from kvbench.report.wandb.send import NotSent, check_logger, not_taken, send
 
 if TYPE_CHECKING:
-    import wandb
+    pass
+from kvbench.report.wandb.runs import (
+    clipped_tags,
+    config_of,
+    failure_warned,
+    id_of,
+    is_nan,
+    log_curve,
+    notes_of,
+    offline_run,
+    rate_text,
+    records_artifact,
+    tags_of,
+    unheard_logging,
+)
 
 log = logging.getLogger(__name__)
 
 Mode = Literal["auto", "online", "offline", "disabled"]
 COMPARISON = "comparison"
 """Job type and tag of the W&B runs that set methods side by side."""
-
-_CONFIG_KEYS = (
-    *("experiment", "model", "task", "method", "config_hash", "seed", "command"),
-    *("code_revision", "versions", "hardware", "started"),
-)
 
 
 def log_runs(
@@ -99,13 +103,13 @@ def log_runs(
 
 def run_id(manifest: Mapping[str, Any]) -> str:
     """The same for the same experiment, model, task, method and config hash."""
-    return _id(manifest, ("experiment", "model", "task", "method", "config_hash"))
+    return id_of(manifest, ("experiment", "model", "task", "method", "config_hash"))
 
 
 def comparison_id(experiment: str, group: Group) -> str:
     """The same for the same experiment, model and task."""
     names = {"experiment": experiment, "model": group.model, "task": group.task}
-    return _id(names | {"method": COMPARISON}, ("experiment", "model", "task", "method"))
+    return id_of(names | {"method": COMPARISON}, ("experiment", "model", "task", "method"))
 
 
 def summary_of(table: ScoreTable, row: ArmScores) -> dict[str, Any]:
@@ -130,7 +134,7 @@ def summary_of(table: ScoreTable, row: ArmScores) -> dict[str, Any]:
         "failures": dict(total.failures),
         "uncompressed": row.uncompressed,
     }
-    return {key: value for key, value in summary.items() if not _is_nan(value)}
+    return {key: value for key, value in summary.items() if not is_nan(value)}
 
 
 def _log_task(
@@ -147,18 +151,18 @@ def _log_task(
     try:
         make_folder(place, place.parent)
         # several processes may work on one experiment
-        with FileLock(place / ".lock"), _unheard_logging():
+        with FileLock(place / ".lock"), unheard_logging():
             runs = [
                 load_run(path) for path in sorted({p.parent for p in task.glob(f"*/{MANIFEST}")})
             ]
             runs = [run for run in runs if not run.records.empty]
             for run in runs:
                 if run.folder in folders:
-                    with _warning(run.folder.name):
+                    with failure_warned(run.folder.name):
                         written.append(_log_run(run, runs, project, entity))
             for group in group_runs(runs):
                 if len(group.arms) > 1:
-                    with _warning(f"the comparison of {group.task} on {group.model}"):
+                    with failure_warned(f"the comparison of {group.task} on {group.model}"):
                         compared.append(_log_comparison(group, place.parent, project, entity))
     except (OSError, StoreError) as error:
         log.warning("W&B: %s was not logged: %s", task, first_line(error))
@@ -171,9 +175,9 @@ def _log_run(run: Run, runs: Sequence[Run], project: str, entity: str | None) ->
     group, table, row = _compared(run, runs)
     name = run_id(manifest)
     count = len(run.records)
-    rate = f" {_rate_text(row)}" if _rate_text(row) else ""
+    rate = f" {rate_text(row)}" if rate_text(row) else ""
     note = cap_note(count, f"the artifact records-{name}")
-    with _offline_run(
+    with offline_run(
         run.folder.parents[2],
         project=project,
         entity=entity,
@@ -181,16 +185,16 @@ def _log_run(run: Run, runs: Sequence[Run], project: str, entity: str | None) ->
         name=f"{manifest['task']}/{row.arm.label}{rate}/seed{manifest.get('seed')}",
         group=str(manifest["experiment"]),
         job_type=str(manifest["task"]),
-        tags=_tags(manifest, row),
-        notes=_notes(manifest, note),
-        config=_config(manifest),
+        tags=tags_of(manifest, row),
+        notes=notes_of(manifest, note),
+        config=config_of(manifest),
     ) as logged:
         tables = field_tables(group)
         logged.log(run_media(group, tables, row.arm, run))
         for curve in curves(group, tables, row.arm):
-            _log_curve(logged, curve)
+            log_curve(logged, curve)
         logged.summary.update(summary_of(table, row) | _timings(group, row) | note)
-        logged.log_artifact(_artifact(run, name, Path(logged.dir)))
+        logged.log_artifact(records_artifact(run, name, Path(logged.dir)))
     return Path(logged.dir).parent
 
 
@@ -201,7 +205,7 @@ def _log_comparison(group: Group, folder: Path, project: str, entity: str | None
     table = score_table(group)
     count = len(group.records[["seed", "example_id"]].drop_duplicates())
     note = cap_note(count, "the artifacts of the runs that are compared")
-    with _offline_run(
+    with offline_run(
         folder,
         project=project,
         entity=entity,
@@ -209,8 +213,8 @@ def _log_comparison(group: Group, folder: Path, project: str, entity: str | None
         name=f"{group.task}/{COMPARISON}",
         group=experiment,
         job_type=COMPARISON,
-        tags=_clipped_tags([experiment, group.model, group.task, COMPARISON]),
-        notes=_notes(manifest, note),
+        tags=clipped_tags([experiment, group.model, group.task, COMPARISON]),
+        notes=notes_of(manifest, note),
         config={
             "experiment": experiment,
             "model": group.model,
@@ -235,50 +239,7 @@ def _timings(group: Group, row: ArmScores) -> dict[str, float]:
         prefix = f"{timing.setting}/" if len(mine) > 1 else ""
         for key in ("tokens_per_s", "decode_tokens_per_s", "peak_bytes", "cache_bytes"):
             found[prefix + key] = timing.number(key)
-    return {key: value for key, value in found.items() if not _is_nan(value)}
-
-
-@contextmanager
-def _offline_run(folder: Path, *, id: str, **about: Any) -> Iterator[wandb.Run]:
-    """A W&B run in ``<folder>/wandb``, in the place of an earlier copy; gone if the block fails."""
-    import wandb  # not above: slow to import, and needed only here
-
-    _drop_copies(folder, id)
-    with _environment({"WANDB_SILENT": "true"}):
-        run = wandb.init(
-            mode="offline",
-            dir=str(folder.resolve()),  # its service may have another working directory
-            id=id,
-            reinit="create_new",
-            settings=wandb.Settings(
-                silent=True,
-                console="off",
-                x_disable_stats=True,
-                disable_git=True,
-                disable_code=True,
-                x_disable_meta=True,  # the command as it was typed; the config has it without secrets
-            ),
-            **about,
-        )
-    try:
-        with _environment({"WANDB_DATA_DIR": str(Path(run.dir).parent)}):  # tables' files
-            yield run
-    except BaseException:
-        run.finish(exit_code=1)
-        _drop_copies(folder, id)
-        raise
-    run.finish()
-
-
-def _log_curve(run: wandb.Run, curve: Curve) -> None:
-    """One step per point; its own axis, so that the line panels of several runs overlay."""
-    axis = f"{curve.section}/{curve.x}"
-    run.define_metric(axis, hidden=True, summary="none")
-    for key in curve.points[0]:
-        if key != curve.x:
-            run.define_metric(f"{curve.section}/{key}", step_metric=axis, summary="none")
-    for point in curve.points:
-        run.log({f"{curve.section}/{key}": value for key, value in point.items()})
+    return {key: value for key, value in found.items() if not is_nan(value)}
 
 
 def _send(folders: Sequence[Path], timeout_s: float) -> None:
@@ -317,42 +278,6 @@ def _resolved(mode: Mode) -> Mode:
     return "online" if os.environ.get("WANDB_API_KEY") and wanted != "offline" else "offline"
 
 
-@contextmanager
-def _warning(what: str) -> Iterator[None]:
-    """A failure inside is one line: a copy's failure must not end a sweep."""
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001 - W&B's, whatever it is
-        log.warning("W&B: %s was not logged: %s", what, first_line(error))
-
-
-@contextmanager
-def _unheard_logging() -> Iterator[None]:
-    """W&B keeps a log of its own; where that cannot be written (a full disk), `logging` would print a
-    traceback for every line of it."""
-    before, logging.raiseExceptions = logging.raiseExceptions, False
-    try:
-        yield
-    finally:
-        logging.raiseExceptions = before
-
-
-@contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Environment variables for what W&B reads from there alone, and as they were afterwards."""
-    changed = {**QUIET, **values}
-    before = {name: os.environ.get(name) for name in changed}
-    os.environ.update({**QUIET, **{k: v for k, v in before.items() if v is not None}, **values})
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
 def _compared(run: Run, runs: Sequence[Run]) -> tuple[Group, ScoreTable, ArmScores]:
     """The run beside its baseline of the same seed, where there is one."""
     keys = ("model", "task", "seed")
@@ -368,62 +293,3 @@ def _compared(run: Run, runs: Sequence[Run]) -> tuple[Group, ScoreTable, ArmScor
     table = score_table(group)
     row = next(r for r in table.rows if r.arm.method == run.manifest["method"])
     return group, table, row
-
-
-def _artifact(run: Run, name: str, folder: Path) -> wandb.Artifact:
-    """The records as they are now, copied into the offline run's folder so that it stays whole."""
-    import wandb
-
-    artifact = wandb.Artifact(f"records-{name}", type="records")
-    copies = folder.parent / "artifacts" / "records"
-    copies.mkdir(parents=True, exist_ok=True)
-    for file in (*record_files(run.folder), run.folder / MANIFEST):
-        copy = copies / file.name
-        replace(copy, read_file(file), sync=False)
-        artifact.add_file(str(copy), policy="immutable", skip_cache=True)
-    return artifact
-
-
-def _config(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    identity = manifest.get("identity") or manifest.get("config") or {}
-    return {key: manifest.get(key) for key in _CONFIG_KEYS} | {"run": dict(identity)}
-
-
-def _notes(manifest: Mapping[str, Any], note: Mapping[str, Any]) -> str:
-    """How to reproduce the run, and what its tables leave out."""
-    lines = [f"Made by: {manifest.get('command')}", f"Code: {manifest.get('code_revision')}"]
-    lines += [f"Predictions: {text}" for text in note.values()]
-    return "\n".join(lines)
-
-
-def _tags(manifest: Mapping[str, Any], row: ArmScores) -> list[str]:
-    tags = [str(manifest[key]) for key in ("experiment", "model", "task", "method")]
-    if _rate_text(row):
-        tags.append(_rate_text(row))
-    if row.total.failures:
-        tags.append("failures")
-    return _clipped_tags(tags)
-
-
-def _rate_text(row: ArmScores) -> str:
-    """E.g. ``rate 0.25``; empty where the method has no budget."""
-    return "" if row.arm.rate is None else f"rate {row.arm.rate:g}"
-
-
-def _clipped_tags(tags: Sequence[str]) -> list[str]:
-    return [tag[:64] for tag in dict.fromkeys(tags)]  # W&B's limit
-
-
-def _drop_copies(folder: Path, name: str) -> None:
-    """Remove the local copies of this W&B run that an earlier call left."""
-    for old in (folder / "wandb").glob(f"*run-*-{name}"):
-        shutil.rmtree(old)
-
-
-def _id(names: Mapping[str, Any], keys: Sequence[str]) -> str:
-    text = json.dumps([str(names.get(key)) for key in keys])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _is_nan(value: Any) -> bool:
-    return isinstance(value, float) and math.isnan(value)

@@ -12,10 +12,11 @@ import numpy as np
 import pandas as pd
 
 from kvbench.records.read import Run
-from kvbench.report.figures.intervals import error_against_memory, score_against_ratio
-from kvbench.report.experiment import Arm, Group
+from kvbench.report.experiment import Group
 from kvbench.report.figures.canvas import Drawn, axis_name
 from kvbench.report.figures.heatmap import grid_of, heatmap_alone, heatmaps
+from kvbench.report.figures.intervals import error_against_memory, score_against_ratio
+from kvbench.report.labels import Arm
 from kvbench.report.render.answers import clip, sample_of
 from kvbench.report.table import Table, unit_text
 from kvbench.report.tables.score_tables import as_table
@@ -285,7 +286,9 @@ def cap_note(count: int, where: str) -> dict[str, Any]:
     return {"predictions_note": f"{MAX_PREDICTIONS} of {count} are shown; all are in {where}"}
 
 
-def as_wandb(table: Table, keep: Callable[[Mapping[str, Any]], bool] = lambda _: True) -> wandb.Table:
+def as_wandb(
+    table: Table, keep: Callable[[Mapping[str, Any]], bool] = lambda _: True
+) -> wandb.Table:
     """What a table's files hold, as W&B's table."""
     import wandb
 

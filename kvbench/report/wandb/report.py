@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 from kvbench.records.durable import read_file
 from kvbench.records.read import StoreError
 from kvbench.report.experiment import Experiment, Group, load_experiment
-from kvbench.report.files import part_of, write_text
-from kvbench.report.render.text import markdown
-from kvbench.report.render.page import how_to_reproduce
-from kvbench.report.tables.published import PaperError, published_tables
-from kvbench.report.tables.published_rows import comparison_tables
 from kvbench.report.figures.style import style_of
+from kvbench.report.files import part_of, write_text
+from kvbench.report.render.page import how_to_reproduce
+from kvbench.report.render.text import markdown
 from kvbench.report.sections import tables_of
 from kvbench.report.table import unit_text
+from kvbench.report.tables.published import PaperError, published_tables
+from kvbench.report.tables.published_rows import comparison_tables
 from kvbench.report.wandb.log import COMPARISON, comparison_id, log_runs, run_id
 from kvbench.report.wandb.media import curves, field_tables
 from kvbench.report.wandb.send import NotSent, probe
