@@ -221,9 +221,9 @@ class LayerKV:
             self._reused.add(name)
         return self.shared[name].tensor
 
-    def start_user(self) -> Callable[[], float]:
-        """Begin one method's turn; the function returned tells, afterwards, the seconds of shared
-        work it used that an earlier method had paid for, so that sharing favours nobody."""
+    def charge_shared_work(self) -> Callable[[], float]:
+        """Begin one method's turn. The function returned gives, after it, the seconds of shared work
+        that the method used and an earlier one had paid for."""
         self._own.clear()
         self._reused.clear()
         return lambda: sum(self.shared[name].seconds for name in self._reused)

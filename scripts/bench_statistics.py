@@ -123,7 +123,7 @@ def difference_figures(studies: int, sizes: Sequence[int]) -> Iterator[Figure]:
 
 
 def p_figures(studies: int, sizes: Sequence[int]) -> Iterator[Figure]:
-    """False positives of the paired test at 5 % between two equal arms."""
+    """False positives of the paired test at 5 % between two equal variants."""
     rng = np.random.default_rng(3)
     for n in (2, *sizes):
         for name, differences in (

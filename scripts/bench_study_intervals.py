@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 
 from kvbench.report.experiment import Group, TaskMeta
-from kvbench.report.labels import Arm
+from kvbench.report.labels import Variant
 from kvbench.report.tables.ablation import effects_of
 from kvbench.report.tables.scaling import AS_PREDICTED, NEAR, curves_of, fits_of
 from kvbench.report.tables.timings import median_of
@@ -46,7 +46,7 @@ def slopes(units: int, noise: float, shared: float, runs: int, seed: int = 0) ->
     records = pd.DataFrame(
         {
             "status": "ok",
-            "arm": "uniform",
+            "variant": "uniform",
             "facet": run,
             "unit": unit,
             "level": np.array(LEVELS, float)[level],
@@ -129,7 +129,7 @@ def _effects(log: np.ndarray) -> list:
 
 
 def _group(records: pd.DataFrame, labels: Sequence[str]) -> Group:
-    return Group("m", "t", TaskMeta(), tuple(Arm(label) for label in labels), records, {})
+    return Group("m", "t", TaskMeta(), tuple(Variant(label) for label in labels), records, {})
 
 
 def table(runs: int) -> Iterator[tuple[str, float, float, float]]:

@@ -47,7 +47,7 @@ class Column:
         frame = pd.read_csv(RESULTS / self.file)
         for key, value in self.where.items():
             frame = frame[frame[key] == value]
-        return pd.Series([self._text(row) for _, row in frame.iterrows()], index=frame["arm"])
+        return pd.Series([self._text(row) for _, row in frame.iterrows()], index=frame["variant"])
 
     def _text(self, row: pd.Series) -> str:
         value, low, high = (row.get(f"{self.value}{end}") for end in ("", "_low", "_high"))

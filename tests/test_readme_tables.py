@@ -27,7 +27,7 @@ def committed(file: str, method: str, **where: str) -> tuple[float, float, float
         (line,) = (
             line
             for line in csv.DictReader(stream)
-            if line["arm"] == method and all(line[key] == value for key, value in where.items())
+            if line["variant"] == method and all(line[key] == value for key, value in where.items())
         )
     return tuple(float(line[key]) for key in ("score", "score_low", "score_high"))  # type: ignore[return-value]
 

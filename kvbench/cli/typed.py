@@ -15,7 +15,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from kvbench.errors import is_integer, is_number, nearest
 
-MADE = object()
+FROM_TARGET = object()
 """Stands for what an inner ``_target_`` makes, of whatever class."""
 
 
@@ -94,7 +94,7 @@ def kind_of(hint: Any) -> Kind:
         )
     if isinstance(hint, type):
         return Kind(
-            lambda v: v is MADE or isinstance(v, hint),
+            lambda v: v is FROM_TARGET or isinstance(v, hint),
             f"a {hint.__name__}",
             f"{hint.__name__} objects",
         )
@@ -130,10 +130,10 @@ def _items(value: object) -> list[tuple[str, Any]]:
 
 
 def _as_made(value: Any) -> Any:
-    """The value with `MADE` in place of every ``_target_`` node in it."""
+    """The value with `FROM_TARGET` in place of every ``_target_`` node in it."""
     if isinstance(value, Mapping):
         if "_target_" in value:
-            return MADE
+            return FROM_TARGET
         return {name: _as_made(inner) for name, inner in value.items()}
     return [_as_made(inner) for inner in value] if isinstance(value, list) else value
 

@@ -99,7 +99,7 @@ class Fork:
         """Take over what the method keeps of one layer, and audit it.
 
         Args:
-            limit: of a prompt that was kept whole: where eviction begins.
+            limit: of a prompt that is not compressed: where eviction begins.
 
         Raises:
             BudgetExceeded: more than `capacity` entries (plus one of rounding) at some head.

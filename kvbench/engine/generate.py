@@ -278,7 +278,7 @@ def _close(row: _Row, compressible: Sequence[int]) -> None:
     if fork.failure is None:
         try:
             fork.audit(row.prefilled, compressible)
-            result.compressed |= fork.evicted  # a prompt that was kept whole may not stay so
+            result.compressed |= fork.evicted  # an uncompressed prompt may not stay so
             result.cache_bytes_end = fork.cache_bytes()
             result.budget_preset = fork.budget_preset
         except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
@@ -338,7 +338,7 @@ def _decode(model: PreTrainedModel, rows: list[_Row], graphs: StepGraphs) -> Non
     while True:
         _time_out(rows, seconds_run() - begun)
         running = [row for row in rows if row.running]
-        if batch is None or batch.to_be_left(running):
+        if batch is None or batch.is_over(running):
             if batch is not None:
                 batch.state.settle()
             if not running:
@@ -383,9 +383,9 @@ class _Batch:
         _step(self.model, self.rows, 1, self.replay or self._run)
         self.state.count()
 
-    def to_be_left(self, running: Sequence[_Row]) -> bool:
-        """Whether the rows that go on should do so without those that have ended, or anew because a
-        cache that filled up has come to its end."""
+    def is_over(self, running: Sequence[_Row]) -> bool:
+        """Whether a new batch should take over: of the running rows alone, or because a cache is
+        full."""
         few = len(self.rows) // 2 if self.replay is not None else len(self.rows) - 1
         return len(running) <= few or self.state.outgrown
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from types import FrameType
 
-PATIENCE = 60.0
+HUNG_AFTER = 60.0
 """Seconds that code which runs no Python may ignore an alarm before it counts as hung for good."""
 
 TICK, LATE = 0.25, 0.75
@@ -66,7 +66,7 @@ def time_limit(
     Time in which the process was stopped does not count (see `RunClock`). The alarm comes a tenth (at
     least one second) late, so that a loop which looks at its own clock is the first to notice, and
     again and again as long as something catches it and goes on. Code that runs no Python (a kernel
-    that never returns) sees no alarm: `PATIENCE` seconds after one went unheard, `on_hang` is called
+    that never returns) sees no alarm: `HUNG_AFTER` seconds after one went unheard, `on_hang` is called
     from another thread and the process ends with status 1. Within another limit, that one goes on
     afterwards.
 
@@ -92,7 +92,7 @@ def time_limit(
         raise TimeoutError(f"{what} took more than {seconds:g} s")
 
     def watch() -> None:
-        due = period + PATIENCE
+        due = period + HUNG_AFTER
         while not over.wait(TICK):
             clock.tick()
             if clock.ran() < due:

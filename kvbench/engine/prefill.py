@@ -145,8 +145,8 @@ class PrefillState:
 
     def _compress(self, fork: Fork, layer: int, guard: Guard) -> None:
         kv = guard.layer
-        charged = kv.start_user()
-        # A prompt that does not fill its budget is kept whole; a method that evicts is asked all the
+        charged = kv.charge_shared_work()
+        # A prompt that does not fill its budget is not compressed; a method that evicts is asked all the
         # same, for the scores that it goes by once the cache is full.
         limit = None if fork.compressed else fork.limit(kv.n)
         seconds, spoiled = 0.0, False

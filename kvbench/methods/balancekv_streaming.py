@@ -13,7 +13,7 @@ from kvbench.kernels.self_balancing import softmax_balance, walk_bound
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
 from kvbench.methods._estimator import combine
 from kvbench.methods._options import check_choice, check_integer, check_number
-from kvbench.methods.base import Method
+from kvbench.methods.base import SEED_STRIDE, Method
 
 RESTARTS = 100
 """Fresh attempts at a batch whose walk failed, with on_fail=restart, before giving up."""
@@ -168,7 +168,7 @@ class BalanceKVStream:
             bound=self.bound,
             on_fail=self.on_fail,
             halve=self.halve,
-            seed=(self.seed * 1_000_003 + salt) % 2**62,
+            seed=(SEED_STRIDE * self.seed + salt) % 2**62,
         )
 
     def extend(self, keys: Tensor, values: Tensor) -> None:

@@ -12,6 +12,9 @@ from torch import Tensor
 from kvbench.kernels.quantize import Quantization
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
 
+SEED_STRIDE = 1_000_003
+"""Draws of two seeds lie this far apart: more than any seed has draws."""
+
 
 @dataclass(frozen=True)
 class Held:

@@ -26,7 +26,7 @@ class Uniform(Method):
     Args:
         weighted: False drops the log-weights, which over-counts sink and window (an ablation).
         scope: middle (every entry of it may go) | subset (only those that BalanceKV halves at this rate
-            may go: between 1/2 and 1 the earliest 2 (1 - rate) of the middle, as in both arms of the
+            may go: between 1/2 and 1 the earliest 2 (1 - rate) of the middle, as in both variants of the
             paper's Table 5). The subset is halved as BalanceKV with gamma = 0 halves it, by coin flips
             and the same cut; the entries it leaves weigh what they weigh there, the others 1.
     """

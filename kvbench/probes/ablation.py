@@ -72,7 +72,7 @@ class Ablation(LayerError):
             "Errors of both are the released notebook's: per query, elements of the exact output below "
             "1e-8 (the negative ones too) count as 1e-8 in the denominator, about 1.4 times what "
             f"relative_error is. There 256 tokens are exact at both ends ({ends}), gamma is 4 and the "
-            "temperature 0.1 (see the options of the arms for ours). Published: "
+            "temperature 0.1 (see the options of the variants for ours). Published: "
             "Llama-3.1-8B-Instruct in bfloat16, TriviaQA of LongBench-E, 10 seeds "
             f"({drawn}), another machine; ours: {of}."
         )

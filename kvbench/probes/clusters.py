@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvbench.engine.prefill import capture_layers
 from kvbench.kv import KVError
-from kvbench.methods.base import Method
+from kvbench.methods.base import SEED_STRIDE, Method
 from kvbench.probes._checks import MOST_LAYERS, check_counts, check_list
 from kvbench.probes.error_scaling import BoundedData
 from kvbench.run.plan import Methods, Outcome, Unit, encode_example
@@ -208,7 +208,7 @@ class SubGenClusters:
         """(data set, replicate, keys [kv_heads, n, d])."""
         if self.prompts is None:
             name, draw = unit.payload
-            seed = session.seed * 1_000_003 + draw
+            seed = SEED_STRIDE * session.seed + draw
             yield (
                 name,
                 f"draw{draw}",

@@ -31,7 +31,7 @@ from kvbench.engine.guard import check_finite
 from kvbench.engine.prefill import capture_layers
 from kvbench.errors import nearest, one_line
 from kvbench.kv import Budget, KVError, LayerKV, keep_all
-from kvbench.methods.base import Method
+from kvbench.methods.base import SEED_STRIDE, Method
 from kvbench.probes._checks import MOST_LAYERS, MOST_TOKENS, check_counts, check_list
 from kvbench.probes.layer_error import estimate
 from kvbench.probes.layers import check_total, compress_measured
@@ -273,7 +273,7 @@ class ErrorScaling:
         """Every method at every number of entries."""
         if self.prompts is None:
             name, draw = unit.payload
-            seed = session.seed * 1_000_003 + draw
+            seed = SEED_STRIDE * session.seed + draw
             layer, queries = self.data[name].layer(self.n, self.queries, name, seed)
             named = {"replicate": f"seed{session.seed}-draw{draw}"}
             yield from self._measured(methods, layer, queries, name, f"draw{draw}", seed, named)
@@ -292,7 +292,7 @@ class ErrorScaling:
             check_finite(layer)
             queries = whole.queries[:, :, self.n :]
             for draw in range(self.draws):
-                seed = session.seed * 1_000_003 + draw
+                seed = SEED_STRIDE * session.seed + draw
                 replicate = f"{unit.id}-draw{draw}"
                 named = {"replicate": replicate, "prompt": unit.id}
                 yield from self._measured(

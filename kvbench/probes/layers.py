@@ -15,7 +15,7 @@ from kvbench.engine.guard import Guard, check_finite
 from kvbench.engine.prefill import capture_layers
 from kvbench.errors import is_number, one_line
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV
-from kvbench.methods.base import Method, allowed_entries
+from kvbench.methods.base import SEED_STRIDE, Method, allowed_entries
 from kvbench.probes._checks import MOST_LAYERS, MOST_TOKENS, check_counts, check_list
 from kvbench.run.plan import Methods, Unit, encode_example, status_of
 from kvbench.run.session import Session
@@ -220,7 +220,9 @@ class LayerProbe:
                 drew_nothing: dict[str, Mapping[str, Any]] = {}  # the same for every seed
                 for seed in range(self.seeds):
                     for label, (method, _) in methods.items():
-                        generator = layer_generator(session.seed * 1_000_003 + seed, unit.id, layer)
+                        generator = layer_generator(
+                            SEED_STRIDE * session.seed + seed, unit.id, layer
+                        )
                         state = generator.get_state()
                         mine = replace(kv, carried=carried.setdefault((label, rate, seed), {}))
                         found = drew_nothing.get(label) or self._measured(

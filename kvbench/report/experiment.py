@@ -1,4 +1,4 @@
-"""An experiment as the report sees it: arms (what is compared), tasks, and one frame of records."""
+"""An experiment as the report sees it: variants (what is compared), tasks, and one frame of records."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pandas as pd
 from kvbench.errors import printable
 from kvbench.records.read import MANIFEST, Run, StoreError, load_runs
 from kvbench.report.fields import checked, comparable, drawable, short_name
-from kvbench.report.labels import Arm, arms_of
+from kvbench.report.labels import Variant, variants_of
 
 BASELINE = "exact"
 """The method that others are compared with, where it was run."""
@@ -60,28 +60,30 @@ class Group:
     """All records of one model on one task: what a table compares.
 
     Attributes:
-        records: one row per (arm, seed, example), with the arm's label in the column ``arm`` and
-            entries held per layer and KV head in ``entries_mean`` and ``entries_max``, and
-            milliseconds of decoding per step in ``decode_ms``.
-        arms: in table order.
-        baseline: for each arm's label, the label of the exact arm it is compared with (None: it is
-            one itself, or none was run).
+        records: one row per (variant, seed, example), with the variant's label in the column
+            ``variant`` and entries held per layer and KV head in ``entries_mean`` and
+            ``entries_max``, and milliseconds of decoding per step in ``decode_ms``.
+        variants: in table order.
+        baseline: for each variant's label, the label of the exact variant it is compared with
+            (None: it is one itself, or none was run).
     """
 
     model: str
     task: str
     meta: TaskMeta
-    arms: tuple[Arm, ...]
+    variants: tuple[Variant, ...]
     records: pd.DataFrame
     baseline: Mapping[str, str | None]
     manifests: tuple[Mapping[str, Any], ...] = field(repr=False, default=())
 
     @cached_property
     def compressed(self) -> frozenset[str]:
-        """Labels of the arms that compete: those that save memory, and are no reference."""
-        kept = self.records["arm"][self.records["saves_memory"].eq(False)]
+        """Labels of the variants that compete: those that save memory, and are no reference."""
+        kept = self.records["variant"][self.records["saves_memory"].eq(False)]
         return frozenset(
-            arm.label for arm in self.arms if arm.method != BASELINE and arm.label not in set(kept)
+            variant.label
+            for variant in self.variants
+            if variant.method != BASELINE and variant.label not in set(kept)
         )
 
     @property
@@ -174,58 +176,60 @@ def _entries(records: pd.DataFrame, which: str) -> list[float]:
     return found
 
 
-def _decode_ms(records: pd.DataFrame, runs: Sequence[Run], arms: Sequence[Arm]) -> pd.Series:
+def _decode_ms(
+    records: pd.DataFrame, runs: Sequence[Run], variants: Sequence[Variant]
+) -> pd.Series:
     """Per step of decoding; NaN where there was none. The first new token comes from the prompt's own
     pass or, where the question is read after compression, from a step that reads it."""
     after = {
-        arm.label
-        for run, arm in zip(runs, arms, strict=True)
+        variant.label
+        for run, variant in zip(runs, variants, strict=True)
         if (run.manifest.get("config") or {}).get("compress_after") == "context"
     }
-    steps = pd.to_numeric(records["new_tokens"]) - 1 + records["arm"].isin(after)
+    steps = pd.to_numeric(records["new_tokens"]) - 1 + records["variant"].isin(after)
     return 1000 * pd.to_numeric(records["decode_s"]) / steps.where(steps > 0)
 
 
 def _group(model: str, task: str, runs: Sequence[Run]) -> Group:
-    arms = arms_of(runs)
+    variants = variants_of(runs)
     meta = TaskMeta.of(runs[-1].manifest)
     compared = (*meta.breakdown, meta.unit)
     frames = [
-        checked(run, meta.figures, compared).assign(arm=arm.label)
-        for run, arm in zip(runs, arms, strict=True)
+        checked(run, meta.figures, compared).assign(variant=variant.label)
+        for run, variant in zip(runs, variants, strict=True)
     ]
     frames = [frame.dropna(axis=1, how="all") for frame in frames if len(frame)]
-    records = pd.concat(frames, ignore_index=True) if frames else runs[0].records.assign(arm="")
+    records = pd.concat(frames, ignore_index=True) if frames else runs[0].records.assign(variant="")
     for name in runs[0].records.columns.difference(records.columns):
         records[name] = np.nan
-    records = records.drop_duplicates(["arm", "seed", "example_id"], ignore_index=True)
+    records = records.drop_duplicates(["variant", "seed", "example_id"], ignore_index=True)
     records = comparable(records, meta.figures, compared).assign(
         entries_mean=_entries(records, "mean"),
         entries_max=_entries(records, "max"),
-        decode_ms=_decode_ms(records, runs, arms),
+        decode_ms=_decode_ms(records, runs, variants),
     )
     if meta.unit in records:  # a record that names no unit is its own
         records[meta.unit] = records[meta.unit].where(
             records[meta.unit].notna(), records["example_id"]
         )
-    unique = tuple(sorted(set(arms), key=lambda arm: arm.sort_key))
+    unique = tuple(sorted(set(variants), key=lambda variant: variant.sort_key))
     return Group(
         model=model,
         task=task,
         meta=replace(meta, figures=drawable(meta.figures, records)),
-        arms=unique,
+        variants=unique,
         records=records,
         baseline=_baselines(unique),
         manifests=tuple(run.manifest for run in runs),
     )
 
 
-def _baselines(arms: Sequence[Arm]) -> dict[str, str | None]:
-    """For each arm the exact arm that shares most of its options; None where none was run: no other
-    method is what one would compare with."""
-    exact = [arm for arm in arms if arm.method == BASELINE]
-    found: dict[str, str | None] = dict.fromkeys(arm.label for arm in arms)
-    for arm in arms if exact else ():
-        nearest = max(exact, key=lambda other: len(set(other.options) & set(arm.options)))
-        found[arm.label] = None if arm in exact else nearest.label
+def _baselines(variants: Sequence[Variant]) -> dict[str, str | None]:
+    """For each variant the exact variant that shares most of its options; None where none was run:
+    no other method is what one would compare with."""
+    exact = [variant for variant in variants if variant.method == BASELINE]
+    found: dict[str, str | None] = dict.fromkeys(variant.label for variant in variants)
+    for variant in variants if exact else ():
+        nearest = max(exact, key=lambda other: len(set(other.options) & set(variant.options)))
+        found[variant.label] = None if variant in exact else nearest.label
     return found

@@ -55,7 +55,7 @@ def file_stem(name: str) -> str:
 
 def remove_stale(folder: Path, written: Iterable[Path]) -> None:
     """Remove what the report before wrote into an experiment's folder and this one did not: figures and
-    tables under names that its arms no longer have. What a person put there, or changed, stays."""
+    tables under names that its variants no longer have. What a person put there, or changed, stays."""
     made = {path.relative_to(folder).as_posix(): _digest(path) for path in written}
     index = folder / _WRITTEN
     try:

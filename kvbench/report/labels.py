@@ -47,7 +47,7 @@ _LONGEST = 40
 
 
 @dataclass(frozen=True)
-class Arm:
+class Variant:
     """One row of a comparison: a method with the options it was run with.
 
     Attributes:
@@ -81,8 +81,8 @@ def _natural(option: str) -> tuple[str, float, str]:
         return name, math.inf, value
 
 
-def arms_of(runs: Sequence[Run]) -> list[Arm]:
-    """One arm per run; runs that differ by nothing but their seed share one.
+def variants_of(runs: Sequence[Run]) -> list[Variant]:
+    """One variant per run; runs that differ by nothing but their seed share one.
 
     Of several runs of one method, the keys in which they differ tell them apart. Where a method
     keeps the whole cache, its budget does not count.
@@ -90,7 +90,7 @@ def arms_of(runs: Sequence[Run]) -> list[Arm]:
     by_method: dict[str, list[int]] = defaultdict(list)
     for index, run in enumerate(runs):
         by_method[short_name(str(run.manifest.get("method")))].append(index)
-    arms: dict[int, Arm] = {}
+    variants: dict[int, Variant] = {}
     for method, indices in by_method.items():
         whole = all(_keeps_all(runs[i].records) for i in indices)
         configs = {i: _told_of(runs[i].manifest) for i in indices}
@@ -102,10 +102,10 @@ def arms_of(runs: Sequence[Run]) -> list[Arm]:
             options = tuple(
                 short_name(f"{key.split('.')[-1]} {shown[key][config.get(key)]}") for key in varied
             )
-            arms[i] = Arm(method, options, None if whole else _rate_of(runs[i].manifest))
+            variants[i] = Variant(method, options, None if whole else _rate_of(runs[i].manifest))
         if not whole:
-            _tell_twins_apart(arms, runs, indices)
-    return [arms[i] for i in range(len(runs))]
+            _add_hashes(variants, runs, indices)
+    return [variants[i] for i in range(len(runs))]
 
 
 def _rate_of(manifest: Mapping[str, Any]) -> float | None:
@@ -161,16 +161,18 @@ def _in_short(value: str | None) -> str:
     return value if len(value) <= _LONGEST else f"{value[: _LONGEST - 1]}…"
 
 
-def _tell_twins_apart(arms: dict[int, Arm], runs: Sequence[Run], indices: Sequence[int]) -> None:
+def _add_hashes(variants: dict[int, Variant], runs: Sequence[Run], indices: Sequence[int]) -> None:
     """Runs with one seed and one label but different hashes were made by different versions."""
     twins: dict[tuple[str, str], list[int]] = defaultdict(list)
     for i in indices:
-        twins[arms[i].label, str(runs[i].manifest.get("seed"))].append(i)
+        twins[variants[i].label, str(runs[i].manifest.get("seed"))].append(i)
     for same in twins.values():
         if len(same) > 1:
             for i in same:
                 tag = str(runs[i].manifest.get("config_hash"))
-                arms[i] = Arm(arms[i].method, (*arms[i].options, tag), arms[i].rate)
+                variants[i] = Variant(
+                    variants[i].method, (*variants[i].options, tag), variants[i].rate
+                )
 
 
 def _identity(manifest: Mapping[str, Any]) -> Mapping[str, Any]:

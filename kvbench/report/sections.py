@@ -186,19 +186,19 @@ def figures_of(group: Group, tables: Sequence[ScoreTable]) -> list[Drawn]:
     memory = error_against_memory(group)
     if memory is not None:
         figures.append(memory)
-    elif len({arm.rate for arm in group.arms if arm.rate is not None}) > 1:
+    elif len({variant.rate for variant in group.variants if variant.rate is not None}) > 1:
         figures.append(score_against_ratio(group, table))
     return figures
 
 
 def heatmaps_alone(group: Group) -> list[Drawn]:
-    """One heatmap per arm, for papers; the page shows them side by side instead."""
+    """One heatmap per variant, for papers; the page shows them side by side instead."""
     spec = group.meta.figure("heatmap")
-    good = set(group.records["arm"][group.records["status"] == "ok"])
+    good = set(group.records["variant"][group.records["status"] == "ok"])
     if not spec:
         return []
     grids = grids_of(group, spec)
-    return [heatmap_alone(group, a, spec, grids) for a in group.arms if a.label in good]
+    return [heatmap_alone(group, a, spec, grids) for a in group.variants if a.label in good]
 
 
 def _scores(group: Group) -> list[ScoreTable]:

@@ -15,8 +15,8 @@ from kvbench.run.termination import asks_to_stop
 
 log = logging.getLogger(__name__)
 
-BLAMED_ON_COMPANY = ("oom", "timeout")
-"""Failures that a method may owe to the methods it ran with."""
+RETRIED_ALONE = ("oom", "timeout")
+"""Failures that the other methods or examples of a batch may have caused: tried again alone."""
 
 
 class DeviceLost(UserError, RuntimeError):
@@ -68,18 +68,18 @@ def outcomes_together(
         error = f"hung in a batch of {len(work)} examples; batch_size=1 tells which it is"
         log.error("%s ... %s; recorded; the same command goes on after them", work[0][0].id, error)
         for unit, methods in work:
-            save(owed(unit, methods, "timeout", error))
+            save(missing_outcomes(unit, methods, "timeout", error))
 
     seconds = session.example_timeout
     with time_limit(None if seconds is None else seconds * len(work), hung):
         return plan.run_batch(work, session)
 
 
-def owed(
-    unit: Unit, methods: Methods, status: str, error: str, told: Sequence[Outcome] = ()
+def missing_outcomes(
+    unit: Unit, methods: Methods, status: str, error: str, found: Sequence[Outcome] = ()
 ) -> list[Outcome]:
-    """The outcomes that a unit has not told, each saying why."""
-    known = {(outcome.method, outcome.example_id) for outcome in told}
+    """One failed outcome for every record of a unit that has none yet."""
+    known = {(outcome.method, outcome.example_id) for outcome in found}
     return [
         Outcome(label, record_id, {**unit.fields, "status": status, "error": error})
         for label in methods
@@ -96,7 +96,7 @@ def _attempt(
     save: Callable[[Sequence[Outcome]], None],
     others: Sequence[Outcome],
 ) -> tuple[list[Outcome], list[str]]:
-    """Run methods together; every record still owed after a failure says why.
+    """Run methods together; after a failure, every record that is missing says why.
 
     Returns:
         Their outcomes, and the methods for which running alone may end differently.
@@ -106,7 +106,7 @@ def _attempt(
     def hung() -> None:
         error = f"hung: no answer long after example_timeout={session.example_timeout:g}"
         log.error("%s %s; recorded; the same command goes on after it", unit.id, error)
-        save([*others, *outcomes, *owed(unit, methods, "timeout", error, outcomes)])
+        save([*others, *outcomes, *missing_outcomes(unit, methods, "timeout", error, outcomes)])
 
     failed: list[Outcome] = []
     try:
@@ -118,9 +118,9 @@ def _attempt(
             raise
         log.warning("%s: %s", unit.id, one_line(failure))
         log.debug("%s", traceback_of(failure))
-        failed = owed(unit, methods, status_of(failure), one_line(failure), outcomes)
+        failed = missing_outcomes(unit, methods, status_of(failure), one_line(failure), outcomes)
     again = dict.fromkeys(outcome.method for outcome in failed)
     again |= dict.fromkeys(
-        outcome.method for outcome in outcomes if outcome.fields.get("status") in BLAMED_ON_COMPANY
+        outcome.method for outcome in outcomes if outcome.fields.get("status") in RETRIED_ALONE
     )
     return [*outcomes, *failed], [label for label in methods if label in again]

@@ -18,7 +18,7 @@ from kvbench.engine import memory
 from kvbench.engine.faults import device_answers, free_memory, is_out_of_memory
 from kvbench.errors import is_integer, one_line
 from kvbench.kv import KVError
-from kvbench.run.attempts import BLAMED_ON_COMPANY, outcomes_of, outcomes_together, owed
+from kvbench.run.attempts import RETRIED_ALONE, missing_outcomes, outcomes_of, outcomes_together
 from kvbench.run.plan import BatchPlan, Methods, Outcome, Plan, Unit
 from kvbench.run.session import Session
 from kvbench.run.termination import asks_to_stop
@@ -96,8 +96,8 @@ class BatchSize:
         self.now = self.most = max(1, min(self.most, units // 2))
         log.info("batch of %d ran out of memory; going on with %d", units, self.now)
 
-    def go_back(self, before: BatchSize) -> None:
-        """To an earlier size: what ran out of memory since was one unit's fault."""
+    def restore(self, before: BatchSize) -> None:
+        """Return to an earlier size: a single unit was too large, not the batch."""
         self.now, self.most = before.now, before.most
         log.info("one of them fits nowhere; going on with %d again", self.now)
 
@@ -118,8 +118,8 @@ def run_group(
     size: BatchSize,
     save: Callable[[Sequence[Outcome]], None],
 ) -> Iterator[Sequence[Outcome]]:
-    """The outcomes of each unit of a group as soon as they are final; what ran out of memory or time
-    in company, or failed as a whole, comes later.
+    """The outcomes of each unit of a group as soon as they are final; those of units
+    that ran out of memory or time in a batch come later.
 
     Args:
         save: see `kvbench.run.attempts.outcomes_of`.
@@ -144,10 +144,12 @@ def run_group(
         log.info("batch of %d: %s", len(group), error)
         if not device_answers(session.device):
             for unit, methods in group:
-                yield owed(unit, methods, "error", f"{error} (in a batch of {len(group)})")
+                yield missing_outcomes(
+                    unit, methods, "error", f"{error} (in a batch of {len(group)})"
+                )
             return
     else:
-        final = [not _failed_as(outcomes, BLAMED_ON_COMPANY) for outcomes in together]
+        final = [not _failed_as(outcomes, RETRIED_ALONE) for outcomes in together]
         out_of_memory = any(_failed_as(outcomes, ("oom",)) for outcomes in together)
         again = [work for work, well in zip(group, final, strict=True) if not well]
         yield from (outcomes for outcomes, well in zip(together, final, strict=True) if well)
@@ -168,7 +170,7 @@ def run_group(
             fits_nowhere |= all(_failed_as([outcome], ("oom",)) for outcome in each)
             yield each
     if fits_nowhere:
-        size.go_back(before)
+        size.restore(before)
 
 
 def _failed_as(outcomes: Sequence[Outcome], statuses: Sequence[str]) -> bool:

@@ -24,7 +24,7 @@ from kvbench.records.read import StoreError, load_run, read_records
 from kvbench.run.plan import EncodedExample, Unit, beyond_positions
 from kvbench.run.runner import Job
 
-PATIENCE = 10.0
+LONGEST_TRIAL = 10.0
 """Seconds that trying an example with a short answer may take."""
 
 
@@ -187,7 +187,7 @@ def estimate(job: Job, todo: Sequence[Unit]) -> Estimate:
     shortest = todo[lengths.index(min(known))] if known else todo[0]
     try:
         # loads the model and warms it up
-        if _seconds(job, few_tokens(shortest), PATIENCE) > PATIENCE:
+        if _seconds(job, few_tokens(shortest), LONGEST_TRIAL) > LONGEST_TRIAL:
             return Estimate(None, f"unknown (example {shortest.id} takes too long to try)")
         seconds = _seconds(job, shortest)
     except Exception as failure:  # noqa: BLE001 - a dry run says what it can

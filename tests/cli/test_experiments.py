@@ -84,11 +84,11 @@ def test_subgens_table_1_keeps_the_papers_entries(reduction: int) -> None:
         "experiment=subgen_table1", "task.files=[x]", f"budget.total_rate={share:.2f}"
     )
     methods, budget = methods_of(config), instantiate(config.budget)
-    arms = {label: m for label, m in methods.items() if label.startswith("subgen")}
-    assert {m.recent for m in arms.values()} == {2048, 3072}
+    variants = {label: m for label, m in methods.items() if label.startswith("subgen")}
+    assert {m.recent for m in variants.values()} == {2048, 3072}
     n = {35: 5000, 42: 7000, 50: 9000}[reduction]
     layer = make_layer(n, batch=1, kv_heads=1, dim=4, seed=1)
-    for method in (*arms.values(), methods["streaming_llm"]):
+    for method in (*variants.values(), methods["streaming_llm"]):
         kept = run(method, layer, budget).positions[0, 0].tolist()
         assert len(set(kept)) == round(share * n)
         recent = getattr(method, "recent", round(share * n) - 32)
@@ -179,7 +179,7 @@ def test_uniform_in_the_subset_is_balancekv_without_balance(rate: float) -> None
     assert plain == [tuple((p, 1.0) for p, _ in head) for head in subset]
 
 
-def test_table_5_halves_the_same_part_in_both_arms() -> None:
+def test_table_5_halves_the_same_part_in_both_variants() -> None:
     config = composed("experiment=table5", "budget.rate=0.9")
     methods, budget = methods_of(config), instantiate(config.budget)
     layer = make_layer(1064, batch=1, kv_heads=4, dim=8, seed=6)
@@ -228,7 +228,7 @@ def test_twenty_per_cent_is_twenty_per_cent(
 
 
 def test_local_holds_what_h2o_holds_to_the_last_token() -> None:
-    """In bytes, measured: both arms of H2O's tables stay at their share; by default Local grows."""
+    """In bytes, measured: both variants of H2O's tables stay at their share; by default Local grows."""
     from support.tiny import prompt_ids, tiny_model
 
     model = tiny_model("opt")
@@ -306,7 +306,7 @@ def test_the_page_states_entries_and_bytes_of_both_choices(tmp_path: Path, capsy
     assert theirs["entries"] == ours["entries"]
     assert theirs["cache_bytes"] / ours["cache_bytes"] == pytest.approx(2.0, rel=1e-6)
     shown = pd.read_csv(tmp_path / "table1" / "tables" / "longbench-recall_mini.csv")
-    shown = shown.set_index("arm")
+    shown = shown.set_index("variant")
     assert shown["entries_mean"]["minference_snapkv"] == shown["entries_mean"]["snapkv"]
     ratios = shown["ratio"]
     assert ratios["minference_snapkv"] == pytest.approx(2 * ratios["snapkv"], rel=1e-4)
@@ -316,6 +316,6 @@ def test_the_page_states_entries_and_bytes_of_both_choices(tmp_path: Path, capsy
     assert page.count(f">{shown['entries_mean']['snapkv']:.0f}</td>") == 2
     (file,) = (tmp_path / "table1" / "tables").glob("*published.csv")
     beside = pd.read_csv(file)
-    beside = beside[beside["published_model"] == "Llama-3.1-8B-Instruct"].set_index("arm")
+    beside = beside[beside["published_model"] == "Llama-3.1-8B-Instruct"].set_index("variant")
     assert beside["published"]["minference_snapkv"] == beside["published"]["snapkv"]
     assert math.isfinite(beside["published"]["snapkv"])

@@ -48,12 +48,12 @@ def test_flips_are_the_examples_whose_score_changed(results):
     by_hand = {}
     for experiment in (first, second):
         for row in experiment.groups[0].records.to_dict("records"):
-            by_hand.setdefault((row["arm"], row["example_id"]), []).append(row)
+            by_hand.setdefault((row["variant"], row["example_id"]), []).append(row)
     for match in task.matches:
         wanted = {
             example_id: (before["prediction"], after["prediction"], after["score"])
-            for (arm, example_id), (before, after) in by_hand.items()
-            if arm == match.label and before["score"] != after["score"]
+            for (variant, example_id), (before, after) in by_hand.items()
+            if variant == match.label and before["score"] != after["score"]
         }
         found = {flip.example_id: (*flip.predictions, flip.scores[1]) for flip in match.flips}
         assert found == wanted

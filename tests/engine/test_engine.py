@@ -268,13 +268,13 @@ def test_keys_that_are_not_finite_are_refused_by_layer_and_head():
 
 def test_shared_work_is_charged_to_every_method_that_uses_it():
     layer = LayerKV(torch.randn(1, 1, 4, 4), torch.randn(1, 1, 4, 4), None, 0, 1, 0.5)
-    first = layer.start_user()
+    first = layer.charge_shared_work()
     layer.once("slow", lambda: torch.ones(3))
     layer.once("slow", lambda: torch.zeros(3))
     assert first() == 0.0
-    second = layer.start_user()
+    second = layer.charge_shared_work()
     assert layer.once("slow", lambda: torch.zeros(3)).sum() == 3
     assert second() == layer.shared["slow"].seconds > 0.0
-    third = layer.start_user()
+    third = layer.charge_shared_work()
     assert third() == 0.0
     assert keep_all(layer).entries.tolist() == [[4]]

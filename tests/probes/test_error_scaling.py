@@ -242,13 +242,13 @@ def test_fits_recover_the_slopes_they_were_made_with(tmp_path):
     fits = scaling.fits
     assert len(fits) == 4
     for fit in fits:
-        want = {"uniform": -0.5, "balancekv": -1.0}[fit.curve.arm.method]
+        want = {"uniform": -0.5, "balancekv": -1.0}[fit.curve.variant.method]
         for slope in (fit.slope, fit.lower, fit.upper):
             assert slope.value == pytest.approx(want)
             assert slope.low == pytest.approx(want)
         assert (fit.least, fit.split, fit.most) == (64, 256, 1024), "kept / n is at most 1/4"
         assert fit.verdict == "as predicted"
-    at = next(f for f in fits if f.curve.arm.method == "balancekv").ratio
+    at = next(f for f in fits if f.curve.variant.method == "balancekv").ratio
     assert at.value == pytest.approx(1024**-0.5)
 
 
@@ -263,7 +263,7 @@ def test_intervals_of_slopes_cover_the_truth_and_shrink_with_noise(tmp_path):
         for fit in scaling.fits:
             covered += (
                 fit.slope.low
-                <= {"uniform": -0.5, "balancekv": -0.9}[fit.curve.arm.method]
+                <= {"uniform": -0.5, "balancekv": -0.9}[fit.curve.variant.method]
                 <= fit.slope.high
             )
             widths.append(fit.slope.high - fit.slope.low)
@@ -285,7 +285,7 @@ def test_the_page_says_what_the_numbers_say(tmp_path):
     for finding in study.findings:
         assert finding.split("'")[0].replace("<", "&lt;") in page
     frame = pd.read_csv(folder / "tables" / "error_scaling-synthetic_tensors-slopes.csv")
-    assert set(frame["arm"]) == {"uniform", "balancekv"}
+    assert set(frame["variant"]) == {"uniform", "balancekv"}
     assert frame["slope"].between(frame["slope_low"], frame["slope_high"]).all()
     markdown = (folder / "tables" / "error_scaling-synthetic_tensors-slopes.md").read_text()
     assert "| uniform " in markdown

@@ -264,7 +264,7 @@ def test_draws_of_a_method_that_draws_nothing_add_no_certainty(tmp_path):
         )  # fmt: skip
         run_job(probe_job(tmp_path / str(seeds), probe))
         group = load_experiment(tmp_path / str(seeds) / "e").groups[0]
-        rows = {row.arm.method: row for row in score_table(group).rows}
+        rows = {row.variant.method: row for row in score_table(group).rows}
         found[seeds] = rows["streaming_llm"].total.score
         means = group.records[group.records["method"].eq("streaming_llm")].groupby("prompt")
         spread = means["score"].mean()

@@ -342,4 +342,4 @@ def test_every_experiment_runs_small(experiment, tmp_path):
     assert (table[[*ratios, "prefill_compress_s_over_exact", "peak_bytes"]] > 0).all(axis=None)
     settings = len(smaller[0].split("],")) if "settings" in smaller[0] else 1
     assert table.groupby("method").size().min() >= settings
-    assert not table.duplicated(["arm", "prompt_and_new_tokens"]).any()
+    assert not table.duplicated(["variant", "prompt_and_new_tokens"]).any()

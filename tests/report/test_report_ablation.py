@@ -92,7 +92,7 @@ def test_prompts_missing_at_one_rate_stay_in_their_rows(tmp_path: Path) -> None:
     group = write(tmp_path, {"shared": lambda p, r: PROMPTS[p]}, 12)
     gone = group.records["prompt"].isin(["p0", "p7"]) & group.records["rate"].eq(0.25)
     part = Group(
-        group.model, group.task, group.meta, group.arms, group.records[~gone], group.baseline
+        group.model, group.task, group.meta, group.variants, group.records[~gone], group.baseline
     )
     (effect,) = effects(part).values()
     whole = effects(group)["shared"]

@@ -129,12 +129,12 @@ def test_heatmaps_share_one_scale(demo: Path) -> None:
     images = [ax.images[0] for ax in together.figure.axes if ax.images]
     assert len(images) == len(METHODS)
     assert {image.get_clim() for image in images} == {(0.0, 100.0)}
-    alone = heatmap_alone(group, group.arms[0], spec)
+    alone = heatmap_alone(group, group.variants[0], spec)
     assert alone.figure.axes[0].images[0].get_clim() == (0.0, 100.0)
     assert alone.figure.axes[0].get_xlabel() == "context length (tokens)"
     assert alone.figure.axes[0].get_ylabel() == "depth (%)"
     exact = np.asarray(alone.figure.axes[0].images[0].get_array())
-    records = group.records[group.records["arm"] == "exact"]
+    records = group.records[group.records["variant"] == "exact"]
     cell = records[(records["length"] == 1024) & (records["depth"] == 50)]["score"].mean()
     assert exact[2, 2] == pytest.approx(100 * cell)
 
@@ -150,8 +150,8 @@ def test_bars_show_mean_and_deviation_over_seeds(demo: Path) -> None:
         "1/8",
         "1/16",
     ]
-    arms = [arm.label for arm in group.arms]
-    part = group.records[(group.records["arm"] == arms[0]) & (group.records["layer"] == 1)]
+    variants = [variant.label for variant in group.variants]
+    part = group.records[(group.records["variant"] == variants[0]) & (group.records["layer"] == 1)]
     seeds = part[part["rate"] == 0.5].groupby("seed")["score"].mean()
     assert cast(Rectangle, panels[0].patches[0]).get_height() == pytest.approx(seeds.mean())
     segment = cast(LineCollection, panels[0].collections[0]).get_segments()[0]
@@ -207,9 +207,9 @@ def test_errors_of_many_rates_are_drawn_against_the_measured_ratio(demo: Path) -
     ax = drawn.figure.axes[0]
     assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
     handles, labels = ax.get_legend_handles_labels()
-    assert labels == [arm.label for arm in group.arms]
+    assert labels == [variant.label for variant in group.variants]
     line = cast(ErrorbarContainer, handles[-1])[0]
-    records = group.records[group.records["arm"] == labels[-1]].groupby("rate")
+    records = group.records[group.records["variant"] == labels[-1]].groupby("rate")
     assert list(line.get_xdata()) == pytest.approx(list(records["ratio"].mean()))
     assert list(line.get_ydata()) == pytest.approx(list(records["score"].mean()))
 
@@ -223,7 +223,7 @@ def test_every_dataset_has_its_paired_difference(tmp_path: Path) -> None:
     assert names == [*sorted(DATASETS), AVERAGE]
     handles, labels = ax.get_legend_handles_labels()
     assert "exact" not in labels
-    row = next(row for row in table.rows if row.arm.label == labels[0])
+    row = next(row for row in table.rows if row.variant.label == labels[0])
     shown = cast(ErrorbarContainer, handles[0])[0].get_ydata()
     expected = [d.value * 100 for n in names if (d := row.cells[n].difference)]
     assert list(shown) == pytest.approx(expected)

@@ -24,7 +24,7 @@ from kvbench.report.stats.significance import (
     variances,
 )
 from kvbench.report.table import count_text, p_text
-from kvbench.report.tables.pairs import ArmPair, pairs_of, pairs_table
+from kvbench.report.tables.pairs import VariantPair, pairs_of, pairs_table
 from kvbench.report.tables.scores import score_table
 
 
@@ -116,14 +116,14 @@ def test_adjusted_p_values_match_brute_force() -> None:
     assert all(a >= b for a, b in zip(adjusted, p, strict=True))
 
 
-def test_arms_that_answer_alike_cost_less_than_holm() -> None:
+def test_variants_that_answer_alike_cost_less_than_holm() -> None:
     rng = np.random.default_rng(5)
     base = rng.random(200)
     clones = [base + rng.normal(0, 0.001, 200) for _ in range(6)]
     worse = base - 0.02 + rng.normal(0, 0.12, 200)
-    arms = [*clones, worse]
+    variants = [*clones, worse]
     pairs = list(itertools.combinations(range(7), 2))
-    differences = np.stack([arms[i] - arms[j] for i, j in pairs], axis=1)
+    differences = np.stack([variants[i] - variants[j] for i, j in pairs], axis=1)
     p = p_values([stratum(differences)])
     adjusted = adjusted_p_values([stratum(differences)], p)
     at = pairs.index((0, 6))
@@ -142,7 +142,7 @@ def test_over_datasets_it_matches_brute_force() -> None:
     assert p == pytest.approx(count / 20_000, abs=0.012)
 
 
-def test_alike_arms_have_p_one_and_none_is_none() -> None:
+def test_alike_variants_have_p_one_and_none_is_none() -> None:
     zero, empty = stratum(np.zeros(9)), stratum(np.full(9, np.nan))
     assert p_values([zero]) == [1.0]
     assert math.isnan(p_values([zero, empty])[0])
@@ -223,14 +223,14 @@ def study(folder: Path) -> Group:
 
 
 @pytest.fixture
-def pairs(tmp_path: Path) -> tuple[Group, list[ArmPair]]:
+def pairs(tmp_path: Path) -> tuple[Group, list[VariantPair]]:
     group = study(tmp_path)
     averages = {"Llama": {"balancekv": 46.77, "uniform": 46.38, "streaming_llm": 39.79}}
     return group, pairs_of(group, averages)
 
 
 def test_pairs_are_ranked_paired_and_without_the_baseline(
-    pairs: tuple[Group, list[ArmPair]],
+    pairs: tuple[Group, list[VariantPair]],
 ) -> None:
     group, found = pairs
     names = [(p.first.method, p.second.method) for p in found]
@@ -247,7 +247,7 @@ def test_pairs_are_ranked_paired_and_without_the_baseline(
     assert list(close.needed) == [0.02, 0.05]
     assert close.needed[0.02] > 4 * close.needed[0.05]  # for stated differences, not for those seen
     assert by_name["balancekv", "h2o"].examples == 118  # 120 but two that h2o failed
-    wide = group.records.pivot(index="example_id", columns="arm", values="score")
+    wide = group.records.pivot(index="example_id", columns="variant", values="score")
     kept = wide[["balancekv", "h2o"]].dropna()
     split = kept["balancekv"].sub(kept["h2o"]).groupby(lambda name: name.split("-")[0])
     assert by_name["balancekv", "h2o"].difference.value == pytest.approx(split.mean().mean())
@@ -262,7 +262,7 @@ def test_pairs_are_ranked_paired_and_without_the_baseline(
 
 def p_of(group: Group, first: str, second: str) -> float:
     """A permutation test of the mean over both datasets, by scipy."""
-    wide = group.records.pivot(index="example_id", columns="arm", values="score")
+    wide = group.records.pivot(index="example_id", columns="variant", values="score")
     difference = wide[first] - wide[second]  # 60 examples of each: the plain mean is that of means
     return float(
         permutation_test(
@@ -276,7 +276,7 @@ def p_of(group: Group, first: str, second: str) -> float:
     )
 
 
-def test_published_gaps_say_what_they_would_take(pairs: tuple[Group, list[ArmPair]]) -> None:
+def test_published_gaps_say_what_they_would_take(pairs: tuple[Group, list[VariantPair]]) -> None:
     group, found = pairs
     close = next(p for p in found if {p.first.method, p.second.method} == {"balancekv", "uniform"})
     gap = close.published["Llama"]
@@ -315,14 +315,14 @@ def test_marks_and_pairs_of_one_page_agree(tmp_path: Path) -> None:
         scores = {"exact": {"a": np.ones(120)}}
         scores |= {name: {"a": right[:, i]} for i, name in enumerate(names)}
         group = datasets(tmp_path / str(trial), scores)
-        shown = {row.arm.label: row.total for row in score_table(group).rows}
+        shown = {row.variant.label: row.total for row in score_table(group).rows}
         for pair in pairs_of(group):
             if shown[pair.first.label].best and not shown[pair.second.label].best:
                 assert shown[pair.second.label].worse == (pair.adjusted < ALPHA)
                 assert shown[pair.second.label].tied == (pair.adjusted >= ALPHA)
 
 
-def test_arms_that_share_no_example_are_ranked_by_their_own_means(tmp_path: Path) -> None:
+def test_variants_that_share_no_example_are_ranked_by_their_own_means(tmp_path: Path) -> None:
     """Each of three scored two of every three examples: any two meet, all three never."""
     scores = {"exact": {"a": np.ones(30)}}
     for k, (method, level) in enumerate({"h2o": 0.2, "snapkv": 0.9, "uniform": 0.5}.items()):

@@ -271,7 +271,9 @@ def test_seconds_are_compared_with_seconds(tmp_path: Path) -> None:
     assert [row.method for row in table.rows] == ["exact", "snapkv"]
     (pair,) = table.rows[0].pairs
     records = experiment.groups[0].records
-    assert pair.ours.value == pytest.approx(records[records["arm"] == "exact"]["decode_s"].mean())
+    assert pair.ours.value == pytest.approx(
+        records[records["variant"] == "exact"]["decode_s"].mean()
+    )
     assert pair.printed == "37.769"
     assert math.isnan(pair.margin)  # seconds of other hardware
     assert not pair.beyond
@@ -465,7 +467,7 @@ def test_a_method_that_one_of_the_tasks_lacks_leaves_a_gap(tmp_path: Path) -> No
         ("subgen, recent 9", "86", "–"),
         ("subgen, recent unset", "86", "–"),
         ("subgen", "–", "66"),
-    ], "no arm's numbers hide another's"
+    ], "no variant's numbers hide another's"
 
 
 def test_the_average_of_figure_4_is_of_the_variant_that_protects_tokens(tmp_path: Path) -> None:
@@ -501,7 +503,9 @@ def test_a_whole_table_like_the_papers(tmp_path: Path) -> None:
     assert (folder / "longbench-paper.tex").exists()
     frame = pd.read_csv(folder / "balancekv_table1-longbench-published.csv")
     assert len(frame) == 2 * 6 * 14
-    ours = frame[(frame["arm"] == "balancekv") & (frame["model"] == models[0])].set_index("column")
+    ours = frame[(frame["variant"] == "balancekv") & (frame["model"] == models[0])].set_index(
+        "column"
+    )
     assert ours["published"]["qasper"] == 35.75
     assert ours["published"][AVERAGE] == 46.77
     parts = ours["score"].drop(AVERAGE)
@@ -618,8 +622,8 @@ def test_the_best_of_several_settings_stands_beside_a_number_that_is_the_best(
         300: {"subgen_recent_2048": 1.0, "subgen_recent_3072": 0.5},
         400: {"subgen_recent_3072": 0.5},
     }
-    for lines, arms in scores.items():
-        for method, score in arms.items():
+    for lines, variants in scores.items():
+        for method, score in variants.items():
             write_run(
                 tmp_path,
                 task=f"longeval_{lines}",
@@ -644,7 +648,7 @@ def test_the_best_of_several_settings_stands_beside_a_number_that_is_the_best(
         row.label: [(pair.printed, pair.ours.value) for pair in row.pairs] for row in table.rows
     }
     assert found["subgen, best of 2"][:2] == [("86", 75.0), ("66", 100.0)]
-    assert found["subgen, best of 2"][2][0] == ""  # of 400 lines there is one arm alone
+    assert found["subgen, best of 2"][2][0] == ""  # of 400 lines there is one variant alone
     assert found["subgen_recent_2048"][:2] == [("86", 25.0), ("66", 100.0)]
     assert [ours for _, ours in found["subgen_recent_3072"]] == [75.0, 50.0, 50.0]
     assert found["h2o"][0] == ("66", 100.0)

@@ -64,7 +64,7 @@ def test_intervals_agree_with_brute_force_and_scipy(tmp_path: Path) -> None:
     exact = rng.beta(5, 2, 80)
     snapkv = np.clip(exact - rng.beta(1, 6, 80) + 0.05, 0, 1)
     group = group_from(tmp_path, exact=list(exact), snapkv=list(snapkv))
-    rows = {row.arm.method: row.total for row in score_table(group).rows}
+    rows = {row.variant.method: row.total for row in score_table(group).rows}
     score, difference = rows["snapkv"].score, rows["snapkv"].difference
     assert score.value == pytest.approx(snapkv.mean())
     assert (score.low, score.high) == pytest.approx(brute_force(snapkv), abs=0.004)
@@ -108,7 +108,7 @@ def test_failures_are_shown_and_never_dropped(tmp_path: Path) -> None:
         uniform=[1, 1, 1],
     )
     table = score_table(group)
-    cells = {row.arm.method: row.total for row in table.rows}
+    cells = {row.variant.method: row.total for row in table.rows}
     assert cells["snapkv"].failures == {"oom": 2}
     assert (cells["snapkv"].scored, cells["snapkv"].expected) == (2, 4)
     assert cells["snapkv"].score.value == 0.5
@@ -142,7 +142,7 @@ def test_only_proven_differences_are_marked(tmp_path: Path) -> None:
         snapkv=list(best - 0.1 + 0.1 * rng.random(60)),
         uniform=list(best + rng.normal(-0.03, 0.2, 60)),
     )
-    cells = {row.arm.method: row.total for row in score_table(group).rows}
+    cells = {row.variant.method: row.total for row in score_table(group).rows}
     assert {m for m, cell in cells.items() if cell.worse} == {"snapkv"}
     assert {m for m, cell in cells.items() if cell.tied} == {"uniform"}
     assert {m for m, cell in cells.items() if cell.best} == {"balancekv"}  # exact does not compete
@@ -160,7 +160,7 @@ def test_only_means_over_the_same_examples_are_ranked(tmp_path: Path) -> None:
     group = group_from(
         tmp_path, exact=[1] * 6, h2o=[1, 1, 1, None, None, None], snapkv=[1, 1, 1, 0.5, 0.5, 0]
     )
-    best = {row.arm.method: row.total.best for row in score_table(group).rows}
+    best = {row.variant.method: row.total.best for row in score_table(group).rows}
     assert best == {"exact": False, "snapkv": True, "h2o": False}
     # each lacks some: the examples that all scored decide
     both = group_from(
@@ -168,7 +168,7 @@ def test_only_means_over_the_same_examples_are_ranked(tmp_path: Path) -> None:
         h2o=[1, 0.2, 0.3, None],
         snapkv=[None, 0.3, 0.4, 0],
     )
-    best = {row.arm.method: row.total.best for row in score_table(both).rows}
+    best = {row.variant.method: row.total.best for row in score_table(both).rows}
     assert best == {"snapkv": True, "h2o": False}
 
 
@@ -185,7 +185,7 @@ def test_an_oracle_that_keeps_all_does_not_compete(tmp_path: Path) -> None:
         ]
         write_run(tmp_path, task="t", method=method, records=records, task_meta=LINES_META)
     (group,) = load_experiment(tmp_path / "demo").groups
-    best = {row.arm.method: row.total.best for row in score_table(group).rows}
+    best = {row.variant.method: row.total.best for row in score_table(group).rows}
     assert best == {"exact": False, "topk": False, "snapkv": True, "uniform": False}
 
 
@@ -221,7 +221,7 @@ def test_columns_of_zeros_have_no_best_and_draw_the_whole_axis(tmp_path: Path) -
 
 
 def test_a_baseline_is_drawn_at_its_own_rates_only(tmp_path: Path) -> None:
-    """A sweep over rates without exact: each panel has the arms of its rate."""
+    """A sweep over rates without exact: each panel has the variants of its rate."""
     for rate in (0.5, 0.25):
         for method in ("uniform", "snapkv"):
             records = [
@@ -263,14 +263,14 @@ def test_all_right_is_no_certainty(tmp_path: Path) -> None:
         assert (found.low, found.high) == pytest.approx((theirs.low, theirs.high))
 
 
-def test_an_incomplete_arm_that_beats_the_best_is_not_worse(tmp_path: Path) -> None:
+def test_an_incomplete_variant_that_beats_the_best_is_not_worse(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     base = list(rng.random(60) * 0.5)
     better: list[float | None] = [x + 0.3 for x in base]
     worse: list[float | None] = [x - 0.3 for x in base]
     better[:3] = worse[:3] = [None] * 3
     group = group_from(tmp_path, exact=[1.0] * 60, snapkv=base, h2o=better, uniform=worse)
-    cells = {row.arm.method: row.total for row in score_table(group).rows}
+    cells = {row.variant.method: row.total for row in score_table(group).rows}
     assert cells["snapkv"].best
     assert cells["h2o"].tied
     assert not cells["h2o"].worse
@@ -305,8 +305,8 @@ def test_one_seed_of_a_method_without_draws_stands_beside_three(tmp_path: Path) 
         return load_experiment(folder / "demo").groups[0]
 
     same = runs(tmp_path / "same", "prompt {i}")
-    cells = {row.arm.method: row.total for row in score_table(same).rows}
-    mine = same.records[same.records["arm"] == "snapkv"]["score"]
+    cells = {row.variant.method: row.total for row in score_table(same).rows}
+    mine = same.records[same.records["variant"] == "snapkv"]["score"]
     assert cells["snapkv"].best
     assert cells["snapkv"].complete
     assert (cells["snapkv"].scored, cells["uniform"].scored) == (40, 120)
@@ -317,7 +317,7 @@ def test_one_seed_of_a_method_without_draws_stands_beside_three(tmp_path: Path) 
     )
     assert cells["uniform"].worse
     other = runs(tmp_path / "other", "prompt {i} of seed {seed}")
-    cells = {row.arm.method: row.total for row in score_table(other).rows}
+    cells = {row.variant.method: row.total for row in score_table(other).rows}
     assert cells["snapkv"].failures == {"missing": 80}  # other prompts, which it never saw
     assert not cells["snapkv"].best
 
@@ -354,9 +354,9 @@ def test_several_datasets_and_seeds(tmp_path: Path) -> None:
     assert lines["unit"].unique() == ["%"]
 
 
-def test_arms_of_a_sweep_are_named_by_what_differs(tmp_path: Path) -> None:
+def test_variants_of_a_sweep_are_named_by_what_differs(tmp_path: Path) -> None:
     (group,) = load_experiment(write_sweep(tmp_path)).groups
-    labels = [arm.label for arm in group.arms]
+    labels = [variant.label for variant in group.variants]
     assert labels[0] == "exact"  # a budget means nothing to it
     assert labels[1:4] == ["uniform, rate 0.5", "uniform, rate 0.25", "uniform, rate 0.125"]
     assert len(labels) == 10
@@ -376,7 +376,7 @@ def test_files_are_told_apart_by_their_names_or_by_what_is_in_them(tmp_path: Pat
                     options={"task.files": [file], "data": {file.split("/")[-1]: content * 64}},
                 )
         (group,) = load_experiment(folder / "demo").groups
-        return sorted(arm.label for arm in group.arms)
+        return sorted(variant.label for variant in group.variants)
 
     found = labels(tmp_path / "a", [("../here/200_lines.jsonl", "a"), ("/x/300_lines.jsonl", "b")])
     assert found == [
@@ -406,8 +406,8 @@ def test_long_values_do_not_make_long_labels_and_stay_apart(tmp_path: Path) -> N
                 options={"task.text": value},
             )
         (group,) = load_experiment(tmp_path / str(count) / "demo").groups
-        assert len(group.arms) == count
-        assert any(arm.label.endswith(several) for arm in group.arms)
+        assert len(group.variants) == count
+        assert any(variant.label.endswith(several) for variant in group.variants)
         for path in build_report(tmp_path / str(count) / "demo").figures:
             assert len(path.name.encode()) <= 255
 
@@ -430,7 +430,7 @@ def test_what_an_earlier_report_wrote_and_this_one_does_not_is_removed(tmp_path:
     (figures / "mine.png").write_text("a person's")
     after = run(0.5)
     gone = before - after
-    assert gone, "the arm is called by its rate now"
+    assert gone, "the variant is called by its rate now"
     assert {path.name for path in figures.iterdir()} == after | {"mine.png"}
     for damaged in (b"{", b'{"a": 1}', b'[1, "../../demo/report.html"]', b"[" * 99_999):
         (tmp_path / "demo" / ".report-files").write_bytes(damaged)
@@ -451,7 +451,9 @@ def test_runs_that_nothing_tells_apart_bear_their_hash(tmp_path: Path) -> None:
         )
     (group,) = load_experiment(tmp_path / "demo").groups
     hashes = sorted(str(m["config_hash"]) for m in group.manifests)
-    assert sorted(arm.label for arm in group.arms) == [f"snapkv, {code}" for code in hashes]
+    assert sorted(variant.label for variant in group.variants) == [
+        f"snapkv, {code}" for code in hashes
+    ]
 
 
 def test_breakdown_columns_are_in_their_natural_order(tmp_path: Path) -> None:
@@ -489,15 +491,18 @@ def test_markdown_holds_no_html_and_leaves_comparisons_readable() -> None:
 TABLE = Table(
     "a_b",
     "needle_1: 50 % & more",
-    (Column("arm", "method", "label"), Column("difference", "Δ exact", "difference", "fraction")),
+    (
+        Column("variant", "method", "label"),
+        Column("difference", "Δ exact", "difference", "fraction"),
+    ),
     (
         Row(
-            {"arm": "streaming_llm", "difference": Estimate(-0.031, -0.05, -0.012)},
+            {"variant": "streaming_llm", "difference": Estimate(-0.031, -0.05, -0.012)},
             marks={"difference": "†≈"},
             bold=frozenset({"difference"}),
             group="Qwen_2",
         ),
-        Row({"arm": "a|b", "difference": NOTHING}, group="Llama"),
+        Row({"variant": "a|b", "difference": NOTHING}, group="Llama"),
     ),
     ("x^2 ~ {y} \\ $5 #1",),
 )
@@ -572,10 +577,10 @@ def test_a_dataset_split_by_length_has_the_mean_of_its_buckets(tmp_path):
     write_longbench(tmp_path, count=4, methods=("exact", "snapkv"))
     (group,) = load_experiment(next(tmp_path.iterdir())).groups
     lines = frame(split_table(group, "length_bucket"))
-    assert list(dict.fromkeys(lines["arm"])) == ["exact", "snapkv"]
-    part = lines[(lines["arm"] == "snapkv") & (lines["dataset"] == "lcc")]
+    assert list(dict.fromkeys(lines["variant"])) == ["exact", "snapkv"]
+    part = lines[(lines["variant"] == "snapkv") & (lines["dataset"] == "lcc")]
     records = group.records[
-        (group.records["arm"] == "snapkv") & (group.records["dataset"] == "lcc")
+        (group.records["variant"] == "snapkv") & (group.records["dataset"] == "lcc")
     ]
     by_hand = [
         100 * records["score"][records["length_bucket"] == bucket].mean()

@@ -34,7 +34,7 @@ LEVELS = [2.0**i for i in range(4, 12)]
 def findings(
     folder: Path, meta: dict[str, Any], laws: dict[str, Law], held: float = 1.0
 ) -> tuple[list[str], list[Fit]]:
-    """Of one experiment: every arm follows its law exactly, on four repetitions."""
+    """Of one experiment: every variant follows its law exactly, on four repetitions."""
     (spec,) = (figure for figure in meta["figures"] if figure["kind"] == "scaling")
     for method, law in laws.items():
         records = [
@@ -110,7 +110,7 @@ def test_errors_that_are_larger_or_cannot_be_told(tmp_path: Path) -> None:
 
 def test_a_slope_is_of_the_levels_asked_for(tmp_path: Path) -> None:
     _, fits = findings(tmp_path, error_meta(), {"uniform": lambda x: x**-0.5, "balancekv": bent})
-    curve = next(fit.curve for fit in fits if fit.curve.arm.method == "balancekv")
+    curve = next(fit.curve for fit in fits if fit.curve.variant.method == "balancekv")
     assert curve.slope(most=128).value == pytest.approx(-1.0)
     assert curve.slope(least=128).value == pytest.approx(-0.5)
     assert curve.slope(least=64, most=128).value == pytest.approx(-1.0)  # two levels are enough

@@ -96,16 +96,16 @@ def test_longer_answers_are_not_slower_tokens(tmp_path: Path) -> None:
     table = decoding_table(group)
     assert table is not None
     speeds = [row.values for row in table.rows]
-    keys = ("arm", "prompt_tokens_from", "prompt_tokens_below", "timed")
+    keys = ("variant", "prompt_tokens_from", "prompt_tokens_below", "timed")
     assert [tuple(s[key] for key in keys) for s in speeds] == [
         ("exact", 64, 128, 8), ("snapkv", 64, 128, 8), ("exact", 128, 256, 8),
         ("snapkv", 128, 256, 8), ("exact", 256, 512, 8), ("snapkv", 256, 512, 7),
     ]  # fmt: skip
     for speed in speeds:
-        step = {"exact": 1.2, "snapkv": 0.9}[speed["arm"]] * speed["prompt_tokens_from"] / 64
+        step = {"exact": 1.2, "snapkv": 0.9}[speed["variant"]] * speed["prompt_tokens_from"] / 64
         ms = speed["decode_ms_per_token"]
         assert 0.999 * step < ms.low < ms.value < ms.high
-        if speed["arm"] == "snapkv":
+        if speed["variant"] == "snapkv":
             ratio = speed["over_baseline"]
             assert (ratio.value, ratio.low, ratio.high) == pytest.approx((0.75, 0.75, 0.75))
     assert dict(speeds[-1]["failures"]) == {"oom": 1}

@@ -175,10 +175,10 @@ def test_a_rate_sweep_has_curves_of_score_against_ratio(tmp_path: Path) -> None:
 def test_error_against_memory_within_one_run(tmp_path: Path) -> None:
     folder = write_demo(tmp_path, ("uniform", "balancekv"), ("layer_error",))
     (group,) = load_experiment(folder).groups
-    arm = next(arm for arm in group.arms if arm.method == "balancekv")
-    (curve,) = curves(group, field_tables(group), arm)
+    variant = next(variant for variant in group.variants if variant.method == "balancekv")
+    (curve,) = curves(group, field_tables(group), variant)
     assert (curve.section, curve.x) == ("by_rate", "ratio")
-    mine = group.records[group.records["arm"] == arm.label].groupby("ratio")["score"].mean()
+    mine = group.records[group.records["variant"] == variant.label].groupby("ratio")["score"].mean()
     assert [point["ratio"] for point in curve.points] == mine.index.tolist()
     assert [point["score"] for point in curve.points] == pytest.approx(mine.tolist())
     lines = memory_lines(group, score_table(group))
@@ -259,12 +259,12 @@ def test_many_methods_share_one_scale(tmp_path: Path) -> None:
     folder = write_demo(tmp_path, tuple(SKILL), ("needle",))
     (group,) = load_experiment(folder).groups
     spec: Any = group.meta.figure("heatmap")
-    assert len(heatmap_figure(group, group.arms * 13, spec).data) == 104  # a large sweep
-    figure = heatmap_figure(group, group.arms, spec)
+    assert len(heatmap_figure(group, group.variants * 13, spec).data) == 104  # a large sweep
+    figure = heatmap_figure(group, group.variants, spec)
     assert len(figure.data) == 8
     assert {trace.coloraxis for trace in figure.data} == {"coloraxis"}
     titles = [annotation.text for annotation in figure.layout.annotations]
-    assert [arm.label for arm in group.arms] == titles[:8]
+    assert [variant.label for variant in group.variants] == titles[:8]
 
 
 def test_a_failure_is_one_warning(

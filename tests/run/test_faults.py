@@ -340,7 +340,7 @@ def test_an_alarm_that_is_swallowed_comes_again() -> None:
 HANGS_IN_C = """
 import ctypes, sys
 from kvbench.engine import limits as interrupts
-interrupts.PATIENCE = 0.5
+interrupts.HUNG_AFTER = 0.5
 libc = ctypes.CDLL(None)
 mutex = ctypes.create_string_buffer(64)
 def hung():

@@ -100,14 +100,18 @@ ODD_VALUES: list[Any] = [
         "\u202eabc",
     ),
     *("\x00", "a\nb", "a|b", "[x](javascript:alert(1))", "é" * 300, "日本語" * 60, "x" * 1_000_000),
-    *("../../x", "..", "a/b", "%s{}", "[/bold]", "score", "arm", "depth", "num_lines", "exact"),
+    *("../../x", "..", "a/b", "%s{}", "[/bold]", "score", "variant", "depth", "num_lines", "exact"),
     *([], {}, [1], ["x"], [None], [[1]], {"a": 1}, {"a": {"b": [1]}}, {"mean": "x"}, [{}], [5]),
     *(
         {"mean": 10**400},
         {"kind": "heatmap"},
         [{"kind": "bars", "x": "num_lines", "facet": "score"}],
     ),
-    *([{"kind": "heatmap", "x": "depth", "y": "nosuch"}], ["nosuch", "score", "answers"], ["arm"]),
+    *(
+        [{"kind": "heatmap", "x": "depth", "y": "nosuch"}],
+        ["nosuch", "score", "answers"],
+        ["variant"],
+    ),
     json.loads("[" * 150 + "]" * 150),
 ]
 

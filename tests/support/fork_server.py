@@ -202,7 +202,7 @@ def stall(name: str, count: int, deaf: bool) -> None:
         time.sleep(600)
 
     if deaf:
-        interrupts.PATIENCE = 0.5
+        interrupts.HUNG_AFTER = 0.5
     setattr(pkgutil.resolve_name(place), function, stalled)
 
 
@@ -210,10 +210,10 @@ def die_at(count: int, share: float) -> None:
     """Make this process kill itself at the `count`-th change it makes to the disk."""
     left = [count]
     for name in ("write", "fsync", "ftruncate", "replace", "open", "mkdir"):
-        _arm(name, left, share)
+        _prepare(name, left, share)
 
 
-def _arm(name: str, left: list[int], share: float) -> None:
+def _prepare(name: str, left: list[int], share: float) -> None:
     real = getattr(os, name)
 
     def deadly(*arguments: Any, **named: Any) -> Any:

@@ -55,21 +55,21 @@ def bars(group: Group, spec: Mapping[str, Any]) -> list[Drawn]:
     rows = math.ceil(len(facets) / columns)
     figure = new_figure(1.0 + 2.9 * columns, 0.9 + 2.4 * rows)
     axes = figure.subplots(rows, columns, squeeze=False, sharey=True)
-    arms = [arm for arm in group.arms if (good["arm"] == arm.label).any()]
-    width = 0.8 / len(arms)
+    variants = [variant for variant in group.variants if (good["variant"] == variant.label).any()]
+    width = 0.8 / len(variants)
     for ax, name in zip(axes.flat, facets, strict=False):
         part = good if name is None else good[good[facet] == name]
-        for i, arm in enumerate(arms):
-            repeats = part[part["arm"] == arm.label].groupby([x, "repeat"])["value"].mean()
+        for i, variant in enumerate(variants):
+            repeats = part[part["variant"] == variant.label].groupby([x, "repeat"])["value"].mean()
             means, spread = repeats.groupby(x).mean(), repeats.groupby(x).std()
-            at = np.arange(len(ticks)) + (i - (len(arms) - 1) / 2) * width
+            at = np.arange(len(ticks)) + (i - (len(variants) - 1) / 2) * width
             ax.bar(
                 at,
                 means.reindex(ticks),
                 width * 0.92,
                 yerr=spread.reindex(ticks).fillna(0.0),
-                color=style_of(arm.method).color,
-                label=arm.label,
+                color=style_of(variant.method).color,
+                label=variant.label,
                 error_kw={"elinewidth": 0.9, "capsize": 1.6, "ecolor": "#333333"},
             )
         ax.set_xticks(np.arange(len(ticks)), [tick_text(tick, x) for tick in ticks])
@@ -80,7 +80,7 @@ def bars(group: Group, spec: Mapping[str, Any]) -> list[Drawn]:
         ax.remove()
     ylabel = str(spec.get("ylabel", words(value)))
     label_axes(figure, list(axes.flat)[: len(facets)], axis_name(x), ylabel)
-    add_legend(figure, axes.flat[0], len(arms))
+    add_legend(figure, axes.flat[0], len(variants))
     count = good["repeat"].nunique()
     caption = ("Mean over prompts; " if over == "seed" else "") + (
         f"error bars are the standard deviation over {count} {words(over)}s."

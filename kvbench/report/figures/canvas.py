@@ -30,7 +30,7 @@ from kvbench.errors import printable
 from kvbench.report.experiment import BASELINE, Group
 from kvbench.report.figures.style import Style
 from kvbench.report.files import file_stem, write_bytes
-from kvbench.report.labels import Arm
+from kvbench.report.labels import Variant
 from kvbench.report.stats.estimate import Estimate
 from kvbench.report.tables.strata import as_text
 
@@ -40,7 +40,7 @@ _MOST_PIXELS = 32_000
 """Along either side of a figure; the drawing library has a limit."""
 GREY = "#666666"
 MAX_PANELS = 16
-"""Arms that one picture holds."""
+"""Variants that one picture holds."""
 _LONGEST_TICK = 60
 _GRID = "#DDDDDD"
 _AXES = {
@@ -256,15 +256,17 @@ def plain_ticks(axis: Axis, locator: LogLocator) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def pages(group: Group, arms: Sequence[Arm], per_rate: bool = False) -> list[tuple[str, list[Arm]]]:
-    """Arms split by rate, each with the baselines, where one picture cannot hold them all."""
-    rates = sorted({a.rate for a in arms if a.rate is not None and a.options}, reverse=True)
-    if len(rates) < 2 or (not per_rate and len(arms) <= MAX_PANELS):
-        return [("", list(arms))]
+def pages(
+    group: Group, variants: Sequence[Variant], per_rate: bool = False
+) -> list[tuple[str, list[Variant]]]:
+    """Variants split by rate, each with the baselines, where one picture cannot hold them all."""
+    rates = sorted({a.rate for a in variants if a.rate is not None and a.options}, reverse=True)
+    if len(rates) < 2 or (not per_rate and len(variants) <= MAX_PANELS):
+        return [("", list(variants))]
     return [
         (
             f"-rate-{rate:g}",
-            [a for a in arms if a.rate == rate or a.method == BASELINE],
+            [a for a in variants if a.rate == rate or a.method == BASELINE],
         )
         for rate in rates
     ]

@@ -25,7 +25,7 @@ from kvbench.report.figures.canvas import (
     stem,
     words,
 )
-from kvbench.report.labels import Arm
+from kvbench.report.labels import Variant
 from kvbench.report.tables.strata import as_text
 
 _HEAT = "viridis"
@@ -37,20 +37,20 @@ def heatmaps(group: Group, spec: Mapping[str, Any]) -> list[Drawn]:
     grids = {label: grid for label, grid in grids_of(group, spec).items() if grid.size}
     low, high = _scale(group, grids)
     unit = axis_unit(group)
-    arms = [arm for arm in group.arms if arm.label in grids]
+    variants = [variant for variant in group.variants if variant.label in grids]
     caption = (
         f"Mean {spec.get('value', 'score')} by {words(spec['x'])} and {words(spec['y'])} on one"
         " colour scale; grey cells have no scored example."
     )
     figures = []
-    for suffix, page in pages(group, arms):
+    for suffix, page in pages(group, variants):
         columns = min(4, len(page))
         rows = math.ceil(len(page) / columns)
         figure = new_figure(0.9 + 2.3 * columns, 0.6 + 2.05 * rows)
         axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
-        for ax, arm in zip(axes.flat, page, strict=False):
-            _heat(ax, grids[arm.label], low, high, group)
-            ax.set_title(arm.label, fontsize=TEXT)
+        for ax, variant in zip(axes.flat, page, strict=False):
+            _heat(ax, grids[variant.label], low, high, group)
+            ax.set_title(variant.label, fontsize=TEXT)
         for ax in list(axes.flat)[len(page) :]:
             ax.remove()
         figure.supxlabel(axis_name(spec["x"]), fontsize=TEXT)
@@ -71,9 +71,12 @@ def heatmaps(group: Group, spec: Mapping[str, Any]) -> list[Drawn]:
 
 
 def heatmap_alone(
-    group: Group, arm: Arm, spec: Mapping[str, Any], grids: Mapping[str, pd.DataFrame] | None = None
+    group: Group,
+    variant: Variant,
+    spec: Mapping[str, Any],
+    grids: Mapping[str, pd.DataFrame] | None = None,
 ) -> Drawn:
-    """One arm's heatmap, on the scale that all arms share.
+    """One variant's heatmap, on the scale that all variants share.
 
     Args:
         grids: `grids_of` the group, for whoever draws many.
@@ -82,14 +85,14 @@ def heatmap_alone(
     low, high = _scale(group, grids)
     figure = new_figure(4.4, 3.2)
     ax = figure.subplots()
-    image = _heat(ax, grids[arm.label], low, high, group)
-    ax.set_title(f"{group.task}, {group.model}: {arm.label}", fontsize=TEXT)
+    image = _heat(ax, grids[variant.label], low, high, group)
+    ax.set_title(f"{group.task}, {group.model}: {variant.label}", fontsize=TEXT)
     ax.set_xlabel(axis_name(spec["x"]), fontsize=TEXT)
     ax.set_ylabel(axis_name(spec["y"]), fontsize=TEXT)
     bar = figure.colorbar(image, ax=ax, fraction=0.046, pad=0.03)
     _style_bar(bar.ax, f"{spec.get('value', 'score')}{axis_unit(group)}")
     return Drawn(
-        f"{stem(group)}-heatmap-{slug(arm.label)}", f"{group.task}: {arm.label}", "", figure
+        f"{stem(group)}-heatmap-{slug(variant.label)}", f"{group.task}: {variant.label}", "", figure
     )
 
 
@@ -99,15 +102,15 @@ def _style_bar(ax: Axes, label: str) -> None:
 
 
 def grids_of(group: Group, spec: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
-    """`grid_of` every arm by its label."""
-    return {arm.label: grid_of(group, arm, spec) for arm in group.arms}
+    """`grid_of` every variant by its label."""
+    return {variant.label: grid_of(group, variant, spec) for variant in group.variants}
 
 
-def grid_of(group: Group, arm: Arm, spec: Mapping[str, Any]) -> pd.DataFrame:
-    """y x x means of one arm over the cells that any arm has; NaN where nothing was scored."""
+def grid_of(group: Group, variant: Variant, spec: Mapping[str, Any]) -> pd.DataFrame:
+    """y x x means of one variant over the cells that any variant has; NaN where nothing was scored."""
     x, y, value = spec["x"], spec["y"], spec.get("value", "score")
     records = group.records.dropna(subset=[x, y])
-    mine = records[(records["arm"] == arm.label) & (records["status"] == "ok")]
+    mine = records[(records["variant"] == variant.label) & (records["status"] == "ok")]
     if mine.empty:
         return pd.DataFrame()
     grid = mine.assign(value=pd.to_numeric(mine[value])).pivot_table(
@@ -117,7 +120,7 @@ def grid_of(group: Group, arm: Arm, spec: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def _scale(group: Group, grids: Mapping[str, pd.DataFrame]) -> tuple[float, float]:
-    """The colour scale that every arm shares."""
+    """The colour scale that every variant shares."""
     if group.meta.score_unit == "fraction":
         return 0.0, 1.0
     values = np.concatenate([grid.to_numpy(float).ravel() for grid in grids.values()])

@@ -42,8 +42,8 @@ def score_against_ratio(group: Group, table: ScoreTable) -> Drawn:
     lines: dict[str, list[Point]] = {}
     for row in table.rows:
         if not math.isnan(row.total.score.value):
-            lines.setdefault(row.arm.method, []).append((row.ratio, row.total.score))
-    baselines = {a.method for a in group.arms if a.method == BASELINE}
+            lines.setdefault(row.variant.method, []).append((row.ratio, row.total.score))
+    baselines = {a.method for a in group.variants if a.method == BASELINE}
     averaged = f" over {len(table.columns) - 1} datasets" if AVERAGE in table.columns else ""
     return _against_ratio(
         group,
@@ -60,16 +60,16 @@ def error_against_memory(group: Group) -> Drawn | None:
     records = group.records[group.records["status"].eq("ok") & group.records["score"].notna()]
     if "rate" not in records or records["rate"].nunique() < 2:
         return None
-    ratios = records.groupby(["arm", "rate"])["ratio"].mean()
+    ratios = records.groupby(["variant", "rate"])["ratio"].mean()
     table = score_table(group, "rate")
     lines: dict[str, list[Point]] = {}
     for row in table.rows:
-        if row.arm.label not in group.compressed:
+        if row.variant.label not in group.compressed:
             continue  # what keeps the whole cache has rounding for an error
         for rate, cell in row.cells.items():
             if not math.isnan(cell.score.value):
-                point = float(ratios[row.arm.label, float(rate)]), cell.score
-                lines.setdefault(row.arm.label, []).append(point)
+                point = float(ratios[row.variant.label, float(rate)]), cell.score
+                lines.setdefault(row.variant.label, []).append(point)
     if not lines:
         return None
     return _against_ratio(
@@ -132,26 +132,30 @@ def by_dataset(group: Group, table: ScoreTable) -> Drawn:
     """Paired difference to the baseline on every dataset: a panel per rate, a point per method."""
     if table.baseline is None:
         return breakdown(group, table)
-    panels = pages(group, [arm for arm in group.arms if group.baseline[arm.label]], per_rate=True)
+    panels = pages(
+        group,
+        [variant for variant in group.variants if group.baseline[variant.label]],
+        per_rate=True,
+    )
     columns = sorted(table.columns, key=lambda name: name == AVERAGE)
     figure = new_figure(max(6.2, 1.0 + 0.62 * len(columns)), 0.6 + 3.0 * len(panels))
     axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
     at = np.arange(len(columns))
     scale = percent(table.unit)
-    for ax, (suffix, arms) in zip(axes, panels, strict=True):
+    for ax, (suffix, variants) in zip(axes, panels, strict=True):
         ax.axhline(0, color=GREY, linewidth=0.9)
         if AVERAGE in columns:
             ax.axvline(len(columns) - 1.5, color=GREY, linewidth=0.6, linestyle=":")
-        shown = [row for row in table.rows if row.arm in arms]
+        shown = [row for row in table.rows if row.variant in variants]
         for i, row in enumerate(shown):
             draw_estimates(
                 ax,
                 at + (i - (len(shown) - 1) / 2) * 0.7 / len(shown),
                 [row.cells[c].difference or NOTHING for c in columns],
-                style_of(row.arm.method),
+                style_of(row.variant.method),
                 scale=scale,
                 size=0.85,
-                label=row.arm.label if len(panels) == 1 else row.arm.method,
+                label=row.variant.label if len(panels) == 1 else row.variant.method,
             )
         ax.set_xticks(at, columns, rotation=35, ha="right", rotation_mode="anchor")
         ax.set_xlim(-0.6, len(columns) - 0.4)
@@ -172,24 +176,24 @@ def by_dataset(group: Group, table: ScoreTable) -> Drawn:
 
 def breakdown(group: Group, table: ScoreTable) -> Drawn:
     """Score against a record field, one line per method, a panel per rate."""
-    panels = pages(group, list(group.arms), per_rate=True)
+    panels = pages(group, list(group.variants), per_rate=True)
     columns = min(3, len(panels))
     rows = math.ceil(len(panels) / columns)
     figure = new_figure(1.0 + (5.2 if columns == 1 else 3.2 * columns), 0.9 + 2.7 * rows)
     axes = figure.subplots(rows, columns, squeeze=False, sharey=True)
     at = np.arange(len(table.columns))
     scale = percent(table.unit)
-    for ax, (suffix, arms) in zip(axes.flat, panels, strict=False):
-        shown = [row for row in table.rows if row.arm in arms]
+    for ax, (suffix, variants) in zip(axes.flat, panels, strict=False):
+        shown = [row for row in table.rows if row.variant in variants]
         for i, row in enumerate(shown):
             draw_estimates(
                 ax,
                 at + (i - (len(shown) - 1) / 2) * 0.5 / len(shown),
                 [row.cells[c].score for c in table.columns],
-                style_of(row.arm.method),
+                style_of(row.variant.method),
                 scale=scale,
                 line=1.3,
-                label=row.arm.label if len(panels) == 1 else row.arm.method,
+                label=row.variant.label if len(panels) == 1 else row.variant.method,
                 clip_on=False,
             )
         ax.set_xticks(at, list(table.columns))
@@ -226,7 +230,7 @@ def _limits(table: ScoreTable) -> tuple[float, float]:
 
 
 def differences(table: ScoreTable) -> Drawn:
-    """Paired difference to the baseline with its interval, one line per arm."""
+    """Paired difference to the baseline with its interval, one line per variant."""
     rows = [row for row in table.rows if row.total.difference is not None]
     scale = percent(table.unit)
     figure = new_figure(6.2, 0.9 + 0.27 * len(rows))
@@ -240,7 +244,7 @@ def differences(table: ScoreTable) -> Drawn:
             ax,
             [i],
             [difference],
-            style_of(row.arm.method),
+            style_of(row.variant.method),
             scale=scale,
             horizontal=True,
             elinewidth=1.6,
@@ -254,7 +258,7 @@ def differences(table: ScoreTable) -> Drawn:
             fontsize=SMALL,
             annotation_clip=False,
         )
-    ax.set_yticks(range(len(rows)), [row.arm.label for row in reversed(rows)])
+    ax.set_yticks(range(len(rows)), [row.variant.label for row in reversed(rows)])
     ax.set_ylim(-0.6, len(rows) - 0.4)
     unit = " (percentage points)" if table.unit == "fraction" else f" ({words(table.unit)})"
     better = "left" if table.lower_is_better else "right"

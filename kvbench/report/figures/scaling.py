@@ -20,7 +20,7 @@ from kvbench.report.figures.canvas import (
     words,
 )
 from kvbench.report.figures.style import Style, order_of, style_of
-from kvbench.report.labels import Arm
+from kvbench.report.labels import Variant
 from kvbench.report.table import signed_text
 from kvbench.report.tables.scaling import (
     Curve,
@@ -50,10 +50,10 @@ def _curves_figure(group: Group, spec: Mapping[str, Any], curves: Sequence[Curve
     rows = math.ceil(len(facets) / columns)
     figure = new_figure(1.0 + (4.6 if columns == 1 else 2.55 * columns), 1.0 + 2.15 * rows)
     axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
-    looks = _looks(group.arms)
+    looks = _looks(group.variants)
     for ax, facet in zip(axes.flat, facets, strict=False):
         for curve in (c for c in curves if c.facet == facet):
-            look = looks[curve.arm.label]
+            look = looks[curve.variant.label]
             ax.fill_between(curve.x, curve.low, curve.high, color=look.color, alpha=0.15, lw=0)
             ax.plot(
                 curve.x,
@@ -62,7 +62,7 @@ def _curves_figure(group: Group, spec: Mapping[str, Any], curves: Sequence[Curve
                 marker=look.marker,
                 markersize=4,
                 linewidth=1.2,
-                label=curve.arm.label,
+                label=curve.variant.label,
             )
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")
@@ -101,16 +101,16 @@ def _guides(ax: Any, curves: Sequence[Curve], spec: Mapping[str, Any]) -> None:
 
 def _slopes_figure(group: Group, spec: Mapping[str, Any], fits: Sequence[Fit]) -> Drawn:
     facets = list(dict.fromkeys(fit.curve.facet for fit in fits))
-    looks = _looks(group.arms)
-    arms = [a for a in group.arms if any(f.curve.arm == a for f in fits)]
-    figure = new_figure(6.4, 1.2 + len(facets) * max(0.34, 0.085 * len(arms) + 0.12))
+    looks = _looks(group.variants)
+    variants = [a for a in group.variants if any(f.curve.variant == a for f in fits)]
+    figure = new_figure(6.4, 1.2 + len(facets) * max(0.34, 0.085 * len(variants) + 0.12))
     ax = figure.subplots()
     for slope in spec.get("guides", ()):
         ax.axvline(slope, color=_GREY, linestyle=(0, (4, 3)), linewidth=0.9)
-    for k, arm in enumerate(arms):
-        look = looks[arm.label]
-        mine = [f for f in fits if f.curve.arm == arm and math.isfinite(f.slope.value)]
-        shift = (k - (len(arms) - 1) / 2) * 0.78 / len(arms)
+    for k, variant in enumerate(variants):
+        look = looks[variant.label]
+        mine = [f for f in fits if f.curve.variant == variant and math.isfinite(f.slope.value)]
+        shift = (k - (len(variants) - 1) / 2) * 0.78 / len(variants)
         draw_estimates(
             ax,
             [facets.index(f.curve.facet) + shift for f in mine],
@@ -119,7 +119,7 @@ def _slopes_figure(group: Group, spec: Mapping[str, Any], fits: Sequence[Fit]) -
             horizontal=True,
             elinewidth=1.1,
             capsize=0,
-            label=arm.label,
+            label=variant.label,
         )
     ax.set_yticks(range(len(facets)), facets)
     ax.set_ylim(len(facets) - 0.5, -0.5)
@@ -128,7 +128,7 @@ def _slopes_figure(group: Group, spec: Mapping[str, Any], fits: Sequence[Fit]) -
     across = str(spec.get("xlabel", words(spec["x"])))
     ax.set_xlabel(f"slope of log {words(spec['y'])} against log {across}", fontsize=9)
     style_axes(ax, grid="x")
-    add_legend(figure, ax, min(4, len(arms)))
+    add_legend(figure, ax, min(4, len(variants)))
     return Drawn(
         f"{stem(group)}-slopes",
         f"{group.task}: fitted slopes",
@@ -138,13 +138,15 @@ def _slopes_figure(group: Group, spec: Mapping[str, Any], fits: Sequence[Fit]) -
     )
 
 
-def _looks(arms: Sequence[Arm]) -> dict[str, Style]:
+def _looks(variants: Sequence[Variant]) -> dict[str, Style]:
     """The papers' methods as everywhere; variants of them in the spare colours, in order."""
     looks: dict[str, Style] = {}
     unknown = order_of("")[0]
     spare = zip(_SPARE * 9, _SPARE_MARKERS * 9, strict=True)
-    for arm in arms:
-        known = order_of(arm.method)[0] != unknown
-        taken = any(style_of(arm.method) == look for look in looks.values())
-        looks[arm.label] = style_of(arm.method) if known and not taken else Style(*next(spare))
+    for variant in variants:
+        known = order_of(variant.method)[0] != unknown
+        taken = any(style_of(variant.method) == look for look in looks.values())
+        looks[variant.label] = (
+            style_of(variant.method) if known and not taken else Style(*next(spare))
+        )
     return looks

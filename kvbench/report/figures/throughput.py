@@ -27,7 +27,7 @@ from kvbench.report.tables.timings import median_of, timings_of
 
 
 def throughput(group: Group) -> Drawn:
-    """Seconds, new tokens per second and peak memory per setting and arm; what failed is named."""
+    """Seconds, new tokens per second and peak memory per setting and variant; what failed is named."""
     timings = timings_of(group)
     settings = list(dict.fromkeys(timing.setting for timing in timings))
     memory = any(math.isfinite(timing.number("peak_bytes")) for timing in timings)
@@ -35,7 +35,7 @@ def throughput(group: Group) -> Drawn:
     panels: list[Axes] = list(figure.subplots(1, 3 if memory else 2, sharey=True))
     labels = []
     for i, timing in enumerate(reversed(timings)):
-        color = style_of(timing.arm.method).color
+        color = style_of(timing.variant.method).color
         prefill, decode = (timing.median(key) for key in ("prefill_compress_s", "decode_s"))
         panels[0].barh(i, prefill, 0.68, color=color, alpha=0.4, edgecolor=color)
         panels[0].barh(i, decode, 0.68, left=prefill, color=color, edgecolor=color)
@@ -49,7 +49,7 @@ def throughput(group: Group) -> Drawn:
             failed = f" {failures_text(timing.failures)}"
             at = prefill + decode if timing.runs else 0.0
             panels[0].annotate(failed, (at, i), va="center", fontsize=SMALL, color=GREY)
-        labels.append(timing.arm.label + (f" ({timing.setting})" if len(settings) > 1 else ""))
+        labels.append(timing.variant.label + (f" ({timing.setting})" if len(settings) > 1 else ""))
     panels[0].set_yticks(range(len(labels)), labels)
     panels[0].set_ylim(-0.6, len(labels) - 0.4)
     panels[0].set_xlabel("seconds: prefill + compress (pale), decode (full)", fontsize=TEXT)
@@ -98,10 +98,12 @@ def throughput_scaling(group: Group) -> Drawn | None:
         return None
     figure = new_figure(0.8 + 3.1 * len(panels), 3.3)
     axes: list[Axes] = list(figure.subplots(1, len(panels), squeeze=False)[0])
-    arms = [arm for arm in group.arms if (records["arm"] == arm.label).any()]
+    variants = [
+        variant for variant in group.variants if (records["variant"] == variant.label).any()
+    ]
     for ax, (field, label, scale) in zip(axes, panels, strict=True):
-        for arm in arms:
-            mine = records[records["arm"].eq(arm.label) & records["status"].eq("ok")]
+        for variant in variants:
+            mine = records[records["variant"].eq(variant.label) & records["status"].eq("ok")]
             values = mine[field].astype(float) * scale
             lines = {}
             for length, part in values.groupby(mine["prompt_tokens"]):
@@ -114,9 +116,9 @@ def throughput_scaling(group: Group) -> Drawn | None:
                 ax,
                 list(lines),
                 list(lines.values()),
-                style_of(arm.method),
+                style_of(variant.method),
                 line=1.3,
-                label=arm.label,
+                label=variant.label,
             )
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")
@@ -127,7 +129,7 @@ def throughput_scaling(group: Group) -> Drawn | None:
         ax.set_xlabel("prompt length (tokens)", fontsize=TEXT)
         ax.set_ylabel(label, fontsize=TEXT)
         style_axes(ax)
-    add_legend(figure, axes[0], len(arms))
+    add_legend(figure, axes[0], len(variants))
     return Drawn(
         f"{stem(group)}-scaling",
         f"{group.task}: time and memory against the prompt's length",

@@ -25,7 +25,7 @@ LONGEST = 400
 
 @dataclass(frozen=True)
 class Answer:
-    """One arm's answer to one example.
+    """One variant's answer to one example.
 
     Attributes:
         verdict: "right", "wrong", "part" (a score in between), "failed", or "none" (no verdict:
@@ -47,7 +47,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Shown:
-    """One example with every arm's answer."""
+    """One example with every variant's answer."""
 
     example_id: str
     seed: str
@@ -64,7 +64,7 @@ class Shown:
 
     @property
     def disagree(self) -> bool:
-        """Whether the arms' scores differ."""
+        """Whether the variants' scores differ."""
         return len({answer.verdict for answer in self.answers}) > 1
 
 
@@ -117,13 +117,13 @@ def bucket_of(tokens: float) -> str:
 
 def _shown(group: Group, part: pd.DataFrame) -> Shown:
     first = part.iloc[0]
-    by_arm = {str(row["arm"]): row for _, row in part.iterrows()}
+    by_variant = {str(row["variant"]): row for _, row in part.iterrows()}
     answers = []
-    for arm in group.arms:
-        row = by_arm.get(arm.label)
+    for variant in group.variants:
+        row = by_variant.get(variant.label)
         if row is None:
             continue
-        base = by_arm.get(group.baseline[arm.label] or "")
+        base = by_variant.get(group.baseline[variant.label] or "")
         good = row["status"] == "ok"
         text = clip(row["prediction"] if good else row["error"])
         reference = (
@@ -131,8 +131,8 @@ def _shown(group: Group, part: pd.DataFrame) -> Shown:
         )
         answers.append(
             Answer(
-                label=arm.label,
-                method=arm.method,
+                label=variant.label,
+                method=variant.method,
                 text=text,
                 verdict=_verdict(group, row),
                 score=float(row["score"]),

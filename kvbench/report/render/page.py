@@ -53,7 +53,7 @@ def render_page(experiment: Experiment, page: Page) -> str:
         overview=page.overview,
         published=page.published,
         warnings=page.warnings,
-        methods=sorted({a.method for s in page.sections for a in s.group.arms}, key=order_of),
+        methods=sorted({a.method for s in page.sections for a in s.group.variants}, key=order_of),
         totals=_totals(experiment),
         reproduce=how_to_reproduce(experiment),
         manifests=[
@@ -135,7 +135,7 @@ def _filters(shown: Sequence[Shown]) -> dict[str, list[str]]:
 def _failures(group: Group) -> dict[str, Any]:
     failed = group.records[group.records["status"] != "ok"]
     rows = [
-        (row["arm"], row["dataset"], row["example_id"], row["status"], clip(row["error"]))
+        (row["variant"], row["dataset"], row["example_id"], row["status"], clip(row["error"]))
         for _, row in failed.head(_FAILURES_SHOWN).iterrows()
     ]
     return {"rows": rows, "total": len(failed)}

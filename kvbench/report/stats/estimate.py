@@ -1,4 +1,4 @@
-"""Means over a table of units and arms, and the bootstrap of them."""
+"""Means over a table of units and variants, and the bootstrap of them."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Stratum:
-    """Scores of one dataset: rows are units (independent prompts), columns are arms.
+    """Scores of one dataset: rows are units (independent prompts), columns are variants.
 
     Attributes:
         name: seeds the resampling, so that an interval does not depend on what else is reported.
-        sums, counts: [units, arms] sum of a unit's scores and how many there are (0 = missing).
+        sums, counts: [units, variants] sum of a unit's scores and how many there are (0 = missing).
     """
 
     name: str
@@ -51,10 +51,10 @@ class Stratum:
 
 
 def estimates(strata: Sequence[Stratum]) -> list[Estimate]:
-    """One estimate per arm: the mean over strata of each stratum's mean.
+    """One estimate per variant: the mean over strata of each stratum's mean.
 
     Percentile bootstrap. Units are resampled with replacement within each stratum, the same draw
-    for every arm, from a generator seeded by the stratum's name. An arm that has no score in one
+    for every variant, from a generator seeded by the stratum's name. A variant that has no score in one
     of the strata has no mean over them.
     """
     return _intervals(_means(strata), np.mean([_draws(s) for s in strata], axis=0))
@@ -87,7 +87,7 @@ def widened(estimate: Estimate, units: int) -> Estimate:
 
 
 def _draws(stratum: Stratum) -> Array:
-    """[RESAMPLES, arms] means over resampled units."""
+    """[RESAMPLES, variants] means over resampled units."""
     units = len(stratum.sums)
     known = units <= _REMEMBERED_UNITS
     times = _remembered_times(stratum.name, units) if known else _times(stratum.name, units)

@@ -26,7 +26,7 @@ from kvbench.records.read import StoreError
 from kvbench.report.experiment import Experiment
 from kvbench.report.files import write_text
 from kvbench.report.stats.estimate import LEVEL
-from kvbench.report.tables.compare import keyed_records, matched_arms, matched_groups
+from kvbench.report.tables.compare import keyed_records, matched_groups, matched_variants
 
 RESCORED = "rescored.json"
 """Beside an experiment's runs: what `measure` found for each of its models and tasks."""
@@ -60,7 +60,7 @@ def measure(first: Experiment, second: Experiment) -> dict[str, Rescored]:
             continue
         moved = chance = changed = 0.0
         examples = 0
-        for x, y in matched_arms(a, b):
+        for x, y in matched_variants(a, b):
             if x.label != y.label:
                 continue
             one, other = keyed_records(a, x, b, y)

@@ -1,4 +1,4 @@
-"""Which of the arms that compete is best, and which of the others are shown to be worse."""
+"""Which of the variants that compete is best, and which of the others are shown to be worse."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PairTests:
-    """Every pair of some arms, tested over the examples that both scored.
+    """Every pair of some variants, tested over the examples that both scored.
 
     Attributes:
-        pairs: numbers of the two arms. strata: a column for each pair, the first minus the second.
+        pairs: numbers of the two variants. strata: a column for each pair, the first minus the second.
         means: of these. p, adjusted: of the paired test, and adjusted for all these pairs.
     """
 
@@ -35,16 +35,16 @@ class PairTests:
 
 @dataclass(frozen=True)
 class Standing:
-    """Arms by number: the best, those shown to be worse, and those that are neither."""
+    """Variants by number: the best, those shown to be worse, and those that are neither."""
 
     best: frozenset[int] = frozenset()
     worse: frozenset[int] = frozenset()
     tied: frozenset[int] = frozenset()
 
 
-def paired_tests(strata: Sequence[Scores], arms: Sequence[int]) -> PairTests:
-    """Every pair of `arms`, in their order."""
-    pairs = tuple(itertools.combinations(arms, 2))
+def paired_tests(strata: Sequence[Scores], variants: Sequence[int]) -> PairTests:
+    """Every pair of `variants`, in their order."""
+    pairs = tuple(itertools.combinations(variants, 2))
     first, second = np.array(pairs).T
     parts = [one.stratum(one.values[:, first] - one.values[:, second]) for one in strata]
     means = [ratio(part.sums.sum(0), part.counts.sum(0)) for part in parts]
@@ -53,15 +53,15 @@ def paired_tests(strata: Sequence[Scores], arms: Sequence[int]) -> PairTests:
 
 
 def standing(strata: Sequence[Scores], peers: Sequence[int], *, lower: bool) -> Standing:
-    """How the arms `peers`, which compete with each other, stand on one dataset or on several.
+    """How the variants `peers`, which compete with each other, stand on one dataset or on several.
 
-    The best has the best mean. Means over different examples cannot be ranked: arms that lack a score
-    stand back where another has them all, and where each lacks some, the examples that all scored
-    decide. Where every mean is 0 there is no best.
+    The best has the best mean. Means over different examples cannot be ranked: variants that lack
+    a score stand back where another has them all, and where each lacks some, the examples that all
+    scored decide. Where every mean is 0 there is no best.
 
-    Another arm is shown to be worse where its paired test against a best one, over the examples that
+    Another variant is shown to be worse where its paired test against a best one, over the examples that
     both scored and adjusted for every pair of `peers`, rejects at 5 % and the difference is to its
-    disadvantage. So among equal arms about one table in twenty shows any, whichever is best.
+    disadvantage. So among equal variants about one table in twenty shows any, whichever is best.
 
     Args:
         lower: whether lower scores are better.
@@ -92,7 +92,7 @@ def standing(strata: Sequence[Scores], peers: Sequence[int], *, lower: bool) -> 
 
 
 def common_means(strata: Sequence[Scores], columns: Sequence[int]) -> Array:
-    """Mean over strata of the mean score, over the examples that all these arms scored."""
+    """Mean over strata of the mean score, over the examples that all these variants scored."""
     means = []
     for one in strata:
         values = one.values[:, columns]

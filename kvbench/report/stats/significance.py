@@ -1,4 +1,5 @@
-"""Paired tests between arms, their adjustment for number, and how many units would show a difference."""
+"""Paired tests between variants, their adjustment for number, and how many units would show a
+difference."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ _MOST_WORK = 300_000
 def p_values(strata: Sequence[Stratum]) -> list[float]:
     """Two-sided p-values of paired differences: how likely is a mean so far from zero by chance.
 
-    A randomisation test. Were the two arms alike, each unit's difference would be as likely as its
+    A randomisation test. Were the two variants alike, each unit's difference would be as likely as its
     negative; the mean over strata of each stratum's mean is compared with what it is under other signs.
     Differences of one size (right or wrong answers) make this McNemar's exact test. Else all signs are
     tried where at most 14 differences are not zero, and 20,000 random assignments where there are more,
@@ -35,7 +36,7 @@ def p_values(strata: Sequence[Stratum]) -> list[float]:
     normal approximation of that distribution.
 
     Args:
-        strata: columns are differences of pairs of arms.
+        strata: columns are differences of pairs of variants.
 
     Returns:
         By column; NaN below two units, or where a stratum has none.
@@ -89,7 +90,7 @@ def _p_of_many(terms: Array, least: Array, strata: Sequence[Stratum]) -> Array:
 
 
 def adjusted_p_values(strata: Sequence[Stratum], p: Sequence[float]) -> list[float]:
-    """p-values of a family of paired differences, adjusted so that among equal arms the smallest of
+    """p-values of a family of paired differences, adjusted so that among equal variants the smallest of
     them is below 5 % in one family of twenty.
 
     Westfall and Young's step-down maximum (1993): all differences change their signs together, unit by

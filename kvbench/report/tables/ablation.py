@@ -7,7 +7,7 @@ Drawn for the figure kind ``ablation`` of a task's meta, a mapping with
     by, series      record fields that make up a cell (a panel, a marker); series may be None
     unit            record field that names the independent repetition; one draw of repetitions serves
                     all cells, whose errors are those of the same prompts
-    reference       label of the arm that others are compared with
+    reference       label of the variant that others are compared with
     parts           {what was changed: labels of its variants}
     grid            {block size: label}, for a table laid out as Figure 3 of BalanceKV
     grid_y          record field that this table shows in place of y

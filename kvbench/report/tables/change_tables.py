@@ -69,7 +69,7 @@ def _task_table(task: TaskComparison) -> Table:
         name=f"compare-{task.task}-{task.model}",
         title=f"{task.task} on {task.model}: score{unit_text(task.unit)}",
         columns=(
-            Column("arm", "method", "label"),
+            Column("variant", "method", "label"),
             Column("first", "first", "score", task.unit),
             Column("second", "second", "score", task.unit),
             Column("difference", "change", "difference", task.unit),
@@ -88,7 +88,7 @@ def _task_table(task: TaskComparison) -> Table:
                 bold=frozenset({"difference"} if match.total.adjusted < ALPHA else ()),
                 method=match.method,
             )
-            for match, line in ((m, _values(m.total) | {"arm": m.label}) for m in task.matches)
+            for match, line in ((m, _values(m.total) | {"variant": m.label}) for m in task.matches)
         ),
         notes=tuple(notes),
     )
@@ -119,7 +119,7 @@ def _dataset_table(task: TaskComparison) -> Table:
         found = {change.dataset: change for change in match.changes}
         rows.append(
             Row(
-                {"arm": match.label, **{name: c.difference for name, c in found.items()}},
+                {"variant": match.label, **{name: c.difference for name, c in found.items()}},
                 marks={name: "" if c.paired else UNPAIRED for name, c in found.items()},
                 bold=frozenset(name for name, c in found.items() if c.p < ALPHA),
                 method=match.method,
@@ -129,7 +129,7 @@ def _dataset_table(task: TaskComparison) -> Table:
         name=f"compare-{task.task}-{task.model}-by-dataset",
         title=f"{task.task} on {task.model}: change by dataset{unit_text(task.unit)}",
         columns=(
-            Column("arm", "method", "label"),
+            Column("variant", "method", "label"),
             *(Column(n, n, "difference", task.unit, total=n == AVERAGE) for n in names),
         ),
         rows=tuple(rows),
@@ -138,13 +138,13 @@ def _dataset_table(task: TaskComparison) -> Table:
 
 
 def every_change(task: TaskComparison) -> Table:
-    """Every change of a task in long form: one row per arm and dataset."""
+    """Every change of a task in long form: one row per variant and dataset."""
     unit = task.unit
     return Table(
         name="",
         title="",
         columns=(
-            *map(Column, ("model", "task", "method", "arm", "dataset", "unit")),
+            *map(Column, ("model", "task", "method", "variant", "dataset", "unit")),
             Column("first", kind="score", unit=unit),
             Column("second", kind="score", unit=unit),
             Column("difference", kind="difference", unit=unit),
@@ -159,7 +159,7 @@ def every_change(task: TaskComparison) -> Table:
                     "model": task.model,
                     "task": task.task,
                     "method": match.method,
-                    "arm": match.label,
+                    "variant": match.label,
                     "dataset": change.dataset,
                     "unit": "%" if unit == "fraction" else unit,
                 }

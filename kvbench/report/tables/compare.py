@@ -19,7 +19,7 @@ import pandas as pd
 
 from kvbench.records.read import StoreError
 from kvbench.report.experiment import Experiment, Group, TaskMeta
-from kvbench.report.labels import Arm, flat
+from kvbench.report.labels import Variant, flat
 from kvbench.report.stats.estimate import Estimate, Stratum
 from kvbench.report.stats.intervals import difference_intervals, mean_intervals, unpaired_difference
 from kvbench.report.stats.significance import holm, p_values
@@ -73,7 +73,7 @@ class Flip:
 
 @dataclass(frozen=True)
 class Match:
-    """One arm in both experiments; the last change is the total."""
+    """One variant in both experiments; the last change is the total."""
 
     label: str
     method: str
@@ -88,7 +88,7 @@ class Match:
 
 @dataclass(frozen=True)
 class TaskComparison:
-    """All arms that both experiments have on one task.
+    """All variants that both experiments have on one task.
 
     Attributes:
         model: as both call it, or ``a -> b``.
@@ -142,7 +142,7 @@ def compare(first: Experiment, second: Experiment) -> Comparison:
         if a.meta.score_unit != b.meta.score_unit:
             continue
         matches = []
-        for x, y in matched_arms(a, b):
+        for x, y in matched_variants(a, b):
             matches.append(_match(a, x, b, y))
             where = f"{b.model} / {b.task} / {y.label}"
             pairs += [(where, *both) for both in _manifests(a, x, b, y)]
@@ -160,7 +160,12 @@ def compare(first: Experiment, second: Experiment) -> Comparison:
         )
     names = _names(first, second)
     only = tuple(
-        tuple(n for g in e.groups for arm in g.arms if (n := _run_name(g, arm)) not in known)
+        tuple(
+            n
+            for g in e.groups
+            for variant in g.variants
+            if (n := _run_name(g, variant)) not in known
+        )
         for e, known in zip((first, second), seen, strict=True)
     )
     return Comparison(names, _adjusted(tasks), tuple(_settings(pairs)), (only[0], only[1]))
@@ -182,24 +187,25 @@ def matched_groups(first: Experiment, second: Experiment) -> list[tuple[Group, G
     return [(a, b) for a, b in found if b is not None]
 
 
-def matched_arms(a: Group, b: Group) -> list[tuple[Arm, Arm]]:
-    """Arms of the same label; where a method has one arm in each, they are matched in any case."""
+def matched_variants(a: Group, b: Group) -> list[tuple[Variant, Variant]]:
+    """Variants of the same label; where a method has one variant in each, they are matched in any
+    case."""
     found = []
-    for x in a.arms:
-        same = [y for y in b.arms if y.label == x.label]
-        mine = [arm for arm in a.arms if arm.method == x.method]
-        theirs = [arm for arm in b.arms if arm.method == x.method]
+    for x in a.variants:
+        same = [y for y in b.variants if y.label == x.label]
+        mine = [variant for variant in a.variants if variant.method == x.method]
+        theirs = [variant for variant in b.variants if variant.method == x.method]
         if not same and len(mine) == len(theirs) == 1:
             same = theirs
         found += [(x, y) for y in same]
     return found
 
 
-def _run_name(group: Group, arm: Arm) -> str:
-    return f"{group.model} / {group.task} / {arm.label}"
+def _run_name(group: Group, variant: Variant) -> str:
+    return f"{group.model} / {group.task} / {variant.label}"
 
 
-def _match(a: Group, x: Arm, b: Group, y: Arm) -> Match:
+def _match(a: Group, x: Variant, b: Group, y: Variant) -> Match:
     one, other = keyed_records(a, x, b, y)
     names = sorted(set(one["dataset"].astype(str)) & set(other["dataset"].astype(str)))
     unit = b.meta.unit if b.meta.unit in one and b.meta.unit in other else "example_id"
@@ -209,15 +215,15 @@ def _match(a: Group, x: Arm, b: Group, y: Arm) -> Match:
     return Match(y.label, y.method, tuple(changes), tuple(_flips(one, other, y.label)))
 
 
-def keyed_records(a: Group, x: Arm, b: Group, y: Arm) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The records of two arms, each with ``good``, the score where there is one, and a column ``key``
-    that is equal where the example is.
+def keyed_records(a: Group, x: Variant, b: Group, y: Variant) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The records of two variants, each with ``good``, the score where there is one, and a column
+    ``key`` that is equal where the example is.
 
     Seeds are part of it where the two have one in common; else a seed may stand for the methods'
     draws alone, and the prompt tells: repeats of one prompt are one example with their mean score.
     """
-    one = a.records[a.records["arm"] == x.label]
-    other = b.records[b.records["arm"] == y.label]
+    one = a.records[a.records["variant"] == x.label]
+    other = b.records[b.records["variant"] == y.label]
     seeds = bool(set(one["seed"]) & set(other["seed"]))
     keyed = []
     for part in (one, other):
@@ -335,12 +341,12 @@ def _adjusted(tasks: Sequence[TaskComparison]) -> tuple[TaskComparison, ...]:
 
 
 def _manifests(
-    a: Group, x: Arm, b: Group, y: Arm
+    a: Group, x: Variant, b: Group, y: Variant
 ) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """The manifests of the runs of two arms: of the same seed, else in order."""
+    """The manifests of the runs of two variants: of the same seed, else in order."""
     sides = []
-    for group, arm in ((a, x), (b, y)):
-        codes = set(group.records.loc[group.records["arm"] == arm.label, "config_hash"])
+    for group, variant in ((a, x), (b, y)):
+        codes = set(group.records.loc[group.records["variant"] == variant.label, "config_hash"])
         found = [m for m in group.manifests if m.get("config_hash") in codes]
         sides.append(sorted(found, key=lambda m: str(m.get("seed"))))
     return list(zip(*sides, strict=False))

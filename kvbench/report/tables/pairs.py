@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from kvbench.report.experiment import Group
-from kvbench.report.labels import Arm
+from kvbench.report.labels import Variant
 from kvbench.report.stats.estimate import Array, Estimate, Stratum
 from kvbench.report.stats.intervals import difference_intervals
 from kvbench.report.stats.marks import common_means, paired_tests
@@ -46,8 +46,8 @@ class Gap:
 
 
 @dataclass(frozen=True)
-class ArmPair:
-    """Two compressed arms of the same rate, the better one first, over all datasets.
+class VariantPair:
+    """Two compressed variants of the same rate, the better one first, over all datasets.
 
     Attributes:
         difference: first minus second, paired.
@@ -60,8 +60,8 @@ class ArmPair:
         published: by the paper's model, the published difference (first minus second).
     """
 
-    first: Arm
-    second: Arm
+    first: Variant
+    second: Variant
     difference: Estimate
     p: float
     adjusted: float
@@ -76,8 +76,9 @@ class ArmPair:
 
 def pairs_of(
     group: Group, published: Mapping[str, Mapping[str, float]] | None = None
-) -> list[ArmPair]:
-    """Every pair of compressed arms of the same rate, by rank; none where fewer than two have scores.
+) -> list[VariantPair]:
+    """Every pair of compressed variants of the same rate, by rank; none where fewer than two have
+    scores.
 
     Args:
         published: averages by the paper's model and method, in the shown unit (per cent where the
@@ -94,8 +95,8 @@ def _among(
     strata: Sequence[Scores],
     peers: Sequence[int],
     published: Mapping[str, Mapping[str, float]],
-) -> list[ArmPair]:
-    """Pairs of arms that compete with each other."""
+) -> list[VariantPair]:
+    """Pairs of variants that compete with each other."""
     scored = [i for i in peers if all((~np.isnan(one.values[:, i])).any() for one in strata)]
     if len(scored) < 2 or not strata:
         return []
@@ -115,18 +116,18 @@ def _among(
     units = _units(tests.strata)
     unit = 1.0 if fraction else float(abs(own[order[0]]))
     scale = 100.0 if fraction else 1.0
-    rank = {arm: place for place, arm in enumerate(ranked)}
+    rank = {variant: place for place, variant in enumerate(ranked)}
     pairs = []
     for k, (i, j) in enumerate(tests.pairs):
         needed = partial(_needed, spread[:, k], float(differing[k]), alpha=ALPHA / len(tests.pairs))
-        first, second = group.arms[i], group.arms[j]
+        first, second = group.variants[i], group.variants[j]
         gaps = {
             model: averages[first.method] - averages[second.method]
             for model, averages in published.items()
             if first.method in averages and second.method in averages
         }
         pairs.append(
-            ArmPair(
+            VariantPair(
                 first=first,
                 second=second,
                 difference=found[k],
@@ -161,7 +162,7 @@ def _units(strata: Sequence[Stratum]) -> Array:
     return np.sum([(stratum.counts > 0).sum(0) for stratum in strata], axis=0)
 
 
-def pairs_table(group: Group, pairs: Sequence[ArmPair]) -> Table:
+def pairs_table(group: Group, pairs: Sequence[VariantPair]) -> Table:
     """Every pair; of many, readers see those with the best and those of neighbouring rank."""
     unit = group.meta.score_unit
     models = list(dict.fromkeys(model for pair in pairs for model in pair.published))
@@ -196,7 +197,7 @@ def pairs_table(group: Group, pairs: Sequence[ArmPair]) -> Table:
     )
 
 
-def _pair_row(group: Group, pair: ArmPair, models: Sequence[str], *, many: bool) -> Row:
+def _pair_row(group: Group, pair: VariantPair, models: Sequence[str], *, many: bool) -> Row:
     unit = group.meta.score_unit
     values: dict[str, object] = {
         "model": group.model,

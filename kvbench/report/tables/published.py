@@ -22,7 +22,7 @@ them
                                row's rate
     across_tasks: longeval_lines  several tasks (``task_label``) have columns of the one table: its name
     names: {h2o_20: h2o}       methods that are called otherwise there; a list: several of ours
-    best_of: {subgen: [a, b]}  a row more, with the best of these arms of ours in every column
+    best_of: {subgen: [a, b]}  a row more, with the best of these variants of ours in every column
     models: {opt_6_7b: OPT-6.7B}  models that are called otherwise there; only ours is shown
     differences: [a, b]        how our settings are known to differ from the paper's, one line each; []
                                where none is known
@@ -177,12 +177,12 @@ def _compare(
         frame = frame.assign(rate=(1.0 - left_out / 100.0).map(as_text))
     if spec.get("models"):
         frame = frame[frame["model"] == spec["models"].get(group.model)]
-    group = replace(group, records=_asked(group.records, spec))
+    group = replace(group, records=_select_records(group.records, spec))
     if spec.get("setting"):
         by = "setting"
         theirs = {column: column for column in spec["setting"]}
-        frame = frame.assign(setting=_together(frame, theirs))
-        records = group.records.assign(setting=_together(group.records, spec["setting"]))
+        frame = frame.assign(setting=_setting_text(frame, theirs))
+        records = group.records.assign(setting=_setting_text(group.records, spec["setting"]))
         group = replace(group, records=records)
     if "model" in frame and (frame["model"] == group.model).any():
         frame = frame[frame["model"] == group.model]
@@ -203,16 +203,16 @@ def _compare(
     scale = float(spec.get("scale", 1.0))
     rows = [
         PublishedRow(
-            method=row.arm.method,
+            method=row.variant.method,
             model=str(line.get("model", "")),
-            label=row.arm.label,
+            label=row.variant.label,
             pairs=tuple(
                 _pair(
                     table,
                     row.cells.get(c, NO_CELL),
                     line[c],
                     scale,
-                    (parts[row.arm.label, c], 1.0 if rescored is None else rescored, c in sums)
+                    (parts[row.variant.label, c], 1.0 if rescored is None else rescored, c in sums)
                     if _same_model(group, spec, line) and table.unit == "fraction"
                     else None,
                 )
@@ -221,7 +221,7 @@ def _compare(
         )
         for _, line in frame.iterrows()
         for row in table.rows
-        if row.arm.method == line["method"] and _same_rate(group, row.arm.label, line)
+        if row.variant.method == line["method"] and _same_rate(group, row.variant.label, line)
     ]
     rows = joined_rows(rows)
     lower = group.meta.lower_is_better
@@ -242,13 +242,13 @@ def _compare(
 def _parts_of(
     table: ScoreTable, single: ScoreTable, sums: Mapping[str, Sequence[str]]
 ) -> dict[tuple[str, str], list[Cell]]:
-    """By arm and column, the cells that the column is the mean or the sum of."""
+    """By variant and column, the cells that the column is the mean or the sum of."""
     whole = [column for column in single.columns if column != AVERAGE]
     found = {}
     for row in single.rows:
         for column in table.columns:
             names = sums.get(column) or (whole if column == AVERAGE else [column])
-            found[row.arm.label, column] = [row.cells.get(name, NO_CELL) for name in names]
+            found[row.variant.label, column] = [row.cells.get(name, NO_CELL) for name in names]
     return found
 
 
@@ -258,7 +258,7 @@ def _same_model(group: Group, spec: Mapping[str, Any], line: pd.Series) -> bool:
     return theirs in ("", group.model, (spec.get("models") or {}).get(group.model))
 
 
-def _asked(records: pd.DataFrame, spec: Mapping[str, Any]) -> pd.DataFrame:
+def _select_records(records: pd.DataFrame, spec: Mapping[str, Any]) -> pd.DataFrame:
     """The records that a spec is about, with what it compares as their score.
 
     Raises:
@@ -276,7 +276,7 @@ def _asked(records: pd.DataFrame, spec: Mapping[str, Any]) -> pd.DataFrame:
     return records
 
 
-def _together(frame: pd.DataFrame, fields: Mapping[str, str]) -> pd.Series:
+def _setting_text(frame: pd.DataFrame, fields: Mapping[str, str]) -> pd.Series:
     """The values of several fields as one text, e.g. ``prompt_len 2048, gen_len 512``."""
     texts = [name + " " + frame[f].map(_number).map(as_text) for name, f in fields.items()]
     return reduce(lambda text, more: text + ", " + more, texts)
@@ -290,7 +290,7 @@ def _fields_table(group: Group, fields: Mapping[str, str], file: str) -> ScoreTa
     """
     if group.records["dataset"].nunique() > 1:
         raise PaperError(f"{file} has one setting; {group.task} was run with several")
-    cells: dict[str, dict[str, Cell]] = {arm.label: {} for arm in group.arms}
+    cells: dict[str, dict[str, Cell]] = {variant.label: {} for variant in group.variants}
     for column, name in fields.items():
         if name not in group.records:
             raise PaperError(f"{file}: the records of {group.task} have no field {name}")
@@ -298,8 +298,8 @@ def _fields_table(group: Group, fields: Mapping[str, str], file: str) -> ScoreTa
         measured = replace(group, records=group.records.assign(score=numbers))
         table = score_table(measured)
         for row in table.rows:
-            cells[row.arm.label][column] = row.total
-    rows = tuple(replace(row, cells=cells[row.arm.label]) for row in table.rows)
+            cells[row.variant.label][column] = row.total
+    rows = tuple(replace(row, cells=cells[row.variant.label]) for row in table.rows)
     return replace(table, unit="s", columns=tuple(fields), rows=rows)
 
 
@@ -315,12 +315,12 @@ def _spread(frame: pd.DataFrame, by: str, value: str, file: str) -> pd.DataFrame
 
 
 def _same_rate(group: Group, label: str, line: pd.Series) -> bool:
-    """Whether a published row is about this arm's budget; an arm that keeps all has none."""
-    arm = next(arm for arm in group.arms if arm.label == label)
-    if "rate" not in line or label not in group.compressed or arm.rate is None:
+    """Whether a published row is about this variant's budget; a variant that keeps all has none."""
+    variant = next(variant for variant in group.variants if variant.label == label)
+    if "rate" not in line or label not in group.compressed or variant.rate is None:
         return True
     rate = _number(line["rate"])
-    return isinstance(rate, float) and math.isclose(rate, arm.rate)
+    return isinstance(rate, float) and math.isclose(rate, variant.rate)
 
 
 def _same_datasets(frame: pd.DataFrame, table: ScoreTable) -> bool:

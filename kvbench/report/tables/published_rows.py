@@ -62,7 +62,7 @@ _NO_PAIR = Pair(math.nan, NO_CELL.score, NO_CELL, "")
 
 @dataclass(frozen=True)
 class PublishedRow:
-    """One of our arms beside one published row; `model` is the one the paper used."""
+    """One of our variants beside one published row; `model` is the one the paper used."""
 
     method: str
     model: str
@@ -72,7 +72,7 @@ class PublishedRow:
 
 @dataclass(frozen=True)
 class Published:
-    """A published table next to the arms that it has in common with ours.
+    """A published table next to the variants that it has in common with ours.
 
     Attributes:
         columns: what both tables have, in the paper's order.
@@ -112,7 +112,7 @@ class Published:
 
 
 def joined_tasks(tables: Sequence[Published]) -> list[Published]:
-    """The tables, those that are parts of one side by side: a row for each arm."""
+    """The tables, those that are parts of one side by side: a row for each variant."""
     groups: dict[object, list[Published]] = {}
     for table in tables:
         key = (
@@ -150,8 +150,8 @@ def all_said(lists: Sequence[Sequence[str] | None]) -> tuple[str, ...] | None:
 
 
 def joined_rows(rows: Sequence[PublishedRow]) -> list[PublishedRow]:
-    """Rows about the same arm and model as one where no column has a number in both: a table may
-    print other columns for every rate, and an arm without a budget is in each of its rows."""
+    """Rows about the same variant and model as one where no column has a number in both: a table may
+    print other columns for every rate, and a variant without a budget is in each of its rows."""
     found: list[PublishedRow] = []
     for row in rows:
         for i, other in enumerate(found):
@@ -168,8 +168,9 @@ def joined_rows(rows: Sequence[PublishedRow]) -> list[PublishedRow]:
 def best_rows(
     rows: Sequence[PublishedRow], choices: Mapping[str, Sequence[str]], *, lower_is_better: bool
 ) -> list[PublishedRow]:
-    """For each of `choices` (a published method and the arms of ours that it may be) a row that has in
-    every column the best arm's pair; none where fewer than two of the arms stand beside a published row.
+    """For each of `choices` (a published method and the variants of ours that it may be) a row
+    that has in every column the best variant's pair; none where fewer than two of the variants
+    stand beside a published row.
     """
     found = []
     for theirs, ours in choices.items():
@@ -177,11 +178,11 @@ def best_rows(
         for row in (row for row in rows if row.method in ours):
             printed = (row.model, *(pair.printed for pair in row.pairs))
             beside.setdefault(printed, []).append(row)
-        for arms in (arms for arms in beside.values() if len(arms) > 1):
-            columns = zip(*(arm.pairs for arm in arms), strict=True)
+        for variants in (variants for variants in beside.values() if len(variants) > 1):
+            columns = zip(*(variant.pairs for variant in variants), strict=True)
             pairs = tuple(_best(column, lower_is_better) for column in columns)
-            label = f"{theirs}, best of {len(arms)}"
-            found.append(replace(arms[0], method=theirs, label=label, pairs=pairs))
+            label = f"{theirs}, best of {len(variants)}"
+            found.append(replace(variants[0], method=theirs, label=label, pairs=pairs))
     return found
 
 
@@ -248,7 +249,7 @@ def _comparison(tables: Sequence[Published]) -> Table:
         name=comparison_name(first),
         title=f"{first.task}: ours beside {first.source}{unit_text(first.unit)}",
         columns=(
-            Column("arm", "method", "label"),
+            Column("variant", "method", "label"),
             Column("line", "", "label", total=True),
             *(Column(name, name, "label", total=name == AVERAGE) for name in names),
         ),
@@ -280,7 +281,7 @@ def _lines(line: PublishedRow, pairs: Mapping[str, Pair], unit: str, group: str)
         marks["published"][name] = OUTSIDE if pair.beyond else ""
     return [
         Row(
-            {"arm": line.label if head == "ours" else "", "line": head, **texts},
+            {"variant": line.label if head == "ours" else "", "line": head, **texts},
             marks=marks.get(head, {}),
             group=group,
             method=line.method if head == "ours" else None,
@@ -296,8 +297,8 @@ def _unscaled(estimate: Estimate, unit: str) -> Estimate:
 
 
 def _long(tables: Sequence[Published]) -> Table:
-    """One row per arm, published row and column."""
-    keys = ("source", "task", "model", "published_model", "method", "arm", "column", "unit")
+    """One row per variant, published row and column."""
+    keys = ("source", "task", "model", "published_model", "method", "variant", "column", "unit")
     return Table(
         name="",
         title="",
@@ -316,7 +317,7 @@ def _long(tables: Sequence[Published]) -> Table:
                     "model": table.model,
                     "published_model": row.model,
                     "method": row.method,
-                    "arm": row.label,
+                    "variant": row.label,
                     "column": column,
                     "unit": table.unit,
                     "published": pair.published,

@@ -27,7 +27,7 @@ import pandas as pd
 
 from kvbench.report.experiment import Group
 from kvbench.report.figures.canvas import words
-from kvbench.report.labels import Arm
+from kvbench.report.labels import Variant
 from kvbench.report.stats.estimate import LEVEL, RESAMPLES, Array, Estimate, widened
 from kvbench.report.table import NOTHING, Column, Row, Table, signed_text
 
@@ -42,17 +42,17 @@ VERDICTS = (AS_PREDICTED, STEEPER, SHALLOWER, UNDECIDED)
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """y against x of one arm in one panel; arrays are over levels, ascending.
+    """y against x of one variant in one panel; arrays are over levels, ascending.
 
     Attributes:
         x: mean x of each level. mean, low, high: mean of y with its interval.
-        draws: [resamples, levels] means of y over resampled repetitions; the arms of a panel are
+        draws: [resamples, levels] means of y over resampled repetitions; the variants of a panel are
             resampled alike, so that ratios of their draws are paired.
         units: repetitions.
     """
 
     facet: str
-    arm: Arm
+    variant: Variant
     levels: Array
     x: Array
     mean: Array
@@ -127,7 +127,7 @@ class Fit:
 
 
 def curves_of(group: Group, spec: Mapping[str, Any]) -> list[Curve]:
-    """One curve per panel and arm, in the order of the records and of the arms."""
+    """One curve per panel and variant, in the order of the records and of the variants."""
     good = group.records[group.records["status"].eq("ok")].dropna(subset=[spec["x"], spec["y"]])
     good = good.assign(
         repeat=good[spec["unit"]].astype(str),
@@ -139,8 +139,8 @@ def curves_of(group: Group, spec: Mapping[str, Any]) -> list[Curve]:
     for facet in good[spec["facet"]].unique():
         part = good[good[spec["facet"]] == facet]
         repeats = sorted(part["repeat"].unique())
-        for arm in group.arms:
-            mine = part[part["arm"] == arm.label]
+        for variant in group.variants:
+            mine = part[part["variant"] == variant.label]
             if mine.empty:
                 continue
             table = mine.pivot_table(index="repeat", columns="level", values="y", aggfunc="mean")
@@ -155,7 +155,7 @@ def curves_of(group: Group, spec: Mapping[str, Any]) -> list[Curve]:
             curves.append(
                 Curve(
                     facet=str(facet),
-                    arm=arm,
+                    variant=variant,
                     levels=table.columns.to_numpy(float),
                     x=mine.groupby("level")["x"].mean().to_numpy(float),
                     mean=mean,
@@ -170,7 +170,7 @@ def curves_of(group: Group, spec: Mapping[str, Any]) -> list[Curve]:
 
 def fits_of(curves: Sequence[Curve], spec: Mapping[str, Any]) -> list[Fit]:
     """The slopes of every curve."""
-    base = {c.facet: c for c in curves if c.arm.method == spec.get("compare")}
+    base = {c.facet: c for c in curves if c.variant.method == spec.get("compare")}
     fits = []
     for curve in curves:
         least, most = spec.get("fit_least") or 0.0, spec.get("fit_most") or math.inf
@@ -189,7 +189,7 @@ def fits_of(curves: Sequence[Curve], spec: Mapping[str, Any]) -> list[Fit]:
                 curve.slope(least, most),
                 curve.slope(least, split),
                 curve.slope(split, most),
-                _expected(curve.arm.method, spec),
+                _expected(curve.variant.method, spec),
                 curve.over(other, most) if other is not None else NOTHING,
             )
         )
@@ -219,21 +219,23 @@ def scaling_of(group: Group) -> Scaling | None:
 
 
 def slope_table(scaling: Scaling) -> Table:
-    """Slopes: arms by data sets; in files one row for each."""
+    """Slopes: variants by data sets; in files one row for each."""
     group, spec, fits = scaling.group, scaling.spec, scaling.fits
     facets = list(dict.fromkeys(fit.curve.facet for fit in fits))
     predicted = any(math.isfinite(f.expected) for f in fits)
     rows = []
-    for arm in dict.fromkeys(fit.curve.arm for fit in fits):
-        mine = {f.curve.facet: f for f in fits if f.curve.arm == arm}
+    for variant in dict.fromkeys(fit.curve.variant for fit in fits):
+        mine = {f.curve.facet: f for f in fits if f.curve.variant == variant}
         slopes = {facet: mine[facet].slope if facet in mine else NOTHING for facet in facets}
         expected = next(iter(mine.values())).expected
-        rows.append(Row({"arm": arm.label, "predicted": expected, **slopes}, method=arm.method))
+        rows.append(
+            Row({"variant": variant.label, "predicted": expected, **slopes}, method=variant.method)
+        )
     return Table(
         name=f"{group.task}-{group.model}-slopes",
         title=f"{group.task} on {group.model}: log-log slopes",
         columns=(
-            Column("arm", "method", "label"),
+            Column("variant", "method", "label"),
             *([Column("predicted", "predicted", "slope")] * predicted),
             *(Column(facet, facet, "slope") for facet in facets),
         ),
@@ -247,7 +249,7 @@ def slope_table(scaling: Scaling) -> Table:
 
 
 def _every_slope(scaling: Scaling) -> Table:
-    """One row per data set and arm."""
+    """One row per data set and variant."""
     group, spec = scaling.group, scaling.spec
     rows = []
     for fit in scaling.fits:
@@ -259,7 +261,7 @@ def _every_slope(scaling: Scaling) -> Table:
                     "model": group.model,
                     "task": group.task,
                     spec["facet"]: fit.curve.facet,
-                    "arm": fit.curve.arm.label,
+                    "variant": fit.curve.variant.label,
                     "fitted_from": fit.least,
                     "fitted_to": fit.most,
                     "expected": fit.expected,
@@ -279,7 +281,7 @@ def _every_slope(scaling: Scaling) -> Table:
         "model",
         "task",
         spec["facet"],
-        "arm",
+        "variant",
         "fitted_from",
         "fitted_to",
         "expected",
@@ -302,7 +304,9 @@ def _every_slope(scaling: Scaling) -> Table:
 def _bytes_ratio(group: Group, spec: Mapping[str, Any], fit: Fit) -> float:
     """Mean bytes held over those of the exact cache at the last level fitted; NaN where not known."""
     records = group.records
-    mine = records["arm"].eq(fit.curve.arm.label) & records[spec["facet"]].eq(fit.curve.facet)
+    mine = records["variant"].eq(fit.curve.variant.label) & records[spec["facet"]].eq(
+        fit.curve.facet
+    )
     mine &= records[spec["level"]].eq(fit.most) & records["status"].eq("ok")
     return float(pd.to_numeric(records["ratio"][mine]).mean())
 

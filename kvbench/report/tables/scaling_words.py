@@ -26,20 +26,20 @@ from kvbench.report.tables.scaling import (
 
 
 def scaling_findings(scaling: Scaling) -> list[str]:
-    """What was found, one sentence or two per arm, from the numbers alone."""
+    """What was found, one sentence or two per variant, from the numbers alone."""
     group, spec, fits = scaling.group, scaling.spec, scaling.fits
-    arms = list(dict.fromkeys(fit.curve.arm.label for fit in fits))
-    by_arm = {label: [f for f in fits if f.curve.arm.label == label] for label in arms}
+    variants = list(dict.fromkeys(fit.curve.variant.label for fit in fits))
+    by_variant = {label: [f for f in fits if f.curve.variant.label == label] for label in variants}
     kind = spec.get("finding")
     if kind == "discrepancy":
-        return _discrepancy_words(by_arm, spec)
+        return _discrepancy_words(by_variant, spec)
     if kind == "clusters":
-        return _cluster_words(by_arm)
-    return _error_words(by_arm, spec, fits) + _exponent_words(group, spec)
+        return _cluster_words(by_variant)
+    return _error_words(by_variant, spec, fits) + _exponent_words(group, spec)
 
 
 def _error_words(
-    by_arm: Mapping[str, Sequence[Fit]], spec: Mapping[str, Any], fits: Sequence[Fit]
+    by_variant: Mapping[str, Sequence[Fit]], spec: Mapping[str, Any], fits: Sequence[Fit]
 ) -> list[str]:
     first, last = fits[0].least, fits[0].most
     if all(f.curve.units == 1 for f in fits):
@@ -52,9 +52,9 @@ def _error_words(
         f"{last:.0f} entries asked for, 95 % intervals over {count_text(fits, spec)}. "
         f"{_capital(AS_PREDICTED)}: the whole interval lies within {NEAR:g} of the prediction (two "
         f"one-sided tests); {STEEPER} or {SHALLOWER}: it lies wholly beyond; {UNDECIDED}: neither. "
-        f"{_reached(by_arm)}"
+        f"{_reached(by_variant)}"
     ]
-    for label, mine in by_arm.items():
+    for label, mine in by_variant.items():
         expected = mine[0].expected
         if not math.isfinite(expected):
             continue
@@ -75,10 +75,10 @@ def _error_words(
             text += f" The slope changes along the way: {named}."
         found.append(text)
     compare = spec.get("compare")
-    gains = [f for f in fits if f.curve.arm.method != compare and math.isfinite(f.ratio.value)]
+    gains = [f for f in fits if f.curve.variant.method != compare and math.isfinite(f.ratio.value)]
     if gains:
         sentences = []
-        for label, mine in by_arm.items():
+        for label, mine in by_variant.items():
             ratios = [f for f in mine if f in gains]
             if not ratios:
                 continue
@@ -99,7 +99,7 @@ def _error_words(
     heavy: dict[str, float] = {}
     for f in fits:
         share = float((f.curve.x / f.curve.levels).max())
-        heavy[f.curve.arm.label] = max(heavy.get(f.curve.arm.label, 0.0), share)
+        heavy[f.curve.variant.label] = max(heavy.get(f.curve.variant.label, 0.0), share)
     heavy = {label: share for label, share in heavy.items() if share > 1.02}
     if heavy:
         named = "; ".join(f"{label} up to {share:.2f} times" for label, share in heavy.items())
@@ -123,13 +123,14 @@ def _exponent_words(group: Group, spec: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _reached(by_arm: Mapping[str, Sequence[Fit]]) -> str:
-    """How many data sets each arm is as steep on as predicted, arms of one prediction together."""
-    predictions = sorted({f.expected for mine in by_arm.values() for f in mine})
+def _reached(by_variant: Mapping[str, Sequence[Fit]]) -> str:
+    """How many data sets each variant is as steep on as predicted, variants of one prediction
+    together."""
+    predictions = sorted({f.expected for mine in by_variant.values() for f in mine})
     sentences = []
     for expected in (p for p in predictions if math.isfinite(p)):
         named = []
-        for label, mine in by_arm.items():
+        for label, mine in by_variant.items():
             if mine[0].expected == expected:
                 named.append(f"{label} on {sum(f.reaches for f in mine)} of {len(mine)}")
         sentences.append(
@@ -139,25 +140,27 @@ def _reached(by_arm: Mapping[str, Sequence[Fit]]) -> str:
     return " ".join(sentences)
 
 
-def _discrepancy_words(by_arm: Mapping[str, Sequence[Fit]], spec: Mapping[str, Any]) -> list[str]:
-    some = next(iter(by_arm.values()))[0]
+def _discrepancy_words(
+    by_variant: Mapping[str, Sequence[Fit]], spec: Mapping[str, Any]
+) -> list[str]:
+    some = next(iter(by_variant.values()))[0]
     found = [
         f"Growth of the largest coordinate of the signed sum as n^slope, fitted from n = "
         f"{some.least:.0f} to {some.most:.0f}, 95 % intervals over {count_text([some], spec)}. "
         "Random signs must give 1/2, a logarithm something close to 0."
     ]
-    for label, mine in by_arm.items():
+    for label, mine in by_variant.items():
         parts = []
         for f in mine:
             at = f.curve.mean[np.flatnonzero(f.curve.levels == f.most)[0]]
             text = f"{f.curve.facet} (slope {slope_text(f.slope)}, {number(float(at))} at the end"
-            if math.isfinite(f.ratio.value) and f.curve.arm.method != spec.get("compare"):
+            if math.isfinite(f.ratio.value) and f.curve.variant.method != spec.get("compare"):
                 text += f", {ratio_text(f.ratio)} times {spec['compare']}"
             parts.append(f"{text})")
         found.append(f"{label}: {'; '.join(parts)}.")
-    base = {f.curve.facet: f.curve for f in by_arm.get(str(spec.get("compare")), [])}
+    base = {f.curve.facet: f.curve for f in by_variant.get(str(spec.get("compare")), [])}
     starts = []
-    for label, mine in by_arm.items():
+    for label, mine in by_variant.items():
         if label == spec.get("compare"):
             continue
         named = []
@@ -178,13 +181,13 @@ def _discrepancy_words(by_arm: Mapping[str, Sequence[Fit]], spec: Mapping[str, A
     return found
 
 
-def _cluster_words(by_arm: Mapping[str, Sequence[Fit]]) -> list[str]:
-    some = next(iter(by_arm.values()))[0]
+def _cluster_words(by_variant: Mapping[str, Sequence[Fit]]) -> list[str]:
+    some = next(iter(by_variant.values()))[0]
     found = [
         f"Growth of the number of clusters m as n^slope, fitted from n = {some.least:.0f} to "
         f"{some.most:.0f}; memory is sublinear in n only where the slope is below 1."
     ]
-    for label, mine in by_arm.items():
+    for label, mine in by_variant.items():
         parts = []
         for f in mine:
             share = f.curve.mean[-1] / f.curve.levels[-1]

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvbench.report.experiment import BASELINE, Group
 from kvbench.report.table import INCOMPLETE, NOTHING, TIED, Column, Row, Table, unit_text
-from kvbench.report.tables.scores import AVERAGE, COSTS, NO_CELL, ArmScores, ScoreTable
+from kvbench.report.tables.scores import AVERAGE, COSTS, NO_CELL, ScoreTable, VariantScores
 from kvbench.report.tables.strata import natural_order
 
 INTERVAL_NOTE = (
@@ -31,14 +31,14 @@ _WIDE = 4
 
 
 def as_table(table: ScoreTable, *, narrow: bool = False) -> Table:
-    """Scores, paired differences, cost and failures; in files one row per arm and column.
+    """Scores, paired differences, cost and failures; in files one row per variant and column.
 
     Args:
         narrow: of many datasets show the average only, as a terminal has no room for more.
     """
     whole, wide = table.by == "dataset", len(table.columns) > _WIDE
     shown = (AVERAGE,) if narrow and wide and AVERAGE in table.columns else table.columns
-    columns = [Column("arm", "method", "label"), *_score_columns(table, shown, wide)]
+    columns = [Column("variant", "method", "label"), *_score_columns(table, shown, wide)]
     if whole:
         columns += _difference_column(table)
         columns += [c for c in _cost_columns(table) if c.heading]
@@ -73,7 +73,7 @@ def paper_layout(tables: Sequence[ScoreTable], order: Sequence[str] = ()) -> Tab
         name=f"{first.task}-paper",
         title=f"{first.task}: score{unit_text(first.unit)}",
         columns=(
-            Column("arm", "method", "label", saved=False),
+            Column("variant", "method", "label", saved=False),
             *scores,
             Column("ratio", "ratio", "number", saved=False),
             *([Column("failures", "failed", "failures", saved=False)] * failed),
@@ -95,7 +95,7 @@ def difference_table(table: ScoreTable) -> Table:
         title=f"{table.task} on {table.model}: paired difference to"
         f" {table.baseline}{unit_text(table.unit)}{named}",
         columns=(
-            Column("arm", "method", "label", saved=False),
+            Column("variant", "method", "label", saved=False),
             *(
                 Column(c, c, "difference", table.unit, saved=False, total=c == AVERAGE)
                 for c in table.columns
@@ -103,8 +103,11 @@ def difference_table(table: ScoreTable) -> Table:
         ),
         rows=tuple(
             Row(
-                {"arm": row.arm.label, **{c: row.cells[c].difference for c in table.columns}},
-                method=row.arm.method,
+                {
+                    "variant": row.variant.label,
+                    **{c: row.cells[c].difference for c in table.columns},
+                },
+                method=row.variant.method,
             )
             for row in table.rows
             if row.total.difference is not None
@@ -114,7 +117,7 @@ def difference_table(table: ScoreTable) -> Table:
 
 
 def overview_tables(tables: Sequence[ScoreTable]) -> list[Table]:
-    """Of each model with several tasks, every arm on all of them."""
+    """Of each model with several tasks, every variant on all of them."""
     by_model: dict[str, list[ScoreTable]] = {}
     for table in sorted(tables, key=lambda table: table.model):
         by_model.setdefault(table.model, []).append(table)
@@ -122,30 +125,32 @@ def overview_tables(tables: Sequence[ScoreTable]) -> list[Table]:
 
 
 def _overview(model: str, tables: Sequence[ScoreTable]) -> Table:
-    arms = sorted({row.arm for t in tables for row in t.rows}, key=lambda arm: arm.sort_key)
-    labels = Counter(arm.label for arm in arms)
-    columns = [Column("arm", "method", "label", saved=False)]
+    variants = sorted(
+        {row.variant for t in tables for row in t.rows}, key=lambda variant: variant.sort_key
+    )
+    labels = Counter(variant.label for variant in variants)
+    columns = [Column("variant", "method", "label", saved=False)]
     for table in tables:
         remark = "lower is better" if table.lower_is_better else ""
         heading = f"{table.task}{unit_text(table.unit)}"
         columns.append(Column(table.task, heading, "score", table.unit, saved=False, remark=remark))
         columns.append(Column(f"{table.task} ratio", "ratio", "number", saved=False))
     rows = []
-    for arm in arms:
+    for variant in variants:
         # of the same label: tasks may have been run at different rates
-        named = labels[arm.label] > 1 and arm.rate is not None
+        named = labels[variant.label] > 1 and variant.rate is not None
         values: dict[str, object] = {
-            "arm": f"{arm.label}, rate {arm.rate:g}" if named else arm.label
+            "variant": f"{variant.label}, rate {variant.rate:g}" if named else variant.label
         }
         marks, bold = {}, set()
         for table in tables:
-            row = table.row(arm)
+            row = table.row(variant)
             values |= {table.task: NOTHING, f"{table.task} ratio": np.nan}
             if row is not None:
                 values |= {table.task: row.total.score, f"{table.task} ratio": row.ratio}
                 marks[table.task] = row.total.marks
                 bold |= {table.task} if row.total.best else set()
-        rows.append(Row(values, marks, frozenset(bold), method=arm.method))
+        rows.append(Row(values, marks, frozenset(bold), method=variant.method))
     return Table(
         name=f"overview-{model}",
         title=f"{model}: all tasks",
@@ -162,13 +167,13 @@ def split_table(group: Group, by: str) -> Table:
     averages a dataset over its length buckets.
     """
     good = group.records[group.records["status"] == "ok"]
-    keys = ["arm", "dataset"]
+    keys = ["variant", "dataset"]
     means = good.groupby([*keys, by])["score"].agg(["mean", "count"]).reset_index()
     means["whole"] = means.groupby(keys)["mean"].transform("mean")
-    ranks = [arm.label for arm in group.arms]
+    ranks = [variant.label for variant in group.variants]
     lines = sorted(
         means.to_dict("records"),
-        key=lambda line: (ranks.index(line["arm"]), line["dataset"], natural_order(line[by])),
+        key=lambda line: (ranks.index(line["variant"]), line["dataset"], natural_order(line[by])),
     )
     unit = group.meta.score_unit
     return Table(
@@ -222,8 +227,8 @@ def _cost_columns(table: ScoreTable) -> list[Column]:
     ]
 
 
-def _table_row(table: ScoreTable, row: ArmScores, names: Sequence[str]) -> Row:
-    """The row of an arm under columns of these names."""
+def _table_row(table: ScoreTable, row: VariantScores, names: Sequence[str]) -> Row:
+    """The row of a variant under columns of these names."""
     cells = {name: row.cells.get(name, NO_CELL) for name in names}
     # but for datasets, whose examples differ, every column is about the same examples
     once = table.by == "measure" or AVERAGE in row.cells or len(row.cells) == 1
@@ -234,7 +239,7 @@ def _table_row(table: ScoreTable, row: ArmScores, names: Sequence[str]) -> Row:
         failures.update(cell.failures)
     return Row(
         {
-            "arm": row.arm.label,
+            "variant": row.variant.label,
             **{name: cell.score for name, cell in cells.items()},
             "difference": row.total.difference,
             **row.costs,
@@ -243,18 +248,18 @@ def _table_row(table: ScoreTable, row: ArmScores, names: Sequence[str]) -> Row:
         },
         marks={name: cell.marks for name, cell in cells.items()},
         bold=frozenset(name for name, cell in cells.items() if cell.best),
-        method=row.arm.method,
+        method=row.variant.method,
     )
 
 
 def _long(table: ScoreTable) -> Table:
-    """One row per arm and column."""
+    """One row per variant and column."""
     unit = table.unit
     return Table(
         name="",
         title="",
         columns=(
-            *map(Column, ("model", "task", "method", "arm", table.by, "unit")),
+            *map(Column, ("model", "task", "method", "variant", table.by, "unit")),
             Column("score", kind="score", unit=unit),
             Column("baseline"),
             Column("difference", kind="difference", unit=unit),
@@ -268,8 +273,8 @@ def _long(table: ScoreTable) -> Table:
                 {
                     "model": table.model,
                     "task": table.task,
-                    "method": row.arm.method,
-                    "arm": row.arm.label,
+                    "method": row.variant.method,
+                    "variant": row.variant.label,
                     table.by: column,
                     "unit": "%" if unit == "fraction" else unit,
                     "score": cell.score,
@@ -328,13 +333,13 @@ def notes_of(tables: Sequence[ScoreTable]) -> list[str]:
         )
     whole: Counter[str] = Counter()
     for row in rows:
-        whole[row.arm.label] += row.uncompressed
+        whole[row.variant.label] += row.uncompressed
     whole = +whole
     if whole:
         named = ", ".join(f"{label} ({whole[label]})" for label in sorted(whole))
         notes.append(f"Prompts no longer than the capacity stay uncompressed: {named}.")
     notes += dict.fromkeys(
-        f"{row.arm.label} holds {row.costs['entries_mean']:.0f} entries per layer and KV head where"
+        f"{row.variant.label} holds {row.costs['entries_mean']:.0f} entries per layer and KV head where"
         f" the budget allows {row.capacity:.0f}: its preset {row.budget_preset} reproduces a"
         " released code's own split."
         for row in rows
@@ -345,5 +350,5 @@ def notes_of(tables: Sequence[ScoreTable]) -> list[str]:
 
 def _lacks_exact(table: ScoreTable) -> bool:
     """Whether scores of compressed caches stand alone; an error is against the exact cache anyway."""
-    exact = any(row.arm.method == BASELINE for row in table.rows)
+    exact = any(row.variant.method == BASELINE for row in table.rows)
     return not exact and not table.lower_is_better

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvbench.report.experiment import Group
-from kvbench.report.labels import Arm
+from kvbench.report.labels import Variant
 from kvbench.report.stats.estimate import Estimate
 from kvbench.report.stats.intervals import difference_intervals, mean_intervals
 from kvbench.report.stats.marks import standing
@@ -23,7 +23,7 @@ class Measure:
     """A record field that tables show beside the scores: declared here, shown everywhere.
 
     Attributes:
-        key: its name in files. of: the record field. how: over the examples of an arm, a method of a
+        key: its name in files. of: the record field. how: over the examples of a variant, a method of a
             pandas column.
         heading, kind: of its column (`kvbench.report.table.Column`); no heading: for files only.
     """
@@ -49,15 +49,15 @@ COSTS = (
 
 @dataclass(frozen=True)
 class Cell:
-    """The score of one arm on one dataset (or on their average).
+    """The score of one variant on one dataset (or on their average).
 
     Attributes:
         score: mean over scored examples.
         difference: the paired difference to the baseline over examples that both scored; None for
             the baseline itself.
-        best: the best of the compressed arms of the same rate.
+        best: the best of the compressed variants of the same rate.
         tied: not shown to differ from the best. worse: shown to be worse (`marks.standing`).
-        scored, expected: examples with a score, and examples that any arm was given.
+        scored, expected: examples with a score, and examples that any variant was given.
         failures: failed examples by status; "missing" counts those without a record.
         units: independent units with a score.
     """
@@ -87,8 +87,8 @@ NO_CELL = Cell(NOTHING, None, False, 0, 0, {})
 
 
 @dataclass(frozen=True)
-class ArmScores:
-    """One arm: its cells by column, and what it cost.
+class VariantScores:
+    """One variant: its cells by column, and what it cost.
 
     Attributes:
         costs: by key of `COSTS`.
@@ -97,7 +97,7 @@ class ArmScores:
             capacity: the mean of what the budget allows per layer and KV head.
     """
 
-    arm: Arm
+    variant: Variant
     cells: Mapping[str, Cell]
     costs: Mapping[str, float]
     uncompressed: int
@@ -119,7 +119,7 @@ class ArmScores:
 
 @dataclass(frozen=True)
 class ScoreTable:
-    """Arms x datasets (or x values of another record field) for one model and task."""
+    """Variants x datasets (or x values of another record field) for one model and task."""
 
     model: str
     task: str
@@ -128,19 +128,19 @@ class ScoreTable:
     lower_is_better: bool
     baseline: str | None
     columns: tuple[str, ...]
-    rows: tuple[ArmScores, ...]
+    rows: tuple[VariantScores, ...]
     beyond: tuple[int, int, int] | None = None
     """Of prompts longer than the model's positions: how many, the longest, the positions."""
 
-    def row(self, arm: Arm) -> ArmScores | None:
-        """What `arm` did, None where it was not run."""
-        return next((row for row in self.rows if row.arm == arm), None)
+    def row(self, variant: Variant) -> VariantScores | None:
+        """What `variant` did, None where it was not run."""
+        return next((row for row in self.rows if row.variant == variant), None)
 
 
 def score_table(
     group: Group, by: str = "dataset", *, sums: Mapping[str, Sequence[str]] | None = None
 ) -> ScoreTable:
-    """Mean scores of every arm for each value of the record field `by`.
+    """Mean scores of every variant for each value of the record field `by`.
 
     By dataset, an average over datasets (each counting the same) is added where there are several.
 
@@ -169,17 +169,17 @@ def score_table(
         baseline=group.baseline_name,
         columns=tuple(columns),
         rows=tuple(
-            _row(group, arm, {name: cells[i] for name, cells in columns.items()})
-            for i, arm in enumerate(group.arms)
+            _row(group, variant, {name: cells[i] for name, cells in columns.items()})
+            for i, variant in enumerate(group.variants)
         ),
         beyond=group.beyond_positions,
     )
 
 
 def _cells(group: Group, strata: Sequence[Scores]) -> list[Cell]:
-    """One cell per arm, over one dataset or over the average of several."""
-    arms = group.arms
-    labels = [arm.label for arm in arms]
+    """One cell per variant, over one dataset or over the average of several."""
+    variants = group.variants
+    labels = [variant.label for variant in variants]
     base = [labels.index(group.baseline[label] or label) for label in labels]
     fraction, lower = group.meta.score_unit == "fraction", group.meta.lower_is_better
     own = [one.stratum(one.values) for one in strata]
@@ -225,13 +225,13 @@ def _times(estimate: Estimate, factor: float) -> Estimate:
     return Estimate(estimate.value * factor, estimate.low * factor, estimate.high * factor)
 
 
-def _row(group: Group, arm: Arm, cells: Mapping[str, Cell]) -> ArmScores:
-    records = group.records[group.records["arm"] == arm.label]
+def _row(group: Group, variant: Variant, cells: Mapping[str, Cell]) -> VariantScores:
+    records = group.records[group.records["variant"] == variant.label]
     good = records[records["status"] == "ok"]
     whole = good["compressed"].eq(False) & good["saves_memory"].eq(True)
     more = good.reindex(columns=["budget_preset"])["budget_preset"].dropna()
-    return ArmScores(
-        arm=arm,
+    return VariantScores(
+        variant=variant,
         cells=cells,
         costs={m.key: float(getattr(good[m.of], m.how)()) for m in COSTS},
         uncompressed=int(whole.sum()),

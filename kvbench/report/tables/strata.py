@@ -1,4 +1,4 @@
-"""Records as matrices: the scores of every example by arm, which every comparison takes."""
+"""Records as matrices: the scores of every example by variant, which every comparison takes."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Scores:
     """Scores of one dataset, as every comparison takes them.
 
     Attributes:
-        values: [pairs, arms], NaN where missing; a pair is one (seed, example). An arm that was not
-            run with a seed has its mean over its own seeds there, where the prompt is the same.
-        given: [pairs, arms] whether the arm was to score the pair itself.
+        values: [pairs, variants], NaN where missing; a pair is one (seed, example). A variant that
+            was not run with a seed has its mean over its own seeds there, where the prompt is the same.
+        given: [pairs, variants] whether the variant was to score the pair itself.
         units: [pairs] number of the independent unit that each pair belongs to.
-        statuses: per arm, failed examples by status.
+        statuses: per variant, failed examples by status.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Scores:
 def strata_of(group: Group, by: str = "dataset") -> list[Scores]:
     """The scores for each value of the record field `by`, in its natural order."""
     unit = group.meta.unit if group.meta.unit in group.records else "example_id"
-    needed = dict.fromkeys(["arm", "seed", "example_id", "status", "score", *PROMPT, unit, by])
+    needed = dict.fromkeys(["variant", "seed", "example_id", "status", "score", *PROMPT, unit, by])
     records = group.records.reindex(columns=list(needed))
     return [
         _scores(group, part, unit, f"{by} {as_text(value)}")
@@ -65,11 +65,11 @@ def strata_of(group: Group, by: str = "dataset") -> list[Scores]:
 
 
 def peers_of(group: Group) -> list[list[int]]:
-    """Indices of arms that compete with each other: compressed, at the same rate."""
+    """Indices of variants that compete with each other: compressed, at the same rate."""
     found: dict[float | None, list[int]] = {}
-    for i, arm in enumerate(group.arms):
-        if arm.label in group.compressed:
-            found.setdefault(arm.rate, []).append(i)
+    for i, variant in enumerate(group.variants):
+        if variant.label in group.compressed:
+            found.setdefault(variant.rate, []).append(i)
     return list(found.values())
 
 
@@ -90,18 +90,18 @@ def failures_of(records: pd.DataFrame) -> dict[str, int]:
 
 
 def _scores(group: Group, records: pd.DataFrame, unit: str, name: str) -> Scores:
-    labels = [arm.label for arm in group.arms]
+    labels = [variant.label for variant in group.variants]
     pairs = records["seed"].astype(str) + "/" + records["example_id"].astype(str)
     codes, keys = pd.factorize(pairs, sort=True)
-    arms = pd.Index(labels).get_indexer(pd.Index(records["arm"]))
+    variants = pd.Index(labels).get_indexer(pd.Index(records["variant"]))
     values = np.full((len(keys), len(labels)), np.nan)
-    values[codes, arms] = records["score"].where(records["status"] == "ok").to_numpy(float)
+    values[codes, variants] = records["score"].where(records["status"] == "ok").to_numpy(float)
     present = np.zeros(values.shape, dtype=bool)
-    present[codes, arms] = True
+    present[codes, variants] = True
     named = records[unit].astype(str).to_numpy()
     of_pair = np.empty(len(keys), dtype=object)
     of_pair[codes[::-1]] = named[::-1]  # the first record of a pair names its unit
-    failed = dict(iter(records.groupby("arm")))
+    failed = dict(iter(records.groupby("variant")))
     given = _stand_in(values, present, codes, records)
     statuses = []
     for i, label in enumerate(labels):
@@ -120,12 +120,12 @@ def _scores(group: Group, records: pd.DataFrame, unit: str, name: str) -> Scores
 def _stand_in(
     values: Array, present: NDArray[np.bool_], codes: NDArray[np.intp], records: pd.DataFrame
 ) -> NDArray[np.bool_]:
-    """Fill in what an arm would score under seeds it was not run with, where it is known: its mean over
-    its own seeds, where the example's prompt is the same under all. (A method without draws needs one
-    seed; the runs of one with draws beside it may have three.)
+    """Fill in what a variant would score under seeds it was not run with, where it is known: its
+    mean over its own seeds, where the example's prompt is the same under all. (A method without
+    draws needs one seed; the runs of one with draws beside it may have three.)
 
     Returns:
-        [pairs, arms] the pairs that each arm was to score itself.
+        [pairs, variants] the pairs that each variant was to score itself.
     """
     firsts = np.unique(codes, return_index=True)[1]
     of_pair = records.iloc[firsts]

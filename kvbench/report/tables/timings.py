@@ -10,7 +10,7 @@ import pandas as pd
 from scipy.stats import binom
 
 from kvbench.report.experiment import Group
-from kvbench.report.labels import Arm
+from kvbench.report.labels import Variant
 from kvbench.report.stats.estimate import LEVEL, Estimate
 from kvbench.report.table import NOTHING, Column, Row, Table
 from kvbench.report.tables.strata import as_text, failures_of
@@ -18,7 +18,7 @@ from kvbench.report.tables.strata import as_text, failures_of
 
 @dataclass(frozen=True)
 class Timing:
-    """One arm of a throughput table, at one setting.
+    """One variant of a throughput table, at one setting.
 
     Attributes:
         setting: prompt + new tokens, and batch and rate where they were chosen.
@@ -26,7 +26,7 @@ class Timing:
         runs: runs that succeeded, which the medians are over; failures: the others by status.
     """
 
-    arm: Arm
+    variant: Variant
     setting: str
     values: Mapping[str, object]
     runs: int
@@ -86,14 +86,14 @@ def median_of(values: pd.Series) -> Estimate:
 
 
 def timings_of(group: Group) -> list[Timing]:
-    """What a throughput probe measured, setting by setting, per arm."""
+    """What a throughput probe measured, setting by setting, per variant."""
     timings = []
     columns = ["prompt_tokens", *(c for c in _ASKED if c in group.records)]
     for asked, at in group.records.groupby(columns, sort=True, dropna=False):
-        for arm in group.arms:
-            part = at[at["arm"] == arm.label]
+        for variant in group.variants:
+            part = at[at["variant"] == variant.label]
             if len(part):
-                timings.append(_timing(arm, dict(zip(columns, asked, strict=True)), part))
+                timings.append(_timing(variant, dict(zip(columns, asked, strict=True)), part))
     return timings
 
 
@@ -104,7 +104,7 @@ def timing_table(group: Group) -> Table:
         title=f"{group.task} on {group.model}: minimum / median over runs",
         columns=(
             Column("method"),
-            Column("arm", "method", "label"),
+            Column("variant", "method", "label"),
             Column("prompt_and_new_tokens", "prompt + new", "label"),
             *COLUMNS,
             Column("runs", "runs", "label"),
@@ -113,14 +113,14 @@ def timing_table(group: Group) -> Table:
         rows=tuple(
             Row(
                 {
-                    "method": t.arm.method,
-                    "arm": t.arm.label,
+                    "method": t.variant.method,
+                    "variant": t.variant.label,
                     "prompt_and_new_tokens": t.setting,
                     **t.values,
                     "runs": t.runs,
                     "failures": t.failures,
                 },
-                method=t.arm.method,
+                method=t.variant.method,
             )
             for t in timings_of(group)
         ),
@@ -148,7 +148,7 @@ def _setting(asked: Mapping[str, object], records: pd.DataFrame) -> str:
     return text if rate is None or rate != rate else f"{text}, rate {rate}"
 
 
-def _timing(arm: Arm, asked: Mapping[str, object], records: pd.DataFrame) -> Timing:
+def _timing(variant: Variant, asked: Mapping[str, object], records: pd.DataFrame) -> Timing:
     good = records[records["status"] == "ok"]
 
     def column(name: str) -> pd.Series:
@@ -160,7 +160,7 @@ def _timing(arm: Arm, asked: Mapping[str, object], records: pd.DataFrame) -> Tim
     rate, alone = column("tokens_per_s"), column("decode_tokens_per_s")
     decoded = good["new_tokens"] / good["decode_s"]
     return Timing(
-        arm=arm,
+        variant=variant,
         setting=_setting(asked, good),
         values={
             "batch": float(column("batch").mean()),
@@ -183,7 +183,7 @@ def _timing(arm: Arm, asked: Mapping[str, object], records: pd.DataFrame) -> Tim
 def decoding_table(group: Group) -> Table | None:
     """Seconds of decoding per token, by length of the prompt: what answers of different lengths hide.
 
-    Every arm at every length, lengths from one power of two to the next; None without times.
+    Every variant at every length, lengths from one power of two to the next; None without times.
     """
     if not group.records["decode_ms"].gt(0).any():
         return None
@@ -193,35 +193,35 @@ def decoding_table(group: Group) -> Table | None:
     rows = []
     for power in sorted(powers.unique().tolist()):
         part = records[powers.eq(power)]
-        ms = part[part["status"].eq("ok")].set_index(["arm", "seed", "example_id"])["decode_ms"]
-        for arm in group.arms:
-            mine = part[part["arm"].eq(arm.label)]
+        ms = part[part["status"].eq("ok")].set_index(["variant", "seed", "example_id"])["decode_ms"]
+        for variant in group.variants:
+            mine = part[part["variant"].eq(variant.label)]
             if mine.empty:
                 continue
             good = mine[mine["status"].eq("ok")]
-            ours, theirs = _of(ms, arm.label), _of(ms, group.baseline[arm.label])
+            ours, theirs = _of(ms, variant.label), _of(ms, group.baseline[variant.label])
             values = {
                 "model": group.model,
                 "task": group.task,
-                "arm": arm.label,
+                "variant": variant.label,
                 "prompt_tokens": f"{2**power:,}–{2 ** (power + 1) - 1:,}",
                 "prompt_tokens_from": 2**power,
                 "prompt_tokens_below": 2 ** (power + 1),
                 "new_tokens_median": float(pd.to_numeric(good["new_tokens"]).median()),
                 "decode_ms_per_token": median_of(ours),
-                "baseline": group.baseline[arm.label],
+                "baseline": group.baseline[variant.label],
                 "over_baseline": median_of((ours / theirs.reindex(ours.index)).dropna()),
                 "timed": int(ours.notna().sum()),
                 "failures": failures_of(mine),
             }
-            rows.append(Row(values, method=arm.method))
+            rows.append(Row(values, method=variant.method))
     return Table(
         name=f"{group.task}-{group.model}-decoding",
         title=f"{group.task} on {group.model}: decoding per token, by length of the prompt",
         columns=(
             Column("model"),
             Column("task"),
-            Column("arm", "method", "label"),
+            Column("variant", "method", "label"),
             Column("prompt_tokens", "prompt tokens", "label", saved=False),
             Column("prompt_tokens_from"),
             Column("prompt_tokens_below"),
@@ -244,4 +244,4 @@ def decoding_table(group: Group) -> Table | None:
 
 def _of(ms: pd.Series, label: str | None) -> pd.Series:
     """By seed and example; empty where the label has none."""
-    return ms[ms.index.get_level_values("arm") == label].droplevel("arm")
+    return ms[ms.index.get_level_values("variant") == label].droplevel("variant")

@@ -22,7 +22,7 @@ from kvbench.errors import first_line
 from kvbench.records.durable import make_folder, read_file, remove, replace
 from kvbench.records.read import MANIFEST, Run, StoreError, load_run
 from kvbench.report.experiment import BASELINE, Group, group_runs
-from kvbench.report.tables.scores import ArmScores, ScoreTable, score_table
+from kvbench.report.tables.scores import ScoreTable, VariantScores, score_table
 from kvbench.report.tables.timings import timings_of
 from kvbench.report.wandb.media import (
     cap_note,
@@ -65,7 +65,7 @@ def log_runs(
     mode: Mode = "auto",
     timeout_s: float = 120.0,
 ) -> int:
-    """Log runs to W&B, one W&B run each, and one for every (model, task) that has several arms.
+    """Log runs to W&B, one W&B run each, and one for every (model, task) that has several variants.
 
     All of it is written to disk before anything is sent. Whatever goes wrong is a warning of one
     line and nothing else; a server that fails is not asked again by this process.
@@ -112,7 +112,7 @@ def comparison_id(experiment: str, group: Group) -> str:
     return id_of(names | {"method": COMPARISON}, ("experiment", "model", "task", "method"))
 
 
-def summary_of(table: ScoreTable, row: ArmScores) -> dict[str, Any]:
+def summary_of(table: ScoreTable, row: VariantScores) -> dict[str, Any]:
     """Scores per dataset with intervals, differences, memory, time and failures."""
     summary: dict[str, Any] = {"score_unit": table.unit, "lower_is_better": table.lower_is_better}
     for column, cell in row.cells.items():
@@ -161,7 +161,7 @@ def _log_task(
                     with failure_warned(run.folder.name):
                         written.append(_log_run(run, runs, project, entity))
             for group in group_runs(runs):
-                if len(group.arms) > 1:
+                if len(group.variants) > 1:
                     with failure_warned(f"the comparison of {group.task} on {group.model}"):
                         compared.append(_log_comparison(group, place.parent, project, entity))
     except (OSError, StoreError) as error:
@@ -182,7 +182,7 @@ def _log_run(run: Run, runs: Sequence[Run], project: str, entity: str | None) ->
         project=project,
         entity=entity,
         id=name,
-        name=f"{manifest['task']}/{row.arm.label}{rate}/seed{manifest.get('seed')}",
+        name=f"{manifest['task']}/{row.variant.label}{rate}/seed{manifest.get('seed')}",
         group=str(manifest["experiment"]),
         job_type=str(manifest["task"]),
         tags=tags_of(manifest, row),
@@ -190,8 +190,8 @@ def _log_run(run: Run, runs: Sequence[Run], project: str, entity: str | None) ->
         config=config_of(manifest),
     ) as logged:
         tables = field_tables(group)
-        logged.log(run_media(group, tables, row.arm, run))
-        for curve in curves(group, tables, row.arm):
+        logged.log(run_media(group, tables, row.variant, run))
+        for curve in curves(group, tables, row.variant):
             log_curve(logged, curve)
         logged.summary.update(summary_of(table, row) | _timings(group, row) | note)
         logged.log_artifact(records_artifact(run, name, Path(logged.dir)))
@@ -199,7 +199,7 @@ def _log_run(run: Run, runs: Sequence[Run], project: str, entity: str | None) ->
 
 
 def _log_comparison(group: Group, folder: Path, project: str, entity: str | None) -> Path:
-    """All arms of a group side by side; returns the W&B run's folder."""
+    """All variants of a group side by side; returns the W&B run's folder."""
     manifest = group.manifests[-1]
     experiment = str(manifest["experiment"])
     table = score_table(group)
@@ -220,7 +220,7 @@ def _log_comparison(group: Group, folder: Path, project: str, entity: str | None
             "model": group.model,
             "task": group.task,
             "method": COMPARISON,
-            "arms": [arm.label for arm in group.arms],
+            "variants": [variant.label for variant in group.variants],
             "compared_runs": [run_id(one) for one in group.manifests],
         },
     ) as logged:
@@ -229,11 +229,11 @@ def _log_comparison(group: Group, folder: Path, project: str, entity: str | None
     return Path(logged.dir).parent
 
 
-def _timings(group: Group, row: ArmScores) -> dict[str, float]:
+def _timings(group: Group, row: VariantScores) -> dict[str, float]:
     """What a throughput probe measured: of one setting by its plain names, of several by each."""
     if not group.meta.figure("throughput"):
         return {}
-    mine = [timing for timing in timings_of(group) if timing.arm == row.arm]
+    mine = [timing for timing in timings_of(group) if timing.variant == row.variant]
     found: dict[str, float] = {}
     for timing in mine:
         prefix = f"{timing.setting}/" if len(mine) > 1 else ""
@@ -278,7 +278,7 @@ def _resolved(mode: Mode) -> Mode:
     return "online" if os.environ.get("WANDB_API_KEY") and wanted != "offline" else "offline"
 
 
-def _compared(run: Run, runs: Sequence[Run]) -> tuple[Group, ScoreTable, ArmScores]:
+def _compared(run: Run, runs: Sequence[Run]) -> tuple[Group, ScoreTable, VariantScores]:
     """The run beside its baseline of the same seed, where there is one."""
     keys = ("model", "task", "seed")
     peers = [
@@ -291,5 +291,5 @@ def _compared(run: Run, runs: Sequence[Run]) -> tuple[Group, ScoreTable, ArmScor
         peers = []
     group = group_runs([*peers[:1], run])[0]
     table = score_table(group)
-    row = next(r for r in table.rows if r.arm.method == run.manifest["method"])
+    row = next(r for r in table.rows if r.variant.method == run.manifest["method"])
     return group, table, row

@@ -16,11 +16,11 @@ from kvbench.report.experiment import Group
 from kvbench.report.figures.canvas import Drawn, axis_name
 from kvbench.report.figures.heatmap import grid_of, heatmap_alone, heatmaps
 from kvbench.report.figures.intervals import error_against_memory, score_against_ratio
-from kvbench.report.labels import Arm
+from kvbench.report.labels import Variant
 from kvbench.report.render.answers import clip, sample_of
 from kvbench.report.table import Table, unit_text
 from kvbench.report.tables.score_tables import as_table
-from kvbench.report.tables.scores import ArmScores, Cell, ScoreTable, score_table
+from kvbench.report.tables.scores import Cell, ScoreTable, VariantScores, score_table
 from kvbench.report.tables.strata import as_text
 
 if TYPE_CHECKING:
@@ -55,34 +55,36 @@ def field_tables(group: Group, fields: Collection[str] | None = None) -> list[Sc
     return [score_table(group, name) for name in wanted]
 
 
-def run_media(group: Group, tables: Sequence[ScoreTable], arm: Arm, run: Run) -> dict[str, Any]:
-    """Tables, heatmaps and images of one arm; `tables` as `field_tables` gives them."""
+def run_media(
+    group: Group, tables: Sequence[ScoreTable], variant: Variant, run: Run
+) -> dict[str, Any]:
+    """Tables, heatmaps and images of one variant; `tables` as `field_tables` gives them."""
     predicted = run.records["prediction"].notna().any()
     media: dict[str, Any] = {"predictions" if predicted else "records": examples(group, run)}
     for table in tables:
         media[f"by_{table.by}/table"] = as_wandb(
-            as_table(table), lambda line: line["arm"] == arm.label
+            as_table(table), lambda line: line["variant"] == variant.label
         )
     spec = group.meta.figure("heatmap")
-    if spec and _scored(group, arm):
-        media["heatmap"] = image(heatmap_alone(group, arm, spec))
-        media["heatmap_chart"] = heatmap_chart(group, [arm], spec)
+    if spec and _scored(group, variant):
+        media["heatmap"] = image(heatmap_alone(group, variant, spec))
+        media["heatmap_chart"] = heatmap_chart(group, [variant], spec)
     return media
 
 
 def comparison_media(group: Group, table: ScoreTable) -> dict[str, Any]:
-    """Every arm of a group side by side."""
+    """Every variant of a group side by side."""
     media: dict[str, Any] = {"scores": as_wandb(as_table(table))}
     answers = side_by_side(group)
     if answers is not None:
         media["predictions"] = answers
     spec = group.meta.figure("heatmap")
-    arms = [arm for arm in group.arms if _scored(group, arm)]
-    if spec and arms:
+    variants = [variant for variant in group.variants if _scored(group, variant)]
+    if spec and variants:
         for i, drawn in enumerate(heatmaps(group, spec)):
             media["heatmaps" if i == 0 else f"heatmaps_{i + 1}"] = image(drawn)
-        media["heatmap_chart"] = heatmap_chart(group, arms, spec)
-    if len({arm.rate for arm in group.arms if arm.rate is not None}) > 1:
+        media["heatmap_chart"] = heatmap_chart(group, variants, spec)
+    if len({variant.rate for variant in group.variants if variant.rate is not None}) > 1:
         media["score_against_ratio_figure"] = image(score_against_ratio(group, table))
     errors = error_against_memory(group)
     if errors is not None:
@@ -93,17 +95,17 @@ def comparison_media(group: Group, table: ScoreTable) -> dict[str, Any]:
     return media
 
 
-def curves(group: Group, tables: Sequence[ScoreTable], arm: Arm) -> Iterator[Curve]:
+def curves(group: Group, tables: Sequence[ScoreTable], variant: Variant) -> Iterator[Curve]:
     """One curve for each numeric field that scores are broken down by (see `field_tables`).
 
     The horizontal axis is the field's value; where the field is the budget, it is the measured ratio.
     """
-    records = group.records[group.records["arm"] == arm.label]
+    records = group.records[group.records["variant"] == variant.label]
     for table in tables:
         field = table.by
         values = pd.to_numeric(records[field], errors="coerce")
         ratios = records["ratio"].groupby(values).mean()
-        cells = _row_of(table, arm).cells
+        cells = _row_of(table, variant).cells
         points = []
         for value in map(float, ratios.index):
             cell = cells.get(as_text(records[field][values == value].iloc[0]))
@@ -115,17 +117,19 @@ def curves(group: Group, tables: Sequence[ScoreTable], arm: Arm) -> Iterator[Cur
 
 
 def memory_lines(group: Group, table: ScoreTable) -> dict[str, list[tuple[float, float]]]:
-    """For each method (measured ratio, score), smallest ratio first: across the arms of a sweep, and
+    """For each method (measured ratio, score), smallest ratio first: across the variants of a sweep, and
     across the budgets that one run goes through. A method that keeps everything is one point."""
     budgets = field_tables(group, _budget_fields(group))
     lines: dict[str, list[tuple[float, float]]] = {}
     for row in table.rows:
-        within = [c for c in curves(group, budgets, row.arm) if c.x == "ratio"]
+        within = [c for c in curves(group, budgets, row.variant) if c.x == "ratio"]
         if within:
             found = [(point["ratio"], point["score"]) for point in within[0].points]
         else:
             found = [(row.ratio, row.total.score.value)]
-        lines.setdefault(row.arm.method, []).extend(p for p in found if not any(map(math.isnan, p)))
+        lines.setdefault(row.variant.method, []).extend(
+            p for p in found if not any(map(math.isnan, p))
+        )
     return {method: sorted(points) for method, points in lines.items() if points}
 
 
@@ -144,29 +148,31 @@ def memory_chart(group: Group, lines: Mapping[str, Sequence[tuple[float, float]]
     )
 
 
-def heatmap_chart(group: Group, arms: Sequence[Arm], spec: Mapping[str, Any]) -> wandb.Plotly:
-    """The arms' heatmaps on one scale, with the numbers at hand: a chart that W&B draws itself."""
+def heatmap_chart(
+    group: Group, variants: Sequence[Variant], spec: Mapping[str, Any]
+) -> wandb.Plotly:
+    """The variants' heatmaps on one scale, with the numbers at hand: a chart that W&B draws itself."""
     import wandb
 
-    return wandb.Plotly(heatmap_figure(group, arms, spec))
+    return wandb.Plotly(heatmap_figure(group, variants, spec))
 
 
-def heatmap_figure(group: Group, arms: Sequence[Arm], spec: Mapping[str, Any]) -> go.Figure:
+def heatmap_figure(group: Group, variants: Sequence[Variant], spec: Mapping[str, Any]) -> go.Figure:
     """The figure of `heatmap_chart`."""
     import plotly.graph_objects as go
     from plotly.subplots import make_subplots
 
     x, y, value = spec["x"], spec["y"], str(spec.get("value", "score"))
     percent = group.meta.score_unit == "fraction"
-    grids = [grid_of(group, arm, spec) * (100 if percent else 1) for arm in arms]
+    grids = [grid_of(group, variant, spec) * (100 if percent else 1) for variant in variants]
     every = np.concatenate([grid.to_numpy(float).ravel() for grid in grids])
     low, high = (0.0, 100.0) if percent else (float(np.nanmin(every)), float(np.nanmax(every)))
-    columns = min(4, len(arms))
-    rows = math.ceil(len(arms) / columns)
+    columns = min(4, len(variants))
+    rows = math.ceil(len(variants) / columns)
     figure = make_subplots(
         rows,
         columns,
-        subplot_titles=[arm.label for arm in arms] if len(arms) > 1 else None,
+        subplot_titles=[variant.label for variant in variants] if len(variants) > 1 else None,
         shared_xaxes="all",
         shared_yaxes="all",
         horizontal_spacing=0.03,
@@ -195,7 +201,8 @@ def heatmap_figure(group: Group, arms: Sequence[Arm], spec: Mapping[str, Any]) -
     figure.update_xaxes(type="category")
     figure.update_yaxes(type="category", autorange="reversed")  # the prompt's beginning on top
     figure.update_layout(
-        title=f"{group.task}, {group.model}" + (f": {arms[0].label}" if len(arms) == 1 else ""),
+        title=f"{group.task}, {group.model}"
+        + (f": {variants[0].label}" if len(variants) == 1 else ""),
         coloraxis={
             "colorscale": "Viridis",
             "cmin": low,
@@ -242,7 +249,8 @@ def examples(group: Group, run: Run) -> wandb.Table:
 
 
 def side_by_side(group: Group) -> wandb.Table | None:
-    """One line per example: every arm's prediction, score and ratio; None where nothing is predicted.
+    """One line per example: every variant's prediction, score and ratio; None where nothing is
+    predicted.
 
     Of more than `MAX_PREDICTIONS` examples, as many spread evenly.
     """
@@ -252,10 +260,12 @@ def side_by_side(group: Group) -> wandb.Table | None:
     if not shown:
         return None
     fields = list(shown[0].fields)
-    labels = [arm.label for arm in group.arms]
-    per_arm = [f"{label}: {what}" for label in labels for what in ("prediction", "score", "ratio")]
+    labels = [variant.label for variant in group.variants]
+    per_variant = [
+        f"{label}: {what}" for label in labels for what in ("prediction", "score", "ratio")
+    ]
     table = wandb.Table(
-        columns=["example_id", "seed", "dataset", *fields, "prompt_tail", "answer", *per_arm]
+        columns=["example_id", "seed", "dataset", *fields, "prompt_tail", "answer", *per_variant]
     )
     for example in shown:
         answers = {answer.label: answer for answer in example.answers}
@@ -316,13 +326,13 @@ def _budget_fields(group: Group) -> set[str]:
     return {"rate", str(scaling.get("level", "rate"))}
 
 
-def _scored(group: Group, arm: Arm) -> bool:
-    mine = group.records[group.records["arm"] == arm.label]
+def _scored(group: Group, variant: Variant) -> bool:
+    mine = group.records[group.records["variant"] == variant.label]
     return bool(((mine["status"] == "ok") & mine["score"].notna()).any())
 
 
-def _row_of(table: ScoreTable, arm: Arm) -> ArmScores:
-    row = table.row(arm)
+def _row_of(table: ScoreTable, variant: Variant) -> VariantScores:
+    row = table.row(variant)
     assert row is not None
     return row
 

@@ -57,7 +57,7 @@ def build_wandb_report(experiment: Experiment, project: str, entity: str = "") -
     for group in experiment.groups:
         blocks += [wr.H1(f"{group.task} on {group.model}"), *_tables(experiment, group)]
         blocks.append(wr.PanelGrid(runsets=_run_sets(experiment, group), panels=_panels(group)))
-        if len(group.arms) > 1:
+        if len(group.variants) > 1:
             blocks.append(wr.H2(f"{group.task} on {group.model}: all methods side by side"))
             blocks.append(_side_by_side(experiment, group))
     blocks.append(wr.H1("How to reproduce"))
@@ -174,7 +174,7 @@ def _run_sets(experiment: Experiment, group: Group) -> list[wr.Runset]:
     """One run set per method, each in the method's colour."""
     import wandb_workspaces.reports.v2 as wr
 
-    methods = list(dict.fromkeys(arm.method for arm in group.arms))
+    methods = list(dict.fromkeys(variant.method for variant in group.variants))
     sets = []
     for method in methods:
         mine = [m for m in group.manifests if m.get("method") == method]
@@ -237,7 +237,7 @@ def _panels(group: Group) -> list[Any]:
         if group.records[key].notna().any():
             panels.append(wr.BarPlot(title=title, metrics=[metric]))
     tables = field_tables(group)
-    found = {c.section: c for arm in group.arms for c in curves(group, tables, arm)}
+    found = {c.section: c for variant in group.variants for c in curves(group, tables, variant)}
     for curve in found.values():
         panels.append(
             wr.LinePlot(
@@ -290,7 +290,7 @@ def _side_by_side(experiment: Experiment, group: Group) -> wr.PanelGrid:
 
 
 def _sweeps(group: Group) -> bool:
-    return len({arm.rate for arm in group.arms if arm.rate is not None}) > 1
+    return len({variant.rate for variant in group.variants if variant.rate is not None}) > 1
 
 
 if __name__ == "__main__":

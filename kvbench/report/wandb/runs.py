@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from kvbench.errors import first_line
 from kvbench.records.durable import read_file, replace
 from kvbench.records.read import MANIFEST, Run, record_files
-from kvbench.report.tables.scores import ArmScores
+from kvbench.report.tables.scores import VariantScores
 from kvbench.report.wandb.media import (
     Curve,
 )
@@ -139,7 +139,7 @@ def notes_of(manifest: Mapping[str, Any], note: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def tags_of(manifest: Mapping[str, Any], row: ArmScores) -> list[str]:
+def tags_of(manifest: Mapping[str, Any], row: VariantScores) -> list[str]:
     tags = [str(manifest[key]) for key in ("experiment", "model", "task", "method")]
     if rate_text(row):
         tags.append(rate_text(row))
@@ -148,9 +148,9 @@ def tags_of(manifest: Mapping[str, Any], row: ArmScores) -> list[str]:
     return clipped_tags(tags)
 
 
-def rate_text(row: ArmScores) -> str:
+def rate_text(row: VariantScores) -> str:
     """E.g. ``rate 0.25``; empty where the method has no budget."""
-    return "" if row.arm.rate is None else f"rate {row.arm.rate:g}"
+    return "" if row.variant.rate is None else f"rate {row.variant.rate:g}"
 
 
 def clipped_tags(tags: Sequence[str]) -> list[str]:
