@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from support.command import FAST, SHORT, main
 
+from kvbench.cli import check
 from kvbench.cli import main as cli
 from kvbench.cli.catalogue import KINDS, catalogue
 from kvbench.run.progress import _logs_above_the_bar, progress_display
@@ -190,11 +191,12 @@ def test_overrides_that_are_right_are_let_through() -> None:
     ]
     fine += [[f"experiment={name}"] for name in catalogue("experiments")]
     for overrides in fine:
-        assert cli.check_overrides(overrides) is None, overrides
+        assert check.check_overrides(overrides) is None, overrides
     assert (
-        cli.check_overrides(["budget.rate=0.5,0.25", "seed=interval(0,3)"], sweep=True) is not None
+        check.check_overrides(["budget.rate=0.5,0.25", "seed=interval(0,3)"], sweep=True)
+        is not None
     )
-    assert cli.check_overrides(["budget.rate=0.5,0.25", "seed=1,2"], sweep=True) is None
+    assert check.check_overrides(["budget.rate=0.5,0.25", "seed=1,2"], sweep=True) is None
     assert cli._own_options(["-v", "a=b"]) == ["a=b", "hydra.verbose=kvbench"]
     assert cli._own_options(["-v", "-v"]) == cli._own_options(["-vv"]) == ["hydra.verbose=true"]
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench.cli import main as cli
+from kvbench.cli.check import composer
 from kvbench.cli.compose import Compositions, SharingLoader, plain_values
 
 PARTS = (
@@ -60,7 +60,7 @@ def composed(loader: ConfigLoader, overrides: Sequence[str], mode: RunMode) -> t
 @pytest.fixture(scope="module")
 def loaders():
     """Hydra's own loader, and the one that shares, kept from one composition to the next."""
-    with cli._composer():
+    with composer():
         path = GlobalHydra.instance().config_loader().get_search_path()
         yield ConfigLoaderImpl(path), SharingLoader(ConfigLoaderImpl(path), Compositions())
 

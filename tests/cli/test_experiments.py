@@ -312,8 +312,8 @@ def test_the_page_states_entries_and_bytes_of_both_choices(tmp_path: Path, capsy
     assert ratios["minference_snapkv"] == pytest.approx(2 * ratios["snapkv"], rel=1e-4)
     page = (tmp_path / "table1" / "report.html").read_text()
     for value in (ratios["snapkv"], ratios["minference_snapkv"]):
-        assert f">{value:.3f}</td>" in page
-    assert page.count(f">{shown['entries_mean']['snapkv']:.0f}</td>") == 2
+        assert f"<span>{value:.3f}</span></td>" in page
+    assert page.count(f"<span>{shown['entries_mean']['snapkv']:.0f}</span></td>") == 2
     (file,) = (tmp_path / "table1" / "tables").glob("*published.csv")
     beside = pd.read_csv(file)
     beside = beside[beside["published_model"] == "Llama-3.1-8B-Instruct"].set_index("variant")

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from kvbench.report.tables.compare_views import write_comparison
 from support.attacks import PACKAGE, RUN, SECRETS, SMALL, TYPED, leaks, model_folder, written
 from support.chromium import BROWSER, Chromium
 from support.cli_cases import ended
@@ -27,6 +26,7 @@ from kvbench.methods.snapkv import SnapKV
 from kvbench.records.read import load_runs
 from kvbench.report.build import build_report
 from kvbench.report.experiment import load_experiment
+from kvbench.report.render.comparison import write_comparison
 from kvbench.report.tables.compare import compare
 
 PICKLING = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "cPickle", "jsonpickle"}
@@ -350,5 +350,5 @@ def test_a_foreign_results_folder_cannot_write_outside_itself(tmp_path: Path) ->
 
 
 def test_transformers_still_has_the_switches_this_relies_on() -> None:
-    assert "use_safetensors" in (PACKAGE / "engine" / "loading.py").read_text()
+    assert "use_safetensors" in (PACKAGE / "engine" / "weights.py").read_text()
     assert int(transformers.__version__.partition(".")[0]) >= 5

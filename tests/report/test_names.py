@@ -12,6 +12,7 @@ from support.cli_cases import ended
 
 from kvbench.cli import main as cli
 from kvbench.cli.build import results_folder
+from kvbench.cli.check import check_command
 from kvbench.cli.overrides import is_folder_name
 from kvbench.kv import KVError
 from kvbench.records.store import safe_name
@@ -97,7 +98,7 @@ def test_the_home_folder_is_meant_wherever_results_are_written(
     monkeypatch.setenv("HOME", str(home))
     assert results_folder("~/r") == home / "r"
     words = [*RUN, "results_dir='~/my results'", "launcher=gpus", "launcher.workers=1"]
-    config = cli._checked(words, sweep=True).first
+    config = check_command(words, sweep=True).first
     (override,) = cli._sweep_folder(config, words)
     parsed = OverridesParser.create().parse_override(override)
     folder = Path(str(parsed.value()))

@@ -17,8 +17,8 @@ from support.tiny import prompt_ids, tiny_model
 
 from kvbench import compare, compress
 from kvbench.engine.guard import Guard, SharedStateChanged
-from kvbench.kernels.seal import Seal
-from kvbench.kv import SEALED_ENDS, Budget, CompressedKV, LayerKV, keep_all
+from kvbench.kernels.seal import SEALED_ENDS, Seal
+from kvbench.kv import Budget, CompressedKV, LayerKV, keep_all
 from kvbench.methods import build_method
 from kvbench.methods.base import Held, Method
 from kvbench.methods.h2o import H2O

@@ -29,6 +29,7 @@ from omegaconf import OmegaConf
 
 from kvbench.cli import main as cli
 from kvbench.cli.catalogue import KINDS, catalogue
+from kvbench.cli.check import composer
 
 BASE = ["logger=none", "model=tiny_random", "device=cpu", "dry_run=true", "limit=1"]
 LONGBENCH = Path(__file__).parents[1] / "data" / "longbench"
@@ -203,7 +204,7 @@ def names(kind: str) -> list[str]:
 def keys_of(*choices: str) -> Mapping[str, Any]:
     """Every key, inner ones included, of the config that these choices compose to, and what it is; of
     those that Hydra's grammar cannot name, what they are in."""
-    with cli._composer():
+    with composer():
         config = OmegaConf.to_container(compose("config", overrides=list(choices)), resolve=False)
     return {key: value for key, value in _keys(config) if not LEFT_OUT.match(key)}
 
