@@ -14,7 +14,7 @@ from kvbench.report.build import build_report
 from kvbench.report.experiment import load_experiment
 from kvbench.report.tables.compare import compare
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_scale.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "benchmarks" / "bench_scale.py"
 sys.path.insert(0, str(SCRIPT.parent))
 
 import bench_scale  # noqa: E402

@@ -1,4 +1,4 @@
-"""scripts/bench_kernels.py on small sizes: every operation is timed against its floor."""
+"""scripts/benchmarks/bench_kernels.py on small sizes: every operation is timed against its floor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "benchmarks"
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_the_report_names_device_commit_and_command(script, tmp_path, monkeypatc
     script.main()
     report = json.loads((tmp_path / "cpu.json").read_text())
     assert [row["operation"] for row in report["rows"]] == ["cut"]
-    assert report["command"].startswith("python scripts/bench_kernels.py --device=cpu")
+    assert report["command"].startswith("python scripts/benchmarks/bench_kernels.py --device=cpu")
     assert report["hardware"]["device"] == "cpu"
     assert report["code_revision"]
     assert "no CUDA device" in report["triton"]

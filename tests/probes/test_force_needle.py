@@ -1,4 +1,4 @@
-"""scripts/force_needle.py on one short prompt of the shipped model."""
+"""scripts/recall_mini/force_needle.py on one short prompt of the shipped model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support.method_layers import make_layer
 from kvbench.kv import Budget
 from kvbench.methods import build_method
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "recall_mini"
 
 
 def test_forcing_keeps_the_span_within_the_same_budget(monkeypatch):

@@ -1,4 +1,4 @@
-"""scripts/bench_study_intervals.py on few simulations: the worst cells of its table."""
+"""scripts/benchmarks/bench_study_intervals.py on few simulations: the worst cells of its table."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_study_intervals.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "benchmarks" / "bench_study_intervals.py"
 
 
 @pytest.fixture(scope="module")

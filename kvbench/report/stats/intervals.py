@@ -1,8 +1,8 @@
 """95 % intervals of the means and paired differences that tables show, in closed form.
 
 Everything here takes strata of independent units (`stats.Stratum`) and returns one estimate per column:
-the mean over strata of each stratum's mean. `scripts/bench_statistics.py` measures how often each kind
-of interval holds the truth.
+the mean over strata of each stratum's mean. `scripts/benchmarks/bench_statistics.py` measures how
+often each kind of interval holds the truth.
 """
 
 from __future__ import annotations

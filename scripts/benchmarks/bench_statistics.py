@@ -1,6 +1,6 @@
 """How often the report's intervals hold the truth, and its marks and p-values are right: by simulation.
 
-    python scripts/bench_statistics.py [--studies 2000]
+    python scripts/benchmarks/bench_statistics.py [--studies 2000]
 
 Every figure is of the functions that the report itself calls; only the data are drawn here, from a
 seed. A row that misses its bound is marked with !, and the exit status is then 1.

@@ -1,8 +1,8 @@
 """What many records, many jobs and many methods cost, and how the cost grows: CPU seconds.
 
-    python scripts/bench_scale.py records     report and comparison of up to 100,000 records
-    python scripts/bench_scale.py jobs        planning up to 5,000 jobs; the first record of a sweep
-    python scripts/bench_scale.py methods     one job with up to 200 methods
+    python scripts/benchmarks/bench_scale.py records  report and comparison of up to 100,000 records
+    python scripts/benchmarks/bench_scale.py jobs  planning up to 5,000 jobs; the first record of a sweep
+    python scripts/benchmarks/bench_scale.py methods  one job with up to 200 methods
 
 Each is measured at a quarter of the number and at the whole: linear growth is a ratio of 4 at most.
 Counted are the CPU seconds of a process of its own, its start included, whatever else the machine does.

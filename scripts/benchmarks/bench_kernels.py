@@ -1,7 +1,7 @@
 """Time the hot operations: torch reference, Triton kernel, and the floor the device sets.
 
-    python scripts/bench_kernels.py                  # on CUDA where there is a device, else on the CPU
-    python scripts/bench_kernels.py --device cpu --threads 1 --only attention_mass
+    python scripts/benchmarks/bench_kernels.py  # on CUDA where there is a device, else on the CPU
+    python scripts/benchmarks/bench_kernels.py --device cpu --threads 1 --only attention_mass
 
 Prints a table and writes results/bench/<device>.json with device, versions, commit and command.
 

@@ -1,7 +1,7 @@
 """Time BalanceKV's compression of one layer against its own unavoidable block products.
 
-    python scripts/bench_compress.py            # n = 16384, 8 KV heads, head_dim 128, b = 256, T = 2
-    python scripts/bench_compress.py --key-scale 4      # keys whose exponentials overflow float32
+    python scripts/benchmarks/bench_compress.py  # n = 16384, 8 KV heads, head_dim 128, b = 256, T = 2
+    python scripts/benchmarks/bench_compress.py --key-scale 4  # keys whose exponentials overflow float32
 
 Compression is everything `BalanceKV.compress` does, from drawing the uniforms to the gathered
 entries. The yardstick is the batched matrix products of the kernel matrices alone, full b x b blocks

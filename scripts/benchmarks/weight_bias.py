@@ -1,6 +1,6 @@
 """Are the weights of sampled entries unbiased? The mean, over draws, of the weighted exp-sum.
 
-    python scripts/weight_bias.py
+    python scripts/benchmarks/weight_bias.py
 
 For each method: sum over kept entries of w exp(q.k) divided by the exact sum over all entries, for
 the last 16 queries and all heads, averaged over the draws; 1 is unbiased. Synthetic layers

@@ -6,7 +6,7 @@ one layer alone, at all layers but one, and at all of them; and SnapKV runs as i
 pooling. Each line: what was changed, the share of prompts whose answer holds the expected one word for
 word, and the share of the expected words. Layers are numbered from 0, as in the model.
 
-    python scripts/force_needle.py
+    python scripts/recall_mini/force_needle.py
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvbench.run.session import Session
 from kvbench.tasks.base import Example
 from kvbench.tasks.needle import Needle
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 KERNEL_SIZES = (5, 15, 31, 63)
 
 

@@ -1,7 +1,8 @@
 """What guarding shared tensors costs: CPU seconds spent in the guard over those of the job.
 
-    python scripts/bench_guard.py                 # the job of bench_sharing.py, eight methods
-    python scripts/bench_guard.py --tokens 512    # a short prompt, where a fixed cost weighs most
+    python scripts/benchmarks/bench_guard.py  # the job of bench_sharing.py, eight methods
+    python scripts/benchmarks/bench_guard.py --tokens 512  # a short prompt, where a fixed cost
+    weighs most
 
 Every function of the guard is timed where it runs, in CPU time, so that other programs on the machine
 do not count. Included are the copies of parts of each layer, the look at them, at the process's

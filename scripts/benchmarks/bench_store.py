@@ -5,7 +5,7 @@ seconds that the appends take and the CPU seconds of the threads that sync the f
 is repeated; the smallest share counts, as other work on the machine only adds to it. `--folder` chooses
 the disk.
 
-    python scripts/bench_store.py
+    python scripts/benchmarks/bench_store.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Do the intervals of the studies hold what they say? By simulation, with the report's own functions.
 
-    python scripts/bench_study_intervals.py [--runs 2000]
+    python scripts/benchmarks/bench_study_intervals.py [--runs 2000]
 
 Prints, for designs whose truth is known: how often 95 % intervals of slopes and of an ablation's
 changes cover it, how often a slope that lies on the bound is called as predicted (the two one-sided

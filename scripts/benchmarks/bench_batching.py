@@ -1,6 +1,6 @@
 """Decoding rate by batch size: prompts of 16 lengths, the shipped model, one method. No prefill in it.
 
-python scripts/bench_batching.py
+python scripts/benchmarks/bench_batching.py
 """
 
 from __future__ import annotations

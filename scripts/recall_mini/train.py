@@ -12,7 +12,7 @@ From scratch, on generated data only: no downloaded text and no downloaded weigh
 A stage also revisits the ones before it.
 
 A stage ends as soon as its accuracy passes its target or its share of the time is used up, so that
-no stage can hang. ``python scripts/train_recall_mini.py --help`` lists the options; ``--resume``
+no stage can hang. ``python scripts/recall_mini/train.py --help`` lists the options; ``--resume``
 continues from the newest checkpoint.
 """
 
@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from recall_mini_data import VOCAB_SIZE, Generator, Sequence, train_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-ASSET = Path(__file__).resolve().parent.parent / "kvbench" / "assets" / "recall_mini"
+ASSET = Path(__file__).resolve().parents[2] / "kvbench" / "assets" / "recall_mini"
 
 
 @dataclass

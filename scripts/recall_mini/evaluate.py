@@ -21,7 +21,7 @@ from kvbench.tasks.base import PromptEncoder, Task
 from kvbench.tasks.longeval_lines import LongEvalLines
 from kvbench.tasks.needle import Needle
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 ASSET = ROOT / "kvbench" / "assets" / "recall_mini"
 
 

@@ -1,6 +1,6 @@
 """What sharing one prefill saves: seconds of a job with eight methods over seconds of `exact` alone.
 
-    python scripts/bench_sharing.py
+    python scripts/benchmarks/bench_sharing.py
 
 A random-weight Llama (6 layers, hidden 256, 8 heads, 2 KV heads), one thread. Both jobs run in the
 same process, in turn; a warm-up is left out and the medians are compared. Prints a table; the last
