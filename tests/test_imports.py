@@ -63,7 +63,7 @@ def test_only_the_engine_knows_transformers():
 
 def test_usage_errors_come_without_importing_torch():
     script = (
-        "import sys; from kvbench.cli.main import check_overrides; "
+        "import sys; from kvbench.cli.check import check_overrides; "
         "assert 'snapkv' in check_overrides(['method=snapkvv']); "
         "assert 'torch' not in sys.modules and 'wandb' not in sys.modules"
     )

@@ -52,6 +52,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         if arguments[:1] == ["list"]:
             status = list_kind(arguments[1:])
+        elif arguments[:1] == ["released"]:
+            from kvbench.cli.released import pair_released
+
+            with one_line_errors():
+                status = pair_released(arguments[1:])
         elif arguments[:1] == ["show"]:
             status = show_config(arguments[1:])
         else:

@@ -26,7 +26,7 @@ from kvbench.errors import is_integer, is_number, names_a_secret, nearest
 from kvbench.records.shards import ALLOWED as ALLOWED_SHARD
 from kvbench.records.shards import Shard
 
-COMMANDS = ("list", "show")
+COMMANDS = ("list", "show", "released")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 COMPRESS_AFTER = ("prompt", "context")
 COMPOSING = (
@@ -52,7 +52,7 @@ def check_syntax(overrides: Sequence[str], *, sweep: bool) -> str | None:
         if "=" not in text and not text.startswith("~"):
             return (
                 f"{text!r} is not an override{nearest(text, COMMANDS)}; allowed: key=value, or "
-                "first of all list or show"
+                "first of all list, show or released"
             )
         try:
             override = _parse(text)
