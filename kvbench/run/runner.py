@@ -21,13 +21,12 @@ from kvbench.records.read import COMMON_FIELDS, MANIFEST, read_manifest, read_re
 from kvbench.records.shards import Shard
 from kvbench.records.store import (
     RecordStore,
-    config_hash,
     manifest_lock,
-    run_folder,
     write_manifest,
 )
 from kvbench.run.attempts import DeviceLost
 from kvbench.run.batching import BatchSize, groups, run_group
+from kvbench.run.identity import folder_of
 from kvbench.run.plan import Methods, Outcome, Plan, Unit, beyond_positions, check_ids, datasets_of
 from kvbench.run.session import Session
 
@@ -108,7 +107,7 @@ class Job:
         return units, units if self.shard is None else self.shard.select(units)
 
     def identity(self, label: str) -> dict[str, Any]:
-        """Whatever changes a score of method `label`; its hash names the run's folder."""
+        """Whatever changes a score of method `label`; see `kvbench.run.identity`."""
         method, _ = self.methods[label]
         meta = self.plan.meta()
         changed = {"method_version": method.version} if method.version > 1 else {}
@@ -129,14 +128,8 @@ class Job:
 
     def folder(self, label: str) -> Path:
         """Where the records of method `label` are."""
-        return run_folder(
-            self.results_dir,
-            self.experiment,
-            self.spec.name,
-            self.task,
-            label,
-            config_hash(self.identity(label)),
-        )
+        names = (self.experiment, self.spec.name, self.task, label)
+        return folder_of(self.results_dir, names, self.identity(label))
 
 
 @dataclass
@@ -317,7 +310,7 @@ def _manifest(job: Job, label: str, folder: Path) -> dict[str, Any]:
         "model": job.spec.name,
         "task": job.task,
         "method": label,
-        "config_hash": config_hash(job.identity(label)),
+        "config_hash": job.folder(label).name.rpartition("-")[2],
         "identity": job.identity(label),
         "seed": job.session.seed,
         "shard": None if job.shard is None else str(job.shard),

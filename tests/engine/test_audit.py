@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from kvbench.report.views import notes_of
 from support.jobs import SMALL, make_job, records_of
 from support.tiny import Greedy, tiny_model
 
@@ -21,6 +20,7 @@ from kvbench.methods.base import Method
 from kvbench.probes.layer_error import LayerError
 from kvbench.probes.layers import SyntheticLayers, check_total
 from kvbench.report.experiment import load_experiment
+from kvbench.report.tables.score_tables import notes_of
 from kvbench.report.tables.scores import score_table
 from kvbench.run.runner import run_job
 

@@ -11,6 +11,7 @@ from support.forward import reference
 from support.tiny import prompt_ids, tiny_model
 
 from kvbench.api import compress
+from kvbench.engine.attention import LayerCall
 from kvbench.engine.cache import LayerCache
 from kvbench.engine.decoding import DecodeState
 from kvbench.engine.fork import Fork
@@ -162,9 +163,9 @@ def test_h2o_drops_what_has_received_least_whenever_it_fills(
     def watch(state: Any) -> None:
         real = state.attend
 
-        def watched(self: Any, layer: int, query: Any, key: Any, *rest: Any, **named: Any) -> Any:
-            calls.setdefault(layer, []).append((query[0].double(), key[0].double()))
-            return real(self, layer, query, key, *rest, **named)
+        def watched(self: Any, call: LayerCall) -> Any:
+            calls.setdefault(call.layer, []).append((call.query[0].double(), call.key[0].double()))
+            return real(self, call)
 
         monkeypatch.setattr(state, "attend", watched)
 

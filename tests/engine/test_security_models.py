@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from support.attacks import PACKAGE, model_folder
 
 from kvbench import compare
-from kvbench.engine import loading, tokenizer
+from kvbench.engine import tokenizer, weights
 from kvbench.engine.generate import Stopping
 from kvbench.engine.loading import ModelError, ModelSpec, load_config
 from kvbench.engine.tokenizer import load_tokenizer, prompt_encoder
@@ -368,6 +368,6 @@ def test_what_is_no_model_file_is_a_bug_and_told_as_one(
     def mistaken(*_: Any) -> None:
         raise AssertionError("a bug")
 
-    monkeypatch.setattr(loading, "check_serves_interface", mistaken)
+    monkeypatch.setattr(weights, "check_serves_interface", mistaken)
     with pytest.raises(AssertionError):
         loaded(copied(tmp_path / "model"))

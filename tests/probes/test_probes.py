@@ -18,7 +18,7 @@ from kvbench.methods._adapters import scaled_queries
 from kvbench.probes.layer_error import LayerError, estimate, relative_errors
 from kvbench.probes.throughput import Throughput
 from kvbench.report.experiment import load_experiment
-from kvbench.report.figures.heatmap import bars
+from kvbench.report.figures.bars import bars
 from kvbench.report.tables.score_tables import as_table
 from kvbench.report.tables.scores import score_table
 from kvbench.run.runner import run_job
