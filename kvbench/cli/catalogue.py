@@ -22,7 +22,7 @@ def config_dir() -> Path:
 def catalogue(kind: str) -> dict[str, str]:
     """Name and description of everything of a kind (one of `KINDS`), sorted by name."""
     folder = config_dir() / kind.removesuffix("s")
-    return {path.stem: describe(path) for path in sorted(folder.glob("*.yaml"))}
+    return {path.stem: describe(path) for path in sorted(folder.glob("[!_]*.yaml"))}
 
 
 def describe(path: Path) -> str:

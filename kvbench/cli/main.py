@@ -196,13 +196,14 @@ def _run(arguments: Sequence[str]) -> int:
 
 @contextmanager
 def _said_without_secrets() -> Iterator[None]:
-    """What Hydra prints of a config goes out without the tokens and keys that are in it."""
+    """What Hydra prints of a config goes out without the tokens and keys that are in it, and its help
+    without the YAML files that only others of their group use."""
     said = io.StringIO()
     try:
         with redirect_stdout(said):
             yield
     finally:
-        print(redact(said.getvalue()), end="")
+        print(redact(said.getvalue()).replace(": _base, ", ": "), end="")
 
 
 def _flags(options: argparse.Namespace) -> list[str]:

@@ -150,7 +150,8 @@ def _first_line(text: str, cause: BaseException | None = None) -> str:
 
 def _group_choices(group: str) -> list[str]:
     loader = GlobalHydra.instance().config_loader()
-    return sorted(loader.get_group_options(group, ObjectType.CONFIG))
+    names = loader.get_group_options(group, ObjectType.CONFIG)
+    return sorted(name for name in names if not name.startswith("_"))
 
 
 def _explain_key(key: str, overrides: Sequence[str]) -> str | None:
@@ -200,6 +201,8 @@ def check_groups(overrides: Sequence[str]) -> str | None:
                 return f"method is empty; allowed: one or more of {allowed}"
             if twice:
                 return f"method names {twice[0]!r} twice; allowed: each once"
+        elif isinstance(value, str) and value.startswith("_"):  # what others of its group share
+            return f"unknown {group} {value!r}; allowed: {allowed}"
         elif not isinstance(value, str) or not value:
             how = "one or more" if several else "one"
             return f"{override.input_line!r} names no {group}; allowed: {how} of {allowed}"

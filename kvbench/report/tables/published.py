@@ -1,7 +1,8 @@
 """Published numbers beside ours, where an experiment names the published table.
 
 The experiment's config says so under ``paper_table``: a file in results/paper, a mapping, or a list of
-them
+them. How a table is laid out and what it calls our methods and tasks stands once, in tables.yaml
+beside the CSV files; a mapping with layout keys of its own does without
 
     file: subgen_table1        results/paper/subgen_table1.csv
     value: accuracy            long tables: the column that holds the number
@@ -43,6 +44,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import yaml
 
 from kvbench.errors import first_line
 from kvbench.report.experiment import Experiment, Group
@@ -75,7 +77,8 @@ def published_tables(experiment: Experiment, folder: Path | None = None) -> list
     for group in experiment.groups:
         specs: dict[str, dict[str, Any]] = {}
         differences: dict[str, tuple[str, ...] | None] = {}
-        for spec in (spec for manifest in group.manifests for spec in _specs_of(manifest)):
+        given = [spec for manifest in group.manifests for spec in _specs_of(manifest)]
+        for spec in (one for each in given for one in _laid_out(experiment.folder, each, folder)):
             said = differences_of(spec)
             key = str({name: value for name, value in spec.items() if name != "differences"})
             specs.setdefault(key, spec)
@@ -106,9 +109,38 @@ def _specs_of(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
     return specs_of((manifest.get("config") or {}).get("paper_table"))
 
 
-def _read(experiment: Path, spec: Mapping[str, Any], folder: Path | None) -> pd.DataFrame:
-    """The table as text, so that 22.0 stays what was printed; only the rows of ``where``."""
-    name = f"{spec.get('file')}".removesuffix(".csv") + ".csv"
+def _laid_out(experiment: Path, spec: dict[str, Any], folder: Path | None) -> list[dict[str, Any]]:
+    """A spec with its table's layout, as tables.yaml has it, or several where that has several.
+
+    Raises:
+        PaperError: tables.yaml cannot be read, or holds what a ``paper_table`` may not.
+    """
+    if set(spec) - _OUR_OWN:  # it brings a layout
+        return [spec]
+    name = _file_name(spec)
+    file = _place_of(experiment, name, folder) / "tables.yaml"
+    if not file.is_file():
+        return [spec]
+    try:
+        layouts = yaml.safe_load(file.read_text(encoding="utf-8")).get(
+            name.removesuffix(".csv"), {}
+        )
+    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
+        raise PaperError(f"{file} cannot be read: {first_line(error)}") from error
+    several = layouts if isinstance(layouts, list) else [layouts]
+    return [one for layout in several for one in specs_of({**layout, **spec})]
+
+
+_OUR_OWN = {"file", "differences", "rescored", "records"}
+"""What an experiment says of the table, whatever its layout."""
+
+
+def _file_name(spec: Mapping[str, Any]) -> str:
+    return f"{spec.get('file')}".removesuffix(".csv") + ".csv"
+
+
+def _place_of(experiment: Path, name: str, folder: Path | None) -> Path:
+    """The folder that has a published table."""
     package = Path(__file__).parents[2]  # in a wheel the tables are in it, in a checkout beside it
     shipped = [package / "paper", package.parent / "results" / "paper"]
     places = [folder] if folder else [experiment.resolve().parent / "paper", *shipped]
@@ -117,6 +149,13 @@ def _read(experiment: Path, spec: Mapping[str, Any], folder: Path | None) -> pd.
         raise PaperError(f"paper_table {name} is in none of {', '.join(map(str, places))}")
     if (place / name).resolve().parent != place.resolve():
         raise PaperError(f"paper_table {place / name} is a link to another folder; it is not read")
+    return place
+
+
+def _read(experiment: Path, spec: Mapping[str, Any], folder: Path | None) -> pd.DataFrame:
+    """The table as text, so that 22.0 stays what was printed; only the rows of ``where``."""
+    name = _file_name(spec)
+    place = _place_of(experiment, name, folder)
     try:
         frame = pd.read_csv(place / name, dtype=str, keep_default_na=False)
     except (OSError, ValueError) as error:  # no CSV, or not UTF-8
