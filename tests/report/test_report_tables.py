@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from rich.console import Console
 from scipy.stats import binomtest, bootstrap
@@ -19,6 +20,7 @@ from support.report_runs import (
     NEEDLE_META,
     lines_records,
     needle_records,
+    write_demo,
     write_longbench,
     write_run,
     write_sweep,
@@ -32,8 +34,11 @@ from kvbench.report.figures.intervals import breakdown, by_dataset
 from kvbench.report.render.text import latex, markdown, print_tables
 from kvbench.report.stats.estimate import Estimate, Stratum, estimates
 from kvbench.report.table import NOTHING, Column, Row, Table, number, size
+from kvbench.report.tables import score_tables
+from kvbench.report.tables import scores as scores_module
 from kvbench.report.tables.score_tables import as_table, split_table
-from kvbench.report.tables.scores import AVERAGE, score_table
+from kvbench.report.tables.scores import AVERAGE, Measure, score_table
+from kvbench.report.wandb.log import summary_of
 
 
 def group_from(folder: Path, **scores: list[float | None]) -> Group:
@@ -590,3 +595,24 @@ def test_a_dataset_split_by_length_has_the_mean_of_its_buckets(tmp_path):
     assert part["score"].tolist() == pytest.approx(by_hand)
     assert part["scored"].tolist() == [2, 1, 1]
     assert part["mean_of_parts"].tolist() == pytest.approx([np.mean(by_hand)] * 3)
+
+
+def test_a_measured_field_is_declared_once_and_shown_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """README: a line in COSTS. Table, CSV, page and the summary of W&B have it."""
+    more = Measure("cache_bytes_max", "cache_bytes", "max", "largest cache", "bytes")
+    for module in (scores_module, score_tables):
+        monkeypatch.setattr(module, "COSTS", (*scores_module.COSTS, more))
+    paths = build_report(write_demo(tmp_path, ("exact", "snapkv"), ("longeval_lines",)))
+    (group,) = load_experiment(paths.page.parent).groups
+    largest = group.records[group.records["method"] == "snapkv"]["cache_bytes"].max()
+    text = (paths.page.parent / "tables" / "longeval_lines-recall_mini.md").read_text()
+    assert "largest cache" in text
+    assert size(largest) in text
+    lines = pd.read_csv(paths.page.parent / "tables" / "longeval_lines-recall_mini.csv")
+    assert lines.set_index("variant")["cache_bytes_max"]["snapkv"] == largest
+    assert size(largest) in paths.page.read_text()
+    table = score_table(group)
+    summary = summary_of(table, table.rows[1])
+    assert summary["cache_bytes_max"] == largest
