@@ -15,9 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from kvbench.engine.fork import prompt_name
 from kvbench.engine.generate import Generation, Stopping, run_forks
-from kvbench.engine.live import Compression, prompt_name
-from kvbench.engine.live_model import compressed_generation, kvbench_attention_on
+from kvbench.engine.live import Compression
+from kvbench.engine.live_model import compressed_generation
+from kvbench.engine.switch import kvbench_attention_on
 from kvbench.engine.tokenizer import end_token_ids
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method

@@ -16,6 +16,12 @@ from kvbench.kv import Budget, BudgetExceeded, CompressedKV
 from kvbench.methods.base import Method, allowed_entries
 
 
+def prompt_name(ids: Sequence[int]) -> str:
+    """The example id of a prompt that has no other name: a digest of its tokens, so that a method's
+    draws depend on seed and prompt, not on the prompt's place in a batch."""
+    return hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()
+
+
 def layer_generator(seed: int, example_id: str, layer: int) -> torch.Generator:
     """A CPU generator that depends on seed, example and layer only, so that neither the other
     methods of a job nor the order of its examples change a method's draws."""

@@ -138,7 +138,7 @@ class Prompt:
 
 
 @dataclass
-class _Row:
+class DecodingRow:
     """One fork's generation in the making: a row of the decoding batch."""
 
     fork: Fork
@@ -207,11 +207,11 @@ def run_batch(
     """
     batch = [_read(model, prompt, seed, compress_after, chunk_tokens) for prompt in prompts]
     rows = [row for answers in batch for row in answers]
-    _decode(model, [row for row in rows if row.chosen], graphs or StepGraphs())
+    decode_rows(model, [row for row in rows if row.chosen], graphs or StepGraphs())
     compressible = compressible_layers(model)
     for row in rows:
         row.result.batch = len(prompts)
-        _close(row, compressible)
+        close_row(row, compressible)
     return [{row.fork.label: row.result for row in answers} for answers in batch]
 
 
@@ -221,7 +221,7 @@ def _read(
     seed: int,
     compress_after: str,
     chunk_tokens: int | None,
-) -> list[_Row]:
+) -> list[DecodingRow]:
     """Prefill one prompt, and feed its question where that comes after compression; every row holds
     its first new token afterwards."""
     begun = seconds_run()
@@ -241,19 +241,21 @@ def _read(
     compressible = compressible_layers(model)
     rows = []
     for fork, start in zip(forks, starts, strict=True):
-        row = _open(fork, start, prompt.stopping, compressible)
+        row = open_row(fork, start, prompt.stopping, compressible)
         rows.append(row)
         if not tail and fork.failure is None:
             (first,), (finite,) = choose(prompt.stopping.first(start.logits[None]))
             _take(row, first, finite)
     if tail:
-        _feed(model, [row for row in rows if row.fork.failure is None], tail)
+        feed_question(model, [row for row in rows if row.fork.failure is None], tail)
     for row in rows:
         row.spent_s = seconds_run() - begun
     return rows
 
 
-def _open(fork: Fork, start: Prefill, stopping: Stopping, compressible: Sequence[int]) -> _Row:
+def open_row(
+    fork: Fork, start: Prefill, stopping: Stopping, compressible: Sequence[int]
+) -> DecodingRow:
     """A row at the end of its prefill, with what can be told by now."""
     healthy = fork.failure is None
     result = Generation(
@@ -269,10 +271,10 @@ def _open(fork: Fork, start: Prefill, stopping: Stopping, compressible: Sequence
         decode_s=0.0,
         failure=None,
     )
-    return _Row(fork, stopping, result, start.n, start.n)
+    return DecodingRow(fork, stopping, result, start.n, start.n)
 
 
-def _close(row: _Row, compressible: Sequence[int]) -> None:
+def close_row(row: DecodingRow, compressible: Sequence[int]) -> None:
     """Count the entries again, and complete the row's result."""
     fork, result = row.fork, row.result
     if fork.failure is None:
@@ -290,7 +292,7 @@ def _close(row: _Row, compressible: Sequence[int]) -> None:
         result.tokens.pop()
 
 
-def _feed(model: PreTrainedModel, rows: Sequence[_Row], tail: Sequence[int]) -> None:
+def feed_question(model: PreTrainedModel, rows: Sequence[DecodingRow], tail: Sequence[int]) -> None:
     """The question's tokens through every fork of one prompt, and the token each answers with."""
     if not rows:
         return
@@ -303,7 +305,7 @@ def _feed(model: PreTrainedModel, rows: Sequence[_Row], tail: Sequence[int]) -> 
 
 
 def _step(
-    model: PreTrainedModel, rows: Sequence[_Row], tokens: int, step: Callable[[], Tensor]
+    model: PreTrainedModel, rows: Sequence[DecodingRow], tokens: int, step: Callable[[], Tensor]
 ) -> None:
     """Run a step that feeds so many tokens to every row, and give every row that has not ended the
     token it chose and its share of the seconds. `step` returns what `pick` says of its logits."""
@@ -319,7 +321,7 @@ def _step(
             _take(row, token, bool(sound))
 
 
-def _take(row: _Row, token: int, finite: bool) -> None:
+def _take(row: DecodingRow, token: int, finite: bool) -> None:
     """A row goes on with this token, unless the logits it came from mean nothing."""
     if row.fork.failure is None and not finite:
         row.fork.fail(NonFiniteLogits(len(row.chosen) + 1))
@@ -328,7 +330,7 @@ def _take(row: _Row, token: int, finite: bool) -> None:
         row.ended = row.stopping.reached(row.chosen)
 
 
-def _decode(model: PreTrainedModel, rows: list[_Row], graphs: StepGraphs) -> None:
+def decode_rows(model: PreTrainedModel, rows: list[DecodingRow], graphs: StepGraphs) -> None:
     """Decode greedily until every row has ended.
 
     A row that has ended leaves the batch; where steps are replayed, when half of the batch has.
@@ -350,7 +352,7 @@ def _decode(model: PreTrainedModel, rows: list[_Row], graphs: StepGraphs) -> Non
 class _Batch:
     """Rows that take their steps together, until some of them leave."""
 
-    def __init__(self, model: PreTrainedModel, rows: list[_Row], graphs: StepGraphs) -> None:
+    def __init__(self, model: PreTrainedModel, rows: list[DecodingRow], graphs: StepGraphs) -> None:
         self.model = model
         self.rows = rows
         device = input_device(model)
@@ -383,14 +385,14 @@ class _Batch:
         _step(self.model, self.rows, 1, self.replay or self._run)
         self.state.count()
 
-    def is_over(self, running: Sequence[_Row]) -> bool:
+    def is_over(self, running: Sequence[DecodingRow]) -> bool:
         """Whether a new batch should take over: of the running rows alone, or because a cache is
         full."""
         few = len(self.rows) // 2 if self.replay is not None else len(self.rows) - 1
         return len(running) <= few or self.state.outgrown
 
 
-def _time_out(rows: Sequence[_Row], elapsed: float) -> None:
+def _time_out(rows: Sequence[DecodingRow], elapsed: float) -> None:
     """Fail the rows whose prompt took longer than it may: its own prefill, and all decoding since."""
     for row in rows:
         limit = row.stopping.timeout_s

@@ -7,17 +7,17 @@ function gives those to the forks, one per batch row, exactly as in the benchmar
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvbench.engine.attention import LayerCall
-from kvbench.engine.fork import Fork, ForkBatch
+from kvbench.engine.context import Context, Text
+from kvbench.engine.fork import Fork, ForkBatch, prompt_name
 from kvbench.engine.live_cache import (
     NO_ATTENTIONS,
     NO_CACHE,
@@ -28,12 +28,6 @@ from kvbench.engine.live_cache import (
 from kvbench.engine.prefill import PrefillState
 from kvbench.kv import Budget
 from kvbench.methods.base import Method
-
-
-def prompt_name(ids: Sequence[int]) -> str:
-    """The example id of a prompt that has no other name: a digest of its tokens, so that a method's
-    draws depend on seed and prompt, not on the prompt's place in a batch."""
-    return hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()
 
 
 @dataclass
@@ -110,6 +104,22 @@ class Compression:
     _compressible: list[int] = field(default_factory=list, repr=False)
     _cache: LiveCache | None = field(default=None, repr=False)
     _prefill: _BatchPrefill | None = field(default=None, repr=False)
+
+    def read(self, prompt: Text, tokenizer: PreTrainedTokenizerBase | None = None) -> Context:
+        """Prefill a prompt once and compress it, to be asked many things: see `Context.ask`.
+
+        Raises:
+            KVError: an empty prompt, or text without a tokenizer.
+        """
+        return Context(
+            self.model,
+            self.method,
+            self.budget,
+            prompt,
+            tokenizer,
+            label=self.label,
+            seed=self.seed,
+        )
 
     @property
     def entries(self) -> list[float]:

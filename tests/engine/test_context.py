@@ -1,0 +1,141 @@
+"""One compressed context, many questions: each answered from the same cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import prompt_ids, tiny_model
+
+from kvbench import compress
+from kvbench.engine.context import Context
+from kvbench.engine.fork import prompt_name
+from kvbench.engine.generate import Stopping, run_forks
+from kvbench.engine.loading import ModelSpec
+from kvbench.engine.switch import kvbench_attention_on
+from kvbench.engine.tokenizer import load_tokenizer
+from kvbench.engine.weights import load_model
+from kvbench.kv import Budget, KVError
+from kvbench.methods import build_method
+
+SMALL: dict[str, Any] = {"sink": 4, "window": 4}
+CONTEXT = prompt_ids(120)
+QUESTIONS = [prompt_ids(90)[60:], prompt_ids(40)[30:], prompt_ids(90)[60:75]]
+METHODS = {
+    "exact": {},
+    "snapkv": {},
+    "h2o": {},
+    "balancekv": {"block_size": 16},
+    "subgen": {},
+    "uniform": {"quantize": {"bits": 4, "group_size": 16}},
+}
+
+
+def alone(model: Any, name: str, options: dict[str, Any], question: list[int]) -> list[int]:
+    """What the benchmark's own engine answers with compress_after=context."""
+    methods = {name: (build_method(name, **options), Budget(0.25, **SMALL))}
+    with kvbench_attention_on(model):
+        found = run_forks(
+            model,
+            CONTEXT,
+            question,
+            methods,
+            Stopping(12),
+            seed=0,
+            example_id=prompt_name(CONTEXT),
+            compress_after="context",
+        )
+    assert found[name].failure is None
+    return found[name].tokens
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_question_meets_the_same_cache(name: str) -> None:
+    model = tiny_model("llama")
+    model.generation_config.eos_token_id = None
+    expected = [alone(model, name, METHODS[name], question) for question in QUESTIONS]
+    with compress(model, name, rate=0.25, **SMALL, **METHODS[name]) as session:
+        context = session.read(CONTEXT)
+        held = context.cache_bytes
+        singly = [context.ask(question, max_new_tokens=12) for question in QUESTIONS]
+        assert singly == expected
+        assert [context.ask(q, max_new_tokens=12) for q in QUESTIONS[::-1]] == expected[::-1]
+        assert context.ask_all(QUESTIONS, max_new_tokens=12) == expected
+        assert context.tokens == 120
+        assert context.cache_bytes == held == context._fork.cache_bytes()
+    assert context.ask(QUESTIONS[0], max_new_tokens=12) == expected[0], "outside the block, too"
+    assert model.config._attn_implementation != "kvbench"
+    assert (context.ratio < 1) == (name != "exact")
+
+
+def test_turns_that_stay_are_a_conversation() -> None:
+    """With everything kept, transformers' own cache says the same of the whole conversation."""
+    model = tiny_model("llama")
+    model.generation_config.eos_token_id = None
+    with compress(model, "exact") as session:
+        context = session.read(CONTEXT)
+        said = list(CONTEXT)
+        for question in QUESTIONS:
+            answer = context.ask(question, max_new_tokens=6, keep=True)
+            said += question
+            said += answer
+            assert context.tokens == len(said) - 1  # the last token is fed with the next turn
+    tokens = list(CONTEXT)
+    for question in QUESTIONS:
+        tokens += question
+        out = model.generate(torch.tensor([tokens]), max_new_tokens=6, do_sample=False)
+        tokens = out[0].tolist()
+    assert said == tokens
+
+
+def test_a_turn_that_stays_is_seen_by_the_next_and_another_is_not() -> None:
+    model = tiny_model("llama")
+    model.generation_config.eos_token_id = None
+    context = Context(model, build_method("snapkv"), Budget(0.25, **SMALL), CONTEXT)
+    first = context.ask(QUESTIONS[1], max_new_tokens=8)
+    context.ask(QUESTIONS[0], max_new_tokens=8)
+    assert context.ask(QUESTIONS[1], max_new_tokens=8) == first
+    context.ask(QUESTIONS[0], max_new_tokens=8, keep=True)
+    assert context.tokens == 120 + 30 + 7
+    assert context.ask(QUESTIONS[1], max_new_tokens=8) != first
+
+
+def test_text_is_asked_and_answered_with_a_tokenizer() -> None:
+    spec = ModelSpec(name="recall_mini", path="asset:recall_mini")
+    model = load_model(spec, device=torch.device("cpu"), dtype=torch.float32, seed=0)
+    tokenizer = load_tokenizer(spec)
+    lines = {"brave-otter": 41077, "calm-heron": 12903, "shy-badger": 30058}
+    text = "".join(
+        f"line {name}: REGISTER_CONTENT is <{number}>\n" for name, number in lines.items()
+    )
+    with compress(model, "exact") as session:
+        context = session.read(text, tokenizer)
+        ask = "Tell me what is the REGISTER_CONTENT in line {}? "
+        answers = context.ask_all([ask.format(name) for name in lines], max_new_tokens=16)
+        assert all(isinstance(answer, str) for answer in answers)
+        assert [str(n) in answer for n, answer in zip(lines.values(), answers, strict=True)] == [
+            True
+        ] * 3
+        cut = context.ask(ask.format("calm-heron"), max_new_tokens=16, stop=["9"])
+        assert "9" not in cut
+
+
+def test_what_cannot_be_asked_is_one_line() -> None:
+    model = tiny_model("llama")
+    with compress(model, "snapkv", rate=0.25, **SMALL) as session:
+        for wrong, said in (
+            ([], "the context has no token ids"),
+            ("text", "there is no tokenizer"),
+            ({"input_ids": [[1, 2], [3, 4]]}, "has 2 texts"),
+        ):
+            with pytest.raises(KVError, match=said):
+                session.read(wrong)
+        context = session.read({"input_ids": torch.tensor([CONTEXT])})
+        for question, options, said in (
+            ([], {}, "the question has no token ids"),
+            ([1], {"max_new_tokens": 0}, "max_new_tokens is 0"),
+            ([1], {"stop": ["x"]}, "there is no tokenizer"),
+        ):
+            with pytest.raises(KVError, match=said):
+                context.ask(question, **options)
