@@ -13,7 +13,7 @@ from kvbench.report.figures.canvas import save_figures
 from kvbench.report.files import file_stem, part_of, remove_stale, write_text
 from kvbench.report.render.page import Page, render_page
 from kvbench.report.render.text import csv, latex, markdown
-from kvbench.report.sections import as_printed, heatmaps_alone, section_of, several_tasks
+from kvbench.report.sections import alone, as_printed, section_of, several_tasks
 from kvbench.report.table import Table
 from kvbench.report.tables.differences import PaperError
 from kvbench.report.tables.published import published_tables
@@ -68,7 +68,7 @@ def build_report(experiment_folder: str | Path) -> ReportPaths:
         place = write_text(experiment.folder / "report.html", render_page(experiment, page))
         tables = write_tables(every, part_of(experiment.folder, "tables"))
         figures = save_figures(
-            [d for s in sections for d in (*s.figures, *heatmaps_alone(s.group))],
+            [d for s in sections for d in (*s.figures, *alone(s.group))],
             part_of(experiment.folder, "figures"),
         )
         remove_stale(experiment.folder, [*tables, *figures])

@@ -9,7 +9,7 @@ from pathlib import Path
 from kvbench.report.experiment import Experiment, Group, by_measure
 from kvbench.report.figures.bars import bars
 from kvbench.report.figures.canvas import Drawn
-from kvbench.report.figures.heatmap import grids_of, heatmap_alone, heatmaps
+from kvbench.report.figures.heatmap import heatmaps, heatmaps_alone
 from kvbench.report.figures.intervals import (
     breakdown,
     by_dataset,
@@ -191,14 +191,12 @@ def figures_of(group: Group, tables: Sequence[ScoreTable]) -> list[Drawn]:
     return figures
 
 
-def heatmaps_alone(group: Group) -> list[Drawn]:
+def alone(group: Group) -> list[Drawn]:
     """One heatmap per variant, for papers; the page shows them side by side instead."""
     spec = group.meta.figure("heatmap")
     good = set(group.records["variant"][group.records["status"] == "ok"])
-    if not spec:
-        return []
-    grids = grids_of(group, spec)
-    return [heatmap_alone(group, a, spec, grids) for a in group.variants if a.label in good]
+    variants = [variant for variant in group.variants if variant.label in good]
+    return heatmaps_alone(group, variants, spec) if spec and variants else []
 
 
 def _scores(group: Group) -> list[ScoreTable]:

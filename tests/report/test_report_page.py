@@ -39,7 +39,7 @@ from kvbench.cli.catalogue import catalogue
 from kvbench.report.__main__ import main
 from kvbench.report.build import ReportPaths, build_report
 from kvbench.report.experiment import Group, load_experiment
-from kvbench.report.figures.heatmap import heatmap_alone
+from kvbench.report.figures.heatmap import heatmaps_alone
 from kvbench.report.figures.style import style_of
 from kvbench.report.figures.throughput import throughput, throughput_scaling
 from kvbench.report.render.answers import bucket_of, marked, sample_of
@@ -129,7 +129,7 @@ def test_heatmaps_share_one_scale(demo: Path) -> None:
     images = [ax.images[0] for ax in together.figure.axes if ax.images]
     assert len(images) == len(METHODS)
     assert {image.get_clim() for image in images} == {(0.0, 100.0)}
-    alone = heatmap_alone(group, group.variants[0], spec)
+    alone = heatmaps_alone(group, [group.variants[0]], spec)[0]
     assert alone.figure.axes[0].images[0].get_clim() == (0.0, 100.0)
     assert alone.figure.axes[0].get_xlabel() == "context length (tokens)"
     assert alone.figure.axes[0].get_ylabel() == "depth (%)"

@@ -70,30 +70,31 @@ def heatmaps(group: Group, spec: Mapping[str, Any]) -> list[Drawn]:
     return figures
 
 
-def heatmap_alone(
-    group: Group,
-    variant: Variant,
-    spec: Mapping[str, Any],
-    grids: Mapping[str, pd.DataFrame] | None = None,
-) -> Drawn:
-    """One variant's heatmap, on the scale that all variants share.
-
-    Args:
-        grids: `grids_of` the group, for whoever draws many.
-    """
-    grids = grids_of(group, spec) if grids is None else grids
+def heatmaps_alone(
+    group: Group, variants: Sequence[Variant], spec: Mapping[str, Any]
+) -> list[Drawn]:
+    """A heatmap of each variant, on the scale that all variants share; laid out once for all."""
+    grids = grids_of(group, spec)
     low, high = _scale(group, grids)
     figure = new_figure(4.4, 3.2)
     ax = figure.subplots()
-    image = _heat(ax, grids[variant.label], low, high, group)
-    ax.set_title(f"{group.task}, {group.model}: {variant.label}", fontsize=TEXT)
-    ax.set_xlabel(axis_name(spec["x"]), fontsize=TEXT)
-    ax.set_ylabel(axis_name(spec["y"]), fontsize=TEXT)
-    bar = figure.colorbar(image, ax=ax, fraction=0.046, pad=0.03)
-    _style_bar(bar.ax, f"{spec.get('value', 'score')}{axis_unit(group)}")
-    return Drawn(
-        f"{stem(group)}-heatmap-{slug(variant.label)}", f"{group.task}: {variant.label}", "", figure
-    )
+    found = []
+    for number, variant in enumerate(variants):
+        ax.clear()
+        image = _heat(ax, grids[variant.label], low, high, group)
+        ax.set_title(f"{group.task}, {group.model}: {variant.label}", fontsize=TEXT)
+        ax.set_xlabel(axis_name(spec["x"]), fontsize=TEXT)
+        ax.set_ylabel(axis_name(spec["y"]), fontsize=TEXT)
+        if number == 0:
+            bar = figure.colorbar(image, ax=ax, fraction=0.046, pad=0.03)
+            _style_bar(bar.ax, f"{spec.get('value', 'score')}{axis_unit(group)}")
+        name = f"{stem(group)}-heatmap-{slug(variant.label)}"
+        drawn = Drawn(name, f"{group.task}: {variant.label}", "", figure)
+        if len(variants) > 1:
+            assert drawn.png
+            assert drawn.pdf  # both are kept: the next variant takes the same axes
+        found.append(drawn)
+    return found
 
 
 def _style_bar(ax: Axes, label: str) -> None:

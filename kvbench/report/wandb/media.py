@@ -14,7 +14,7 @@ import pandas as pd
 from kvbench.records.read import Run
 from kvbench.report.experiment import Group
 from kvbench.report.figures.canvas import Drawn, axis_name
-from kvbench.report.figures.heatmap import grid_of, heatmap_alone, heatmaps
+from kvbench.report.figures.heatmap import grid_of, heatmaps, heatmaps_alone
 from kvbench.report.figures.intervals import error_against_memory, score_against_ratio
 from kvbench.report.labels import Variant
 from kvbench.report.render.answers import clip, sample_of
@@ -67,7 +67,7 @@ def run_media(
         )
     spec = group.meta.figure("heatmap")
     if spec and _scored(group, variant):
-        media["heatmap"] = image(heatmap_alone(group, variant, spec))
+        media["heatmap"] = image(heatmaps_alone(group, [variant], spec)[0])
         media["heatmap_chart"] = heatmap_chart(group, [variant], spec)
     return media
 
