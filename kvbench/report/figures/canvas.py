@@ -22,6 +22,7 @@ from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.text import Text
 from matplotlib.ticker import Formatter, FuncFormatter, LogLocator, NullFormatter
 from numpy.typing import ArrayLike
@@ -86,7 +87,8 @@ class Drawn:
             return self._drawn(kind, metadata)
 
     def _drawn(self, kind: str, metadata: Mapping[str, Any]) -> bytes:
-        if self.figure.get_layout_engine() is not None:  # lay out once: it is what takes long
+        # Lay out once, it takes long; what "none" leaves beside a colour bar lays out nothing.
+        if isinstance(self.figure.get_layout_engine(), ConstrainedLayoutEngine):
             self.figure.draw_without_rendering()
             self.figure.set_layout_engine("none")
         buffer = io.BytesIO()
