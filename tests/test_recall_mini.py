@@ -123,7 +123,7 @@ def test_a_line_is_10_to_16_tokens(tokenizer: Any) -> None:
 
 def test_training_data_are_what_the_tasks_produce(tokenizer: Any, monkeypatch: Any) -> None:
     """Ids put together from parts equal those of the whole text, and the template is the task's."""
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "recall_mini"))
     import recall_mini_data
 
     text = recall_mini_data.Generator(tokenizer)

@@ -418,7 +418,7 @@ def main() -> None:
         print(reason)
     report = {
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": "python scripts/" + provenance.command(),
+        "command": "python scripts/benchmarks/" + provenance.command(),
         "code_revision": provenance.code_revision(),
         "versions": provenance.versions(),
         "hardware": provenance.hardware(device),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from hydra.utils import instantiate
-from omegaconf import OmegaConf
+from support.configs import composed
 from support.paths import DATA, ROOT
 
 from kvbench.cli.catalogue import config_dir
@@ -24,7 +24,9 @@ from kvbench.records.read import load_runs
 from kvbench.run.confirm import go_on
 from kvbench.tasks.longbench import BUCKETS, E_DATASETS
 
-MODELS = sorted(path.stem for path in (config_dir() / "model").glob("*.yaml") if path.stem != "hf")
+MODELS = sorted(
+    path.stem for path in (config_dir() / "model").glob("[!_]*.yaml") if path.stem != "hf"
+)
 TABLE1 = {"exact", "streaming_llm", "pyramidkv", "snapkv", "uniform", "balancekv"}
 
 
@@ -184,10 +186,15 @@ def test_what_has_one_dataset_has_its_target_too(target, experiment, jobs, tmp_p
         assert check_overrides(shlex.split(arguments)) is None
 
 
+def model_spec(name: str) -> ModelSpec:
+    """The model of a config, as the command line composes it."""
+    path = ["model.path=someone/model"] if name == "hf" else []
+    return instantiate(composed(f"model={name}", "task_label=t", *path).model, _convert_="all")
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_config_makes_a_model_that_can_be_run(name):
-    config = OmegaConf.load(config_dir() / "model" / f"{name}.yaml")
-    spec: ModelSpec = instantiate(config, _convert_="all")
+    spec: ModelSpec = model_spec(name)
     if spec.revision is not None:
         assert re.fullmatch(r"[0-9a-f]{40}", spec.revision)
     if name == "mpt_7b":
@@ -201,8 +208,7 @@ def test_every_model_config_makes_a_model_that_can_be_run(name):
 
 
 def test_a_chat_template_of_the_config_goes_around_the_prompt():
-    config = OmegaConf.load(config_dir() / "model" / "longchat_7b_v15_32k.yaml")
-    template = instantiate(config, _convert_="all").chat_template
+    template = model_spec("longchat_7b_v15_32k").chat_template
     from kvbench.engine.tokenizer import load_tokenizer, prompt_encoder
 
     spec = ModelSpec(name="m", path="asset:recall_mini", chat_template=template)
