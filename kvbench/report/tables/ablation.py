@@ -31,7 +31,7 @@ from kvbench.report.figures.canvas import tick_text, words
 from kvbench.report.stats.estimate import LEVEL, Estimate, Stratum, estimates, widened
 from kvbench.report.stats.significance import holm
 from kvbench.report.table import Column, Row, Table, number, percent_text
-from kvbench.report.tables.published import published_frame
+from kvbench.report.tables.published_files import published_frame
 from kvbench.report.tables.strata import as_text
 
 _PUBLISHED = "balancekv_figure3"

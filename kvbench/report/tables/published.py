@@ -44,13 +44,13 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import yaml
 
 from kvbench.errors import first_line
 from kvbench.report.experiment import Experiment, Group
 from kvbench.report.stats.estimate import Estimate
 from kvbench.report.stats.margins import margin_of, rescored_share
 from kvbench.report.tables.differences import PaperError, differences_of, specs_of
+from kvbench.report.tables.published_files import laid_out, number_in, read_table
 from kvbench.report.tables.published_rows import (
     Pair,
     Published,
@@ -78,7 +78,7 @@ def published_tables(experiment: Experiment, folder: Path | None = None) -> list
         specs: dict[str, dict[str, Any]] = {}
         differences: dict[str, tuple[str, ...] | None] = {}
         given = [spec for manifest in group.manifests for spec in _specs_of(manifest)]
-        for spec in (one for each in given for one in _laid_out(experiment.folder, each, folder)):
+        for spec in (one for each in given for one in laid_out(experiment.folder, each, folder)):
             said = differences_of(spec)
             key = str({name: value for name, value in spec.items() if name != "differences"})
             specs.setdefault(key, spec)
@@ -90,95 +90,13 @@ def published_tables(experiment: Experiment, folder: Path | None = None) -> list
                 raise PaperError(f"paper_table {spec.get('file')}: {error}") from error
             if any((m.get("config") or {}).get("limit") for m in group.manifests):
                 f = None  # some of the paper's examples: no run of the same ones
-            table = _compared(group, spec, _read(experiment.folder, spec, folder), f)
+            table = _compared(group, spec, read_table(experiment.folder, spec, folder), f)
             found.append(replace(table, differences=differences[key]))
     return [table for table in found if table.rows]
 
 
-def published_frame(experiment: Path, name: str) -> pd.DataFrame:
-    """The published table `name`, as for an experiment in the folder `experiment`.
-
-    Raises:
-        PaperError: the table is not there.
-    """
-    frame = _read(experiment, {"file": name}, None)
-    return frame.apply(_numbers)
-
-
 def _specs_of(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
     return specs_of((manifest.get("config") or {}).get("paper_table"))
-
-
-def _laid_out(experiment: Path, spec: dict[str, Any], folder: Path | None) -> list[dict[str, Any]]:
-    """A spec with its table's layout, as tables.yaml has it, or several where that has several.
-
-    Raises:
-        PaperError: tables.yaml cannot be read, or holds what a ``paper_table`` may not.
-    """
-    if set(spec) - _OUR_OWN:  # it brings a layout
-        return [spec]
-    name = _file_name(spec)
-    file = _place_of(experiment, name, folder) / "tables.yaml"
-    if not file.is_file():
-        return [spec]
-    try:
-        layouts = yaml.safe_load(file.read_text(encoding="utf-8")).get(
-            name.removesuffix(".csv"), {}
-        )
-    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
-        raise PaperError(f"{file} cannot be read: {first_line(error)}") from error
-    several = layouts if isinstance(layouts, list) else [layouts]
-    return [one for layout in several for one in specs_of({**layout, **spec})]
-
-
-_OUR_OWN = {"file", "differences", "rescored", "records"}
-"""What an experiment says of the table, whatever its layout."""
-
-
-def _file_name(spec: Mapping[str, Any]) -> str:
-    return f"{spec.get('file')}".removesuffix(".csv") + ".csv"
-
-
-def _place_of(experiment: Path, name: str, folder: Path | None) -> Path:
-    """The folder that has a published table."""
-    package = Path(__file__).parents[2]  # in a wheel the tables are in it, in a checkout beside it
-    shipped = [package / "paper", package.parent / "results" / "paper"]
-    places = [folder] if folder else [experiment.resolve().parent / "paper", *shipped]
-    place = next((place for place in places if (place / name).is_file()), None)
-    if place is None:
-        raise PaperError(f"paper_table {name} is in none of {', '.join(map(str, places))}")
-    if (place / name).resolve().parent != place.resolve():
-        raise PaperError(f"paper_table {place / name} is a link to another folder; it is not read")
-    return place
-
-
-def _read(experiment: Path, spec: Mapping[str, Any], folder: Path | None) -> pd.DataFrame:
-    """The table as text, so that 22.0 stays what was printed; only the rows of ``where``."""
-    name = _file_name(spec)
-    place = _place_of(experiment, name, folder)
-    try:
-        frame = pd.read_csv(place / name, dtype=str, keep_default_na=False)
-    except (OSError, ValueError) as error:  # no CSV, or not UTF-8
-        raise PaperError(f"{place / name} cannot be read: {first_line(error)}") from error
-    frame = frame.rename(columns=spec.get("rename") or {})
-    twice = frame.columns[frame.columns.duplicated()]
-    if len(twice):
-        raise PaperError(f"{name} has several columns {', '.join(twice)}, as renamed")
-    where = spec.get("where") or {}
-    named = [*where, *(spec[key] for key in ("value", "by", "reduction") if spec.get(key))]
-    named += [
-        name for key in ("methods", "sums", "fields", "setting") for name in spec.get(key) or ()
-    ]
-    unknown = [column for column in named if column not in frame]
-    if unknown:
-        raise PaperError(
-            f"{name} has no column {', '.join(unknown)}; it has {', '.join(frame.columns)}"
-        )
-    for column, wanted in where.items():
-        several = isinstance(wanted, Sequence) and not isinstance(wanted, str)
-        allowed = {as_text(_number(value)) for value in (wanted if several else [wanted])}
-        frame = frame[frame[column].map(lambda text: as_text(_number(text))).isin(allowed)]
-    return frame
 
 
 def _compared(
@@ -317,7 +235,7 @@ def _select_records(records: pd.DataFrame, spec: Mapping[str, Any]) -> pd.DataFr
 
 def _setting_text(frame: pd.DataFrame, fields: Mapping[str, str]) -> pd.Series:
     """The values of several fields as one text, e.g. ``prompt_len 2048, gen_len 512``."""
-    texts = [name + " " + frame[f].map(_number).map(as_text) for name, f in fields.items()]
+    texts = [name + " " + frame[f].map(number_in).map(as_text) for name, f in fields.items()]
     return reduce(lambda text, more: text + ", " + more, texts)
 
 
@@ -345,7 +263,7 @@ def _fields_table(group: Group, fields: Mapping[str, str], file: str) -> ScoreTa
 def _spread(frame: pd.DataFrame, by: str, value: str, file: str) -> pd.DataFrame:
     """A long table with the values of the column `by` as columns."""
     keys = [column for column in ("model", "method", "rate") if column in frame and column != by]
-    frame = frame.assign(**{by: frame[by].map(lambda text: as_text(_number(text)))})
+    frame = frame.assign(**{by: frame[by].map(lambda text: as_text(number_in(text)))})
     if frame.duplicated([*keys, by]).any():
         raise PaperError(f"{file} has several rows per {by}: choose some by `where`")
     wide = frame.pivot(index=keys, columns=by, values=value).reset_index()
@@ -358,28 +276,16 @@ def _same_rate(group: Group, label: str, line: pd.Series) -> bool:
     variant = next(variant for variant in group.variants if variant.label == label)
     if "rate" not in line or label not in group.compressed or variant.rate is None:
         return True
-    rate = _number(line["rate"])
+    rate = number_in(line["rate"])
     return isinstance(rate, float) and math.isclose(rate, variant.rate)
 
 
 def _same_datasets(frame: pd.DataFrame, table: ScoreTable) -> bool:
     """Whether both averages are over the same datasets; else they are not comparable."""
-    numeric = [c for c in frame if all(x == "" or isinstance(_number(x), float) for x in frame[c])]
+    numeric = [
+        c for c in frame if all(x == "" or isinstance(number_in(x), float) for x in frame[c])
+    ]
     return set(numeric) - {AVERAGE, "rate"} == set(table.columns) - {AVERAGE}
-
-
-def _number(text: object) -> object:
-    """A number where the text is one, else what was given."""
-    try:
-        return float(str(text))
-    except ValueError:
-        return text
-
-
-def _numbers(column: pd.Series) -> pd.Series:
-    """A column as numbers where all of it is numeric; what is empty is NaN."""
-    numbers = pd.to_numeric(column.mask(column == ""), errors="coerce")
-    return column if (numbers.isna() & (column != "")).any() else numbers
 
 
 def _pair(
@@ -390,7 +296,7 @@ def _pair(
     margin: tuple[Sequence[Cell], float, bool] | None,
 ) -> Pair:
     """Args: margin: the cells that ours is made of, f, and whether they are summed."""
-    number = _number(printed)
+    number = number_in(printed)
     published = number * scale if isinstance(number, float) else math.nan
     factor = 100.0 if table.unit == "fraction" else 1.0
     score = cell.score
