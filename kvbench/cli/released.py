@@ -60,7 +60,7 @@ def pair_released(arguments: Sequence[str]) -> int:
     place = run.parents[2].with_name(experiment).joinpath(*run.parts[-3:])
     command = f"kvbench released run={run} predictions={folder}"
     write_manifest(place, {**manifest, "experiment": experiment, "command": command})
-    with RecordStore(place) as store:
+    with RecordStore(place, root=place.parents[3]) as store:
         for record in paired:
             store.append({**record, "experiment": experiment})
     print(printable(f"{len(paired)} of {len(ours)} examples matched: {place}"))
