@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 import torch
 from transformers import (
@@ -23,6 +20,7 @@ from transformers import (
 from kvbench.engine.attention import UnsupportedModel
 from kvbench.engine.faults import is_out_of_memory
 from kvbench.errors import UserError, first_line, one_line, traceback_of
+from kvbench.tasks.hub import hub_answers
 
 log = logging.getLogger(__name__)
 
@@ -267,23 +265,7 @@ def _check_layers(fields: Mapping[str, Any], spec: ModelSpec) -> None:
 def _only_local(path: str) -> bool:
     """Whether what `path` names is to be looked for on this machine only: a folder, or a Hub that
     cannot be reached, which the library would try for half a minute."""
-    from huggingface_hub import constants
-
-    if local_path(path) != path or Path(path).exists():
-        return True
-    if constants.is_offline_mode() or getproxies():
-        return False
-    hub = urlsplit(constants.ENDPOINT)
-    port = hub.port or {"http": 80}.get(hub.scheme, 443)
-    try:
-        socket.create_connection((hub.hostname or "", port), timeout=HUB_S).close()
-    except OSError:
-        return True
-    return False
-
-
-HUB_S = 5.0
-"""Seconds in which the Hub has to take a connection."""
+    return local_path(path) != path or Path(path).exists() or not hub_answers()
 
 
 def checked_config(spec: ModelSpec) -> PreTrainedConfig:

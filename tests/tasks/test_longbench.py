@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import zipfile
 from pathlib import Path
 
 import pytest
 
 from kvbench.tasks.base import TaskError
+from kvbench.tasks.hub import hub_answers
 from kvbench.tasks.longbench import E_DATASETS, bucket_means, prompt_template, prompts, score
-from kvbench.tasks.longbench.data import Source
+from kvbench.tasks.longbench.data import Source, _load_mirror, _mirror_commit
 from kvbench.tasks.longbench.metrics import code_similarity
 from kvbench.tasks.longbench.prompts import PINNED, fill, max_new_tokens
 
@@ -224,18 +226,20 @@ def test_missing_files_say_how_to_get_them(tmp_path):
         Source(str(tmp_path / "file")).rows("qasper_e")
 
 
-def test_the_hubs_archive_is_fetched_at_its_revision(tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("reached", [True, False])
+def test_the_hubs_archive_is_fetched_at_its_revision(tmp_path, monkeypatch, caplog, reached):
+    monkeypatch.setattr("kvbench.tasks.longbench.data.hub_answers", lambda: reached)
     with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
         archive.write(EXAMPLES / "lcc_e.jsonl", "data/lcc_e.jsonl")
     asked = []
 
-    def fetch(repository, name, *, repo_type, revision):
-        asked.append((repository, name, repo_type, revision))
+    def fetch(repository, name, *, repo_type, revision, local_files_only):
+        asked.append((repository, name, repo_type, revision, local_files_only))
         return str(tmp_path / name)
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
     assert Source(None, "abc").rows("lcc_e") == Source(str(EXAMPLES)).rows("lcc_e")
-    assert set(asked) == {("THUDM/LongBench", "data.zip", "dataset", "abc")}
+    assert set(asked) == {("THUDM/LongBench", "data.zip", "dataset", "abc", not reached)}
 
     def refuse(*arguments, **options):
         logging.getLogger("huggingface_hub.utils").warning("Retrying in 1s")
@@ -259,6 +263,28 @@ def test_a_mirror_is_read_by_datasets(monkeypatch):
         return raw
 
     monkeypatch.setattr("datasets.load_dataset", load)
+    monkeypatch.setattr("kvbench.tasks.longbench.data.hub_answers", lambda: True)
     rows = Source("hf://datasets/someone/LongBench", "r").rows("qasper_e")
     assert asked == [("someone/LongBench", "qasper_e", "test", "r")]
     assert [row.id for row in rows] == sorted(line["_id"] for line in raw)
+
+    monkeypatch.setattr("kvbench.tasks.longbench.data.hub_answers", lambda: False)
+    with pytest.raises(ConnectionError, match="the Hub cannot be reached; allowed: a network"):
+        _load_mirror("someone/LongBench", "qasper_e", None)
+    with pytest.raises(TaskError, match="someone/LongBench"):
+        _mirror_commit("hf://datasets/someone/LongBench", None)
+    assert len(asked) == 1, "the library is not asked where the Hub is silent"
+
+
+def test_a_hub_that_is_not_there_is_found_out_at_once(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.is_offline_mode", lambda: False)
+    monkeypatch.setattr("kvbench.tasks.hub.getproxies", dict)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{port}")
+        assert not hub_answers(), "bound, not listening: refused"
+        server.listen()
+        assert hub_answers()
+    monkeypatch.setattr("kvbench.tasks.hub.getproxies", lambda: {"https": "http://proxy"})
+    assert hub_answers(), "behind a proxy the library finds out itself"

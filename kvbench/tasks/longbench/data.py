@@ -20,6 +20,7 @@ from typing import Any
 
 from kvbench.errors import is_integer
 from kvbench.tasks.base import TaskError
+from kvbench.tasks.hub import hub_answers
 from kvbench.tasks.longbench.metrics import ANSWER_PATTERNS, CLASSIFIED
 
 REPOSITORY = "THUDM/LongBench"
@@ -151,7 +152,13 @@ def _fetch_archive(revision: str | None) -> Path:
     try:
         with _silent(logging.getLogger("huggingface_hub")):  # five retries, a paragraph each
             return Path(
-                hf_hub_download(REPOSITORY, ARCHIVE, repo_type="dataset", revision=revision)
+                hf_hub_download(
+                    REPOSITORY,
+                    ARCHIVE,
+                    repo_type="dataset",
+                    revision=revision,
+                    local_files_only=not hub_answers(),
+                )
             )
     except Exception as problem:
         raise TaskError(
@@ -164,6 +171,8 @@ def _mirror_commit(location: str, revision: str | None) -> str:
     from huggingface_hub import HfApi
 
     try:
+        if not hub_answers():
+            raise ConnectionError("the Hub cannot be reached")
         with _silent(logging.getLogger("huggingface_hub")):
             return str(HfApi().dataset_info(location.removeprefix(HUB), revision=revision).sha)
     except Exception as problem:
@@ -177,6 +186,10 @@ def _load_mirror(repository: str, name: str, revision: str | None) -> list[dict[
     """Rows of a configuration of a Hub repository; mirrors name their only split "test"."""
     from datasets import load_dataset
 
+    if not hub_answers():
+        raise ConnectionError(
+            "the Hub cannot be reached; allowed: a network, or task.data=<folder>"
+        )
     rows = load_dataset(repository, name=name, split="test", streaming=True, revision=revision)
     return [dict(row) for row in rows]
 
