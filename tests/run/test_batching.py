@@ -373,14 +373,14 @@ def test_a_batch_decodes_alike_through_the_triton_kernels(monkeypatch):
     ]
     monkeypatch.setenv("KVBENCH_KERNELS", "torch")
     want = run_batch(model, prompts, seed=1)
-    real = engine._decode
+    real = engine.decode_rows
 
     def decode(*arguments):
         with monkeypatch.context() as during:
             during.setenv("KVBENCH_KERNELS", "triton")
             real(*arguments)
 
-    monkeypatch.setattr(engine, "_decode", decode)
+    monkeypatch.setattr(engine, "decode_rows", decode)
     got = run_batch(model, prompts, seed=1)
     for one, other in zip(got, want, strict=True):
         assert facts(one) == facts(other)
