@@ -12,14 +12,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvbench.engine.fork import Fork, prompt_name
 from kvbench.engine.generate import (
     DecodingRow,
-    Stopping,
     close_row,
     decode_rows,
-    feed_question,
+    feed_questions,
     open_row,
 )
 from kvbench.engine.graphs import StepGraphs
 from kvbench.engine.prefill import Prefill, compressible_layers, prefill
+from kvbench.engine.stopping import Stopping
 from kvbench.engine.switch import kvbench_attention_on
 from kvbench.engine.tokenizer import end_token_ids, model_end_ids
 from kvbench.kv import Budget, KVError
@@ -127,12 +127,12 @@ class Context:
         stopping = Stopping(max_new_tokens, ends, tuple(stop), decode)
         rows = []
         with kvbench_attention_on(self.model), torch.inference_mode():
-            for ids in asked:
+            for _ in asked:
                 fork = replace(self._fork.clone(), carried=dict(self._fork.carried))
                 row = open_row(fork, self._start, stopping, self._compressible)
                 row.position = self._position
-                feed_question(self.model, [row], [*self._unread, *ids])
                 rows.append(row)
+            feed_questions(self.model, rows, [[*self._unread, *ids] for ids in asked])
             decode_rows(self.model, [row for row in rows if row.chosen], StepGraphs())
             for row in rows:
                 close_row(row, self._compressible)

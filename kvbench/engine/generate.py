@@ -29,59 +29,9 @@ from kvbench.engine.prefill import (
     prefill,
     synchronize,
 )
+from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget
 from kvbench.methods.base import Method
-
-
-@dataclass(frozen=True)
-class Stopping:
-    """When a generation ends.
-
-    Attributes:
-        max_new_tokens: at most so many tokens.
-        end_ids: any of these tokens ends it (and is not part of the text).
-        strings: any of these in the text ends it (and is cut, with what follows).
-        decode: token ids to text; needed for `strings`.
-        may_be_empty: False: as the first token, the best one that does not end the generation.
-        settled: of the text so far: what follows would change nothing, so it ends, uncut.
-        timeout_s: seconds, prefill included, after which the forks still running fail; None: no limit.
-    """
-
-    max_new_tokens: int
-    end_ids: frozenset[int] = frozenset()
-    strings: tuple[str, ...] = ()
-    decode: Callable[[Sequence[int]], str] | None = None
-    timeout_s: float | None = None
-    may_be_empty: bool = True
-    settled: Callable[[str], bool] | None = None
-
-    def first(self, logits: Tensor) -> Tensor:
-        """Logits [rows, vocab] of the first token, without what it may not be."""
-        ids = [one for one in sorted(self.end_ids) if 0 <= one < logits.shape[-1]]
-        if self.may_be_empty or not ids:
-            return logits
-        ends = torch.tensor(ids, device=logits.device)
-        return logits.index_fill(-1, ends, float("-inf"))
-
-    def cut(self, text: str) -> str:
-        """`text` up to the first stop string."""
-        ends = [text.find(stop) for stop in self.strings]
-        ends = [end for end in ends if end >= 0]
-        return text[: min(ends)] if ends else text
-
-    def reached(self, tokens: Sequence[int]) -> bool:
-        """Whether a generation that produced `tokens` is over."""
-        if len(tokens) >= self.max_new_tokens or (tokens and tokens[-1] in self.end_ids):
-            return True
-        if self.decode is None or not tokens:
-            return False
-        if self.strings:
-            # A stop string of c characters spans at most c tokens that hold a character each; the
-            # margin covers multi-token characters at its edge.
-            tail = self.decode(list(tokens[-(max(map(len, self.strings)) + 8) :]))
-            if any(stop in tail for stop in self.strings):
-                return True
-        return self.settled is not None and self.settled(self.decode(list(tokens)))
 
 
 @dataclass
@@ -247,7 +197,8 @@ def _read(
             (first,), (finite,) = choose(prompt.stopping.first(start.logits[None]))
             _take(row, first, finite)
     if tail:
-        feed_question(model, [row for row in rows if row.fork.failure is None], tail)
+        sound = [row for row in rows if row.fork.failure is None]
+        feed_questions(model, sound, [list(tail)] * len(sound))
     for row in rows:
         row.spent_s = seconds_run() - begun
     return rows
@@ -292,16 +243,27 @@ def close_row(row: DecodingRow, compressible: Sequence[int]) -> None:
         result.tokens.pop()
 
 
-def feed_question(model: PreTrainedModel, rows: Sequence[DecodingRow], tail: Sequence[int]) -> None:
-    """The question's tokens through every fork of one prompt, and the token each answers with."""
-    if not rows:
-        return
+def feed_questions(
+    model: PreTrainedModel, rows: Sequence[DecodingRow], questions: Sequence[Sequence[int]]
+) -> None:
+    """Every row's question through its fork of one prompt, and the token it answers with. Questions of
+    one length go together."""
     device = input_device(model)
-    ids = torch.tensor([list(tail)] * len(rows), device=device)
+    for length in {len(question): None for question in questions}:
+        fed = [i for i, question in enumerate(questions) if len(question) == length]
+        _feed(
+            model, [rows[i] for i in fed], torch.tensor([questions[i] for i in fed], device=device)
+        )
+
+
+def _feed(model: PreTrainedModel, rows: Sequence[DecodingRow], ids: Tensor) -> None:
+    """`ids` of shape [rows, tokens] through the rows' forks, which are at one position."""
     first_token, first = rows[0].stopping.first, rows[0].position
-    positions = torch.arange(first, first + len(tail), device=device).expand(len(rows), -1)
+    positions = torch.arange(first, first + ids.shape[1], device=ids.device).expand_as(ids)
     state = ForkBatch([row.fork for row in rows], positions)
-    _step(model, rows, len(tail), lambda: pick(first_token(forward(model, ids, positions, state))))
+    _step(
+        model, rows, ids.shape[1], lambda: pick(first_token(forward(model, ids, positions, state)))
+    )
 
 
 def _step(

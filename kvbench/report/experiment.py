@@ -44,7 +44,7 @@ class TaskMeta:
             version=int(meta.get("version", 1)),
             score_unit=str(meta.get("score_unit", "fraction")),
             lower_is_better=bool(meta.get("lower_is_better", False)),
-            breakdown=tuple(meta.get("breakdown") or ()),
+            breakdown=tuple(name for name in meta.get("breakdown") or () if name != "dataset"),
             figures=tuple(meta.get("figures") or ()),
             unit=str(meta.get("unit", "example_id")),
             measures=tuple(meta.get("measures") or ()),
@@ -79,11 +79,11 @@ class Group:
     @cached_property
     def compressed(self) -> frozenset[str]:
         """Labels of the variants that compete: those that save memory, and are no reference."""
-        kept = self.records["variant"][self.records["saves_memory"].eq(False)]
+        kept = set(self.records["variant"][self.records["saves_memory"].eq(False)].unique())
         return frozenset(
             variant.label
             for variant in self.variants
-            if variant.method != BASELINE and variant.label not in set(kept)
+            if variant.method != BASELINE and variant.label not in kept
         )
 
     @property

@@ -126,6 +126,8 @@ def _longest(column: pd.Series) -> int:
     """Characters of the longest text."""
     if pd.api.types.is_numeric_dtype(column):
         return 0
+    if isinstance(column.dtype, pd.StringDtype):
+        return int(column.str.len().max()) if column.notna().any() else 0
     return max((len(value) for value in column if isinstance(value, str)), default=0)
 
 

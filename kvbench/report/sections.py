@@ -194,7 +194,7 @@ def figures_of(group: Group, tables: Sequence[ScoreTable]) -> list[Drawn]:
 def alone(group: Group) -> list[Drawn]:
     """One heatmap per variant, for papers; the page shows them side by side instead."""
     spec = group.meta.figure("heatmap")
-    good = set(group.records["variant"][group.records["status"] == "ok"])
+    good = set(group.records["variant"][group.records["status"] == "ok"].unique())
     variants = [variant for variant in group.variants if variant.label in good]
     return heatmaps_alone(group, variants, spec) if spec and variants else []
 

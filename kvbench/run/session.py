@@ -7,10 +7,10 @@ from functools import cached_property
 
 import torch
 
-from kvbench.engine.generate import Stopping
 from kvbench.engine.graphs import StepGraphs, check_decode
 from kvbench.engine.loading import ModelSpec, checked_config
 from kvbench.engine.quiet import quiet_unless_terminal
+from kvbench.engine.stopping import Stopping
 from kvbench.engine.tokenizer import (
     Tokenizer,
     end_token_ids,

@@ -9,8 +9,9 @@ import statistics
 
 import torch
 
-from kvbench.engine.generate import Prompt, Stopping, run_batch
+from kvbench.engine.generate import Prompt, run_batch
 from kvbench.engine.loading import ModelSpec, resolve_device, resolve_dtype
+from kvbench.engine.stopping import Stopping
 from kvbench.engine.weights import load_model
 from kvbench.kv import Budget
 from kvbench.methods import build_method

@@ -24,8 +24,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import GenerationConfig
 
-from kvbench.engine.generate import Stopping, run_forks
+from kvbench.engine.generate import run_forks
 from kvbench.engine.loading import ModelSpec
+from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget
 from kvbench.methods import build_method
 from kvbench.run.plan import encode_example

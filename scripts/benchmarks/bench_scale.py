@@ -31,7 +31,7 @@ from kvbench.records.store import config_hash, run_folder
 
 METHODS = ("exact", "streaming_llm", "uniform", "snapkv", "pyramidkv", "h2o", "subgen", "balancekv")
 DATASETS = 4
-META = {"version": 1, "score_unit": "fraction", "breakdown": ["dataset"]}
+META = {"version": 1, "score_unit": "fraction", "breakdown": ["length_bucket"]}
 
 
 def write_experiment(results: Path, name: str, records: int, seed: int = 0) -> Path:
@@ -71,6 +71,7 @@ def _record(identity: dict[str, Any], number: int, right: bool) -> dict[str, Any
         **identity,
         "dataset": f"d{number % DATASETS}",
         "example_id": f"e{number:06d}",
+        "length_bucket": ("0-4k", "4-8k", "8k+")[number % 3],
         "status": "ok",
         "prompt_tokens": 1000 + number % 3000,
         "new_tokens": 6,

@@ -19,7 +19,8 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvbench.engine.attention import IMPLEMENTATION, register
-from kvbench.engine.generate import Generation, Stopping, run_forks
+from kvbench.engine.generate import Generation, run_forks
+from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget
 from kvbench.methods import build_method
 

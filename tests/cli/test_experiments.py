@@ -24,7 +24,8 @@ from support.paths import DATA, ROOT
 from kvbench.cli.build import build_job
 from kvbench.cli.catalogue import config_dir
 from kvbench.cli.check import check_overrides
-from kvbench.engine.generate import Stopping, run_forks
+from kvbench.engine.generate import run_forks
+from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget, KVError, LayerKV
 from kvbench.methods import build_method
 from kvbench.records.read import load_runs

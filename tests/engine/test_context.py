@@ -11,8 +11,9 @@ from support.tiny import prompt_ids, tiny_model
 from kvbench import compress
 from kvbench.engine.context import Context
 from kvbench.engine.fork import prompt_name
-from kvbench.engine.generate import Stopping, run_forks
+from kvbench.engine.generate import run_forks
 from kvbench.engine.loading import ModelSpec
+from kvbench.engine.stopping import Stopping
 from kvbench.engine.switch import kvbench_attention_on
 from kvbench.engine.tokenizer import load_tokenizer
 from kvbench.engine.weights import load_model

@@ -11,9 +11,10 @@ from support.prompts import facts, methods, unlike_prompts
 from support.tiny import prompt_ids, tiny_model
 
 from kvbench.engine import graphs
-from kvbench.engine.generate import Prompt, Stopping, run_batch
+from kvbench.engine.generate import Prompt, run_batch
 from kvbench.engine.graphs import StepGraphs
 from kvbench.engine.loading import ModelSpec
+from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
 from kvbench.run.session import Session

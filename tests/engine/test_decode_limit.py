@@ -15,8 +15,13 @@ from kvbench.engine.attention import LayerCall
 from kvbench.engine.cache import LayerCache
 from kvbench.engine.decoding import DecodeState
 from kvbench.engine.fork import Fork
-from kvbench.engine.generate import Generation, Prompt, Stopping, run_batch
+from kvbench.engine.generate import (
+    Generation,
+    Prompt,
+    run_batch,
+)
 from kvbench.engine.prefill import PrefillState
+from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget, BudgetExceeded, KVError
 from kvbench.methods import available_methods, build_method, method_class
 from kvbench.methods.base import Held, Method

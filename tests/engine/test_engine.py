@@ -10,8 +10,8 @@ from support.tiny import CONFIGS, Broken, Everything, Greedy, prompt_ids, tiny_m
 from kvbench.engine.attention import UnsupportedModel, exact_attention
 from kvbench.engine.cache import LayerCache
 from kvbench.engine.fork import Fork, layer_generator
-from kvbench.engine.generate import Stopping
 from kvbench.engine.prefill import capture_layers, compressible_layers, prefill
+from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods import build_method
 

@@ -18,8 +18,8 @@ from support.attacks import PACKAGE, model_folder
 
 from kvbench import compare
 from kvbench.engine import tokenizer, weights
-from kvbench.engine.generate import Stopping
 from kvbench.engine.loading import ModelError, ModelSpec, load_config
+from kvbench.engine.stopping import Stopping
 from kvbench.engine.tokenizer import load_tokenizer, prompt_encoder
 from kvbench.engine.weights import load_model
 from kvbench.tasks.base import PromptEncoder, TaskError, tokenizing

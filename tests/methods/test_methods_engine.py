@@ -6,7 +6,8 @@ import pytest
 from support.tiny import prompt_ids, tiny_model
 from support.variants import VARIANTS, label
 
-from kvbench.engine.generate import Stopping, run_forks
+from kvbench.engine.generate import run_forks
+from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget
 from kvbench.methods import build_method
 

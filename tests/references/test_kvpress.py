@@ -27,8 +27,9 @@ from reference_layers import (
 from scipy import stats
 from torch import Tensor
 
-from kvbench.engine.generate import Stopping, run_forks
+from kvbench.engine.generate import run_forks
 from kvbench.engine.loading import local_path
+from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods import Method, build_method
 from kvbench.methods._adapters import find_rows

@@ -21,7 +21,8 @@ from reference_layers import (
     tally,  # noqa: F401 - a fixture
 )
 
-from kvbench.engine.generate import Stopping, run_forks
+from kvbench.engine.generate import run_forks
+from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget, KVError, LayerKV
 from kvbench.methods import build_method
 from kvbench.methods.minference import _module

@@ -32,6 +32,7 @@ from kvbench.report.build import build_report
 from kvbench.report.experiment import Group, group_runs, load_experiment
 from kvbench.report.figures.intervals import breakdown, by_dataset
 from kvbench.report.render.text import latex, markdown, print_tables
+from kvbench.report.sections import section_of
 from kvbench.report.stats.estimate import Estimate, Stratum, estimates
 from kvbench.report.table import NOTHING, Column, Row, Table, number, size
 from kvbench.report.tables import score_tables
@@ -466,6 +467,13 @@ def test_breakdown_columns_are_in_their_natural_order(tmp_path: Path) -> None:
     write_run(tmp_path, task="t", method="exact", records=records, task_meta=LINES_META)
     (group,) = load_experiment(tmp_path / "demo").groups
     assert score_table(group, "num_lines").columns == ("10", "20", "30", "40", "50")
+
+
+def test_a_task_that_breaks_down_by_dataset_has_that_table_once(tmp_path: Path) -> None:
+    meta = LINES_META | {"breakdown": ["dataset", "num_lines"]}
+    write_run(tmp_path, task="t", method="exact", records=lines_records("exact"), task_meta=meta)
+    (group,) = load_experiment(tmp_path / "demo").groups
+    assert [table.by for table in section_of(group, tmp_path).scores] == ["dataset", "num_lines"]
 
 
 def test_prompts_kept_whole_are_told(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ from support.tiny import Broken, tiny_model
 
 from kvbench.engine import generate as engine
 from kvbench.engine import memory
-from kvbench.engine.generate import Stopping, run_batch
+from kvbench.engine.generate import run_batch
 from kvbench.engine.loading import ModelSpec
+from kvbench.engine.stopping import Stopping
 from kvbench.kv import KVError
 from kvbench.methods import build_method
 from kvbench.run.batching import AUTO_MOST, BatchSize, check_batch_size, groups, run_group

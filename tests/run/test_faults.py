@@ -24,9 +24,10 @@ from support.tiny import Broken, prompt_ids, tiny_model
 from kvbench.engine import generate as generation
 from kvbench.engine.faults import choose, is_out_of_memory, release_frames
 from kvbench.engine.fork import Fork
-from kvbench.engine.generate import Stopping, run_batch, run_forks
+from kvbench.engine.generate import run_batch, run_forks
 from kvbench.engine.limits import RunClock, time_limit
 from kvbench.engine.loading import ModelError
+from kvbench.engine.stopping import Stopping
 from kvbench.kv import BudgetExceeded, CompressedKV, KVError, LayerKV
 from kvbench.methods import build_method
 from kvbench.run import attempts, runner

@@ -22,8 +22,9 @@ from support.tiny import prompt_ids, tiny_model
 from kvbench.engine import generate as engine
 from kvbench.engine import limits as interrupts
 from kvbench.engine.faults import release_frames
-from kvbench.engine.generate import Prompt, Stopping, run_batch
+from kvbench.engine.generate import Prompt, run_batch
 from kvbench.engine.limits import time_limit
+from kvbench.engine.stopping import Stopping
 from kvbench.errors import LONGEST, one_line, presentable
 from kvbench.kv import LayerKV
 from kvbench.methods import build_method

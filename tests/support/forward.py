@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kvbench.engine.generate import Stopping, run_forks
+from kvbench.engine.generate import run_forks
+from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget
 
 SMALL = Budget(rate=0.25, sink=4, window=4)

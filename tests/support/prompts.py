@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvbench.engine.generate import Prompt, Stopping
+from kvbench.engine.generate import Prompt
+from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget
 from kvbench.methods import build_method
 from support.jobs import SMALL

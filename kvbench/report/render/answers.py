@@ -78,17 +78,18 @@ def sample_of(group: Group, limit: int = LIMIT) -> tuple[list[Shown], int]:
         return [], 0
     records = group.records[group.records["prediction"].notna() | (group.records["status"] != "ok")]
     buckets = records["prompt_tokens"].map(bucket_of)
-    keys = pd.MultiIndex.from_frame(records[["seed", "example_id"]])
+    index = pd.MultiIndex.from_frame(records[["seed", "example_id"]])
+    keys = list(index)
     strata: dict[tuple[str, str], dict[tuple[object, object], None]] = {}
     for kind, key in zip(
-        zip(records["dataset"].astype(str), buckets, strict=True), keys, strict=True
+        zip(records["dataset"].astype(str).tolist(), buckets, strict=True), keys, strict=True
     ):
         strata.setdefault(kind, {})[key] = None
     chosen = _chosen([list(stratum) for stratum in strata.values()], limit)
-    some = records[keys.isin(chosen)]
+    some = records[index.isin(chosen)]
     rows = dict(iter(some.groupby(["seed", "example_id"], dropna=False)))
     order = [key for key in dict.fromkeys(keys) if key in chosen]
-    return [_shown(group, rows[key]) for key in order], keys.nunique()
+    return [_shown(group, rows[key]) for key in order], index.nunique()
 
 
 def _chosen(strata: Sequence[Sequence[T]], limit: int) -> set[T]:

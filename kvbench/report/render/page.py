@@ -154,7 +154,7 @@ def _statuses(experiment: Experiment) -> dict[str, int]:
     """Records by status: ok first, then failures."""
     counts: Counter[str] = Counter({"ok": 0})
     for group in experiment.groups:
-        counts.update(group.records["status"].astype(str))
+        counts.update(group.records["status"].astype(str).tolist())
     return dict(sorted(counts.items(), key=lambda item: (item[0] != "ok", item[0])))
 
 

@@ -84,8 +84,7 @@ def _p_of_many(terms: Array, least: Array, strata: Sequence[Stratum]) -> Array:
     generator = _generator(strata)
     extreme = np.zeros(len(z))
     for _ in range(0, FLIPS, _CHUNK):
-        bits = generator.integers(2, size=(_CHUNK, len(terms)), dtype=np.int8)
-        extreme += (np.abs((2.0 * bits - 1.0) @ terms) >= least).sum(0)
+        extreme += (np.abs(_random_signs(generator, len(terms)) @ terms) >= least).sum(0)
     return np.minimum((1 + extreme) / (1 + FLIPS), 2.0 * np.exp(-np.square(z) / 2))
 
 
@@ -129,8 +128,15 @@ def _assignments(units: int, columns: int, strata: Sequence[Stratum]) -> Iterato
         return
     generator = _generator(strata)
     for _ in range(max(1, min(20, int(1e9 / (units * columns * _CHUNK))))):
-        bits = generator.integers(2, size=(_CHUNK, units), dtype=np.int8)
-        yield 2.0 * bits.astype(float) - 1.0
+        yield _random_signs(generator, units)
+
+
+def _random_signs(generator: np.random.Generator, units: int) -> Array:
+    """A chunk of random assignments, of shape [`_CHUNK`, units]."""
+    signs = generator.integers(2, size=(_CHUNK, units), dtype=np.int8).astype(float)
+    signs *= 2.0  # in place: there may be many
+    signs -= 1.0
+    return signs
 
 
 def _generator(strata: Sequence[Stratum]) -> np.random.Generator:

@@ -1,0 +1,60 @@
+"""When a generation ends, and where its text is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """When a generation ends.
+
+    Attributes:
+        max_new_tokens: at most so many tokens.
+        end_ids: any of these tokens ends it (and is not part of the text).
+        strings: any of these in the text ends it (and is cut, with what follows).
+        decode: token ids to text; needed for `strings`.
+        may_be_empty: False: as the first token, the best one that does not end the generation.
+        settled: of the text so far: what follows would change nothing, so it ends, uncut.
+        timeout_s: seconds, prefill included, after which the forks still running fail; None: no limit.
+    """
+
+    max_new_tokens: int
+    end_ids: frozenset[int] = frozenset()
+    strings: tuple[str, ...] = ()
+    decode: Callable[[Sequence[int]], str] | None = None
+    timeout_s: float | None = None
+    may_be_empty: bool = True
+    settled: Callable[[str], bool] | None = None
+
+    def first(self, logits: Tensor) -> Tensor:
+        """Logits [rows, vocab] of the first token, without what it may not be."""
+        ids = [one for one in sorted(self.end_ids) if 0 <= one < logits.shape[-1]]
+        if self.may_be_empty or not ids:
+            return logits
+        ends = torch.tensor(ids, device=logits.device)
+        return logits.index_fill(-1, ends, float("-inf"))
+
+    def cut(self, text: str) -> str:
+        """`text` up to the first stop string."""
+        ends = [text.find(stop) for stop in self.strings]
+        ends = [end for end in ends if end >= 0]
+        return text[: min(ends)] if ends else text
+
+    def reached(self, tokens: Sequence[int]) -> bool:
+        """Whether a generation that produced `tokens` is over."""
+        if len(tokens) >= self.max_new_tokens or (tokens and tokens[-1] in self.end_ids):
+            return True
+        if self.decode is None or not tokens:
+            return False
+        if self.strings:
+            # A stop string of c characters spans at most c tokens that hold a character each; the
+            # margin covers multi-token characters at its edge.
+            tail = self.decode(list(tokens[-(max(map(len, self.strings)) + 8) :]))
+            if any(stop in tail for stop in self.strings):
+                return True
+        return self.settled is not None and self.settled(self.decode(list(tokens)))
