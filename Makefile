@@ -163,7 +163,10 @@ wandb-report: setup ## a W&B report, sent if WANDB_API_KEY is set: make wandb-re
 	$(BIN)/python -m kvbench.report.wandb.report $(REPORTED)
 
 notebook: setup ## run scripts/quickstart.ipynb and keep what it prints
-	OMP_NUM_THREADS=1 $(BIN)/jupyter execute --inplace --kernel_name python3 scripts/quickstart.ipynb
+	OMP_NUM_THREADS=1 TQDM_DISABLE=1 PYTHONWARNINGS="ignore:IProgress" $(BIN)/python -c "\
+	import nbformat, nbclient; path = 'scripts/quickstart.ipynb'; book = nbformat.read(path, 4); \
+	nbclient.NotebookClient(book, kernel_name='python3', record_timing=False).execute(); \
+	nbformat.write(book, path)"
 
 train-recall-mini: setup ## train the shipped model again (an hour on one core)
 	$(BIN)/python scripts/recall_mini/train.py

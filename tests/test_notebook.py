@@ -37,3 +37,6 @@ def test_the_committed_outputs_are_complete_and_small() -> None:
     assert sum(bool(cell["outputs"]) for cell in code) >= len(code) - 2
     kinds = {output["output_type"] for cell in code for output in cell["outputs"]}
     assert kinds <= {"stream", "execute_result", "display_data"}
+    told = [output.get("name") for cell in code for output in cell["outputs"]]
+    assert "stderr" not in told, "no warnings, whose paths are those of one machine"
+    assert not any(cell["metadata"] for cell in code), "no times of one execution"

@@ -400,7 +400,8 @@ LINKS = [
 @pytest.mark.parametrize("text", LINKS)
 def test_markdown_has_no_links_and_no_images(text: str) -> None:
     """As a parser of CommonMark with tables sees it."""
-    parser = pytest.importorskip("markdown_it").MarkdownIt("commonmark").enable("table")
+    markdown_it = pytest.importorskip("markdown_it", reason="needs the package markdown-it-py")
+    parser = markdown_it.MarkdownIt("commonmark").enable("table")
     rows = ((text, "0.82 [0.75, 0.88]"), ("x", text))
     written = markdown(made_of(("method", text), rows, title=text, notes=(text,)))
     kinds: list[str] = []
