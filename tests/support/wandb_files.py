@@ -23,7 +23,10 @@ def isolated(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 def read_offline(path: Path) -> Iterator[Any]:
-    """The protocol messages of a .wandb file: a LevelDB log after a 7-byte header."""
+    """The protocol messages of a .wandb file: a LevelDB log after a 7-byte header.
+
+    Ends at the first part that is not yet written whole: W&B's own process may still be writing.
+    """
     from wandb.proto import wandb_internal_pb2 as messages
 
     content, at, parts = path.read_bytes(), 7, b""
@@ -32,7 +35,7 @@ def read_offline(path: Path) -> Iterator[Any]:
             at += 32768 - at % 32768
             continue
         _, length, kind = struct.unpack("<IHB", content[at : at + 7])
-        if kind == 0:
+        if kind == 0 or at + 7 + length > len(content):
             break
         parts += content[at + 7 : at + 7 + length]
         at += 7 + length
