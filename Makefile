@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # By exact version and first: a bare or ranged torch pulls gigabytes of CUDA where no GPU is.
 TORCH ?= torch==2.13.0
-RESULTS ?= results
+# Runs go to runs/, which git ignores; results/ is what is committed.
+RESULTS ?= runs
 LONGEVAL ?= ../shared/data/longeval_lines
 ESSAYS ?= ../shared/data/paul_graham_essays
 BIN = $(VENV)/bin
@@ -31,7 +32,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 setup: $(VENV)/.ready ## create the virtual environment
 
-demo: setup ## the shipped model x all methods x tasks; tables, and results/demo/report.html
+demo: setup ## the shipped model x all methods x tasks; tables, and runs/demo/report.html
 	$(KVBENCH) experiment=demo results_dir=$(RESULTS)
 
 test: setup lint ## lint, types, tests
@@ -71,6 +72,7 @@ lint: setup ## ruff, mypy, and how large the house is
 RUN = $(KVBENCH) results_dir=$(RESULTS) batch_size=8
 OFFICIAL = experiment=demo_official 'task.files=[$(LONGEVAL)/200_lines.jsonl]'
 DRAWING = [uniform,subgen,balancekv,balancekv_needle]
+results reproduce-theory: RESULTS = results
 results: setup ## results/ as committed: 200 examples a task, six draws, official cases, four rates; README's tables
 	$(RUN) experiment=demo limit=200
 	$(RUN) experiment=demo_seeds limit=200
@@ -150,16 +152,16 @@ reproduce-h2o-table5: setup ## H2O's Table 5: latency at equal batch (a GPU of 8
 	$(if $(MODEL),,$(ONE) model=opt_13b 'task.settings=[[5000,5000,4,0.4]]')
 	$(if $(MODEL),,$(ONE) model=opt_30b 'task.settings=[[7000,1024,1,0.22]]')
 
-# The experiment's folder: RESULTS=results/demo, or EXPERIMENT=demo in RESULTS, or the demo.
-REPORTED = $(if $(EXPERIMENT),$(RESULTS)/$(EXPERIMENT),$(if $(filter results,$(RESULTS)),results/demo,$(RESULTS)))
+# The experiment's folder: RESULTS=runs/demo, or EXPERIMENT=demo in RESULTS, or the demo.
+REPORTED = $(RESULTS)$(addprefix /,$(or $(EXPERIMENT),$(if $(filter runs results,$(RESULTS)),demo)))
 
-report: setup ## rebuild tables, figures and page from records: make report RESULTS=results/demo
+report: setup ## rebuild tables, figures and page from records: make report RESULTS=runs/demo
 	$(BIN)/python -m kvbench.report $(REPORTED)
 
-figures: setup ## every figure as PDF and PNG, every table as LaTeX: make figures RESULTS=results/demo
+figures: setup ## every figure as PDF and PNG, every table as LaTeX: make figures RESULTS=runs/demo
 	$(BIN)/python -m kvbench.report --list $(REPORTED)
 
-wandb-report: setup ## a W&B report, sent if WANDB_API_KEY is set: make wandb-report RESULTS=results/demo
+wandb-report: setup ## a W&B report, sent if WANDB_API_KEY is set: make wandb-report RESULTS=runs/demo
 	$(BIN)/python -m kvbench.report.wandb.report $(REPORTED)
 
 notebook: setup ## run scripts/quickstart.ipynb and keep what it prints

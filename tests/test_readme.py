@@ -57,11 +57,11 @@ def test_add_your_own_method_as_written(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "knorm" in done.stdout
-    (records,) = (tmp_path / "results").rglob("knorm-*/records.jsonl")
+    (records,) = (tmp_path / "runs").rglob("knorm-*/records.jsonl")
     lines = [json.loads(line) for line in records.read_text().splitlines()]
     assert len(lines) == 4
     assert {line["status"] for line in lines} == {"ok"}
     assert all(line["entries"]["max"] == line["capacity"] for line in lines)
-    assert (tmp_path / "results/default/report.html").is_file()
+    assert (tmp_path / "runs/default/report.html").is_file()
     # by default every run is copied to W&B, and both side by side; offline where there is no key
-    assert len(list((tmp_path / "results/default/wandb").glob("offline-run-*"))) == 3
+    assert len(list((tmp_path / "runs/default/wandb").glob("offline-run-*"))) == 3

@@ -3,7 +3,8 @@
     python scripts/benchmarks/bench_kernels.py  # on CUDA where there is a device, else on the CPU
     python scripts/benchmarks/bench_kernels.py --device cpu --threads 1 --only attention_mass
 
-Prints a table and writes results/bench/<device>.json with device, versions, commit and command.
+Prints a table and writes runs/bench/<device>.json with device, versions, commit and command
+(``--out results/bench``: the copy to commit).
 
 The floor of a row is the larger of two times: the fewest bytes over the device's copy rate, and the
 fewest floating-point operations (two per multiply-add) over its matrix-product rate. Both rates are
@@ -397,7 +398,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="torch threads (default: torch's own)")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", default="", help="operations whose name contains this")
-    parser.add_argument("--out", type=Path, default=Path("results/bench"), help="folder")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)

@@ -174,7 +174,7 @@ def test_wrong_usage_is_one_line_and_status_2(
     assert len(lines) == 1, err
     assert lines[0].startswith("kvbench: ")
     assert message in lines[0]
-    assert not (tmp_path / "results").exists() or not list(tmp_path.glob("results/**/*.jsonl"))
+    assert not (tmp_path / "runs").exists() or not list(tmp_path.glob("runs/**/*.jsonl"))
 
 
 def test_overrides_that_are_right_are_let_through() -> None:
@@ -213,7 +213,7 @@ def test_a_dry_run_says_what_would_be_and_leaves_nothing(
     for word in ("examples        2, of which 2", "prompt tokens   min", "median", "snapkv", "0/2"):
         assert word in out
     assert "time            about" in out
-    assert "results/default/tiny_random/longeval_lines" in out
+    assert "runs/default/tiny_random/longeval_lines" in out
     assert "(100%)" in out
 
 
@@ -227,10 +227,10 @@ def test_failed_examples_are_status_1_and_a_log_stays_readable(
     assert "Loading weights" not in err
     assert "\033" not in out + err
     assert "recall_mini x longeval_lines: 2/2" in err
-    assert (tmp_path / "results/default/report.html").exists()
+    assert (tmp_path / "runs/default/report.html").exists()
     records = [
         json.loads(line)
-        for path in tmp_path.glob("results/**/records.jsonl")
+        for path in tmp_path.glob("runs/**/records.jsonl")
         for line in path.read_text().splitlines()
     ]
     assert {record["status"] for record in records} == {"timeout"}
@@ -263,7 +263,7 @@ def test_an_interrupt_is_one_line_and_130_and_records_stay(tmp_path: Any) -> Non
 
 def _lines(folder: Path) -> list[str]:
     found = []
-    for path in folder.glob("results/**/records.jsonl"):
+    for path in folder.glob("runs/**/records.jsonl"):
         text = path.read_text()
         found.extend(text[: text.rfind("\n") + 1].splitlines())
     return found

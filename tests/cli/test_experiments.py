@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 import shlex
+import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -257,6 +258,28 @@ def test_local_holds_what_h2o_holds_to_the_last_token() -> None:
         assert answers[label].cache_bytes_end == answers[label].cache_bytes
     assert answers["grows"].cache_bytes == answers["local"].cache_bytes
     assert answers["grows"].cache_bytes_end > answers["grows"].cache_bytes  # type: ignore[operator]
+
+
+# Where runs go
+
+
+def test_runs_go_to_an_ignored_folder_and_results_are_written_by_name_only() -> None:
+    assert composed().results_dir == "runs"
+    ignored = subprocess.run(["git", "check-ignore", "-q", "runs/demo/report.html"], cwd=ROOT)
+    if (ROOT / ".git").exists():
+        assert ignored.returncode == 0
+    makefile = (ROOT / "Makefile").read_text()
+    targets = re.findall(r"^([a-z0-9-]+): setup ", makefile, re.M)
+    written = {}
+    for target in targets:
+        line = ["make", "-n", target, "EXPERIMENT=demo", "-o", "setup"]
+        told = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        written[target] = set(re.findall(r"results_dir=(\w+)", told))
+    assert {name for name, folders in written.items() if "results" in folders} == {
+        "results",
+        "reproduce-theory",
+    }
+    assert written["demo"] == written["reproduce"] == {"runs"}
 
 
 # BalanceKV, Table 1

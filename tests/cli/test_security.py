@@ -90,7 +90,7 @@ def test_a_pickled_model_is_refused_in_one_line_and_not_opened(tmp_path: Path) -
     assert f"model {str(folder)!r} cannot be loaded: " in found.err
     assert "safetensors" in found.err
     assert not mark.exists()
-    assert not (tmp_path / "results").exists(), "nothing was begun"
+    assert not (tmp_path / "runs").exists(), "nothing was begun"
     torch.load(folder / "pytorch_model.bin", weights_only=False)  # the trap works
     assert mark.exists()
 
@@ -148,7 +148,7 @@ def test_code_of_a_model_folder_is_not_run_unless_asked_for(tmp_path: Path) -> N
 def test_the_manifest_names_trust_in_remote_code(tmp_path: Path, trusted: bool) -> None:
     words = [*RUN, "logger=none", f"model.trust_remote_code={str(trusted).lower()}"]
     assert ended(words, folder=tmp_path).status == 0
-    for run in load_runs(tmp_path / "results" / "default"):
+    for run in load_runs(tmp_path / "runs" / "default"):
         assert run.manifest["identity"]["model"]["trust_remote_code"] is trusted
         assert run.manifest["config"]["model"]["trust_remote_code"] is trusted
 
@@ -178,7 +178,7 @@ def test_no_secret_is_written_or_said(
     files = {path.name for path in written(tmp_path)}
     assert {"manifest.json", "records.jsonl", "report.html"} <= files
     assert any(name.endswith(".wandb") for name in files), "W&B wrote its run"
-    manifest = next(iter(load_runs(tmp_path / "results" / "default"))).manifest
+    manifest = next(iter(load_runs(tmp_path / "runs" / "default"))).manifest
     assert manifest["identity"]["model"]["revision"] == HIDDEN
     assert f"model.revision={HIDDEN}" in manifest["command"]
     if not sweep:

@@ -58,11 +58,11 @@ def test_records_and_page_of_an_interpolated_name_lie_in_one_folder(
     monkeypatch.setenv("NAME_FROM_OUTSIDE", "night-run")
     found = ended([*RUN, "experiment_name='${oc.env:NAME_FROM_OUTSIDE}'"], folder=tmp_path)
     assert found.status == 0, found.err
-    assert [path.name for path in (tmp_path / "results").iterdir()] == ["night-run"]
-    folder = tmp_path / "results" / "night-run"
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["night-run"]
+    folder = tmp_path / "runs" / "night-run"
     assert (folder / "report.html").exists()
     assert len(list(folder.glob("*/*/*/records.jsonl"))) == 1
-    assert f"page: {Path('results', 'night-run', 'report.html')}" in found.out
+    assert f"page: {Path('runs', 'night-run', 'report.html')}" in found.out
 
 
 @pytest.mark.parametrize("name", ["a", "é" * 60, "a.b", "x" * 120, "日本", "a+b=c@d", "_"])
@@ -122,6 +122,6 @@ def test_a_model_may_be_called_anything_else(tmp_path: Path) -> None:
     found = ended([*RUN, f"model.name='{name}'"], folder=tmp_path)
     assert found.status == 0, found.err
     assert not {"\x1b", "\x07", "\u202e"} & set(found.out + found.err)
-    (run,) = (tmp_path / "results" / "default").glob("*/*/*/records.jsonl")
+    (run,) = (tmp_path / "runs" / "default").glob("*/*/*/records.jsonl")
     assert "\u202e[red]" in run.read_text(), "records stay as they are"
     assert os.sep not in run.parents[2].name

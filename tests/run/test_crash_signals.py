@@ -50,10 +50,10 @@ def test_terminated_killed_interrupted_the_next_start_goes_on(
         child.signal(number)
         assert child.wait() == status
         assert "Traceback" not in child.err.read_text()
-    assert not (tmp_path / "results/default/report.html").exists(), "nobody waited for a page"
+    assert not (tmp_path / "runs/default/report.html").exists(), "nobody waited for a page"
     assert server.kvbench(tmp_path, *JOB).wait() == 0
     assert records(tmp_path) == undisturbed
-    assert (tmp_path / "results/default/report.html").exists()
+    assert (tmp_path / "runs/default/report.html").exists()
 
 
 def test_two_at_once_share_nothing_and_lose_nothing(
@@ -133,7 +133,7 @@ def test_a_full_disk_is_one_line_and_the_records_stay(
 ) -> None:
     """A disk that is full at many points of a run in turn, the last of them after its records."""
     said, kept = [], []
-    with mounted(tmp_path / "results", "-t", "tmpfs", "-o", "size=512k", "tmpfs") as disk:
+    with mounted(tmp_path / "runs", "-t", "tmpfs", "-o", "size=512k", "tmpfs") as disk:
         ballast = disk / "ballast"
         for room in (0, 4, 12, 24, 96):
             ballast.write_bytes(b"")
@@ -158,7 +158,7 @@ def test_a_read_only_results_folder_is_one_line_and_nothing_is_lost(
 ) -> None:
     assert server.kvbench(tmp_path, *JOB, "limit=1").wait() == 0
     before = records(tmp_path)
-    results = tmp_path / "results"
+    results = tmp_path / "runs"
     with mounted(results, "--bind", str(results)):
         done = subprocess.run(["mount", "-o", "remount,bind,ro", str(results)], capture_output=True)
         if done.returncode:

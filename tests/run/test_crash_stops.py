@@ -321,7 +321,7 @@ def test_a_disk_that_is_full_for_wandb_costs_its_copy_and_nothing_else(
 ) -> None:
     wandb = ["logger=wandb", "logger.mode=offline"]
     words = [*(word for word in FEW if not word.startswith("logger=")), *wandb]
-    with mounted(tmp_path / "results", "-t", "tmpfs", "-o", "size=2m", "tmpfs") as disk:
+    with mounted(tmp_path / "runs", "-t", "tmpfs", "-o", "size=2m", "tmpfs") as disk:
         assert server.kvbench(tmp_path, *FEW).wait() == 0
         for room in (16, 64, 200):
             shutil.rmtree(disk / "default" / "wandb", ignore_errors=True)

@@ -493,12 +493,12 @@ def test_the_last_table_counts_every_status_and_the_exit_status_is_1(
     status, out, err = main(capsys, *words)
     assert status == 1, err
     assert "Traceback" not in err
-    (file,) = tmp_path.glob("results/**/snapkv-*/records.jsonl")
+    (file,) = tmp_path.glob("runs/**/snapkv-*/records.jsonl")
     found = [json.loads(line)["status"] for line in file.read_text().splitlines()]
     assert found == ["oom", "error", "timeout", "over_budget", "ok", "ok"]
     for word in ("2/6", "1 error", "1 oom", "over_budget, 1 timeout"):  # of a narrow column
         assert word in out
-    table = tmp_path / "results/default/tables/longeval_lines-tiny_random.csv"
+    table = tmp_path / "runs/default/tables/longeval_lines-tiny_random.csv"
     assert '2,6,"1 error, 1 oom, 1 over_budget, 1 timeout"' in table.read_text()
-    page = (tmp_path / "results/default/report.html").read_text()
+    page = (tmp_path / "runs/default/report.html").read_text()
     assert "1 error, 1 oom, 1 over_budget, 1 timeout" in page

@@ -298,7 +298,7 @@ def test_a_method_that_exits_is_a_failure_of_the_command(
     assert "2 error" in out
     assert "Traceback" not in err
     for name, wanted in (("exact", "ok"), ("snapkv", "error")):
-        (file,) = tmp_path.glob(f"results/**/{name}-*/records.jsonl")
+        (file,) = tmp_path.glob(f"runs/**/{name}-*/records.jsonl")
         records = [json.loads(line) for line in file.open()]
         assert [record["status"] for record in records] == [wanted] * 2
         assert {record["dataset"] for record in records} == {"20 lines"}, "failed or not"

@@ -169,7 +169,7 @@ def test_no_name_leads_out_of_the_results_folder(tmp_path: Path, name: str) -> N
         assert found.problem() is None, explain(words, found, str(found.problem()))
         written = [path for path in tmp_path.rglob("*") if "escape" in path.name]
         for path in written:
-            assert path.is_relative_to(inside / "results"), path
+            assert path.is_relative_to(inside / "runs"), path
         assert sorted(path.name for path in tmp_path.iterdir()) == ["inside"]
     assert not Path("/tmp/escape").exists()
     assert not Path("~/escape").expanduser().exists()

@@ -32,7 +32,7 @@ TIMES = ("prefill_s", "compress_s", "decode_s")
 
 def records(folder: Path) -> Records:
     """Records by run folder, without what a clock measured."""
-    return whole_rows(list(folder.glob("results/**/records.jsonl")), TIMES)
+    return whole_rows(list(folder.glob("runs/**/records.jsonl")), TIMES)
 
 
 def wait_for_records(folder: Path, child: Child, count: int) -> None:
