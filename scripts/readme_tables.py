@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and of the model card from the committed results.
+"""Writes the tables of results/README.md and of the model card from the committed results.
 
     python scripts/readme_tables.py            write them
     python scripts/readme_tables.py --check    exit with 1 where one is not what results/ says
@@ -26,10 +26,10 @@ DEMO = "demo/tables"
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a README table: a score of every method from one CSV file.
+    """One column of such a table: a score of every method from one CSV file.
 
     Attributes:
-        heading: what the README calls it.
+        heading: what the table calls it.
         file: the CSV file below results/.
         where: the row of the file to take, by column, beside the method.
         value: the file's column with the number; `<value>_low` and `<value>_high` bound it.
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args(arguments).check
     stale = []
-    for path in (ROOT / "README.md", ROOT / "kvbench/assets/recall_mini/README.md"):
+    for path in (RESULTS / "README.md", ROOT / "kvbench/assets/recall_mini/README.md"):
         text = path.read_text(encoding="utf-8")
         new = written(text)
         if new != text:

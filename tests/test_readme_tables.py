@@ -1,4 +1,4 @@
-"""The tables of README.md and of the model card say what the committed results say."""
+"""The tables of results/README.md and of the model card say what the committed results say."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
+READMES = (
+    "conf/README.md",
+    "kvbench/README.md",
+    "kvbench/methods/README.md",
+    "results/README.md",
+    "scripts/README.md",
+)
 
 
 def rows(text: str, name: str) -> dict[str, list[str]]:
@@ -40,7 +47,7 @@ def test_the_tables_are_what_results_say() -> None:
 
 def test_numbers_of_the_first_table() -> None:
     """Read independently of the script that wrote them."""
-    found = rows((ROOT / "README.md").read_text(encoding="utf-8"), "demo")
+    found = rows((RESULTS / "README.md").read_text(encoding="utf-8"), "demo")
     for method in ("exact", "snapkv", "h2o", "uniform", "balancekv"):
         cells = dict(zip(found["method"], found[method], strict=True))
         lines = committed("demo/tables/longeval_lines-recall_mini.csv", method, dataset="average")
@@ -50,7 +57,8 @@ def test_numbers_of_the_first_table() -> None:
 
 
 def test_every_figure_and_page_that_a_text_shows_is_committed() -> None:
-    for text in (ROOT / "README.md", RESULTS / "README.md"):
+    texts = [ROOT / "README.md", *(ROOT / room for room in READMES)]
+    for text in texts:
         for target in re.findall(r"\]\(([^)#]+)\)", text.read_text(encoding="utf-8")):
             if not target.startswith("http"):
                 assert (text.parent / target).exists(), (text.name, target)
