@@ -150,8 +150,13 @@ def exact_attention(
     scaling: float,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    seen: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of n queries over their own n keys, [batch, heads, n, head_dim].
+
+    Args:
+        seen: [heads, n, n] bool, the keys that each query may see beside causality; as many KV heads
+            as query heads then.
 
     The plain case runs on torch's fused kernel; logit capping and sliding windows, which that kernel
     does not have, run in query blocks with O(QUERY_BLOCK * n) memory.
@@ -159,7 +164,7 @@ def exact_attention(
     n = query.shape[2]
     if sliding_window is not None and sliding_window >= n:
         sliding_window = None
-    if softcap is None and sliding_window is None:
+    if softcap is None and sliding_window is None and seen is None:
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=True
         )
@@ -177,6 +182,8 @@ def exact_attention(
         hidden = column > row
         if sliding_window is not None:
             hidden |= column <= row - sliding_window
+        if seen is not None:
+            hidden = (hidden | ~seen[:, start:stop, first:stop])[None, :, None]
         weights = logits.masked_fill_(hidden, float("-inf")).softmax(-1).to(value.dtype)
         out[..., start:stop, :] = weights @ value[:, :, None, first:stop]
     return out.view(batch, heads, n, value.shape[-1])

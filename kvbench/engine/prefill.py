@@ -197,14 +197,26 @@ class Prefill:
 def forward(model: PreTrainedModel, ids: Tensor, positions: Tensor, state: object) -> Tensor:
     """Next-token logits [batch, vocab] after feeding ids [batch, t] at positions [t] (the same for
     every row) or [batch, t]."""
+    return forward_rows(model, ids, positions, state, keep=1)[:, -1]
+
+
+def forward_rows(
+    model: PreTrainedModel,
+    ids: Tensor,
+    positions: Tensor,
+    state: object,
+    keep: int | Tensor | None = None,
+) -> Tensor:
+    """The same with the logits after more than the last token: [batch, t, vocab] after every one of
+    them, or after the last `keep`, or after those whose indices it holds."""
     output = model(
         input_ids=ids,
         position_ids=positions.expand(ids.shape[0], -1),
         use_cache=False,
-        logits_to_keep=1,
+        logits_to_keep=ids.shape[1] if keep is None else keep,
         kvbench=state,
     )
-    return output.logits[:, -1]
+    return output.logits
 
 
 # Tensors made under inference_mode do not count writes to them, which the guard asks for.

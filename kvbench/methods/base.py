@@ -68,6 +68,12 @@ class Method:
         """True when `restrict` is to be called: a decoding query sees part of what is held."""
         return False
 
+    @property
+    def masks_whole_pass(self) -> bool:
+        """True when `mask` takes the place of `compress`: a rule for one pass over prompt and
+        continuation, which scores likelihoods, holds no cache and cannot generate."""
+        return False
+
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """What `layer` holds instead.
 
@@ -130,6 +136,16 @@ class Method:
             leaves). Called only when `evicts`.
         """
         raise NotImplementedError(f"{type(self).__name__}.evict")
+
+    def mask(self, layer: LayerKV, budget: Budget) -> Tensor:
+        """Which key each query sees: [heads, n, n] bool, False above the diagonal.
+
+        Args:
+            layer: queries and keys of all n tokens, those of the continuation included.
+
+        Called only when `masks_whole_pass`.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.mask")
 
     def restrict(self, held: Held, logits: Tensor) -> Tensor:
         """Which entries a decoding query does not attend to.

@@ -20,6 +20,7 @@ from kvbench.report.figures.intervals import (
 from kvbench.report.figures.throughput import throughput, throughput_scaling
 from kvbench.report.table import Table
 from kvbench.report.tables.differences import PaperError
+from kvbench.report.tables.fidelity import divergence_table, fidelity_table, is_fidelity
 from kvbench.report.tables.pairs import pairs_of, pairs_table
 from kvbench.report.tables.published_rows import Published
 from kvbench.report.tables.score_tables import (
@@ -115,9 +116,12 @@ def section_of(group: Group, folder: Path, published: Sequence[Published] = ()) 
         folded.append(
             (f"Paired differences to {table.baseline} by {table.by.replace('_', ' ')}", change)
         )
+    if is_fidelity(group):
+        where = divergence_table(group)
+        folded[:0] = [("Where a method begins to differ", where)] if where else []
     return replace(
         section,
-        lead=(as_table(scores[0]),),
+        lead=(as_table(scores[0]), *([fidelity_table(group)] if is_fidelity(group) else [])),
         folded=tuple(folded),
         filed=tuple(_splits(group, scores)),
         figures=tuple(figures_of(group, scores)),
@@ -135,6 +139,7 @@ def tables_of(experiment: Experiment) -> list[Table]:
         elif not _is_timed(group):
             ranked.append(score_table(group))
             tables.append(as_table(ranked[-1], narrow=True))
+            tables += [fidelity_table(group)] if is_fidelity(group) else []
     tables += [timing_table(group) for group in experiment.groups if _is_timed(group)]
     return tables + several_tasks(ranked)
 

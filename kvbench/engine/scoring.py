@@ -1,0 +1,332 @@
+"""Teacher forcing: every fork of a prompt is fed the same tokens, and its logits are looked at.
+
+The last prompt token is not compressed: it is the first that is fed. Compressing it too would score the
+first token of a continuation, and with it every one-token answer, from the exact prefill's own logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvbench.engine.attention import LayerCall, exact_attention
+from kvbench.engine.faults import NonFiniteLogits
+from kvbench.engine.fork import Fork, ForkBatch
+from kvbench.engine.generate import decode_rows, feed_questions, open_row
+from kvbench.engine.graphs import StepGraphs
+from kvbench.engine.prefill import (
+    Prefill,
+    compressible_layers,
+    forward,
+    forward_rows,
+    input_device,
+    layer_kv,
+    prefill,
+)
+from kvbench.engine.stopping import Stopping
+from kvbench.errors import UserError
+from kvbench.kv import Budget
+from kvbench.methods.base import Method
+from kvbench.methods.exact import Exact
+
+CHUNK_LOGITS = 2**24
+"""Logits that exist at a time (64 MB in float32), whatever the length of a continuation."""
+
+Look = Callable[[int, Tensor], None]
+"""Called with the place in the continuation of the first row of logits, and logits
+[rows, tokens, vocab] that predict the tokens from there on, as the model returns them."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A prompt that has been read, and compressed, up to where it is to be judged.
+
+    Attributes:
+        forks: one per method that compresses, in the order given.
+        whole: the methods that mask a whole pass instead (`Method.masks_whole_pass`).
+        lead: tokens of the prompt that are still to be fed; the logits after the last of them predict
+            the continuation's first token. Empty after a prompt of one token, which leaves nothing to
+            compress: then they are the prefill's.
+        prompt_ids: the whole prompt.
+    """
+
+    forks: Sequence[Fork]
+    whole: Mapping[str, tuple[Method, Budget]]
+    lead: Sequence[int]
+    prompt_ids: Sequence[int]
+    start: Prefill
+
+
+@torch.inference_mode()
+def read(
+    model: PreTrainedModel,
+    prompt_ids: Sequence[int],
+    methods: Mapping[str, tuple[Method, Budget]],
+    *,
+    seed: int,
+    example_id: str,
+    room: int,
+    context_tokens: int | None = None,
+) -> Reading:
+    """One exact prefill of all but the last prompt token, which every method compresses.
+
+    Args:
+        room: tokens that will be fed, to reserve memory for.
+        context_tokens: compress only so many tokens (the context; the question is fed after it).
+
+    Raises:
+        UserError: an empty prompt; a context that leaves nothing to be fed.
+    """
+    n = len(prompt_ids)
+    head = n - 1 if context_tokens is None else context_tokens
+    if n < 1 or not (0 < head < n or n == 1):
+        raise UserError(
+            f"the prompt has {n} tokens, of which {head} are to be compressed; allowed: at least one, "
+            "and fewer than there are"
+        )
+    whole = {label: pair for label, pair in methods.items() if pair[0].masks_whole_pass}
+    alone = n == 1  # nothing to compress
+    forks = [
+        Fork(
+            label,
+            Exact() if alone else method,
+            budget,
+            seed,
+            example_id,
+            room=room + n - max(1, head),
+        )
+        for label, (method, budget) in methods.items()
+        if label not in whole
+    ]
+    head = max(1, head)
+    start = prefill(model, prompt_ids[:head], forks)
+    return Reading(forks, whole, list(prompt_ids[head:]), list(prompt_ids), start)
+
+
+def chunks(rows: int, tokens: int, vocab: int) -> Iterator[range]:
+    """Places 0 .. tokens - 1 in runs whose logits are at most `CHUNK_LOGITS`."""
+    step = max(1, CHUNK_LOGITS // (rows * vocab))
+    for begin in range(0, tokens, step):
+        yield range(begin, min(tokens, begin + step))
+
+
+def vocabulary(model: PreTrainedModel) -> int:
+    """Logits per row."""
+    return int(model.config.get_text_config().vocab_size)
+
+
+@torch.inference_mode()
+def walk(
+    model: PreTrainedModel,
+    reading: Reading,
+    rows: Sequence[tuple[Fork, Sequence[int]]],
+    look: Look,
+) -> None:
+    """Feed every fork its continuation, all in one batch, and show the logits of every token.
+
+    What is fed joins the fork's cache, or pushes entries out of it, one token at a time. Continuations
+    of several lengths are filled up with their last token: what follows a token changes nothing before
+    it. A fork that fails stops no other, and its logits mean nothing.
+    """
+    device, forks = input_device(model), [fork for fork, _ in rows]
+    longest, lead = max(len(tokens) for _, tokens in rows), list(reading.lead)
+    fed = [[*lead, *filled(tokens, longest)[:-1]] for _, tokens in rows]
+    ids = torch.tensor(fed, device=device).view(len(rows), -1)
+    position, first = reading.start.n, 0
+    if not lead:
+        look(0, reading.start.logits.expand(len(rows), 1, -1))
+        first = 1
+    elif len(lead) > 1:
+        positions = torch.arange(position, position + len(lead) - 1, device=device)
+        forward(model, ids[:, : len(lead) - 1], positions, ForkBatch(forks, positions))
+        ids, position = ids[:, len(lead) - 1 :], position + len(lead) - 1
+    for part in chunks(len(rows), ids.shape[1], vocabulary(model)):
+        chunk = ids[:, part.start : part.stop]
+        positions = torch.arange(position + part.start, position + part.stop, device=device)
+        look(
+            first + part.start,
+            forward_rows(model, chunk, positions, ForkBatch(forks, positions)),
+        )
+    layers = compressible_layers(model)
+    for fork in forks:
+        fork.appended += len(fed[0])
+        if fork.failure is None:
+            try:
+                fork.audit(reading.start.n, layers)
+            except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
+                fork.fail(failure)
+
+
+def filled(tokens: Sequence[int], length: int) -> list[int]:
+    """`tokens`, made longer by repeating the last one."""
+    return [*tokens, *[tokens[-1]] * (length - len(tokens))]
+
+
+@dataclass
+class WholePass:
+    """Attention state of one pass over prompt and continuation, each row with a mask of its own.
+
+    Attributes:
+        rows: (method, budget) of each row; None for exact attention.
+        entries: entries that the masks leave per query at most, by row, and layers seen.
+    """
+
+    rows: Sequence[tuple[Method, Budget] | None]
+    num_layers: int
+
+    def attend(self, call: LayerCall) -> Tensor:
+        """Attention of each row under its mask, which is made from this layer's queries and keys."""
+        out = []
+        for row, pair in enumerate(self.rows):
+            one = call.of_row(row)
+            if pair is None or call.sliding_window is not None:
+                out.append(one.exact())
+                continue
+            method, budget = pair
+            seen = method.mask(layer_kv(one, call.layer, self.num_layers), budget)
+            group = one.query.shape[1] // one.key.shape[1]
+            out.append(
+                exact_attention(
+                    one.query,
+                    one.key.repeat_interleave(group, dim=1),
+                    one.value.repeat_interleave(group, dim=1),
+                    scaling=call.scaling,
+                    softcap=call.softcap,
+                    seen=seen,
+                )
+            )
+        return torch.cat(out)
+
+
+@torch.inference_mode()
+def walk_whole(
+    model: PreTrainedModel,
+    prompt_ids: Sequence[int],
+    continuation: Sequence[int],
+    rows: Sequence[tuple[Method, Budget] | None],
+    look: Look,
+) -> None:
+    """The same for methods that mask one pass over prompt and continuation, the last token included.
+
+    The pass is run again for every chunk of logits; the continuations of benchmarks need one.
+    """
+    ids = torch.tensor([[*prompt_ids, *continuation]] * len(rows), device=input_device(model))
+    positions = torch.arange(ids.shape[1], device=ids.device)
+    state = WholePass(rows, model.config.get_text_config().num_hidden_layers)
+    first = len(prompt_ids) - 1
+    for part in chunks(len(rows), len(continuation), vocabulary(model)):
+        wanted = torch.arange(first + part.start, first + part.stop, device=ids.device)
+        look(part.start, forward_rows(model, ids, positions, state, keep=wanted))
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A continuation under one method.
+
+    Attributes:
+        logprobs: of every token, natural logarithm. greedy: whether each is the most likely one.
+        failure: what stopped the method, else None; then both lists are empty.
+    """
+
+    logprobs: list[float]
+    greedy: list[bool]
+    failure: Exception | None = None
+
+
+class LogProbs:
+    """A `Look` that keeps the log-probability of each row's own next token, and whether it is greedy."""
+
+    def __init__(self, continuations: Sequence[Sequence[int]]) -> None:
+        longest = max(map(len, continuations))
+        self.continuations = continuations
+        self.targets = torch.tensor([filled(tokens, longest) for tokens in continuations])
+        self.found: list[Tensor] = []
+
+    def __call__(self, begin: int, logits: Tensor) -> None:
+        """See `Look`."""
+        targets = self.targets[:, begin : begin + logits.shape[1]].to(logits.device)[..., None]
+        logprobs = logits.float().log_softmax(-1)
+        mine = logprobs.gather(-1, targets)[..., 0]
+        greedy = logits.argmax(-1) == targets[..., 0]
+        self.found.append(torch.stack([mine, greedy.to(mine.dtype)], dim=-1).cpu())
+
+    def scored(self) -> list[Scored]:
+        """What was found, by row."""
+        found = torch.cat(self.found, dim=1)
+        rows = []
+        for row, tokens in zip(found, self.continuations, strict=True):
+            mine = row[: len(tokens)]
+            bad = mine[:, 0].isnan().nonzero()
+            failure = NonFiniteLogits(int(bad[0]) + 1) if len(bad) else None
+            rows.append(
+                Scored(mine[:, 0].tolist(), mine[:, 1].bool().tolist())
+                if failure is None
+                else Scored([], [], failure)
+            )
+        return rows
+
+
+def score(
+    model: PreTrainedModel,
+    reading: Reading,
+    continuations: Sequence[Sequence[int]],
+    *,
+    batch_rows: int = 32,
+) -> dict[str, list[Scored]]:
+    """Log-probabilities of every token of every continuation under every method.
+
+    Each continuation is fed to a copy of the fork, so that none sees another; a single one is fed to
+    the fork itself.
+
+    Args:
+        batch_rows: (method, continuation) pairs that are fed together; changes no result but in the
+            last digits.
+    """
+    results: dict[str, list[Scored]] = {fork.label: [] for fork in reading.forks}
+    pairs = [
+        (fork, tokens) for fork in reading.forks if fork.failure is None for tokens in continuations
+    ]
+    for begin in range(0, len(pairs), batch_rows):
+        batch = [
+            (fork if len(continuations) == 1 else fork.clone(), tokens)
+            for fork, tokens in pairs[begin : begin + batch_rows]
+        ]
+        look = LogProbs([tokens for _, tokens in batch])
+        walk(model, reading, batch, look)
+        for (fork, _), scored in zip(batch, look.scored(), strict=True):
+            failed = fork.failure is not None
+            results[fork.label].append(Scored([], [], fork.failure) if failed else scored)
+    for fork in reading.forks:
+        if not results[fork.label]:  # it failed while it compressed
+            results[fork.label] = [Scored([], [], fork.failure)] * len(continuations)
+    for label, pair in reading.whole.items():
+        results[label] = []
+        for tokens in continuations:
+            look = LogProbs([tokens])
+            walk_whole(model, reading.prompt_ids, tokens, [pair], look)
+            results[label] += look.scored()
+    return results
+
+
+@torch.inference_mode()
+def greedy_continuation(
+    model: PreTrainedModel, reading: Reading, fork: Fork, stopping: Stopping
+) -> list[int]:
+    """What the fork answers when it decodes greedily, the ending token included; the fork itself stays
+    as it is."""
+    twin = fork.clone()
+    row = open_row(twin, reading.start, stopping, compressible_layers(model))
+    feed_questions(model, [row], [list(reading.lead)])
+    decode_rows(model, [row], StepGraphs())
+    if twin.failure is not None:
+        raise twin.failure
+    return row.chosen
+
+
+def twin_of(fork: Fork, label: str) -> Fork:
+    """A copy of a fork under another name."""
+    return replace(fork.clone(), label=label)

@@ -1,0 +1,226 @@
+"""How far a compressed cache moves the model's next-token distribution, without any answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvbench.engine.fork import Fork
+from kvbench.engine.prefill import compressible_layers
+from kvbench.engine.scoring import Look, Reading, read, twin_of, walk, walk_whole
+from kvbench.engine.switch import kvbench_attention_on
+from kvbench.kv import Budget
+from kvbench.methods.base import Method
+from kvbench.methods.exact import Exact
+
+REFERENCE = "(reference)"
+"""The label of the exact fork that all are compared with."""
+
+ROUNDING = 1e-6
+"""A KL divergence is not negative; in float32 it comes out as little as this below zero."""
+
+
+class InfiniteDivergence(ArithmeticError):
+    """The method gives probability 0 to a token that the exact model does not rule out."""
+
+    def __init__(self, token: int) -> None:
+        super().__init__(f"infinite KL divergence at token {token} of the continuation")
+
+
+@dataclass
+class Fidelity:
+    """One method against the exact cache, token by token of one continuation.
+
+    Attributes:
+        kl: sum_v p_v (log p_v - log q_v) in nats; p is the exact, q the method's next-token
+            distribution.
+        agree: 1 where both have the same most likely token, else 0.
+        nll_exact, nll: -log p and -log q of the continuation's token, in nats.
+        difference: nll - nll_exact.
+        top: the method's most likely token. top_exact: the exact one.
+        failure: what stopped the method; the lists are empty then.
+        entries, cache_bytes, exact_bytes, compressed, compress_s, prefill_s: as in a record.
+    """
+
+    kl: list[float] = field(default_factory=list)
+    agree: list[int] = field(default_factory=list)
+    nll: list[float] = field(default_factory=list)
+    nll_exact: list[float] = field(default_factory=list)
+    top: list[int] = field(default_factory=list)
+    top_exact: list[int] = field(default_factory=list)
+    failure: Exception | None = None
+    entries: Mapping[str, float] | None = None
+    cache_bytes: int | None = None
+    exact_bytes: int | None = None
+    compressed: bool = False
+    compress_s: float = 0.0
+    prefill_s: float = 0.0
+
+    @property
+    def difference(self) -> list[float]:
+        """nll - nll_exact."""
+        return [mine - exact for mine, exact in zip(self.nll, self.nll_exact, strict=True)]
+
+    def extend(self, other: Mapping[str, Sequence[float]]) -> None:
+        """Further tokens."""
+        for name, values in other.items():
+            getattr(self, name).extend(values)
+
+    def check(self) -> None:
+        """A divergence that is no number is a failure, and is averaged with nothing."""
+        wrong = [i for i, value in enumerate(self.kl) if not math.isfinite(value)]
+        if wrong and self.failure is None:
+            self.failure = InfiniteDivergence(wrong[0] + 1)
+
+
+def divergence(exact: Tensor, other: Tensor) -> Tensor:
+    """KL(exact || other) of log-probabilities [tokens, vocab] float32: [tokens] float64.
+
+    Where p is 0 the term is 0; what rounding leaves below zero is zero.
+    """
+    terms = exact.exp().double() * (exact.double() - other.double())
+    kl = torch.where(exact == -torch.inf, 0.0, terms).sum(-1)
+    return torch.where((kl < 0) & (kl > -ROUNDING), 0.0, kl)
+
+
+class _Compare:
+    """A `Look` that sets every row against the first."""
+
+    def __init__(self, results: Sequence[Fidelity], continuation: Sequence[int]) -> None:
+        self.results = results
+        self.continuation = torch.tensor(list(continuation))
+
+    def __call__(self, begin: int, logits: Tensor) -> None:
+        target = self.continuation[begin : begin + logits.shape[1], None].to(logits.device)
+        exact = logits[0].float().log_softmax(-1)
+        top, nll = exact.argmax(-1), -exact.gather(-1, target)[:, 0]
+        for result, row in zip(self.results, logits, strict=True):
+            other = row.float().log_softmax(-1)
+            mine = other.argmax(-1)
+            result.extend(
+                {
+                    "kl": divergence(exact, other).tolist(),
+                    "agree": (mine == top).long().tolist(),
+                    "nll": (-other.gather(-1, target)[:, 0]).tolist(),
+                    "nll_exact": nll.tolist(),
+                    "top": mine.tolist(),
+                    "top_exact": top.tolist(),
+                }
+            )
+
+
+def teacher_forced(
+    model: PreTrainedModel,
+    prompt_ids: Sequence[int],
+    continuation: Sequence[int],
+    methods: Mapping[str, tuple[Method, Budget]],
+    seed: int = 0,
+    example_id: str = "x",
+) -> dict[str, Fidelity]:
+    """Every method against the exact cache on one continuation, from one prefill.
+
+    All but the last prompt token are compressed; that one and the continuation are fed to every fork,
+    the exact one among them, in one batch. Pure: nothing is drawn but by the methods, nothing written.
+
+    Args:
+        continuation: at least one token; the last is predicted and never fed.
+        methods: by label, with their budgets; "exact" need not be among them.
+
+    Returns:
+        label -> `Fidelity`, its lists as long as the continuation.
+    """
+    with kvbench_attention_on(model):
+        reading = read_with_reference(
+            model, prompt_ids, methods, seed=seed, example_id=example_id, room=len(continuation)
+        )
+        return compare(model, reading, continuation)
+
+
+def read_with_reference(
+    model: PreTrainedModel,
+    prompt_ids: Sequence[int],
+    methods: Mapping[str, tuple[Method, Budget]],
+    *,
+    seed: int,
+    example_id: str,
+    room: int,
+    context_tokens: int | None = None,
+) -> Reading:
+    """`kvbench.engine.scoring.read`, with an exact fork before the others."""
+    everyone = {REFERENCE: (Exact(), Budget()), **methods}
+    return read(
+        model,
+        prompt_ids,
+        everyone,
+        seed=seed,
+        example_id=example_id,
+        room=room,
+        context_tokens=context_tokens,
+    )
+
+
+@torch.inference_mode()
+def compare(
+    model: PreTrainedModel, reading: Reading, continuation: Sequence[int]
+) -> dict[str, Fidelity]:
+    """Every method of a reading against its first fork, which is exact."""
+    layers = compressible_layers(model)
+    results = {fork.label: _begun(fork, reading, layers) for fork in reading.forks}
+    sound = [fork for fork in reading.forks if fork.failure is None]
+    look: Look = _Compare([results[fork.label] for fork in sound], continuation)
+    walk(model, reading, [(fork, continuation) for fork in sound], look)
+    for fork in sound:
+        results[fork.label].failure = fork.failure
+        results[fork.label].compressed |= fork.failure is None and fork.evicted
+    for label, pair in reading.whole.items():
+        results[label] = Fidelity(compressed=True)
+        rows = [Fidelity(), results[label]]
+        walk_whole(
+            model, reading.prompt_ids, continuation, [None, pair], _Compare(rows, continuation)
+        )
+    del results[REFERENCE]
+    for result in results.values():
+        result.check()
+    return results
+
+
+def _begun(fork: Fork, reading: Reading, layers: Sequence[int]) -> Fidelity:
+    """What is known of a fork after compression."""
+    if fork.failure is not None:
+        return Fidelity(failure=fork.failure)
+    return Fidelity(
+        entries=fork.prompt_counts(layers),
+        cache_bytes=fork.cache_bytes(),
+        exact_bytes=reading.start.exact_bytes,
+        compressed=fork.compressed or fork.method.quantize is not None,
+        compress_s=fork.compress_s,
+        prefill_s=reading.start.prefill_s,
+    )
+
+
+@torch.inference_mode()
+def noise_floor(
+    model: PreTrainedModel, reading: Reading, continuation: Sequence[int]
+) -> list[float]:
+    """The KL divergence of the exact fork from itself, fed a second time in a batch of another size:
+    what kernels alone make of rounding. To be called before `compare`, which uses the forks up."""
+    reference = reading.forks[0]
+    both: list[list[Tensor]] = [[], []]
+    for found, rows in zip(both, (1, 2), strict=True):
+        twins = [(twin_of(reference, REFERENCE), continuation) for _ in range(rows)]
+        walk(model, reading, twins, _keep_first(found))
+    floor = [
+        divergence(*(logits.float().log_softmax(-1) for logits in pair))
+        for pair in zip(*both, strict=False)
+    ]
+    return torch.cat(floor).tolist()
+
+
+def _keep_first(found: list[Tensor]) -> Look:
+    """A `Look` that keeps the first row."""
+    return lambda begin, logits: found.append(logits[0])

@@ -1,0 +1,263 @@
+"""Fidelity: golden numbers, whole-pass masks as brute force, and the off-by-one that would hide it."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from support.golden import golden_model
+from support.jobs import Echo, records_of
+from support.probing import probe_job
+from support.tiny import CONFIGS, Broken, prompt_ids, tiny_model
+
+from kvbench.engine.scoring import read, score
+from kvbench.engine.switch import kvbench_attention_on
+from kvbench.kv import Budget, KVError, gather_entries
+from kvbench.methods import build_method
+from kvbench.methods.base import Method
+from kvbench.probes.fidelity import compare, noise_floor, read_with_reference, teacher_forced
+from kvbench.probes.fidelity_probe import FidelityProbe
+from kvbench.report.experiment import load_experiment
+from kvbench.report.tables.fidelity import divergence_table, fidelity_table
+from kvbench.run.runner import run_job
+from kvbench.tasks.base import TaskError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept(Method):
+    """The positions given for every layer and KV head."""
+
+    kept: tuple = ()
+
+    def compress(self, layer, budget, generator):
+        return gather_entries(layer, torch.tensor([self.kept[layer.layer_index]]))
+
+
+def test_golden(shared_file):
+    golden = json.loads(shared_file("golden/tasks/fidelity.json").read_text())
+    model = golden_model(golden)
+    model.set_attn_implementation("kvbench")
+    for case in golden["cases"]:
+        sink, window = case["sink"], case["window"]
+        size = Budget(size=sink + window, sink=sink, window=window - 1)
+        methods = {
+            "streaming": (build_method("streaming_llm", decode="grow"), size),
+            "kept_by_head": (Kept(kept=case["methods"]["kept_by_head"]["kept"]), None),
+        }
+        most = max(len(h) for layer in methods["kept_by_head"][0].kept for h in layer)
+        methods["kept_by_head"] = (
+            methods["kept_by_head"][0],
+            Budget(size=max(most, sink + window + 1), sink=sink, window=window),
+        )
+        found = teacher_forced(model, case["prompt_ids"], case["continuation"], methods)
+        for label in methods:
+            want = case["methods"][label]
+            assert found[label].failure is None
+            assert found[label].agree == want["agree"]
+            assert found[label].kl == pytest.approx(want["kl"], abs=2e-5)
+            for name in ("nll", "nll_exact", "difference"):
+                assert getattr(found[label], name) == pytest.approx(want[name], abs=2e-4)
+
+
+def brute_force(model, ids, continuation, hidden):
+    """Logits of the rows that count, from one pass of eager attention in which rows from the last
+    prompt token on do not see the positions `hidden`."""
+    n, m = len(ids), len(continuation)
+    tokens = torch.tensor([[*ids, *continuation[:-1]]])
+    mask = torch.full((n + m - 1, n + m - 1), float("-inf")).triu(1)
+    for j in hidden:
+        mask[n - 1 :, j] = float("-inf")
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        return model(input_ids=tokens, attention_mask=mask[None, None]).logits[0, n - 1 :]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gpt_neox"])
+def test_brute_force(architecture):
+    model, ids, continuation = tiny_model(architecture), prompt_ids(48), prompt_ids(9, seed=5)
+    exact = brute_force(model, ids, continuation, []).log_softmax(-1)
+    other = brute_force(model, ids, continuation, range(4, 37)).log_softmax(-1)
+    want = (exact.exp() * (exact - other)).sum(-1)
+    y = torch.tensor(continuation)[:, None]
+    method = build_method("streaming_llm"), Budget(size=14, sink=4, window=9)
+    found = teacher_forced(
+        model, ids, continuation, {"s": method, "exact": (build_method("exact"), Budget())}
+    )
+    assert found["s"].kl == pytest.approx(want.tolist(), abs=2e-5)
+    assert found["s"].nll == pytest.approx((-other.gather(1, y))[:, 0].tolist(), abs=1e-4)
+    assert found["s"].agree == (exact.argmax(-1) == other.argmax(-1)).long().tolist()
+    assert found["s"].kl[0] > 1e-3, "the first token is not for free"
+    assert found["exact"].nll == pytest.approx((-exact.gather(1, y))[:, 0].tolist(), abs=1e-5)
+    assert max(found["exact"].kl) < 1e-6
+    assert found["s"].entries == {"mean": 14.0, "max": 14}
+
+
+@pytest.mark.parametrize("architecture", sorted(CONFIGS))
+def test_exact_equals_a_plain_pass(architecture):
+    model, ids, continuation = tiny_model(architecture), prompt_ids(40), prompt_ids(6, seed=2)
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([[*ids, *continuation]])).logits[0, 39:-1]
+    want = -logits.log_softmax(-1).gather(1, torch.tensor(continuation)[:, None])[:, 0]
+    found = teacher_forced(model, ids, continuation, {"exact": (build_method("exact"), Budget())})
+    assert found["exact"].nll == pytest.approx(want.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["streaming_llm", "h2o"])
+def test_evicting_methods_see_one_token_at_a_time(name, monkeypatch):
+    model, ids, continuation = tiny_model("llama"), prompt_ids(60), prompt_ids(12, seed=3)
+    methods = {name: (build_method(name, decode="evict"), Budget(size=20, sink=4, window=4))}
+    whole = teacher_forced(model, ids, continuation, methods)[name]
+    monkeypatch.setattr("kvbench.engine.scoring.CHUNK_LOGITS", 1)  # a token a pass
+    single = teacher_forced(model, ids, continuation, methods)[name]
+    assert whole.kl == pytest.approx(single.kl, abs=1e-5)
+    assert whole.entries["max"] == 20
+
+
+def test_chunks_bound_the_logits(monkeypatch):
+    model, ids, continuation = tiny_model("llama"), prompt_ids(30), prompt_ids(17, seed=3)
+    methods = {"uniform": (build_method("uniform"), Budget(size=12, sink=2, window=2))}
+    whole = teacher_forced(model, ids, continuation, methods)["uniform"]
+    seen = []
+    forward = model.lm_head.forward
+    monkeypatch.setattr(
+        model.lm_head, "forward", lambda x: seen.append(x.shape[:2].numel()) or forward(x)
+    )
+    monkeypatch.setattr("kvbench.engine.scoring.CHUNK_LOGITS", 97 * 2 * 5)
+    parts = teacher_forced(model, ids, continuation, methods)["uniform"]
+    assert max(seen) == 10
+    assert parts.kl == pytest.approx(whole.kl, abs=1e-5)
+
+
+def test_one_failure_stops_no_other_and_infinity_is_one():
+    model, ids = tiny_model("llama"), prompt_ids(40)
+    size = Budget(size=12, sink=2, window=2)
+    found = teacher_forced(
+        model, ids, [5, 6], {"broken": (Broken(), size), "uniform": (build_method("uniform"), size)}
+    )
+    assert "out of memory" in str(found["broken"].failure)
+    assert len(found["uniform"].kl) == 2
+    found["uniform"].kl[1] = math.inf
+    found["uniform"].check()
+    assert "token 2" in str(found["uniform"].failure)
+
+
+def test_floor_is_rounding():
+    model, ids, continuation = tiny_model("llama"), prompt_ids(40), prompt_ids(6, seed=2)
+    with kvbench_attention_on(model):
+        reading = read_with_reference(model, ids, {}, seed=0, example_id="x", room=6)
+        floor = noise_floor(model, reading, continuation)
+        assert len(floor) == 6
+        assert max(floor) < 1e-6
+        assert compare(model, reading, continuation) == {}
+
+
+def test_several_continuations_share_a_prefill():
+    model, ids = tiny_model("llama"), prompt_ids(50)
+    answers = [prompt_ids(k, seed=k) for k in (1, 4, 3)]
+    size = Budget(size=16, sink=4, window=4)
+    methods = {
+        "h2o": (build_method("h2o"), size),
+        "snapkv": (build_method("snapkv", quantize={"bits": 4, "group_size": 8}), size),
+        "broken": (Broken(), size),
+    }
+    passes = []
+    forward = model.model.forward
+    with kvbench_attention_on(model):
+        reading = read(model, ids, methods, seed=0, example_id="x", room=4)
+        model.model.forward = lambda *a, **k: passes.append(1) or forward(*a, **k)
+        found = score(model, reading, answers)
+    assert len(passes) == 1, "six rows, one batch"
+    assert [str(one.failure)[:13] for one in found["broken"]] == ["out of memory"] * 3
+    for label in ("h2o", "snapkv"):
+        for tokens, scored in zip(answers, found[label], strict=True):
+            alone = teacher_forced(model, ids, tokens, {label: methods[label]})[label]
+            assert scored.logprobs == pytest.approx([-x for x in alone.nll], abs=1e-5)
+            assert scored.greedy == [t == y for t, y in zip(alone.top, tokens, strict=True)]
+
+
+def test_a_prompt_of_one_token_leaves_nothing_to_compress():
+    model, answer = tiny_model("llama"), prompt_ids(5)
+    with kvbench_attention_on(model):
+        methods = {"snapkv": (build_method("snapkv"), Budget())}
+        reading = read(model, [7], methods, seed=0, example_id="x", room=5)
+        (found,) = score(model, reading, [answer])["snapkv"]
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([[7, *answer]])).logits[0, :-1].log_softmax(-1)
+    want = logits.gather(1, torch.tensor(answer)[:, None])[:, 0].tolist()
+    assert found.logprobs == pytest.approx(want, abs=1e-5)
+
+
+def test_records_hold_the_definition(tmp_path):
+    methods = {name: build_method(name) for name in ("exact", "snapkv", "h2o")}
+    probe = FidelityProbe(prompts=Echo(count=2), tokens=5, num_prompts=2, rates=(0.5, 0.25))
+    result = run_job(probe_job(tmp_path, probe, methods))
+    assert result.failed == 0
+    records = records_of(result)
+    assert [r["example_id"] for r in records["h2o"]] == [
+        f"e{i}/rate{rate}" for i in range(2) for rate in (0.5, 0.25)
+    ]
+    for record in records["h2o"]:
+        kl = record["per_token"]["kl"]
+        assert len(kl) == record["new_tokens"] == len(record["continuation_ids"]) == 5
+        assert record["score"] == pytest.approx(sum(kl) / 5, rel=1e-4)
+        assert record["tokens 3–4"] == pytest.approx(sum(kl[2:4]) / 2, rel=1e-4)
+        assert record["compressed_tokens"] == record["prompt_tokens"] - 1
+        assert record["perplexity_ratio"] == pytest.approx(math.exp(record["difference"]))
+        assert record["kl_floor"] < 1e-6
+        first = record["per_token"]["agree"].index(0) if record["agreement"] < 1 else None
+        assert record["diverges_at"] == (None if first is None else first + 1)
+    assert all(r["score"] < 1e-6 and r["diverges_at"] is None for r in records["exact"])
+    assert run_job(probe_job(tmp_path, probe, methods)).written == 0
+    (group,) = load_experiment(tmp_path / "e").groups
+    table = fidelity_table(group)
+    halves = [row for row in table.rows if row.values["rate"] == "rate 0.5"]
+    kl = next(r for r in halves if r.values["variant"] == "h2o").values["kl"]
+    mine = [r["score"] for r in records["h2o"] if r["rate"] == 0.5]
+    assert kl.value == pytest.approx(sum(mine) / 2)
+    assert kl.low <= kl.value <= kl.high
+    shown = divergence_table(group)
+    assert shown is not None
+    assert {row.values["variant"] for row in shown.rows} <= {"snapkv", "h2o"}
+
+
+def test_files_contexts_and_given_texts(tmp_path):
+    (tmp_path / "a.txt").write_text("the quick brown fox " * 20)
+    probe = FidelityProbe(
+        files=str(tmp_path / "*.txt"), prompt_tokens=60, tokens=6, continuation="given"
+    )
+    methods = {"uniform": build_method("uniform")}
+    job = probe_job(tmp_path, probe, methods, task="files")
+    records = records_of(run_job(job))["uniform"]
+    assert [r["example_id"] for r in records] == [f"a.txt-{k}" for k in range(6)]
+    text = (tmp_path / "a.txt").read_text()
+    assert records[1]["answers"] == [text[66 + 60 : 66 + 66]]
+    probe = FidelityProbe(prompts=Echo(count=1), tokens=4, continuation="given")
+    job = probe_job(tmp_path, probe, methods, task="context", compress_after="context")
+    (record,) = records_of(run_job(job))["uniform"]
+    assert record["compressed_tokens"] == record["prompt_tokens"] - len(Echo().question)
+    assert record["answers"] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "exactly one"),
+        ({"prompts": Echo(), "continuation": "own"}, "allowed: greedy, given"),
+        ({"prompts": Echo(), "tokens": 0}, "task.tokens is 0"),
+        ({"prompts": Echo(), "rates": [2]}, "task.rates has 2"),
+    ],
+)
+def test_refusals(options, words):
+    with pytest.raises(TaskError, match=words):
+        FidelityProbe(**options)
+
+
+def test_a_prompt_must_leave_positions(tmp_path):
+    probe = FidelityProbe(prompts=Echo(count=1))
+    job = probe_job(tmp_path, probe, {"uniform": build_method("uniform")})
+    job.session.__dict__["encoder"] = replace(job.session.encoder, max_positions=30)
+    with pytest.raises(KVError, match="the model 30 positions"):
+        run_job(job)
