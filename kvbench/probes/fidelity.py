@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from kvbench.engine.fork import Fork
 from kvbench.engine.prefill import compressible_layers
 from kvbench.engine.scoring import Look, Reading, read, twin_of, walk, walk_whole
 from kvbench.engine.switch import kvbench_attention_on
+from kvbench.engine.weights import Model
 from kvbench.kv import Budget
 from kvbench.methods.base import Method
 from kvbench.methods.exact import Exact
@@ -115,7 +115,7 @@ class _Compare:
 
 
 def teacher_forced(
-    model: PreTrainedModel,
+    model: Model,
     prompt_ids: Sequence[int],
     continuation: Sequence[int],
     methods: Mapping[str, tuple[Method, Budget]],
@@ -142,7 +142,7 @@ def teacher_forced(
 
 
 def read_with_reference(
-    model: PreTrainedModel,
+    model: Model,
     prompt_ids: Sequence[int],
     methods: Mapping[str, tuple[Method, Budget]],
     *,
@@ -165,9 +165,7 @@ def read_with_reference(
 
 
 @torch.inference_mode()
-def compare(
-    model: PreTrainedModel, reading: Reading, continuation: Sequence[int]
-) -> dict[str, Fidelity]:
+def compare(model: Model, reading: Reading, continuation: Sequence[int]) -> dict[str, Fidelity]:
     """Every method of a reading against its first fork, which is exact."""
     layers = compressible_layers(model)
     results = {fork.label: _begun(fork, reading, layers) for fork in reading.forks}
@@ -204,9 +202,7 @@ def _begun(fork: Fork, reading: Reading, layers: Sequence[int]) -> Fidelity:
 
 
 @torch.inference_mode()
-def noise_floor(
-    model: PreTrainedModel, reading: Reading, continuation: Sequence[int]
-) -> list[float]:
+def noise_floor(model: Model, reading: Reading, continuation: Sequence[int]) -> list[float]:
     """The KL divergence of the exact fork from itself, fed a second time in a batch of another size:
     what kernels alone make of rounding. To be called before `compare`, which uses the forks up."""
     reference = reading.forks[0]
