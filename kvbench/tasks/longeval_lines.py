@@ -22,8 +22,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kvbench.errors import is_integer
 from kvbench.tasks.base import Example, PromptEncoder, Task, TaskError
+from kvbench.tasks.options import several, texts, whole
 
 INTRODUCTION = (
     "Below is a record of lines I want you to remember. Each line begins with 'line <line index>' "
@@ -65,22 +65,6 @@ def parse_number(text: str) -> int:
         return int(runs[-1])
     except ValueError:  # longer than Python converts (4,300 digits): no register holds it
         return -1
-
-
-def _sequence(name: str, value: Any) -> tuple[Any, ...]:
-    if isinstance(value, str | int | float) or not isinstance(value, Sequence):
-        return (value,)
-    if not value:
-        raise TaskError(f"longeval_lines: {name} is empty; give at least one value")
-    return tuple(value)
-
-
-def _integer(name: str, value: Any, low: int, high: int) -> int:
-    if not is_integer(value, low, high):
-        raise TaskError(
-            f"longeval_lines: {name}={value!r} is not allowed; a whole number {low}..{high}"
-        )
-    return value
 
 
 def _test_case(row: str) -> dict[str, Any] | None:
@@ -132,17 +116,14 @@ class LongEvalLines(Task):
     stop: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        lengths = _sequence("num_lines", self.num_lines)
+        lengths = several("longeval_lines", "num_lines", self.num_lines)
         for value in lengths:
-            _integer("num_lines", value, 1, MAX_LINES)
-        if len(set(lengths)) != len(lengths):
-            raise TaskError(
-                f"longeval_lines: num_lines={list(lengths)} names a length twice; each length once"
-            )
-        _integer("num_examples", self.num_examples, 1, 1_000_000)
-        _integer("repeats", self.repeats, 1, 1000)
-        _integer("max_new_tokens", self.max_new_tokens, 1, 100_000)
-        bounds = _sequence("number_range", self.number_range)
+            whole("longeval_lines", "num_lines", value, 1, MAX_LINES)
+        whole("longeval_lines", "num_examples", self.num_examples, 1, 1_000_000)
+        whole("longeval_lines", "repeats", self.repeats, 1, 1000)
+        whole("longeval_lines", "max_new_tokens", self.max_new_tokens, 1, 100_000)
+        given: Any = self.number_range
+        bounds = tuple(given) if isinstance(given, Sequence) else (given,)
         if len(bounds) != 2 or not all(type(bound) is int for bound in bounds):
             raise TaskError(
                 f"longeval_lines: number_range={list(bounds)} is not allowed; two whole numbers"
@@ -151,14 +132,10 @@ class LongEvalLines(Task):
             raise TaskError(
                 f"longeval_lines: number_range={list(bounds)} is not allowed; 0 <= first <= last"
             )
-        files = () if self.files is None else self.files
-        files = (files,) if isinstance(files, str | Path) else tuple(files)
-        stop = () if self.stop is None else self.stop
-        stop = (stop,) if isinstance(stop, str) else tuple(stop)
         object.__setattr__(self, "num_lines", lengths)
         object.__setattr__(self, "number_range", bounds)
-        object.__setattr__(self, "files", tuple(str(file) for file in files))
-        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "files", texts(self.files))
+        object.__setattr__(self, "stop", texts(self.stop))
 
     def digests(self) -> Mapping[str, str]:
         """sha256 of each official file, by file name."""

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from kvbench.errors import is_integer, is_number
+from kvbench.errors import is_number
 from kvbench.tasks.base import Example, PromptEncoder, Task, TaskError
 from kvbench.tasks.haystack import (
     file_digests,
@@ -33,6 +33,7 @@ from kvbench.tasks.haystack import (
     texts_of_dataset,
     texts_of_files,
 )
+from kvbench.tasks.options import several, whole
 from kvbench.tasks.order import balanced_order
 
 SCORES = ("containment", "word_recall", "released_recall", "rouge1")
@@ -89,22 +90,6 @@ def rouge1(prediction: str, answer: str) -> float:
     """ROUGE-1 F of rouge-score against the answer, without stemming. The released script of BalanceKV
     compares with the whole needle, stems, and multiplies by ten."""
     return float(_scorer().score(answer, prediction)["rouge1"].fmeasure)
-
-
-def _whole(name: str, value: Any, low: int, high: int) -> int:
-    if not is_integer(value, low, high):
-        raise TaskError(f"needle: {name}={value!r} is not allowed; a whole number {low}..{high}")
-    return value
-
-
-def _several(name: str, value: Any) -> tuple[Any, ...]:
-    if isinstance(value, str | int | float):
-        return (value,)
-    if not value:
-        raise TaskError(f"needle: {name} is empty; give at least one value")
-    if len(set(value)) != len(value):
-        raise TaskError(f"needle: {name}={list(value)} names a value twice; each value once")
-    return tuple(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,19 +149,19 @@ class Needle(Task):
     end_tokens: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        lengths = _several("lengths", self.lengths)
+        lengths = several("needle", "lengths", self.lengths)
         for value in lengths:
-            _whole("lengths", value, 1, 10_000_000)
-        depths = _several("depths", self.depths)
+            whole("needle", "lengths", value, 1, 10_000_000)
+        depths = several("needle", "depths", self.depths)
         for value in depths:
             if not is_number(value):
                 raise TaskError(f"needle: depths={value!r} is not allowed; a number 0..100")
             if not 0 <= value <= 100:
                 raise TaskError(f"needle: depths={value!r} is not allowed; per cent 0..100")
-        _whole("num_examples", self.num_examples, 1, 1_000_000)
-        _whole("repeats", self.repeats, 1, 1000)
-        _whole("facts", self.facts, 1, 1_000_000)
-        _whole("max_new_tokens", self.max_new_tokens, 1, 100_000)
+        whole("needle", "num_examples", self.num_examples, 1, 1_000_000)
+        whole("needle", "repeats", self.repeats, 1, 1000)
+        whole("needle", "facts", self.facts, 1, 1_000_000)
+        whole("needle", "max_new_tokens", self.max_new_tokens, 1, 100_000)
         for option in ("needle", "question", "answer"):
             if not getattr(self, option).strip():
                 raise TaskError(f"needle: {option} is empty; it must have words")
@@ -193,7 +178,7 @@ class Needle(Task):
                 f"{QUESTION}, each once"
             )
         if self.buffer is not None:
-            _whole("buffer", self.buffer, 0, 10_000_000)
+            whole("needle", "buffer", self.buffer, 0, 10_000_000)
         files = self.haystack_files
         files = () if files is None else (files,) if isinstance(files, str) else tuple(files)
         if self.haystack == "files" and not files:
