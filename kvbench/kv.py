@@ -278,7 +278,7 @@ class LayerKV:
 class CompressedKV:
     """What the layer holds instead.
 
-    Attention over it is ``softmax(q.k * scaling + log_weight) . v``.
+    Attention over it is ``softmax(q.k * scaling + log_weight) . v``, but for `denominators`.
 
     Attributes:
         keys, values: [batch, kv_heads, c, head_dim] (a method that repeats keys to query heads holds
@@ -291,6 +291,10 @@ class CompressedKV:
         keys_only: how many entries, the first ones, hold a key and no value: `values` is that much
             shorter than `keys`. They count in the softmax's normaliser, as if their value were 0
             (the denominator's own samples of a streaming estimator).
+        denominators: [batch, kv_heads, c] float32, what each entry counts in the normaliser, which may
+            be negative, or None when all count 1. See `signed_mean`.
+        value_range: two tensors [batch, kv_heads, head_dim], the least and the largest value of each
+            channel of the prompt, to which outputs are clamped; with `denominators` only.
     """
 
     keys: Tensor
@@ -299,6 +303,26 @@ class CompressedKV:
     positions: Tensor
     scores: Tensor | None = None
     keys_only: int = 0
+    denominators: Tensor | None = None
+    value_range: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, values and weights as they are; positions are bookkeeping."""
+        parts = [self.keys, self.values, self.log_weights, self.denominators]
+        parts += self.value_range or ()
+        return sum(part.numel() * part.element_size() for part in parts if part is not None)
+
+    @property
+    def represented(self) -> Tensor:
+        """Tokens that the weights of the entries stand for, per head: [batch, kv_heads] float32. The
+        prompt's tokens, where a method's weights make up for what it dropped."""
+        each = torch.ones(self.keys.shape[:3], device=self.keys.device)
+        if self.log_weights is not None:
+            each = each * self.log_weights.exp()
+        if self.denominators is not None:
+            each = each * self.denominators
+        return each.sum(-1)
 
     @property
     def entries(self) -> Tensor:
@@ -307,6 +331,25 @@ class CompressedKV:
             shape = self.keys.shape[:2]
             return torch.full(shape, self.keys.shape[2], dtype=torch.int64, device=self.keys.device)
         return weighted_entries(self.log_weights)
+
+
+def signed_mean(
+    mixed: Tensor,
+    weights: Tensor,
+    denominators: Tensor,
+    value_range: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """Attention whose entries count differently in numerator and denominator: with e the softmax's
+    weights, (sum_i e_i v_i) / (sum_i e_i b_i), or 0 where the denominator is not above 1e-20, within
+    the range.
+
+    Args:
+        mixed: [..., q, d], sum_i e_i v_i. weights: [..., q, c], e. denominators: [..., c], b.
+        value_range: least and largest allowed, each broadcast against [..., q, d]; None: any.
+    """
+    below = weights.to(denominators.dtype) @ denominators[..., None]
+    mean = torch.where(below > 1e-20, mixed.to(below.dtype) / below, 0.0).to(mixed.dtype)
+    return mean if value_range is None else torch.clamp(mean, *value_range)
 
 
 def weighted_entries(log_weights: Tensor) -> Tensor:
@@ -324,14 +367,14 @@ def gather_entries(
 ) -> CompressedKV:
     """The entries of ``layer`` at ``positions`` [batch, kv_heads, c], in the order given."""
     return CompressedKV(
-        keys=_rows_at(layer.keys, positions),
-        values=_rows_at(layer.values, positions),
+        keys=rows_at(layer.keys, positions),
+        values=rows_at(layer.values, positions),
         log_weights=log_weights,
         positions=positions,
     )
 
 
-def _rows_at(x: Tensor, positions: Tensor) -> Tensor:
+def rows_at(x: Tensor, positions: Tensor) -> Tensor:
     """Rows of x [batch, kv_heads, n, dim] at positions [batch, kv_heads, c]."""
     batch, heads, n, dim = x.shape
     if not x.is_contiguous():

@@ -16,14 +16,14 @@ from torch import Tensor
 from kvbench.engine.attention import capped
 from kvbench.engine.guard import call
 from kvbench.kernels.quantize import Packed, Quantization, pack, unpack
-from kvbench.kv import CompressedKV, KVError, weighted_entries
+from kvbench.kv import CompressedKV, KVError, signed_mean, weighted_entries
 from kvbench.methods.base import Held, Method
 
 GROWTH = 256
 """Entries by which a cache grows that has more to append than it was told."""
 
 
-_BUFFERS = ("keys", "values", "positions", "log_weights", "scores")
+_BUFFERS = ("keys", "values", "positions", "log_weights", "scores", "denominators")
 
 
 class LayerCache:
@@ -103,6 +103,13 @@ class LayerCache:
         if held.scores is not None and (self.evicts or self.restricts):
             self.scores = held.scores.new_zeros(heads, reserved)
             self.scores[:, :count] = held.scores[0]
+        self.denominators: Tensor | None = None
+        self.value_range: tuple[Tensor, Tensor] | None = None
+        if held.denominators is not None:
+            self.denominators = held.denominators.new_ones(heads, reserved)
+            self.denominators[:, :count] = held.denominators[0]
+            if held.value_range is not None:
+                self.value_range = (held.value_range[0][0], held.value_range[1][0])
         self.prompt_entries = held.entries[0]
         self.watched = False  # whether a call while decoding was looked at closely
 
@@ -120,8 +127,11 @@ class LayerCache:
             self.values[:, : self.length - self.first_value],
         ]
         parts += [
-            part[:, : self.length] for part in (self.log_weights, self.scores) if part is not None
+            part[:, : self.length]
+            for part in (self.log_weights, self.scores, self.denominators)
+            if part is not None
         ]
+        parts += self.value_range or ()
         packed = sum(part.nbytes for part in self.packed or ())
         return packed + sum(part.numel() * part.element_size() for part in parts)
 
@@ -165,7 +175,7 @@ class LayerCache:
         lie in the buffers with key and value and are seen, and their number grows by one a token or
         stays the same (a cache that evicts and is not full yet does first the one, then the other)."""
         plain = self.packed is None and self.window is None and not self.restricts
-        plain = plain and not self.keys_only
+        plain = plain and not self.keys_only and self.denominators is None
         return plain and (not self.evicts or self.length == self.granted)
 
     def expect(self, position: int, tokens: int) -> None:
@@ -253,6 +263,8 @@ class LayerCache:
         for part in (self.log_weights, self.scores):
             if part is not None:  # the place may be one that an evicted entry left
                 part[:, before:after] = 0
+        if self.denominators is not None:
+            self.denominators[:, before:after] = 1
         self.length = after
         begin = 0
         if self.window is not None and tokens == 1 and self.packed is None:
@@ -276,9 +288,22 @@ class LayerCache:
             logits.masked_fill_(hidden, float("-inf"))
         weights = logits.softmax(-1)
         out = self._mix_values(weights.to(value.dtype), begin)
+        if self.denominators is not None:
+            ends = self._grown_range(value, group)
+            out = signed_mean(out, weights, self.denominators[:, begin:after], ends)
         if self.evicts:
             self._evict(weights.view(stored, group, after).mean(1))
         return out.view(stored, group, tokens, -1).reshape(heads, tokens, -1)
+
+    def _grown_range(self, value: Tensor, group: int) -> tuple[Tensor, Tensor] | None:
+        """`value_range` at each of t new tokens for every query of a group, [kv_heads, group * t, d],
+        and kept as of the last; value [kv_heads, t, d]."""
+        if self.value_range is None:
+            return None
+        least = torch.minimum(self.value_range[0][:, None], value.cummin(1).values)
+        most = torch.maximum(self.value_range[1][:, None], value.cummax(1).values)
+        self.value_range = (least[:, -1], most[:, -1])
+        return least.repeat(1, group, 1), most.repeat(1, group, 1)
 
     def _ask(self, hook: Callable[..., Any], *arguments: Any) -> Any:
         """What a hook of the method answers, which sees this fork's tensors only; its first call is

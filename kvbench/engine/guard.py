@@ -278,11 +278,12 @@ def check_held(held: CompressedKV, layer: LayerKV) -> None:
         "positions": (entries, torch.int64),
         "log_weights": (entries, torch.float32),
         "scores": (entries, torch.float32),
+        "denominators": (entries, torch.float32),
     }
     device = layer.keys.device
     for name, (shape, dtype) in allowed.items():
         part = getattr(held, name)
-        if part is None and name in ("log_weights", "scores"):
+        if part is None and name in ("log_weights", "scores", "denominators"):
             continue
         if not isinstance(part, Tensor):
             raise TypeError(f"{name} are a {type(part).__name__}; allowed: a tensor")

@@ -67,7 +67,10 @@ class BalanceKV(Method):
             next halving finds the survivors. The same after a cut: all doubled entries are before it.
         weights: entry (log w on each entry) | released (values scaled by w / 2^T, log 2^T on all
             compressed entries, for T halvings; with a partial last one the mean factor
-            middle / kept stands for 2^T) | none.
+            middle / kept stands for 2^T) | values (the scaled values alone, without log 2^T: an entry
+            counts w / 2^T against 1 in the normaliser, as WildCat's authors ran BalanceKV) | none.
+        halvings: partial (the last one spends the budget exactly) | whole (ceil(log2(1 / rate)) of all
+            entries; holds less than the budget between powers of two).
         normalise: rescale each head's weights to sum to the number of tokens they stand for.
         value_offset: added to <v_i, v_j> in the kernel.
         use_values: False drops the factor of the values from the kernel.
@@ -82,7 +85,13 @@ class BalanceKV(Method):
             "order": "released",
             "centre": "released",
             "weights": "released",
-        }
+        },
+        "wildcat": {
+            "order": "released",
+            "centre": "released",
+            "weights": "values",
+            "halvings": "whole",
+        },
     }
 
     block_size: int | Sequence[int] = 256
@@ -91,6 +100,7 @@ class BalanceKV(Method):
     selection: str = "cut"
     order: str = "position"
     weights: str = "entry"
+    halvings: str = "partial"
     normalise: bool = False
     value_offset: float = 0.025
     use_values: bool = True
@@ -105,7 +115,8 @@ class BalanceKV(Method):
         check_choice(self, "centre", "mean", "released", "none")
         check_choice(self, "selection", "cut", "algorithm2")
         check_choice(self, "order", "position", "released")
-        check_choice(self, "weights", "entry", "released", "none")
+        check_choice(self, "weights", "entry", "released", "values", "none")
+        check_choice(self, "halvings", "partial", "whole")
         check_flag(self, "normalise", "use_values")
         check_number(self, "value_offset", 0.0)
         check_number(self, "temperature", 0.0)
@@ -120,6 +131,8 @@ class BalanceKV(Method):
         heads, n = layer.keys.shape[1:3]
         middle = budget.middle(n)
         plan = plan_halvings(middle, budget.rate_of(n), budget.middle_kept(n))
+        if self.halvings == "whole":
+            plan = [(middle >> t, middle >> t) for t in range(len(plan))]
         sizes = per_halving(self, "block_size", len(plan))
         draws = [
             draw_uniforms(generator, heads, math.ceil(size / b), b, dtype=torch.float32)
@@ -235,15 +248,17 @@ class BalanceKV(Method):
         log_weights = torch.zeros(kept.positions.shape, device=kept.positions.device)
         if self.weights == "entry":
             log_weights[:, :, inside] = weights.log()
-        elif self.weights == "released":
+        elif self.weights in ("released", "values"):
             partial = bool(plan) and plan[-1][0] != plan[-1][1]
             mean = middle / max(count, 1) if partial else 2.0 ** len(plan)
-            log_weights[:, :, inside] = math.log(mean)
+            if self.weights == "released":
+                log_weights[:, :, inside] = math.log(mean)
             values = kept.values.clone()
             values[:, :, inside] *= (weights / mean).to(values.dtype).unsqueeze(-1)
             kept = replace(kept, values=values)
         if not (ragged and bool(padding.any())):
-            return replace(kept, log_weights=None if self.weights == "none" else log_weights)
+            plain = self.weights in ("none", "values")
+            return replace(kept, log_weights=None if plain else log_weights)
         log_weights[:, :, inside].masked_fill_(padding, -math.inf)
         positions = kept.positions.clone()
         positions[:, :, inside].masked_fill_(padding, PADDING)

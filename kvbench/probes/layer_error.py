@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.attention import capped
-from kvbench.kv import CompressedKV, LayerKV, keep_all
+from kvbench.kv import CompressedKV, LayerKV, keep_all, signed_mean
 from kvbench.probes.layers import LayerProbe, Look
 from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
@@ -39,8 +39,14 @@ def estimate(held: CompressedKV, queries: Tensor, first: int, layer: LayerKV) ->
         logits = logits + held.log_weights.double()[:, :, None, None]
     at = torch.arange(first, first + m, device=queries.device)
     later = held.positions[:, :, None, None, :] > at[:, None]
-    weights = logits.masked_fill(later, float("-inf")).softmax(-1)[..., held.keys_only :]
-    out = weights @ held.values.double()[:, :, None]
+    weights = logits.masked_fill(later, float("-inf")).softmax(-1)
+    out = weights[..., held.keys_only :] @ held.values.double()[:, :, None]
+    if held.denominators is not None:
+        ends = None
+        if held.value_range is not None:
+            least, most = (x.double()[:, :, None, None] for x in held.value_range)
+            ends = (least, most)
+        out = signed_mean(out, weights, held.denominators.double()[:, :, None], ends)
     return out.view(batch, heads, m, -1)
 
 

@@ -14,7 +14,7 @@ from kvbench.engine.fork import layer_generator
 from kvbench.engine.guard import Guard, check_finite
 from kvbench.engine.prefill import capture_layers
 from kvbench.errors import is_number, one_line
-from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV
+from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods.base import SEED_STRIDE, Method, allowed_entries
 from kvbench.probes._checks import MOST_LAYERS, MOST_TOKENS, check_counts, check_list
 from kvbench.run.plan import Methods, Unit, encode_example, status_of
@@ -309,15 +309,14 @@ def compress_measured(
     most = int(held.entries.max())
     if most > capacity + 1:
         raise BudgetExceeded(label, kv.layer_index, capacity, most)
-    parts = [held.keys, held.values, *([held.log_weights] if held.log_weights is not None else [])]
-    cache_bytes = sum(part.numel() * part.element_size() for part in parts)
-    exact_bytes = sum(part.numel() * part.element_size() for part in (kv.keys, kv.values))
+    cache_bytes, exact_bytes = held.nbytes, keep_all(kv).nbytes
     return held, {
         "capacity": capacity,
         "entries": {"mean": float(held.entries.float().mean()), "max": most},
         "cache_bytes": cache_bytes,
         "exact_bytes": exact_bytes,
         "ratio": cache_bytes / exact_bytes,
+        "represented": float(held.represented.mean()) / kv.n,
         "compressed": method.saves_memory,
         "compress_s": seconds,
         **({} if preset is None else {"budget_preset": preset}),

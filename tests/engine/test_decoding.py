@@ -232,3 +232,44 @@ def test_methods_that_do_not_evict_are_refused_before_reading():
         generate(
             ready(), prompt_ids(80), {"snapkv": (build_method("snapkv"), SMALL)}, chunk_tokens=8
         )
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_entries_that_count_differently_in_the_normaliser(quantized):
+    """Signed denominators: the quotient by definition in float64, chunk and tokens alike."""
+    torch.manual_seed(0)
+    keys, values = torch.randn(1, 2, 20, 16), torch.randn(1, 2, 20, 16)
+    denominators = 1 + torch.randn(1, 2, 20)
+    denominators[0, 1] = -4.0  # nothing but new tokens counts, and not enough
+    ends = (values.amin(2) / 4, values.amax(2) / 4)
+    at = torch.arange(20).expand(1, 2, 20)
+    held = CompressedKV(keys, values, None, at, denominators=denominators, value_range=ends)
+    how = Quantization(4, 4) if quantized else None
+    method = build_method("exact")
+    whole = LayerCache(held, 3, method, capacity=20, quantization=how)
+    if quantized:
+        keys = unpack(pack(keys[0], how, by_channel=True))[None]
+        values = unpack(pack(values[0], how, by_channel=False))[None]
+    single = LayerCache(held, 0, method, capacity=20, quantization=how)
+    assert not whole.takes_one_by_kernel
+    before = whole.entry_bytes()
+    q, k, v = torch.randn(4, 3, 16), torch.randn(2, 3, 16), torch.randn(2, 3, 16)
+    got = whole.step(q, k, v, torch.arange(20, 23), 0.25, None)
+    assert whole.entry_bytes() - before == 3 * 2 * (2 * 16 + 1) * 4
+    for t in range(3):
+        one = slice(t, t + 1)
+        alone = single.step(q[:, one], k[:, one], v[:, one], torch.tensor([20 + t]), 0.25, None)
+        torch.testing.assert_close(alone, got[:, one])
+        for head in range(4):
+            kv = head // 2
+            all_keys = torch.cat([keys[0, kv], k[kv, : t + 1]]).double()
+            all_values = torch.cat([values[0, kv], v[kv, : t + 1]]).double()
+            b = torch.cat([denominators[0, kv], torch.ones(t + 1)]).double()
+            e = (all_keys @ q[head, t].double() * 0.25).exp()
+            low = torch.minimum(ends[0][0, kv], v[kv, : t + 1].amin(0)).double()
+            high = torch.maximum(ends[1][0, kv], v[kv, : t + 1].amax(0)).double()
+            below = float(e @ b)
+            want = e @ all_values / below if below > 0 else torch.zeros(16).double()
+            torch.testing.assert_close(
+                got[head, t].double(), want.clamp(low, high), rtol=1e-4, atol=1e-5
+            )

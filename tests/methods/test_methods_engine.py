@@ -27,6 +27,8 @@ def test_every_method_generates_within_its_budget(architecture, compress_after):
         ("balancekv_needle", {"block_size": 16, "dilation": 2}),
         ("subgen_streaming", {"t": 2}),
         ("balancekv_streaming", {}),
+        ("wildcat", {"bin_size": 3}),
+        ("wildcat", {"bin_size": 3, "quantize": {"bits": 4, "group_size": 4}}),
     ]
     methods = {label(v): (build_method(v[0], **v[1]), BUDGET) for v in variants}
     results = run_forks(

@@ -281,3 +281,18 @@ def test_grouped_snapkv(selection, name):
     method = build_method("snapkv", kernel_size=case["kernel"], pooling=case["pooling"])
     kept = run(method, layer, exact_capacity(case["n_kept"], case["window"]))
     assert_kept(kept, selection[f"{name}_kept"], case["hq"] // case["hkv"])
+
+
+def test_balancekv_as_wildcats_authors_ran_it():
+    """The released code's entries, its values, and no log 2^T; whole halvings between powers of two."""
+    torch.manual_seed(0)
+    shape = (1, 2, 600, 8)
+    layer = LayerKV(torch.randn(shape), torch.randn(shape), None, 0, 1, 8**-0.5)
+    budget = Budget(rate=0.25, sink=32, window=32)
+    released = run(build_method("balancekv", "released", block_size=256), layer, budget)
+    theirs = run(build_method("balancekv", "wildcat"), layer, budget)
+    assert torch.equal(released.positions, theirs.positions)
+    assert torch.equal(released.values, theirs.values)
+    assert theirs.log_weights is None
+    kept = run(build_method("balancekv", "wildcat"), layer, Budget(rate=0.3, sink=32, window=32))
+    assert torch.equal(kept.positions, theirs.positions), "ceil(-log2(0.3)) = 2 halvings"

@@ -57,7 +57,18 @@ def attend(query: Tensor, kept: CompressedKV, scaling: float) -> Tensor:
     logits = query.double() @ keys.mT * scaling
     if kept.log_weights is not None:
         logits = logits + kept.log_weights.double().repeat_interleave(group, 1).unsqueeze(2)
-    return logits.softmax(-1)[..., kept.keys_only :] @ values
+    weights = logits.softmax(-1)
+    if kept.denominators is None:
+        return weights[..., kept.keys_only :] @ values
+    ends = kept.value_range and tuple(
+        x.double().repeat_interleave(group, 1).unsqueeze(2) for x in kept.value_range
+    )
+    below = (weights @ kept.denominators.double().repeat_interleave(group, 1)[..., None]).squeeze(
+        -1
+    )
+    mean = (weights @ values) / below[..., None]
+    mean[below <= 1e-20] = 0.0
+    return mean if ends is None else mean.clamp(*ends)
 
 
 def walk_by_definition(

@@ -26,6 +26,7 @@ VARIANTS: list[tuple[str, dict[str, object]]] = [
     ("balancekv", {"block_size": 16}),
     ("balancekv", {"block_size": 8, "gamma": 0.0, "normalise": True, "centre": "none"}),
     ("balancekv", {"block_size": 8, "gamma": 0.05, "order": "released", "weights": "released"}),
+    ("balancekv", {"block_size": 8, "gamma": 0.05, "order": "released", "weights": "values"}),
     ("balancekv", {"block_size": 8, "gamma": 0.05, "selection": "algorithm2"}),
     ("balancekv", {"block_size": 3, "selection": "algorithm2", "weights": "none"}),
     ("spatten", {}),
