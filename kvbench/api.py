@@ -16,9 +16,10 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from kvbench.engine.fork import prompt_name
-from kvbench.engine.generate import Generation, run_forks
+from kvbench.engine.generate import run_forks
 from kvbench.engine.live import Compression
 from kvbench.engine.live_model import compressed_generation
+from kvbench.engine.prompts import Generation
 from kvbench.engine.stopping import Stopping
 from kvbench.engine.switch import kvbench_attention_on
 from kvbench.engine.tokenizer import end_token_ids

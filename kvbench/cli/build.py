@@ -28,6 +28,7 @@ from kvbench.cli.main import INTERRUPTED
 from kvbench.cli.overrides import is_folder_name
 from kvbench.cli.typed import wrong_argument, wrong_field
 from kvbench.engine.loading import ModelError, ModelSpec, resolve_device, resolve_dtype
+from kvbench.engine.sampling import Sampling
 from kvbench.errors import complain, nearest, presentable, printable
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
@@ -39,7 +40,8 @@ from kvbench.report.wandb.send import check_logger
 from kvbench.run import provenance
 from kvbench.run.batching import check_batch_size
 from kvbench.run.confirm import go_on
-from kvbench.run.plan import BringsRows, EncodedExample, Plan, TaskPlan
+from kvbench.run.encoding import EncodedExample
+from kvbench.run.plan import BringsRows, Plan, TaskPlan
 from kvbench.run.preview import print_briefly, print_dry_run
 from kvbench.run.progress import progress_display
 from kvbench.run.runner import Job, JobResult, run_job
@@ -62,7 +64,7 @@ KEYS = (
     ),
     *("seed", "limit", "device", "dtype", "compress_after", "example_timeout", "retry_failed"),
     *("lock_timeout", "dry_run", "prefill", "chunk_tokens", "batch_size", "decode", "paper_table"),
-    *("shard", "shards", "launcher", "confirm"),
+    *("shard", "shards", "launcher", "confirm", "sampling"),
 )
 """Top-level keys of a composed config; Hydra's ``+key=value`` could add others that nothing reads."""
 
@@ -212,6 +214,7 @@ def build_job(config: DictConfig, made: Made | None = None) -> Job:
         prefill=config.prefill,
         chunk_tokens=config.chunk_tokens,
         decode=config.decode,
+        sampling=_made(config.sampling, "sampling", Sampling, made, plain["sampling"]),
     )
     task_config: Any = plain["task"]
     if isinstance(task, Task):

@@ -161,6 +161,11 @@ class LayerCache:
         scores = None if self.scores is None else self.scores[:, :n]
         return Held(scores, self.positions[:, :n], self.granted, self.sink)
 
+    def reserved_bytes(self) -> int:
+        """Bytes of the buffers, which a copy has of its own."""
+        parts = (getattr(self, name) for name in _BUFFERS)
+        return sum(part.nbytes for part in parts if part is not None)
+
     def clone(self) -> LayerCache:
         """A copy that shares no buffer with this one."""
         twin = copy.copy(self)

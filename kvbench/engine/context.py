@@ -10,15 +10,15 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvbench.engine.fork import Fork, prompt_name
-from kvbench.engine.generate import (
+from kvbench.engine.graphs import StepGraphs
+from kvbench.engine.prefill import Prefill, compressible_layers, prefill
+from kvbench.engine.rows import (
     DecodingRow,
     close_row,
     decode_rows,
     feed_questions,
     open_row,
 )
-from kvbench.engine.graphs import StepGraphs
-from kvbench.engine.prefill import Prefill, compressible_layers, prefill
 from kvbench.engine.stopping import Stopping
 from kvbench.engine.switch import kvbench_attention_on
 from kvbench.engine.tokenizer import end_token_ids, model_end_ids

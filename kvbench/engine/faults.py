@@ -29,12 +29,6 @@ def pick(logits: Tensor) -> Tensor:
     return torch.stack([tokens, torch.isfinite(best).long()])
 
 
-def choose(logits: Tensor) -> tuple[list[int], list[bool]]:
-    """What `pick` says, on the host."""
-    tokens, finite = pick(logits).tolist()
-    return tokens, [bool(sound) for sound in finite]
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the device or the host had no memory left."""
     text = text_of(error).lower()

@@ -1,109 +1,40 @@
-"""Greedy generation of many forks at once, of one prompt or of several.
+"""Generation of many forks at once, of one prompt or of several, with one question each or many.
 
 Every prompt is prefilled alone and exactly (a long prompt fills a device by itself, and nothing is
-padded); then the forks of all prompts decode together, one batch row each against its own cache. What
-a prompt is answered does not depend on which others are in the batch.
+padded), and compressed once, whatever is asked of it; then the forks of all prompts decode together, one
+batch row each against its own cache. What a prompt is answered does not depend on which others are in
+the batch.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvbench.engine import memory
 from kvbench.engine.chunked import chunked_prefill
-from kvbench.engine.decoding import DecodeState
-from kvbench.engine.faults import NonFiniteLogits, choose, pick
-from kvbench.engine.fork import Fork, ForkBatch
-from kvbench.engine.graphs import FIRST_STEPS, StepGraphs
+from kvbench.engine.fork import Fork
+from kvbench.engine.graphs import StepGraphs
 from kvbench.engine.limits import seconds_run
-from kvbench.engine.prefill import (
-    Prefill,
-    compressible_layers,
-    forward,
-    input_device,
-    prefill,
-    synchronize,
+from kvbench.engine.prefill import compressible_layers, input_device, prefill
+from kvbench.engine.prompts import Generation, Prompt, Question
+from kvbench.engine.rows import (
+    DecodingRow,
+    close_row,
+    decode_rows,
+    feed_questions,
+    open_row,
+    picked,
+    take,
 )
+from kvbench.engine.sampling import GREEDY, Sampling
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget
 from kvbench.methods.base import Method
-
-
-@dataclass
-class Generation:
-    """What one fork produced, and what it cost.
-
-    Attributes:
-        tokens: new tokens, without the ending token.
-        new_tokens: tokens produced, the ending token included.
-        entries: prompt entries per layer and KV head after compression, mean and maximum.
-        cache_bytes, exact_bytes: after compression, and of the exact cache at the same point.
-        cache_bytes_end: after the last token.
-        prefill_s, compress_s: seconds of this prompt's own prefill, and of this fork's compression.
-        decode_s: seconds of the decode steps this fork took part in, divided by the rows of each
-            (decoding is shared by methods and prompts; the throughput probe measures methods alone).
-        batch: prompts that were decoded together.
-        failure: what stopped the fork, None if it ended well.
-        budget_preset: the preset that holds more than the budget, None where none does.
-    """
-
-    tokens: list[int]
-    new_tokens: int
-    entries: dict[str, float] | None
-    cache_bytes: int | None
-    cache_bytes_end: int | None
-    exact_bytes: int
-    compressed: bool
-    prefill_s: float
-    compress_s: float
-    decode_s: float
-    failure: Exception | None
-    batch: int = 1
-    budget_preset: str | None = None
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One prompt of a batch.
-
-    Attributes:
-        context_ids, question_ids: the prompt is their concatenation.
-        methods: by label, each with its budget; one fork each.
-        stopping: when its generations end.
-        example_id: what the methods' draws depend on, beside seed and layer.
-        room: new tokens to reserve memory for, None: `stopping.max_new_tokens`.
-    """
-
-    context_ids: Sequence[int]
-    question_ids: Sequence[int]
-    methods: Mapping[str, tuple[Method, Budget]]
-    stopping: Stopping
-    example_id: str
-    room: int | None = None
-
-
-@dataclass
-class DecodingRow:
-    """One fork's generation in the making: a row of the decoding batch."""
-
-    fork: Fork
-    stopping: Stopping
-    result: Generation
-    prefilled: int  # tokens compressed, as the audit counts them
-    position: int  # of the next token to be fed
-    spent_s: float = 0.0  # wall seconds before the rows of all prompts were joined
-    chosen: list[int] = field(default_factory=list)
-    ended: bool = False
-
-    @property
-    def running(self) -> bool:
-        """Whether there is something left to decode."""
-        return self.fork.failure is None and not self.ended
 
 
 def run_forks(
@@ -131,7 +62,6 @@ def run_forks(
     )[0]
 
 
-@torch.inference_mode()
 def run_batch(
     model: PreTrainedModel,
     prompts: Sequence[Prompt],
@@ -141,7 +71,7 @@ def run_batch(
     chunk_tokens: int | None = None,
     graphs: StepGraphs | None = None,
 ) -> list[dict[str, Generation]]:
-    """Several prompts, of any lengths: each prefilled alone, all forks decoded together.
+    """Several prompts, of any lengths, each with the one question that it ends with, answered greedily.
 
     Args:
         compress_after: "prompt" (the papers' protocol: the question is in the prefill, so the first
@@ -152,211 +82,180 @@ def run_batch(
         graphs: whether steps are captured, None: no; changes no token.
 
     Returns:
-        For each prompt, one `Generation` per label; a fork that failed says so and stops nothing
-        else. What stops a prefill as a whole (keys that are not finite, no memory) is raised.
+        For each prompt, one `Generation` per label; see `run_conversations`.
     """
-    batch = [_read(model, prompt, seed, compress_after, chunk_tokens) for prompt in prompts]
-    rows = [row for answers in batch for row in answers]
-    decode_rows(model, [row for row in rows if row.chosen], graphs or StepGraphs())
-    compressible = compressible_layers(model)
-    for row in rows:
-        row.result.batch = len(prompts)
-        close_row(row, compressible)
-    return [{row.fork.label: row.result for row in answers} for answers in batch]
+    asked = []
+    for prompt in prompts:
+        after = prompt.question_ids if compress_after == "context" else ()
+        before = () if compress_after == "context" else prompt.question_ids
+        question = Question(after, prompt.stopping)
+        asked.append(replace(prompt, question_ids=before, conversations=[[question]]))
+    answers = run_conversations(model, asked, seed=seed, chunk_tokens=chunk_tokens, graphs=graphs)
+    return [{label: found[0] for label, found in answer.items()} for answer in answers]
 
 
-def _read(
+@torch.inference_mode()
+def run_conversations(
     model: PreTrainedModel,
-    prompt: Prompt,
+    prompts: Sequence[Prompt],
+    *,
     seed: int,
-    compress_after: str,
-    chunk_tokens: int | None,
-) -> list[DecodingRow]:
-    """Prefill one prompt, and feed its question where that comes after compression; every row holds
-    its first new token afterwards."""
+    sampling: Sampling = GREEDY,
+    chunk_tokens: int | None = None,
+    graphs: StepGraphs | None = None,
+) -> list[dict[str, list[Generation]]]:
+    """Several prompts, each prefilled alone and compressed once, and all of its conversations, each with
+    a copy of that one cache. As many of them decode together as half of the free memory holds copies
+    for; no answer depends on it.
+
+    Args:
+        sampling: how tokens are chosen.
+        chunk_tokens, graphs: see `run_batch`.
+
+    Returns:
+        For each prompt and label, the answers to all questions in the order of
+        `Prompt.conversations`; a fork that failed says so and stops nothing else. What stops a
+        prefill as a whole (keys that are not finite, no memory) is raised.
+    """
+    readings = [_read(model, prompt, seed, chunk_tokens) for prompt in prompts]
+    compressible = compressible_layers(model)
+    most = max(len(prompt.conversations) for prompt in prompts)
+    at_once = _copies_at_once(readings, most, input_device(model))
+    for first in range(0, most, at_once):
+        talks = [reading.talks(first, first + at_once) for reading in readings]
+        turns = (len(talk.questions) for each in talks for talk in each)
+        for turn in range(max(turns, default=0)):
+            rows: list[DecodingRow] = []
+            for reading, each in zip(readings, talks, strict=True):
+                begun = seconds_run()
+                going_on = [talk for talk in each if turn < len(talk.questions)]
+                rows += _ask(model, going_on, turn, seed, sampling)
+                reading.spent_s += seconds_run() - begun
+                for talk in going_on:
+                    talk.row.spent_s = reading.spent_s
+            begun = seconds_run()
+            decode_rows(model, [row for row in rows if row.chosen], graphs or StepGraphs())
+            for reading in readings:
+                reading.spent_s += seconds_run() - begun
+            for row in rows:
+                row.result.batch = len(prompts)
+                close_row(row, compressible)
+    return [
+        {label: [one for talk in said for one in talk] for label, said in reading.said.items()}
+        for reading in readings
+    ]
+
+
+@dataclass
+class _Talk:
+    """One method's part in one conversation; `row` is that of its latest question."""
+
+    questions: Sequence[Question]
+    said: list[Generation]
+    row: DecodingRow
+    logits: Tensor  # at the end of the prompt
+
+
+@dataclass
+class _Reading:
+    """One prompt that has been read, and what its forks have answered.
+
+    Attributes:
+        rows, logits: of each method, at the end of its prefill.
+        spent_s: wall seconds so far, other prompts' own left out.
+        said: of each method, the answers of each conversation.
+    """
+
+    prompt: Prompt
+    rows: list[DecodingRow]
+    logits: list[Tensor]
+    spent_s: float
+    said: dict[str, list[list[Generation]]]
+
+    def talks(self, first: int, last: int) -> list[_Talk]:
+        """The conversations from `first` to before `last`, each with a copy of the caches; the last
+        one with the caches themselves."""
+        end = len(self.prompt.conversations) - 1
+        return [
+            _Talk(
+                self.prompt.conversations[number],
+                self.said[row.fork.label][number],
+                row if number == end else replace(row, fork=row.fork.clone()),
+                logits,
+            )
+            for number in range(first, min(last, end + 1))
+            for row, logits in zip(self.rows, self.logits, strict=True)
+        ]
+
+
+def _read(model: PreTrainedModel, prompt: Prompt, seed: int, chunk_tokens: int | None) -> _Reading:
+    """Prefill and compress one prompt."""
     begun = seconds_run()
-    question = list(prompt.question_ids)
-    head, tail = [*prompt.context_ids, *question], list[int]()
-    if compress_after == "context":
-        head, tail = list(prompt.context_ids), question
-    room = len(tail) + max(prompt.room or 0, prompt.stopping.max_new_tokens)
+    ids = [*prompt.context_ids, *prompt.question_ids]
+    room = max(
+        sum(len(q.ids) + max(prompt.room or 0, q.stopping.max_new_tokens) for q in questions)
+        for questions in prompt.conversations
+    )
     forks = [
         Fork(label, method, budget, seed, prompt.example_id, room=room)
         for label, (method, budget) in prompt.methods.items()
     ]
     if chunk_tokens is None:
-        starts = [prefill(model, head, forks)] * len(forks)
+        starts = [prefill(model, ids, forks)] * len(forks)
     else:
-        starts = [chunked_prefill(model, head, fork, chunk_tokens) for fork in forks]
+        starts = [chunked_prefill(model, ids, fork, chunk_tokens) for fork in forks]
     compressible = compressible_layers(model)
-    rows = []
-    for fork, start in zip(forks, starts, strict=True):
-        row = open_row(fork, start, prompt.stopping, compressible)
-        rows.append(row)
-        if not tail and fork.failure is None:
-            (first,), (finite,) = choose(prompt.stopping.first(start.logits[None]))
-            _take(row, first, finite)
-    if tail:
-        sound = [row for row in rows if row.fork.failure is None]
-        feed_questions(model, sound, [list(tail)] * len(sound))
-    for row in rows:
-        row.spent_s = seconds_run() - begun
-    return rows
+    rows = [
+        open_row(fork, start, prompt.stopping, compressible)
+        for fork, start in zip(forks, starts, strict=True)
+    ]
+    logits = [start.logits for start in starts]
+    said = {label: [list[Generation]() for _ in prompt.conversations] for label in prompt.methods}
+    return _Reading(prompt, rows, logits, seconds_run() - begun, said)
 
 
-def open_row(
-    fork: Fork, start: Prefill, stopping: Stopping, compressible: Sequence[int]
-) -> DecodingRow:
-    """A row at the end of its prefill, with what can be told by now."""
-    healthy = fork.failure is None
-    result = Generation(
-        tokens=[],
-        new_tokens=0,
-        entries=fork.prompt_counts(compressible) if healthy else None,
-        cache_bytes=fork.cache_bytes() if healthy else None,
-        cache_bytes_end=None,
-        exact_bytes=start.exact_bytes,
-        compressed=fork.compressed or fork.method.quantize is not None,
-        prefill_s=start.prefill_s,
-        compress_s=fork.compress_s,
-        decode_s=0.0,
-        failure=None,
-    )
-    return DecodingRow(fork, stopping, result, start.n, start.n)
+def _copies_at_once(readings: Sequence[_Reading], most: int, device: torch.device) -> int:
+    """How many conversations of each prompt, of `most`, the free memory has room for."""
+    total, used = memory.total_bytes(device), memory.used_bytes(device)
+    if most == 1 or total is None or used is None:
+        return most
+    copy = sum(row.fork.reserved_bytes() for reading in readings for row in reading.rows)
+    return max(1, min(most, (total - used) // (2 * copy) if copy else most))
 
 
-def close_row(row: DecodingRow, compressible: Sequence[int]) -> None:
-    """Count the entries again, and complete the row's result."""
-    fork, result = row.fork, row.result
-    if fork.failure is None:
-        try:
-            fork.audit(row.prefilled, compressible)
-            result.compressed |= fork.evicted  # an uncompressed prompt may not stay so
-            result.cache_bytes_end = fork.cache_bytes()
-            result.budget_preset = fork.budget_preset
-        except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
-            fork.fail(failure)
-    result.failure = fork.failure
-    result.new_tokens = len(row.chosen)
-    result.tokens = list(row.chosen)
-    if result.tokens and result.tokens[-1] in row.stopping.end_ids:
-        result.tokens.pop()
-
-
-def feed_questions(
-    model: PreTrainedModel, rows: Sequence[DecodingRow], questions: Sequence[Sequence[int]]
-) -> None:
-    """Every row's question through its fork of one prompt, and the token it answers with. Questions of
-    one length go together."""
-    device = input_device(model)
-    for length in {len(question): None for question in questions}:
-        fed = [i for i, question in enumerate(questions) if len(question) == length]
-        _feed(
-            model, [rows[i] for i in fed], torch.tensor([questions[i] for i in fed], device=device)
+def _ask(
+    model: PreTrainedModel,
+    talks: Sequence[_Talk],
+    turn: int,
+    seed: int,
+    sampling: Sampling,
+) -> list[DecodingRow]:
+    """One more question of each conversation, after the answer to the one before (its ending token left
+    out); every row holds its first new token afterwards."""
+    fed: list[DecodingRow] = []
+    questions: list[list[int]] = []
+    for talk in talks:
+        question, before = talk.questions[turn], talk.row
+        unread = [token for token in before.chosen[-1:] if token not in before.stopping.end_ids]
+        talk.row = row = DecodingRow(
+            before.fork,
+            question.stopping,
+            replace(before.result, decode_s=0.0),
+            before.prefilled,
+            before.position,
+            sampling=sampling,
+            uniforms=sampling.uniforms(
+                seed, question.name, question.sample, question.stopping.max_new_tokens
+            ),
         )
-
-
-def _feed(model: PreTrainedModel, rows: Sequence[DecodingRow], ids: Tensor) -> None:
-    """`ids` of shape [rows, tokens] through the rows' forks, which are at one position."""
-    first_token, first = rows[0].stopping.first, rows[0].position
-    positions = torch.arange(first, first + ids.shape[1], device=ids.device).expand_as(ids)
-    state = ForkBatch([row.fork for row in rows], positions)
-    _step(
-        model, rows, ids.shape[1], lambda: pick(first_token(forward(model, ids, positions, state)))
-    )
-
-
-def _step(
-    model: PreTrainedModel, rows: Sequence[DecodingRow], tokens: int, step: Callable[[], Tensor]
-) -> None:
-    """Run a step that feeds so many tokens to every row, and give every row that has not ended the
-    token it chose and its share of the seconds. `step` returns what `pick` says of its logits."""
-    synchronize(input_device(model))
-    start = time.perf_counter()
-    chosen, finite = step().tolist()  # the step's only wait for the device
-    seconds = (time.perf_counter() - start) / len(rows)
-    for row, token, sound in zip(rows, chosen, finite, strict=True):
-        if row.running:
-            row.fork.appended += tokens
-            row.position += tokens
-            row.result.decode_s += seconds
-            _take(row, token, bool(sound))
-
-
-def _take(row: DecodingRow, token: int, finite: bool) -> None:
-    """A row goes on with this token, unless the logits it came from mean nothing."""
-    if row.fork.failure is None and not finite:
-        row.fork.fail(NonFiniteLogits(len(row.chosen) + 1))
-    if row.fork.failure is None:
-        row.chosen.append(token)
-        row.ended = row.stopping.reached(row.chosen)
-
-
-def decode_rows(model: PreTrainedModel, rows: list[DecodingRow], graphs: StepGraphs) -> None:
-    """Decode greedily until every row has ended.
-
-    A row that has ended leaves the batch; where steps are replayed, when half of the batch has.
-    """
-    batch: _Batch | None = None
-    begun = seconds_run()
-    while True:
-        _time_out(rows, seconds_run() - begun)
-        running = [row for row in rows if row.running]
-        if batch is None or batch.is_over(running):
-            if batch is not None:
-                batch.state.settle()
-            if not running:
-                return
-            batch, rows = _Batch(model, running, graphs), running
-        batch.step()
-
-
-class _Batch:
-    """Rows that take their steps together, until some of them leave."""
-
-    def __init__(self, model: PreTrainedModel, rows: list[DecodingRow], graphs: StepGraphs) -> None:
-        self.model = model
-        self.rows = rows
-        device = input_device(model)
-        positions = torch.tensor([row.position for row in rows], device=device)
-        left = [row.stopping.max_new_tokens - len(row.chosen) + 1 for row in rows]
-        self.state = DecodeState([row.fork for row in rows], positions, left)
-        self.ids = torch.tensor([[row.chosen[-1]] for row in rows], device=device)
-        self.replay: Callable[[], Tensor] | None = None
-        self.ended: set[int] = set()
-        self.graphs = graphs
-        self.may_capture = graphs.wanted(model, self.state, max(left))
-
-    def _run(self) -> Tensor:
-        """One step, all of it on the device and on the same tensors every time."""
-        positions = self.state.positions[:, None]
-        picked = pick(forward(self.model, self.ids, positions, self.state))
-        self.ids.copy_(picked[0, :, None])
-        self.state.move_on()
-        return picked
-
-    def step(self) -> None:
-        """One token for every row that has not ended."""
-        if self.may_capture and self.state.taken == FIRST_STEPS:
-            self.may_capture = False
-            self.replay = self.graphs.capture(self.model, self.state, self._run)
-        for place, row in enumerate(self.rows):
-            if not row.running and place not in self.ended:
-                self.ended.add(place)
-                self.state.end(place)
-        _step(self.model, self.rows, 1, self.replay or self._run)
-        self.state.count()
-
-    def is_over(self, running: Sequence[DecodingRow]) -> bool:
-        """Whether a new batch should take over: of the running rows alone, or because a cache is
-        full."""
-        few = len(self.rows) // 2 if self.replay is not None else len(self.rows) - 1
-        return len(running) <= few or self.state.outgrown
-
-
-def _time_out(rows: Sequence[DecodingRow], elapsed: float) -> None:
-    """Fail the rows whose prompt took longer than it may: its own prefill, and all decoding since."""
-    for row in rows:
-        limit = row.stopping.timeout_s
-        if limit is not None and row.spent_s + elapsed > limit:
-            row.fork.fail(TimeoutError(f"the example took more than {limit:g} s"))
+        talk.said.append(row.result)
+        ids = [*unread, *question.ids]
+        if row.fork.failure is None and ids:
+            fed.append(row)
+            questions.append(ids)
+        elif row.fork.failure is None:
+            ((token,), (finite,)) = picked([row], talk.logits[None]).tolist()
+            take(row, token, bool(finite))
+    if fed:
+        feed_questions(model, fed, questions)
+    return [talk.row for talk in talks]

@@ -15,7 +15,8 @@ from kvbench.kv import KVError
 from kvbench.methods.base import SEED_STRIDE, Method
 from kvbench.probes._checks import MOST_LAYERS, check_counts, check_list
 from kvbench.probes.error_scaling import BoundedData
-from kvbench.run.plan import Methods, Outcome, Unit, encode_example
+from kvbench.run.encoding import encode_example
+from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
 from kvbench.tasks.base import Task, TaskError
 

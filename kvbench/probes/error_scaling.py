@@ -35,7 +35,8 @@ from kvbench.methods.base import SEED_STRIDE, Method
 from kvbench.probes._checks import MOST_LAYERS, MOST_TOKENS, check_counts, check_list
 from kvbench.probes.layer_error import estimate
 from kvbench.probes.layers import check_total, compress_measured
-from kvbench.run.plan import Methods, Outcome, Unit, encode_example, status_of
+from kvbench.run.encoding import encode_example
+from kvbench.run.plan import Methods, Outcome, Unit, status_of
 from kvbench.run.session import Session
 from kvbench.tasks.base import Task, TaskError
 

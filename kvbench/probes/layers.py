@@ -17,7 +17,8 @@ from kvbench.errors import is_number, one_line
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods.base import SEED_STRIDE, Method, allowed_entries
 from kvbench.probes._checks import MOST_LAYERS, MOST_TOKENS, check_counts, check_list
-from kvbench.run.plan import Methods, Unit, encode_example, status_of
+from kvbench.run.encoding import encode_example
+from kvbench.run.plan import Methods, Unit, status_of
 from kvbench.run.session import Session
 from kvbench.tasks.base import Task, TaskError
 

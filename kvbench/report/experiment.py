@@ -193,6 +193,8 @@ def _decode_ms(
 def _group(model: str, task: str, runs: Sequence[Run]) -> Group:
     variants = variants_of(runs)
     meta = TaskMeta.of(runs[-1].manifest)
+    if meta.unit == "example_id" and any("context_id" in run.records for run in runs):
+        meta = replace(meta, unit="context_id")  # answers of one context are not independent
     compared = (*meta.breakdown, meta.unit)
     frames = [
         checked(run, meta.figures, compared).assign(variant=variant.label)

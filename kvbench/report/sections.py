@@ -255,8 +255,9 @@ def _sample_notes(group: Group) -> list[str]:
     """What the examples are a sample of: the unit where it is not the example, and what `limit` cut."""
     notes, unit = [], group.meta.unit
     if unit != "example_id" and unit in group.records:
+        name = unit.removesuffix("_id").replace("_", " ")
         notes.append(
-            f"The independent unit is the {unit.replace('_', ' ')}: intervals are over the"
+            f"The independent unit is the {name}: intervals are over the"
             f" {group.records[unit].nunique()} there are, each with all of its examples."
         )
     if group.left_out:

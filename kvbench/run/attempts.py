@@ -71,7 +71,8 @@ def outcomes_together(
             save(missing_outcomes(unit, methods, "timeout", error))
 
     seconds = session.example_timeout
-    with time_limit(None if seconds is None else seconds * len(work), hung):
+    answers = sum(unit.answers for unit, _ in work)
+    with time_limit(None if seconds is None else seconds * answers, hung):
         return plan.run_batch(work, session)
 
 
@@ -81,7 +82,9 @@ def missing_outcomes(
     """One failed outcome for every record of a unit that has none yet."""
     known = {(outcome.method, outcome.example_id) for outcome in found}
     return [
-        Outcome(label, record_id, {**unit.fields, "status": status, "error": error})
+        Outcome(
+            label, record_id, {**unit.fields.get(record_id, {}), "status": status, "error": error}
+        )
         for label in methods
         for record_id in unit.record_ids
         if (label, record_id) not in known
@@ -110,7 +113,8 @@ def _attempt(
 
     failed: list[Outcome] = []
     try:
-        with time_limit(session.example_timeout, hung):
+        seconds = session.example_timeout
+        with time_limit(None if seconds is None else seconds * unit.answers, hung):
             for outcome in plan.run(unit, methods, session):
                 outcomes.append(outcome)  # what was told before a failure counts
     except BaseException as failure:

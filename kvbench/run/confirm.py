@@ -8,7 +8,8 @@ import sys
 from collections.abc import Sequence
 
 from kvbench.errors import one_line, presentable
-from kvbench.run.plan import EncodedExample, Outcome, Unit
+from kvbench.run.encoding import Asked
+from kvbench.run.plan import Outcome, Unit
 from kvbench.run.preview import Estimate, duration, few_tokens, units_to_run
 from kvbench.run.runner import Job
 
@@ -27,9 +28,8 @@ def go_on(job: Job, *, ask: bool = True) -> bool:
     if not todo:
         print(f"{title}: everything is on disk", flush=True)
         return True
-    encoded = [unit.payload for unit in todo if isinstance(unit.payload, EncodedExample)]
-    tokens = sum(payload.n for payload in encoded)
-    most = sum(payload.example.max_new_tokens for payload in encoded)
+    asked = [unit.payload for unit in todo if isinstance(unit.payload, Asked)]
+    tokens, most = sum(each.n for each in asked), sum(each.new_tokens for each in asked)
     print(
         f"{title}: {len(todo)} examples to run with {len(job.methods)} methods on "
         f"{job.session.device}; {tokens:,} prompt tokens, up to {most:,} new ones per method",
@@ -52,7 +52,7 @@ def calibrate(job: Job, todo: Sequence[Unit]) -> Estimate:
     Raises:
         ModelError: the model cannot be loaded.
     """
-    units = [unit for unit in todo if isinstance(unit.payload, EncodedExample)]
+    units = [unit for unit in todo if isinstance(unit.payload, Asked)]
     if not units:
         return Estimate(None, "time unknown (only benchmark tasks are measured beforehand)")
     units.sort(key=lambda unit: unit.payload.n)
@@ -67,12 +67,14 @@ def calibrate(job: Job, todo: Sequence[Unit]) -> Estimate:
     if failed:
         return Estimate(None, f"time unknown (example {middle.id} fails: {failed[0]})")
     shared = job.session.prefill == "shared"
-    prefill = _column(outcomes, "prefill_s")
-    reading = (max(prefill) if shared else sum(prefill)) + sum(_column(outcomes, "compress_s"))
-    steps = max(_column(outcomes, "new_tokens"))
-    writing = sum(_column(outcomes, "decode_s")) / max(1.0, steps - 1)  # per step, all methods
+    once = [o for o in outcomes if o.example_id == middle.record_ids[0]]  # of one answer per method
+    prefill = _column(once, "prefill_s")
+    reading = (max(prefill) if shared else sum(prefill)) + sum(_column(once, "compress_s"))
+    steps = max(_column(outcomes, "new_tokens")) - 1
+    # per new token of one answer, all methods
+    writing = sum(_column(outcomes, "decode_s")) / max(1.0, steps) / len(middle.record_ids)
     seconds = sum(
-        reading / middle.payload.n * unit.payload.n + writing * unit.payload.example.max_new_tokens
+        reading / middle.payload.n * unit.payload.n + writing * unit.payload.new_tokens
         for unit in units
     )
     return Estimate(

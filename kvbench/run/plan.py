@@ -7,18 +7,26 @@ same to the runner: a `Plan`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from kvbench.engine.chunked import check_reads_in_chunks
 from kvbench.engine.faults import is_out_of_memory
-from kvbench.engine.generate import Generation, Prompt, run_batch
+from kvbench.engine.generate import run_conversations
+from kvbench.engine.prompts import Generation, Prompt, Question
 from kvbench.errors import one_line
 from kvbench.kv import Budget, BudgetExceeded, KVError
 from kvbench.methods.base import Method
+from kvbench.run.encoding import (
+    Asked,
+    EncodedExample,
+    conversations_of,
+    encode_examples,
+    examples_of,
+)
 from kvbench.run.session import Session
-from kvbench.tasks.base import Example, PromptEncoder, Task
+from kvbench.tasks.base import Task
 
 Methods = Mapping[str, tuple[Method, Budget]]
 """Methods of a job by label, each with its budget."""
@@ -32,13 +40,29 @@ class Unit:
         id: unique within the plan, stable under `limit`.
         record_ids: the example ids of the records it ends in, for each method.
         payload: whatever the plan needs to run it.
-        fields: what its records say whatever becomes of it (the dataset, a number of lines ...).
+        fields: what each of its records says whatever becomes of it (the dataset, a number of lines
+            ...), by record id.
+        context: what it shares with other units, of which limit and shards take all or none; None:
+            nothing.
+        answers: how many examples' time it may take.
     """
 
     id: str
     record_ids: tuple[str, ...]
     payload: Any
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    context: str | None = None
+    answers: int = 1
+
+
+def contexts_of(units: Sequence[Unit]) -> list[str]:
+    """What `limit` and `shard` count: the units' contexts, in their order."""
+    return list(dict.fromkeys(unit.context or unit.id for unit in units))
+
+
+def of_contexts(units: Sequence[Unit], contexts: Collection[str]) -> list[Unit]:
+    """The units of these contexts."""
+    return [unit for unit in units if (unit.context or unit.id) in contexts]
 
 
 def check_ids(task: str, units: Sequence[Unit]) -> None:
@@ -112,45 +136,16 @@ def status_of(error: BaseException) -> str:
     return "oom" if is_out_of_memory(error) else "error"
 
 
-@dataclass(frozen=True)
-class EncodedExample:
-    """An example and its prompt's token ids, with what the model puts around a prompt."""
-
-    example: Example
-    context_ids: tuple[int, ...]
-    question_ids: tuple[int, ...]
-
-    @property
-    def n(self) -> int:
-        """Prompt tokens."""
-        return len(self.context_ids) + len(self.question_ids)
-
-
-def encode_example(example: Example, encoder: PromptEncoder) -> EncodedExample:
-    """Token ids of an example's context and question; the boundary is a token boundary, so that a
-    prompt is the same tokens whatever `compress_after` says."""
-    context, question = example.context_ids, example.question_ids
-    if context is None:
-        context = tuple(encoder.encode_text(example.context))
-    if question is None:
-        question = tuple(encoder.encode_text(example.question))
-    if example.complete:
-        return EncodedExample(example, context, question)
-    return EncodedExample(
-        example, (*encoder.prefix_ids, *context), (*question, *encoder.suffix_ids)
-    )
-
-
 def datasets_of(units: Iterable[Unit]) -> list[str]:
     """Names of the datasets that a benchmark's units come from, in their order; none for a probe."""
-    examples = (u.payload.example for u in units if isinstance(u.payload, EncodedExample))
-    return list(dict.fromkeys(example.dataset for example in examples))
+    found = (each.example.dataset for unit in units for each in examples_of(unit.payload))
+    return list(dict.fromkeys(found))
 
 
 def beyond_positions(units: Sequence[Unit], session: Session) -> str | None:
     """A line about prompts that are longer than the model has positions for, None where all fit (or the
     model's config names no number)."""
-    lengths = [unit.payload.n for unit in units if isinstance(unit.payload, EncodedExample)]
+    lengths = [each.n for unit in units for each in examples_of(unit.payload)]
     positions = session.encoder.max_positions if lengths else None
     over = [n for n in lengths if positions is not None and n > positions]
     if not over:
@@ -164,7 +159,8 @@ def beyond_positions(units: Sequence[Unit], session: Session) -> str | None:
 
 @dataclass(frozen=True)
 class TaskPlan:
-    """A benchmark task as a plan: one prefill per example serves every method.
+    """A benchmark task as a plan: one prefill per example, or per context where the question comes after
+    compression, serves every method.
 
     Attributes:
         shared: where plans that are made one after another find what the one before has encoded.
@@ -191,11 +187,12 @@ class TaskPlan:
         }
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
-        """One unit per example.
+        """One unit per prefill: per example, or where the question comes after compression, per context.
 
         Raises:
             KVError: a budget that no prompt is long enough for, or a share that of the shortest is
-                less than sink and window; context compression of a prompt whose question is empty.
+                less than sink and window; context compression of a prompt whose question is empty;
+                turns after the method's own answers where each turn is a prompt of its own.
         """
         encoded = self._encoded(session)
         if session.prefill == "chunked":
@@ -221,21 +218,23 @@ class TaskPlan:
                         f"compress_after is 'context' and example {e.example.id!r} has no "
                         f"{'context' if e.question_ids else 'question'}; allowed: prompt"
                     )
-        return [
-            Unit(
-                e.example.id, (e.example.id,), e, {"dataset": e.example.dataset, **e.example.fields}
+        elif any(e.example.history == "own" for e in encoded):
+            raise KVError(
+                f"compress_after is 'prompt' and task {self.task.name} goes on from the methods' own "
+                "answers, which makes other prompts of each; allowed: context (or golden answers)"
             )
-            for e in encoded
-        ]
+        together: dict[str, list[EncodedExample]] = {}
+        for e in encoded:
+            name = e.context if session.compress_after == "context" else e.example.id
+            together.setdefault(name, []).append(e)
+        return [_unit(name, each, session) for name, each in together.items()]
 
     def _encoded(self, session: Session) -> list[EncodedExample]:
         shared = {} if self.shared is None else self.shared
         key = repr((self.task, session.spec))
         if key not in shared:
             shared.clear()  # a benchmark has tens of millions of tokens
-            shared[key] = [
-                encode_example(e, session.encoder) for e in self.task.examples(session.encoder)
-            ]
+            shared[key] = encode_examples(self.task.examples(session.encoder), session.encoder)
         return shared[key]
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
@@ -245,52 +244,44 @@ class TaskPlan:
     def run_batch(
         self, work: Sequence[tuple[Unit, Methods]], session: Session
     ) -> list[list[Outcome]]:
-        """Several examples: each with a prefill of its own, all decoded together, and scored."""
-        prompts = [
-            Prompt(
-                unit.payload.context_ids,
-                unit.payload.question_ids,
-                methods,
-                session.stopping(unit.payload.example),
-                unit.payload.example.id,
-            )
-            for unit, methods in work
-        ]
-        answers = run_batch(
+        """Several units: each with a prefill of its own, all decoded together, and scored."""
+        answers = run_conversations(
             session.model,
-            prompts,
+            [_prompt(unit, methods, session) for unit, methods in work],
             seed=session.seed,
-            compress_after=session.compress_after,
+            sampling=session.sampling,
             chunk_tokens=session.chunk_tokens if session.prefill == "chunked" else None,
             graphs=session.graphs,
         )
         return [
             [
-                self._outcome(unit.payload, label, methods, answer[label], session)
-                for label in answer
+                self._outcome(unit, record_id, label, methods[label], result, session)
+                for label, results in answer.items()
+                for record_id, result in zip(unit.record_ids, results, strict=True)
             ]
             for (unit, methods), answer in zip(work, answers, strict=True)
         ]
 
     def _outcome(
         self,
-        encoded: EncodedExample,
+        unit: Unit,
+        record_id: str,
         label: str,
-        methods: Methods,
+        method_and_budget: tuple[Method, Budget],
         result: Generation,
         session: Session,
     ) -> Outcome:
         """The record of one method on one example, but for what the runner adds."""
+        encoded, _ = unit.payload.records[record_id]
         example = encoded.example
-        method, budget = methods[label]
+        method, budget = method_and_budget
         tokens = encoded.n if session.compress_after == "prompt" else len(encoded.context_ids)
         fields: dict[str, Any] = {
-            "dataset": example.dataset,
             "prompt_tokens": encoded.n,
             "capacity": budget.capacity(tokens) if method.saves_memory else tokens,
             "answers": list(example.answers),
             "prompt_tail": (example.context + example.question)[-200:],
-            **example.fields,
+            **unit.fields[record_id],
             **measured(result),
         }
         positions = session.encoder.max_positions
@@ -300,7 +291,46 @@ class TaskPlan:
             text = session.encoder.decode(result.tokens)
             fields["prediction"] = session.stopping(example).cut(text)
             fields.update(self.task.score(fields["prediction"], example))
-        return Outcome(label, example.id, fields)
+        return Outcome(label, record_id, fields)
+
+
+def _unit(name: str, examples: Sequence[EncodedExample], session: Session) -> Unit:
+    asked = Asked(tuple(examples), session.sampling.samples)
+    fields = {record_id: asked.fields(record_id) for record_id in asked.records}
+    context = examples[0].example.context_id
+    return Unit(name, tuple(asked.records), asked, fields, context, len(asked.records))
+
+
+def _prompt(unit: Unit, methods: Methods, session: Session) -> Prompt:
+    """What a unit asks of the engine: its conversations, in the order of its records."""
+    asked: Asked = unit.payload
+    first = asked.examples[0]
+    after = session.compress_after == "context"
+    stopping = [
+        replace(stop, timeout_s=None if stop.timeout_s is None else stop.timeout_s * unit.answers)
+        for stop in (session.stopping(each.example) for each in asked.examples)
+    ]
+    ends = {each.example.id: stop for each, stop in zip(asked.examples, stopping, strict=True)}
+    return Prompt(
+        first.context_ids,
+        () if after else first.question_ids,
+        methods,
+        stopping[0],
+        first.context,
+        conversations=[
+            [
+                Question(
+                    each.question_ids if after else (),
+                    ends[each.example.id],
+                    each.example.id,
+                    sample,
+                )
+                for each in conversation
+            ]
+            for sample in range(asked.samples)
+            for conversation in conversations_of(asked.examples)
+        ],
+    )
 
 
 def measured(result: Generation) -> dict[str, Any]:

@@ -21,7 +21,8 @@ from kvbench.errors import complain, one_line, printable
 from kvbench.kv import Budget
 from kvbench.methods.base import Method
 from kvbench.records.read import StoreError, load_run, read_records
-from kvbench.run.plan import EncodedExample, Unit, beyond_positions
+from kvbench.run.encoding import Asked, examples_of
+from kvbench.run.plan import Unit, beyond_positions, contexts_of
 from kvbench.run.runner import Job
 
 LONGEST_TRIAL = 10.0
@@ -52,11 +53,12 @@ def print_dry_run(job: Job, console: Console | None = None) -> None:
     wanted = sum(len(unit.record_ids) for unit in units)
     todo = [unit for unit in units if any(not set(unit.record_ids) <= d for d in done.values())]
     lengths = [n for n in map(_prompt_tokens, units) if n is not None]
-    new = [u.payload.example.max_new_tokens for u in units if isinstance(u.payload, EncodedExample)]
+    new = [each.example.max_new_tokens for u in units for each in examples_of(u.payload)]
     shape = cache_shape(job.spec, job.session.dtype)
     lines = {
         "examples": f"{len(units)}, of which {len(todo)} still to run"
-        + ("" if job.shard is None else f" (shard {job.shard} of {len(every)})"),
+        + ("" if job.shard is None else f" (shard {job.shard} of {len(every)})")
+        + _shared(units, wanted),
         "prompt tokens": _spread(lengths),
         "new tokens": f"up to {max(new)} each" if new else "as the task says",
         "compress after": job.session.compress_after,
@@ -152,6 +154,14 @@ def _prompt_tokens(unit: Unit) -> int | None:
     return n if isinstance(n, int) else None
 
 
+def _shared(units: Sequence[Unit], records: int) -> str:
+    """How many records a benchmark's units end in, where that is not one each."""
+    asked = [unit.payload for unit in units if isinstance(unit.payload, Asked)]
+    if len(asked) == records or not asked:
+        return ""
+    return f"; {records} answers per method, of {len(contexts_of(units))} contexts"
+
+
 def _spread(lengths: Sequence[int]) -> str:
     if not lengths:
         return "as the task says"
@@ -212,10 +222,13 @@ def _seconds(job: Job, unit: Unit, patience: float = math.inf) -> float:
 
 def few_tokens(unit: Unit) -> Unit:
     """The same unit, with a short answer."""
-    if not isinstance(unit.payload, EncodedExample):
+    if not isinstance(unit.payload, Asked):
         return unit
-    example = replace(unit.payload.example, max_new_tokens=4)
-    return replace(unit, payload=replace(unit.payload, example=example))
+    examples = tuple(
+        replace(each, example=replace(each.example, max_new_tokens=4))
+        for each in unit.payload.examples
+    )
+    return replace(unit, payload=replace(unit.payload, examples=examples))
 
 
 def duration(seconds: float) -> str:

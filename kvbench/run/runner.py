@@ -27,7 +27,17 @@ from kvbench.records.store import (
 from kvbench.run.attempts import DeviceLost
 from kvbench.run.batching import BatchSize, groups, run_group
 from kvbench.run.identity import folder_of
-from kvbench.run.plan import Methods, Outcome, Plan, Unit, beyond_positions, check_ids, datasets_of
+from kvbench.run.plan import (
+    Methods,
+    Outcome,
+    Plan,
+    Unit,
+    beyond_positions,
+    check_ids,
+    contexts_of,
+    datasets_of,
+    of_contexts,
+)
 from kvbench.run.session import Session
 
 log = logging.getLogger(__name__)
@@ -46,7 +56,7 @@ class Job:
         experiment, task: names for folders and tables.
         methods: by label, each with its budget.
         method_configs, task_config, budget_config: as written in the config, for hash and manifest.
-        limit: run the first so many units only.
+        limit: run the first so many contexts only (examples, where no two share a context).
         shard: of these, run this part only; other processes run the others.
         batch_size: units that run together where the plan can, or "auto"; changes no answer.
         retry_failed: run again what an earlier run recorded with a status other than ok.
@@ -79,7 +89,7 @@ class Job:
         """The units up to the limit, and the datasets of which there is none among them."""
         units = list(self.plan.units(self.session, self.methods))
         check_ids(self.task, units)
-        kept = units[: self.limit]
+        kept = of_contexts(units, set(contexts_of(units)[: self.limit]))
         datasets, found = datasets_of(units), datasets_of(kept)
         left_out = tuple(name for name in datasets if name not in found)
         if left_out:
@@ -104,13 +114,18 @@ class Job:
             KVError, TaskError: what the plan refuses to run.
         """
         units = self._planned[0]  # made once: a benchmark has tens of millions of tokens
-        return units, units if self.shard is None else self.shard.select(units)
+        if self.shard is None:
+            return units, units
+        return units, of_contexts(units, set(self.shard.select(contexts_of(units))))
 
     def identity(self, label: str) -> dict[str, Any]:
         """Whatever changes a score of method `label`; see `kvbench.run.identity`."""
         method, _ = self.methods[label]
         meta = self.plan.meta()
-        changed = {"method_version": method.version} if method.version > 1 else {}
+        changed: dict[str, Any] = {"method_version": method.version} if method.version > 1 else {}
+        sampling = self.session.sampling
+        if not sampling.greedy:  # the number of samples adds records and changes none
+            changed["sampling"] = {"temperature": sampling.temperature, "top_p": sampling.top_p}
         return {
             **changed,
             "model": {k: v for k, v in vars(self.spec).items() if k not in PLACEMENT},

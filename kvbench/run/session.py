@@ -10,6 +10,7 @@ import torch
 from kvbench.engine.graphs import StepGraphs, check_decode
 from kvbench.engine.loading import ModelSpec, checked_config
 from kvbench.engine.quiet import quiet_unless_terminal
+from kvbench.engine.sampling import GREEDY, Sampling
 from kvbench.engine.stopping import Stopping
 from kvbench.engine.tokenizer import (
     Tokenizer,
@@ -32,10 +33,11 @@ class Session:
 
     Attributes:
         seed: of the methods' draws (and of random weights).
-        compress_after: "prompt" or "context"; see `kvbench.engine.generate.run_forks`.
+        compress_after: "prompt" or "context"; see `kvbench.engine.generate.run_batch`.
         prefill: "shared" (one exact prefill serves every method) or "chunked" (each method reads the
             prompt through its own bounded cache, `chunk_tokens` at a time).
         decode: how decode steps run, see `kvbench.engine.graphs`; changes no answer.
+        sampling: how the tokens of an answer are chosen, and how many answers are given.
         example_timeout: seconds; an example that takes longer is recorded as a timeout; None: no limit.
     """
 
@@ -48,6 +50,7 @@ class Session:
     prefill: str = "shared"
     chunk_tokens: int = 512
     decode: str = "eager"
+    sampling: Sampling = GREEDY
 
     def __post_init__(self) -> None:
         if self.compress_after not in COMPRESS_AFTER:

@@ -156,6 +156,28 @@ class PromptEncoder:
             tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
         )
 
+    def between_turns(self) -> list[int]:
+        """Tokens that the chat template puts after an answer and before the user's next message; none
+        where there is no template.
+
+        Raises:
+            TaskError: a template that takes no such conversation.
+        """
+        if not self.chat:
+            return []
+        marks = [f"KVBENCH_TURN_{number}" for number in range(3)]
+        roles = ("user", "assistant", "user")
+        messages = [{"role": r, "content": m} for r, m in zip(roles, marks, strict=True)]
+        tokenizer: Any = self.tokenizer
+        with tokenizing(tokenizer):
+            text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+        if [text.count(mark) for mark in marks] != [1, 1, 1]:
+            raise TaskError(
+                "the model's chat template prints the messages of a conversation not once each; "
+                "allowed for tasks of several turns: one that does, or model.chat_template=never"
+            )
+        return self.encode_text(text.partition(marks[1])[2].partition(marks[2])[0])
+
     @property
     def overhead(self) -> int:
         """Tokens added around the user's text; count them when a prompt needs an exact length."""
@@ -183,6 +205,13 @@ class Example:
         end_ids: tokens that end the generation; None for all that the model knows.
         may_be_empty: False: as the first token, the best one that does not end the generation.
         settled: of the text so far: nothing that may follow changes the score, so generation may end.
+        context_id: examples with the same one ask the same context several things. Under
+            ``compress_after=context`` that context is prefilled and compressed once for all of them,
+            and under either setting the context is the unit of limit, shards and intervals. Names the
+            context among those of the task; None: no other example shares it.
+        history: what stands between the context and this question: "none", or the earlier examples of
+            the same `context_id` in their order, each question with its first answer ("golden"), or
+            with what the method answered ("own", under ``compress_after=context`` only).
         fields: what the record keeps beside the common fields (number of lines, depth ...);
             JSON values only.
     """
@@ -200,6 +229,8 @@ class Example:
     end_ids: frozenset[int] | None = None
     may_be_empty: bool = True
     settled: Callable[[str], bool] | None = None
+    context_id: str | None = None
+    history: str = "none"
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 

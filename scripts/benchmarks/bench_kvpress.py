@@ -29,7 +29,7 @@ from kvbench.engine.loading import ModelSpec
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget
 from kvbench.methods import build_method
-from kvbench.run.plan import encode_example
+from kvbench.run.encoding import encode_example
 from kvbench.run.session import Session
 from kvbench.tasks.longeval_lines import LongEvalLines
 

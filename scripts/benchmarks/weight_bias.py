@@ -26,7 +26,7 @@ from kvbench.kv import Budget, LayerKV
 from kvbench.methods import build_method
 from kvbench.methods.base import Method
 from kvbench.probes.layers import SyntheticLayers
-from kvbench.run.plan import encode_example
+from kvbench.run.encoding import encode_example
 from kvbench.tasks.longeval_lines import LongEvalLines
 
 METHODS: dict[str, Method] = {

@@ -99,11 +99,11 @@ def test_a_cache_that_fills_up_is_captured_from_there(pretended):
 
 
 def test_a_row_that_times_out_stands_still_like_one_that_ended(pretended, monkeypatch):
-    from kvbench.engine import generate
+    from kvbench.engine import rows
 
     model = model_on("cpu", "opt")  # its positions are a table: beyond its end is an error
     prompts = capturable_prompts()[:1]
-    count, real = [0], generate._time_out
+    count, real = [0], rows._time_out
 
     def slow(rows, elapsed):
         count[0] += 1
@@ -111,11 +111,11 @@ def test_a_row_that_times_out_stands_still_like_one_that_ended(pretended, monkey
             rows[0].fork.fail(TimeoutError("slow"))
         real(rows, elapsed)
 
-    monkeypatch.setattr(generate, "_time_out", slow)
+    monkeypatch.setattr(rows, "_time_out", slow)
     answer = run_batch(model, prompts, seed=1, graphs=StepGraphs("auto"))[0]
     assert isinstance(answer["exact"].failure, TimeoutError)
     assert {r.failure for label, r in answer.items() if label != "exact"} == {None}
-    monkeypatch.setattr(generate, "_time_out", real)
+    monkeypatch.setattr(rows, "_time_out", real)
     eager = run_batch(model, prompts, seed=1)[0]
     assert {k: v for k, v in facts(answer).items() if k != "exact"} == {
         k: v for k, v in facts(eager).items() if k != "exact"

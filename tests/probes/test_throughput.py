@@ -14,6 +14,7 @@ from support.tables import frame
 
 from kvbench.cli.build import build_job
 from kvbench.engine import generate as engine
+from kvbench.engine import rows as engine_rows
 from kvbench.engine.baselines import BASELINES, KvpressBaseline, baselines_of
 from kvbench.kv import KVError
 from kvbench.methods import build_method
@@ -113,7 +114,7 @@ def test_every_run_begins_with_another_method(tmp_path, monkeypatch):
 
 def short_memory(monkeypatch, entries, prompt=None):
     """As many rows as hold so many entries in the first layer; longer prompts than `prompt` fail."""
-    real = engine.forward
+    real = engine_rows.forward
 
     def forward(model, ids, positions, state):
         n = ids.shape[1]
@@ -124,7 +125,7 @@ def short_memory(monkeypatch, entries, prompt=None):
             raise torch.OutOfMemoryError("CUDA out of memory: entries")
         return real(model, ids, positions, state)
 
-    monkeypatch.setattr(engine, "forward", forward)
+    monkeypatch.setattr(engine_rows, "forward", forward)
 
 
 def test_the_largest_batch_is_found_for_each_method(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from kvbench.engine.loading import ASSET_PREFIX, ModelSpec, local_path
 from kvbench.engine.prefill import capture_layers
 from kvbench.kv import Budget, CompressedKV, LayerKV
 from kvbench.methods.base import Method
-from kvbench.run.plan import encode_example
+from kvbench.run.encoding import encode_example
 from kvbench.run.session import Session
 from kvbench.tasks.longeval_lines import LongEvalLines
 

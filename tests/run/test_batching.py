@@ -14,6 +14,7 @@ from support.tiny import Broken, tiny_model
 
 from kvbench.engine import generate as engine
 from kvbench.engine import memory
+from kvbench.engine import rows as engine_rows
 from kvbench.engine.generate import run_batch
 from kvbench.engine.loading import ModelSpec
 from kvbench.engine.stopping import Stopping
@@ -125,14 +126,14 @@ def _no_collection(monkeypatch):
 
 def short_memory(monkeypatch, rows):
     """No forward pass of more than so many rows."""
-    real = engine.forward
+    real = engine_rows.forward
 
     def forward(model, ids, positions, state):
         if ids.shape[0] > rows:
             raise torch.OutOfMemoryError(f"CUDA out of memory: {ids.shape[0]} rows")
         return real(model, ids, positions, state)
 
-    monkeypatch.setattr(engine, "forward", forward)
+    monkeypatch.setattr(engine_rows, "forward", forward)
 
 
 @pytest.mark.parametrize("compress_after", ["prompt", "context"])
@@ -208,14 +209,14 @@ def test_an_example_that_fits_nowhere_leaves_the_others_their_batches(
 
 def test_a_batch_that_takes_too_long_runs_again_in_halves(tmp_path, monkeypatch):
     want = scores(run_job(job(tmp_path / "1", example_timeout=60.0)))
-    real = engine._time_out
+    real = engine_rows._time_out
 
     def strict(rows, elapsed):
         if len({row.fork.example_id for row in rows}) > 2:
             elapsed += 60.0
         real(rows, elapsed)
 
-    monkeypatch.setattr(engine, "_time_out", strict)
+    monkeypatch.setattr(engine_rows, "_time_out", strict)
     result = run_job(job(tmp_path / "4", batch_size=4, example_timeout=60.0))
     assert scores(result) == want
     assert batches(result) == [2, 2, 2, 2, 1, 1, 1]

@@ -22,7 +22,7 @@ from support.jobs import make_job, records_of
 from support.tiny import Broken, prompt_ids, tiny_model
 
 from kvbench.engine import generate as generation
-from kvbench.engine.faults import choose, is_out_of_memory, release_frames
+from kvbench.engine.faults import is_out_of_memory, pick, release_frames
 from kvbench.engine.fork import Fork
 from kvbench.engine.generate import run_batch, run_forks
 from kvbench.engine.limits import RunClock, time_limit
@@ -194,13 +194,13 @@ def test_frames_of_causes_are_released_too() -> None:
     assert cause.__traceback__.tb_next.tb_frame.f_locals == {}
 
 
-def test_choose() -> None:
+def test_pick() -> None:
     inf, nan = float("inf"), float("nan")
     logits = torch.tensor(
         [[1.0, 3.0, 2.0], [1.0, nan, 2.0], [inf, 0.0, 1.0], [-inf, 1.0, 0.0], [-inf, -inf, -inf]]
     )
-    tokens, finite = choose(logits)
-    assert finite == [True, False, False, True, False]
+    tokens, finite = pick(logits).tolist()
+    assert finite == [1, 0, 0, 1, 0]
     assert (tokens[0], tokens[3]) == (1, 1)
 
 

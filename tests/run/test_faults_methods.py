@@ -19,8 +19,8 @@ from support.faulty import SMALL, Faulty
 from support.jobs import Echo, make_job, records_of
 from support.tiny import prompt_ids, tiny_model
 
-from kvbench.engine import generate as engine
 from kvbench.engine import limits as interrupts
+from kvbench.engine import rows as engine_rows
 from kvbench.engine.faults import release_frames
 from kvbench.engine.generate import Prompt, run_batch
 from kvbench.engine.limits import time_limit
@@ -174,7 +174,7 @@ def test_memory_may_run_out_anywhere_and_the_next_example_goes_on(
                 raise MemoryError
             return super().score(prediction, example)
 
-    real = engine.forward
+    real = engine_rows.forward
 
     def forward(model: Any, ids: Any, positions: Any, state: Any) -> Any:
         forks = state.forks
@@ -182,7 +182,7 @@ def test_memory_may_run_out_anywhere_and_the_next_example_goes_on(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(model, ids, positions, state)
 
-    monkeypatch.setattr(engine, "forward", forward)
+    monkeypatch.setattr(engine_rows, "forward", forward)
     monkeypatch.setattr("kvbench.engine.prefill.forward", forward)
     result = run_job(make_job(tmp_path, echo=Tight(count=3)))
     for rows in records_of(result).values():
@@ -206,7 +206,7 @@ def test_one_row_whose_logits_break_is_one_record(
         Prompt(prompt_ids(n, seed=n), [], methods, Stopping(6), f"p{n}") for n in (60, 70, 80)
     ]
     whole = run_batch(model, prompts, seed=0)
-    real = engine.forward
+    real = engine_rows.forward
     steps = []
 
     def forward(*arguments: Any) -> Any:
@@ -221,7 +221,7 @@ def test_one_row_whose_logits_break_is_one_record(
         return logits * float("nan") if token == 1 and len(seen) == 3 else logits
 
     seen: list[None] = []
-    monkeypatch.setattr(engine, "forward", forward)
+    monkeypatch.setattr(engine_rows, "forward", forward)
     monkeypatch.setattr(Stopping, "first", first)
     broken = run_batch(model, prompts, seed=0)
     failed = broken[1].pop("exact")

@@ -215,7 +215,7 @@ def test_a_dry_run_scales_the_shortest_example_by_prompt_tokens(tmp_path, monkey
     tried = []
 
     def seconds(job, unit, patience=0.0):
-        tried.append((unit.id, unit.payload.example.max_new_tokens))
+        tried.append((unit.id, unit.payload.examples[0].example.max_new_tokens))
         return 2.0
 
     monkeypatch.setattr(dry_run, "_seconds", seconds)

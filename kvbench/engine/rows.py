@@ -1,0 +1,223 @@
+"""Rows of a decoding batch: each one fork and the answer it is giving."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvbench.engine.decoding import DecodeState
+from kvbench.engine.faults import NonFiniteLogits
+from kvbench.engine.fork import Fork, ForkBatch
+from kvbench.engine.graphs import FIRST_STEPS, StepGraphs
+from kvbench.engine.limits import seconds_run
+from kvbench.engine.prefill import Prefill, forward, input_device, synchronize
+from kvbench.engine.prompts import Generation
+from kvbench.engine.sampling import GREEDY, Sampling
+from kvbench.engine.stopping import Stopping
+
+
+@dataclass
+class DecodingRow:
+    """One fork's generation in the making: a row of the decoding batch."""
+
+    fork: Fork
+    stopping: Stopping
+    result: Generation
+    prefilled: int  # tokens compressed, as the audit counts them
+    position: int  # of the next token to be fed
+    spent_s: float = 0.0  # wall seconds before the rows of all prompts were joined
+    chosen: list[int] = field(default_factory=list)
+    ended: bool = False
+    sampling: Sampling = GREEDY
+    uniforms: Tensor | None = None  # one number for each token that is drawn
+
+    @property
+    def draw(self) -> float:
+        """The number that the next token is drawn with."""
+        if self.uniforms is None or len(self.chosen) >= len(self.uniforms):
+            return 0.0
+        return float(self.uniforms[len(self.chosen)])
+
+    @property
+    def running(self) -> bool:
+        """Whether there is something left to decode."""
+        return self.fork.failure is None and not self.ended
+
+
+def open_row(
+    fork: Fork, start: Prefill, stopping: Stopping, compressible: Sequence[int]
+) -> DecodingRow:
+    """A row at the end of its prefill, with what can be told by now."""
+    healthy = fork.failure is None
+    result = Generation(
+        tokens=[],
+        new_tokens=0,
+        entries=fork.prompt_counts(compressible) if healthy else None,
+        cache_bytes=fork.cache_bytes() if healthy else None,
+        cache_bytes_end=None,
+        exact_bytes=start.exact_bytes,
+        compressed=fork.compressed or fork.method.quantize is not None,
+        prefill_s=start.prefill_s,
+        compress_s=fork.compress_s,
+        decode_s=0.0,
+        failure=None,
+    )
+    return DecodingRow(fork, stopping, result, start.n, start.n)
+
+
+def close_row(row: DecodingRow, compressible: Sequence[int]) -> None:
+    """Count the entries again, and complete the row's result."""
+    fork, result = row.fork, row.result
+    if fork.failure is None:
+        try:
+            fork.audit(row.prefilled, compressible)
+            result.compressed |= fork.evicted  # an uncompressed prompt may not stay so
+            result.cache_bytes_end = fork.cache_bytes()
+            result.budget_preset = fork.budget_preset
+        except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
+            fork.fail(failure)
+    result.failure = fork.failure
+    result.new_tokens = len(row.chosen)
+    result.tokens = list(row.chosen)
+    if result.tokens and result.tokens[-1] in row.stopping.end_ids:
+        result.tokens.pop()
+
+
+def feed_questions(
+    model: PreTrainedModel, rows: Sequence[DecodingRow], questions: Sequence[Sequence[int]]
+) -> None:
+    """Every row's question through its fork, and the token it answers with. Questions of one length go
+    together."""
+    device = input_device(model)
+    for length in {len(question): None for question in questions}:
+        fed = [i for i, question in enumerate(questions) if len(question) == length]
+        _feed(
+            model, [rows[i] for i in fed], torch.tensor([questions[i] for i in fed], device=device)
+        )
+
+
+def _feed(model: PreTrainedModel, rows: Sequence[DecodingRow], ids: Tensor) -> None:
+    """`ids` of shape [rows, tokens] through the rows' forks."""
+    first = torch.tensor([row.position for row in rows], device=ids.device)
+    positions = first[:, None] + torch.arange(ids.shape[1], device=ids.device)
+    state = ForkBatch([row.fork for row in rows], positions)
+    _step(model, rows, ids.shape[1], lambda: picked(rows, forward(model, ids, positions, state)))
+
+
+def _step(
+    model: PreTrainedModel, rows: Sequence[DecodingRow], tokens: int, step: Callable[[], Tensor]
+) -> None:
+    """Run a step that feeds so many tokens to every row, and give every row that has not ended the
+    token it chose and its share of the seconds. `step` returns what `pick` says of its logits."""
+    synchronize(input_device(model))
+    start = time.perf_counter()
+    chosen, finite = step().tolist()  # the step's only wait for the device
+    seconds = (time.perf_counter() - start) / len(rows)
+    for row, token, sound in zip(rows, chosen, finite, strict=True):
+        if row.running:
+            row.fork.appended += tokens
+            row.position += tokens
+            row.result.decode_s += seconds
+            take(row, token, bool(sound))
+
+
+def take(row: DecodingRow, token: int, finite: bool) -> None:
+    """A row goes on with this token, unless the logits it came from mean nothing."""
+    if row.fork.failure is None and not finite:
+        row.fork.fail(NonFiniteLogits(len(row.chosen) + 1))
+    if row.fork.failure is None:
+        row.chosen.append(token)
+        row.ended = row.stopping.reached(row.chosen)
+
+
+def decode_rows(model: PreTrainedModel, rows: list[DecodingRow], graphs: StepGraphs) -> None:
+    """Decode until every row has ended.
+
+    A row that has ended leaves the batch; where steps are replayed, when half of the batch has.
+    """
+    batch: _Batch | None = None
+    begun = seconds_run()
+    while True:
+        _time_out(rows, seconds_run() - begun)
+        running = [row for row in rows if row.running]
+        if batch is None or batch.is_over(running):
+            if batch is not None:
+                batch.state.settle()
+            if not running:
+                return
+            batch, rows = _Batch(model, running, graphs), running
+        batch.step()
+
+
+class _Batch:
+    """Rows that take their steps together, until some of them leave."""
+
+    def __init__(self, model: PreTrainedModel, rows: list[DecodingRow], graphs: StepGraphs) -> None:
+        self.model = model
+        self.rows = rows
+        device = input_device(model)
+        positions = torch.tensor([row.position for row in rows], device=device)
+        left = [row.stopping.max_new_tokens - len(row.chosen) + 1 for row in rows]
+        self.state = DecodeState([row.fork for row in rows], positions, left)
+        self.ids = torch.tensor([[row.chosen[-1]] for row in rows], device=device)
+        self.draws = _draws(rows, device)
+        self.replay: Callable[[], Tensor] | None = None
+        self.ended: set[int] = set()
+        self.graphs = graphs
+        self.may_capture = graphs.wanted(model, self.state, max(left))
+
+    def _run(self) -> Tensor:
+        """One step, all of it on the device and on the same tensors every time."""
+        positions = self.state.positions[:, None]
+        logits = forward(self.model, self.ids, positions, self.state)
+        picked = self.rows[0].sampling.pick(logits, self.draws)
+        self.ids.copy_(picked[0, :, None])
+        self.state.move_on()
+        return picked
+
+    def step(self) -> None:
+        """One token for every row that has not ended."""
+        if self.may_capture and self.state.taken == FIRST_STEPS:
+            self.may_capture = False
+            self.replay = self.graphs.capture(self.model, self.state, self._run)
+        for place, row in enumerate(self.rows):
+            if not row.running and place not in self.ended:
+                self.ended.add(place)
+                self.state.end(place)
+        if self.draws is not None:
+            self.draws.copy_(torch.tensor([row.draw for row in self.rows]))
+        _step(self.model, self.rows, 1, self.replay or self._run)
+        self.state.count()
+
+    def is_over(self, running: Sequence[DecodingRow]) -> bool:
+        """Whether a new batch should take over: of the running rows alone, or because a cache is
+        full."""
+        few = len(self.rows) // 2 if self.replay is not None else len(self.rows) - 1
+        return len(running) <= few or self.state.outgrown
+
+
+def _time_out(rows: Sequence[DecodingRow], elapsed: float) -> None:
+    """Fail the rows whose prompt took longer than it may: its own prefill, and all decoding since."""
+    for row in rows:
+        limit = row.stopping.timeout_s
+        if limit is not None and row.spent_s + elapsed > limit:
+            row.fork.fail(TimeoutError(f"the example took more than {limit:g} s"))
+
+
+def picked(rows: Sequence[DecodingRow], logits: Tensor) -> Tensor:
+    """[2, rows]: the first token of each row's answer, from logits [rows, vocab], as `Sampling.pick`
+    says it."""
+    allowed = [row.stopping.first(logits[i : i + 1]) for i, row in enumerate(rows)]
+    return rows[0].sampling.pick(torch.cat(allowed), _draws(rows, logits.device))
+
+
+def _draws(rows: Sequence[DecodingRow], device: torch.device) -> Tensor | None:
+    """What the rows' next tokens are drawn with, [rows]; None where they are greedy."""
+    if rows[0].sampling.greedy:
+        return None
+    return torch.tensor([row.draw for row in rows], device=device)

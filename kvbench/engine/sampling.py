@@ -1,0 +1,95 @@
+"""Choosing the next token: the most probable one, or one drawn at random."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvbench.engine.faults import pick
+from kvbench.errors import is_integer, is_number
+from kvbench.kv import KVError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How answers are generated. A drawn token depends on the seed, the example, the number of the
+    sample and of the token, and on its logits, but not on the method or on what else is in the batch:
+    methods that differ little then draw mostly the same answers, which makes their difference precise.
+
+    Attributes:
+        temperature: the logits are divided by it; 0: the most probable token (greedy).
+        top_p: draw from the most probable tokens that together have this probability (Holtzman et
+            al., "The Curious Case of Neural Text Degeneration", section 3.1), the last one included.
+        samples: answers per question, a record each; their mean score is pass@1 (Chen et al.,
+            "Evaluating Large Language Models Trained on Code", section 2.1, with k = 1).
+
+    Raises:
+        KVError: a value that is not allowed, or several samples of a greedy answer.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    samples: int = 1
+
+    def __post_init__(self) -> None:
+        if not is_number(self.temperature) or not 0 <= self.temperature <= 100:
+            raise KVError(
+                f"sampling.temperature is {self.temperature!r}; allowed: a number 0..100 (0: greedy)"
+            )
+        if not is_number(self.top_p) or not 0 < self.top_p <= 1:
+            raise KVError(f"sampling.top_p is {self.top_p!r}; allowed: a number in (0, 1]")
+        if not is_integer(self.samples, 1, 10_000):
+            raise KVError(f"sampling.samples is {self.samples!r}; allowed: an integer 1..10000")
+        if self.greedy and self.samples > 1:
+            raise KVError(
+                f"sampling.samples is {self.samples} and sampling.temperature 0, which gives the same "
+                "answer every time; allowed: samples 1, or a temperature above 0"
+            )
+
+    @property
+    def greedy(self) -> bool:
+        """Whether nothing is drawn."""
+        return self.temperature == 0
+
+    def uniforms(self, seed: int, name: str, sample: int, count: int) -> Tensor | None:
+        """The uniform draws of an answer of up to `count` tokens, [count] float32 on the CPU; None where
+        nothing is drawn. A longer answer begins with the draws of a shorter one."""
+        if self.greedy:
+            return None
+        digest = hashlib.sha256(f"{seed}\0{name}\0{sample}\0tokens".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        return torch.rand(count, generator=generator)
+
+    def pick(self, logits: Tensor, uniforms: Tensor | None) -> Tensor:
+        """What `kvbench.engine.faults.pick` says, of tokens that were drawn.
+
+        Args:
+            logits: [rows, vocab]. uniforms: [rows] in [0, 1), on the logits' device; None: greedy.
+
+        Returns:
+            [2, rows] int64: the token of each row, and 1 where its logits can be trusted.
+        """
+        greedy = pick(logits)
+        if uniforms is None:
+            return greedy
+        sound = greedy[1].bool()
+        scaled = logits.float().masked_fill(~sound[:, None], 0.0)
+        scaled = (scaled - scaled.amax(-1, keepdim=True)) / self.temperature
+        # By falling probability, so that one draw gives two methods the same token even where their
+        # logits differ a little; in float64, in which the sums of a large vocabulary are exact enough.
+        probabilities, order = (
+            scaled.double().softmax(-1).sort(dim=-1, descending=True, stable=True)
+        )
+        below = probabilities.cumsum(-1) - probabilities
+        kept = probabilities.masked_fill(below >= self.top_p, 0.0)
+        reached = kept.cumsum(-1)
+        wanted = uniforms[:, None].double() * reached[:, -1:]
+        places = torch.searchsorted(reached, wanted, right=True)
+        places = places.minimum((kept > 0).sum(-1, keepdim=True) - 1)
+        return torch.stack([order.gather(-1, places)[:, 0], greedy[1]])
+
+
+GREEDY = Sampling()

@@ -1,0 +1,153 @@
+"""A task's examples as token ids, those that ask the same context together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from kvbench.kv import KVError
+from kvbench.tasks.base import Example, PromptEncoder
+
+HISTORIES = ("none", "golden", "own")
+
+
+@dataclass(frozen=True)
+class EncodedExample:
+    """An example and its prompt's token ids, with what the model puts around a prompt."""
+
+    example: Example
+    context_ids: tuple[int, ...]
+    question_ids: tuple[int, ...]
+
+    @property
+    def n(self) -> int:
+        """Prompt tokens."""
+        return len(self.context_ids) + len(self.question_ids)
+
+    @property
+    def context(self) -> str:
+        """What names its context among those of the task."""
+        return self.example.context_id or self.example.id
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What one prefill serves: examples of one context, each answered `samples` times."""
+
+    examples: tuple[EncodedExample, ...]
+    samples: int = 1
+
+    @property
+    def n(self) -> int:
+        """Prompt tokens of the longest."""
+        return max(example.n for example in self.examples)
+
+    @property
+    def new_tokens(self) -> int:
+        """The most that all its answers may have, of one method."""
+        return self.samples * sum(each.example.max_new_tokens for each in self.examples)
+
+    @cached_property
+    def records(self) -> dict[str, tuple[EncodedExample, int]]:
+        """The example and the number of the sample of each record, by its id; sample by sample, so
+        that questions which follow on from each other stand together."""
+        return {
+            each.example.id + (f"/sample{sample}" if sample else ""): (each, sample)
+            for sample in range(self.samples)
+            for each in self.examples
+        }
+
+    def fields(self, record_id: str) -> dict[str, Any]:
+        """What a record says of its example, whatever becomes of it."""
+        encoded, sample = self.records[record_id]
+        example = encoded.example
+        found: dict[str, Any] = {"dataset": example.dataset, **example.fields}
+        if example.context_id is not None or self.samples > 1:
+            found["context_id"] = encoded.context
+        if example.history != "none":
+            found["history"] = example.history
+        return found | ({"sample": sample} if self.samples > 1 else {})
+
+
+def encode_example(
+    example: Example, encoder: PromptEncoder, sibling: EncodedExample | None = None
+) -> EncodedExample:
+    """Token ids of an example's context and question; the boundary is a token boundary, so that a
+    prompt is the same tokens whatever `compress_after` says.
+
+    Args:
+        sibling: an example of the same `context_id`, whose context's tokens are not made again.
+    """
+    context, question = example.context_ids, example.question_ids
+    if question is None:
+        question = tuple(encoder.encode_text(example.question))
+    if not example.complete:
+        question = (*question, *encoder.suffix_ids)
+    if sibling is not None and (example.context, example.context_ids, example.complete) == (
+        sibling.example.context,
+        sibling.example.context_ids,
+        sibling.example.complete,
+    ):
+        return EncodedExample(example, sibling.context_ids, question)
+    if context is None:
+        context = tuple(encoder.encode_text(example.context))
+    if not example.complete:
+        context = (*encoder.prefix_ids, *context)
+    return EncodedExample(example, context, question)
+
+
+def encode_examples(examples: Sequence[Example], encoder: PromptEncoder) -> list[EncodedExample]:
+    """Token ids of all examples; the question of one with a history of golden answers begins with it,
+    and that of one with its method's own answers with what comes between an answer and a message.
+
+    Raises:
+        KVError: an unknown history, or examples of one context id that have different contexts.
+    """
+    found: list[EncodedExample] = []
+    firsts: dict[str, EncodedExample] = {}
+    golden: dict[str, tuple[int, ...]] = {}
+    between: tuple[int, ...] | None = None
+    for example in examples:
+        name = example.context_id or example.id
+        first = firsts.get(name)
+        encoded = encode_example(example, encoder, first)
+        question = encoded.question_ids
+        if example.history not in HISTORIES:
+            raise KVError(
+                f"example {example.id!r} has history {example.history!r}; allowed: "
+                f"{', '.join(HISTORIES)}"
+            )
+        if firsts.setdefault(name, encoded).context_ids != encoded.context_ids:
+            raise KVError(
+                f"example {example.id!r} has context_id {name!r} and another context than the first "
+                "of it; allowed: the same"
+            )
+        if example.history != "none":
+            if between is None:
+                between = tuple(encoder.between_turns())
+            if example.history == "golden":
+                encoded = replace(encoded, question_ids=(*golden.get(name, ()), *question))
+            elif name in golden:
+                encoded = replace(encoded, question_ids=(*between, *question))
+            answer = encoder.encode_text(example.answers[0]) if example.answers else []
+            golden[name] = (*golden.get(name, ()), *question, *answer, *between)
+        found.append(encoded)
+    return found
+
+
+def conversations_of(examples: Iterable[EncodedExample]) -> list[list[EncodedExample]]:
+    """The examples of one context, each with those that go on from the answer to it."""
+    found: list[list[EncodedExample]] = []
+    for each in examples:
+        if found and each.example.history == "own":
+            found[-1].append(each)
+        else:
+            found.append([each])
+    return found
+
+
+def examples_of(payload: object) -> tuple[EncodedExample, ...]:
+    """The examples of a unit of a benchmark; none of a probe's."""
+    return payload.examples if isinstance(payload, Asked) else ()
