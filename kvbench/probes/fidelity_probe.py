@@ -15,7 +15,8 @@ from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
 from kvbench.probes._checks import MOST_TOKENS, check_counts
 from kvbench.probes.fidelity import Fidelity, compare, noise_floor, read_with_reference
-from kvbench.run.plan import Methods, Outcome, Unit, encode_example, status_of
+from kvbench.run.encoding import encode_example
+from kvbench.run.plan import Methods, Outcome, Unit, status_of
 from kvbench.run.session import Session
 from kvbench.tasks.base import PromptEncoder, Task, TaskError
 from kvbench.tasks.haystack import file_digests, texts_of_files

@@ -84,7 +84,7 @@ def test_an_example_without_end_takes_two_signals(
     tmp_path: Path,
     undisturbed: Any,
 ) -> None:
-    child = server.kvbench(tmp_path, *FEW, stall=("kvbench.run.plan.run_batch", 2))
+    child = server.kvbench(tmp_path, *FEW, stall=("kvbench.run.plan.run_conversations", 2))
     wait_until_stalled(child)
     child.signal(signal.SIGTERM)
     time.sleep(0.2)
@@ -113,7 +113,7 @@ def test_a_closed_terminal_loses_nothing(
     tmp_path: Path,
     undisturbed: Any,
 ) -> None:
-    child = server.kvbench(tmp_path, *FEW, stall=("kvbench.run.plan.run_batch", 3))
+    child = server.kvbench(tmp_path, *FEW, stall=("kvbench.run.plan.run_conversations", 3))
     wait_until_stalled(child)
     child.signal(signal.SIGHUP)
     assert child.wait() == -signal.SIGHUP
@@ -164,7 +164,9 @@ def test_a_kernel_that_never_returns_is_recorded_and_the_next_start_goes_on_afte
 ) -> None:
     words = [*FEW, "example_timeout=0.2", f"batch_size={batch}"]
     call = 2 if batch == 1 else 1
-    child = server.kvbench(tmp_path, *words, stall=("kvbench.run.plan.run_batch", call), deaf=True)
+    child = server.kvbench(
+        tmp_path, *words, stall=("kvbench.run.plan.run_conversations", call), deaf=True
+    )
     assert child.wait() == 1
     err = child.err.read_text()
     assert "hung" in err

@@ -24,7 +24,7 @@ from support.tiny import Broken, prompt_ids, tiny_model
 from kvbench.engine import generate as generation
 from kvbench.engine.faults import is_out_of_memory, pick, release_frames
 from kvbench.engine.fork import Fork
-from kvbench.engine.generate import run_batch, run_forks
+from kvbench.engine.generate import run_conversations, run_forks
 from kvbench.engine.limits import RunClock, time_limit
 from kvbench.engine.loading import ModelError
 from kvbench.engine.stopping import Stopping
@@ -67,9 +67,9 @@ def test_a_unit_out_of_memory_runs_its_methods_one_by_one(
         together.append(len(prompt.methods))
         if prompt.example_id == "e1" and len(prompt.methods) > 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB")
-        return run_batch(model, prompts, **named)
+        return run_conversations(model, prompts, **named)
 
-    monkeypatch.setattr("kvbench.run.plan.run_batch", tight)
+    monkeypatch.setattr("kvbench.run.plan.run_conversations", tight)
     result = run_job(make_job(tmp_path))
     assert together == [3, 3, 1, 1, 1, 3, 3]
     assert (result.failed, result.written) == (0, 12)
