@@ -26,10 +26,11 @@ from omegaconf.errors import OmegaConfBaseException
 from kvbench.cli.check import resolved
 from kvbench.cli.main import INTERRUPTED
 from kvbench.cli.overrides import is_folder_name
-from kvbench.cli.typed import wrong_argument, wrong_field
+from kvbench.cli.typed import wrong_argument
 from kvbench.engine.loading import ModelError, ModelSpec, resolve_device, resolve_dtype
 from kvbench.engine.sampling import Sampling
 from kvbench.errors import complain, nearest, presentable, printable
+from kvbench.errors.options import check_options
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
 from kvbench.records.durable import read_file, replace
@@ -127,9 +128,7 @@ def _make(node: DictConfig, key: str, kind: type[T], plain: object = None) -> T:
             f"{key}._target_ is {node.get('_target_')!r}, which makes a {type(made).__name__}; "
             f"allowed: a {kind.__name__}"
         )
-    problem = wrong_field(made, key)
-    if problem is not None:
-        raise KVError(problem)
+    check_options(made, f"{key}.", KVError)
     return made
 
 

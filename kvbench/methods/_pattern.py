@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from kvbench.kv import Budget, CompressedKV, LayerKV, gather_entries
-from kvbench.methods._options import check_flag
 from kvbench.methods._select import group_mean, positions_between
 from kvbench.methods.base import Method
 
@@ -29,9 +28,6 @@ class Pattern(Method):
     paper: ClassVar[str] = "arXiv 2306.14048, Table 2 (patterns of arXiv 1904.10509)"
 
     heavy_hitters: bool = False
-
-    def __post_init__(self) -> None:
-        check_flag(self, "heavy_hitters")
 
     @abstractmethod
     def pattern(self, older: int, count: int) -> Tensor:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 
+from kvbench.errors.options import NonNegative, Several
 from kvbench.kernels.balanced_walk import balanced_walk
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
 from kvbench.methods._halving import (
@@ -21,14 +23,6 @@ from kvbench.methods._halving import (
     plan_halvings,
     smaller_classes,
 )
-from kvbench.methods._options import (
-    check_choice,
-    check_flag,
-    check_integers,
-    check_number,
-    check_numbers,
-    freeze_sequence,
-)
 from kvbench.methods._select import (
     draw_uniforms,
     positions_between,
@@ -36,6 +30,9 @@ from kvbench.methods._select import (
     with_sink_and_window,
 )
 from kvbench.methods.base import Method
+
+Block = Annotated[int, Ge(2)]
+"""Entries of a block of a walk."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,33 +91,18 @@ class BalanceKV(Method):
         },
     }
 
-    block_size: int | Sequence[int] = 256
-    gamma: float | Sequence[float] = 4.0
-    centre: str = "mean"
-    selection: str = "cut"
-    order: str = "position"
-    weights: str = "entry"
-    halvings: str = "partial"
+    block_size: Block | Several[Block] = 256
+    gamma: NonNegative | Several[NonNegative] = 4.0
+    centre: Literal["mean", "released", "none"] = "mean"
+    selection: Literal["cut", "algorithm2"] = "cut"
+    order: Literal["position", "released"] = "position"
+    weights: Literal["entry", "released", "values", "none"] = "entry"
+    halvings: Literal["partial", "whole"] = "partial"
     normalise: bool = False
-    value_offset: float = 0.025
+    value_offset: NonNegative = 0.025
     use_values: bool = True
-    temperature: float = 1.0
+    temperature: NonNegative = 1.0
     beta: float = 0.0
-
-    def __post_init__(self) -> None:
-        freeze_sequence(self, "block_size")
-        check_integers(self, "block_size", 2)
-        freeze_sequence(self, "gamma")
-        check_numbers(self, "gamma", 0.0)
-        check_choice(self, "centre", "mean", "released", "none")
-        check_choice(self, "selection", "cut", "algorithm2")
-        check_choice(self, "order", "position", "released")
-        check_choice(self, "weights", "entry", "released", "values", "none")
-        check_choice(self, "halvings", "partial", "whole")
-        check_flag(self, "normalise", "use_values")
-        check_number(self, "value_offset", 0.0)
-        check_number(self, "temperature", 0.0)
-        check_number(self, "beta", -math.inf)
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """Sink, the survivors of the middle by position, window.

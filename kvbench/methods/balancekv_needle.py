@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvbench.errors.options import Whole
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
 from kvbench.methods._halving import PADDING, plan_halvings
-from kvbench.methods._options import check_choice, check_integer, check_number
 from kvbench.methods._select import draw_uniforms
 from kvbench.methods.balancekv import BalanceKV, per_halving
 
@@ -40,16 +40,10 @@ class BalanceKVNeedle(BalanceKV):
     paper: ClassVar[str] = "arXiv 2502.07861, section 4.3"
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
+    weights: Literal["entry", "none"] = "entry"
     threshold: float = 0.0
-    dilation: int = 25
-    layer: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice(self, "weights", "entry", "none")
-        check_number(self, "threshold", -math.inf)
-        check_integer(self, "dilation", 0)
-        check_integer(self, "layer", 0)
+    dilation: Whole = 25
+    layer: Whole = 1
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """Sink, protected tokens and survivors by position, window.

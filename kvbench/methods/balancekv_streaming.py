@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 
+from kvbench.errors.options import Positive, Share
 from kvbench.kernels.self_balancing import softmax_balance, walk_bound
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
 from kvbench.methods._estimator import combine
-from kvbench.methods._options import check_choice, check_integer, check_number
 from kvbench.methods.base import SEED_STRIDE, Method
 
 RESTARTS = 100
@@ -257,20 +258,12 @@ class BalanceKVStreaming(Method):
     paper: ClassVar[str] = "arXiv 2502.07861, Algorithms 1, 2 and 4"
     version: ClassVar[int] = 2
 
-    t: int | None = None
-    eps: float = 0.1
-    delta: float = 0.01
-    constant: float = 30.0
-    on_fail: str = "raise"
-    halve: str = "even"
-
-    def __post_init__(self) -> None:
-        check_integer(self, "t", 2, none="the largest that fits")
-        check_number(self, "eps", 0.0, above=True)
-        check_number(self, "delta", 0.0, 1.0, above=True)
-        check_number(self, "constant", 0.0, above=True)
-        check_choice(self, "on_fail", "raise", "restart")
-        check_choice(self, "halve", "even", "smaller")
+    t: Annotated[int, Ge(2)] | None = None
+    eps: Positive = 0.1
+    delta: Share = 0.01
+    constant: Positive = 30.0
+    on_fail: Literal["raise", "restart"] = "raise"
+    halve: Literal["even", "smaller"] = "even"
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """Entries of the denominator (keys only), of the numerator, then sink and window.

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from kvbench.errors.options import check_options
 from kvbench.kernels.quantize import Quantization
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
 
@@ -57,6 +58,14 @@ class Method:
 
     uses_budget: ClassVar[bool] = True
     """False when `compress` does not look at the budget (exact): one record serves every rate."""
+
+    def __post_init__(self) -> None:
+        """Check the options by their hints; a subclass with more to check calls this first.
+
+        Raises:
+            KVError: one line that names the option, its value and what is allowed.
+        """
+        check_options(self, type(self).__module__.rpartition(".")[2] + ".", KVError)
 
     @property
     def evicts(self) -> bool:

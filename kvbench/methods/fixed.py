@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.methods._options import check_integer
+from kvbench.errors.options import Count
 from kvbench.methods._pattern import Pattern
 
 
@@ -26,11 +26,7 @@ class Fixed(Pattern):
             received most attention from the prompt, as in h2o, per KV head.
     """
 
-    summary: int = 8
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_integer(self, "summary", 1)
+    summary: Count = 8
 
     def pattern(self, older: int, count: int) -> Tensor:
         """The `count` positions nearest to the end of their block, ascending."""

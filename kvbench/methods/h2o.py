@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from kvbench.errors.options import Fraction
 from kvbench.kv import Budget, CompressedKV, LayerKV, gather_entries
-from kvbench.methods._options import check_choice, check_number
 from kvbench.methods._select import group_mean, positions_between, top_positions
 from kvbench.methods.base import Held, Method
 
@@ -34,12 +34,8 @@ class H2O(Method):
 
     paper: ClassVar[str] = "arXiv 2306.14048, Algorithm 1"
 
-    heavy_fraction: float = 0.5
-    decode: str = "evict"
-
-    def __post_init__(self) -> None:
-        check_number(self, "heavy_fraction", 0.0, 1.0)
-        check_choice(self, "decode", "evict", "grow")
+    heavy_fraction: Fraction = 0.5
+    decode: Literal["evict", "grow"] = "evict"
 
     @property
     def evicts(self) -> bool:

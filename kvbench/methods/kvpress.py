@@ -287,8 +287,7 @@ class KVPress(Method):
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.options, Mapping):
-            raise KVError(f"kvpress.options is {self.options!r}; allowed: a mapping")
+        super().__post_init__()
         make_press(self.press, self.options, Budget())
 
     def layer_capacity(self, budget: Budget, n: int, layer_index: int, num_layers: int) -> int:

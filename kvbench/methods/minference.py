@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
+from kvbench.errors.options import Count, Odd
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods._adapters import held_entries, scaled_queries
-from kvbench.methods._options import check_choice, check_integer
 from kvbench.methods.base import Method
 from kvbench.methods.pyramidkv import PyramidKV
 
@@ -75,16 +75,13 @@ class MInference(Method):
         "pyramidkv": {"cluster": "pyramidkv"},
     }
 
-    cluster: str = "snapkv"
-    kernel_size: int = 5
-    pooling: str = "avgpool"
-    beta: int = 20
+    cluster: Literal["snapkv", "pyramidkv", "streaming_llm"] = "snapkv"
+    kernel_size: Odd = 5
+    pooling: Literal["avgpool", "maxpool"] = "avgpool"
+    beta: Count = 20
 
     def __post_init__(self) -> None:
-        check_choice(self, "cluster", *CLUSTERS)
-        check_integer(self, "kernel_size", 1, odd=True)
-        check_choice(self, "pooling", "avgpool", "maxpool")
-        check_integer(self, "beta", 1)
+        super().__post_init__()
         _module(CLUSTERS[self.cluster][0])
 
     @property

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
+from kvbench.errors.options import Count
 from kvbench.kv import Budget
-from kvbench.methods._options import check_choice, check_integer
 from kvbench.methods._select import by_largest_remainder
 from kvbench.methods.snapkv import SnapKV
 
@@ -34,13 +34,8 @@ class PyramidKV(SnapKV):
         "released": {"budgets": "released", "granularity": "query_head"}
     }
 
-    beta: int = 20
-    budgets: str = "linear"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_integer(self, "beta", 1)
-        check_choice(self, "budgets", "linear", "released")
+    beta: Count = 20
+    budgets: Literal["linear", "released"] = "linear"
 
     def layer_capacities(self, budget: Budget, n: int, num_layers: int) -> list[int]:
         """Entries per head of every layer after a prompt of n tokens, the window included."""

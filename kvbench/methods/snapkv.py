@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvbench.errors.options import Odd
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
-from kvbench.methods._options import check_choice, check_integer
 from kvbench.methods._select import group_mean, positions_between, top_positions
 from kvbench.methods.base import Method
 
@@ -79,14 +79,9 @@ class SnapKV(Method):
 
     paper: ClassVar[str] = "arXiv 2404.14469, section 4"
 
-    kernel_size: int = 5
-    pooling: str = "avgpool"
-    granularity: str = "kv_head"
-
-    def __post_init__(self) -> None:
-        check_integer(self, "kernel_size", 1, odd=True)
-        check_choice(self, "pooling", "avgpool", "maxpool")
-        check_choice(self, "granularity", "kv_head", "query_head")
+    kernel_size: Odd = 5
+    pooling: Literal["avgpool", "maxpool"] = "avgpool"
+    granularity: Literal["kv_head", "query_head"] = "kv_head"
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """The chosen positions, ascending, then the window.

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from kvbench.kv import Budget, CompressedKV, LayerKV, gather_entries
-from kvbench.methods._options import check_choice
 from kvbench.methods._select import oldest_leaves, positions_between
 from kvbench.methods.base import Held, Method
 
@@ -27,10 +26,7 @@ class StreamingLLM(Method):
 
     paper: ClassVar[str] = "arXiv 2309.17453, section 3.2"
 
-    decode: str = "grow"
-
-    def __post_init__(self) -> None:
-        check_choice(self, "decode", "grow", "evict")
+    decode: Literal["grow", "evict"] = "grow"
 
     @property
     def evicts(self) -> bool:

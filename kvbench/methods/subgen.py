@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
+from kvbench.errors.options import Whole
 from kvbench.kernels.kcentre import greedy_k_centre, nearest_centre
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
-from kvbench.methods._options import check_choice, check_integer
 from kvbench.methods._select import draw_uniforms, positions_between
 from kvbench.methods.base import Method
 
@@ -29,12 +29,8 @@ class SubGen(Method):
 
     paper: ClassVar[str] = "arXiv 2402.06082, Tables 1 and 2 (the form of its experiments)"
 
-    recent: int | None = None
-    weights: str = "none"
-
-    def __post_init__(self) -> None:
-        check_integer(self, "recent", 0, none="budget.window")
-        check_choice(self, "weights", "none", "cluster")
+    recent: Whole | None = None
+    weights: Literal["none", "cluster"] = "none"
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """Centres, ascending, then the recent tokens; log_weights float32 or None.

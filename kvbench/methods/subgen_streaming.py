@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvbench.errors.options import Count, NonNegative, Whole
 from kvbench.kernels.kcentre import greedy_k_centre, nearest_centre
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
 from kvbench.methods._estimator import combine
-from kvbench.methods._options import check_integer, check_number
 from kvbench.methods.base import Method
 
 BISECTIONS = 6
@@ -143,17 +143,10 @@ class SubGenStreaming(Method):
     paper: ClassVar[str] = "arXiv 2402.06082, Algorithm 1"
     version: ClassVar[int] = 2
 
-    delta: float | None = None
-    t: int = 4
-    s: int | None = None
-    recent: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.delta is not None:
-            check_number(self, "delta", 0.0)
-        check_integer(self, "t", 1)
-        check_integer(self, "s", 1, none="half of what is left")
-        check_integer(self, "recent", 0, none="budget.window")
+    delta: NonNegative | None = None
+    t: Count = 4
+    s: Count | None = None
+    recent: Whole | None = None
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """Samples of the clusters (keys only), then of the numerator, then the recent tokens.

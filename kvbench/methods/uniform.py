@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
 from kvbench.kv import Budget, CompressedKV, LayerKV, gather_entries
-from kvbench.methods._options import check_choice, check_flag
 from kvbench.methods._select import draw_uniforms, top_positions, with_sink_and_window
 from kvbench.methods.balancekv import BalanceKV
 from kvbench.methods.base import Method
@@ -34,11 +33,7 @@ class Uniform(Method):
     paper: ClassVar[str] = "arXiv 2502.07861, section 4.1"
 
     weighted: bool = True
-    scope: str = "middle"
-
-    def __post_init__(self) -> None:
-        check_flag(self, "weighted")
-        check_choice(self, "scope", "middle", "subset")
+    scope: Literal["middle", "subset"] = "middle"
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """Sink, the drawn entries of the middle, window: ascending; log_weights float32 or None."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -11,9 +10,10 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.prefill import capture_layers
+from kvbench.errors.options import Distinct, NonNegative, check_options
 from kvbench.kv import KVError
 from kvbench.methods.base import SEED_STRIDE, Method
-from kvbench.probes._checks import MOST_LAYERS, check_counts, check_list
+from kvbench.probes._options import Layers, Repeats, Tokens
 from kvbench.probes.error_scaling import BoundedData
 from kvbench.run.encoding import encode_example
 from kvbench.run.plan import Methods, Outcome, Unit
@@ -38,11 +38,7 @@ class Clustering(Method):
     uses_budget: ClassVar[bool] = False
     paper: ClassVar[str] = "arXiv 2402.06082, Algorithm 1"
 
-    delta: float = 0.5
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.delta < math.inf:
-            raise KVError(f"delta is {self.delta}; allowed: a number >= 0")
+    delta: NonNegative = 0.5
 
 
 def online_clusters(keys: Tensor, delta: float, steps: Sequence[int]) -> dict[int, int]:
@@ -104,19 +100,17 @@ class SubGenClusters:
     name: ClassVar[str] = "subgen_clusters"
     version: ClassVar[int] = 1
 
-    steps: Sequence[int] = (64, 256, 1024, 4096, 16384)
-    draws: int = 3
+    steps: Distinct[Tokens] = (64, 256, 1024, 4096, 16384)
+    draws: Repeats = 3
     data: Mapping[str, BoundedData] = field(default_factory=dict)
     prompts: Task | None = None
-    num_prompts: int = 3
-    layers: Sequence[int] = (1, 2, 3, 4)
+    num_prompts: Repeats = 3
+    layers: Layers = (1, 2, 3, 4)
 
     def __post_init__(self) -> None:
+        check_options(self, "task.", TaskError)
         if bool(self.data) == (self.prompts is not None):
             raise TaskError("task.data and task.prompts: exactly one of them must be given")
-        check_counts(self, "draws", "num_prompts")
-        check_list(self, "steps")
-        check_list(self, "layers", MOST_LAYERS, "1-based layer numbers")
 
     def meta(self) -> dict[str, Any]:
         """See `kvbench.run.plan.Plan.meta`."""

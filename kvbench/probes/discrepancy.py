@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
+from annotated_types import Gt, Lt
 from numpy.typing import NDArray
 
+from kvbench.errors.options import Distinct, NonNegative, check_options
 from kvbench.kv import KVError
 from kvbench.methods.base import Method
-from kvbench.probes._checks import check_counts, check_list
+from kvbench.probes._options import Repeats, Tokens
 from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
 from kvbench.tasks.base import TaskError
@@ -42,17 +44,8 @@ class Walk(Method):
     uses_budget: ClassVar[bool] = False
     paper: ClassVar[str] = "arXiv 2502.07861, Algorithm 3"
 
-    c: float | str | None = "theory"
-    delta: float = 0.01
-
-    def __post_init__(self) -> None:
-        number = isinstance(self.c, int | float) and 0 <= self.c < math.inf
-        if not (number or self.c is None or self.c == "theory"):
-            raise KVError(
-                f"c is {self.c!r}; allowed: a number >= 0, theory, or null for random signs"
-            )
-        if not 0 < self.delta < 1:
-            raise KVError(f"delta is {self.delta}; allowed: a number in (0, 1)")
+    c: NonNegative | Literal["theory"] | None = "theory"
+    delta: Annotated[float, Gt(0), Lt(1)] = 0.01
 
     def pull(self, n: int) -> float:
         """1 / (2 c) for a walk over n vectors."""
@@ -70,10 +63,10 @@ class UnitVectors:
         dim: their dimension.
     """
 
-    dim: int = 16
+    dim: Repeats = 16
 
     def __post_init__(self) -> None:
-        check_counts(self, "dim", of="")
+        check_options(self, "", TaskError)
 
     def draw(self, generator: np.random.Generator, count: int) -> Array:
         """[count, dim]."""
@@ -100,16 +93,15 @@ class WalkDiscrepancy:
     name: ClassVar[str] = "walk_discrepancy"
     version: ClassVar[int] = 1
 
-    steps: Sequence[int] = (64, 256, 1024, 4096, 16384, 65536, 262144)
-    walks: int = 16
+    steps: Distinct[Tokens] = (64, 256, 1024, 4096, 16384, 65536, 262144)
+    walks: Repeats = 16
     data: Mapping[str, UnitVectors] = field(default_factory=dict)
     compare: str = "random_signs"
 
     def __post_init__(self) -> None:
+        check_options(self, "task.", TaskError)
         if not self.data:
             raise TaskError("task.data is empty; allowed: named distributions of vectors")
-        check_counts(self, "walks")
-        check_list(self, "steps")
 
     def meta(self) -> dict[str, Any]:
         """See `kvbench.run.plan.Plan.meta`."""

@@ -17,7 +17,6 @@ Blocks that grow with what is kept (MergeAndReduce's batches) keep the slope at 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
@@ -30,9 +29,10 @@ from kvbench.engine.fork import layer_generator
 from kvbench.engine.guard import check_finite
 from kvbench.engine.prefill import capture_layers
 from kvbench.errors import nearest, one_line
+from kvbench.errors.options import Count, Distinct, Fraction, Positive, Whole, check_options
 from kvbench.kv import Budget, KVError, LayerKV, keep_all
 from kvbench.methods.base import SEED_STRIDE, Method
-from kvbench.probes._checks import MOST_LAYERS, MOST_TOKENS, check_counts, check_list
+from kvbench.probes._options import Layers, Repeats, Tokens
 from kvbench.probes.layer_error import estimate
 from kvbench.probes.layers import check_total, compress_measured
 from kvbench.run.encoding import encode_example
@@ -59,22 +59,16 @@ class BoundedData:
         spread: share of the squared norm that is noise around the centre (before rescaling).
     """
 
-    head_dim: int = 64
-    key_norm: float = 4.0
-    query_norm: float = 4.0
-    value_norm: float = 1.5
-    heads: int = 1
-    clusters: int = 0
-    spread: float = 0.1
+    head_dim: Repeats = 64
+    key_norm: Positive = 4.0
+    query_norm: Positive = 4.0
+    value_norm: Positive = 1.5
+    heads: Repeats = 1
+    clusters: Whole = 0
+    spread: Fraction = 0.1
 
     def __post_init__(self) -> None:
-        check_counts(self, "head_dim", "heads", of="")
-        check_counts(self, "clusters", least=0, of="")
-        for name in ("key_norm", "query_norm", "value_norm"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise TaskError(f"{name} is {getattr(self, name)}; allowed: a positive number")
-        if not 0 <= self.spread <= 1:
-            raise TaskError(f"spread is {self.spread}; allowed: a number in [0, 1]")
+        check_options(self, "", TaskError)
 
     def layer(self, n: int, queries: int, name: str, draw: int) -> tuple[LayerKV, Tensor]:
         """One draw: n entries with their queries, and the queries that come after them.
@@ -162,26 +156,25 @@ class ErrorScaling:
     name: ClassVar[str] = "error_scaling"
     version: ClassVar[int] = 1
 
-    n: int = 16384
-    kept: Sequence[int] = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
-    queries: int = 64
-    draws: int = 4
+    n: Tokens = 16384
+    kept: Distinct[Count] = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+    queries: Tokens = 64
+    draws: Repeats = 4
     data: Mapping[str, BoundedData] = field(default_factory=dict)
     prompts: Task | None = None
-    num_prompts: int = 2
-    layers: Sequence[int] = (1, 2, 3, 4)
+    num_prompts: Repeats = 2
+    layers: Layers = (1, 2, 3, 4)
     per_kept: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     expected: Mapping[str, float] = field(default_factory=dict)
     compare: str = "uniform"
     fit_rate: float = 0.25
 
     def __post_init__(self) -> None:
+        check_options(self, "task.", TaskError)
         if bool(self.data) == (self.prompts is not None):
             raise TaskError("task.data and task.prompts: exactly one of them must be given")
-        check_counts(self, "n", "queries", most=MOST_TOKENS)
-        check_counts(self, "draws", "num_prompts")
-        check_list(self, "kept", most=self.n)
-        check_list(self, "layers", MOST_LAYERS, "1-based layer numbers")
+        if max(self.kept) > self.n:
+            raise TaskError(f"task.kept is {list(self.kept)}; allowed: at most task.n, {self.n}")
 
     def meta(self) -> dict[str, Any]:
         """See `kvbench.run.plan.Plan.meta`."""

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from kvbench.errors.options import Distinct, Several, Share
 from kvbench.kv import CompressedKV, LayerKV
-from kvbench.probes._checks import MOST_TOKENS, check_list
+from kvbench.probes._options import Layers, Tokens
 from kvbench.probes.layers import LayerProbe, Look
 from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
 from kvbench.tasks.base import TaskError
-
-AMONG = ("all", "numbers")
 
 
 def survivors(held: CompressedKV, n: int) -> Tensor:
@@ -80,18 +79,16 @@ class JointSurvival(LayerProbe):
     name: ClassVar[str] = "joint_survival"
     version: ClassVar[int] = 1
 
-    rates: Sequence[float] = (0.25,)
-    layers: Sequence[int] = (1, 2, 3, 4)
-    exact: int = 32
-    distances: Sequence[int] = tuple(range(1, 17))
-    among: str = "all"
+    rates: Several[Share] = (0.25,)
+    layers: Layers = (1, 2, 3, 4)
+    exact: Tokens = 32
+    distances: Distinct[Tokens] = tuple(range(1, 17))
+    among: Literal["all", "numbers"] = "all"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_list(self, "distances", MOST_TOKENS)
-        if self.among not in AMONG or (self.among == "numbers" and self.prompts is None):
-            allowed = AMONG if self.prompts is not None else AMONG[:1]
-            raise TaskError(f"task.among is {self.among!r}; allowed: {', '.join(allowed)}")
+        if self.among == "numbers" and self.prompts is None:
+            raise TaskError("task.among is 'numbers' and task.prompts is null; allowed: all")
 
     def meta(self) -> dict[str, Any]:
         """See `kvbench.run.plan.Plan.meta`."""

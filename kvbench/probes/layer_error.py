@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from kvbench.kv import CompressedKV, LayerKV, keep_all, signed_mean
 from kvbench.probes.layers import LayerProbe, Look
 from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
-from kvbench.tasks.base import TaskError
 
 METRICS = {
     "per_query": ("relative_error", "relative error"),
@@ -100,14 +99,7 @@ class LayerError(LayerProbe):
     version: ClassVar[int] = 2
 
     held_out: bool = True
-    metric: str = "per_query"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.metric not in METRICS:
-            raise TaskError(f"task.metric is {self.metric!r}; allowed: {', '.join(METRICS)}")
-        if not isinstance(self.held_out, bool):
-            raise TaskError(f"task.held_out is {self.held_out!r}; allowed: true, false")
+    metric: Literal["per_query", "pooled", "released"] = "per_query"
 
     def meta(self) -> dict[str, Any]:
         """See `kvbench.run.plan.Plan.meta`."""

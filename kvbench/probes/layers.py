@@ -5,18 +5,20 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge, Le
 from torch import Tensor
 
 from kvbench.engine.fork import layer_generator
 from kvbench.engine.guard import Guard, check_finite
 from kvbench.engine.prefill import capture_layers
-from kvbench.errors import is_number, one_line
+from kvbench.errors import one_line
+from kvbench.errors.options import Fraction, Several, Share, check_options
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods.base import SEED_STRIDE, Method, allowed_entries
-from kvbench.probes._checks import MOST_LAYERS, MOST_TOKENS, check_counts, check_list
+from kvbench.probes._options import Layers, Repeats, Tokens
 from kvbench.run.encoding import encode_example
 from kvbench.run.plan import Methods, Unit, status_of
 from kvbench.run.session import Session
@@ -42,27 +44,23 @@ class SyntheticLayers:
         spread: share of a key's and value's squared norm that is noise around the centre.
     """
 
-    n: int = 4096
-    heads: int = 8
-    kv_heads: int = 2
-    head_dim: int = 64
+    n: Tokens = 4096
+    heads: Repeats = 8
+    kv_heads: Repeats = 2
+    head_dim: Repeats = 64
     key_norm: float = 8.0
     value_norm: float = 4.0
     query_norm: float = 8.0
-    clusters: int = 64
-    spread: float = 0.2
+    clusters: Annotated[int, Ge(0), Le(100_000)] = 64
+    spread: Fraction = 0.2
 
     def __post_init__(self) -> None:
-        of = "task.synthetic."
-        check_counts(self, "n", most=MOST_TOKENS, of=of)
-        check_counts(self, "heads", "kv_heads", "head_dim", of=of)
-        check_counts(self, "clusters", least=0, of=of)
+        check_options(self, "task.synthetic.", TaskError)
         if self.heads % self.kv_heads:
             raise TaskError(
-                f"{of}kv_heads is {self.kv_heads}; allowed: a divisor of {of}heads, {self.heads}"
+                f"task.synthetic.kv_heads is {self.kv_heads}; allowed: a divisor of "
+                f"task.synthetic.heads, {self.heads}"
             )
-        if not 0 <= self.spread <= 1:
-            raise TaskError(f"{of}spread is {self.spread}; allowed: a number in [0, 1]")
 
     def layer(self, index: int, num_layers: int) -> LayerKV:
         """Layer `index` of `num_layers`: the same tensors every time."""
@@ -107,32 +105,21 @@ class LayerProbe:
         exact: tokens kept exactly at both ends.
     """
 
-    rates: Sequence[float] = (0.5, 0.25, 0.125, 0.0625)
-    layers: Sequence[int] = (1, 2, 4)
-    seeds: int = 2
-    num_prompts: int = 8
-    exact: int = 256
+    rates: Several[Share] = (0.5, 0.25, 0.125, 0.0625)
+    layers: Layers = (1, 2, 4)
+    seeds: Repeats = 2
+    num_prompts: Repeats = 8
+    exact: Tokens = 256
     prompts: Task | None = None
     synthetic: SyntheticLayers | None = None
 
     def __post_init__(self) -> None:
+        check_options(self, "task.", TaskError)
         if (self.prompts is None) == (self.synthetic is None):
             raise TaskError(
                 "task.prompts and task.synthetic: exactly one of them must be given "
                 f"(got {'both' if self.prompts is not None else 'neither'})"
             )
-        for name, kind in (("prompts", Task), ("synthetic", SyntheticLayers)):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, kind):
-                raise TaskError(f"task.{name} is {value!r}; allowed: a {kind.__name__}, or null")
-        check_counts(self, "seeds", "num_prompts")
-        check_counts(self, "exact", most=MOST_TOKENS)
-        check_list(self, "layers", MOST_LAYERS, "1-based layer numbers")
-        for rate in self.rates:
-            if not is_number(rate) or not 0 < rate <= 1:
-                raise TaskError(
-                    f"task.rates has {rate!r}; allowed: a list of finite numbers in (0, 1]"
-                )
 
     @property
     def repetition(self) -> str:

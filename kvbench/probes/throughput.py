@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -20,10 +20,11 @@ from kvbench.engine.generate import run_batch
 from kvbench.engine.prefill import input_device
 from kvbench.engine.prompts import Prompt
 from kvbench.engine.stopping import Stopping
-from kvbench.errors import is_integer, one_line
+from kvbench.errors import one_line
+from kvbench.errors.options import Count, Several, Share, check_options
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
-from kvbench.probes._checks import check_counts
+from kvbench.probes._options import Repeats
 from kvbench.probes.largest import largest_batch
 from kvbench.run.plan import Methods, Outcome, Unit, measured, status_of
 from kvbench.run.session import Session
@@ -42,10 +43,13 @@ WARM_UP_TOKENS = 32
 class Setting:
     """What one measurement generates: `batch` prompts, `new_tokens` each."""
 
-    prompt_tokens: int
-    new_tokens: int
-    batch: int | str
-    rate: float | None
+    prompt_tokens: Count
+    new_tokens: Count
+    batch: Count | Literal["largest"]
+    rate: Share | None
+
+    def __post_init__(self) -> None:
+        check_options(self, "task.settings: ", TaskError)
 
     def budget(self, budget: Budget) -> Budget:
         """The job's budget, at this setting's share where it names one."""
@@ -82,14 +86,14 @@ class Throughput:
     name: ClassVar[str] = "throughput"
     version: ClassVar[int] = 3
 
-    prompt_tokens: Sequence[int] = (16384,)
-    new_tokens: int | Sequence[int] = 1024
-    batch: Sequence[int | str] = (1,)
+    prompt_tokens: Several[Count] = (16384,)
+    new_tokens: Several[Count] = (1024,)
+    batch: Several[Count | Literal["largest"]] = (1,)
     settings: Sequence[Sequence[int | float | str]] = ()
-    rates: Sequence[float] = ()
-    runs: int = 10
+    rates: Sequence[Share] = ()
+    runs: Repeats = 10
     baselines: Sequence[str] = ()
-    most_batch: int = 1024
+    most_batch: Repeats = 1024
     _warm: set[tuple[Setting, str]] = field(
         default_factory=set, init=False, repr=False, compare=False
     )
@@ -101,32 +105,16 @@ class Throughput:
     )
 
     def __post_init__(self) -> None:
-        for name, values in (
-            ("prompt_tokens", [s.prompt_tokens for s in self._settings()]),
-            ("new_tokens", [s.new_tokens for s in self._settings()]),
-        ):
-            for value in values:
-                if not is_integer(value, 1):
-                    raise TaskError(f"task.{name} has {value!r}; allowed: integers >= 1")
-        for setting in self._settings():
-            if setting.batch != LARGEST and not is_integer(setting.batch, 1):
-                raise TaskError(
-                    f"task.batch has {setting.batch}; allowed: integers >= 1, or {LARGEST}"
-                )
-        check_counts(self, "runs", "most_batch")
-        for setting in self._settings():
-            if setting.rate is not None:
-                Budget(rate=setting.rate)
+        check_options(self, "task.", TaskError)
+        self._settings()
         baselines_of(self.baselines)
 
     def _settings(self) -> list[Setting]:
         """What is measured, without the runs."""
-        several = isinstance(self.new_tokens, Sequence)
-        new_tokens: Any = self.new_tokens if several else [self.new_tokens]
         cells: Any = self.settings or [
             (n, new, batch)
             for n in self.prompt_tokens
-            for new in new_tokens
+            for new in self.new_tokens
             for batch in self.batch
         ]
         for cell in cells:

@@ -172,10 +172,10 @@ def test_other_seeds_give_other_choices():
         (
             "balancekv",
             {"block_size": []},
-            r"balancekv.block_size is \(\); allowed: an integer >= 2",
+            r"balancekv.block_size is \[\]; allowed: an integer >= 2 or a list",
         ),
         ("balancekv", {"gamma": -1.0}, "balancekv.gamma is -1.0; allowed: a finite number >= 0"),
-        ("balancekv", {"gamma": [1.0, "x"]}, r"balancekv.gamma is \(1.0, 'x'\); allowed: a finite"),
+        ("balancekv", {"gamma": [1.0, "x"]}, r"balancekv.gamma is \[1.0, 'x'\]; allowed: a finite"),
         ("balancekv", {"centre": "median"}, "balancekv.centre is 'median'; allowed: mean | rel"),
         ("balancekv", {"normalise": None}, "balancekv.normalise is None; allowed: true | false"),
         ("balancekv", {"beta": math.nan}, "balancekv.beta is nan; allowed: a finite number"),

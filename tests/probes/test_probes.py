@@ -310,13 +310,13 @@ def test_more_entries_mean_less_error_and_weights_matter():
 def test_layer_error_refuses_what_makes_no_sense(tmp_path):
     with pytest.raises(TaskError, match="exactly one of them"):
         LayerError()
-    with pytest.raises(TaskError, match=r"task.layers has 0; allowed: 1-based"):
+    with pytest.raises(TaskError, match=r"task.layers is \[0\]; allowed: a list of integers from 1"):
         LayerError(layers=(0,), synthetic=SYNTHETIC)
-    with pytest.raises(TaskError, match=r"task.metric is 'best'; allowed: per_query, pooled, rel"):
+    with pytest.raises(TaskError, match=r"task.metric is 'best'; allowed: per_query \| pooled \| rel"):
         LayerError(metric="best", synthetic=SYNTHETIC)
-    with pytest.raises(TaskError, match=r"task.held_out is 2; allowed: true, false"):
+    with pytest.raises(TaskError, match=r"task.held_out is 2; allowed: true \| false"):
         LayerError(held_out=2, synthetic=SYNTHETIC)
-    with pytest.raises(TaskError, match=r"task.rates has 1.5; allowed"):
+    with pytest.raises(TaskError, match=r"task.rates is \[.*1.5.*\]; allowed"):
         LayerError(rates=(1.5,), synthetic=SYNTHETIC)
     probe = LayerError(exact=160, synthetic=SYNTHETIC)
     with pytest.raises(KVError, match="320 tokens; allowed: less than half"):

@@ -280,10 +280,10 @@ def test_kvpress_is_asked_for_our_capacity(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch": [0]}, "task.batch has 0; allowed: integers >= 1, or largest"),
-        ({"batch": ["most"]}, "task.batch has most"),
+        ({"batch": [0]}, r"task.batch is \[0\]; allowed: a list of integers >= 1 or largest"),
+        ({"batch": ["most"]}, r"task.batch is \['most'\]"),
         ({"settings": [(512, 32)]}, r"task.settings has \[512, 32\]; allowed: \[prompt tokens"),
-        ({"new_tokens": [4, 0]}, "task.new_tokens has 0"),
+        ({"new_tokens": [4, 0]}, r"task.new_tokens is \[4, 0\]"),
         ({"most_batch": 0}, "task.most_batch is 0"),
     ],
 )

@@ -1,0 +1,204 @@
+"""Options checked by their type hints, in one line that names the option, its value and what is allowed.
+
+An option is a field of a dataclass (a method, a task, a probe, a budget). Its hint says what is allowed,
+bounds included::
+
+    rate: Share = 0.25
+    kernel_size: Annotated[int, Ge(1)] = 5
+    pooling: Literal["avgpool", "maxpool"] = "avgpool"
+
+pydantic decides whether a value fits: strictly, so that "4" and true are no integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic import AfterValidator, ConfigDict, InstanceOf, TypeAdapter, ValidationError
+
+from kvbench.errors import UserError
+
+T = TypeVar("T")
+
+
+def _odd(value: int) -> int:
+    if value % 2 == 0:
+        raise ValueError
+    return value
+
+
+def _distinct(values: Sequence[T]) -> Sequence[T]:
+    if not values or len(set(values)) < len(values):
+        raise ValueError
+    return values
+
+
+def _written(text: str) -> str:
+    text.encode()  # the command line can bring halves of characters
+    return text
+
+
+def _worded(text: str) -> str:
+    if not text.strip():
+        raise ValueError
+    return text
+
+
+Count = Annotated[int, Ge(1)]
+Whole = Annotated[int, Ge(0)]
+Odd = Annotated[int, Ge(1), AfterValidator(_odd), "an odd integer >= 1"]
+Share = Annotated[float, Gt(0), Le(1)]
+Fraction = Annotated[float, Ge(0), Le(1)]
+Positive = Annotated[float, Gt(0)]
+NonNegative = Annotated[float, Ge(0)]
+Text = Annotated[str, AfterValidator(_worded), "text that is not empty"]
+Several = Annotated[Sequence[T], MinLen(1)]
+"""A list of one or more values."""
+Distinct = Annotated[Sequence[T], AfterValidator(_distinct), "each once"]
+"""A list of one or more values, none of them twice."""
+
+
+def check_options(made: Any, of: str, error: type[UserError]) -> None:
+    """Refuse the first option of a dataclass that its hint does not allow.
+
+    Lists become tuples, and a single value where a list is asked for a tuple of one, so that what a
+    YAML file gives can be hashed.
+
+    Args:
+        of: what the option's name follows, e.g. ``budget.``.
+        error: what is raised.
+
+    Raises:
+        UserError: `error`; one line.
+    """
+    for name, hint in hints_of(type(made)).items():  # type: ignore[arg-type]
+        value = getattr(made, name)
+        try:
+            fitting = fitted(hint, value)
+        except ValueError:
+            raise error(refusal(of + name, value, hint)) from None
+        if fitting is not value:
+            object.__setattr__(made, name, fitting)
+
+
+def fitted(hint: Any, value: Any) -> Any:
+    """The value as its hint has it.
+
+    Raises:
+        ValueError: the hint does not allow it.
+    """
+    checked = _frozen(value)
+    try:
+        _adapter(hint).validate_python(checked)
+    except ValidationError:
+        if isinstance(checked, tuple):
+            raise
+        checked = (checked,)
+        _adapter(hint).validate_python(checked)
+    return value if checked == value and isinstance(value, Hashable) else checked
+
+
+def refusal(key: str, value: object, hint: Any) -> str:
+    """One line: the key, its value, what its hint allows."""
+    shown = list(value) if isinstance(value, tuple) else value
+    return f"{key} is {shown!r}; allowed: {allowed(hint)}"
+
+
+@cache
+def hints_of(made_by: Any) -> dict[str, Any]:
+    """Hints of a dataclass's options by name; none where they cannot be read at run time, as those that
+    name what is imported for type checkers only."""
+    if not is_dataclass(made_by):
+        return {}
+    try:
+        hints = get_type_hints(made_by, include_extras=True)
+    except NameError:
+        return {}
+    return {field.name: hints[field.name] for field in fields(made_by) if field.init}
+
+
+def allowed(hint: Any, *, many: bool = False) -> str:
+    """What a hint allows, in words.
+
+    Args:
+        many: words for several such values.
+    """
+    origin, parts = get_origin(hint), get_args(hint)
+    if hint in _PLAIN:
+        return _PLAIN[hint][many]
+    if origin is Annotated:
+        return _annotated(parts[0], parts[1:], many)
+    if origin is Literal:
+        return " | ".join("null" if part is None else str(part) for part in parts)
+    if origin in (Union, UnionType):
+        *others, last = (allowed(part, many=many) for part in parts)
+        return f"{', '.join(others)}{',' if last == 'null' else ''} or {last}"
+    if origin in (Sequence, list, tuple):
+        return f"{'lists' if many else 'a list'} of {allowed(parts[0], many=True)}"
+    if origin in (Mapping, dict):
+        key, value = (allowed(part, many=True) for part in parts)
+        return f"{'mappings' if many else 'a mapping'} from {key} to {value}"
+    if isinstance(hint, type):
+        return f"{hint.__name__} objects" if many else f"a {hint.__name__}"
+    return "anything"
+
+
+_PLAIN: dict[Any, tuple[str, str]] = {
+    Any: ("anything", "anything"),
+    bool: ("true | false", "true | false"),
+    int: ("an integer", "integers"),
+    float: ("a finite number", "finite numbers"),
+    str: ("text", "texts"),
+    NoneType: ("null", "null"),
+}
+
+
+def _annotated(hint: Any, extras: Sequence[object], many: bool) -> str:
+    """Words for a hint with bounds; a text among the extras says it all, or adds to a list's words."""
+    said = [extra for extra in extras if isinstance(extra, str)]
+    if said and get_origin(hint) is Sequence:
+        return f"{allowed(hint, many=many)}, {said[0]}"
+    if said:
+        return said[0]
+    least = next((extra for extra in extras if isinstance(extra, Ge | Gt)), None)
+    most = next((extra for extra in extras if isinstance(extra, Le | Lt)), None)
+    low = least.ge if isinstance(least, Ge) else least.gt if least else None
+    high = most.le if isinstance(most, Le) else most.lt if most else None
+    if low is None or high is None:
+        bound = "" if low is None else f" {'>=' if isinstance(least, Ge) else '>'} {low:g}"
+        bound += "" if high is None else f" {'<=' if isinstance(most, Le) else '<'} {high:g}"
+        return allowed(hint, many=many) + bound
+    if hint is int:
+        return f"{allowed(hint, many=many)} from {low} to {high}"
+    ends = "[" if isinstance(least, Ge) else "(", "]" if isinstance(most, Le) else ")"
+    return f"{'numbers' if many else 'a number'} in {ends[0]}{low:g}, {high:g}{ends[1]}"
+
+
+@cache
+def _adapter(hint: Any) -> TypeAdapter[Any]:
+    config = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
+    return TypeAdapter(_instances(hint), config=config)
+
+
+def _instances(hint: Any) -> Any:
+    """The hint with "an instance of" for every class of ours: what is inside has checked itself."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return Annotated[(_instances(parts[0]), *parts[1:])]
+    if origin in (Union, UnionType):
+        return Union[tuple(map(_instances, parts))]  # noqa: UP007
+    if origin in (Sequence, list):
+        return tuple.__class_getitem__((_instances(parts[0]), ...))
+    if hint is str:
+        return Annotated[str, AfterValidator(_written)]
+    return InstanceOf[hint] if isinstance(hint, type) and is_dataclass(hint) else hint  # type: ignore[misc]
+
+
+def _frozen(value: Any) -> Any:
+    """Lists as tuples."""
+    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
