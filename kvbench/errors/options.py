@@ -144,7 +144,7 @@ def allowed(hint: Any, *, many: bool = False) -> str:
         key, value = (allowed(part, many=True) for part in parts)
         return f"{'mappings' if many else 'a mapping'} from {key} to {value}"
     if isinstance(hint, type):
-        return f"{hint.__name__} objects" if many else f"a {hint.__name__}"
+        return f"{'instances' if many else 'an instance'} of {hint.__name__}"
     return "anything"
 
 

@@ -121,7 +121,7 @@ def test_options_that_grow_and_failures_that_are_records():
         probe.units(SESSION, wrong)
     with pytest.raises(TaskError, match="exactly one of them"):
         ErrorScaling()
-    with pytest.raises(TaskError, match="integers from 1 to 64"):
+    with pytest.raises(TaskError, match=r"task.kept is \[65\]; allowed: at most task.n, 64"):
         ErrorScaling(n=64, kept=(65,), data={"d": BoundedData()})
 
 

@@ -144,7 +144,9 @@ def test_records_name_prompt_layer_draw_and_distance(tmp_path):
 def test_what_is_no_choice_is_refused():
     with pytest.raises(TaskError, match=r"task.among is 'digits'; allowed: all \| numbers"):
         JointSurvival(among="digits", prompts=Echo(count=1))
-    with pytest.raises(TaskError, match=r"task.among is 'numbers' and task.prompts is null; allowed: all$"):
+    with pytest.raises(
+        TaskError, match=r"task.among is 'numbers' and task.prompts is null; allowed: all$"
+    ):
         JointSurvival(among="numbers", synthetic=SYNTHETIC)
     with pytest.raises(TaskError, match=r"task.distances is \[.*0.*\]; allowed"):
         JointSurvival(distances=(0,), synthetic=SYNTHETIC)

@@ -310,9 +310,13 @@ def test_more_entries_mean_less_error_and_weights_matter():
 def test_layer_error_refuses_what_makes_no_sense(tmp_path):
     with pytest.raises(TaskError, match="exactly one of them"):
         LayerError()
-    with pytest.raises(TaskError, match=r"task.layers is \[0\]; allowed: a list of integers from 1"):
+    with pytest.raises(
+        TaskError, match=r"task.layers is \[0\]; allowed: a list of integers from 1"
+    ):
         LayerError(layers=(0,), synthetic=SYNTHETIC)
-    with pytest.raises(TaskError, match=r"task.metric is 'best'; allowed: per_query \| pooled \| rel"):
+    with pytest.raises(
+        TaskError, match=r"task.metric is 'best'; allowed: per_query \| pooled \| rel"
+    ):
         LayerError(metric="best", synthetic=SYNTHETIC)
     with pytest.raises(TaskError, match=r"task.held_out is 2; allowed: true \| false"):
         LayerError(held_out=2, synthetic=SYNTHETIC)
