@@ -6,14 +6,15 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from kvbench.engine.scoring import Reading, greedy_continuation
 from kvbench.engine.stopping import Stopping
-from kvbench.errors import is_number, one_line
+from kvbench.errors import one_line
+from kvbench.errors.options import Several, Share, check_options
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
-from kvbench.probes._checks import MOST_TOKENS, check_counts
+from kvbench.probes._options import Repeats, Tokens
 from kvbench.probes.fidelity import Fidelity, compare, noise_floor, read_with_reference
 from kvbench.run.encoding import encode_example
 from kvbench.run.plan import Methods, Outcome, Unit, status_of
@@ -21,7 +22,6 @@ from kvbench.run.session import Session
 from kvbench.tasks.base import PromptEncoder, Task, TaskError
 from kvbench.tasks.haystack import file_digests, texts_of_files
 
-CONTINUATIONS = ("greedy", "given")
 SIGNIFICANT = 6
 """Digits of the numbers per token that a record keeps."""
 
@@ -89,33 +89,21 @@ class FidelityProbe:
     version: ClassVar[int] = 1
 
     prompts: Task | None = None
-    files: str | Sequence[str] = ()
-    prompt_tokens: int = 1024
-    num_prompts: int = 16
-    continuation: str = "greedy"
-    tokens: int = 64
-    rates: Sequence[float] | None = None
+    files: Sequence[str] = ()
+    prompt_tokens: Tokens = 1024
+    num_prompts: Repeats = 16
+    continuation: Literal["greedy", "given"] = "greedy"
+    tokens: Tokens = 64
+    rates: Several[Share] | None = None
     floor: bool = True
 
     def __post_init__(self) -> None:
-        files = (self.files,) if isinstance(self.files, str) else tuple(self.files or ())
-        object.__setattr__(self, "files", files)
-        if (self.prompts is None) == (not files):
+        check_options(self, "task.", TaskError)
+        if (self.prompts is None) == (not self.files):
             raise TaskError(
                 "task.prompts and task.files: exactly one of them must be given "
-                f"(got {'both' if files else 'neither'})"
+                f"(got {'both' if self.files else 'neither'})"
             )
-        if self.prompts is not None and not isinstance(self.prompts, Task):
-            raise TaskError(f"task.prompts is {self.prompts!r}; allowed: a Task, or null")
-        if self.continuation not in CONTINUATIONS:
-            raise TaskError(
-                f"task.continuation is {self.continuation!r}; allowed: {', '.join(CONTINUATIONS)}"
-            )
-        check_counts(self, "num_prompts")
-        check_counts(self, "tokens", "prompt_tokens", most=MOST_TOKENS)
-        for rate in self.rates or ():
-            if not is_number(rate) or not 0 < rate <= 1:
-                raise TaskError(f"task.rates has {rate!r}; allowed: numbers in (0, 1], or null")
 
     def meta(self) -> dict[str, Any]:
         """See `kvbench.run.plan.Plan.meta`."""
