@@ -6,14 +6,14 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from kvbench.errors.options import Positive, Whole
 from kvbench.kernels.pivoted_cholesky import Gaussian, lambert_w, nystroem, pivoted_cholesky
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries, rows_at
-from kvbench.methods._options import check_choice, check_flag, check_integer, check_number
 from kvbench.methods._select import draw_uniforms, positions_between, to_device
 from kvbench.methods.base import Method
 
@@ -124,19 +124,11 @@ class WildCat(Method):
         "released_constant": {"bins": "released", "temperature": "constant"},
     }
 
-    bin_size: int = 12
-    bins: str = "even"
-    temperature: str = "lambert"
-    query_norm: float | None = None
+    bin_size: Whole = 12
+    bins: Literal["even", "released"] = "even"
+    temperature: Literal["lambert", "constant"] = "lambert"
+    query_norm: Positive | None = None
     normalise: bool = False
-
-    def __post_init__(self) -> None:
-        check_integer(self, "bin_size", 0)
-        check_choice(self, "bins", "even", "released")
-        check_choice(self, "temperature", "lambert", "constant")
-        if self.query_norm is not None:
-            check_number(self, "query_norm", 0.0, above=True)
-        check_flag(self, "normalise")
 
     def cut(self, budget: Budget, n: int) -> Bins:
         """The bins of an n-token prompt's middle, and the entries each gets.
