@@ -13,13 +13,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from numbers import Integral, Real
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from kvbench.errors import UserError
+from kvbench.errors.options import Share, Whole, check_options
 from kvbench.kernels.attention_mass import attention_mass
 from kvbench.kernels.seal import Seal, Shared
 
@@ -56,26 +56,14 @@ class Budget:
             (0, 1]; in place of the rate.
     """
 
-    rate: float = 0.25
-    sink: int = 32
-    window: int = 32
-    size: int | None = None
-    total_rate: float | None = None
+    rate: Share = 0.25
+    sink: Whole = 32
+    window: Whole = 32
+    size: Whole | None = None
+    total_rate: Share | None = None
 
     def __post_init__(self) -> None:
-        for name in ("rate", "total_rate"):
-            share = getattr(self, name)
-            if name == "total_rate" and share is None:
-                continue
-            number = isinstance(share, Real) and not isinstance(share, bool)
-            if not number or not 0.0 < float(share) <= 1.0:
-                raise KVError(f"budget.{name} is {share!r}; allowed: a number in (0, 1]")
-        for name in ("sink", "window", "size"):
-            value = getattr(self, name)
-            if name == "size" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
-                raise KVError(f"budget.{name} is {value!r}; allowed: an integer >= 0")
+        check_options(self, "budget.", KVError)
         if self.size is not None and self.size <= self.sink + self.window:
             raise KVError(
                 f"budget.size is {self.size}; allowed: more than budget.sink + budget.window, "

@@ -47,6 +47,7 @@ class Inner:
         (Annotated[int, Ge(2)] | Several[int], [2, [1]], [1.5, []], "an integer >= 2 or a list"),
         (Mapping[str, float], [{}, {"a": 1}], [{"a": "b"}, []], "a mapping from texts to finite"),
         (Inner | None, [Inner(), None], [{"size": 1}, "x"], "an instance of Inner, or null"),
+        (Inner, [Inner()], [None], "an instance of Inner"),
         (Any, [object(), None], [], "anything"),
     ],
 )

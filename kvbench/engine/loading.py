@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Ge
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -20,6 +21,7 @@ from transformers import (
 from kvbench.engine.attention import UnsupportedModel
 from kvbench.engine.faults import is_out_of_memory
 from kvbench.errors import UserError, first_line, one_line, traceback_of
+from kvbench.errors.options import Text, check_options
 from kvbench.tasks.hub import hub_answers
 
 log = logging.getLogger(__name__)
@@ -60,14 +62,14 @@ class ModelSpec:
         trust_remote_code: run code from the model repository. Off unless written in a config.
     """
 
-    name: str
-    path: str
+    name: Text
+    path: Text
     revision: str | None = None
     tokenizer: str | None = None
     chat_template: str = "auto"
-    max_input: int | None = None
+    max_input: Annotated[int, Ge(2)] | None = None
     stop_tokens: Sequence[str] = ()
-    dtype: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     config: Mapping[str, Any] = field(default_factory=dict)
     random_weights: bool = False
     architecture: Mapping[str, Any] | None = None
@@ -76,14 +78,7 @@ class ModelSpec:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("name", "path"):
-            value = getattr(self, name)
-            if not isinstance(value, str) or not value.strip():
-                raise ModelError(f"model.{name} is {value!r}; allowed: text that is not empty")
-        for name in ("revision", "tokenizer"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, str):
-                raise ModelError(f"model.{name} is {value!r}; allowed: text, or null")
+        check_options(self, "model.", ModelError)
         if self.chat_template not in ("auto", "always", "never") and not self.own_template:
             raise ModelError(
                 f"model.chat_template is {self.chat_template!r}; allowed: auto, always, never, "
@@ -94,15 +89,6 @@ class ModelSpec:
                 f"model.device_map is {self.device_map!r} and model.random_weights is true; allowed: "
                 "null or auto, since only weights that are read from files are spread over devices"
             )
-        if self.max_input is not None and (
-            not isinstance(self.max_input, int) or self.max_input < 2
-        ):
-            raise ModelError(
-                f"model.max_input is {self.max_input!r}; allowed: an integer >= 2, or null"
-            )
-        if self.dtype not in ("auto", *DTYPES):
-            raise ModelError(f"model.dtype is {self.dtype!r}; allowed: auto, {', '.join(DTYPES)}")
-        object.__setattr__(self, "stop_tokens", tuple(self.stop_tokens))
 
     @property
     def own_template(self) -> bool:

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from functools import cache
+from functools import cache, partial
+from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
-from pydantic import AfterValidator, ConfigDict, InstanceOf, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 
 from kvbench.errors import UserError
 
@@ -47,6 +48,12 @@ def _worded(text: str) -> str:
     if not text.strip():
         raise ValueError
     return text
+
+
+def _an_instance(of: type, value: object) -> object:
+    if not isinstance(value, of):
+        raise ValueError
+    return value
 
 
 Count = Annotated[int, Ge(1)]
@@ -196,9 +203,15 @@ def _instances(hint: Any) -> Any:
         return tuple.__class_getitem__((_instances(parts[0]), ...))
     if hint is str:
         return Annotated[str, AfterValidator(_written)]
-    return InstanceOf[hint] if isinstance(hint, type) and is_dataclass(hint) else hint  # type: ignore[misc]
+    if isinstance(hint, type) and is_dataclass(hint):
+        return Annotated[Any, AfterValidator(partial(_an_instance, hint))]
+    return hint
 
 
 def _frozen(value: Any) -> Any:
-    """Lists as tuples."""
-    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
+    """Lists as tuples, numbers of other libraries (numpy) as Python's."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_frozen, value))
+    if isinstance(value, Real) and not isinstance(value, int | float):
+        return int(value) if isinstance(value, Integral) else float(value)
+    return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 
@@ -20,11 +21,9 @@ from kvbench.engine.tokenizer import (
     with_model_facts,
 )
 from kvbench.engine.weights import Model, load_model
+from kvbench.errors.options import Count, check_options
 from kvbench.kv import KVError
 from kvbench.tasks.base import Example, PromptEncoder
-
-COMPRESS_AFTER = ("prompt", "context")
-PREFILLS = ("shared", "chunked")
 
 
 @dataclass(frozen=True)
@@ -45,23 +44,16 @@ class Session:
     device: torch.device
     dtype: torch.dtype
     seed: int = 0
-    compress_after: str = "prompt"
+    compress_after: Literal["prompt", "context"] = "prompt"
     example_timeout: float | None = None
-    prefill: str = "shared"
-    chunk_tokens: int = 512
+    prefill: Literal["shared", "chunked"] = "shared"
+    chunk_tokens: Count = 512
     decode: str = "eager"
     sampling: Sampling = GREEDY
 
     def __post_init__(self) -> None:
-        if self.compress_after not in COMPRESS_AFTER:
-            raise KVError(
-                f"compress_after is {self.compress_after!r}; allowed: {', '.join(COMPRESS_AFTER)}"
-            )
-        if self.prefill not in PREFILLS:
-            raise KVError(f"prefill is {self.prefill!r}; allowed: {', '.join(PREFILLS)}")
+        check_options(self, "", KVError)
         check_decode(self.decode, self.device)
-        if not isinstance(self.chunk_tokens, int) or self.chunk_tokens < 1:
-            raise KVError(f"chunk_tokens is {self.chunk_tokens!r}; allowed: an integer >= 1")
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
