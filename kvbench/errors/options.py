@@ -16,6 +16,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache, partial
 from numbers import Integral, Real
+from os import PathLike, fspath
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -73,8 +74,8 @@ Distinct = Annotated[Sequence[T], AfterValidator(_distinct), "each once"]
 def check_options(made: Any, of: str, error: type[UserError]) -> None:
     """Refuse the first option of a dataclass that its hint does not allow.
 
-    Lists become tuples, and a single value where a list is asked for a tuple of one, so that what a
-    YAML file gives can be hashed.
+    Lists become tuples, a single value where a list is asked for a tuple of one and null an empty one,
+    so that what a YAML file gives can be hashed.
 
     Args:
         of: what the option's name follows, e.g. ``budget.``.
@@ -99,7 +100,7 @@ def fitted(hint: Any, value: Any) -> Any:
     Raises:
         ValueError: the hint does not allow it.
     """
-    checked = _frozen(value)
+    checked = () if value is None and get_origin(hint) is Sequence else _frozen(value)
     try:
         _adapter(hint).validate_python(checked)
     except ValidationError:
@@ -145,6 +146,8 @@ def allowed(hint: Any, *, many: bool = False) -> str:
     if origin in (Union, UnionType):
         *others, last = (allowed(part, many=many) for part in parts)
         return f"{', '.join(others)}{',' if last == 'null' else ''} or {last}"
+    if origin is tuple and Ellipsis not in parts:
+        return f"{'lists' if many else 'a list'} of {len(parts)}: {allowed(parts[0], many=True)}"
     if origin in (Sequence, list, tuple):
         return f"{'lists' if many else 'a list'} of {allowed(parts[0], many=True)}"
     if origin in (Mapping, dict):
@@ -209,9 +212,11 @@ def _instances(hint: Any) -> Any:
 
 
 def _frozen(value: Any) -> Any:
-    """Lists as tuples, numbers of other libraries (numpy) as Python's."""
+    """Lists as tuples, paths as text, numbers of other libraries (numpy) as Python's."""
     if isinstance(value, list | tuple):
         return tuple(map(_frozen, value))
+    if isinstance(value, PathLike):
+        return fspath(value)
     if isinstance(value, Real) and not isinstance(value, int | float):
         return int(value) if isinstance(value, Integral) else float(value)
     return value

@@ -14,6 +14,7 @@ from tempfile import TemporaryFile
 from typing import Any, ClassVar, Protocol
 
 from kvbench.errors import UserError
+from kvbench.errors.options import check_options
 
 
 class TaskError(UserError, ValueError):
@@ -253,6 +254,14 @@ class Task(ABC):
     """Scores of `score` that a table shows side by side; none: the primary one alone."""
     unhashed: ClassVar[tuple[str, ...]] = ()
     """Options on which no score depends (how many examples, where the files are)."""
+
+    def __post_init__(self) -> None:
+        """Check the options by their hints; a subclass with more to check calls this first.
+
+        Raises:
+            TaskError: one line that names the option, its value and what is allowed.
+        """
+        check_options(self, "task.", TaskError)
 
     def digests(self) -> Mapping[str, str]:
         """Digest of each data file the examples come from; part of the config hash, so that another

@@ -20,10 +20,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+from annotated_types import Ge, Le
+
+from kvbench.errors.options import Distinct, Whole
 from kvbench.tasks.base import Example, PromptEncoder, Task, TaskError
-from kvbench.tasks.options import several, texts, whole
+from kvbench.tasks.options import Many, NewTokens, Repeats
 
 INTRODUCTION = (
     "Below is a record of lines I want you to remember. Each line begins with 'line <line index>' "
@@ -106,36 +109,22 @@ class LongEvalLines(Task):
     breakdown: ClassVar[tuple[str, ...]] = ("num_lines",)
     heatmap: ClassVar[tuple[str, str] | None] = ("num_lines", "depth")
 
-    num_lines: Sequence[int] = (20, 50, 100, 200)
-    num_examples: int = 25
+    num_lines: Distinct[Annotated[int, Ge(1), Le(MAX_LINES)]] = (20, 50, 100, 200)
+    num_examples: Many = 25
     seed: int = 0
-    number_range: Sequence[int] = (1, 50000)
-    repeats: int = 1
+    number_range: tuple[Whole, Whole] = (1, 50000)
+    repeats: Repeats = 1
     files: Sequence[str] = ()
-    max_new_tokens: int = 100
+    max_new_tokens: NewTokens = 100
     stop: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        lengths = several("longeval_lines", "num_lines", self.num_lines)
-        for value in lengths:
-            whole("longeval_lines", "num_lines", value, 1, MAX_LINES)
-        whole("longeval_lines", "num_examples", self.num_examples, 1, 1_000_000)
-        whole("longeval_lines", "repeats", self.repeats, 1, 1000)
-        whole("longeval_lines", "max_new_tokens", self.max_new_tokens, 1, 100_000)
-        given: Any = self.number_range
-        bounds = tuple(given) if isinstance(given, Sequence) else (given,)
-        if len(bounds) != 2 or not all(type(bound) is int for bound in bounds):
+        super().__post_init__()
+        first, last = self.number_range
+        if first > last:
             raise TaskError(
-                f"longeval_lines: number_range={list(bounds)} is not allowed; two whole numbers"
+                f"task.number_range is {list(self.number_range)}; allowed: the smallest number first"
             )
-        if not 0 <= bounds[0] <= bounds[1]:
-            raise TaskError(
-                f"longeval_lines: number_range={list(bounds)} is not allowed; 0 <= first <= last"
-            )
-        object.__setattr__(self, "num_lines", lengths)
-        object.__setattr__(self, "number_range", bounds)
-        object.__setattr__(self, "files", texts(self.files))
-        object.__setattr__(self, "stop", texts(self.stop))
 
     def digests(self) -> Mapping[str, str]:
         """sha256 of each official file, by file name."""

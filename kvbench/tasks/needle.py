@@ -23,9 +23,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from kvbench.errors import is_number
+from annotated_types import Ge, Le
+
+from kvbench.errors.options import Distinct, Text
 from kvbench.tasks.base import Example, PromptEncoder, Task, TaskError
 from kvbench.tasks.haystack import (
     file_digests,
@@ -33,7 +35,7 @@ from kvbench.tasks.haystack import (
     texts_of_dataset,
     texts_of_files,
 )
-from kvbench.tasks.options import several, whole
+from kvbench.tasks.options import Many, NewTokens, Repeats, Tokens
 from kvbench.tasks.order import balanced_order
 
 SCORES = ("containment", "word_recall", "released_recall", "rouge1")
@@ -125,77 +127,45 @@ class Needle(Task):
     breakdown: ClassVar[tuple[str, ...]] = ("length", "depth")
     heatmap: ClassVar[tuple[str, str] | None] = ("length", "depth")
 
-    needle: str
-    question: str
-    answer: str
-    lengths: Sequence[int] = (512, 1024, 2048, 4096)
-    depths: Sequence[float] = (0, 25, 50, 75, 100)
-    num_examples: int = 7
+    needle: Text
+    question: Text
+    answer: Text
+    lengths: Distinct[Tokens] = (512, 1024, 2048, 4096)
+    depths: Distinct[Annotated[float, Ge(0), Le(100)]] = (0, 25, 50, 75, 100)
+    num_examples: Many = 7
     template: str = "{haystack}\n\n{question}"
-    buffer: int | None = None
+    buffer: Annotated[int, Ge(0), Le(10_000_000)] | None = None
     begin_tokens: bool = False
-    haystack: str = "generated"
-    haystack_files: str | Sequence[str] = ()
+    haystack: Literal["generated", "files", "dataset"] = "generated"
+    haystack_files: Sequence[str] = ()
     dataset_name: str | None = None
     dataset_config: str | None = None
     dataset_split: str = "train"
     dataset_column: str = "text"
-    facts: int = 24
-    repeats: int = 1
+    facts: Many = 24
+    repeats: Repeats = 1
     seed: int = 0
-    primary: str = "containment"
-    max_new_tokens: int = 48
+    primary: Literal["containment", "word_recall", "released_recall", "rouge1"] = "containment"
+    max_new_tokens: NewTokens = 48
     stop: Sequence[str] = ()
-    end_tokens: Sequence[str] = ()
+    end_tokens: Sequence[Text] = ()
 
     def __post_init__(self) -> None:
-        lengths = several("needle", "lengths", self.lengths)
-        for value in lengths:
-            whole("needle", "lengths", value, 1, 10_000_000)
-        depths = several("needle", "depths", self.depths)
-        for value in depths:
-            if not is_number(value):
-                raise TaskError(f"needle: depths={value!r} is not allowed; a number 0..100")
-            if not 0 <= value <= 100:
-                raise TaskError(f"needle: depths={value!r} is not allowed; per cent 0..100")
-        whole("needle", "num_examples", self.num_examples, 1, 1_000_000)
-        whole("needle", "repeats", self.repeats, 1, 1000)
-        whole("needle", "facts", self.facts, 1, 1_000_000)
-        whole("needle", "max_new_tokens", self.max_new_tokens, 1, 100_000)
-        for option in ("needle", "question", "answer"):
-            if not getattr(self, option).strip():
-                raise TaskError(f"needle: {option} is empty; it must have words")
-        if self.primary not in SCORES:
-            raise TaskError(f"needle: primary={self.primary!r} unknown; one of {', '.join(SCORES)}")
-        if self.haystack not in HAYSTACKS:
-            raise TaskError(
-                f"needle: haystack={self.haystack!r} unknown; one of {', '.join(HAYSTACKS)}"
-            )
+        super().__post_init__()
         before, _, after = self.template.partition(HAYSTACK)
         if (before + after).count(HAYSTACK) or after.count(QUESTION) != 1 or QUESTION in before:
             raise TaskError(
-                f"needle: template={self.template!r} is not allowed; {HAYSTACK} and, after it, "
-                f"{QUESTION}, each once"
+                f"task.template is {self.template!r}; allowed: {HAYSTACK} and, after it, {QUESTION}, "
+                "each once"
             )
-        if self.buffer is not None:
-            whole("needle", "buffer", self.buffer, 0, 10_000_000)
-        files = self.haystack_files
-        files = () if files is None else (files,) if isinstance(files, str) else tuple(files)
-        if self.haystack == "files" and not files:
-            raise TaskError("needle: haystack=files needs haystack_files, a glob of text files")
-        if self.haystack == "dataset" and not self.dataset_name:
-            raise TaskError("needle: haystack=dataset needs dataset_name, a Hugging Face dataset")
-        for option in ("stop", "end_tokens"):
-            texts = getattr(self, option)
-            texts = () if texts is None else (texts,) if isinstance(texts, str) else tuple(texts)
-            object.__setattr__(self, option, texts)
-        if not all(isinstance(text, str) and text for text in self.end_tokens):
+        if self.haystack == "files" and not self.haystack_files:
             raise TaskError(
-                f"needle: end_tokens={list(self.end_tokens)} is not allowed; texts that are not empty"
+                "task.haystack_files is empty; allowed with haystack=files: globs of text files"
             )
-        object.__setattr__(self, "lengths", lengths)
-        object.__setattr__(self, "depths", depths)
-        object.__setattr__(self, "haystack_files", files)
+        if self.haystack == "dataset" and not self.dataset_name:
+            raise TaskError(
+                "task.dataset_name is null; allowed with haystack=dataset: a Hugging Face dataset"
+            )
 
     def digests(self) -> Mapping[str, str]:
         """sha256 of each haystack file, by file name."""

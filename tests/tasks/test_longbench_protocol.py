@@ -280,14 +280,14 @@ def test_the_full_benchmark_leaves_chinese_to_be_asked_for():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"split": "x"}, "split='x' unknown; one of e, full"),
-        ({"protocol": "x"}, "protocol='x' unknown; one of longbench, balancekv"),
-        ({"datasets": ["qaspr"]}, "dataset 'qaspr' is not in split 'e'.*qasper"),
-        ({"datasets": ["narrativeqa"]}, "'narrativeqa' is not in split 'e'"),
+        ({"split": "x"}, r"task.split is 'x'; allowed: e \| full"),
+        ({"protocol": "x"}, r"task.protocol is 'x'; allowed: longbench \| balancekv"),
+        ({"datasets": ["qaspr"]}, "task.datasets has 'qaspr', which is not in split 'e'.*qasper"),
+        ({"datasets": ["narrativeqa"]}, "'narrativeqa', which is not in split 'e'"),
         ({"datasets": ["lcc", "lcc"]}, "each once"),
-        ({"datasets": []}, "is not allowed; each once"),
-        ({"per_dataset": 0}, "per_dataset=0 is not allowed; a whole number >= 1 or null"),
-        ({"max_input": 1.5}, "max_input=1.5 is not allowed"),
+        ({"datasets": []}, r"datasets is \[\]; allowed: a list of texts, each once, or null"),
+        ({"per_dataset": 0}, "per_dataset is 0; allowed: an integer >= 1, or null"),
+        ({"max_input": 1.5}, "max_input is 1.5; allowed: an integer >= 2, or null"),
     ],
 )
 def test_options_that_cannot_be_are_one_line(options, message):

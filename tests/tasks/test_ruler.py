@@ -376,12 +376,12 @@ def test_generation_may_end_once_everything_was_said():
     ("options", "line"),
     [
         ({"tasks": ["niah_singel_1"]}, "did you mean 'niah_single_"),
-        ({"tasks": []}, "tasks is empty"),
-        ({"lengths": [0]}, r"lengths=0 is not allowed; a whole number 1"),
-        ({"lengths": [4096, 4096]}, "names a value twice"),
-        ({"num_examples": True}, "num_examples=True is not allowed"),
-        ({"tasks": ["qa_1"]}, r"qa_1 needs squad=<file>, dev-v2.0.json"),
-        ({"tasks": ["qa_2"], "hotpotqa": 3}, "hotpotqa=3 is not allowed"),
+        ({"tasks": []}, r"tasks is \[\]; allowed: a list of texts, each once"),
+        ({"lengths": [0]}, r"lengths is \[0\]; allowed: a list of integers from 1 to"),
+        ({"lengths": [4096, 4096]}, r"4096\]; allowed: .*each once"),
+        ({"num_examples": True}, "num_examples is True; allowed: an integer from 1"),
+        ({"tasks": ["qa_1"]}, r"qa_1 needs task.squad=<file>, dev-v2.0.json"),
+        ({"tasks": ["qa_2"], "hotpotqa": 3}, "hotpotqa is 3; allowed: text, or null"),
         ({"tasks": ["niah_single_2"], "essays": "/no/such/*.txt"}, "no file matches essays="),
     ],
 )

@@ -10,9 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain, zip_longest
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
 
-from kvbench.errors import is_integer, nearest
+from annotated_types import Ge
+
+from kvbench.errors import nearest
+from kvbench.errors.options import Count, Distinct
 from kvbench.tasks.base import Example, PromptEncoder, Task, TaskError
 from kvbench.tasks.longbench.data import Row, Source
 from kvbench.tasks.longbench.metrics import bucket, score
@@ -65,40 +68,25 @@ class LongBench(Task):
     breakdown: ClassVar[tuple[str, ...]] = ("length_bucket",)
     unhashed: ClassVar[tuple[str, ...]] = ("data", "revision", "per_dataset")
 
-    split: str = "e"
-    datasets: Sequence[str] | None = None
-    protocol: str = "balancekv"
+    split: Literal["e", "full"] = "e"
+    datasets: Distinct[str] | None = None
+    protocol: Literal["longbench", "balancekv"] = "balancekv"
     data: str | None = None
     revision: str | None = None
-    max_input: int | None = None
-    per_dataset: int | None = None
+    max_input: Annotated[int, Ge(2)] | None = None
+    per_dataset: Count | None = None
 
     def __post_init__(self) -> None:
-        if self.split not in SPLITS:
-            raise TaskError(f"longbench: split={self.split!r} unknown; one of {', '.join(SPLITS)}")
-        if self.protocol not in PROTOCOLS:
-            raise TaskError(
-                f"longbench: protocol={self.protocol!r} unknown; one of {', '.join(PROTOCOLS)}"
-            )
+        super().__post_init__()
         names = SPLITS[self.split] if self.datasets is None else self.datasets
-        names = (names,) if isinstance(names, str) else tuple(names)
         allowed = E_DATASETS if self.split == "e" else tuple(PINNED)
         for name in names:
             if name not in allowed:
                 raise TaskError(
-                    f"longbench: dataset {name!r} is not in split {self.split!r}"
-                    f"{nearest(str(name), allowed)}; allowed: {', '.join(allowed)}"
+                    f"task.datasets has {name!r}, which is not in split {self.split!r}"
+                    f"{nearest(name, allowed)}; allowed: {', '.join(allowed)}"
                 )
-        if not names or len(set(names)) != len(names):
-            raise TaskError(f"longbench: datasets={list(names)} is not allowed; each once")
-        for option, least in (("max_input", 2), ("per_dataset", 1)):
-            value = getattr(self, option)
-            whole = is_integer(value, least)
-            if value is not None and not whole:
-                raise TaskError(
-                    f"longbench: {option}={value!r} is not allowed; a whole number >= {least} or null"
-                )
-        object.__setattr__(self, "datasets", names)
+        object.__setattr__(self, "datasets", tuple(names))
 
     @property
     def names(self) -> tuple[str, ...]:

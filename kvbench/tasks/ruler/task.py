@@ -16,9 +16,11 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import ClassVar
 
+from kvbench.errors import nearest
+from kvbench.errors.options import Distinct
 from kvbench.tasks.base import Example, PromptEncoder, Task, TaskError
 from kvbench.tasks.encoding import SplitIds, encode_split, largest_fitting
-from kvbench.tasks.options import one_of, several, whole
+from kvbench.tasks.options import Many, Tokens
 from kvbench.tasks.order import balanced_order
 from kvbench.tasks.ruler.generators import (
     CommonWords,
@@ -93,31 +95,24 @@ class Ruler(Task):
     heatmap: ClassVar[tuple[str, str] | None] = ("length", "task")
     unhashed: ClassVar[tuple[str, ...]] = ("essays", "squad", "hotpotqa")
 
-    tasks: Sequence[str] = GENERATED
-    lengths: Sequence[int] = (4096,)
-    num_examples: int = 20
+    tasks: Distinct[str] = GENERATED
+    lengths: Distinct[Tokens] = (4096,)
+    num_examples: Many = 20
     seed: int = 42
     essays: str | None = None
     squad: str | None = None
     hotpotqa: str | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tasks", several("ruler", "tasks", self.tasks))
-        object.__setattr__(self, "lengths", several("ruler", "lengths", self.lengths))
+        super().__post_init__()
         for task in self.tasks:
-            one_of("ruler", "tasks", task, TASKS)
-        for length in self.lengths:
-            whole("ruler", "lengths", length, 1, 10_000_000)
-        whole("ruler", "num_examples", self.num_examples, 1, 1_000_000)
-        for option in ("essays", "squad", "hotpotqa"):
-            given = getattr(self, option)
-            if given is not None and not isinstance(given, str | Path):
-                raise TaskError(f"ruler: {option}={given!r} is not allowed; a file, or null")
-            object.__setattr__(self, option, None if given is None else str(given))
-        for task in self.tasks:
+            if task not in TASKS:
+                raise TaskError(
+                    f"task.tasks has {task!r}{nearest(task, TASKS)}; allowed: {', '.join(TASKS)}"
+                )
             if task in QA and getattr(self, QA[task]) is None:
                 raise TaskError(
-                    f"ruler: {task} needs {QA[task]}=<file>, "
+                    f"ruler: {task} needs task.{QA[task]}=<file>, "
                     + ("dev-v2.0.json of rajpurkar.github.io/SQuAD-explorer" * (task == "qa_1"))
                     + ("hotpot_dev_distractor_v1.json of hotpotqa.github.io" * (task == "qa_2"))
                 )
