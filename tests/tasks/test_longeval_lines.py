@@ -178,15 +178,15 @@ def test_a_run_of_digits_too_long_for_an_integer_is_wrong_not_an_error() -> None
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"num_lines": [0]}, ["num_lines=0", "1.."]),
-        ({"num_lines": []}, ["num_lines", "empty"]),
-        ({"num_lines": [5, 5]}, ["num_lines", "twice"]),
-        ({"num_lines": ["many"]}, ["num_lines='many'"]),
-        ({"num_examples": 0}, ["num_examples=0"]),
-        ({"repeats": 0}, ["repeats=0"]),
-        ({"number_range": [5, 1]}, ["number_range=[5, 1]"]),
-        ({"number_range": [5]}, ["number_range=[5]"]),
-        ({"max_new_tokens": 0}, ["max_new_tokens=0"]),
+        ({"num_lines": [0]}, ["num_lines is [0]", "from 1 to"]),
+        ({"num_lines": []}, ["num_lines is []", "a list of"]),
+        ({"num_lines": [5, 5]}, ["num_lines is [5, 5]", "each once"]),
+        ({"num_lines": ["many"]}, ["num_lines is ['many']"]),
+        ({"num_examples": 0}, ["num_examples is 0"]),
+        ({"repeats": 0}, ["repeats is 0"]),
+        ({"number_range": [5, 1]}, ["number_range is [5, 1]"]),
+        ({"number_range": [5]}, ["number_range is [5]", "a list of 2: integers"]),
+        ({"max_new_tokens": 0}, ["max_new_tokens is 0"]),
     ],
 )
 def test_bad_options_are_refused_in_one_line(options: Any, words: Any) -> None:
