@@ -46,16 +46,20 @@ def compress(
     size: int | None = None,
     total_rate: float | None = None,
     seed: int = 0,
+    compress_after: str | int | None = None,
+    recompress_every: int | None = None,
     **options: Any,
 ) -> AbstractContextManager[Compression]:
     """Compress the cache of everything `model` generates inside the ``with`` block.
 
     The prompt is prefilled exactly; then every layer holds what the method keeps and nothing else.
     Greedy decoding, sampling, beams, several returned sequences, streamers, stopping criteria,
-    left-padded batches, pipelines and compiled models work as without it. Refused in one line: caches
-    of an earlier call, static, quantised and offloaded caches, assisted decoding, guidance by a
-    second prompt, `generate_batch`, chunked prefill, ``use_cache=False``, ``output_attentions=True``,
-    encoder-decoder models, one `compress` of a model inside another.
+    left-padded batches, pipelines and compiled models work as without it; the cache of an earlier
+    call, or of ``session.read(document).cache()``, can be given back with the whole conversation.
+    Refused in one line: caches filled without `compress`, static, quantised and offloaded caches,
+    assisted decoding, guidance by a second prompt, `generate_batch`, chunked prefill,
+    ``use_cache=False``, ``output_attentions=True``, encoder-decoder models, one `compress` of a model
+    inside another.
 
     A loop of one's own may call the model with the cache it returned, under ``torch.no_grad()``: the
     first call's tokens are compressed, those of later calls are all kept (H2O goes on evicting). A deep
@@ -67,6 +71,11 @@ def compress(
         rate, sink, window, size, total_rate: the budget; see `kvbench.kv.Budget`. A prompt within its
             capacity is kept exactly (until a method that evicts has filled its cache).
         seed: of the method's draws, which depend on it, the prompt and the layer only.
+        compress_after: "prompt", all that `generate` is given first (its default); an integer, so many
+            tokens of each prompt, the others then go through the compressed cache; "context", what
+            ``session.read`` is given (its default, and it knows no other).
+        recompress_every: when a cache has grown by so many tokens, everything said so far is read again,
+            exactly, and compressed as one prompt, at the price of that prefill; None: it grows.
         options: of the method, when it is given by name; ``preset="released"`` is one of them.
 
     Returns:
@@ -79,7 +88,9 @@ def compress(
     """
     label, built = _method(method, options)
     budget = Budget(rate, sink, window, size, total_rate)
-    return compressed_generation(Compression(model, built, budget, label, seed))
+    return compressed_generation(
+        Compression(model, built, budget, label, seed, compress_after, recompress_every)
+    )
 
 
 def compare(

@@ -273,8 +273,11 @@ def test_what_a_compressed_cache_cannot_serve_is_refused_in_one_line() -> None:
     with compress(model, "snapkv", **SMALL):
         output = model.generate(**inputs, return_dict_in_generate=True)
         refused = [
-            ({"past_key_values": output.past_key_values}, "starts afresh"),
-            ({"past_key_values": t.DynamicCache()}, "starts afresh"),
+            ({"past_key_values": output.past_key_values}, "40 tokens and past_key_values holds 51"),
+            (
+                {"past_key_values": t.DynamicCache()},
+                "DynamicCache that was not filled under compress",
+            ),
             ({"assistant_model": tiny_model("llama")}, "assistant_model asks for assisted"),
             ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens asks for assisted"),
             ({"cache_implementation": "static"}, "'static'; allowed: none"),
@@ -301,8 +304,14 @@ def test_what_a_compressed_cache_cannot_serve_is_refused_in_one_line() -> None:
             model(inputs["input_ids"])
         with pytest.raises(UnsupportedGeneration, match="one at a time"), compress(model, "exact"):
             pass
-        with pytest.raises(UnsupportedGeneration, match="cannot be cropped"):
-            output.past_key_values.crop(-1)
+        with pytest.raises(
+            UnsupportedGeneration, match=r"cropped by 12 tokens.*at most the 11 that"
+        ):
+            output.past_key_values.crop(-12)
+        other = output.sequences.clone()
+        other[0, 3] += 1
+        with pytest.raises(UnsupportedGeneration, match="row 0 do not begin with the tokens"):
+            model.generate(other, past_key_values=output.past_key_values, max_new_tokens=2)
         with pytest.raises(UnsupportedGeneration, match="a paged cache of its own"):
             model.generate_batch([prompt_ids(9)])
         model.generate(**inputs)  # still works, and so it does outside

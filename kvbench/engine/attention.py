@@ -7,6 +7,7 @@ the `AttentionState` that travels through the model's forward as the keyword arg
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -59,10 +60,18 @@ class LayerCall:
             sliding_window=self.sliding_window,
         )
 
-    def of_row(self, row: int, start: int = 0) -> LayerCall:
-        """The call of one batch row, from its token `start` on."""
+    def of_rows(self, rows: Sequence[int]) -> LayerCall:
+        """The call of some batch rows."""
+        if list(rows) == list(range(self.query.shape[0])):
+            return self
+        index = torch.tensor(rows, device=self.query.device)
+        query, key, value = (x.index_select(0, index) for x in (self.query, self.key, self.value))
+        return replace(self, query=query, key=key, value=value)
+
+    def of_row(self, row: int, start: int = 0, end: int | None = None) -> LayerCall:
+        """The call of one batch row, its tokens from `start` up to `end`."""
         query, key, value = (
-            x[row : row + 1, :, start:] for x in (self.query, self.key, self.value)
+            x[row : row + 1, :, start:end] for x in (self.query, self.key, self.value)
         )
         return replace(self, query=query, key=key, value=value)
 

@@ -23,7 +23,8 @@ GROWTH = 256
 """Entries by which a cache grows that has more to append than it was told."""
 
 
-_BUFFERS = ("keys", "values", "positions", "log_weights", "scores", "denominators")
+_ENTRIES = ("keys", "values")
+_BUFFERS = (*_ENTRIES, "positions", "log_weights", "scores", "denominators")
 
 
 class LayerCache:
@@ -35,7 +36,8 @@ class LayerCache:
 
     With a `quantization`, the prompt's keys and values are held as packed integers and the buffers
     take the new tokens only, which stay as they are. Where the first entries hold a key only
-    (`CompressedKV.keys_only`), values begin after them.
+    (`CompressedKV.keys_only`), values begin after them. A `branch` holds the entries since it was made
+    in its buffers, and reads those before in its `base`.
 
     Args:
         held: the compressed prompt, batch 1.
@@ -72,6 +74,7 @@ class LayerCache:
         self.method = method
         self.evicts = method.evicts and active
         self.restricts = method.restricts and active
+        self.base: LayerCache | None = None
         self.packed: tuple[Packed, Packed] | None = None
         if quantization is not None:
             self.packed = (
@@ -123,22 +126,29 @@ class LayerCache:
         """Bytes of what is held: keys, values, weights and scores, as stored. Room for tokens to
         come and positions (bookkeeping no kernel reads) are not counted."""
         parts = [
-            self.keys[:, : self.length - self.first],
-            self.values[:, : self.length - self.first_value],
-        ]
-        parts += [
             part[:, : self.length]
             for part in (self.log_weights, self.scores, self.denominators)
             if part is not None
         ]
         parts += self.value_range or ()
-        packed = sum(part.nbytes for part in self.packed or ())
-        return packed + sum(part.numel() * part.element_size() for part in parts)
+        return self._kv_bytes() + sum(part.numel() * part.element_size() for part in parts)
 
-    def _dot_keys(self, query: Tensor, begin: int) -> Tensor:
+    def _kv_bytes(self) -> int:
+        held = sum(part.nbytes for part in self.packed or ())
+        if self.base is not None:
+            held = self.base._kv_bytes()
+        keys, values = (
+            part[:, : self.length - first]
+            for part, first in ((self.keys, self.first), (self.values, self.first_value))
+        )
+        return held + keys.nbytes + values.nbytes
+
+    def dot_keys(self, query: Tensor, begin: int = 0) -> Tensor:
         """q.k of query [kv_heads, q, d] with the entries from `begin` on, [kv_heads, q, entries]."""
         new = self.keys[:, max(0, begin - self.first) : self.length - self.first]
         logits = query @ new.transpose(1, 2)
+        if self.base is not None:
+            return torch.cat([self.base.dot_keys(query), logits], dim=-1)
         if self.packed is None:
             return logits
         # Unpacking writes one layer's prompt for the length of this product; only a kernel that
@@ -146,10 +156,14 @@ class LayerCache:
         keys = unpack(self.packed[0]).to(query.dtype)
         return torch.cat([query @ keys.transpose(1, 2), logits], dim=-1)
 
-    def _mix_values(self, weights: Tensor, begin: int) -> Tensor:
+    def mix_values(self, weights: Tensor, begin: int = 0) -> Tensor:
         """weights [kv_heads, q, entries] . v of the entries from `begin` on, [kv_heads, q, d]."""
         start = max(begin, self.first_value)
         new = self.values[:, start - self.first_value : self.length - self.first_value]
+        if self.base is not None:
+            return (
+                self.base.mix_values(weights[..., : self.first]) + weights[..., self.first :] @ new
+            )
         if self.packed is None:
             return weights[..., start - begin :] @ new
         values = unpack(self.packed[1]).to(new.dtype)
@@ -167,11 +181,65 @@ class LayerCache:
         return sum(part.nbytes for part in parts if part is not None)
 
     def clone(self) -> LayerCache:
-        """A copy that shares no buffer with this one."""
+        """A copy that shares nothing with this one that either of them writes to."""
         twin = copy.copy(self)
         for name in _BUFFERS:
             part = getattr(self, name)
             setattr(twin, name, None if part is None else part.clone())
+        return twin
+
+    def branch(self) -> LayerCache:
+        """A copy that goes on from here and reads these entries where they are: nothing may be
+        appended to this cache any more. What evicts changes all entries, and is copied whole; so is a
+        sliding window, which is short."""
+        if self.evicts or self.window is not None:
+            return self.clone()
+        twin, n = copy.copy(self), self.length
+        twin.base, twin.packed = self, None
+        twin.first = twin.first_value = n
+        for name in _BUFFERS:
+            part = getattr(self, name)
+            if part is not None:
+                setattr(twin, name, part[:, :0] if name in _ENTRIES else part[:, :n].clone())
+        return twin
+
+    def merged(self) -> LayerCache:
+        """The cache itself, or, of a branch, one like it that holds all its entries itself."""
+        if self.base is None:
+            return self
+        base, twin = self.base.merged(), copy.copy(self)
+        twin.base, twin.packed = None, base.packed
+        twin.first, twin.first_value = base.first, base.first_value
+        for name, first in (("keys", self.first), ("values", self.first_value)):
+            before, ours = getattr(base, name), getattr(self, name)
+            begin = base.first if name == "keys" else base.first_value
+            setattr(
+                twin,
+                name,
+                torch.cat(
+                    [before[:, : base.length - begin], ours[:, : self.length - first]], dim=1
+                ),
+            )
+        for name in _BUFFERS[len(_ENTRIES) :]:
+            part = getattr(self, name)
+            if part is not None:
+                setattr(twin, name, part[:, : self.length].clone())
+        return twin
+
+    def cropped(self, tokens: int) -> LayerCache:
+        """The cache as it was before the last `tokens` that were appended to it.
+
+        Raises:
+            KVError: the method changes more than the end of its cache while decoding.
+        """
+        if self.evicts or self.value_range is not None:
+            how = "evicts" if self.evicts else "bounds its outputs by the values it has seen"
+            raise KVError(
+                f"{type(self.method).__name__} {how} while decoding, and what left does not come "
+                "back; allowed: a copy made before"
+            )
+        twin = self.merged().clone()
+        twin.length -= tokens
         return twin
 
     @property
@@ -180,7 +248,7 @@ class LayerCache:
         lie in the buffers with key and value and are seen, and their number grows by one a token or
         stays the same (a cache that evicts and is not full yet does first the one, then the other)."""
         plain = self.packed is None and self.window is None and not self.restricts
-        plain = plain and not self.keys_only and self.denominators is None
+        plain = plain and not self.keys_only and self.denominators is None and self.base is None
         return plain and (not self.evicts or self.length == self.granted)
 
     def expect(self, position: int, tokens: int) -> None:
@@ -246,6 +314,24 @@ class LayerCache:
             )
         return torch.cat(outputs, dim=1)
 
+    def append(self, key: Tensor, value: Tensor, positions: Tensor) -> None:
+        """Hold t more tokens: key, value [kv_heads, t, d], positions [t]."""
+        stored = self.keys.shape[0]
+        if stored != key.shape[0]:  # a method that repeats keys to query heads
+            key = key.repeat_interleave(stored // key.shape[0], dim=0)
+            value = value.repeat_interleave(stored // value.shape[0], dim=0)
+        before, after = self.length, self.length + key.shape[1]
+        self._reserve(after)
+        self.keys[:, before - self.first : after - self.first] = key
+        self.values[:, before - self.first_value : after - self.first_value] = value
+        self.positions[:, before:after] = positions
+        for part in (self.log_weights, self.scores):
+            if part is not None:  # the place may be one that an evicted entry left
+                part[:, before:after] = 0
+        if self.denominators is not None:
+            self.denominators[:, before:after] = 1
+        self.length = after
+
     def _append_and_attend(
         self,
         query: Tensor,
@@ -257,27 +343,16 @@ class LayerCache:
     ) -> Tensor:
         heads, tokens, dim = query.shape
         stored = self.keys.shape[0]
-        if stored != key.shape[0]:  # a method that repeats keys to query heads
-            key = key.repeat_interleave(stored // key.shape[0], dim=0)
-            value = value.repeat_interleave(stored // value.shape[0], dim=0)
-        before, after = self.length, self.length + tokens
-        self._reserve(after)
-        self.keys[:, before - self.first : after - self.first] = key
-        self.values[:, before - self.first_value : after - self.first_value] = value
-        self.positions[:, before:after] = positions
-        for part in (self.log_weights, self.scores):
-            if part is not None:  # the place may be one that an evicted entry left
-                part[:, before:after] = 0
-        if self.denominators is not None:
-            self.denominators[:, before:after] = 1
-        self.length = after
+        self.append(key, value, positions)
+        after = self.length
+        before = after - tokens
         begin = 0
         if self.window is not None and tokens == 1 and self.packed is None:
             # A sliding layer's entries lie in the order of their positions: what the window has
             # passed is left of a view, and costs nothing.
             begin = max(0, after - self.window)
         group = heads // stored
-        logits = self._dot_keys(query.reshape(stored, group * tokens, dim), begin)
+        logits = self.dot_keys(query.reshape(stored, group * tokens, dim), begin)
         logits = capped(logits.float().mul_(scaling), softcap)
         if self.log_weights is not None:
             logits += self.log_weights[:, None, begin:after]
@@ -292,7 +367,7 @@ class LayerCache:
             hidden = self._ask(self.method.restrict, self._held(), logits)
             logits.masked_fill_(hidden, float("-inf"))
         weights = logits.softmax(-1)
-        out = self._mix_values(weights.to(value.dtype), begin)
+        out = self.mix_values(weights.to(value.dtype), begin)
         if self.denominators is not None:
             ends = self._grown_range(value, group)
             out = signed_mean(out, weights, self.denominators[:, begin:after], ends)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +13,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvbench.engine.fork import Fork, prompt_name
 from kvbench.engine.graphs import StepGraphs
-from kvbench.engine.prefill import Prefill, compressible_layers, prefill
 from kvbench.engine.rows import (
     DecodingRow,
     close_row,
@@ -19,9 +20,13 @@ from kvbench.engine.rows import (
     feed_questions,
     open_row,
 )
+from kvbench.engine.live_cache import LiveCache, Row
+from kvbench.engine.prefill import Prefill, compressible_layers, prefill
+from kvbench.engine.saved import save_context
 from kvbench.engine.stopping import Stopping
 from kvbench.engine.switch import kvbench_attention_on
 from kvbench.engine.tokenizer import end_token_ids, model_end_ids
+from kvbench.errors import is_integer
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
 from kvbench.tasks.base import check_length, tokenizing
@@ -29,16 +34,27 @@ from kvbench.tasks.base import check_length, tokenizing
 Text = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or what a tokenizer returns for one text."""
 
+Message = Mapping[str, str]
+"""One message of a chat: its role and content."""
+
+_REPLY = "reply-of-the-assistant"
+"""Stands for a reply while the chat template is put around it: what follows it is the next turn."""
+
 
 class Context:
     """One prompt, prefilled once and compressed without having seen a question.
 
-    `ask` answers from a copy of the cache, so that no question changes what the next one finds; with
-    ``keep=True`` the question and its answer stay, as turns of a conversation do. Draws depend on the
-    seed, the prompt and the layer, so the same document is compressed to the same cache every time.
+    `ask` answers without changing the cache, so that no question changes what the next one finds; with
+    ``keep=True`` the question and its answer stay, as turns of a conversation do (`chat`). Draws depend
+    on the seed, the prompt and the layer, so the same document is compressed to the same cache every
+    time.
+
+    Args:
+        recompress_every: when so many tokens have stayed since compression, everything said so far is
+            read again, exactly, and compressed as one prompt; None: the cache grows.
+        read: the fork and the prefill of a prompt that was read already; then nothing is.
 
     Attributes:
-        tokens: of the prompt, and of the turns that stayed.
         entries: per layer and KV head after compression, mean and maximum.
         cache_bytes, exact_bytes: after compression, and of the exact cache.
         prefill_s, compress_s: seconds.
@@ -54,20 +70,36 @@ class Context:
         *,
         label: str = "method",
         seed: int = 0,
+        recompress_every: int | None = None,
+        read: tuple[Fork, Prefill] | None = None,
     ) -> None:
+        check_recompress(recompress_every)
         self.model, self.tokenizer = model, tokenizer
-        ids = token_ids(prompt, tokenizer, "the context")
-        fork = Fork(label, method, budget, seed, prompt_name(ids), room=0)
-        with kvbench_attention_on(model), torch.inference_mode():
+        self.recompress_every = recompress_every
+        self._ids = token_ids(prompt, tokenizer, "the context")
+        self._messages: list[Message] = []
+        self._turns: list[tuple[int, int, int]] = []  # at the end of each: tokens, ids, messages
+        with kvbench_attention_on(model):
             self._compressible = compressible_layers(model)
-            self._start: Prefill = prefill(model, ids, [fork])
-            if fork.failure is not None:
-                raise fork.failure
-            row = open_row(fork, self._start, Stopping(1), self._compressible)
-        self._fork, self._position, self._unread = fork, row.position, list[int]()
-        self.entries, self.exact_bytes = row.result.entries, row.result.exact_bytes
-        self.cache_bytes = fork.cache_bytes()
-        self.prefill_s, self.compress_s = row.result.prefill_s, row.result.compress_s
+            if read is not None:
+                self._take_up(*read)
+                return
+            self._read(Fork(label, method, budget, seed, "", room=0))
+
+    def _read(self, fork: Fork) -> None:
+        """Prefill everything said so far with this fork, and compress it."""
+        fork.example_id = prompt_name(self._ids)
+        with kvbench_attention_on(self.model), torch.inference_mode():
+            start = prefill(self.model, self._ids, [fork])
+        if fork.failure is not None:
+            raise fork.failure
+        self._take_up(fork, start)
+
+    def _take_up(self, fork: Fork, start: Prefill) -> None:
+        self._fork, self._start = fork, start
+        self.entries = fork.prompt_counts(self._compressible)
+        self.cache_bytes, self.exact_bytes = fork.cache_bytes(), start.exact_bytes
+        self.prefill_s, self.compress_s = start.prefill_s, fork.compress_s
 
     @property
     def ratio(self) -> float:
@@ -76,8 +108,13 @@ class Context:
 
     @property
     def tokens(self) -> int:
-        """Tokens read so far."""
-        return self._position
+        """Tokens in the cache: of the prompt, and of the turns that stayed."""
+        return self._start.n + self._fork.appended
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All tokens read or said so far; the last one said is fed with the next turn."""
+        return list(self._ids)
 
     def ask(
         self,
@@ -98,26 +135,145 @@ class Context:
             KVError: an empty question, text without a tokenizer, a wrong `max_new_tokens`.
             BudgetExceeded, and whatever the method raises: its cache is then as before.
         """
-        ((answer, row),) = self._answers([question], max_new_tokens, stop)
+        ids = self._ids_of(question)
+        ((answer, row),) = self._answers([ids], max_new_tokens, stop)
         if keep:
-            self._fork, self._position = row.fork, row.position
-            self._unread = row.chosen[-1:]  # chosen, but not fed yet
+            self._ids += [*ids, *row.chosen]
+            self._fork = row.fork.merged()
+            self._end_turn()
+            if self.recompress_every and self._fork.appended >= self.recompress_every:
+                self.recompress()
         return answer
 
     def ask_all(
         self, questions: Sequence[Text], *, max_new_tokens: int = 64, stop: Sequence[str] = ()
     ) -> list[Any]:
-        """The answers to several questions, each as `ask` gives it; they are decoded together."""
-        return [answer for answer, _ in self._answers(questions, max_new_tokens, stop)]
+        """The answers to several questions, each as `ask` gives it; they are decoded together, and the
+        context's entries are read once for all of them."""
+        asked = [self._ids_of(question) for question in questions]
+        return [answer for answer, _ in self._answers(asked, max_new_tokens, stop)]
+
+    def chat(
+        self,
+        messages: Sequence[Message | Text],
+        *,
+        max_new_tokens: int = 64,
+        stop: Sequence[str] = (),
+    ) -> Any:
+        """The reply to the next messages of a conversation about the context; they and the reply stay.
+
+        Args:
+            messages: roles and contents, which the tokenizer's chat template is put around (what it
+                puts between the last reply and them included); or texts or token ids, which follow
+                one another as they stand.
+
+        Raises:
+            KVError: no messages, roles where the tokenizer has no chat template; and as `ask`.
+        """
+        new = list(messages)
+        said = [one for one in new if isinstance(one, Mapping) and "role" in one]
+        if isinstance(messages, str | Mapping) or not new or len(said) not in (0, len(new)):
+            raise KVError("messages are no list of messages; allowed: one or more, or texts")
+        if said:
+            turn: list[int] = self._ids_of(self._rendered(said))
+        else:
+            turn = [token for one in new for token in self._ids_of(one)]
+        reply = self.ask(turn, max_new_tokens=max_new_tokens, stop=stop, keep=True)
+        if said:
+            self._messages += [*said, {"role": "assistant", "content": str(reply)}]
+            self._turns.pop()
+            self._end_turn()
+        return reply
+
+    def _rendered(self, messages: Sequence[Message]) -> str:
+        """The text that the chat template puts between what was said and the next reply."""
+        tokenizer = self.tokenizer
+        if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+            raise KVError(
+                "messages have roles and there is no chat template; allowed: a tokenizer that has one, "
+                "or texts"
+            )
+        before = [dict(message) for message in self._messages]
+        if before:
+            before[-1]["content"] = _REPLY
+        text = str(
+            tokenizer.apply_chat_template(
+                [*before, *map(dict, messages)], add_generation_prompt=True, tokenize=False
+            )
+        )
+        if not before:
+            return text.removeprefix(tokenizer.bos_token or "")
+        text = text.partition(_REPLY)[2]
+        ended = self._ids[-1] in end_token_ids(self.model, tokenizer)
+        return text.removeprefix(str(tokenizer.decode(self._ids[-1:]))) if ended else text
+
+    def recompress(self) -> None:
+        """Read everything said so far again, exactly, and compress it as one prompt: it takes a prefill
+        of so many tokens, and every method chooses with all of them before it."""
+        fork = self._fork
+        self._read(Fork(fork.label, fork.method, fork.budget, fork.seed, "", room=0))
+        self._turns.clear()
+        self._end_turn()
+
+    def _end_turn(self) -> None:
+        self._turns.append((self.tokens, len(self._ids), len(self._messages)))
+
+    def copy(self) -> Context:
+        """A context that goes on from here on its own. No entry is copied."""
+        twin = copy.copy(self)
+        for name in ("_ids", "_messages", "_turns"):
+            setattr(twin, name, list(getattr(self, name)))
+        return twin
+
+    def crop(self, tokens: int) -> None:
+        """Take back what stayed, up to the first `tokens`; of a negative number, so many from the end.
+
+        Raises:
+            KVError: fewer tokens than were compressed, or more than there are; a method that evicts.
+        """
+        least, most = self._start.n, self.tokens
+        left = tokens + most if is_integer(tokens, -math.inf, -1) else tokens
+        if not is_integer(left, least, most):
+            raise KVError(
+                f"tokens is {tokens!r}; allowed: {least}, which were compressed together, to {most}"
+            )
+        if left < most:
+            self._fork = self._fork.cropped(most - left)
+        self._turns = [turn for turn in self._turns if turn[0] <= left]
+        end, ids, messages = self._turns[-1] if self._turns else (least, least, 0)
+        self._ids = self._ids[: ids if end == left else left]  # a turn's last token is not fed yet
+        self._messages = self._messages[:messages]
+
+    def cache(self) -> LiveCache:
+        """A cache for ``model.generate(input_ids, past_key_values=...)`` inside `compress`, that goes on
+        from here; ``input_ids`` begin with all of `token_ids`, as transformers wants it."""
+        fork, n, seen = self._fork.branch(), self._start.n, self.tokens
+        row = Row(
+            n, fork.compressed, self.entries, self.cache_bytes, self.exact_bytes, self.compress_s
+        )
+        return LiveCache(self.model, [fork], [n], [self._ids[:seen]], [row], seen=seen)
+
+    def resume(self, messages: Sequence[Message]) -> None:
+        """Go on where a conversation stood: these are its messages so far."""
+        self._messages = list(messages)
+        self._end_turn()
+
+    def save(self, path: str | Path) -> None:
+        """Write the cache to a safetensors file, for `Compression.load` in any process.
+
+        Raises:
+            KVError: the method's options cannot be written, or the file cannot.
+        """
+        fork = self._fork.merged()
+        save_context(Path(path), self.model, fork, self._start, self._ids, self._messages)
 
     def _answers(
-        self, questions: Sequence[Text], max_new_tokens: int, stop: Sequence[str]
+        self, asked: Sequence[Sequence[int]], max_new_tokens: int, stop: Sequence[str]
     ) -> list[tuple[Any, DecodingRow]]:
         if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise KVError(f"max_new_tokens is {max_new_tokens!r}; allowed: an integer >= 1")
         if stop and self.tokenizer is None:
             raise KVError("stop is given and there is no tokenizer; allowed: read(..., tokenizer)")
-        asked = [token_ids(q, self.tokenizer, "the question", special=False) for q in questions]
         decode = None if self.tokenizer is None else self._decoded
         ends = (
             model_end_ids(self.model)
@@ -125,14 +281,14 @@ class Context:
             else end_token_ids(self.model, self.tokenizer)
         )
         stopping = Stopping(max_new_tokens, ends, tuple(stop), decode)
+        unread = self._ids[self.tokens :]
         rows = []
         with kvbench_attention_on(self.model), torch.inference_mode():
             for _ in asked:
-                fork = replace(self._fork.clone(), carried=dict(self._fork.carried))
-                row = open_row(fork, self._start, stopping, self._compressible)
-                row.position = self._position
+                row = open_row(self._fork.branch(), self._start, stopping, self._compressible)
+                row.position = self.tokens
                 rows.append(row)
-            feed_questions(self.model, rows, [[*self._unread, *ids] for ids in asked])
+            feed_questions(self.model, rows, [[*unread, *ids] for ids in asked])
             decode_rows(self.model, [row for row in rows if row.chosen], StepGraphs())
             for row in rows:
                 close_row(row, self._compressible)
@@ -144,9 +300,22 @@ class Context:
             found.append((tokens if decode is None else stopping.cut(decode(tokens)), row))
         return found
 
+    def _ids_of(self, question: Any) -> list[int]:
+        return token_ids(question, self.tokenizer, "the question", special=False)
+
     def _decoded(self, tokens: Sequence[int]) -> str:
         assert self.tokenizer is not None
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+def check_recompress(every: int | None) -> None:
+    """Refuse what is no number of tokens.
+
+    Raises:
+        KVError: it is neither None nor an integer >= 1.
+    """
+    if every is not None and not is_integer(every, 1):
+        raise KVError(f"recompress_every is {every!r}; allowed: an integer >= 1, or None")
 
 
 def token_ids(

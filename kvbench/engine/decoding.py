@@ -9,7 +9,7 @@ copied, nothing is counted on the host, so that a step can be captured in a CUDA
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from kvbench.engine.attention import LayerCall
 from kvbench.engine.cache import LayerCache
 from kvbench.engine.fork import Fork
+from kvbench.engine.shared import attend_branches, rows_by_base
 from kvbench.kernels.decode_attention import (
     EntryTable,
     append_entries,
@@ -62,6 +63,7 @@ class DecodeState:
         self.taken = 0
         self._ended: set[int] = set()
         self._groups: dict[int, list[_Group]] = {}
+        self._branches: dict[int, list[list[int]]] = {}
         self._alone: dict[int, list[int]] = {}
         first = positions.tolist()
         for layer in self.forks[0].layers:
@@ -71,8 +73,12 @@ class DecodeState:
         """Which rows of a layer go through the kernel together, and which go alone."""
         together: dict[tuple[object, ...], list[int]] = {}
         alone = []
-        for row, fork in enumerate(self.forks):
-            cache = fork.layers[layer]
+        caches = [fork.layers[layer] for fork in self.forks]
+        self._branches[layer] = rows_by_base(caches)
+        joined = {row for rows in self._branches[layer] for row in rows}
+        for row, cache in enumerate(caches):
+            if row in joined:
+                continue
             if not cache.takes_one_by_kernel:
                 alone.append(row)
                 continue
@@ -105,7 +111,7 @@ class DecodeState:
     @property
     def all_together(self) -> bool:
         """Whether no row of any layer goes alone: then a step asks the host for nothing."""
-        return not any(self._alone.values())
+        return not any(self._alone.values()) and not any(self._branches.values())
 
     @property
     def outgrown(self) -> bool:
@@ -119,15 +125,19 @@ class DecodeState:
     def attend(self, call: LayerCall) -> Tensor:
         """Each row against its own cache; a row whose fork failed attends to nothing."""
         groups, alone = self._groups[call.layer], self._alone[call.layer]
-        if not alone and len(groups) == 1:
+        branches = self._branches[call.layer]
+        if not alone and not branches and len(groups) == 1:
             return self._attend_group(groups[0], call)
         query, key, value = call.query, call.key, call.value
         out = query.new_zeros(*query.shape[:3], value.shape[-1])
         for group in groups:
             assert group.index is not None
-            q, k, v = (x.index_select(0, group.index) for x in (query, key, value))
-            mixed = self._attend_group(group, replace(call, query=q, key=k, value=v))
+            mixed = self._attend_group(group, call.of_rows(group.rows))
             out.index_copy_(0, group.index, mixed)
+        for rows in branches:
+            positions = self.positions[rows][:, None].to(query.device)
+            caches = [self.forks[row].layers[call.layer] for row in rows]
+            out[rows] = attend_branches(caches, call.of_rows(rows), positions)
         for row in alone:
             fork = self.forks[row]
             if fork.failure is not None:

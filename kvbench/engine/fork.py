@@ -12,6 +12,7 @@ from torch import Tensor
 from kvbench.engine.attention import LayerCall
 from kvbench.engine.cache import LayerCache
 from kvbench.engine.faults import release_frames
+from kvbench.engine.shared import attend_branches, rows_by_base
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV
 from kvbench.methods.base import Method, allowed_entries
 
@@ -86,6 +87,21 @@ class Fork:
     def clone(self) -> Fork:
         """A copy that goes on separately from here."""
         return replace(self, layers={index: layer.clone() for index, layer in self.layers.items()})
+
+    def branch(self) -> Fork:
+        """A copy that goes on from here, for as long as nothing is fed to this one: see
+        `LayerCache.branch`."""
+        layers = {index: layer.branch() for index, layer in self.layers.items()}
+        return replace(self, layers=layers, carried=dict(self.carried))
+
+    def merged(self) -> Fork:
+        """Of a branch, a fork that holds all entries itself."""
+        return replace(self, layers={index: layer.merged() for index, layer in self.layers.items()})
+
+    def cropped(self, tokens: int) -> Fork:
+        """A copy without the last `tokens` that were appended: see `LayerCache.cropped`."""
+        layers = {index: layer.cropped(tokens) for index, layer in self.layers.items()}
+        return replace(self, layers=layers, appended=self.appended - tokens)
 
     def carry_to(self, device: torch.device) -> None:
         """What the method noted at earlier layers, on the device of the next."""
@@ -181,12 +197,19 @@ class ForkBatch:
         self.positions = positions
 
     def attend(self, call: LayerCall) -> Tensor:
-        """Each row against its own cache; a row whose fork failed attends to nothing."""
+        """Each row against its own cache; a row whose fork failed attends to nothing. Rows that share
+        entries read those together."""
         query, key, value = call.query, call.key, call.value
         positions = self.positions.to(query.device).expand(len(self.forks), -1)
         out = query.new_zeros(*query.shape[:3], value.shape[-1])
+        caches = [fork.layers.get(call.layer) for fork in self.forks]
+        joined = rows_by_base(caches)
+        for rows in joined:
+            held = [cache for cache in (caches[row] for row in rows) if cache is not None]
+            out[rows] = attend_branches(held, call.of_rows(rows), positions[rows])
+        done = {row for rows in joined for row in rows}
         for i, fork in enumerate(self.forks):
-            if fork.failure is not None:
+            if fork.failure is not None or i in done:
                 continue
             try:
                 out[i] = fork.layers[call.layer].step(

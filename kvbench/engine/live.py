@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,46 +17,22 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvbench.engine.attention import LayerCall
-from kvbench.engine.context import Context, Text
+from kvbench.engine.context import Context, Text, check_recompress
 from kvbench.engine.fork import Fork, ForkBatch, prompt_name
 from kvbench.engine.live_cache import (
     NO_ATTENTIONS,
     NO_CACHE,
-    NO_MULTI_TURN,
+    NOT_OURS,
     LiveCache,
+    Row,
     UnsupportedGeneration,
 )
-from kvbench.engine.prefill import PrefillState
-from kvbench.kv import Budget
+from kvbench.engine.prefill import PrefillState, prefill
+from kvbench.engine.saved import load_context
+from kvbench.engine.switch import kvbench_attention_on
+from kvbench.errors import is_integer
+from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
-
-
-@dataclass
-class Row:
-    """What became of one row of a batch: one prompt and its cache.
-
-    Attributes:
-        prompt_tokens: without padding.
-        compressed: False where the prompt is within its capacity, or the method keeps everything;
-            at the end of a generation true as well where entries were evicted since.
-        entries: held per layer and KV head after compression, mean and maximum.
-        cache_bytes, exact_bytes: after compression, and of the exact cache at the same point.
-        cache_bytes_end: when the generation was over; None before.
-        compress_s: seconds of compression.
-    """
-
-    prompt_tokens: int
-    compressed: bool
-    entries: dict[str, float]
-    cache_bytes: int
-    exact_bytes: int
-    compress_s: float
-    cache_bytes_end: int | None = None
-
-    @property
-    def ratio(self) -> float:
-        """Bytes held over the bytes of the exact cache, after compression."""
-        return self.cache_bytes / self.exact_bytes
 
 
 class _BatchPrefill:
@@ -65,22 +42,36 @@ class _BatchPrefill:
         forks: one per row.
         padding: leading tokens of each row that are padding.
         compressible: see `compressible_layers`.
+        context: tokens of each row that are compressed; those after them go through the compressed
+            cache. None: all.
     """
 
     def __init__(
-        self, forks: Sequence[Fork], padding: Sequence[int], compressible: Sequence[int]
+        self,
+        forks: Sequence[Fork],
+        padding: Sequence[int],
+        compressible: Sequence[int],
+        context: int | None = None,
     ) -> None:
         self.padding = padding
+        self.context = context
         self.rows = [PrefillState([fork], compressible) for fork in forks]
 
     def attend(self, call: LayerCall) -> Tensor:
         """Exact attention of each row's own tokens; padding attends to nothing."""
         out = call.query.new_zeros(*call.query.shape[:3], call.value.shape[-1])
         for i, (row, start) in enumerate(zip(self.rows, self.padding, strict=True)):
-            out[i : i + 1, :, start:] = row.attend(call.of_row(i, start))
-            failure = row.forks[0].failure
-            if failure is not None:
-                raise failure
+            end = call.query.shape[2] if self.context is None else start + self.context
+            out[i : i + 1, :, start:end] = row.attend(call.of_row(i, start, end))
+            (fork,) = row.forks
+            if fork.failure is None and end < call.query.shape[2]:
+                later = call.of_row(i, end)
+                count = later.query.shape[2]
+                positions = torch.arange(end - start, end - start + count, device=out.device)
+                out[i : i + 1, :, end:] = ForkBatch([fork], positions).attend(later)
+                row.exact_bytes += later.key.nbytes + later.value.nbytes
+            if fork.failure is not None:
+                raise fork.failure
         return out
 
 
@@ -92,6 +83,7 @@ class Compression:
         rows: one per batch row of every prompt so far, in order (`generate` repeats a prompt for
             each beam and each returned sequence).
         last: the rows of the latest call.
+        compress_after, recompress_every: see `kvbench.compress`.
     """
 
     model: PreTrainedModel
@@ -99,18 +91,35 @@ class Compression:
     budget: Budget
     label: str
     seed: int = 0
+    compress_after: str | int | None = None
+    recompress_every: int | None = None
     rows: list[Row] = field(default_factory=list)
     last: list[Row] = field(default_factory=list)
     _compressible: list[int] = field(default_factory=list, repr=False)
     _cache: LiveCache | None = field(default=None, repr=False)
     _prefill: _BatchPrefill | None = field(default=None, repr=False)
 
+    def __post_init__(self) -> None:
+        check_recompress(self.recompress_every)
+        after = self.compress_after
+        if after not in (None, "prompt", "context") and not is_integer(after, 1):
+            raise KVError(
+                f"compress_after is {after!r}; allowed: 'prompt', 'context', or how many tokens of each "
+                "prompt are its context"
+            )
+
     def read(self, prompt: Text, tokenizer: PreTrainedTokenizerBase | None = None) -> Context:
         """Prefill a prompt once and compress it, to be asked many things: see `Context.ask`.
 
         Raises:
-            KVError: an empty prompt, or text without a tokenizer.
+            KVError: an empty prompt, text without a tokenizer, or a `compress_after` that says
+                otherwise.
         """
+        if self.compress_after not in (None, "context"):
+            raise KVError(
+                f"compress_after is {self.compress_after!r} and a context is compressed before its "
+                "questions; allowed: 'context', or generate with each question in its prompt"
+            )
         return Context(
             self.model,
             self.method,
@@ -119,7 +128,29 @@ class Compression:
             tokenizer,
             label=self.label,
             seed=self.seed,
+            recompress_every=self.recompress_every,
         )
+
+    def load(self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Context:
+        """A context that `Context.save` wrote, by this method and budget and of this model.
+
+        Raises:
+            KVError: naming the file and what is wrong with it: it is none of kvbench's, of another
+                model, method or budget, or its parts do not fit together.
+        """
+        with kvbench_attention_on(self.model):
+            saved = load_context(Path(path), self.model, self.method, self.budget, self.label)
+        context = Context(
+            self.model,
+            self.method,
+            self.budget,
+            saved.token_ids,
+            tokenizer,
+            recompress_every=self.recompress_every,
+            read=(saved.fork, saved.start),
+        )
+        context.resume(saved.messages)
+        return context
 
     @property
     def entries(self) -> list[float]:
@@ -175,8 +206,9 @@ class Compression:
             )
         given = kwargs.get("past_key_values")
         if isinstance(given, LiveCache):
-            if given is not self._cache:
-                raise UnsupportedGeneration(NO_MULTI_TURN)
+            self._take_up(given)
+            if self.recompress_every:
+                self._recompress(given)
             kwargs["kvbench"] = ForkBatch(given.forks, self._positions(given, batch, count, mask))
             return args, kwargs
         use_cache = kwargs.get("use_cache")
@@ -191,7 +223,7 @@ class Compression:
                     "brings its own cache"
                 )
             if given.get_seq_length():
-                raise UnsupportedGeneration(NO_MULTI_TURN)
+                raise UnsupportedGeneration(NOT_OURS.format(kind="DynamicCache"))
         self.finish()
         self._start(tokens, batch, count, mask)
         kwargs["past_key_values"] = self._cache
@@ -200,18 +232,67 @@ class Compression:
         return args, kwargs
 
     def _start(self, tokens: Tensor | None, batch: int, count: int, mask: Tensor | None) -> None:
-        """Forks for a new batch of prompts."""
+        """Forks for a new batch of prompts.
+
+        Raises:
+            UnsupportedGeneration: `compress_after` does not say where the context of a prompt ends,
+                `recompress_every` has no tokens to read again.
+        """
+        if self.compress_after == "context":
+            raise UnsupportedGeneration(
+                "compress_after is 'context' and generate does not know where the context of a prompt "
+                "ends; allowed: how many tokens are context, or session.read(context).ask(question)"
+            )
+        if self.recompress_every and tokens is None:
+            raise UnsupportedGeneration(
+                "recompress_every is set and there are embeddings, which cannot be read again; allowed: "
+                "input_ids"
+            )
         padding = _left_padding(mask, batch, count)
+        context = None if self.compress_after in (None, "prompt") else int(self.compress_after or 0)
+        ids = None if tokens is None else [tokens[i, p:].tolist() for i, p in enumerate(padding)]
         lengths = [count - start for start in padding]
+        if context is not None:
+            lengths = [min(n, context) for n in lengths]
         forks = []
-        for i, (start, n) in enumerate(zip(padding, lengths, strict=True)):
-            name = f"row {i}" if tokens is None else prompt_name(tokens[i, start:].tolist())
+        for i, n in enumerate(lengths):
+            name = f"row {i}" if ids is None else prompt_name(ids[i][:n])
             fork = Fork(self.label, self.method, self.budget, self.seed, name, room=0)
             fork.compressed = self.method.uses_budget and n > self.budget.capacity(n)
             forks.append(fork)
-        layers = self.model.config.get_text_config().num_hidden_layers
-        self._cache = LiveCache(forks, lengths, layers)
-        self._prefill = _BatchPrefill(forks, padding, self._compressible)
+        self._cache = LiveCache(self.model, forks, lengths, [[] for _ in forks] if ids else None)
+        self._prefill = _BatchPrefill(forks, padding, self._compressible, context)
+
+    def _take_up(self, cache: LiveCache) -> None:
+        """Go on with a cache: the one of this generation, or one that is given back.
+
+        Raises:
+            UnsupportedGeneration: it is another model's.
+        """
+        if cache is self._cache:
+            return
+        if cache.model is not self.model:
+            raise UnsupportedGeneration(
+                "past_key_values is a compressed cache of another model; allowed: one of this model"
+            )
+        self.finish()
+        self._cache, self.last, cache.open = cache, cache.rows, True
+        self.rows.extend(row for row in cache.rows if not any(row is one for one in self.rows))
+
+    def _recompress(self, cache: LiveCache) -> None:
+        """Read rows again that have grown by `recompress_every` tokens, and compress them whole."""
+        assert self.recompress_every is not None
+        for i, old in enumerate(cache.forks):
+            if old.appended < self.recompress_every or cache.tokens is None:
+                continue
+            ids = cache.tokens[i]
+            fork = Fork(old.label, old.method, old.budget, old.seed, prompt_name(ids), room=0)
+            prefill(self.model, ids, [fork])
+            if fork.failure is not None:
+                raise fork.failure
+            cache.forks[i], cache.lengths[i] = fork, len(ids)
+            cache.rows[i].compress_s += fork.compress_s
+            cache.rows[i].recompressions += 1
 
     def _positions(self, cache: LiveCache, batch: int, count: int, mask: Tensor | None) -> Tensor:
         """Positions [rows, tokens] of the tokens fed in a decode step."""
@@ -238,27 +319,26 @@ class Compression:
         tokens = kwargs.get("input_ids", args[0] if args else None)
         count = (kwargs["inputs_embeds"] if tokens is None else tokens).shape[1]
         cache.seen += count
-        if self._prefill is not None:
-            self.last = [
-                Row(
-                    prompt_tokens=n,
-                    compressed=fork.compressed,
-                    entries=fork.prompt_counts(self._compressible),
-                    cache_bytes=fork.cache_bytes(),
-                    exact_bytes=state.exact_bytes,
-                    compress_s=fork.compress_s,
-                )
-                for n, fork, state in zip(
-                    cache.lengths, cache.forks, self._prefill.rows, strict=True
-                )
-            ]
-            self.rows.extend(self.last)
-            self._prefill = None
-            return
-        for fork in cache.forks:
-            fork.appended += count
+        starting = self._prefill
+        padding = [0] * len(cache.forks) if starting is None else starting.padding
+        if tokens is None:
+            cache.tokens = None
+        elif cache.tokens is not None:
+            for ids, row, start in zip(cache.tokens, tokens.tolist(), padding, strict=True):
+                ids += row[start:]
+        for start, n, fork in zip(padding, cache.lengths, cache.forks, strict=True):
             if fork.failure is not None:
                 raise fork.failure
+            fork.appended += count if starting is None else count - start - n
+        if starting is None:
+            return
+        cache.rows = [
+            Row.of(fork, count - start, state.exact_bytes, self._compressible)
+            for start, fork, state in zip(padding, cache.forks, starting.rows, strict=True)
+        ]
+        self.last = cache.rows
+        self.rows.extend(cache.rows)
+        self._prefill = None
 
     def finish(self, *, audit: bool = True) -> None:
         """The generation is over: count every row's entries again, and let go of them.
@@ -274,7 +354,7 @@ class Compression:
             return
         if cache is None or not audit:
             return
-        for row, n, fork in zip(self.last, cache.lengths, cache.forks, strict=False):
+        for row, n, fork in zip(cache.rows, cache.lengths, cache.forks, strict=False):
             fork.audit(n, self._compressible)
             row.compressed |= fork.evicted
             row.cache_bytes_end = fork.cache_bytes()

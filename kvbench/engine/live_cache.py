@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvbench.engine.fork import Fork
 
-NO_MULTI_TURN = (
-    "past_key_values holds an earlier conversation; allowed: none, since every generate under "
-    "compress starts afresh (pass the whole conversation as the prompt)"
+NOT_OURS = (
+    "past_key_values is a {kind} that was not filled under compress, without the queries that methods "
+    "choose by; allowed: none, or a cache that compress made of this model (the past_key_values "
+    "of an earlier output, context.cache())"
 )
 NO_CACHE = "use_cache is False, so there is no cache to compress; allowed: True"
 NO_ATTENTIONS = "output_attentions is set; compress computes none; allowed: False"
@@ -24,30 +28,121 @@ class UnsupportedGeneration(ValueError):
 
 
 _CLOSED = (
-    "past_key_values is a compressed cache whose generation is over; allowed: none, since every "
-    "generate starts afresh (pass the whole conversation as the prompt)"
+    "past_key_values is a compressed cache whose generation is over; allowed: inside compress, where "
+    "it can be given back to generate with the whole conversation as input_ids"
 )
+
+
+@dataclass
+class Row:
+    """What became of one row of a batch: one prompt and its cache.
+
+    Attributes:
+        prompt_tokens: without padding.
+        compressed: False where the prompt is within its capacity, or the method keeps everything;
+            at the end of a generation true as well where entries were evicted since.
+        entries: held per layer and KV head after compression, mean and maximum.
+        cache_bytes, exact_bytes: after compression, and of the exact cache at the same point.
+        cache_bytes_end: when the generation was over; None before.
+        compress_s: seconds of compression.
+        recompressions: how often everything said so far was compressed again.
+    """
+
+    prompt_tokens: int
+    compressed: bool
+    entries: dict[str, float]
+    cache_bytes: int
+    exact_bytes: int
+    compress_s: float
+    cache_bytes_end: int | None = None
+    recompressions: int = 0
+
+    @classmethod
+    def of(cls, fork: Fork, tokens: int, exact_bytes: int, compressible: Sequence[int]) -> Row:
+        """The row of a fork at the end of its prefill."""
+        return cls(
+            prompt_tokens=tokens,
+            compressed=fork.compressed,
+            entries=fork.prompt_counts(compressible),
+            cache_bytes=fork.cache_bytes(),
+            exact_bytes=exact_bytes,
+            compress_s=fork.compress_s,
+        )
+
+    @property
+    def ratio(self) -> float:
+        """Bytes held over the bytes of the exact cache, after compression."""
+        return self.cache_bytes / self.exact_bytes
 
 
 class LiveCache(Cache):
     """The forks of a batch, as generate's cache.
 
     Args:
+        model: whose keys and values they hold.
         forks: one per row.
-        lengths: prompt tokens of each row, without padding.
-        num_layers: of the model.
+        lengths: tokens of each row that were compressed, without padding.
+        tokens: of each row, fed so far, without padding; None where embeddings were fed.
+        rows: what became of each; empty before the prefill.
+        seen: tokens fed so far, padding included.
     """
 
-    def __init__(self, forks: Sequence[Fork], lengths: Sequence[int], num_layers: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        forks: Sequence[Fork],
+        lengths: Sequence[int],
+        tokens: Sequence[Sequence[int]] | None,
+        rows: Sequence[Row] = (),
+        *,
+        seen: int = 0,
+    ) -> None:
         super().__init__(layers=[])
+        self.model = model
         self.forks = list(forks)
         self.lengths = list(lengths)
-        self.num_layers = num_layers
-        self.seen = 0  # tokens fed so far, padding included
+        self.tokens = None if tokens is None else [list(ids) for ids in tokens]
+        self.rows = list(rows)
+        self.seen = seen
         self.open = True  # until the generation that it belongs to is over
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> LiveCache:
+        """A cache that goes on from here on its own; of a model that is copied too, the copy's."""
+        return LiveCache(
+            memo.get(id(self.model), self.model),
+            [fork.clone() for fork in self.forks],
+            self.lengths,
+            self.tokens,
+            [copy.copy(row) for row in self.rows],
+            seen=self.seen,
+        )
+
+    def check_continued(self, ids: Tensor, mask: Tensor | None) -> None:
+        """Refuse `input_ids` that do not go on where the cache ends.
+
+        Args:
+            ids: [rows, tokens], the whole conversation, or what is new with a mask of the whole.
+
+        Raises:
+            UnsupportedGeneration: no new token, or other tokens than those of the cache.
+        """
+        whole = ids.shape[1] if mask is None else max(ids.shape[1], mask.shape[1])
+        if whole <= self.seen:
+            raise UnsupportedGeneration(
+                f"input_ids have {whole} tokens and past_key_values holds {self.seen}; allowed: the "
+                "whole conversation, new tokens included"
+            )
+        if self.tokens is None or whole > ids.shape[1] or len(ids) != len(self.tokens):
+            return
+        for i, (row, held) in enumerate(zip(ids.tolist(), self.tokens, strict=True)):
+            if row[self.seen - len(held) : self.seen] != held:
+                raise UnsupportedGeneration(
+                    f"input_ids of row {i} do not begin with the tokens that past_key_values holds; "
+                    "allowed: the whole conversation, in the same order"
+                )
+
     def __len__(self) -> int:
-        return self.num_layers
+        return int(self.model.config.get_text_config().num_hidden_layers)
 
     @property
     def is_compileable(self) -> bool:
@@ -56,7 +151,7 @@ class LiveCache(Cache):
 
     @property
     def is_croppable(self) -> bool:
-        """What a method dropped cannot come back."""
+        """Tokens that came after compression can be taken back, those before cannot: see `crop`."""
         return False
 
     def update(
@@ -90,6 +185,8 @@ class LiveCache(Cache):
             taken.add(index)
         self.forks = forks
         self.lengths = [self.lengths[index] for index in indices]
+        if self.tokens is not None:
+            self.tokens = [list(self.tokens[index]) for index in indices]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Beam search: row i goes on from row ``beam_idx[i]``."""
@@ -103,13 +200,28 @@ class LiveCache(Cache):
         """Keep some rows."""
         self._pick(torch.arange(len(self.forks))[indices.cpu()].tolist())
 
-    def crop(self, *arguments: int, **named: int) -> None:
-        """Refused, unless nothing is to be cropped: what a method dropped cannot come back."""
-        if any(arguments) or any(named.values()):
+    def crop(self, tokens: int) -> None:
+        """Take back tokens that came after compression, up to the first `tokens` (padding included); of
+        a negative number, so many from the end.
+
+        Raises:
+            UnsupportedGeneration: a token that was compressed would go, which cannot be put together
+                again, or the method evicts.
+        """
+        drop = -tokens if tokens < 0 else self.seen - tokens
+        if drop <= 0:
+            return
+        most = min(fork.appended for fork in self.forks)
+        if drop > most or any(fork.method.evicts for fork in self.forks):
             raise UnsupportedGeneration(
-                "a compressed cache cannot be cropped (assisted decoding does so); "
-                "allowed: greedy, sampling, beam search"
+                f"a compressed cache cannot be cropped by {drop} tokens: what a method dropped does "
+                f"not come back; allowed: at most the {most} that came after compression, of a method "
+                "that does not evict"
             )
+        self.forks = [fork.cropped(drop) for fork in self.forks]
+        self.seen -= drop
+        if self.tokens is not None:
+            self.tokens = [ids[: len(ids) - drop] for ids in self.tokens]
 
     def reset(self) -> None:
         """Refused: every call of generate starts afresh anyway."""

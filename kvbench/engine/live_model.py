@@ -12,7 +12,13 @@ from typing import Any, NoReturn
 from transformers import PreTrainedModel
 
 from kvbench.engine.live import Compression
-from kvbench.engine.live_cache import NO_ATTENTIONS, NO_CACHE, NO_MULTI_TURN, UnsupportedGeneration
+from kvbench.engine.live_cache import (
+    NO_ATTENTIONS,
+    NO_CACHE,
+    NOT_OURS,
+    LiveCache,
+    UnsupportedGeneration,
+)
 from kvbench.engine.prefill import compressible_layers
 from kvbench.engine.switch import kvbench_attention_on
 
@@ -30,8 +36,12 @@ def _refuse(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
         values = [given.get(name), *(getattr(source, name, None) for source in sources)]
         return next((value for value in values if value is not None), None)
 
-    if given.get("past_key_values") is not None:
-        raise UnsupportedGeneration(NO_MULTI_TURN)
+    past = given.get("past_key_values")
+    if past is not None and not isinstance(past, LiveCache):
+        raise UnsupportedGeneration(NOT_OURS.format(kind=type(past).__name__))
+    ids = given.get("inputs") if given.get("inputs") is not None else given.get("input_ids")
+    if past is not None and ids is not None:
+        past.check_continued(ids, given.get("attention_mask"))
     for name in ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit"):
         if option(name) is not None:
             raise UnsupportedGeneration(

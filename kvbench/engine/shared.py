@@ -1,0 +1,85 @@
+"""Attention of rows that go on from the same entries: those are read once for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from kvbench.engine.attention import QUERY_BLOCK, LayerCall, capped
+from kvbench.engine.cache import LayerCache
+
+
+def rows_by_base(caches: Sequence[LayerCache | None]) -> list[list[int]]:
+    """Places of the caches that are branches of one base, two or more, and attend by an ordinary
+    softmax over all they hold."""
+    found: dict[int, list[int]] = {}
+    for place, cache in enumerate(caches):
+        if cache is None or cache.base is None:
+            continue
+        if not cache.restricts and cache.denominators is None:
+            found.setdefault(id(cache.base), []).append(place)
+    return [places for places in found.values() if len(places) > 1]
+
+
+def attend_branches(caches: Sequence[LayerCache], call: LayerCall, positions: Tensor) -> Tensor:
+    """Append t tokens to each branch of one base, and attend: [rows, heads, t, value_dim].
+
+    The softmax over a row's entries is taken in two parts, the base's entries for the queries of all
+    rows at once and each row's own after it, which are joined by their normalisers (log-sum-exp):
+    the same sum in another order.
+
+    Args:
+        caches: one per row of `call`; they neither evict nor restrict, and have no sliding window.
+        positions: [rows, t].
+    """
+    base = caches[0].base
+    assert base is not None
+    rows, heads, tokens, dim = call.query.shape
+    stored = base.keys.shape[0]
+    group = heads // stored
+    queries = call.query.reshape(rows, stored, group * tokens, dim)
+    together = queries.transpose(0, 1).reshape(stored, -1, dim)
+    parts = [_attend_base(base, block, call) for block in together.split(QUERY_BLOCK, dim=1)]
+    mixed, total, top = (
+        torch.cat(part, dim=1).unflatten(1, (rows, -1)).transpose(0, 1)
+        for part in zip(*parts, strict=True)
+    )
+    for row, cache in enumerate(caches):
+        cache.append(call.key[row], call.value[row], positions[row])
+    keys = _side_by_side([cache.keys[:, : cache.length - cache.first] for cache in caches])
+    values = _side_by_side(
+        [cache.values[:, : cache.length - cache.first_value] for cache in caches]
+    )
+    logits = capped((queries @ keys.mT).float().mul_(call.scaling), call.softcap)
+    device = logits.device
+    ends = torch.tensor([cache.length - cache.first for cache in caches], device=device)
+    seen = ends[:, None] - tokens + torch.arange(tokens, device=device)  # the last entry of a query
+    hidden = torch.arange(keys.shape[2], device=device) > seen[..., None]
+    logits.masked_fill_(hidden[:, None].repeat(1, 1, group, 1), float("-inf"))
+    limit = torch.maximum(top, logits.amax(-1, keepdim=True))
+    weights = logits.sub_(limit).exp_()
+    before = torch.exp(top - limit)
+    normaliser = total * before + weights.sum(-1, keepdim=True)
+    out = (mixed * before + (weights.to(values.dtype) @ values).float()) / normaliser
+    return out.to(call.value.dtype).reshape(rows, heads, tokens, -1)
+
+
+def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    """[kv_heads, entries, dim] of each row as [rows, kv_heads, most entries, dim]."""
+    return pad_sequence([part.transpose(0, 1) for part in parts], batch_first=True).transpose(1, 2)
+
+
+def _attend_base(base: LayerCache, query: Tensor, call: LayerCall) -> tuple[Tensor, Tensor, Tensor]:
+    """Of query [kv_heads, q, d] over all entries of the base: the values' weighted sum [.., value_dim],
+    the sum of the weights and the largest logit [.., 1], float32."""
+    logits = capped(base.dot_keys(query).float().mul_(call.scaling), call.softcap)
+    if base.log_weights is not None:
+        logits += base.log_weights[:, None, : base.length]
+    top = logits.amax(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)
+    weights = logits.sub_(top).exp_()
+    total = weights.sum(-1, keepdim=True)
+    mixed = base.mix_values(weights.to(base.values.dtype)).float()
+    return mixed, total, top
