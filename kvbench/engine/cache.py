@@ -23,8 +23,8 @@ GROWTH = 256
 """Entries by which a cache grows that has more to append than it was told."""
 
 
-_ENTRIES = ("keys", "values")
-_BUFFERS = (*_ENTRIES, "positions", "log_weights", "scores", "denominators")
+BESIDE = ("positions", "log_weights", "scores", "denominators")
+_BUFFERS = ("keys", "values", *BESIDE)
 
 
 class LayerCache:
@@ -36,8 +36,8 @@ class LayerCache:
 
     With a `quantization`, the prompt's keys and values are held as packed integers and the buffers
     take the new tokens only, which stay as they are. Where the first entries hold a key only
-    (`CompressedKV.keys_only`), values begin after them. A `branch` holds the entries since it was made
-    in its buffers, and reads those before in its `base`.
+    (`CompressedKV.keys_only`), values begin after them. A branch (`kvbench.engine.shared`) holds in its
+    buffers what came since it was made, and reads the entries before in its `base`.
 
     Args:
         held: the compressed prompt, batch 1.
@@ -186,60 +186,6 @@ class LayerCache:
         for name in _BUFFERS:
             part = getattr(self, name)
             setattr(twin, name, None if part is None else part.clone())
-        return twin
-
-    def branch(self) -> LayerCache:
-        """A copy that goes on from here and reads these entries where they are: nothing may be
-        appended to this cache any more. What evicts changes all entries, and is copied whole; so is a
-        sliding window, which is short."""
-        if self.evicts or self.window is not None:
-            return self.clone()
-        twin, n = copy.copy(self), self.length
-        twin.base, twin.packed = self, None
-        twin.first = twin.first_value = n
-        for name in _BUFFERS:
-            part = getattr(self, name)
-            if part is not None:
-                setattr(twin, name, part[:, :0] if name in _ENTRIES else part[:, :n].clone())
-        return twin
-
-    def merged(self) -> LayerCache:
-        """The cache itself, or, of a branch, one like it that holds all its entries itself."""
-        if self.base is None:
-            return self
-        base, twin = self.base.merged(), copy.copy(self)
-        twin.base, twin.packed = None, base.packed
-        twin.first, twin.first_value = base.first, base.first_value
-        for name, first in (("keys", self.first), ("values", self.first_value)):
-            before, ours = getattr(base, name), getattr(self, name)
-            begin = base.first if name == "keys" else base.first_value
-            setattr(
-                twin,
-                name,
-                torch.cat(
-                    [before[:, : base.length - begin], ours[:, : self.length - first]], dim=1
-                ),
-            )
-        for name in _BUFFERS[len(_ENTRIES) :]:
-            part = getattr(self, name)
-            if part is not None:
-                setattr(twin, name, part[:, : self.length].clone())
-        return twin
-
-    def cropped(self, tokens: int) -> LayerCache:
-        """The cache as it was before the last `tokens` that were appended to it.
-
-        Raises:
-            KVError: the method changes more than the end of its cache while decoding.
-        """
-        if self.evicts or self.value_range is not None:
-            how = "evicts" if self.evicts else "bounds its outputs by the values it has seen"
-            raise KVError(
-                f"{type(self.method).__name__} {how} while decoding, and what left does not come "
-                "back; allowed: a copy made before"
-            )
-        twin = self.merged().clone()
-        twin.length -= tokens
         return twin
 
     @property

@@ -13,6 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvbench.engine.fork import Fork, prompt_name
 from kvbench.engine.graphs import StepGraphs
+from kvbench.engine.live_cache import LiveCache, Row
+from kvbench.engine.prefill import Prefill, compressible_layers, prefill
 from kvbench.engine.rows import (
     DecodingRow,
     close_row,
@@ -20,8 +22,6 @@ from kvbench.engine.rows import (
     feed_questions,
     open_row,
 )
-from kvbench.engine.live_cache import LiveCache, Row
-from kvbench.engine.prefill import Prefill, compressible_layers, prefill
 from kvbench.engine.saved import save_context
 from kvbench.engine.stopping import Stopping
 from kvbench.engine.switch import kvbench_attention_on

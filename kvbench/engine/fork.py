@@ -12,7 +12,7 @@ from torch import Tensor
 from kvbench.engine.attention import LayerCall
 from kvbench.engine.cache import LayerCache
 from kvbench.engine.faults import release_frames
-from kvbench.engine.shared import attend_branches, rows_by_base
+from kvbench.engine.shared import attend_branches, branch_of, cropped, merged, rows_by_base
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV
 from kvbench.methods.base import Method, allowed_entries
 
@@ -90,17 +90,17 @@ class Fork:
 
     def branch(self) -> Fork:
         """A copy that goes on from here, for as long as nothing is fed to this one: see
-        `LayerCache.branch`."""
-        layers = {index: layer.branch() for index, layer in self.layers.items()}
+        `branch_of`."""
+        layers = {index: branch_of(layer) for index, layer in self.layers.items()}
         return replace(self, layers=layers, carried=dict(self.carried))
 
     def merged(self) -> Fork:
         """Of a branch, a fork that holds all entries itself."""
-        return replace(self, layers={index: layer.merged() for index, layer in self.layers.items()})
+        return replace(self, layers={index: merged(layer) for index, layer in self.layers.items()})
 
     def cropped(self, tokens: int) -> Fork:
-        """A copy without the last `tokens` that were appended: see `LayerCache.cropped`."""
-        layers = {index: layer.cropped(tokens) for index, layer in self.layers.items()}
+        """A copy without the last `tokens` that were appended: see `cropped`."""
+        layers = {index: cropped(layer, tokens) for index, layer in self.layers.items()}
         return replace(self, layers=layers, appended=self.appended - tokens)
 
     def carry_to(self, device: torch.device) -> None:

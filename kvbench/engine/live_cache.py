@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvbench.engine.fork import Fork
+from kvbench.kv import KVError
 
 NOT_OURS = (
     "past_key_values is a {kind} that was not filled under compress, without the queries that methods "
@@ -212,13 +213,15 @@ class LiveCache(Cache):
         if drop <= 0:
             return
         most = min(fork.appended for fork in self.forks)
-        if drop > most or any(fork.method.evicts for fork in self.forks):
+        if drop > most:
             raise UnsupportedGeneration(
                 f"a compressed cache cannot be cropped by {drop} tokens: what a method dropped does "
-                f"not come back; allowed: at most the {most} that came after compression, of a method "
-                "that does not evict"
+                f"not come back; allowed: at most the {most} that came after compression"
             )
-        self.forks = [fork.cropped(drop) for fork in self.forks]
+        try:
+            self.forks = [fork.cropped(drop) for fork in self.forks]
+        except KVError as error:
+            raise UnsupportedGeneration(str(error)) from error
         self.seen -= drop
         if self.tokens is not None:
             self.tokens = [ids[: len(ids) - drop] for ids in self.tokens]

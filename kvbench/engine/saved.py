@@ -80,7 +80,9 @@ def _description(method: Method, budget: Budget) -> dict[str, Any]:
         ) from error
 
 
-_PARTS = ("keys", "values", "positions", "log_weights", "scores")
+_WEIGHTS = ("log_weights", "scores", "denominators")
+_BESIDE = ("positions", *_WEIGHTS)
+_RANGE = ("least_value", "largest_value")
 _PACKED = ("codes", "scale", "zero")
 _COUNTS = ("length", "first", "first_value", "keys_only", "capacity", "granted")
 
@@ -106,12 +108,13 @@ def save_context(
             "keys": cache.keys[:, : n - cache.first],
             "values": cache.values[:, : n - cache.first_value],
         }
-        parts |= {name: getattr(cache, name) for name in _PARTS[2:]}
+        parts |= {name: getattr(cache, name) for name in _BESIDE}
         for name, packed in zip(("packed_keys", "packed_values"), cache.packed or (), strict=False):
             parts |= {f"{name}.{part}": getattr(packed, part) for part in _PACKED}
+        parts |= dict(zip(_RANGE, cache.value_range or (), strict=False))
         for name, part in parts.items():
             if part is not None:
-                held = part[:, :n] if name in _PARTS[2:] else part
+                held = part[:, :n] if name in _BESIDE else part
                 tensors[f"{index}.{name}"] = held.detach().cpu().contiguous().clone()
         layers[str(index)] = {name: getattr(cache, name) for name in _COUNTS} | {
             "active": cache.evicts or cache.restricts,
@@ -299,18 +302,24 @@ class _Layer:
         positions = self._part("positions", (self.heads, length), torch.int64)
         if positions.numel() and not -1 <= int(positions.min()) <= int(positions.max()) < self.seen:
             raise ValueError(f"positions of layer {self.index} are not of {self.seen} tokens")
-        log_weights, scores = (
-            self._part(name, (self.heads, length), torch.float32)
+        weights = {
+            name: self._part(name, (self.heads, length), torch.float32)
+            for name in _WEIGHTS
             if f"{self.index}.{name}" in self.names
-            else None
-            for name in ("log_weights", "scores")
-        )
-        for name, part in (("keys", keys), ("values", values), ("scores", scores)):
-            if part is not None and not torch.isfinite(part).all():
+        }
+        ends = [
+            self._part(name, (self.heads, dims[1]), dtype)
+            for name in _RANGE
+            if f"{self.index}.{name}" in self.names
+        ]
+        log_weights = weights.pop("log_weights", None)
+        for name, part in {"keys": keys, "values": values, **weights}.items():
+            if not torch.isfinite(part).all():
                 raise ValueError(f"{name} of layer {self.index} are not finite")
-        if log_weights is not None and not bool(
-            (log_weights < float("inf")).all()
-        ):  # no NaN either
+        if len(ends) not in (0, 2) or any(bool(part.isnan().any()) for part in ends):
+            raise ValueError(f"layer {self.index} has a range of values that is none")
+        # Neither infinite nor NaN; -inf hides an entry.
+        if log_weights is not None and not bool((log_weights < float("inf")).all()):
             raise ValueError(f"log_weights of layer {self.index} are not numbers below infinity")
         empty = CompressedKV(keys[None, :, :0], values[None, :, :0], None, positions[None, :, :0])
         cache = LayerCache(
@@ -327,7 +336,9 @@ class _Layer:
         cache.first, cache.first_value = first, first_value
         cache.keys, cache.values, cache.positions = keys, values, positions
         cache.log_weights = log_weights
-        cache.scores = scores if cache.evicts or cache.restricts else None
+        cache.scores = weights.get("scores") if cache.evicts or cache.restricts else None
+        cache.denominators = weights.get("denominators")
+        cache.value_range = (ends[0], ends[1]) if ends else None
         if quantization is not None:
             held, with_value = (self.heads, first), (self.heads, first - only)
             cache.packed = (

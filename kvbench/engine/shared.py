@@ -1,7 +1,8 @@
-"""Attention of rows that go on from the same entries: those are read once for all of them."""
+"""Caches that go on from the same entries, which are neither copied nor read more than once a step."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -9,7 +10,60 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from kvbench.engine.attention import QUERY_BLOCK, LayerCall, capped
-from kvbench.engine.cache import LayerCache
+from kvbench.engine.cache import BESIDE, LayerCache
+from kvbench.kv import KVError
+
+
+def branch_of(base: LayerCache) -> LayerCache:
+    """A cache that goes on from `base` and reads its entries where they are, so that nothing may be
+    appended to `base` any more. What evicts changes all entries, and is copied; so is a sliding
+    window, which is short."""
+    if base.evicts or base.window is not None:
+        return base.clone()
+    twin, n = copy.copy(base), base.length
+    twin.base, twin.packed, twin.first, twin.first_value = base, None, n, n
+    twin.keys, twin.values = base.keys[:, :0], base.values[:, :0]
+    _copy_beside(twin)
+    return twin
+
+
+def merged(cache: LayerCache) -> LayerCache:
+    """The cache itself, or, of a branch, one like it that holds all its entries itself."""
+    if cache.base is None:
+        return cache
+    base, twin, n = merged(cache.base), copy.copy(cache), cache.length
+    twin.base, twin.packed = None, base.packed
+    twin.first, twin.first_value = base.first, base.first_value
+    before = base.keys[:, : base.length - base.first]
+    twin.keys = torch.cat([before, cache.keys[:, : n - cache.first]], dim=1)
+    before = base.values[:, : base.length - base.first_value]
+    twin.values = torch.cat([before, cache.values[:, : n - cache.first_value]], dim=1)
+    _copy_beside(twin)
+    return twin
+
+
+def _copy_beside(cache: LayerCache) -> None:
+    for name in BESIDE:
+        part = getattr(cache, name)
+        if part is not None:
+            setattr(cache, name, part[:, : cache.length].clone())
+
+
+def cropped(cache: LayerCache, tokens: int) -> LayerCache:
+    """The cache as it was before the last `tokens` that were appended to it.
+
+    Raises:
+        KVError: the method changes more than the end of its cache while decoding.
+    """
+    if cache.evicts or cache.value_range is not None:
+        how = "evicts" if cache.evicts else "bounds its outputs by the values it has seen"
+        raise KVError(
+            f"{type(cache.method).__name__} {how} while decoding, and what left does not come back; "
+            "allowed: a copy made before"
+        )
+    twin = merged(cache).clone()
+    twin.length -= tokens
+    return twin
 
 
 def rows_by_base(caches: Sequence[LayerCache | None]) -> list[list[int]]:

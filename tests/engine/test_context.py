@@ -79,7 +79,8 @@ def test_bytes_are_audited_after_every_question(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(
         context_module, "close_row", lambda row, layers: (close(row, layers), rows.append(row))
     )
-    for name, options in [*VARIANTS, *MORE]:
+    more: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in ("topk", "h2o", "balancekv")]
+    for name, options in [*more, *MORE]:
         context = Context(model, build_method(name, **options), Budget(0.25, **SMALL), CONTEXT)
         context.ask_all(QUESTIONS, max_new_tokens=5)
         context.ask(QUESTIONS[0], max_new_tokens=5, keep=True)
