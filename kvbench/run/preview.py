@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich import box
@@ -15,29 +12,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvbench.engine.estimate import CacheShape, cache_shape, is_cheap
-from kvbench.engine.limits import in_main_thread, time_limit
-from kvbench.errors import complain, one_line, printable
+from kvbench.engine.estimate import CacheShape, cache_shape
+from kvbench.errors import printable
 from kvbench.kv import Budget
 from kvbench.methods.base import Method
 from kvbench.records.read import StoreError, load_run, read_records
 from kvbench.run.encoding import Asked, examples_of
+from kvbench.run.estimate import estimate, prompt_tokens
 from kvbench.run.plan import Unit, beyond_positions, contexts_of
 from kvbench.run.runner import Job
-
-LONGEST_TRIAL = 10.0
-"""Seconds that trying an example with a short answer may take."""
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """Seconds a job would take, and how that was found."""
-
-    seconds: float | None
-    how: str
-
-    def __str__(self) -> str:
-        return self.how if self.seconds is None else f"about {duration(self.seconds)} ({self.how})"
 
 
 def print_dry_run(job: Job, console: Console | None = None) -> None:
@@ -52,7 +35,7 @@ def print_dry_run(job: Job, console: Console | None = None) -> None:
     done = {label: _done(folder, units) for label, folder in folders.items()}
     wanted = sum(len(unit.record_ids) for unit in units)
     todo = [unit for unit in units if any(not set(unit.record_ids) <= d for d in done.values())]
-    lengths = [n for n in map(_prompt_tokens, units) if n is not None]
+    lengths = [n for n in map(prompt_tokens, units) if n is not None]
     new = [each.example.max_new_tokens for u in units for each in examples_of(u.payload)]
     shape = cache_shape(job.spec, job.session.dtype)
     lines = {
@@ -63,7 +46,7 @@ def print_dry_run(job: Job, console: Console | None = None) -> None:
         "new tokens": f"up to {max(new)} each" if new else "as the task says",
         "compress after": job.session.compress_after,
         "runs on": f"{job.session.device}, {str(job.session.dtype).removeprefix('torch.')}",
-        "time": str(estimate(job, todo)),
+        "time": str(estimate(job, todo, any_model=False)),
         "results": str(next(iter(folders.values())).parent),
     }
     beyond = beyond_positions(units, job.session)
@@ -146,14 +129,6 @@ def _done(folder: Path, units: Sequence[Unit]) -> set[str]:
     return found & {record_id for unit in units for record_id in unit.record_ids}
 
 
-def _prompt_tokens(unit: Unit) -> int | None:
-    """Prompt tokens of a unit, None where its plan does not tell."""
-    if isinstance(unit.payload, tuple) and unit.payload and isinstance(unit.payload[0], int):
-        return unit.payload[0]  # the throughput probe's (tokens, setting, run)
-    n = getattr(unit.payload, "n", None)
-    return n if isinstance(n, int) else None
-
-
 def _shared(units: Sequence[Unit], records: int) -> str:
     """How many records a benchmark's units end in, where that is not one each."""
     asked = [unit.payload for unit in units if isinstance(unit.payload, Asked)]
@@ -181,63 +156,6 @@ def _memory(
         return str(capacity), "unknown", "unknown"
     exact, held = shape.bytes(n, n), shape.bytes(n, capacity, method.quantization())
     return str(capacity), f"{size(held)} ({held / exact:.0%})", size(exact)
-
-
-def estimate(job: Job, todo: Sequence[Unit]) -> Estimate:
-    """Run the shortest unit, keep nothing, and scale by prompt tokens.
-
-    Only where that is cheap: a small model that is on this machine and answers quickly.
-    """
-    if not todo:
-        return Estimate(0.0, "everything is on disk")
-    if not is_cheap(job.spec):
-        return Estimate(None, "unknown (measured only for small models on this machine)")
-    lengths = [_prompt_tokens(unit) for unit in todo]
-    known = [n for n in lengths if n is not None]
-    shortest = todo[lengths.index(min(known))] if known else todo[0]
-    try:
-        # loads the model and warms it up
-        if _seconds(job, few_tokens(shortest), LONGEST_TRIAL) > LONGEST_TRIAL:
-            return Estimate(None, f"unknown (example {shortest.id} takes too long to try)")
-        seconds = _seconds(job, shortest)
-    except Exception as failure:  # noqa: BLE001 - a dry run says what it can
-        return Estimate(None, f"unknown (example {shortest.id} fails: {one_line(failure)})")
-    scale = sum(known) / min(known) if known else len(todo)
-    return Estimate(seconds * scale, f"{shortest.id}, the shortest, took {duration(seconds)}")
-
-
-def _seconds(job: Job, unit: Unit, patience: float = math.inf) -> float:
-    """How long a unit takes; soon after `patience` seconds it is given up."""
-    start = time.perf_counter()
-    limit = patience if math.isfinite(patience) and in_main_thread() else None
-    try:
-        with time_limit(limit, lambda: complain(f"example {unit.id} takes too long to try")):
-            for _ in job.plan.run(unit, job.methods, job.session):
-                if time.perf_counter() - start > patience:
-                    break
-    except TimeoutError:
-        pass
-    return time.perf_counter() - start
-
-
-def few_tokens(unit: Unit) -> Unit:
-    """The same unit, with a short answer."""
-    if not isinstance(unit.payload, Asked):
-        return unit
-    examples = tuple(
-        replace(each, example=replace(each.example, max_new_tokens=4))
-        for each in unit.payload.examples
-    )
-    return replace(unit, payload=replace(unit.payload, examples=examples))
-
-
-def duration(seconds: float) -> str:
-    """Seconds for people."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    if seconds < 3600:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h"
 
 
 def size(count: float) -> str:

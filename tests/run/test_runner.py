@@ -15,8 +15,9 @@ from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
 from kvbench.records.read import load_run
 from kvbench.report.build import build_report
+from kvbench.run import estimate as estimates
 from kvbench.run import preview as dry_run
-from kvbench.run.plan import TaskPlan
+from kvbench.run.plan import Outcome, TaskPlan
 from kvbench.run.runner import run_job
 from kvbench.tasks.longeval_lines import LongEvalLines
 
@@ -211,31 +212,44 @@ def test_another_file_under_the_same_name_is_another_run(tmp_path):
     assert len(folders) == 2
 
 
-def test_a_dry_run_scales_the_shortest_example_by_prompt_tokens(tmp_path, monkeypatch):
+def test_a_dry_run_scales_the_example_of_median_length(tmp_path, monkeypatch):
     tried = []
 
-    def seconds(job, unit, patience=0.0):
+    def measured(job, unit, patience=0.0):
         tried.append((unit.id, unit.payload.examples[0].example.max_new_tokens))
-        return 2.0
+        (record,) = unit.record_ids
+        reading = {"prefill_s": 2.0, "compress_s": 0.5, "new_tokens": 5, "decode_s": 1.0}
+        return 9.0, [Outcome(label, record, dict(reading)) for label in job.methods]
 
-    monkeypatch.setattr(dry_run, "_seconds", seconds)
-    monkeypatch.setattr(dry_run, "is_cheap", lambda spec: True)
+    monkeypatch.setattr(estimates, "_tried", measured)
+    monkeypatch.setattr(estimates, "is_cheap", lambda spec: True)
     job = make_job(tmp_path)
     todo = dry_run.units_to_run(job)
-    found = dry_run.estimate(job, todo[::-1])
+    found = estimates.estimate(job, todo[::-1], any_model=False)
     lengths = [8 * (8 + i) + len("what next? ") for i in range(4)]
-    assert found.seconds == pytest.approx(2.0 * sum(lengths) / lengths[0])
-    assert tried == [("e0", 4), ("e0", 6)], "with a short answer first, which loads the model"
-    assert str(found) == "about 9.3 s (e0, the shortest, took 2.0 s)"
+    methods = len(job.methods)
+    reading = (2.0 + 0.5 * methods) / lengths[2]  # one prefill serves all methods
+    writing = 1.0 * methods / 4  # the first new token comes from the prefill
+    assert found.seconds == pytest.approx(reading * sum(lengths) + writing * 6 * 4)
+    assert tried == [("e2", 4), ("e2", 6)], "with a short answer first, which loads the model"
+    assert str(found).endswith("per new token)")
     run_job(replace(job, limit=3))
     (left,) = dry_run.units_to_run(job)
     assert left.id == "e3"
-    assert str(dry_run.estimate(job, [])) == "about 0.0 s (everything is on disk)"
+    done = estimates.estimate(job, [], any_model=False)
+    assert str(done) == "about 0.0 s (everything is on disk)"
 
     def fails(job, unit, patience=0.0):
         raise ValueError("no")
 
-    monkeypatch.setattr(dry_run, "_seconds", fails)
-    assert str(dry_run.estimate(job, todo)) == "unknown (example e0 fails: ValueError: no)"
-    assert [dry_run.duration(s) for s in (1.0, 90.0, 7200.0)] == ["1.0 s", "2 min", "2.0 h"]
+    monkeypatch.setattr(estimates, "_tried", fails)
+    found = estimates.estimate(job, todo, any_model=False)
+    assert str(found) == "unknown (example e2 fails: ValueError: no)"
+    monkeypatch.setattr(estimates, "_tried", lambda *_: (99.0, []))
+    found = estimates.estimate(job, todo, any_model=False)
+    assert str(found) == "unknown (example e2 takes too long to try)"
+    monkeypatch.setattr(estimates, "is_cheap", lambda spec: False)
+    found = estimates.estimate(job, todo, any_model=False)
+    assert str(found) == "unknown (measured only for small models on this machine)"
+    assert [estimates.duration(s) for s in (1.0, 90.0, 7200.0)] == ["1.0 s", "2 min", "2.0 h"]
     assert [dry_run.size(b) for b in (12, 2048, 3 * 2**30)] == ["12 B", "2.0 KiB", "3.0 GiB"]
