@@ -12,8 +12,16 @@ from kvbench.report.experiment import load_experiment
 from kvbench.report.figures.canvas import save_figures
 from kvbench.report.files import file_stem, part_of, remove_stale, write_text
 from kvbench.report.render.page import Page, render_page
+from kvbench.report.render.summary import SUMMARY, summary_of, summary_text
 from kvbench.report.render.text import csv, latex, markdown
-from kvbench.report.sections import alone, as_printed, section_of, several_tasks
+from kvbench.report.sections import (
+    alone,
+    as_printed,
+    by_model,
+    memory_of_tasks,
+    section_of,
+    several_tasks,
+)
 from kvbench.report.table import Table
 from kvbench.report.tables.differences import PaperError
 from kvbench.report.tables.published import published_tables
@@ -56,8 +64,12 @@ def build_report(experiment_folder: str | Path) -> ReportPaths:
     ranked = [section.scores[0] for section in sections if section.ranked]
     printed = as_printed(sections, published)
     compared = comparison_tables(published)
+    summary = summary_of(experiment, sections)
+    memory = [m for m in (memory_of_tasks(s) for s in by_model(sections)) if m is not None]
     page = Page(
+        summary,
         sections,
+        memory=memory,
         overview=[t for t in printed if len(list(t.groups())) > 1] + several_tasks(ranked),
         published=compared,
         warnings=warnings,
@@ -66,9 +78,10 @@ def build_report(experiment_folder: str | Path) -> ReportPaths:
     every += [table for section in sections for table in section.tables]
     try:
         place = write_text(experiment.folder / "report.html", render_page(experiment, page))
+        write_text(experiment.folder / SUMMARY, summary_text(summary))
         tables = write_tables(every, part_of(experiment.folder, "tables"))
         figures = save_figures(
-            [d for s in sections for d in (*s.figures, *alone(s.group))],
+            [*memory, *(d for s in sections for d in (*s.drawn, *alone(s.group)))],
             part_of(experiment.folder, "figures"),
         )
         remove_stale(experiment.folder, [*tables, *figures])

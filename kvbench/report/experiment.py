@@ -86,6 +86,11 @@ class Group:
             if variant.method != BASELINE and variant.label not in kept
         )
 
+    @cached_property
+    def datasets(self) -> list[Any]:
+        """In the task's order, which is its paper's: tasks give an example of each in turn."""
+        return list(self.records["dataset"].unique())
+
     @property
     def left_out(self) -> list[str]:
         """Datasets of the task of which `limit` left nothing, whatever the run."""

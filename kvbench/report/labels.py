@@ -67,6 +67,11 @@ class Variant:
         return ", ".join((self.method, *self.options))
 
     @property
+    def options_without_rate(self) -> tuple[str, ...]:
+        """What sets it apart from runs of the same method at its rate."""
+        return tuple(o for o in self.options if not o.startswith(("rate ", "total_rate ")))
+
+    @property
     def sort_key(self) -> tuple[tuple[int, str], float, tuple[tuple[str, float, str], ...]]:
         """The reference methods first, larger budgets before smaller ones; options by their number."""
         return order_of(self.method), -(self.rate or 0.0), tuple(map(_natural, self.options))

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvbench.report.experiment import Experiment, Group, by_measure
 from kvbench.report.figures.bars import bars
-from kvbench.report.figures.canvas import Drawn
+from kvbench.report.figures.canvas import MAX_PANELS, Drawn
 from kvbench.report.figures.heatmap import heatmaps, heatmaps_alone
 from kvbench.report.figures.intervals import (
     breakdown,
     by_dataset,
     differences,
-    error_against_memory,
-    score_against_ratio,
 )
+from kvbench.report.figures.memory import error_against_memory, score_against_ratio, score_on_tasks
 from kvbench.report.figures.throughput import throughput, throughput_scaling
 from kvbench.report.table import Table
 from kvbench.report.tables.differences import PaperError
@@ -32,7 +32,9 @@ from kvbench.report.tables.score_tables import (
 )
 from kvbench.report.tables.scores import AVERAGE, ScoreTable, score_table
 from kvbench.report.tables.study import Study, study_of
+from kvbench.report.tables.sweep import sweep_table
 from kvbench.report.tables.timings import decoding_table, timing_table
+from kvbench.report.tables.verdict import verdict_of
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,11 @@ class Section:
 
     Attributes:
         scores: by dataset, then by every other field.
+        verdict: what was found, in words. memory: the score against memory.
         lead: the tables that come first: of scores, of timings, or of a study.
         folded: further tables, each with the line that opens it. filed: tables for files alone.
         findings: paragraphs of a study. notes: what the examples are a sample of.
+        figures: all others.
         ranked: whether scores are compared: no timings, no study.
         warnings: what had to be left out.
     """
@@ -51,6 +55,8 @@ class Section:
     group: Group
     scores: tuple[ScoreTable, ...]
     lead: tuple[Table, ...]
+    verdict: str = ""
+    memory: Drawn | None = None
     folded: tuple[tuple[str, Table], ...] = ()
     filed: tuple[Table, ...] = ()
     findings: tuple[str, ...] = ()
@@ -61,8 +67,14 @@ class Section:
 
     @property
     def tables(self) -> list[Table]:
-        """Every table that is written."""
-        return [*self.lead, *(table for _, table in self.folded), *self.filed]
+        """Every table that is written; what the page leads with may be a part of one."""
+        every = (*self.lead, *(table for _, table in self.folded), *self.filed)
+        return list({table.name: table for table in every}.values())
+
+    @property
+    def drawn(self) -> list[Drawn]:
+        """Every figure."""
+        return [*([self.memory] if self.memory else []), *self.figures]
 
 
 def section_of(group: Group, folder: Path, published: Sequence[Published] = ()) -> Section:
@@ -95,13 +107,15 @@ def section_of(group: Group, folder: Path, published: Sequence[Published] = ()) 
         return replace(
             section,
             lead=study.tables,
+            verdict=study.verdict,
             folded=tuple(zip(headings, split, strict=True)),
             filed=(as_table(scores[0]), *changes),
             findings=study.findings,
             figures=study.figures,
             ranked=False,
         )
-    folded: list[tuple[str, Table]] = []
+    whole, rates = as_table(scores[0]), sweep_table(scores[0])
+    folded: list[tuple[str, Table]] = [("Every number: entries, seconds, examples", whole)]
     pairs = pairs_of(group, _published_averages(group, published))
     if pairs:
         heading = "Which compressed methods are shown to differ, and the examples that takes"
@@ -110,18 +124,23 @@ def section_of(group: Group, folder: Path, published: Sequence[Published] = ()) 
     if decoding is not None:
         folded.append(("Seconds of decoding per token, by length of the prompt", decoding))
     folded += zip(by_field, split, strict=True)
-    for table, change in zip(
-        [t for t in scores if t.baseline and len(t.columns) > 1], changes, strict=True
-    ):
+    for table, change in zip(several, changes, strict=True):
         folded.append(
             (f"Paired differences to {table.baseline} by {table.by.replace('_', ' ')}", change)
         )
     if is_fidelity(group):
         where = divergence_table(group)
         folded[:0] = [("Where a method begins to differ", where)] if where else []
+    failed = any(row.total.failures for row in scores[0].rows)
+    shown = {"variant", *scores[0].columns, "difference", "ratio", *(["failures"] * failed)}
     return replace(
         section,
-        lead=(as_table(scores[0]), *([fidelity_table(group)] if is_fidelity(group) else [])),
+        lead=(
+            rates or whole.only(shown),
+            *([fidelity_table(group)] if is_fidelity(group) else []),
+        ),
+        verdict=verdict_of(group),
+        memory=_memory(group, scores[0]),
         folded=tuple(folded),
         filed=tuple(_splits(group, scores)),
         figures=tuple(figures_of(group, scores)),
@@ -148,6 +167,25 @@ def several_tasks(ranked: Sequence[ScoreTable]) -> list[Table]:
     """Of each model that was run on several tasks, the methods on all of them."""
     counts = [table.model for table in ranked]
     return overview_tables([table for table in ranked if counts.count(table.model) > 1])
+
+
+def by_model(sections: Sequence[Section]) -> list[list[Section]]:
+    """The sections of each model."""
+    found: dict[str, list[Section]] = {}
+    for section in sections:
+        found.setdefault(section.group.model, []).append(section)
+    return list(found.values())
+
+
+def memory_of_tasks(sections: Sequence[Section]) -> Drawn | None:
+    """Score against memory on several tasks of one model, side by side; None where there is only one, or
+    too many to draw."""
+    drawn = [
+        (section.group, section.scores[0])
+        for section in sections
+        if section.memory and section.group.meta.score_unit == "fraction"
+    ]
+    return score_on_tasks(drawn) if 1 < len(drawn) <= MAX_PANELS else None
 
 
 def as_printed(sections: Sequence[Section], published: Sequence[Published]) -> list[Table]:
@@ -188,12 +226,15 @@ def figures_of(group: Group, tables: Sequence[ScoreTable]) -> list[Drawn]:
         figures.append(differences(table))
     if AVERAGE in table.columns:
         figures.append(by_dataset(group, table))
-    memory = error_against_memory(group)
-    if memory is not None:
-        figures.append(memory)
-    elif len({variant.rate for variant in group.variants if variant.rate is not None}) > 1:
-        figures.append(score_against_ratio(group, table))
     return figures
+
+
+def _memory(group: Group, table: ScoreTable) -> Drawn | None:
+    """Score or error against memory; None where nothing was scored, or nothing saves memory."""
+    scored = {row.variant.label for row in table.rows if not math.isnan(row.total.score.value)}
+    if not scored & group.compressed:
+        return None
+    return error_against_memory(group) or score_against_ratio(group, table)
 
 
 def alone(group: Group) -> list[Drawn]:

@@ -8,8 +8,8 @@ W&B); no renderer knows where a table comes from.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvbench.report.stats.estimate import Estimate
@@ -43,6 +43,7 @@ class Column:
         saved: whether files have the column.
         total: whether it sums up the others; the page shows it first, where a wide table scrolls.
         remark: small print below the heading.
+        ascending: the smallest value is the best, and comes first where a reader sorts.
     """
 
     key: str
@@ -53,6 +54,7 @@ class Column:
     saved: bool = True
     total: bool = False
     remark: str = ""
+    ascending: bool = False
 
     def text(self, value: Any) -> tuple[str, str]:
         """A value as readers see it: the value itself, and its interval (or an empty string)."""
@@ -97,6 +99,7 @@ class Row:
         marks: by column, signs behind the value. bold: columns whose value is set in bold.
         group: heading of the row group that it is in. method: whose colour it has.
         shown: whether readers see it; files have every row.
+        aside: about something else than the rest, and folded on the page.
     """
 
     values: Mapping[str, Any]
@@ -105,6 +108,7 @@ class Row:
     group: str = ""
     method: str | None = None
     shown: bool = True
+    aside: bool = False
 
 
 @dataclass(frozen=True)
@@ -148,6 +152,10 @@ class Table:
     def saved(self) -> bool:
         """Whether there are numbers to write."""
         return self.long is not None or any(column.saved for column in self.columns)
+
+    def only(self, columns: Collection[str]) -> Table:
+        """The table with these of its columns alone."""
+        return replace(self, columns=tuple(c for c in self.columns if c.key in columns))
 
     def groups(self) -> Iterator[tuple[str, list[Row]]]:
         """Row groups in order of appearance, each with its heading."""

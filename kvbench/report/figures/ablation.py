@@ -11,6 +11,7 @@ from matplotlib.artist import Artist
 from kvbench.report.figures.canvas import (
     Drawn,
     draw_estimates,
+    extremes,
     label_axes,
     new_figure,
     stem,
@@ -18,11 +19,10 @@ from kvbench.report.figures.canvas import (
     tick_text,
     words,
 )
-from kvbench.report.figures.style import Style
+from kvbench.report.figures.style import SERIES, Style
+from kvbench.report.table import Column
 from kvbench.report.tables.ablation import Ablation, Effect
 from kvbench.report.tables.strata import as_text
-
-_SERIES = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#000000", "v"))
 
 
 def ablation_figure(ablation: Ablation) -> Drawn:
@@ -39,7 +39,7 @@ def ablation_figure(ablation: Ablation) -> Drawn:
     for ax, panel in zip(axes, panels, strict=True):
         ax.axvline(0, color="#666666", linewidth=0.9)
         for k, one in enumerate(series):
-            color, marker = _SERIES[k % len(_SERIES)]
+            color, marker = SERIES[k % len(SERIES)]
             shift = (k - (len(series) - 1) / 2) * 0.6 / len(series)
             for place, effect in zip(places, effects, strict=True):
                 estimate = effect.cells.get((panel, one))
@@ -72,6 +72,11 @@ def ablation_figure(ablation: Ablation) -> Drawn:
                     elinewidth=1.0,
                     capsize=0,
                     label=label,
+                    says=[
+                        f"{effect.label}, {words(spec['by'])} {tick_text(panel, spec['by'])}"
+                        + (f", {label}" if label else "")
+                        + f": {' '.join(Column('', '', 'change').text(estimate))} %"
+                    ],
                 )
         ax.set_title(f"{words(spec['by'])} {tick_text(panel, spec['by'])}", fontsize=9)
         ax.set_xlim(-min(limit, 105 * lowest) - 1, limit * 1.04)
@@ -104,6 +109,15 @@ def ablation_figure(ablation: Ablation) -> Drawn:
         f" mean with 95 % bootstrap intervals over {ablation.units}; a triangle at the edge"
         " stands for a larger change.",
         figure,
+        extremes(
+            {
+                effect.label: float(np.mean([e.value for e in effect.cells.values()]))
+                for effect in effects
+            },
+            "fraction",
+            lower=True,
+            signed=True,
+        ),
     )
 
 

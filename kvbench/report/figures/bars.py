@@ -13,9 +13,10 @@ from kvbench.report.experiment import Group
 from kvbench.report.figures.canvas import (
     TEXT,
     Drawn,
-    add_legend,
     axis_name,
+    extremes,
     label_axes,
+    name_lines,
     new_figure,
     stem,
     style_axes,
@@ -23,6 +24,8 @@ from kvbench.report.figures.canvas import (
     words,
 )
 from kvbench.report.figures.style import style_of
+from kvbench.report.figures.vector import add_spot
+from kvbench.report.table import number
 from kvbench.report.tables.strata import as_text
 
 
@@ -72,6 +75,16 @@ def bars(group: Group, spec: Mapping[str, Any]) -> list[Drawn]:
                 label=variant.label,
                 error_kw={"elinewidth": 0.9, "capsize": 1.6, "ecolor": "#333333"},
             )
+            for place, tick in zip(at, ticks, strict=True):
+                mean = float(means.get(tick, math.nan))
+                if math.isfinite(mean):
+                    where = "" if name is None else f", {words(facet or '')} {as_text(name)}"
+                    said = (
+                        f"{variant.label}{where}, {words(x)} {tick_text(tick, x)}: {number(mean)}"
+                    )
+                    around = float(spread.get(tick, math.nan))
+                    said += f" ± {number(around)}" if math.isfinite(around) else ""
+                    add_spot(ax, place, mean / 2, said, (width, mean))
         ax.set_xticks(np.arange(len(ticks)), [tick_text(tick, x) for tick in ticks])
         style_axes(ax)
         if name is not None:
@@ -80,7 +93,7 @@ def bars(group: Group, spec: Mapping[str, Any]) -> list[Drawn]:
         ax.remove()
     ylabel = str(spec.get("ylabel", words(value)))
     label_axes(figure, list(axes.flat)[: len(facets)], axis_name(x), ylabel)
-    add_legend(figure, axes.flat[0], len(variants))
+    name_lines(figure, list(axes.flat)[: len(facets)])
     count = good["repeat"].nunique()
     caption = ("Mean over prompts; " if over == "seed" else "") + (
         f"error bars are the standard deviation over {count} {words(over)}s."
@@ -88,4 +101,8 @@ def bars(group: Group, spec: Mapping[str, Any]) -> list[Drawn]:
         else f"one {words(over)}, so no error bars."
     )
     title = f"{group.task}: {ylabel} by {words(x)}"
-    return [Drawn(f"{stem(group)}-bars", title, caption, figure)]
+    overall = {
+        v.label: float(good.loc[good["variant"] == v.label, "value"].mean()) for v in variants
+    }
+    finding = extremes(overall, group.meta.score_unit, lower=group.meta.lower_is_better)
+    return [Drawn(f"{stem(group)}-bars", title, caption, figure, finding)]

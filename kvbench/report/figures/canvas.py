@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import io
+import math
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +22,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.container import ErrorbarContainer
+from matplotlib.container import BarContainer, ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.text import Text
@@ -30,9 +32,11 @@ from numpy.typing import ArrayLike
 from kvbench.errors import printable
 from kvbench.report.experiment import BASELINE, Group
 from kvbench.report.figures.style import Style
+from kvbench.report.figures.vector import Canvas, add_spot, svg_of
 from kvbench.report.files import file_stem, write_bytes
 from kvbench.report.labels import Variant
 from kvbench.report.stats.estimate import Estimate
+from kvbench.report.table import unit_text, value_text
 from kvbench.report.tables.strata import as_text
 
 TEXT, SMALL = 9.0, 8.0
@@ -40,6 +44,7 @@ _DPI = 160
 _MOST_PIXELS = 32_000
 """Along either side of a figure; the drawing library has a limit."""
 GREY = "#666666"
+MOST_IN_LEGEND = 10
 MAX_PANELS = 16
 """Variants that one picture holds."""
 _LONGEST_TICK = 60
@@ -61,12 +66,14 @@ class Drawn:
     Attributes:
         name: file name stem, unique within an experiment.
         caption: what is shown, how it was measured, what the marks mean.
+        finding: what it says in numbers, for who cannot see it.
     """
 
     name: str
     title: str
     caption: str
     figure: Figure
+    finding: str = ""
 
     @cached_property
     def png(self) -> bytes:
@@ -78,24 +85,30 @@ class Drawn:
         """The figure as PDF with embedded fonts, without a date."""
         return self._bytes("pdf", {"CreationDate": None, "Creator": None, "Producer": None})
 
-    def _bytes(self, kind: str, metadata: Mapping[str, Any]) -> bytes:
-        show_as_text(self.figure)
-        with (
-            warnings.catch_warnings()
-        ):  # of names that no font has, or no room: nobody can act on it
-            warnings.filterwarnings("ignore", r"Glyph|constrained_layout not applied", UserWarning)
-            return self._drawn(kind, metadata)
+    @cached_property
+    def svg(self) -> str:
+        """The figure as an element of the page."""
+        with self._laid_out():
+            return svg_of(self.figure, self.name, f"{self.title}. {self.finding or self.caption}")
 
-    def _drawn(self, kind: str, metadata: Mapping[str, Any]) -> bytes:
-        # Lay out once, it takes long; what "none" leaves beside a colour bar lays out nothing.
-        if isinstance(self.figure.get_layout_engine(), ConstrainedLayoutEngine):
-            self.figure.draw_without_rendering()
-            self.figure.set_layout_engine("none")
+    def _bytes(self, kind: str, metadata: Mapping[str, Any]) -> bytes:
         buffer = io.BytesIO()
         dpi = min(_DPI, _MOST_PIXELS / max(self.figure.get_size_inches()))
-        with rc_context({"pdf.fonttype": 42}):  # TrueType: many venues refuse Type 3 fonts
+        # TrueType: many venues refuse Type 3 fonts
+        with self._laid_out(), rc_context({"pdf.fonttype": 42}):
             self.figure.savefig(buffer, format=kind, dpi=dpi, metadata=dict(metadata))
         return buffer.getvalue()
+
+    @contextmanager
+    def _laid_out(self) -> Iterator[None]:
+        """Lay out once, it takes long; what "none" leaves beside a colour bar lays out nothing."""
+        show_as_text(self.figure)
+        with warnings.catch_warnings():  # of names that no font has, or no room: no use to anybody
+            warnings.filterwarnings("ignore", r"Glyph|constrained_layout not applied", UserWarning)
+            if isinstance(self.figure.get_layout_engine(), ConstrainedLayoutEngine):
+                self.figure.draw_without_rendering()
+                self.figure.set_layout_engine("none")
+            yield
 
 
 def save_figures(figures: Sequence[Drawn], folder: Path) -> list[Path]:
@@ -108,7 +121,8 @@ def save_figures(figures: Sequence[Drawn], folder: Path) -> list[Path]:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
+    figure = Canvas(figsize=(width, height), layout="constrained", facecolor="white")
+    figure.spots = []
     FigureCanvasAgg(figure)
     return figure
 
@@ -151,6 +165,7 @@ def draw_estimates(
     horizontal: bool = False,
     size: float = 1.0,
     line: float = 0.0,
+    says: Sequence[str] = (),
     **more: Any,
 ) -> None:
     """Estimates with their intervals, as every figure draws them.
@@ -159,12 +174,14 @@ def draw_estimates(
         at: places along the other axis. scale: what values are multiplied by (100 for per cent).
         horizontal: intervals lie along x.
         size: of the marker, times its usual size. line: width of a line through them; 0: none.
+        says: what the page says at each of them.
         more: for `Axes.errorbar`.
     """
     values = scale * np.array([e.value for e in estimates], dtype=float)
     bounds = scale * np.array([[e.low, e.high] for e in estimates], dtype=float).reshape(-1, 2).T
     spread = np.clip([values - bounds[0], bounds[1] - values], 0, None)
-    x, y = (values, at) if horizontal else (at, values)
+    along = np.asarray(at, dtype=float)
+    x, y = (values, along) if horizontal else (along, values)
     ax.errorbar(
         x,
         y,
@@ -174,8 +191,11 @@ def draw_estimates(
         markersize=size * marker_size(style.marker),
         linestyle="-" if line else "none",
         linewidth=line,
-        **{"elinewidth": 0.9, "capsize": 1.5} | more,
+        **{"elinewidth": 0.9, "capsize": 0} | more,
     )
+    for here, there, text in zip(x, y, says, strict=False):
+        if math.isfinite(here) and math.isfinite(there):
+            add_spot(ax, float(here), float(there), text)
 
 
 def label_axes(figure: Figure, axes: Sequence[Axes], x: str, y: str) -> None:
@@ -198,18 +218,91 @@ def style_axes(ax: Axes, grid: Literal["x", "y"] = "y") -> None:
     ax.set_axisbelow(True)
 
 
-def add_legend(figure: Figure, ax: Axes, count: int) -> None:
-    handles, labels = ax.get_legend_handles_labels()
+def name_lines(figure: Figure, axes: Sequence[Axes]) -> None:
+    """Say which line is which: a legend of at most ten entries, else names at the lines' ends."""
+    handles: dict[str, Any] = {}
+    for ax in axes:
+        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    if len(handles) > MOST_IN_LEGEND:
+        for ax in axes:
+            label_ends(ax)
+        return
     figure.legend(
-        [handle[0] if isinstance(handle, ErrorbarContainer) else handle for handle in handles],
-        labels,
+        [
+            handle[0] if isinstance(handle, ErrorbarContainer) else handle
+            for handle in handles.values()
+        ],
+        list(handles),
         loc="outside upper center",
-        ncols=min(count, 5),
+        ncols=min(len(handles), 5),
         frameon=False,
         fontsize=SMALL,
         columnspacing=1.3,
         handletextpad=0.5,
     )
+
+
+def label_ends(ax: Axes) -> None:
+    """Name each line, or group of bars, to the right of the axes at the height where it ends."""
+    ends = []
+    right, _ = max(ax.get_xlim()), ax.get_ylim()  # settles the limits, which the places depend on
+    for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
+        if isinstance(handle, BarContainer):
+            bar = handle.patches[-1]
+            x, y, color = bar.get_x() + bar.get_width() / 2, bar.get_height(), bar.get_facecolor()
+        else:
+            drawn: Any = handle[0] if isinstance(handle, ErrorbarContainer) else handle
+            points = np.array(drawn.get_data(), dtype=float).T
+            points = points[np.isfinite(points).all(1)]
+            if not len(points):
+                continue
+            (x, y), color = points[-1], drawn.get_color()
+            x = min(x, right)  # of a line across all of the axes
+        height = (ax.transScale + ax.transLimits).transform((x, y))[1]
+        ends.append((height, (x, y), label, color))
+    ends.sort(key=lambda end: end[0])
+    tall = ax.get_position().height * ax.get_figure(root=True).get_figheight() * 72  # type: ignore[union-attr]
+    heights = _apart([end[0] for end in ends], 1.15 * SMALL / tall)
+    for height, (_, place, label, color) in zip(heights, ends, strict=True):
+        ax.annotate(
+            label,
+            place,
+            xytext=(1.03, height),
+            textcoords="axes fraction",
+            va="center",
+            fontsize=SMALL,
+            annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.5, "alpha": 0.6},
+        )
+
+
+def _apart(heights: Sequence[float], gap: float) -> list[float]:
+    """Ascending heights moved as little as it takes to be `gap` apart, about where they were."""
+    groups: list[list[float]] = []  # each: its centre, how many
+    for height in heights:
+        groups.append([min(max(height, 0.0), 1.0), 1])
+        while (
+            len(groups) > 1
+            and groups[-1][0] - groups[-2][0] < gap * (groups[-1][1] + groups[-2][1]) / 2
+        ):
+            centre, count = groups.pop()
+            before, others = groups[-1]
+            groups[-1] = [(before * others + centre * count) / (others + count), others + count]
+    return [
+        centre + (i - (count - 1) / 2) * gap for centre, count in groups for i in range(int(count))
+    ]
+
+
+def extremes(values: Mapping[str, float], unit: str, *, lower: bool, signed: bool = False) -> str:
+    """Who is best and who is last, for who cannot see the figure."""
+    known = {name: value for name, value in values.items() if math.isfinite(value)}
+    if not known:
+        return ""
+    ranked = sorted(known, key=lambda name: known[name], reverse=not lower)
+    texts = [f"{name} {value_text(known[name], unit, signed=signed)}" for name in ranked]
+    what = f"{'difference' if signed else 'mean'}{unit_text(unit)}"
+    return f"Best {what}: {texts[0]}" + (f"; last: {texts[-1]}." if len(texts) > 1 else ".")
 
 
 def percent(unit: str) -> float:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.colorbar import Colorbar
 
 from kvbench.report.experiment import Group
 from kvbench.report.figures.canvas import (
@@ -18,6 +19,7 @@ from kvbench.report.figures.canvas import (
     Drawn,
     axis_name,
     axis_unit,
+    extremes,
     new_figure,
     pages,
     percent,
@@ -25,11 +27,15 @@ from kvbench.report.figures.canvas import (
     stem,
     words,
 )
+from kvbench.report.figures.vector import add_spot
 from kvbench.report.labels import Variant
+from kvbench.report.table import value_text
 from kvbench.report.tables.strata import as_text
 
 _HEAT = "viridis"
 _MISSING = "#EEEEEE"
+_ON_DARK, _ON_BRIGHT = "#FDFDFD", "#111111"
+"""Text on a cell, which keeps its colour on a dark page."""
 
 
 def heatmaps(group: Group, spec: Mapping[str, Any]) -> list[Drawn]:
@@ -49,15 +55,14 @@ def heatmaps(group: Group, spec: Mapping[str, Any]) -> list[Drawn]:
         figure = new_figure(0.9 + 2.3 * columns, 0.6 + 2.05 * rows)
         axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
         for ax, variant in zip(axes.flat, page, strict=False):
-            _heat(ax, grids[variant.label], low, high, group)
+            image = _heat(ax, grids[variant.label], low, high, group, variant.label)
             ax.set_title(variant.label, fontsize=TEXT)
         for ax in list(axes.flat)[len(page) :]:
             ax.remove()
         figure.supxlabel(axis_name(spec["x"]), fontsize=TEXT)
         figure.supylabel(axis_name(spec["y"]), fontsize=TEXT)
-        image = figure.axes[0].images[0]
         bar = figure.colorbar(image, ax=list(figure.axes), fraction=0.03, pad=0.02)
-        _style_bar(bar.ax, f"{spec.get('value', 'score')}{unit}")
+        _style_bar(bar, f"{spec.get('value', 'score')}{unit}")
         figures.append(
             Drawn(
                 f"{stem(group)}-heatmap{suffix}",
@@ -65,6 +70,11 @@ def heatmaps(group: Group, spec: Mapping[str, Any]) -> list[Drawn]:
                 f" {words(spec['y'])}",
                 caption,
                 figure,
+                extremes(
+                    {v.label: float(np.nanmean(grids[v.label])) for v in page},
+                    group.meta.score_unit,
+                    lower=group.meta.lower_is_better,
+                ),
             )
         )
     return figures
@@ -87,7 +97,7 @@ def heatmaps_alone(
         ax.set_ylabel(axis_name(spec["y"]), fontsize=TEXT)
         if number == 0:
             bar = figure.colorbar(image, ax=ax, fraction=0.046, pad=0.03)
-            _style_bar(bar.ax, f"{spec.get('value', 'score')}{axis_unit(group)}")
+            _style_bar(bar, f"{spec.get('value', 'score')}{axis_unit(group)}")
         name = f"{stem(group)}-heatmap-{slug(variant.label)}"
         drawn = Drawn(name, f"{group.task}: {variant.label}", "", figure)
         if len(variants) > 1:
@@ -97,9 +107,11 @@ def heatmaps_alone(
     return found
 
 
-def _style_bar(ax: Axes, label: str) -> None:
-    ax.tick_params(labelsize=SMALL, length=2.5, color=GREY)
-    ax.set_ylabel(label, fontsize=TEXT)
+def _style_bar(bar: Colorbar, label: str) -> None:
+    if bar.solids is not None:
+        bar.solids.set_rasterized(True)  # hundreds of shades, one picture
+    bar.ax.tick_params(labelsize=SMALL, length=2.5, color=GREY)
+    bar.ax.set_ylabel(label, fontsize=TEXT)
 
 
 def grids_of(group: Group, spec: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
@@ -128,40 +140,50 @@ def _scale(group: Group, grids: Mapping[str, pd.DataFrame]) -> tuple[float, floa
     return float(np.nanmin(values)), float(np.nanmax(values))
 
 
-def _heat(ax: Axes, grid: pd.DataFrame, low: float, high: float, group: Group) -> Any:
+def _heat(
+    ax: Axes, grid: pd.DataFrame, low: float, high: float, group: Group, says: str = ""
+) -> Any:
+    """Cells of one colour each; `says`: with a spot on each, whose text begins so."""
     scale = percent(group.meta.score_unit)
     values = grid.to_numpy(float) * scale
     ax.set_facecolor(_MISSING)
-    image = ax.imshow(
+    rows, columns = values.shape
+    image = ax.pcolormesh(
+        np.arange(columns + 1) - 0.5,
+        np.arange(rows + 1) - 0.5,
         np.ma.masked_invalid(values),
-        aspect="auto",
         cmap=_HEAT,
         vmin=low * scale,
         vmax=high * scale,
-        interpolation="nearest",
+        edgecolors="white",
+        linewidth=1,
     )
-    ax.set_xticks(np.arange(-0.5, values.shape[1]), minor=True)
-    ax.set_yticks(np.arange(-0.5, values.shape[0]), minor=True)
-    ax.grid(which="minor", color="white", linewidth=1)
-    ax.tick_params(which="minor", length=0)
-    _thin_ticks(ax, "x", [as_text(c) for c in grid.columns])
-    _thin_ticks(ax, "y", [as_text(c) for c in grid.index])
+    ax.set_ylim(rows - 0.5, -0.5)
+    xs, ys = ([as_text(one) for one in names] for names in (grid.columns, grid.index))
+    _thin_ticks(ax, "x", xs)
+    _thin_ticks(ax, "y", ys)
     ax.tick_params(labelsize=SMALL, length=0)
     for spine in ax.spines.values():
         spine.set_visible(False)
-    if values.size <= 64:
-        middle = (low + high) / 2 * scale
-        for (row, column), value in np.ndenumerate(values):
-            if not math.isnan(value):
-                ax.text(
-                    column,
-                    row,
-                    f"{value:.0f}" if scale == 100 else f"{value:.2g}",
-                    ha="center",
-                    va="center",
-                    fontsize=6.5,
-                    color="white" if value < middle else "black",
-                )
+    middle = (low + high) / 2 * scale
+    for (row, column), value in np.ndenumerate(values):
+        if math.isnan(value):
+            continue
+        if says:
+            where = f"{words(str(grid.columns.name))} {xs[column]}, "
+            where += f"{words(str(grid.index.name))} {ys[row]}"
+            text = value_text(value / scale, group.meta.score_unit)
+            add_spot(ax, column, row, f"{says}, {where}: {text}", (1.0, 1.0))
+        if values.size <= 64:
+            ax.text(
+                column,
+                row,
+                f"{value:.0f}" if scale == 100 else f"{value:.2g}",
+                ha="center",
+                va="center",
+                fontsize=6.5,
+                color=_ON_DARK if value < middle else _ON_BRIGHT,
+            )
     return image
 
 

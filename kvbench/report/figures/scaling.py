@@ -11,27 +11,30 @@ import numpy as np
 from kvbench.report.experiment import Group
 from kvbench.report.figures.canvas import (
     Drawn,
-    add_legend,
     draw_estimates,
+    extremes,
     label_axes,
+    name_lines,
     new_figure,
     stem,
     style_axes,
     words,
 )
-from kvbench.report.figures.style import Style, order_of, style_of
+from kvbench.report.figures.style import SPARE, Style, order_of, style_of
+from kvbench.report.figures.vector import add_spot
 from kvbench.report.labels import Variant
-from kvbench.report.table import signed_text
+from kvbench.report.table import number, signed_text
 from kvbench.report.tables.scaling import (
     Curve,
     Fit,
     Scaling,
     interval_text,
     reach_text,
+    slope_text,
 )
+from kvbench.report.tables.strata import as_text
 
 _GREY = "#888888"
-_SPARE = ("#332288", "#44AA99", "#CC79A7", "#999933", "#661100", "#117733", "#DDCC77", "#AA4499")
 _SPARE_MARKERS = ("h", "p", ">", "d", "8", "H", "v", "^")
 
 
@@ -64,6 +67,9 @@ def _curves_figure(group: Group, spec: Mapping[str, Any], curves: Sequence[Curve
                 linewidth=1.2,
                 label=curve.variant.label,
             )
+            for x, y in zip(curve.x, curve.mean, strict=True):
+                said = f"{curve.variant.label}, {facet}, {words(spec['x'])} {as_text(float(x))}"
+                add_spot(ax, float(x), float(y), f"{said}: {number(float(y))}")
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")
         ax.set_title(facet, fontsize=9)
@@ -77,8 +83,7 @@ def _curves_figure(group: Group, spec: Mapping[str, Any], curves: Sequence[Curve
     shown = list(axes.flat)[: len(facets)]
     xlabel, ylabel = (str(spec.get(f"{a}label", words(spec[a]))) for a in "xy")
     label_axes(figure, shown, xlabel, ylabel)
-    most = max(range(len(facets)), key=lambda i: len(shown[i].lines))
-    add_legend(figure, shown[most], len(looks))
+    name_lines(figure, shown)
     slopes = " and ".join(signed_text(slope) for slope in spec.get("guides", ()))
     return Drawn(
         f"{stem(group)}-scaling",
@@ -86,6 +91,11 @@ def _curves_figure(group: Group, spec: Mapping[str, Any], curves: Sequence[Curve
         f"Means {interval_text(curves, spec)}; both axes logarithmic; dashed in grey: slope"
         f" {slopes}.",
         figure,
+        extremes(
+            {f"{c.variant.label}, {c.facet}": float(c.mean[-1]) for c in curves},
+            "",
+            lower=True,
+        ).replace("mean", f"{words(spec['y'])} at the last {words(spec['x'])}"),
     )
 
 
@@ -120,6 +130,7 @@ def _slopes_figure(group: Group, spec: Mapping[str, Any], fits: Sequence[Fit]) -
             elinewidth=1.1,
             capsize=0,
             label=variant.label,
+            says=[f"{variant.label}, {f.curve.facet}: slope {slope_text(f.slope)}" for f in mine],
         )
     ax.set_yticks(range(len(facets)), facets)
     ax.set_ylim(len(facets) - 0.5, -0.5)
@@ -128,13 +139,18 @@ def _slopes_figure(group: Group, spec: Mapping[str, Any], fits: Sequence[Fit]) -
     across = str(spec.get("xlabel", words(spec["x"])))
     ax.set_xlabel(f"slope of log {words(spec['y'])} against log {across}", fontsize=9)
     style_axes(ax, grid="x")
-    add_legend(figure, ax, min(4, len(variants)))
+    name_lines(figure, [ax])
     return Drawn(
         f"{stem(group)}-slopes",
         f"{group.task}: fitted slopes",
         f"Least-squares slopes on logarithmic axes{reach_text(fits)}, {interval_text(fits, spec)};"
         " dashed: the slopes of the papers' bounds.",
         figure,
+        "Steepest "
+        + ", ".join(
+            f"{f.curve.variant.label}, {f.curve.facet} {slope_text(f.slope)}"
+            for f in sorted(fits, key=lambda f: f.slope.value)[:1]
+        ),
     )
 
 
@@ -142,7 +158,7 @@ def _looks(variants: Sequence[Variant]) -> dict[str, Style]:
     """The papers' methods as everywhere; variants of them in the spare colours, in order."""
     looks: dict[str, Style] = {}
     unknown = order_of("")[0]
-    spare = zip(_SPARE * 9, _SPARE_MARKERS * 9, strict=True)
+    spare = zip(SPARE * 9, _SPARE_MARKERS * 9, strict=True)
     for variant in variants:
         known = order_of(variant.method)[0] != unknown
         taken = any(style_of(variant.method) == look for look in looks.values())

@@ -13,16 +13,19 @@ from kvbench.report.figures.canvas import (
     SMALL,
     TEXT,
     Drawn,
-    add_legend,
     draw_estimates,
+    extremes,
+    name_lines,
     new_figure,
     plain_ticks,
     stem,
     style_axes,
 )
 from kvbench.report.figures.style import style_of
+from kvbench.report.figures.vector import add_spot
 from kvbench.report.stats.estimate import Estimate
-from kvbench.report.table import failures_text, value_text
+from kvbench.report.table import Column, failures_text, number, value_text
+from kvbench.report.tables.strata import as_text
 from kvbench.report.tables.timings import median_of, timings_of
 
 
@@ -34,12 +37,21 @@ def throughput(group: Group) -> Drawn:
     figure = new_figure(10.5 if memory else 9.0, 1.1 + max(1.6, 0.26 * len(timings)))
     panels: list[Axes] = list(figure.subplots(1, 3 if memory else 2, sharey=True))
     labels = []
+    decoding: dict[str, float] = {}
     for i, timing in enumerate(reversed(timings)):
         color = style_of(timing.variant.method).color
         prefill, decode = (timing.median(key) for key in ("prefill_compress_s", "decode_s"))
         panels[0].barh(i, prefill, 0.68, color=color, alpha=0.4, edgecolor=color)
         panels[0].barh(i, decode, 0.68, left=prefill, color=color, edgecolor=color)
         rate = timing.estimate("decode_tokens_per_s")
+        who = f"{timing.variant.label} ({timing.setting})"
+        if math.isfinite(prefill + decode):
+            said = f"{who}: prefill and compress {number(prefill)} s, decode {number(decode)} s"
+            add_spot(panels[0], (prefill + decode) / 2, i, said, (prefill + decode, 0.68))
+        if math.isfinite(rate.value):
+            said = f"{who}: {' '.join(Column('', '', 'median').text(rate))} new tokens per second"
+            add_spot(panels[1], rate.value / 2, i, said, (rate.value, 0.68))
+            decoding[who] = rate.value
         _bar(panels[1], i, rate.value, color)
         if math.isfinite(rate.low):
             panels[1].plot([rate.low, rate.high], [i, i], color="#222222", linewidth=0.9)
@@ -76,6 +88,7 @@ def throughput(group: Group) -> Drawn:
         )
         + (f"; prompt + new tokens: {settings[0]}." if len(settings) == 1 else "."),
         figure,
+        extremes(decoding, "tokens per second", lower=False),
     )
 
 
@@ -119,6 +132,10 @@ def throughput_scaling(group: Group) -> Drawn | None:
                 style_of(variant.method),
                 line=1.3,
                 label=variant.label,
+                says=[
+                    f"{variant.label}, {as_text(length)} tokens: {number(found.value)} {label}"
+                    for length, found in lines.items()
+                ],
             )
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")
@@ -129,7 +146,7 @@ def throughput_scaling(group: Group) -> Drawn | None:
         ax.set_xlabel("prompt length (tokens)", fontsize=TEXT)
         ax.set_ylabel(label, fontsize=TEXT)
         style_axes(ax)
-    add_legend(figure, axes[0], len(variants))
+    name_lines(figure, axes)
     return Drawn(
         f"{stem(group)}-scaling",
         f"{group.task}: time and memory against the prompt's length",

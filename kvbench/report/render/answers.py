@@ -47,7 +47,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class Shown:
-    """One example with every variant's answer."""
+    """One example with every variant's answer.
+
+    Attributes:
+        evidence: the part of the prompt that holds the answer, where the task knows it: in pieces, each
+            with whether it is the answer itself.
+    """
 
     example_id: str
     seed: str
@@ -56,6 +61,7 @@ class Shown:
     prompt_tail: str
     expected: str
     answers: tuple[Answer, ...]
+    evidence: tuple[tuple[str, bool], ...] = ()
 
     @property
     def filter_fields(self) -> str:
@@ -158,7 +164,18 @@ def _shown(group: Group, part: pd.DataFrame) -> Shown:
         prompt_tail=clip(first["prompt_tail"], from_end=True),
         expected=" | ".join(map(str, expected)) if isinstance(expected, list) else "",
         answers=tuple(answers),
+        evidence=_evidence(first.get("evidence"), expected),
     )
+
+
+def _evidence(text: Any, answers: Any) -> tuple[tuple[str, bool], ...]:
+    """`text` in pieces, each with whether it is one of `answers`."""
+    shown = clip(text)
+    found = [str(answer) for answer in answers if answer] if isinstance(answers, list) else []
+    if not shown or not found:
+        return ((shown, False),) if shown else ()
+    pieces = re.split(f"({'|'.join(map(re.escape, found))})", shown, flags=re.IGNORECASE)
+    return tuple((piece, place % 2 == 1) for place, piece in enumerate(pieces) if piece)
 
 
 def marked(text: str, reference: str) -> tuple[tuple[str, bool], ...]:

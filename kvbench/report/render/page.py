@@ -10,9 +10,8 @@ import base64
 import hashlib
 import json
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,47 +19,69 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from kvbench.report.experiment import Experiment, Group
 from kvbench.report.figures.canvas import Drawn
-from kvbench.report.figures.style import order_of, style_of
-from kvbench.report.render.answers import Shown, clip, sample_of
+from kvbench.report.figures.style import style_of
+from kvbench.report.render.answers import LIMIT, Shown, clip, sample_of
+from kvbench.report.render.summary import Summary
 from kvbench.report.sections import Section
 from kvbench.report.stats.estimate import Estimate
 from kvbench.report.table import KINDS, MARKS, Column, Table, unit_text, value_text
 
 _HERE = Path(__file__).parent / "templates"
 _FAILURES_SHOWN = 100
-_MANIFESTS_SHOWN = 100
-_PIXELS_PER_INCH = 92
+_MANIFESTS_SHOWN = 20
+MOST_BYTES = 2_000_000
+"""Of a page."""
+_EXAMPLES = (LIMIT, LIMIT // 2, LIMIT // 5, 3)
+"""Answers of so many examples a section: as many as the page has room for."""
 
 
 @dataclass(frozen=True)
 class Page:
-    """What a page shows: its sections, and before them the tables of several models and tasks, and the
-    published numbers beside ours."""
+    """What a page shows: its summary and sections; before them figures and tables of several models and
+    tasks, and the published numbers beside ours."""
 
+    summary: Summary
     sections: Sequence[Section]
+    memory: Sequence[Drawn] = ()
     overview: Sequence[Table] = ()
     published: Sequence[Table] = ()
     warnings: Sequence[str] = ()
 
 
 def render_page(experiment: Experiment, page: Page) -> str:
-    """The page's HTML."""
-    template = environment().get_template("page.html.j2")
-    return template.render(
-        **page_parts(),
-        experiment=experiment,
-        sections=[_section(section, index) for index, section in enumerate(page.sections, 1)],
-        overview=page.overview,
-        published=page.published,
-        warnings=page.warnings,
-        methods=sorted({a.method for s in page.sections for a in s.group.variants}, key=order_of),
-        totals=_totals(experiment),
-        reproduce=how_to_reproduce(experiment),
-        manifests=[
-            (str(run.folder.relative_to(experiment.folder)), json.dumps(run.manifest, indent=2))
-            for run in experiment.runs[:_MANIFESTS_SHOWN]
-        ],
-        statuses=_statuses(experiment),
+    """The page's HTML: at most `MOST_BYTES` where fewer answers, and then fewer figures, make it so."""
+    text = ""
+    for examples, figures in [*((count, True) for count in _EXAMPLES), (_EXAMPLES[-1], False)]:
+        text = _rendered(experiment, page, examples, figures=figures)
+        if len(text.encode(errors="replace")) <= MOST_BYTES:
+            break
+    return text
+
+
+def _rendered(experiment: Experiment, page: Page, examples: int, *, figures: bool) -> str:
+    """`examples`: of every section. `figures`: all of them; else those of memory alone."""
+    return (
+        environment()
+        .get_template("page.html.j2")
+        .render(
+            **page_parts(),
+            experiment=experiment,
+            summary=page.summary,
+            several_models=len({section.group.model for section in page.sections}) > 1,
+            sections=[
+                _section(section, f"section-{index}", examples, figures=figures)
+                for index, section in enumerate(page.sections, 1)
+            ],
+            memory=page.memory,
+            overview=page.overview,
+            published=[_by_model(table) for table in page.published],
+            warnings=page.warnings,
+            reproduce=how_to_reproduce(experiment),
+            manifests=[
+                (str(run.folder.relative_to(experiment.folder)), json.dumps(run.manifest, indent=1))
+                for run in experiment.runs[:_MANIFESTS_SHOWN]
+            ],
+        )
     )
 
 
@@ -77,7 +98,7 @@ def environment() -> Environment:
         color=lambda method: style_of(method).color,
         is_left=lambda column: KINDS[column.kind].left,
         marks=MARKS,
-        track=_track,
+        ascends=_ascends,
         sort_key=_sort_key,
         unit_text=unit_text,
         value_text=value_text,
@@ -95,17 +116,19 @@ def page_parts() -> dict[str, str]:
     }
 
 
-def _section(section: Section, index: int) -> dict[str, Any]:
-    shown, examples = sample_of(section.group)
+def _section(section: Section, place: str, limit: int, *, figures: bool) -> dict[str, Any]:
+    shown, examples = sample_of(section.group, limit)
     return {
-        "id": f"section-{index}",
+        "id": place,
         "group": section.group,
+        "memory": section.memory,
         "lead": section.lead,
         "folded": section.folded,
         "findings": section.findings,
         "ranked": section.ranked,
         "notes": section.notes,
-        "figures": [_figure(drawn) for drawn in section.figures],
+        "figures": section.figures if figures else (),
+        "left_out": 0 if figures else len(section.figures),
         "shown": shown,
         "examples": examples,
         "filters": _filters(shown),
@@ -113,13 +136,17 @@ def _section(section: Section, index: int) -> dict[str, Any]:
     }
 
 
-def _figure(drawn: Drawn) -> dict[str, Any]:
-    """One size of text on the page, however large the figure is."""
-    return {
-        "drawn": drawn,
-        "uri": f"data:image/png;base64,{base64.b64encode(drawn.png).decode()}",
-        "width": round(drawn.figure.get_figwidth() * _PIXELS_PER_INCH),
-    }
+def _by_model(table: Table) -> tuple[Table, Table]:
+    """A published table's rows about our model, and those about others."""
+    ours = tuple(row for row in table.rows if not row.aside)
+    others = tuple(row for row in table.rows if row.aside)
+    title = "About other models than ours" if ours else table.title
+    return replace(table, rows=ours), replace(table, rows=others, title=title)
+
+
+def _ascends(column: Column, first: bool) -> bool:
+    """Whether sorting begins with the smallest: names from a to z, the best first."""
+    return first or column.ascending or column.kind in ("text", "p", "failures")
 
 
 def _filters(shown: Sequence[Shown]) -> dict[str, list[str]]:
@@ -139,23 +166,6 @@ def _failures(group: Group) -> dict[str, Any]:
         for _, row in failed.head(_FAILURES_SHOWN).iterrows()
     ]
     return {"rows": rows, "total": len(failed)}
-
-
-def _totals(experiment: Experiment) -> dict[str, int]:
-    return {
-        "models": len({group.model for group in experiment.groups}),
-        "tasks": len({group.task for group in experiment.groups}),
-        "runs": len(experiment.runs),
-        "records": sum(len(group.records) for group in experiment.groups),
-    }
-
-
-def _statuses(experiment: Experiment) -> dict[str, int]:
-    """Records by status: ok first, then failures."""
-    counts: Counter[str] = Counter({"ok": 0})
-    for group in experiment.groups:
-        counts.update(group.records["status"].astype(str).tolist())
-    return dict(sorted(counts.items(), key=lambda item: (item[0] != "ok", item[0])))
 
 
 def how_to_reproduce(experiment: Experiment) -> list[tuple[str, list[str]]]:
@@ -180,15 +190,6 @@ def _plain(value: object) -> str:
     if isinstance(value, list | tuple):
         return " ".join(map(_plain, value))
     return str(value)
-
-
-def _track(column: Column, value: object) -> dict[str, float] | None:
-    """Where low, value and high of a fraction lie on a line from 0 to 100; None for anything else."""
-    if not isinstance(value, Estimate) or (column.kind, column.unit) != ("score", "fraction"):
-        return None
-    if not column.bounds or math.isnan(value.low):
-        return None
-    return {name: round(100 * getattr(value, name), 1) for name in ("low", "value", "high")}
 
 
 def _sort_key(value: object) -> float | str:

@@ -238,7 +238,8 @@ def _comparison(tables: Sequence[Published]) -> Table:
         for line in table.rows:
             pairs = dict(zip(table.columns, line.pairs, strict=True))
             group = f"{table.model}; published: {line.model}" if line.model else table.model
-            rows += _lines(line, pairs, table.unit, group)
+            aside = bool(line.model) and line.model != table.model
+            rows += (replace(row, aside=aside) for row in _lines(line, pairs, table.unit, group))
     notes = [INTERVAL_NOTE, margin_note(tables)]
     if any(INCOMPLETE in mark for row in rows for mark in row.marks.values()):
         notes.append(

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from kvbench.report.experiment import BASELINE, Group
-from kvbench.report.table import INCOMPLETE, NOTHING, TIED, Column, Row, Table, unit_text
+from kvbench.report.table import INCOMPLETE, MISSING, NOTHING, TIED, Column, Row, Table, unit_text
 from kvbench.report.tables.scores import AVERAGE, COSTS, NO_CELL, ScoreTable, VariantScores
 from kvbench.report.tables.strata import natural_order
 
@@ -133,8 +133,18 @@ def _overview(model: str, tables: Sequence[ScoreTable]) -> Table:
     for table in tables:
         remark = "lower is better" if table.lower_is_better else ""
         heading = f"{table.task}{unit_text(table.unit)}"
-        columns.append(Column(table.task, heading, "score", table.unit, saved=False, remark=remark))
-        columns.append(Column(f"{table.task} ratio", "ratio", "number", saved=False))
+        columns.append(
+            Column(
+                table.task,
+                heading,
+                "score",
+                table.unit,
+                saved=False,
+                remark=remark,
+                ascending=table.lower_is_better,
+            )
+        )
+    columns.append(Column("ratio", "ratio", "label", saved=False, total=True, ascending=True))
     rows = []
     for variant in variants:
         # of the same label: tasks may have been run at different rates
@@ -142,14 +152,16 @@ def _overview(model: str, tables: Sequence[ScoreTable]) -> Table:
         values: dict[str, object] = {
             "variant": f"{variant.label}, rate {variant.rate:g}" if named else variant.label
         }
-        marks, bold = {}, set()
+        marks, bold, ratios = {}, set(), []
         for table in tables:
             row = table.row(variant)
-            values |= {table.task: NOTHING, f"{table.task} ratio": np.nan}
+            values[table.task] = NOTHING
             if row is not None:
-                values |= {table.task: row.total.score, f"{table.task} ratio": row.ratio}
+                values[table.task] = row.total.score
+                ratios.append(row.ratio)
                 marks[table.task] = row.total.marks
                 bold |= {table.task} if row.total.best else set()
+        values["ratio"] = span_text(ratios)
         rows.append(Row(values, marks, frozenset(bold), method=variant.method))
     return Table(
         name=f"overview-{model}",
@@ -158,6 +170,15 @@ def _overview(model: str, tables: Sequence[ScoreTable]) -> Table:
         rows=tuple(rows),
         notes=tuple(notes_of(tables)),
     )
+
+
+def span_text(ratios: Sequence[float]) -> str:
+    """One ratio, or the smallest and largest of several; a dash where none is known."""
+    known = sorted(ratio for ratio in ratios if not np.isnan(ratio))
+    if not known:
+        return MISSING
+    low, high = (f"{end:.2f}" for end in (known[0], known[-1]))
+    return low if low == high else f"{low}–{high}"
 
 
 def split_table(group: Group, by: str) -> Table:
@@ -173,7 +194,11 @@ def split_table(group: Group, by: str) -> Table:
     ranks = [variant.label for variant in group.variants]
     lines = sorted(
         means.to_dict("records"),
-        key=lambda line: (ranks.index(line["variant"]), line["dataset"], natural_order(line[by])),
+        key=lambda line: (
+            ranks.index(line["variant"]),
+            group.datasets.index(line["dataset"]),
+            natural_order(line[by]),
+        ),
     )
     unit = group.meta.score_unit
     return Table(
@@ -207,6 +232,7 @@ def _score_columns(table: ScoreTable, names: Sequence[str], wide: bool) -> list[
             bounds=not wide or name == AVERAGE,
             saved=False,
             total=name == AVERAGE,
+            ascending=table.lower_is_better,
         )
         for name in names
     ]
@@ -215,13 +241,14 @@ def _score_columns(table: ScoreTable, names: Sequence[str], wide: bool) -> list[
 def _difference_column(table: ScoreTable) -> list[Column]:
     if table.baseline is None:
         return []
-    return [Column("difference", f"Δ {table.baseline}", "difference", table.unit)]
+    heading, ascending = f"Δ {table.baseline}", table.lower_is_better
+    return [Column("difference", heading, "difference", table.unit, ascending=ascending)]
 
 
 def _cost_columns(table: ScoreTable) -> list[Column]:
     """The costs that any row has."""
     return [
-        Column(m.key, m.heading, m.kind)
+        Column(m.key, m.heading, m.kind, ascending=True)
         for m in COSTS
         if not all(np.isnan(row.costs[m.key]) for row in table.rows)
     ]

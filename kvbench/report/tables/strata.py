@@ -54,13 +54,19 @@ class Scores:
 
 
 def strata_of(group: Group, by: str = "dataset") -> list[Scores]:
-    """The scores for each value of the record field `by`, in its natural order."""
+    """The scores for each value of the record field `by`: datasets in the task's order, other values in
+    their natural one."""
     unit = group.meta.unit if group.meta.unit in group.records else "example_id"
     needed = dict.fromkeys(["variant", "seed", "example_id", "status", "score", *PROMPT, unit, by])
     records = group.records.reindex(columns=list(needed))
     return [
         _scores(group, part, unit, f"{by} {as_text(value)}")
-        for value, part in sorted(records.groupby(by), key=lambda item: natural_order(item[0]))
+        for value, part in sorted(
+            records.groupby(by),
+            key=lambda item: (
+                group.datasets.index(item[0]) if by == "dataset" else natural_order(item[0])
+            ),
+        )
     ]
 
 

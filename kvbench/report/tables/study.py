@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ class Study:
     """What takes the place of a ranking: paragraphs written from the numbers, tables, figures."""
 
     findings: tuple[str, ...]
+    verdict: str
     tables: tuple[Table, ...]
     figures: tuple[Drawn, ...] = ()
 
@@ -37,11 +39,21 @@ def study_of(group: Group, folder: Path, *, draw: bool = True) -> Study | None:
     scaling = scaling_of(group)
     if scaling is not None:
         figures = tuple(scaling_figures(scaling)) if draw else ()
-        return Study(tuple(scaling_findings(scaling)), (slope_table(scaling),), figures)
+        said = scaling_findings(scaling)
+        return Study(tuple(said), _verdict(said, "As steep as"), (slope_table(scaling),), figures)
     ablation = ablation_of(group)
     if ablation is not None:
         grid = grid_table(ablation, folder)
         tables = (effect_table(ablation), *([grid] if grid else []))
         drawn = (ablation_figure(ablation),) if draw else ()
-        return Study(tuple(ablation_findings(ablation)), tables, drawn)
+        said = ablation_findings(ablation)
+        return Study(tuple(said), _verdict(said), tables, drawn)
     return None
+
+
+def _verdict(findings: Sequence[str], begins: str = "") -> str:
+    """What sums up: from the sentence that begins so on, else the last paragraph."""
+    for finding in findings if begins else ():
+        if begins in finding:
+            return finding[finding.index(begins) :]
+    return findings[-1] if findings else ""
