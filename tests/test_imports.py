@@ -77,7 +77,7 @@ def test_the_house_is_small_enough_to_enter():
         for path in PACKAGE.iterdir()
         if not path.name.startswith("__") and path.name not in ("assets", "conf", "README.md")
     }
-    assert len(rooms) <= 12, rooms
+    assert len(rooms) <= 13, rooms  # lm_eval is where users of that harness look for it
     long = [p for p in PACKAGE.rglob("*.py") if len(p.read_text().splitlines()) > 400]
     assert not long
     for path in (Path(__file__).parent).rglob("test_*.py"):

@@ -1,0 +1,17 @@
+"""lm-evaluation-harness on compressed caches: `KVBenchLM` for its side, ``task=lm_eval`` for ours.
+
+python -m kvbench.lm_eval --model kvbench --model_args pretrained=...,method=snapkv,rate=0.25 --tasks ...
+"""
+
+from kvbench.errors import UserError
+
+try:
+    from kvbench.lm_eval.model import KVBenchLM
+except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] != "lm_eval":
+        raise
+    raise UserError(
+        "lm-evaluation-harness is not installed; allowed: pip install 'kvbench[lm-eval]'"
+    ) from error
+
+__all__ = ["KVBenchLM"]

@@ -1,0 +1,383 @@
+"""A model of lm-evaluation-harness whose cache is compressed by one of kvbench's methods."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import lm_eval.models  # noqa: F401 - before registering: it fills an empty registry only
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import (
+    handle_stop_sequences,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from kvbench.engine.fork import prompt_name
+from kvbench.engine.generate import Prompt, run_batch
+from kvbench.engine.loading import ModelSpec, resolve_device, resolve_dtype
+from kvbench.engine.stopping import Stopping
+from kvbench.engine.switch import kvbench_attention_on
+from kvbench.engine.tokenizer import end_token_ids, load_tokenizer
+from kvbench.engine.weights import load_model
+from kvbench.errors import UserError, is_integer, nearest
+from kvbench.kv import Budget
+from kvbench.lm_eval.scoring import SCORINGS, Answer, Codec, answer_requests, positions_of
+from kvbench.methods import build_method
+
+log = logging.getLogger(__name__)
+
+PROTOCOLS = ("prompt", "minus_last")
+LABEL = "method"
+
+
+def _chosen(name: str, value: object, allowed: Sequence[str]) -> str:
+    if value not in allowed:
+        raise UserError(f"model_args {name} is {value!r}; allowed: {', '.join(allowed)}")
+    return str(value)
+
+
+def _options(method: str, method_args: object, dotted: Mapping[str, Any]) -> dict[str, Any]:
+    """A method's options: `method_args` (JSON or a mapping), and those written ``snapkv.kernel_size=7``.
+
+    Raises:
+        UserError: what is neither.
+    """
+    options = json.loads(method_args) if isinstance(method_args, str) else method_args or {}
+    if not isinstance(options, Mapping):
+        raise UserError(f"model_args method_args is {method_args!r}; allowed: a JSON object")
+    found = dict(options)
+    for name, value in dotted.items():
+        of, dot, option = name.partition(".")
+        if not dot or of != method:
+            raise UserError(
+                f"model_args has unknown key {name!r}{nearest(name, ARGUMENTS)}; allowed: "
+                f"{', '.join(ARGUMENTS)}, and options of the method as {method}.<option>"
+            )
+        found[option] = value
+    return found
+
+
+@register_model("kvbench")
+class KVBenchLM(TemplateLM):
+    """Likelihoods and generations from a compressed cache.
+
+    A likelihood request compresses all but the context's last token; that token and the continuation
+    are fed to the compressed cache, so that the first token of an answer (of most tasks the only one) is
+    scored on it as well. Requests of one context share its prefill. What lm-evaluation-harness makes
+    of the numbers is its own.
+
+    Args:
+        pretrained: a local folder, a Hub id, or ``asset:recall_mini``.
+        method: a file name of kvbench/methods; method_args: its options, or ``snapkv.kernel_size=7``.
+        rate, sink, window, size, total_rate: the budget, see `kvbench.kv.Budget`. A budget below the
+            default sink and window (H2O goes to 4 %): ``total_rate=0.04,sink=0,window=0``.
+        scoring: sum | mean (log-probability per token, as H2O's released evaluation has it).
+        protocol: of generations: prompt (the papers': the whole prompt is compressed, the first token
+            comes from the exact prefill) | minus_last (as likelihoods).
+        batch_size: prompts that generate together, and a measure of rows that are scored together.
+        add_bos_token: of HFLM; None: as the tokenizer does.
+        max_length: tokens of context and continuation; None: the model's positions.
+
+    Attributes:
+        records: one mapping per likelihood request since the model was made, in the order answered:
+            tokens, entries and bytes held, whether it was compressed, for which lm-eval's result has no
+            place.
+    """
+
+    def __init__(
+        self,
+        pretrained: str,
+        method: str = "exact",
+        method_args: str | Mapping[str, Any] | None = None,
+        *,
+        rate: float = 0.25,
+        sink: int = 32,
+        window: int = 32,
+        size: int | None = None,
+        total_rate: float | None = None,
+        seed: int = 0,
+        scoring: str = "sum",
+        protocol: str = "prompt",
+        tokenizer: str | None = None,
+        revision: str | None = None,
+        dtype: str = "auto",
+        device: str | None = None,
+        batch_size: int | str | None = 1,
+        max_batch_size: int | None = None,
+        max_length: int | None = None,
+        add_bos_token: bool | None = None,
+        trust_remote_code: bool = False,
+        think_end_token: str | None = None,
+        enable_thinking: bool | None = None,
+        metadata: object = None,
+        **dotted: Any,
+    ) -> None:
+        super().__init__()
+        del max_batch_size, metadata  # the evaluator puts them among the arguments
+        self.options = _options(method, method_args, dotted)
+        self.scoring = _chosen("scoring", scoring, SCORINGS)
+        self.protocol = _chosen("protocol", protocol, PROTOCOLS)
+        if not is_integer(seed):
+            raise UserError(f"model_args seed is {seed!r}; allowed: an integer")
+        self.method_name, self.seed = method, seed
+        self.method = build_method(method, **self.options)
+        self.method.quantization()
+        self.budget = Budget(rate=rate, sink=sink, window=window, size=size, total_rate=total_rate)
+        spec = ModelSpec(
+            name=pretrained,
+            path=pretrained,
+            revision=revision,
+            tokenizer=tokenizer,
+            trust_remote_code=trust_remote_code,
+        )
+        if device and device.startswith("cuda") and not torch.cuda.is_available():
+            log.warning("device is %s, which the command line has by default; no GPU: cpu", device)
+            device = "cpu"
+        self._device = resolve_device(device or "auto")
+        self.tokenizer: Any = load_tokenizer(spec)
+        self.codec = Codec(self.tokenizer, add_bos_token)
+        self._model = load_model(
+            spec, device=self._device, dtype=resolve_dtype(dtype, self._device), seed=seed
+        )
+        self._max_length = max_length or positions_of(self._model)
+        self._batch_size = batch_size if isinstance(batch_size, int) else 8
+        self.think_end_token = think_end_token
+        self.chat_template_args = (
+            {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        )
+        self.records: list[dict[str, Any]] = []
+
+    @property
+    def eot_token_id(self) -> int:
+        """The tokenizer's end token."""
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The context of a text that has none: BOS where there is one, else EOS."""
+        return self.codec.prefix_token_id
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of context and continuation."""
+        return self._max_length
+
+    @property
+    def max_gen_toks(self) -> int:
+        """New tokens where a task does not say."""
+        return 256
+
+    @property
+    def batch_size(self) -> int:
+        """Prompts that generate together."""
+        return int(self._batch_size)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self._device
+
+    @property
+    def rank(self) -> int:
+        """Of one process."""
+        return 0
+
+    @property
+    def world_size(self) -> int:
+        """One process."""
+        return 1
+
+    @property
+    def tokenizer_name(self) -> str:
+        """What lm-eval's cache of requests goes by."""
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
+        """See `Codec.tok_encode`."""
+        return self.codec.tok_encode(string, add_special_tokens)
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """The conversation as text, by the tokenizer's chat template."""
+        return str(
+            self.tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+                **self.chat_template_args,
+            )
+        )
+
+    def set_cache_hook(self, cache_hook: Any) -> None:
+        """Refuse ``--use_cache``, whose key knows neither method nor rate.
+
+        Raises:
+            UserError: always, when a cache of answers is wrapped around the model.
+        """
+        raise UserError(
+            "--use_cache keeps answers by request alone, so that two methods would share them; allowed: "
+            "without it (--cache_requests is harmless)"
+        )
+
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **_: Any,
+    ) -> list[tuple[float, bool]]:
+        """(log-likelihood, greedy) of each request of token ids.
+
+        Raises:
+            BudgetExceeded, and whatever else stopped the method.
+        """
+        with kvbench_attention_on(self._model):
+            found = answer_requests(
+                self._model,
+                [(context, continuation) for _, context, continuation in requests],
+                {LABEL: (self.method, self.budget)},
+                seed=self.seed,
+                max_length=self.max_length,
+                scoring=self.scoring,
+                batch_rows=max(32, self.batch_size),
+            )
+        answers = [one[LABEL] for one in found]
+        for answer in answers:
+            if answer.failure is not None:
+                raise answer.failure
+            self.records.append(_record(answer))
+        return [(answer.logprob, answer.greedy) for answer in answers]
+
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Log-likelihood of whole texts, in windows of `max_length` tokens as HFLM has them. A window
+        has one token of context, so that nothing would be compressed: exact only.
+
+        Raises:
+            UserError: another method.
+        """
+        if self.method.uses_budget or self.method.quantize is not None:
+            raise UserError(
+                f"rolling log-likelihoods have one token of context, of which {self.method_name!r} "
+                "would compress nothing; allowed: method=exact here, or kvbench's task=stream"
+            )
+        sums = []
+        for request in requests:
+            windows = get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            pairs = [make_disjoint_window(window) for window in windows]
+            found = self._loglikelihood_tokens([(None, *pair) for pair in pairs])
+            sums.append(sum(logprob for logprob, _ in found))
+        return sums
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Greedy answers, in the order asked.
+
+        Raises:
+            UserError: sampling, or more new tokens than the model has positions.
+            BudgetExceeded, and whatever else stopped the method.
+        """
+        texts: list[str] = []
+        for begin in range(0, len(requests), self.batch_size):
+            part = requests[begin : begin + self.batch_size]
+            prompts, stops = zip(*(self._prompt(request) for request in part), strict=True)
+            after = "prompt" if self.protocol == "prompt" else "context"
+            with kvbench_attention_on(self._model):
+                found = run_batch(self._model, prompts, seed=self.seed, compress_after=after)
+            for answers, until in zip(found, stops, strict=True):
+                answer = answers[LABEL]
+                if answer.failure is not None:
+                    raise answer.failure
+                text = str(self.tokenizer.decode(answer.tokens, skip_special_tokens=True))
+                texts.append(postprocess_generated_text(text, until, self.think_end_token))
+        return texts
+
+    def _prompt(self, request: Instance) -> tuple[Prompt, list[str]]:
+        """A generation request as a prompt, and the strings that its answer is cut at."""
+        context, given = request.args
+        options = normalize_gen_kwargs(given, self.max_gen_toks)
+        if options.get("do_sample") or options.get("temperature"):
+            raise UserError(
+                f"generation kwargs ask for sampling ({dict(given)}); allowed: greedy decoding"
+            )
+        end = str(self.tokenizer.decode([self.eot_token_id], skip_special_tokens=False))
+        until = handle_stop_sequences(options.get("until"), eos=end)
+        most = int(options["max_gen_toks"])
+        if most >= self.max_length:
+            raise UserError(
+                f"max_gen_toks is {most} and the model has {self.max_length} positions; allowed: fewer"
+            )
+        begins = self.tokenizer.bos_token is not None and context.startswith(
+            self.tokenizer.bos_token
+        )
+        ids = self.codec.tok_encode(context, False if begins else self.codec.add_bos_token)
+        ids = ids[-(self.max_length - most) :]
+        split = len(ids) if self.protocol == "prompt" else len(ids) - 1
+        stopping = Stopping(
+            most,
+            end_token_ids(self._model, self.tokenizer),
+            tuple(stop for stop in until if stop),
+            lambda tokens: str(self.tokenizer.decode(tokens, skip_special_tokens=False)),
+        )
+        methods = {LABEL: (self.method, self.budget)}
+        return Prompt(ids[:split], ids[split:], methods, stopping, prompt_name(ids)), until
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm-eval keeps beside its results: method, budget, protocol, and how much was kept."""
+        scored = self.records
+        kept = [record["ratio"] for record in scored if record["ratio"] is not None]
+        return {
+            "kvbench_method": self.method_name,
+            "kvbench_options": dict(self.options),
+            "kvbench_budget": dict(vars(self.budget)),
+            "kvbench_seed": self.seed,
+            "kvbench_scoring": self.scoring,
+            "kvbench_generation_protocol": self.protocol,
+            "kvbench_rolling": "exact_windows",
+            "kvbench_requests": len(scored),
+            "kvbench_compressed_share": _mean([float(r["compressed"]) for r in scored]),
+            "kvbench_kept_ratio": _mean(kept),
+            "model_dtype": str(self._model.dtype),
+        }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _record(answer: Answer) -> dict[str, Any]:
+    """What lm-eval has no place for."""
+    held = answer.cache_bytes
+    return {
+        "prompt_tokens": answer.prompt_tokens,
+        "compressed_tokens": answer.compressed_tokens,
+        "tokens": answer.tokens,
+        "compressed": answer.compressed,
+        "entries": answer.entries,
+        "cache_bytes": held,
+        "exact_bytes": answer.exact_bytes,
+        "ratio": None if held is None else held / answer.exact_bytes,
+    }
+
+
+ARGUMENTS = tuple(
+    name
+    for name in KVBenchLM.__init__.__code__.co_varnames[
+        1 : KVBenchLM.__init__.__code__.co_argcount + KVBenchLM.__init__.__code__.co_kwonlyargcount
+    ]
+)

@@ -1,0 +1,321 @@
+"""Tasks of lm-evaluation-harness as a plan: all methods of a job answer from shared prefills."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, chdir, contextmanager, nullcontext, redirect_stderr
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar
+
+from lm_eval.api.instance import Instance
+from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.tasks import TaskManager
+
+from kvbench.engine.fork import prompt_name
+from kvbench.engine.generate import Prompt, run_batch
+from kvbench.engine.stopping import Stopping
+from kvbench.errors import UserError, first_line, is_integer, one_line
+from kvbench.lm_eval.local import write_tasks
+from kvbench.lm_eval.scoring import SCORINGS, Answer, Codec, answer_requests
+from kvbench.run.plan import Methods, Outcome, Unit, measured, status_of
+from kvbench.run.session import Session
+from kvbench.tasks.base import TaskError
+from kvbench.tasks.haystack import file_digests
+
+log = logging.getLogger(__name__)
+
+SOURCES = ("hub", "local")
+FEWSHOT_SEED = 1234
+"""Of the draws of few-shot examples, lm-evaluation-harness's default."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document of a task, with its requests."""
+
+    task: Any
+    doc: Any
+    requests: tuple[Instance, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HarnessTask:
+    """Any likelihood or generation task of lm-evaluation-harness, one record per document and method.
+
+    All but the last token of a document's context are compressed, once for all of its choices and
+    methods where they share it; see `kvbench.lm_eval.KVBenchLM`, which gives the same numbers on that
+    harness's own side. Generations follow ``compress_after``.
+
+    Attributes:
+        tasks: names as that harness has them.
+        num_fewshot: examples before each question; None: as the task says.
+        include_path: a folder with YAML files of tasks; data files that they name are relative to it.
+        source: hub (the tasks' own data, from the Hub once) | local (the few documents of
+            `kvbench.lm_eval.local`, offline; their scores say nothing about a model).
+        metric: which of a task's metrics is the score; where it has no such, its first one.
+        scoring: sum | mean (per token, as H2O's released evaluation has it).
+        max_length: tokens of context and continuation; None: the model's positions.
+    """
+
+    name: ClassVar[str] = "lm_eval"
+    version: ClassVar[int] = 1
+
+    tasks: Sequence[str] = ()
+    num_fewshot: int | None = None
+    include_path: str | None = None
+    source: str = "hub"
+    metric: str = "acc"
+    scoring: str = "sum"
+    max_length: int | None = None
+    _loaded: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        names = (self.tasks,) if isinstance(self.tasks, str) else tuple(self.tasks or ())
+        object.__setattr__(self, "tasks", names)
+        if not names or len(set(names)) != len(names):
+            raise TaskError(f"task.tasks is {list(names)}; allowed: one or more names, each once")
+        for option, allowed in (("scoring", SCORINGS), ("source", SOURCES)):
+            if getattr(self, option) not in allowed:
+                raise TaskError(
+                    f"task.{option} is {getattr(self, option)!r}; allowed: {', '.join(allowed)}"
+                )
+        if self.num_fewshot is not None and not is_integer(self.num_fewshot, 0):
+            raise TaskError(
+                f"task.num_fewshot is {self.num_fewshot!r}; allowed: an integer >= 0, or null"
+            )
+        if self.include_path is not None and not Path(self.include_path).is_dir():
+            raise TaskError(
+                f"task.include_path is {self.include_path!r}; allowed: a folder, or null"
+            )
+
+    def meta(self) -> dict[str, Any]:
+        """See `kvbench.run.plan.Plan.meta`."""
+        return {
+            "version": self.version,
+            "data": self._digests(),
+            "score_unit": "fraction",
+            "lower_is_better": False,
+            "breakdown": [],
+            "figures": [],
+            "unit": "document",
+        }
+
+    def _digests(self) -> dict[str, str]:
+        """sha256 of each file in `include_path`."""
+        if self.include_path is None:
+            return {}
+        return dict(
+            file_digests([f"{self.include_path}/*.{end}" for end in ("yaml", "json*", "py")])
+        )
+
+    def _load(self) -> dict[str, Any]:
+        """The tasks by name, their few-shot examples and data included.
+
+        Raises:
+            TaskError: an unknown task, or data that cannot be had.
+        """
+        if self._loaded:
+            return self._loaded
+        folder = None if self.include_path is None else Path(self.include_path).resolve()
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(_quietly())
+                if self.source == "local":
+                    folder = Path(stack.enter_context(TemporaryDirectory(prefix="kvbench-tasks-")))
+                    write_tasks(folder)
+                if folder is not None:
+                    stack.enter_context(chdir(folder))
+                manager = TaskManager(
+                    include_path=None if folder is None else str(folder),
+                    include_defaults=folder is None,
+                )
+                known = set(manager.all_tasks)
+                for name in self.tasks:
+                    if name not in known:
+                        where = "lm-evaluation-harness" if folder is None else self.include_path
+                        where = "the local ones" if self.source == "local" else where
+                        some = ", ".join(sorted(known)[:12]) if folder is not None else "its list"
+                        raise TaskError(f"task {name!r} is not in {where}; allowed: {some}")
+                found = manager.load(list(self.tasks))["tasks"]
+        except (TaskError, MemoryError):
+            raise
+        except Exception as error:  # whatever a data set's loader raises
+            raise TaskError(
+                f"tasks {', '.join(self.tasks)} cannot be loaded: {first_line(error)}; allowed: with "
+                "their data (a network, once), or task.source=local"
+            ) from error
+        for task in found.values():
+            if self.num_fewshot is not None:
+                task.set_config(key="num_fewshot", value=self.num_fewshot)
+            task.set_fewshot_seed(seed=FEWSHOT_SEED)
+        self._loaded.update(found)
+        return self._loaded
+
+    def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
+        """One unit per document, the tasks in turn.
+
+        Raises:
+            TaskError: see `_load`; requests of a kind that is not served.
+        """
+        if session.prefill != "shared":
+            raise TaskError(f"prefill is {session.prefill!r}; allowed for task lm_eval: shared")
+        by_task = []
+        for name, task in self._load().items():
+            try:
+                with _quietly():
+                    task.build_all_requests(rank=0, world_size=1)
+            except ValueError as error:  # of the sampler
+                raise TaskError(
+                    f"task {name!r} cannot be put with task.num_fewshot={task.config.num_fewshot}: "
+                    f"{first_line(error)}; allowed: fewer examples than it has"
+                ) from error
+            documents: dict[int, list[Instance]] = {}
+            for request in task.instances:
+                if request.request_type not in ("loglikelihood", "generate_until"):
+                    raise TaskError(
+                        f"task {name!r} asks for {request.request_type}; allowed: loglikelihood, "
+                        "generate_until"
+                    )
+                documents.setdefault(request.doc_id, []).append(request)
+            by_task.append(
+                [
+                    self._unit(name, doc_id, Document(task, requests[0].doc, tuple(requests)))
+                    for doc_id, requests in sorted(documents.items())
+                ]
+            )
+        longest = max(map(len, by_task), default=0)
+        return [units[turn] for turn in range(longest) for units in by_task if turn < len(units)]
+
+    def _unit(self, name: str, doc_id: int, document: Document) -> Unit:
+        key = f"{name}-{doc_id:05d}"
+        where = {"dataset": name, "document": key, "source": self.source}
+        return Unit(key, (key,), document, where)
+
+    def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
+        """All requests of a document under every method."""
+        document: Document = unit.payload
+        shared = {
+            **unit.fields,
+            "num_fewshot": document.task.config.num_fewshot or 0,
+            "prompt_tail": str(document.requests[0].args[0])[-200:],
+        }
+        if document.requests[0].request_type == "generate_until":
+            yield from self._generate(unit, methods, session, shared)
+            return
+        codec = Codec(session.tokenizer)
+        pairs = [codec.pair(*request.args) for request in document.requests]
+        positions = session.encoder.max_positions
+        answers = answer_requests(
+            session.model,
+            pairs,
+            methods,
+            seed=session.seed,
+            max_length=self.max_length or positions or max(len(c) + len(y) for c, y in pairs),
+            scoring=self.scoring,
+        )
+        for label in methods:
+            mine = [answer[label] for answer in answers]
+            fields = {**shared, **_held(mine)}
+            failure = next((a.failure for a in mine if a.failure is not None), None)
+            if failure is not None:
+                fields |= {"status": status_of(failure), "error": one_line(failure)}
+            else:
+                fields |= self._scored(document, [(a.logprob, a.greedy) for a in mine])
+                fields["logprobs"] = [a.logprob for a in mine]
+                if len(mine) > 1:
+                    best = max(range(len(mine)), key=lambda i: mine[i].logprob)
+                    fields["prediction"] = str(document.requests[best].args[1])
+            yield Outcome(label, unit.id, fields)
+
+    def _scored(self, document: Document, responses: Sequence[Any]) -> dict[str, Any]:
+        """What the task itself makes of a document's responses."""
+        requests = document.requests
+        for request, response in zip(requests, responses, strict=True):
+            request.resps = [response]
+            request.filtered_resps = {}
+        chosen = document.task._filters[0]
+        chosen.apply(list(requests))
+        results = document.task.process_results(
+            document.doc, [request.filtered_resps[chosen.name] for request in requests]
+        )
+        numbers = {k: float(v) for k, v in results.items() if isinstance(v, int | float)}
+        if not numbers:
+            raise UserError(f"task {requests[0].task_name!r} has no metric of single documents")
+        score = numbers.get(self.metric, next(iter(numbers.values())))
+        return {**numbers, "score": score}
+
+    def _generate(
+        self, unit: Unit, methods: Methods, session: Session, shared: Mapping[str, Any]
+    ) -> Iterator[Outcome]:
+        document: Document = unit.payload
+        (request,) = document.requests
+        options = normalize_gen_kwargs(request.args[1])
+        if options.get("do_sample") or options.get("temperature"):
+            raise UserError(
+                f"task {request.task_name!r} asks for sampling; allowed: greedy decoding"
+            )
+        most = int(options["max_gen_toks"])
+        until = [stop for stop in options.get("until") or [] if stop]
+        ids = Codec(session.tokenizer).tok_encode(request.args[0])
+        positions = self.max_length or session.encoder.max_positions
+        if positions is not None:
+            ids = ids[-max(2, positions - most) :]
+        decode = session.encoder.decode
+        stopping = Stopping(
+            most, session.end_ids, tuple(until), decode, timeout_s=session.example_timeout
+        )
+        prompt = Prompt(ids[:-1], ids[-1:], methods, stopping, prompt_name(ids))
+        (found,) = run_batch(
+            session.model,
+            [prompt],
+            seed=session.seed,
+            compress_after=session.compress_after,
+            graphs=session.graphs,
+        )
+        for label, result in found.items():
+            fields = {**shared, "prompt_tokens": len(ids), **measured(result)}
+            if result.failure is None:
+                text = postprocess_generated_text(decode(result.tokens), until, None)
+                fields |= {"prediction": text, **self._scored(document, [text])}
+            yield Outcome(label, unit.id, fields)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without that harness's bars and remarks about its own defaults; what fails is raised."""
+    its = logging.getLogger("lm_eval")
+    level = its.level
+    its.setLevel(logging.ERROR)
+    try:
+        with nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        its.setLevel(level)
+
+
+def _held(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Record fields of what was held: of several contexts (choices in the context), all together."""
+    first, found = answers[0], {id(a.entries): a for a in answers}  # one per context
+    several = list(found.values())
+    known = [a for a in several if a.cache_bytes is not None]
+    held = sum(a.cache_bytes or 0 for a in known)
+    exact = sum(a.exact_bytes for a in known)
+    return {
+        "prompt_tokens": max(a.prompt_tokens for a in answers),
+        "compressed_tokens": max(a.compressed_tokens for a in answers),
+        "new_tokens": sum(a.tokens for a in answers),
+        "choices": len(answers),
+        "contexts": len(several),
+        "entries": first.entries,
+        "cache_bytes": held or None,
+        "exact_bytes": exact or None,
+        "ratio": held / exact if held and exact else None,
+        "compressed": any(a.compressed for a in answers),
+        "prefill_s": sum(a.prefill_s for a in several),
+        "compress_s": sum(a.compress_s for a in several),
+    }

@@ -1,0 +1,341 @@
+"""lm-evaluation-harness on compressed caches: HFLM's numbers for exact, masked attention for others."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from dataclasses import replace
+
+import lm_eval
+import pytest
+import tokenizers
+import torch
+import transformers as t
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from support.jobs import make_job, records_of
+
+from kvbench.engine.loading import ModelSpec
+from kvbench.errors import UserError
+from kvbench.lm_eval import KVBenchLM
+from kvbench.lm_eval.local import MAKERS
+from kvbench.lm_eval.scoring import truncated
+from kvbench.lm_eval.task import HarnessTask
+from kvbench.methods import build_method
+from kvbench.run.runner import run_job
+from kvbench.run.session import Session
+from kvbench.tasks.base import TaskError
+
+TEXT = "the cat sat on a mat and then they all went home because it was late in the day"
+WORDS = TEXT.split(" ")
+
+
+def save_model(folder, *, bos):
+    """A tiny Llama of 256 positions and a byte-level tokenizer, which adds a BOS or does not."""
+    special = ["<s>", "</s>"]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=330,
+        special_tokens=special,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    inner.train_from_iterator([" ".join(WORDS)] * 20, trainer)
+    if bos:
+        inner.post_processor = tokenizers.processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 0)]
+        )
+    names = {"bos_token": "<s>"} if bos else {}
+    t.PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="</s>", pad_token="</s>", **names
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = t.LlamaConfig(
+        vocab_size=inner.get_vocab_size(),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.25,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    t.LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["bos", "no_bos"])
+def folder(request, tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"), bos=request.param)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("saved"), bos=True)
+
+
+def text(words, seed=0):
+    return " ".join(random.Random(seed).choices(WORDS, k=words))
+
+
+def likelihoods(*pairs):
+    return [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
+
+
+def hflm(folder):
+    return HFLM(folder, device="cpu", dtype="float32", logits_cache=False, batch_size=1)
+
+
+LONG = text(60)
+REQUESTS = likelihoods(
+    (LONG, " the cat sat on a mat"),
+    (LONG, " because"),
+    (LONG + "  ", "late in the day"),
+    ("", " the day"),
+    ("", "</s> went home"),
+    ("<s> it was", " late"),
+    ("a", " mat"),
+    (text(400, seed=1), " they all went home"),
+    (text(30, seed=2), text(40, seed=3)),
+)
+
+
+def test_exact_is_hflm(folder):
+    want = hflm(folder).loglikelihood(REQUESTS, disable_tqdm=True)
+    lm = KVBenchLM(folder, device="cpu", batch_size="1")
+    got = lm.loglikelihood(REQUESTS, disable_tqdm=True)
+    order = random.Random(0).sample(range(len(REQUESTS)), len(REQUESTS))
+    shuffled = lm.loglikelihood([REQUESTS[i] for i in order], disable_tqdm=True)
+    for i, (mine, theirs) in enumerate(zip(got, want, strict=True)):
+        assert mine[0] == pytest.approx(theirs[0], abs=1e-4)
+        assert mine[1] == theirs[1]
+        assert shuffled[order.index(i)] == pytest.approx(mine, abs=1e-4)
+    assert len(lm.records) == 2 * len(REQUESTS)
+
+
+def test_exact_rolls_and_generates_as_hflm(folder):
+    rolling = [Instance("loglikelihood_rolling", {}, (text(200, seed=4),), 0)]
+    options = {"until": ["the"], "max_gen_toks": 12, "do_sample": False}
+    asked = [
+        Instance("generate_until", {}, (words, dict(options, until=list(stop))), i)
+        for i, (words, stop) in enumerate(
+            [(text(30, seed=5), ["the"]), (text(90, seed=6), []), (text(400, seed=7), [" home"])]
+        )
+    ]
+    theirs, ours = hflm(folder), KVBenchLM(folder, device="cpu", batch_size=2)
+    assert ours.loglikelihood_rolling(rolling) == pytest.approx(
+        theirs.loglikelihood_rolling(rolling, disable_tqdm=True), abs=1e-3
+    )
+    assert ours.generate_until(asked) == theirs.generate_until(asked, disable_tqdm=True)
+    lm = KVBenchLM(folder, method="snapkv", device="cpu")
+    with pytest.raises(UserError, match="would compress nothing"):
+        lm.loglikelihood_rolling(rolling)
+    sampling = Instance("generate_until", {}, ("a", {"do_sample": True, "temperature": 1.0}), 0)
+    with pytest.raises(UserError, match="greedy"):
+        lm.generate_until([sampling])
+    last = KVBenchLM(folder, method="snapkv", device="cpu", protocol="minus_last", batch_size=3)
+    assert len(last.generate_until(asked)) == 3
+
+
+def masked(lm, context, continuation, sink, window):
+    """Log-likelihood by eager attention: rows from the last context token on see sink, window, and each
+    other."""
+    c, y = lm._encode_pair(context, continuation)
+    ids = torch.tensor([[*c, *y[:-1]]])
+    n, head = ids.shape[1], len(c) - 1
+    mask = torch.full((n, n), float("-inf")).triu(1)
+    mask[head:, sink : head - window] = float("-inf")
+    model = lm._model
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        logits = model(input_ids=ids, attention_mask=mask[None, None]).logits[0, head:]
+    model.set_attn_implementation("kvbench")
+    return float(logits.log_softmax(-1).gather(1, torch.tensor(y)[:, None]).sum())
+
+
+def test_streaming_llm_is_masked_attention(folder):
+    lm = KVBenchLM(folder, method="streaming_llm", rate=0.25, device="cpu")
+    pairs = [(text(150, seed=8), " the"), (text(150, seed=8), " cat sat on"), (LONG, " late")]
+    got = lm.loglikelihood(likelihoods(*pairs), disable_tqdm=True)
+    exact = KVBenchLM(folder, device="cpu").loglikelihood(likelihoods(*pairs), disable_tqdm=True)
+    for (context, continuation), (mine, _), (whole, _), record in zip(
+        pairs, got, exact, lm.records, strict=True
+    ):
+        head = record["compressed_tokens"]
+        window = lm.budget.capacity(head) - 32
+        if record["compressed"]:
+            assert mine == pytest.approx(masked(lm, context, continuation, 32, window), abs=1e-4)
+            assert abs(mine - whole) > 1e-3, "the first token is not for free"
+        assert record["entries"]["max"] == lm.budget.capacity(head)
+    assert 0 < lm.get_model_info()["kvbench_compressed_share"] <= 1
+
+
+def test_draws_depend_on_the_context_alone(saved):
+    lm = KVBenchLM(saved, "uniform", total_rate=0.1, sink=0, window=0, device="cpu", scoring="mean")
+    one, two = likelihoods((LONG, " cat sat"), (text(50, seed=9), " home"))
+    apart = [lm.loglikelihood([r], disable_tqdm=True)[0][0] for r in (two, one)]
+    both = [logprob for logprob, _ in lm.loglikelihood([one, two], disable_tqdm=True)]
+    assert both == pytest.approx(apart[::-1], abs=1e-5)
+    assert lm.records[0]["ratio"] < 0.12
+
+
+def test_prefills_are_shared(saved, monkeypatch):
+    lm = KVBenchLM(saved, "snapkv", device="cpu")
+    prefills = []
+    inner = lm_eval_prefill()
+    monkeypatch.setattr(
+        "kvbench.engine.scoring.prefill", lambda *a, **k: prefills.append(1) or inner(*a, **k)
+    )
+    lm.loglikelihood(likelihoods(*((LONG, f" {word}") for word in WORDS)), disable_tqdm=True)
+    assert len(prefills) == 1
+
+
+def lm_eval_prefill():
+    from kvbench.engine.prefill import prefill
+
+    return prefill
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"ratee": 0.5}, "unknown key 'ratee'.*rate"),
+        ({"method": "snapkv", "h2o.decode": "grow"}, "unknown key 'h2o.decode'"),
+        ({"scoring": "max"}, "allowed: sum, mean"),
+        ({"method": "snapkvv"}, "snapkv"),
+        ({"rate": 2}, "budget.rate is 2"),
+    ],
+)
+def test_refusals(saved, options, words):
+    with pytest.raises(UserError, match=words):
+        KVBenchLM(saved, device="cpu", **options)
+
+
+def test_options_of_a_method(saved):
+    lm = KVBenchLM(
+        saved, "snapkv", '{"pooling": "maxpool"}', device="cpu", **{"snapkv.kernel_size": 7}
+    )
+    assert (lm.method.pooling, lm.method.kernel_size) == ("maxpool", 7)
+    with pytest.raises(UserError, match="use_cache"):
+        lm.set_cache_hook(None)
+
+
+def test_truncation_keeps_the_continuation():
+    assert truncated((range(10), [1, 2]), 5) == ([6, 7, 8, 9], [1, 2])
+    with pytest.raises(UserError, match="positions"):
+        truncated(([1], range(6)), 5)
+
+
+def task_folder(tmp_path):
+    """One task of two choices that shares its context, written here."""
+    data = tmp_path / "kv_pairs.jsonl"
+    docs = [
+        {"q": text(40, seed=i), "a": "the mat", "b": "they all", "label": i % 2} for i in range(4)
+    ]
+    data.write_text("\n".join(map(json.dumps, docs)))
+    config = {
+        "task": "kv_pairs",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data)}},
+        "output_type": "multiple_choice",
+        "test_split": "test",
+        "doc_to_text": "{{q}}",
+        "doc_to_target": "label",
+        "doc_to_choice": "{{[a, b]}}",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+        "metadata": {"version": 1.0},
+    }
+    (tmp_path / "kv_pairs.yaml").write_text(json.dumps(config))  # JSON is YAML
+    return tmp_path
+
+
+def test_simple_evaluate(saved, tmp_path):
+    manager = lm_eval.tasks.TaskManager(
+        include_path=str(task_folder(tmp_path)), include_defaults=False
+    )
+    result = lm_eval.simple_evaluate(
+        "kvbench",
+        model_args=f"pretrained={saved},method=snapkv,rate=0.25,sink=4,window=4",
+        tasks=["kv_pairs"],
+        task_manager=manager,
+        device="cpu",
+        bootstrap_iters=0,
+    )
+    assert result["results"]["kv_pairs"]["acc,none"] in (0.0, 0.25, 0.5, 0.75, 1.0)
+    assert result["config"]["kvbench_method"] == "snapkv"
+    assert result["config"]["kvbench_compressed_share"] == 1.0
+
+
+def test_kvbench_does_not_import_lm_eval():
+    script = "import sys, kvbench.api, kvbench.cli.build; assert 'lm_eval' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def harness_job(saved, tmp_path, task, methods, **changes):
+    """A job of our side on the saved model."""
+    spec = ModelSpec(name="tiny", path=saved)
+    session = Session(spec, torch.device("cpu"), torch.float32)
+    return replace(
+        make_job(tmp_path, methods), session=session, plan=task, task="lm_eval", **changes
+    )
+
+
+def test_our_side_gives_the_numbers_of_its_side(saved, tmp_path):
+    task = HarnessTask(tasks=["kv_pairs"], include_path=str(task_folder(tmp_path)))
+    methods = {name: build_method(name) for name in ("exact", "snapkv", "h2o")}
+    records = records_of(run_job(harness_job(saved, tmp_path, task, methods)))
+    manager = lm_eval.tasks.TaskManager(include_path=str(tmp_path), include_defaults=False)
+    for name in methods:
+        lm = KVBenchLM(saved, name, rate=0.25, sink=4, window=4, device="cpu")
+        result = lm_eval.simple_evaluate(
+            lm, tasks=["kv_pairs"], task_manager=manager, bootstrap_iters=0, log_samples=True
+        )
+        theirs = sorted(result["samples"]["kv_pairs"], key=lambda sample: sample["doc_id"])
+        for mine, sample in zip(records[name], theirs, strict=True):
+            logprobs = [response[0] for response in sample["filtered_resps"]]
+            assert mine["logprobs"] == pytest.approx(logprobs, abs=1e-4)
+            assert (mine["score"], mine["acc_norm"]) == (sample["acc"], sample["acc_norm"])
+            assert mine["contexts"] == 1
+            assert mine["choices"] == 2
+    assert records["snapkv"][0]["compressed"]
+    assert records["snapkv"][0]["ratio"] < 0.5
+
+
+def test_h2os_tasks_run_offline(saved, tmp_path):
+    task = HarnessTask(tasks=list(MAKERS), source="local", num_fewshot=2, scoring="mean")
+    job = harness_job(saved, tmp_path, task, {"h2o": build_method("h2o")}, limit=6)
+    records = records_of(run_job(job))["h2o"]
+    assert {r["dataset"] for r in records} == set(MAKERS)
+    assert all(r["status"] == "ok" and r["source"] == "local" for r in records)
+    assert next(r["contexts"] for r in records if r["dataset"] == "winogrande") == 2
+    assert next(r["num_fewshot"] for r in records) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tasks": []}, "one or more names"),
+        ({"tasks": ["copa"], "num_fewshot": -1}, "integer >= 0"),
+        ({"tasks": ["copa"], "source": "web"}, "allowed: hub, local"),
+        ({"tasks": ["copa"], "include_path": "/no/such"}, "a folder"),
+    ],
+)
+def test_task_refusals(options, words):
+    with pytest.raises(TaskError, match=words):
+        HarnessTask(**options)
+
+
+def test_unknown_tasks_and_too_many_shots(saved, tmp_path):
+    for options, words in (
+        ({"tasks": ["copaa"]}, "'copaa' is not in the local ones; allowed: copa"),
+        ({"tasks": ["copa"], "num_fewshot": 99}, "fewer examples"),
+    ):
+        task = HarnessTask(source="local", **options)
+        with pytest.raises(TaskError, match=words):
+            run_job(harness_job(saved, tmp_path, task, {"h2o": build_method("h2o")}))
