@@ -320,9 +320,9 @@ def test_h2os_tasks_run_offline(saved, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"tasks": []}, "one or more names"),
-        ({"tasks": ["copa"], "num_fewshot": -1}, "integer >= 0"),
-        ({"tasks": ["copa"], "source": "web"}, "allowed: hub, local"),
+        ({"tasks": []}, "allowed: a list of texts"),
+        ({"tasks": ["copa"], "num_fewshot": -1}, "task.num_fewshot is -1"),
+        ({"tasks": ["copa"], "source": "web"}, "task.source is .web."),
         ({"tasks": ["copa"], "include_path": "/no/such"}, "a folder"),
     ],
 )

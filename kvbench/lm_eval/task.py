@@ -10,8 +10,9 @@ from contextlib import ExitStack, chdir, contextmanager, nullcontext, redirect_s
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
+from annotated_types import Ge, Le
 from lm_eval.api.instance import Instance
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.tasks import TaskManager
@@ -19,17 +20,18 @@ from lm_eval.tasks import TaskManager
 from kvbench.engine.fork import prompt_name
 from kvbench.engine.generate import Prompt, run_batch
 from kvbench.engine.stopping import Stopping
-from kvbench.errors import UserError, first_line, is_integer, one_line
+from kvbench.errors import UserError, first_line, one_line
+from kvbench.errors.options import Distinct, check_options
 from kvbench.lm_eval.local import write_tasks
-from kvbench.lm_eval.scoring import SCORINGS, Answer, Codec, answer_requests
+from kvbench.lm_eval.scoring import Answer, Codec, answer_requests
 from kvbench.run.plan import Methods, Outcome, Unit, measured, status_of
 from kvbench.run.session import Session
 from kvbench.tasks.base import TaskError
 from kvbench.tasks.haystack import file_digests
+from kvbench.tasks.options import Tokens
 
 log = logging.getLogger(__name__)
 
-SOURCES = ("hub", "local")
 FEWSHOT_SEED = 1234
 """Of the draws of few-shot examples, lm-evaluation-harness's default."""
 
@@ -65,29 +67,17 @@ class HarnessTask:
     name: ClassVar[str] = "lm_eval"
     version: ClassVar[int] = 1
 
-    tasks: Sequence[str] = ()
-    num_fewshot: int | None = None
+    tasks: Distinct[str] = ()
+    num_fewshot: Annotated[int, Ge(0), Le(1000)] | None = None
     include_path: str | None = None
-    source: str = "hub"
+    source: Literal["hub", "local"] = "hub"
     metric: str = "acc"
-    scoring: str = "sum"
-    max_length: int | None = None
+    scoring: Literal["sum", "mean"] = "sum"
+    max_length: Tokens | None = None
     _loaded: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        names = (self.tasks,) if isinstance(self.tasks, str) else tuple(self.tasks or ())
-        object.__setattr__(self, "tasks", names)
-        if not names or len(set(names)) != len(names):
-            raise TaskError(f"task.tasks is {list(names)}; allowed: one or more names, each once")
-        for option, allowed in (("scoring", SCORINGS), ("source", SOURCES)):
-            if getattr(self, option) not in allowed:
-                raise TaskError(
-                    f"task.{option} is {getattr(self, option)!r}; allowed: {', '.join(allowed)}"
-                )
-        if self.num_fewshot is not None and not is_integer(self.num_fewshot, 0):
-            raise TaskError(
-                f"task.num_fewshot is {self.num_fewshot!r}; allowed: an integer >= 0, or null"
-            )
+        check_options(self, "task.", TaskError)
         if self.include_path is not None and not Path(self.include_path).is_dir():
             raise TaskError(
                 f"task.include_path is {self.include_path!r}; allowed: a folder, or null"
@@ -194,13 +184,13 @@ class HarnessTask:
     def _unit(self, name: str, doc_id: int, document: Document) -> Unit:
         key = f"{name}-{doc_id:05d}"
         where = {"dataset": name, "document": key, "source": self.source}
-        return Unit(key, (key,), document, where)
+        return Unit(key, (key,), document, {key: where})
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
         """All requests of a document under every method."""
         document: Document = unit.payload
         shared = {
-            **unit.fields,
+            **unit.fields[unit.id],
             "num_fewshot": document.task.config.num_fewshot or 0,
             "prompt_tail": str(document.requests[0].args[0])[-200:],
         }
