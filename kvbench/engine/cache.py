@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvbench.engine.attention import capped
 from kvbench.engine.guard import call
-from kvbench.kernels.quantize import Packed, Quantization, pack, unpack
+from kvbench.kernels.quantize import Codec, Scheme, never
 from kvbench.kv import CompressedKV, KVError, signed_mean, weighted_entries
 from kvbench.methods.base import Held, Method
 
@@ -34,10 +34,11 @@ class LayerCache:
     tokens will come grows by `GROWTH` entries when it is full). Shapes (no batch dimension: a fork
     is one row): keys, values [kv_heads, reserved, head_dim], of which the first `length` are held.
 
-    With a `quantization`, the prompt's keys and values are held as packed integers and the buffers
-    take the new tokens only, which stay as they are. Where the first entries hold a key only
-    (`CompressedKV.keys_only`), values begin after them. A branch (`kvbench.engine.shared`) holds in its
-    buffers what came since it was made, and reads the entries before in its `base`.
+    With a `quantization`, entries are held packed, all or all but the last (`Codec.due`); the buffers
+    hold the others and take the new tokens, which may be packed after the step that fed them. Where the
+    first entries hold a key only (`CompressedKV.keys_only`), values begin after them. A branch
+    (`kvbench.engine.shared`) holds in its buffers what came since it was made, and reads the entries
+    before in its `base`.
 
     Args:
         held: the compressed prompt, batch 1.
@@ -49,6 +50,7 @@ class LayerCache:
         sink: leading tokens that are always kept.
         window: sliding-window length of the layer, None for full attention.
         active: False where the method has no part in this layer (it is left whole).
+        layer, seed: what a scheme's draws depend on.
     """
 
     def __init__(
@@ -62,7 +64,9 @@ class LayerCache:
         sink: int = 0,
         window: int | None = None,
         active: bool = True,
-        quantization: Quantization | None = None,
+        quantization: Scheme | None = None,
+        layer: int = 0,
+        seed: int = 0,
     ) -> None:
         heads, count, key_dim = held.keys.shape[1:]
         reserved = count + room
@@ -75,27 +79,22 @@ class LayerCache:
         self.evicts = method.evicts and active
         self.restricts = method.restricts and active
         self.base: LayerCache | None = None
-        self.packed: tuple[Packed, Packed] | None = None
+        self.packed: tuple[Codec, Codec] | None = None
         if quantization is not None:
-            self.packed = (
-                pack(held.keys[0], quantization, by_channel=True),
-                pack(held.values[0], quantization, by_channel=False),
-            )
+            self.packed = quantization.codecs(held.keys[0], held.values[0], layer=layer, seed=seed)
         if self.evicts and held.keys_only:
             raise KVError(
                 f"{type(method).__name__} evicts and holds {held.keys_only} entries without a value; "
                 "allowed: one or the other"
             )
         self.keys_only = held.keys_only
-        # The entries that the buffers of keys and of values begin with.
-        self.first = 0 if self.packed is None else count
-        self.first_value = held.keys_only if self.packed is None else count
+        self.first, self.first_value = self._packed_counts()
         value_dim = held.values.shape[-1]
         self.keys = held.keys.new_empty(heads, reserved - self.first, key_dim)
         self.values = held.values.new_empty(heads, reserved - self.first_value, value_dim)
-        if self.packed is None:
-            self.keys[:, :count] = held.keys[0]
-            self.values[:, : count - self.first_value] = held.values[0]
+        self.keys[:, : count - self.first] = held.keys[0, :, self.first :]
+        skipped = self.first_value - held.keys_only
+        self.values[:, : count - self.first_value] = held.values[0, :, skipped:]
         self.positions = held.positions.new_zeros(heads, reserved)
         self.positions[:, :count] = held.positions[0]
         self.log_weights: Tensor | None = None
@@ -151,10 +150,7 @@ class LayerCache:
             return torch.cat([self.base.dot_keys(query), logits], dim=-1)
         if self.packed is None:
             return logits
-        # Unpacking writes one layer's prompt for the length of this product; only a kernel that
-        # reads the packed codes itself would not. Nothing that is held is copied.
-        keys = unpack(self.packed[0]).to(query.dtype)
-        return torch.cat([query @ keys.transpose(1, 2), logits], dim=-1)
+        return torch.cat([self.packed[0].dot(query), logits], dim=-1) if self.first else logits
 
     def mix_values(self, weights: Tensor, begin: int = 0) -> Tensor:
         """weights [kv_heads, q, entries] . v of the entries from `begin` on, [kv_heads, q, d]."""
@@ -164,11 +160,39 @@ class LayerCache:
             return (
                 self.base.mix_values(weights[..., : self.first]) + weights[..., self.first :] @ new
             )
+        mixed = weights[..., start - begin :] @ new
+        if self.packed is None or not self.packed[1].count:
+            return mixed
+        return mixed + self.packed[1].mix(weights[..., self.keys_only : start])
+
+    @property
+    def packs_as_it_grows(self) -> bool:
+        """Whether tokens that are appended will be packed."""
+        return any(part.due is not never for part in self.packed or ())
+
+    def _packed_counts(self) -> tuple[int, int]:
+        """The entries that the buffers of keys and of values begin with."""
+        keys, values = (0, 0) if self.packed is None else (part.count for part in self.packed)
+        return keys, self.keys_only + values
+
+    def _pack_due(self) -> None:
+        """Let the codecs take over the exact entries that are due; what is left moves to the front."""
         if self.packed is None:
-            return weights[..., start - begin :] @ new
-        values = unpack(self.packed[1]).to(new.dtype)
-        old = weights[..., self.keys_only : self.first] @ values
-        return old + weights[..., self.first :] @ new
+            return
+        keys = self.keys[:, : self.length - self.first]
+        values = self.values[:, : self.length - self.first_value]
+        (first, _), (second, _) = self.packed[0].take(keys), self.packed[1].take(values)
+        self.packed = (first, second)
+        before, (self.first, self.first_value) = (
+            (self.first, self.first_value),
+            self._packed_counts(),
+        )
+        for part, taken, left in (
+            (self.keys, self.first - before[0], self.length - self.first),
+            (self.values, self.first_value - before[1], self.length - self.first_value),
+        ):
+            if taken:
+                part[:, :left] = part[:, taken : taken + left].clone()
 
     def _held(self) -> Held:
         n = self.length
@@ -317,6 +341,7 @@ class LayerCache:
         if self.denominators is not None:
             ends = self._grown_range(value, group)
             out = signed_mean(out, weights, self.denominators[:, begin:after], ends)
+        self._pack_due()
         if self.evicts:
             self._evict(weights.view(stored, group, after).mean(1))
         return out.view(stored, group, tokens, -1).reshape(heads, tokens, -1)

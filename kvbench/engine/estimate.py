@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from kvbench.engine.loading import ModelError, ModelSpec, load_config, local_path
-from kvbench.kernels.quantize import Quantization, packed_bytes
+from kvbench.kernels.quantize import Scheme
 
 CHEAP_BYTES = 512 * 2**20
 """Weights up to this size are loaded for a quick measurement."""
@@ -31,18 +31,17 @@ class CacheShape:
     full_layers: int
     windows: tuple[int, ...]
 
-    def bytes(self, tokens: int, entries: int, quantization: Quantization | None = None) -> int:
+    def bytes(self, tokens: int, entries: int, quantization: Scheme | None = None) -> int:
         """Held for a prompt of `tokens` when full-attention layers hold `entries` per head, as they are
         or packed (sliding-window layers are never packed)."""
         entry = 2 * self.kv_heads * self.head_dim * self.itemsize
-        layer = entry * entries
+        layers = self.full_layers * entry * entries
         if quantization is not None:
-            shape = (self.kv_heads, entries, self.head_dim)
-            layer = sum(
-                packed_bytes(shape, quantization, self.itemsize, by_channel=by_channel)
-                for by_channel in (True, False)
+            layers = sum(
+                quantization.nbytes(self.kv_heads, entries, self.head_dim, self.itemsize, layer)
+                for layer in range(self.full_layers)
             )
-        return self.full_layers * layer + entry * sum(min(w, tokens) for w in self.windows)
+        return layers + entry * sum(min(w, tokens) for w in self.windows)
 
 
 def cache_shape(spec: ModelSpec, dtype: torch.dtype) -> CacheShape | None:

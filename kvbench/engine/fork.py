@@ -139,6 +139,8 @@ class Fork:
             window=window,
             active=compressible and (self.compressed or limit is not None),
             quantization=self.method.quantization() if compressible else None,
+            layer=layer,
+            seed=self.seed,
         )
         self.layers[layer] = cache
         most = int(cache.prompt_entries.max())

@@ -25,7 +25,7 @@ from kvbench.engine.cache import LayerCache
 from kvbench.engine.fork import Fork
 from kvbench.engine.prefill import Prefill, compressible_layers, forward, input_device
 from kvbench.errors import disk_line, is_integer
-from kvbench.kernels.quantize import Packed, packed_bytes
+from kvbench.kernels.quantize import Codec, Packed, Quantization, packed_bytes
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError
 from kvbench.methods.base import Method
 
@@ -100,6 +100,12 @@ def save_context(
     Raises:
         KVError: an option that no file can hold, or a file that cannot be written.
     """
+    scheme = fork.method.quantization()
+    if not isinstance(scheme, Quantization | None):
+        raise KVError(
+            f"the context is stored by the scheme {type(scheme).__name__}; allowed in a file: "
+            "quantize null, or with bits and group_size"
+        )
     tensors = {"token_ids": torch.tensor(list(token_ids))}
     layers = {}
     for index, cache in fork.layers.items():
@@ -110,7 +116,8 @@ def save_context(
         }
         parts |= {name: getattr(cache, name) for name in _BESIDE}
         for name, packed in zip(("packed_keys", "packed_values"), cache.packed or (), strict=False):
-            parts |= {f"{name}.{part}": getattr(packed, part) for part in _PACKED}
+            for block in packed.blocks:
+                parts |= {f"{name}.{part}": getattr(block, part) for part in _PACKED}
         parts |= dict(zip(_RANGE, cache.value_range or (), strict=False))
         for name, part in parts.items():
             if part is not None:
@@ -339,7 +346,7 @@ class _Layer:
         cache.scores = weights.get("scores") if cache.evicts or cache.restricts else None
         cache.denominators = weights.get("denominators")
         cache.value_range = (ends[0], ends[1]) if ends else None
-        if quantization is not None:
+        if isinstance(quantization, Quantization):
             held, with_value = (self.heads, first), (self.heads, first - only)
             cache.packed = (
                 self._packed("packed_keys", (*held, dims[0]), quantization, by_channel=True),
@@ -353,8 +360,8 @@ class _Layer:
         return cache
 
     def _packed(
-        self, name: str, shape: tuple[int, int, int], quantization: Any, *, by_channel: bool
-    ) -> Packed:
+        self, name: str, shape: tuple[int, int, int], quantization: Quantization, *, by_channel: bool
+    ) -> Codec:
         heads, n, d = shape
         rows, columns = (d, n) if by_channel else (n, d)
         codes = -(-columns * quantization.bits // 8)
@@ -376,4 +383,4 @@ class _Layer:
             )
         if not all(torch.isfinite(part).all() for part in (packed.scale, packed.zero)):
             raise ValueError(f"{name} of layer {self.index} are not finite")
-        return packed
+        return quantization.codec(packed)

@@ -16,9 +16,9 @@ from kvbench.kv import KVError
 
 def branch_of(base: LayerCache) -> LayerCache:
     """A cache that goes on from `base` and reads its entries where they are, so that nothing may be
-    appended to `base` any more. What evicts changes all entries, and is copied; so is a sliding
-    window, which is short."""
-    if base.evicts or base.window is not None:
+    appended to `base` any more. What evicts, or packs what is decoded, changes all entries, and is
+    copied; so is a sliding window, which is short."""
+    if base.evicts or base.packs_as_it_grows or base.window is not None:
         return base.clone()
     twin, n = copy.copy(base), base.length
     twin.base, twin.packed, twin.first, twin.first_value = base, None, n, n
@@ -55,8 +55,10 @@ def cropped(cache: LayerCache, tokens: int) -> LayerCache:
     Raises:
         KVError: the method changes more than the end of its cache while decoding.
     """
-    if cache.evicts or cache.value_range is not None:
-        how = "evicts" if cache.evicts else "bounds its outputs by the values it has seen"
+    how = "evicts" if cache.evicts else "packs its entries" if cache.packs_as_it_grows else None
+    if cache.value_range is not None:
+        how = "bounds its outputs by the values it has seen"
+    if how is not None:
         raise KVError(
             f"{type(cache.method).__name__} {how} while decoding, and what left does not come back; "
             "allowed: a copy made before"

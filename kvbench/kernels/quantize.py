@@ -1,14 +1,17 @@
-"""Keys and values in packed 2- or 4-bit integers (H2O, arXiv 2306.14048, Tables 6 and 7).
+"""How entries are stored packed: what every scheme is, and one, 2- or 4-bit integers.
 
-Asymmetric, by groups: a group's smallest value is its zero point, its range over 2^bits - 1 its scale.
-Keys are quantised per channel (a group is `group_size` consecutive entries of one channel), values
-per token (a group is `group_size` consecutive channels of one entry), because outliers of keys sit in
-channels and those of values do not.
+As in H2O (arXiv 2306.14048, Tables 6 and 7), asymmetric, by groups: a group's smallest value is its
+zero point, its range over 2^bits - 1 its scale. Keys are quantised per channel (a group is `group_size`
+consecutive entries of one channel), values per token (consecutive channels of one entry), because
+outliers of keys sit in channels and those of values do not.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +19,103 @@ from torch import Tensor
 
 BITS = (2, 4)
 
+MERGED = 256
+"""A block of a codec with fewer rows takes up the rows that follow; a full one is not copied again."""
+
+
+class Block(Protocol):
+    """Consecutive rows [heads, n, d] in packed form."""
+
+    @property
+    def count(self) -> int:
+        """Rows of each head."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as stored."""
+        ...
+
+    def dot(self, query: Tensor) -> Tensor:
+        """query . row, [heads, q, d] -> [heads, q, n]."""
+        ...
+
+    def mix(self, weights: Tensor) -> Tensor:
+        """Sum of weights times rows, [heads, q, n] -> [heads, q, d]."""
+        ...
+
+    def joined(self, other: Block) -> Block:
+        """These rows and those that follow."""
+        ...
+
+
+def never(count: int, waiting: int) -> int:
+    """How many of `waiting` exact rows a codec of `count` rows takes over: none."""
+    return 0
+
+
+@dataclass(frozen=True)
+class Codec:
+    """The packed ones of the rows of one side (keys or values) of a layer, oldest first.
+
+    Attributes:
+        pack: makes a block of rows [heads, n, d].
+        due: how many of the exact rows that follow it takes over, of (rows held, rows waiting).
+        fixed_nbytes: bytes held beside the blocks.
+    """
+
+    pack: Callable[[Tensor], Block]
+    due: Callable[[int, int], int] = never
+    fixed_nbytes: int = 0
+    blocks: tuple[Block, ...] = field(default=(), repr=False)
+
+    @property
+    def count(self) -> int:
+        """Rows of each head."""
+        return sum(block.count for block in self.blocks)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as stored."""
+        return self.fixed_nbytes + sum(block.nbytes for block in self.blocks)
+
+    def take(self, rows: Tensor) -> tuple[Codec, int]:
+        """Of the exact rows that follow [heads, t, d] take over what is due; how many that was."""
+        taken = self.due(self.count, rows.shape[1])
+        if not taken:
+            return self, 0
+        block = self.pack(rows[:, :taken])
+        if self.blocks and self.blocks[-1].count < MERGED:
+            return replace(self, blocks=(*self.blocks[:-1], self.blocks[-1].joined(block))), taken
+        return replace(self, blocks=(*self.blocks, block)), taken
+
+    def dot(self, query: Tensor) -> Tensor:
+        """query . row, [heads, q, d] -> [heads, q, count], in the query's dtype."""
+        return torch.cat([block.dot(query) for block in self.blocks], dim=-1).to(query.dtype)
+
+    def mix(self, weights: Tensor) -> Tensor:
+        """Sum of weights times rows, [heads, q, count] -> [heads, q, d], in the weights' dtype."""
+        parts = weights.split([block.count for block in self.blocks], dim=-1)
+        mixed = [block.mix(part) for block, part in zip(self.blocks, parts, strict=True)]
+        return torch.stack(mixed).sum(0).to(weights.dtype)
+
+
+@runtime_checkable
+class Scheme(Protocol):
+    """How entries are stored: frozen dataclasses. A scheme chooses no entries."""
+
+    def codecs(self, keys: Tensor, values: Tensor, *, layer: int, seed: int) -> tuple[Codec, Codec]:
+        """Codecs of the prompt's keys and values [heads, n, d]; rows that stay exact are the last."""
+        ...
+
+    def nbytes(self, heads: int, n: int, d: int, itemsize: int, layer: int = 0) -> int:
+        """Bytes of n entries with keys and values of d numbers of `itemsize` bytes, as stored."""
+        ...
+
 
 @dataclass(frozen=True)
 class Quantization:
-    """How entries are stored.
+    """Packed integers with a scale and a zero point per group; new tokens stay as they are.
 
     Attributes:
         bits: 2 or 4 per number.
@@ -31,9 +127,24 @@ class Quantization:
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
-            raise ValueError(f"bits is {self.bits}")
+            raise ValueError(f"bits is {self.bits}; allowed: bits 2 or 4")
         if not isinstance(self.group_size, int) or self.group_size < 1:
-            raise ValueError(f"group_size is {self.group_size}")
+            raise ValueError(f"group_size is {self.group_size}; allowed: an integer >= 1")
+
+    def codecs(self, keys: Tensor, values: Tensor, *, layer: int, seed: int) -> tuple[Codec, Codec]:
+        """See `Scheme`: keys per channel, values per entry."""
+        packed = pack(keys, self, by_channel=True), pack(values, self, by_channel=False)
+        return self.codec(packed[0]), self.codec(packed[1])
+
+    def codec(self, packed: Packed) -> Codec:
+        """A codec of what was packed; it takes no more."""
+        make = partial(pack, quantization=self, by_channel=packed.by_channel)
+        return Codec(make, blocks=(packed,) if packed.count else ())
+
+    def nbytes(self, heads: int, n: int, d: int, itemsize: int, layer: int = 0) -> int:
+        """See `Scheme`."""
+        shape = (heads, n, d)
+        return sum(packed_bytes(shape, self, itemsize, by_channel=c) for c in (True, False))
 
 
 @dataclass(frozen=True)
@@ -58,6 +169,30 @@ class Packed:
         """Bytes as stored."""
         parts = (self.codes, self.scale, self.zero)
         return sum(part.numel() * part.element_size() for part in parts)
+
+    @property
+    def count(self) -> int:
+        """Rows of each head."""
+        return self.shape[1]
+
+    def dot(self, query: Tensor) -> Tensor:
+        """See `Block`. Unpacking writes one layer's rows for the length of this product; only a kernel
+        that reads the codes itself would not."""
+        return query @ unpack(self).to(query.dtype).mT
+
+    def mix(self, weights: Tensor) -> Tensor:
+        """See `Block`."""
+        return weights @ unpack(self).to(weights.dtype)
+
+    def joined(self, other: Block) -> Packed:
+        """See `Block`; of rows packed per entry only, whose groups do not cross them."""
+        assert isinstance(other, Packed)
+        if self.by_channel:
+            raise ValueError("groups along the entries are not joined")
+        parts = ((getattr(self, name), getattr(other, name)) for name in ("codes", "scale", "zero"))
+        codes, scale, zero = (torch.cat(pair, dim=1) for pair in parts)
+        heads, n, d = self.shape
+        return replace(self, codes=codes, scale=scale, zero=zero, shape=(heads, n + other.count, d))
 
 
 def packed_bytes(
@@ -89,11 +224,7 @@ def pack(x: Tensor, quantization: Quantization, *, by_channel: bool) -> Packed:
     step = torch.where(scale > 0, scale.float(), 1.0)
     codes = ((groups - zero.float()[..., None]) / step[..., None]).round_()
     codes = codes.clamp_(0, 2**bits - 1).flatten(-2)[..., :columns].to(torch.uint8)
-    per_byte = 8 // bits
-    codes = F.pad(codes, (0, -columns % per_byte)).unflatten(-1, (-1, per_byte))
-    packed = torch.zeros_like(codes[..., 0])
-    for place in range(per_byte):
-        packed |= codes[..., place] << (bits * place)
+    packed = pack_bits(codes, bits)
     shape = (x.shape[0], x.shape[1], x.shape[2])
     return Packed(packed, scale, zero, shape, by_channel, quantization)
 
@@ -103,9 +234,33 @@ def unpack(packed: Packed) -> Tensor:
     bits = packed.quantization.bits
     along = packed.shape[1 if packed.by_channel else 2]
     size = min(packed.quantization.group_size, along)
-    places = [(packed.codes >> (bits * place)) & (2**bits - 1) for place in range(8 // bits)]
-    codes = torch.stack(places, dim=-1).flatten(-2)[..., :along].to(packed.scale.dtype)
+    codes = unpack_bits(packed.codes, bits, along).to(packed.scale.dtype)
     scale = packed.scale.repeat_interleave(size, dim=-1)[..., :along]
     zero = packed.zero.repeat_interleave(size, dim=-1)[..., :along]
     rows = torch.addcmul(zero, codes, scale)
     return rows.transpose(1, 2) if packed.by_channel else rows
+
+
+def pack_bits(codes: Tensor, bits: int) -> Tensor:
+    """Codes [..., m] below 2^bits as bytes [..., ceil(m bits / 8)]: code j in bits j * bits and on,
+    little end first."""
+    if 8 % bits:
+        shifts = torch.arange(bits, device=codes.device, dtype=torch.uint8)
+        return pack_bits(((codes[..., None] >> shifts) & 1).flatten(-2), 1)
+    per_byte = 8 // bits
+    codes = F.pad(codes.to(torch.uint8), (0, -codes.shape[-1] % per_byte))
+    codes = codes.unflatten(-1, (-1, per_byte))
+    packed = codes[..., 0].clone()
+    for place in range(1, per_byte):
+        packed |= codes[..., place] << (bits * place)
+    return packed
+
+
+def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
+    """What `pack_bits` packed, [..., count] uint8."""
+    if 8 % bits:
+        single = unpack_bits(packed, 1, bits * count).unflatten(-1, (count, bits))
+        shifts = torch.arange(bits, device=packed.device, dtype=torch.uint8)
+        return (single << shifts).sum(-1, dtype=torch.uint8)
+    places = [(packed >> (bits * place)) & (2**bits - 1) for place in range(8 // bits)]
+    return torch.stack(places, dim=-1).flatten(-2)[..., :count]

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from kvbench.errors import nearest
 from kvbench.errors.options import check_options
-from kvbench.kernels.quantize import Quantization
+from kvbench.kernels.qjl import QJL
+from kvbench.kernels.quantize import Quantization, Scheme
+from kvbench.kernels.turboquant import TurboQuant
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
+
+SCHEMES: Mapping[str, type[Quantization] | type[QJL] | type[TurboQuant]] = {
+    "affine": Quantization,
+    "qjl": QJL,
+    "turboquant": TurboQuant,
+}
+"""What `Method.quantize` may name as its scheme."""
 
 SEED_STRIDE = 1_000_003
 """Draws of two seeds lie this far apart: more than any seed has draws."""
@@ -53,8 +63,9 @@ class Method:
     saves_memory: ClassVar[bool] = True
     """False when the cache stays whole (exact, topk): no budget applies, and the record says so."""
 
-    quantize: Quantization | Mapping[str, int] | None = None
-    """How the kept entries are stored (``{bits: 4, group_size: 64}``); None: as they are."""
+    quantize: Scheme | Mapping[str, Any] | None = None
+    """How the kept entries are stored: ``{bits: 4, group_size: 64}``, or ``{scheme: qjl}`` with that
+    scheme's options (`SCHEMES`); None: as they are."""
 
     uses_budget: ClassVar[bool] = True
     """False when `compress` does not look at the budget (exact): one record serves every rate."""
@@ -101,7 +112,7 @@ class Method:
         """
         return budget.capacity(n) if self.saves_memory else n
 
-    def quantization(self) -> Quantization | None:
+    def quantization(self) -> Scheme | None:
         """How the kept entries are stored, checked.
 
         Raises:
@@ -114,15 +125,26 @@ class Method:
             raise KVError(
                 f"{name}.quantize is set and the method evicts while decoding; allowed: decode=grow"
             )
-        if isinstance(self.quantize, Quantization):
+        if not isinstance(self.quantize, Mapping):
             return self.quantize
-        try:
-            return Quantization(**self.quantize)
-        except (TypeError, ValueError) as error:
+        options = dict(self.quantize)
+        kind = options.pop("scheme", "affine")
+        if kind not in SCHEMES:
             raise KVError(
-                f"{name}.quantize is {dict(self.quantize)}: {error}; "
-                "allowed: bits 2 or 4, group_size an integer >= 1"
-            ) from error
+                f"{name}.quantize.scheme is {kind!r}{nearest(str(kind), [*SCHEMES])}; "
+                f"allowed: {', '.join(SCHEMES)}"
+            )
+        known = [field.name for field in fields(SCHEMES[kind])]
+        for option in options:
+            if option not in known:
+                raise KVError(
+                    f"{name}.quantize has no option {option!r}{nearest(str(option), known)}; "
+                    f"allowed: {', '.join(known)}"
+                )
+        try:
+            return SCHEMES[kind](**options)
+        except (TypeError, ValueError) as error:
+            raise KVError(f"{name}.quantize is {dict(self.quantize)}: {error}") from error
 
     def total_capacity(self, budget: Budget, n: int, num_layers: int) -> int:
         """Entries per KV head summed over the layers that the audit allows.

@@ -303,7 +303,7 @@ def _record(job: Job, outcome: Outcome, folder: Path) -> dict[str, Any]:
         "config_hash": folder.name.rpartition("-")[2],
         "seed": job.session.seed,
         "status": "ok",
-        "saves_memory": method.saves_memory,
+        "saves_memory": method.saves_memory or getattr(method, "quantize", None) is not None,
     }
     return record | dict(outcome.fields)
 

@@ -29,6 +29,9 @@ def test_every_method_generates_within_its_budget(architecture, compress_after):
         ("balancekv_streaming", {}),
         ("wildcat", {"bin_size": 3}),
         ("wildcat", {"bin_size": 3, "quantize": {"bits": 4, "group_size": 4}}),
+        ("qjl", {"quantize": {"scheme": "qjl", "group": 8, "buffer": 16, "outliers": 2}}),
+        ("turboquant", {}),
+        ("snapkv", {"quantize": {"scheme": "turboquant", "bits": 2, "outlier_bits": 3}}),
     ]
     methods = {label(v): (build_method(v[0], **v[1]), BUDGET) for v in variants}
     results = run_forks(

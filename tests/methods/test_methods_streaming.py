@@ -482,7 +482,7 @@ def test_denominator_samples_hold_keys_only(name, bits):
     generator = torch.Generator().manual_seed(9)
     held_keys, held_values = kept.keys[0].double(), kept.values[0].double()
     if bits is not None:
-        held_keys, held_values = (unpack(part).double() for part in cache.packed)
+        held_keys, held_values = (unpack(part.blocks[0]).double() for part in cache.packed)
     held_values = torch.cat([torch.zeros(2, without, dim, dtype=torch.float64), held_values], 1)
     weights = kept.log_weights[0].double()
     for step, tokens in enumerate((1, 3, 2)):  # the last has to grow the buffers

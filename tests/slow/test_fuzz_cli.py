@@ -100,7 +100,7 @@ FOUND = [
         ["task=error_scaling", "++task.data={x: {_target_: x, head_dim: 1}}"],
         "Error loading 'x'",
     ),
-    (["methods.snapkv.quantize=abc"], "allowed: an instance of Quantization, a mapping"),
+    (["methods.snapkv.quantize=abc"], "allowed: an instance of Scheme, a mapping"),
     (["methods.snapkv._target_=released"], "Error loading 'released'"),
     (["model.path=123"], "model.path is 123; allowed: text"),
     (["~model.architecture.model_type"], "cannot be loaded: KeyError: 'model_type'"),

@@ -1,0 +1,233 @@
+"""QJL: keys as the signs of a random projection (arXiv 2406.03482), values as low-bit integers.
+
+A storage scheme of the authors' released form (github.com/amirzandieh/QJL): groups of tokens with a few
+outlier channels that get a sketch of their own, and a buffer of recent tokens that stay exact.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels.quantize import (
+    Block,
+    Codec,
+    Quantization,
+    pack,
+    pack_bits,
+    packed_bytes,
+    unpack_bits,
+)
+
+
+@dataclass(frozen=True)
+class QJL:
+    """Every key as the signs of m projections and its norm; see the module.
+
+    The sketch is drawn once per seed and class of layers, is shared by all heads and examples, and is
+    not counted in a prompt's bytes. A key is packed after the step that completes its buffer, a value
+    after the step in which it is the oldest of more than `buffer`.
+
+    Departures from the authors' code: draws of a seeded CPU generator; the squared norm of the inliers
+    is clamped at 0; a value group without range has codes 0; fewer than `buffer` tokens stay exact
+    (theirs fails); their option of Hadamard projections is left out.
+
+    Attributes:
+        m, m_out: projections of a key and of its outlier channels, multiples of 8.
+        first_layers: how many layers, the first, have `first_m` and `first_m_out` instead.
+        outliers: channels of each group with the largest norms, at most 255; 0: no second sketch.
+        group: consecutive tokens that share them. buffer: recent tokens that stay exact, a multiple.
+        value_bits, value_group: of the values, per token (`Quantization`).
+        orthogonal: columns orthogonal by chunks of d (the released form), or plain Gaussian.
+        unbias: divide out the small bias that orthogonal columns have.
+    """
+
+    m: int = 256
+    m_out: int = 256
+    first_layers: int = 15
+    first_m: int = 512
+    first_m_out: int = 128
+    outliers: int = 8
+    group: int = 32
+    buffer: int = 128
+    value_bits: int = 2
+    value_group: int = 32
+    orthogonal: bool = True
+    unbias: bool = False
+
+    def __post_init__(self) -> None:
+        least = {"m": 8, "first_m": 8, "m_out": 0, "first_m_out": 0, "first_layers": 0}
+        least |= {"outliers": 0, "group": 1, "buffer": 1, "value_group": 1}
+        for name, low in least.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise ValueError(f"{name} is {value!r}; allowed: an integer >= {low}")
+            if name in ("m", "first_m", "m_out", "first_m_out") and value % 8:
+                raise ValueError(f"{name} is {value}; allowed: a multiple of 8")
+        if self.outliers > 255:
+            raise ValueError(f"outliers is {self.outliers}; allowed: 0..255")
+        if self.outliers and not self.m_out:
+            raise ValueError("m_out is 0; allowed: at least 8 where outliers > 0")
+        if self.m_out > self.m or self.first_m_out > self.first_m:
+            raise ValueError("m_out is more than m; allowed: at most m")
+        if self.buffer % self.group:
+            raise ValueError(f"buffer is {self.buffer}; allowed: a multiple of group, {self.group}")
+        Quantization(self.value_bits, self.value_group)
+
+    def widths(self, layer: int) -> tuple[int, int]:
+        """m and m_out of a layer."""
+        if layer < self.first_layers:
+            return self.first_m, self.first_m_out
+        return self.m, self.m_out
+
+    def codecs(self, keys: Tensor, values: Tensor, *, layer: int, seed: int) -> tuple[Codec, Codec]:
+        """See `kvbench.kernels.quantize.Scheme`."""
+        m_out = self.widths(layer)[1]
+        made = sketch(keys.shape[-1], self.m, self.first_m, self.orthogonal, seed)
+        projection = made[int(layer < self.first_layers)].to(keys.device)
+        stored = Quantization(self.value_bits, self.value_group)
+        first = Codec(
+            partial(pack_keys, projection=projection, m_out=m_out, scheme=self),
+            due=lambda _, waiting: waiting - waiting % self.buffer,
+        )
+        second = Codec(
+            partial(pack, quantization=stored, by_channel=False),
+            due=lambda _, waiting: max(0, waiting - self.buffer),
+        )
+        return first.take(keys)[0], second.take(values)[0]
+
+    def nbytes(self, heads: int, n: int, d: int, itemsize: int, layer: int = 0) -> int:
+        """See `kvbench.kernels.quantize.Scheme`."""
+        m, m_out = self.widths(layer)
+        packed, exact = n - n % self.buffer, n % self.buffer
+        key = m // 8 + itemsize
+        if self.outliers:
+            key += m_out // 8 + itemsize
+        keys = packed * key + packed // self.group * self.outliers + exact * d * itemsize
+        stored = Quantization(self.value_bits, self.value_group)
+        old = max(0, n - self.buffer)
+        values = packed_bytes((1, old, d), stored, itemsize, by_channel=False) if old else 0
+        return heads * (keys + values + (n - old) * d * itemsize)
+
+
+@lru_cache(maxsize=8)
+def sketch(d: int, m: int, first_m: int, orthogonal: bool, seed: int) -> tuple[Tensor, Tensor]:
+    """The projections [d, m] of the general layers and [d, first_m] of the first, float32."""
+    generator = torch.Generator().manual_seed(seed)
+    made = [torch.randn(d, columns, generator=generator) for columns in (m, first_m)]
+    if orthogonal:
+        made = [orthogonalised(one) for one in made]
+    return made[0], made[1]
+
+
+def orthogonalised(projection: Tensor) -> Tensor:
+    """Chunks of d columns of [d, m] made orthogonal, of length sqrt(d)."""
+    d = projection.shape[0]
+    chunks = [torch.linalg.qr(chunk.double()).Q for chunk in projection.split(d, dim=1)]
+    return (torch.cat(chunks, dim=1) * math.sqrt(d)).float()
+
+
+@dataclass(frozen=True)
+class Signs:
+    """Keys of some groups of tokens, [heads, groups, group, ...].
+
+    Attributes:
+        bits, outlier_bits: [heads, groups, group, m / 8] uint8, bit j of byte i for column 8 i + j.
+        outliers: [heads, groups, outliers] uint8 channels.
+        norms, outlier_norms: [heads, groups, group], of the keys and of their outlier channels.
+        projection: [d, m], shared.
+    """
+
+    bits: Tensor
+    outlier_bits: Tensor
+    outliers: Tensor
+    norms: Tensor
+    outlier_norms: Tensor
+    projection: Tensor
+    bias: float
+
+    _PARTS = ("bits", "outlier_bits", "outliers", "norms", "outlier_norms")
+
+    @property
+    def count(self) -> int:
+        """Keys of each head."""
+        return self.bits.shape[1] * self.bits.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as stored; the projection is the model's, not the prompt's."""
+        parts = (getattr(self, name) for name in self._PARTS)
+        return sum(part.numel() * part.element_size() for part in parts)
+
+    def dot(self, query: Tensor) -> Tensor:
+        """See `kvbench.kernels.quantize.Block`; the query is not quantised. [heads, q, d], float32."""
+        q, projection = query.float(), self.projection
+        heads = len(q)
+        m, m_out = 8 * self.bits.shape[-1], 8 * self.outlier_bits.shape[-1]
+        whole = q @ projection
+        logits = []
+        for head in range(heads):  # one head's signs at a time: four bytes each
+            inner = whole[head].expand(self.bits.shape[1], -1, -1)
+            norms, outlier = self.norms[head].float(), None
+            if m_out:
+                at = self.outliers[head].long()
+                parts = q[head][:, at].transpose(0, 1)  # [groups, q, outliers]
+                outlier = parts @ projection[at]
+                inner = inner - outlier
+                norms = (
+                    (norms.square() - self.outlier_norms[head].float().square()).clamp(min=0).sqrt()
+                )
+            found = (inner @ _signs(self.bits[head], m).mT) * (norms / m)[:, None]
+            if outlier is not None:
+                signs = _signs(self.outlier_bits[head], m_out)
+                scale = self.outlier_norms[head].float() / m_out
+                found += (outlier[..., :m_out] @ signs.mT) * scale[:, None]
+            logits.append(found.transpose(0, 1).flatten(1))
+        return torch.stack(logits) * (math.sqrt(math.pi / 2) / self.bias)
+
+    def mix(self, weights: Tensor) -> Tensor:
+        """Signs are no values."""
+        raise NotImplementedError("QJL stores keys")
+
+    def joined(self, other: Block) -> Signs:
+        """See `kvbench.kernels.quantize.Block`."""
+        pairs = {name: (getattr(self, name), getattr(other, name)) for name in self._PARTS}
+        parts = {name: torch.cat(pair, dim=1) for name, pair in pairs.items()}
+        return Signs(**parts, projection=self.projection, bias=self.bias)
+
+
+def pack_keys(keys: Tensor, *, projection: Tensor, m_out: int, scheme: QJL) -> Signs:
+    """Whole groups of keys [heads, n, d] as signs.
+
+    Raises:
+        ValueError: a norm that the keys' dtype does not hold.
+    """
+    d = keys.shape[-1]
+    if scheme.outliers >= d:
+        raise ValueError(f"qjl.outliers is {scheme.outliers}; allowed: less than head_dim, {d}")
+    groups = keys.float().unflatten(1, (-1, scheme.group))
+    norms = groups.norm(dim=-1)
+    if not torch.isfinite(norms.to(keys.dtype)).all():
+        raise ValueError(f"a key's norm is more than {keys.dtype} holds; allowed: dtype=float32")
+    none = groups[..., :0]
+    at, outer, outer_norms = none[:, :, 0].byte(), none.byte(), none[..., 0:0].sum(-1)[..., :0]
+    if scheme.outliers:
+        top = groups.square().sum(2).topk(scheme.outliers, dim=-1).indices
+        outlying = torch.zeros_like(groups[:, :, :1]).scatter_(-1, top[:, :, None], 1.0)
+        out = groups * outlying
+        groups = groups * (1 - outlying)
+        outer = pack_bits((out @ projection[:, :m_out] > 0).byte(), 1)
+        at, outer_norms = top.byte(), out.norm(dim=-1).to(keys.dtype)
+    bits = pack_bits((groups @ projection > 0).byte(), 1)
+    bias = 1.0
+    if scheme.orthogonal and scheme.unbias:
+        bias = math.sqrt(d / 2) * math.exp(math.lgamma(d / 2) - math.lgamma((d + 1) / 2))
+    return Signs(bits, outer, at, norms.to(keys.dtype), outer_norms, projection, bias)
+
+
+def _signs(bits: Tensor, m: int) -> Tensor:
+    return unpack_bits(bits, 1, m).float().mul_(2).sub_(1)

@@ -1,0 +1,325 @@
+"""TurboQuant: vectors rotated at random, each coordinate by one codebook (arXiv 2504.19874).
+
+Written from the paper's algorithms 1 and 2; no code by the authors could be found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+
+import numpy as np
+import torch
+from scipy import special
+from torch import Tensor
+
+from kvbench.kernels.quantize import Block, Codec, pack_bits, unpack_bits
+
+
+@dataclass(frozen=True)
+class TurboQuant:
+    """Every key and value on its own, generated ones too, after the step that fed them.
+
+    Two widths split the channels into two sets with an instance each: `outlier_bits` for a share of the
+    channels, `bits` for the others. What the paper leaves open, as chosen here: outlier channels are
+    those of the largest norm over the prompt, per layer and KV head, fixed afterwards, their indices
+    counted; keys and values are both restored by `mse`; nothing recent stays exact. Draws depend on the
+    seed alone, or on seed and layer.
+
+    Attributes:
+        bits, outlier_bits: 1..5 per number; outlier_bits null: one set.
+        outlier_share: of the channels, rounded.
+        keys, values: mse | prod (bits - 1 of them and a sign of a projection of the residual: unbiased
+            inner products, larger error).
+        rotation: hadamard (channels of a set a power of two; ours) | qr (the paper's).
+        codebook: beta (a coordinate of the unit sphere) | normal (its limit; what the paper prints).
+        per: model | layer, the rotations.
+        buffer: recent tokens that stay exact.
+    """
+
+    bits: int = 4
+    outlier_bits: int | None = None
+    outlier_share: float = 0.25
+    keys: str = "mse"
+    values: str = "mse"
+    rotation: str = "qr"
+    codebook: str = "beta"
+    per: str = "model"
+    buffer: int = 0
+
+    def __post_init__(self) -> None:
+        allowed = {"keys": ("mse", "prod"), "values": ("mse", "prod"), "per": ("model", "layer")}
+        allowed |= {"rotation": ("qr", "hadamard"), "codebook": ("beta", "normal")}
+        for name, choices in allowed.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}; allowed: {' | '.join(choices)}"
+                )
+        for name in ("bits", "outlier_bits"):
+            if getattr(self, name) not in (1, 2, 3, 4, 5, *([None] if name != "bits" else [])):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: 1..5")
+        if not isinstance(self.outlier_share, float) or not 0 < self.outlier_share < 1:
+            raise ValueError(f"outlier_share is {self.outlier_share!r}; allowed: between 0 and 1")
+        if not isinstance(self.buffer, int) or self.buffer < 0:
+            raise ValueError(f"buffer is {self.buffer!r}; allowed: an integer >= 0")
+
+    def sets(self, d: int) -> list[tuple[int, int]]:
+        """(channels, bits) of each set, outliers first."""
+        if self.outlier_bits is None:
+            return [(d, self.bits)]
+        size = min(max(1, round(self.outlier_share * d)), d - 1)
+        return [(size, self.outlier_bits), (d - size, self.bits)]
+
+    def codecs(self, keys: Tensor, values: Tensor, *, layer: int, seed: int) -> tuple[Codec, Codec]:
+        """See `kvbench.kernels.quantize.Scheme`."""
+        return self._codec(keys, self.keys, layer, seed), self._codec(
+            values, self.values, layer, seed
+        )
+
+    def _codec(self, rows: Tensor, stage: str, layer: int, seed: int) -> Codec:
+        heads, _, d = rows.shape
+        sets, order, fixed = self.sets(d), None, 0
+        if len(sets) > 1:
+            norms = rows.float().square().sum(1)
+            order = norms.argsort(dim=-1, descending=True, stable=True)
+            outliers, others = (
+                order[:, : sets[0][0]].sort(-1).values,
+                order[:, sets[0][0] :].sort(-1).values,
+            )
+            order = torch.cat([outliers, others], dim=-1)
+            fixed = heads * sets[0][0]  # a byte per index of an outlier
+        place = layer + 1 if self.per == "layer" else 0
+        coders = tuple(
+            coder(size, bits, stage, self.rotation, self.codebook, seed + 7919 * place + number).on(
+                rows.device
+            )
+            for number, (size, bits) in enumerate(sets)
+        )
+        codec = Codec(
+            partial(pack_vectors, coders=coders, order=order),
+            due=lambda _, waiting: max(0, waiting - self.buffer),
+            fixed_nbytes=fixed,
+        )
+        return codec.take(rows)[0]
+
+    def nbytes(self, heads: int, n: int, d: int, itemsize: int, layer: int = 0) -> int:
+        """See `kvbench.kernels.quantize.Scheme`."""
+        sets, total = self.sets(d), 0
+        packed = max(0, n - self.buffer)
+        for stage in (self.keys, self.values):
+            each = sum(vector_bytes(size, bits, stage, itemsize) for size, bits in sets)
+            total += packed * each + (n - packed) * d * itemsize
+            total += sets[0][0] if len(sets) > 1 else 0
+        return heads * total
+
+
+def vector_bytes(size: int, bits: int, stage: str, itemsize: int) -> int:
+    """Bytes of one vector of a set: codes, norm, and with prod the signs and the residual's norm."""
+    if stage == "mse":
+        return math.ceil(size * bits / 8) + itemsize
+    return math.ceil(size * (bits - 1) / 8) + math.ceil(size / 8) + 2 * itemsize
+
+
+@dataclass(frozen=True)
+class Coder:
+    """One instance: vectors of `size` numbers.
+
+    Attributes:
+        rotation: [size, size] Pi. centroids: [2^bits] ascending. projection: [size, size] S, with prod.
+        bits: of the codes (one less than asked for with prod).
+    """
+
+    rotation: Tensor
+    centroids: Tensor
+    projection: Tensor | None
+    bits: int
+
+    def on(self, device: torch.device) -> Coder:
+        """On a device."""
+        parts = (self.rotation, self.centroids, self.projection)
+        rotation, centroids, projection = (None if x is None else x.to(device) for x in parts)
+        assert rotation is not None
+        assert centroids is not None
+        return Coder(rotation, centroids, projection, self.bits)
+
+    def encode(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """x [heads, n, size] float32 -> packed codes, norms, and with a projection packed signs and the
+        norm of the unit vector's residual."""
+        norms = x.norm(dim=-1)
+        if not torch.isfinite(norms.to(dtype)).all():
+            raise ValueError(f"a vector's norm is more than {dtype} holds; allowed: dtype=float32")
+        unit = x / norms.clamp(min=torch.finfo(torch.float32).tiny)[..., None]
+        rotated = unit @ self.rotation.T
+        edges = (self.centroids[1:] + self.centroids[:-1]) / 2
+        codes = torch.bucketize(rotated, edges, out_int32=True).byte()  # a tie goes to the lower
+        codes.masked_fill_(norms[..., None] == 0, 0)
+        packed = pack_bits(codes, self.bits) if self.bits else codes[..., :0]
+        if self.projection is None:
+            return packed, norms.to(dtype)
+        residual = unit - self.centroids[codes.long()] @ self.rotation
+        signs = pack_bits((residual @ self.projection.T > 0).byte(), 1)
+        return packed, norms.to(dtype), signs, residual.norm(dim=-1).to(dtype)
+
+    def looked_up(self, packed: Tensor) -> Tensor:
+        """Centroids of the codes, [heads, n, size], in the rotated space."""
+        size = self.rotation.shape[0]
+        if not self.bits:
+            return self.centroids.expand(*packed.shape[:-1], size)
+        return self.centroids[unpack_bits(packed, self.bits, size).int()]
+
+    def signs(self, packed: Tensor) -> Tensor:
+        """+-1, [heads, n, size]."""
+        return unpack_bits(packed, 1, self.rotation.shape[0]).float().mul_(2).sub_(1)
+
+
+@lru_cache(maxsize=64)
+def coder(size: int, bits: int, stage: str, rotation: str, codebook: str, seed: int) -> Coder:
+    """An instance by its draws: the Gaussian matrix or the signs of the rotation, then S; in float64.
+
+    Raises:
+        ValueError: a Hadamard rotation of a size that is no power of two.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    if rotation == "hadamard":
+        if size & (size - 1):
+            raise ValueError(
+                f"turboquant.rotation is hadamard and a set has {size} channels; allowed: a power of "
+                "two, or rotation=qr"
+            )
+        signs = 2 * torch.randint(0, 2, (size,), generator=generator) - 1
+        turn = hadamard_rotation(signs)
+    else:
+        drawn = torch.randn(size, size, generator=generator, dtype=torch.float64)
+        q, r = torch.linalg.qr(drawn)
+        turn = (q * r.diagonal().sign()).T.float()
+    projection = None
+    if stage == "prod":
+        projection = torch.randn(size, size, generator=generator, dtype=torch.float64).float()
+    stored = bits - (stage == "prod")
+    centroids = torch.from_numpy(lloyd_max(size, stored, codebook)).float()
+    return Coder(turn.contiguous(), centroids, projection, stored)
+
+
+def hadamard_rotation(signs: Tensor) -> Tensor:
+    """H diag(signs) / sqrt(d), H the Sylvester matrix, [d, d] float32."""
+    h = torch.ones(1, 1, dtype=torch.float64)
+    while len(h) < len(signs):
+        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
+    return (h * signs / math.sqrt(len(signs))).float()
+
+
+@lru_cache(maxsize=64)
+def lloyd_max(d: int, bits: int, codebook: str) -> np.ndarray:
+    """The 2^bits centroids, ascending, with the least squared error for one coordinate of a uniform
+    point of the unit sphere of R^d (beta), or of N(0, 1/d); by fixed point, float64."""
+    if bits == 0:
+        return np.zeros(1)
+    a = (d - 3) / 2
+
+    def mass(x: np.ndarray) -> np.ndarray:
+        if codebook == "normal":
+            return np.asarray(special.ndtr(x * math.sqrt(d)))
+        return np.asarray(special.betainc((d - 1) / 2, (d - 1) / 2, (1 + np.clip(x, -1, 1)) / 2))
+
+    def moment(x: np.ndarray) -> np.ndarray:  # an antiderivative of x times the density
+        if codebook == "normal":
+            return -np.exp(-d * x**2 / 2) / math.sqrt(2 * math.pi * d)
+        inside = np.clip(1 - x**2, 0, None) ** (a + 1)
+        return -inside / (2 * (a + 1) * special.beta(0.5, (d - 1) / 2))
+
+    far = 1.0 if codebook == "beta" else 40.0
+    levels = 2**bits
+    centroids = special.ndtri((np.arange(levels) + 0.5) / levels) / math.sqrt(d)
+    for _ in range(20_000):
+        edges = np.concatenate([[-far], (centroids[1:] + centroids[:-1]) / 2, [far]])
+        moved = np.diff(moment(edges)) / np.diff(mass(edges))
+        moved = (moved - moved[::-1]) / 2
+        done = np.abs(moved - centroids).max() < 1e-13
+        centroids = moved
+        if done:
+            break
+    return np.asarray(centroids)
+
+
+@dataclass(frozen=True)
+class Rotated:
+    """Vectors by sets of channels.
+
+    Attributes:
+        parts: of each set codes, norms (and signs, residual norms), [heads, n, ...].
+        order: [heads, d] channels by set, None where there is one set in order.
+    """
+
+    parts: tuple[tuple[Tensor, ...], ...]
+    coders: tuple[Coder, ...]
+    order: Tensor | None
+
+    @property
+    def count(self) -> int:
+        """Vectors of each head."""
+        return self.parts[0][1].shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as stored."""
+        return sum(x.numel() * x.element_size() for part in self.parts for x in part)
+
+    def dot(self, query: Tensor) -> Tensor:
+        """See `kvbench.kernels.quantize.Block`; no vector is restored: the query is rotated."""
+        total: Tensor | float = 0.0
+        for one, q, part in zip(self.coders, self._split(query.float()), self.parts, strict=True):
+            found = (q @ one.rotation.T) @ one.looked_up(part[0]).mT
+            if one.projection is not None:
+                scale = math.sqrt(math.pi / 2) / q.shape[-1] * part[3].float()
+                found = found + (q @ one.projection.T) @ one.signs(part[2]).mT * scale[:, None]
+            total = total + found * part[1].float()[:, None]
+        assert isinstance(total, Tensor)
+        return total
+
+    def mix(self, weights: Tensor) -> Tensor:
+        """See `kvbench.kernels.quantize.Block`; rotated back once."""
+        mixed = []
+        for one, part in zip(self.coders, self.parts, strict=True):
+            scaled = weights.float() * part[1].float()[:, None]
+            found = (scaled @ one.looked_up(part[0])) @ one.rotation
+            if one.projection is not None:
+                scale = math.sqrt(math.pi / 2) / len(one.rotation) * part[3].float()
+                found = found + (scaled * scale[:, None]) @ one.signs(part[2]) @ one.projection
+            mixed.append(found)
+        out = torch.cat(mixed, dim=-1)
+        if self.order is None:
+            return out
+        return torch.empty_like(out).scatter_(-1, self.order[:, None].expand_as(out), out)
+
+    def _split(self, x: Tensor) -> Sequence[Tensor]:
+        return split_channels(x, self.order, [len(one.rotation) for one in self.coders])
+
+    def joined(self, other: Block) -> Rotated:
+        """See `kvbench.kernels.quantize.Block`."""
+        assert isinstance(other, Rotated)
+        pairs = zip(self.parts, other.parts, strict=True)
+        parts = tuple(
+            tuple(torch.cat(pair, dim=1) for pair in zip(mine, its, strict=True))
+            for mine, its in pairs
+        )
+        return replace(self, parts=parts)
+
+
+def split_channels(x: Tensor, order: Tensor | None, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """x [heads, n, d] by sets of channels."""
+    if order is not None:
+        x = x.gather(-1, order[:, None].expand_as(x))
+    return x.split(list(sizes), dim=-1)
+
+
+def pack_vectors(rows: Tensor, *, coders: tuple[Coder, ...], order: Tensor | None) -> Rotated:
+    """Vectors [heads, n, d] by sets of channels.
+
+    Raises:
+        ValueError: a norm that the vectors' dtype does not hold.
+    """
+    split = split_channels(rows.float(), order, [len(one.rotation) for one in coders])
+    parts = tuple(one.encode(x, rows.dtype) for one, x in zip(coders, split, strict=True))
+    return Rotated(parts, coders, order)

@@ -1,0 +1,331 @@
+"""Storage schemes against golden values, theory, and their own byte counts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from kvbench.engine.cache import LayerCache
+from kvbench.kernels import turboquant as tq
+from kvbench.kernels.qjl import QJL, orthogonalised, pack_keys
+from kvbench.kernels.quantize import Codec, Quantization, pack, pack_bits, unpack_bits
+from kvbench.kernels.turboquant import TurboQuant, hadamard_rotation, lloyd_max
+from kvbench.kv import CompressedKV, KVError
+from kvbench.methods import build_method
+
+QJL_CASES = ("rot_small", "rot_128", "gauss", "no_outliers")
+TURBO_CASES = ("qr_mse3", "hadamard_mse2", "qr_prod3", "hadamard_prod4", "hadamard_prod1")
+
+
+@pytest.fixture
+def qjl_golden(shared_file):
+    with np.load(shared_file("golden/next/qjl.npz"), allow_pickle=False) as file:
+        return dict(file)
+
+
+@pytest.fixture
+def turbo_golden(shared_file):
+    with np.load(shared_file("golden/next/turboquant.npz"), allow_pickle=False) as file:
+        return dict(file)
+
+
+def case_of(file, name):
+    return next(c for c in json.loads(str(file["configs_json"])) if c["name"] == name)
+
+
+def checked(case, **arrays):
+    for name, array in arrays.items():
+        digest = case.get(f"{name}_sha256")
+        assert digest in (None, hashlib.sha256(array.tobytes()).hexdigest()), name
+    return [torch.from_numpy(array) for array in arrays.values()]
+
+
+def assert_near(found, wanted, tolerance):
+    wanted = torch.from_numpy(np.asarray(wanted)).double()
+    assert float((found.double() - wanted).abs().max() / wanted.abs().max()) <= tolerance
+
+
+def test_every_case_is_listed(qjl_golden, turbo_golden):
+    assert [c["name"] for c in json.loads(str(qjl_golden["configs_json"]))] == [*QJL_CASES]
+    assert [c["name"] for c in json.loads(str(turbo_golden["configs_json"]))] == [*TURBO_CASES]
+
+
+@pytest.mark.parametrize("name", QJL_CASES)
+def test_qjl_as_released(qjl_golden, name):
+    golden, case = qjl_golden, case_of(qjl_golden, name)
+    hkv, hq, n, d, m, m_out = (case[k] for k in ("hkv", "hq", "n", "d", "m", "m_out"))
+    g = np.random.default_rng(case["seed"])
+    keys = g.standard_normal((1, hkv, n, d), dtype=np.float32) * np.float32(case["key_scale"])
+    values = g.standard_normal((1, hkv, n, d), dtype=np.float32)
+    query = g.standard_normal((1, hq, 1, d), dtype=np.float32)
+    proj = g.standard_normal((d, m), dtype=np.float32)
+    keys[..., : case["boosted_channels"]] *= 4
+    keys, values, query, proj = checked(case, keys=keys, values=values, query=query, proj=proj)
+    if case["rot"]:
+        projection = torch.from_numpy(golden[f"{name}_sketch"])
+        mine = orthogonalised(proj)
+        torch.testing.assert_close(mine.abs(), projection.abs(), rtol=1e-4, atol=1e-4)
+    else:
+        projection = proj
+    buffer = case["buffer"]
+    scheme = QJL(
+        m=m,
+        m_out=m_out,
+        first_layers=0,
+        outliers=case["outliers"],
+        group=32,
+        buffer=buffer,
+        value_bits=case["value_bits"],
+        value_group=case["value_group"],
+        orthogonal=case["rot"],
+    )
+    first = Codec(
+        lambda x: pack_keys(x, projection=projection, m_out=m_out, scheme=scheme),
+        due=lambda _, waiting: waiting - waiting % buffer,
+    )
+    codec, packed = first.take(keys[0])
+    assert packed == case["n_quantised_keys"]
+    (block,) = codec.blocks
+    np.testing.assert_array_equal(block.bits, golden[f"{name}_bits"])
+    np.testing.assert_array_equal(block.outlier_bits, golden[f"{name}_outlier_bits"])
+    np.testing.assert_array_equal(
+        block.outliers.sort(-1).values, np.sort(golden[f"{name}_outliers"], -1)
+    )
+    assert_near(block.norms, golden[f"{name}_key_norm"], 1e-5)
+    old = values[0, :, : n - buffer]
+    stored = pack(old, Quantization(case["value_bits"], case["value_group"]), by_channel=False)
+    codes = unpack_bits(stored.codes, case["value_bits"], d).unflatten(
+        -1, (-1, case["value_group"])
+    )
+    np.testing.assert_array_equal(codes, golden[f"{name}_value_codes"])
+    grouped = query[0, :, 0].view(hkv, hq // hkv, d)
+    exact = grouped @ keys[0, :, packed:].mT
+    scores = torch.cat([codec.dot(grouped), exact], -1).flatten(0, 1)
+    assert_near(scores, golden[f"{name}_score"], 1e-4)
+    weights = (scores.view(hkv, hq // hkv, n) * d**-0.5).softmax(-1)
+    out = (
+        stored.mix(weights[..., : n - buffer]) + weights[..., n - buffer :] @ values[0, :, -buffer:]
+    )
+    assert_near(out.flatten(0, 1), golden[f"{name}_out"], 1e-4)
+    sides = case["bytes_per_kv_head_float16_side"]
+    assert scheme.nbytes(hkv, n, d, 2, 20) == hkv * (sides["keys"] + sides["values"])
+
+
+@pytest.mark.parametrize("name", TURBO_CASES)
+def test_turboquant_by_the_papers_formulas(turbo_golden, name):
+    golden, case = turbo_golden, case_of(turbo_golden, name)
+    n, d = case["n"], case["d"]
+    g = np.random.default_rng(case["seed"])
+    scale = np.linspace(0.5, 3, n).astype(np.float32)[:, None]
+    x = g.standard_normal((n, d), dtype=np.float32) * scale
+    q = g.standard_normal((5, d), dtype=np.float32)
+    if case["rotation"] == "qr":
+        g.standard_normal((d, d))
+        rotation = torch.from_numpy(golden[f"{name}_rotation"])
+    else:
+        signs = 2 * g.integers(0, 2, d) - 1
+        np.testing.assert_array_equal(signs, golden[f"{name}_hadamard_signs"])
+        rotation = hadamard_rotation(torch.from_numpy(signs))
+    projection = None
+    if case["stage"] == "prod":
+        projection = torch.from_numpy(g.standard_normal((d, d), dtype=np.float32))
+    bits = case["codebook_bits"]
+    one = tq.Coder(rotation, torch.from_numpy(lloyd_max(d, bits, "beta")).float(), projection, bits)
+    x, q = checked(case, x=x, q=q)
+    block = tq.pack_vectors(x[None], coders=(one,), order=None)
+    codes = unpack_bits(block.parts[0][0], bits, d) if bits else torch.zeros(1, n, d)
+    np.testing.assert_array_equal(codes[0], golden[f"{name}_codes"])
+    assert_near(block.parts[0][1][0], golden[f"{name}_norm"], 1e-5)
+    if projection is not None:
+        np.testing.assert_array_equal(block.parts[0][2][0], golden[f"{name}_signs"])
+        assert_near(block.parts[0][3][0], golden[f"{name}_gamma"], 1e-5)
+    assert_near(block.dot(q[None])[0], golden[f"{name}_dot"], 1e-5)
+    assert_near(block.mix(torch.eye(n)[None])[0], golden[f"{name}_restored"], 1e-5)
+    wanted = case["bytes_per_vector"]
+    assert tq.vector_bytes(d, case["bits"], case["stage"], 2) == sum(wanted.values())
+
+
+def test_codebooks(shared_file):
+    tables = json.loads(shared_file("golden/next/turboquant_codebooks.json").read_text())
+    for table in tables["codebooks"]:
+        found = lloyd_max(table["d"] or 128, table["bits"], table["marginal"])
+        found = found * math.sqrt(table["d"] or 128)
+        np.testing.assert_allclose(found, table["centroids_times_sqrt_d"], atol=1e-7)
+    assert len(lloyd_max(48, 3, "beta")) == 8
+
+
+DISTORTION = {0: 1.0, 1: 0.36089, 2: 0.11600, 3: 0.03397, 4: 0.00931}
+"""Of unit vectors on the sphere of R^128, by bits."""
+
+
+@pytest.mark.parametrize("rotation", ["qr", "hadamard"])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_turboquant_distortion_is_the_theorys(bits, rotation):
+    generator = torch.Generator().manual_seed(bits)
+    x = torch.nn.functional.normalize(torch.randn(1, 2000, 128, generator=generator), dim=-1)
+    y = torch.nn.functional.normalize(torch.randn(1, 64, 128, generator=generator), dim=-1)
+    mse = tq.coder(128, bits, "mse", rotation, "beta", 3)
+    block = tq.pack_vectors(x, coders=(mse,), order=None)
+    restored = block.mix(torch.eye(2000)[None])
+    assert float((restored - x).square().sum(-1).mean()) == pytest.approx(
+        DISTORTION[bits], rel=0.02
+    )
+    shrunk = (restored * x).sum(-1).mean()
+    assert float(shrunk) == pytest.approx(1 - DISTORTION[bits], rel=0.01)
+    assert 4.0**-bits < DISTORTION[bits] < math.sqrt(3) * math.pi / 2 * 4.0**-bits
+    prod = tq.coder(128, bits, "prod", rotation, "beta", 3)
+    errors = tq.pack_vectors(x, coders=(prod,), order=None).dot(y) - y @ x.mT
+    variance = math.pi / 2 * DISTORTION[bits - 1] / 128
+    assert abs(float(errors.mean())) < 0.05 * math.sqrt(variance), "unbiased"
+    assert float(errors.square().mean()) == pytest.approx(variance, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("orthogonal", "unbias", "bias"),
+    [(False, False, 1.0), (True, False, 1.00391), (True, True, 1.0)],
+)
+def test_qjl_inner_products(orthogonal, unbias, bias):
+    """Means and variances over many sketches; a key's scale and a column's sign change nothing."""
+    d, m, draws = 64, 64, 600
+    generator = torch.Generator().manual_seed(0)
+    key, query = (
+        torch.randn(1, 32, d, generator=generator),
+        torch.randn(1, 1, d, generator=generator),
+    )
+    query = 3 * torch.nn.functional.normalize(key[:, :1] + query, dim=-1)
+    scheme = QJL(m=m, m_out=0, outliers=0, orthogonal=orthogonal, unbias=unbias, buffer=32)
+    found = []
+    for _ in range(draws):
+        projection = torch.randn(d, m, generator=generator)
+        projection = orthogonalised(projection) if orthogonal else projection
+        block = pack_keys(key, projection=projection, m_out=0, scheme=scheme)
+        found.append(block.dot(query)[0, 0])
+    found = torch.stack(found)
+    exact = (query @ key.mT)[0, 0]
+    error = found.std(0) / math.sqrt(draws)
+    assert ((found.mean(0) - bias * exact).abs() < 4.5 * error).all()
+    bound = math.pi / 2 * query.square().sum() * key.square().sum(-1)[0] / m
+    assert (found.var(0) < (0.9 if orthogonal else 1.2) * bound).all()
+    scaled = pack_keys(2 * key, projection=projection, m_out=0, scheme=scheme)
+    assert torch.equal(scaled.bits, block.bits)
+    flipped = projection * (2 * torch.randint(0, 2, (m,)) - 1)
+    other = pack_keys(key, projection=flipped, m_out=0, scheme=scheme)
+    torch.testing.assert_close(other.dot(query), block.dot(query))
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5])
+def test_bits(bits):
+    codes = torch.randint(0, 2**bits, (3, 21), dtype=torch.uint8)
+    packed = pack_bits(codes, bits)
+    assert packed.shape == (3, math.ceil(21 * bits / 8))
+    assert torch.equal(unpack_bits(packed, bits, 21), codes)
+    whole = sum(int(code) << (bits * j) for j, code in enumerate(codes[0]))
+    assert packed[0].tolist() == [*whole.to_bytes(packed.shape[1], "little")]
+
+
+SCHEMES = {
+    "qjl": QJL(m=64, m_out=32, first_layers=0, outliers=2, group=8, buffer=16, value_group=8),
+    "qjl_first": QJL(first_m=64, first_m_out=16, outliers=1, group=4, buffer=8, value_bits=4),
+    "turbo": TurboQuant(),
+    "turbo_two": TurboQuant(bits=2, outlier_bits=3, keys="prod", buffer=5),
+    "turbo_layer": TurboQuant(bits=3, per="layer", rotation="hadamard", values="prod"),
+}
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_cache_packs_as_it_grows(name, dtype):
+    """Prefill of all tokens and decoding to them hold the same codes and bytes; clones part."""
+    torch.manual_seed(0)
+    scheme, d, n = SCHEMES[name], 16, 52
+    keys, values = torch.randn(1, 2, n, d).to(dtype), torch.randn(1, 2, n, d).to(dtype)
+
+    def cache(count):
+        at = torch.arange(count).expand(1, 2, count)
+        held = CompressedKV(keys[:, :, :count], values[:, :, :count], None, at)
+        return LayerCache(
+            held,
+            n - count,
+            build_method("exact"),
+            capacity=count,
+            quantization=scheme,
+            layer=2,
+            seed=7,
+        )
+
+    whole, grown = cache(n), cache(33)
+    query = torch.randn(4, n - 33, d).to(dtype)
+    twin = grown.clone()
+    for t in range(33, n):
+        one = slice(t, t + 1)
+        at = torch.tensor([t])
+        grown.step(query[:, t - 33 : t - 32], keys[0, :, one], values[0, :, one], at, 0.25, None)
+    twin.step(query, keys[0, :, 33:], values[0, :, 33:], torch.arange(33, n), 0.25, None)
+    assert grown.length == whole.length == twin.length == n
+    assert grown.entry_bytes() == whole.entry_bytes() == twin.entry_bytes()
+    if name != "turbo_two":  # outlier channels are those of the prompt, which differs
+        assert whole.entry_bytes() == scheme.nbytes(2, n, d, keys.element_size(), 2)
+        q, k = torch.randn(4, 1, d).to(dtype), torch.randn(2, 1, d).to(dtype)
+        first, second = (c.step(q, k, k, torch.tensor([n]), 0.25, None) for c in (whole, grown))
+        torch.testing.assert_close(
+            first,
+            second,
+            rtol=2e-2 if dtype != torch.float32 else 1e-4,
+            atol=2e-2 if dtype != torch.float32 else 1e-5,
+        )
+
+
+def test_error_falls_with_bits_and_outliers_help():
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(1, 128, 64, generator=generator)
+    keys[..., :4] *= 8
+    query = torch.randn(1, 16, 64, generator=generator)
+    exact = query @ keys.mT
+
+    def error(scheme):
+        first, _ = scheme.codecs(keys, keys, layer=40, seed=0)
+        return float((first.dot(query) - exact).norm() / exact.norm())
+
+    plain = error(QJL(outliers=0, m=256))
+    assert error(QJL(outliers=4)) < 0.8 * plain
+    assert error(QJL(outliers=0, m=1024)) == pytest.approx(plain / 2, rel=0.25)
+    errors = [error(TurboQuant(bits=bits)) for bits in (1, 2, 3, 4)]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 0.15
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scheme": "qjll"}, r"scheme is 'qjll' \(did you mean 'qjl'\?\)"),
+        ({"scheme": "qjl", "mm": 8}, "has no option 'mm'"),
+        ({"scheme": "qjl", "m": 12}, "m is 12; allowed: a multiple of 8"),
+        ({"scheme": "qjl", "buffer": 100}, "buffer is 100; allowed: a multiple of group, 32"),
+        ({"scheme": "turboquant", "bits": 6}, r"bits is 6; allowed: 1\.\.5"),
+        ({"scheme": "turboquant", "keys": "x"}, r"keys is 'x'; allowed: mse \| prod"),
+        ({"bits": 3}, "bits is 3; allowed: bits 2 or 4"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(KVError, match=message) as refusal:
+        build_method("snapkv", quantize=options).quantization()
+    assert "\n" not in str(refusal.value)
+
+
+def test_what_cannot_be_stored_says_so():
+    keys = torch.full((1, 128, 16), 3e4, dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"norm is more than torch\.float16 holds"):
+        QJL(outliers=1).codecs(keys, keys, layer=0, seed=0)
+    with pytest.raises(ValueError, match=r"norm is more than torch\.float16 holds"):
+        TurboQuant().codecs(keys, keys, layer=0, seed=0)
+    with pytest.raises(ValueError, match="a set has 12 channels; allowed: a power of two"):
+        TurboQuant(rotation="hadamard").codecs(keys[..., :12], keys, layer=0, seed=0)
+    zeros = torch.zeros(1, 128, 16)
+    for scheme in (TurboQuant(keys="prod"), QJL(outliers=1)):
+        first, _ = scheme.codecs(zeros, zeros, layer=0, seed=0)
+        assert first.dot(torch.ones(1, 1, 16)).eq(0).all()
