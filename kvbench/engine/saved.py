@@ -360,7 +360,12 @@ class _Layer:
         return cache
 
     def _packed(
-        self, name: str, shape: tuple[int, int, int], quantization: Quantization, *, by_channel: bool
+        self,
+        name: str,
+        shape: tuple[int, int, int],
+        quantization: Quantization,
+        *,
+        by_channel: bool,
     ) -> Codec:
         heads, n, d = shape
         rows, columns = (d, n) if by_channel else (n, d)

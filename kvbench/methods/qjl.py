@@ -27,9 +27,7 @@ class QJLCache(Method):
     paper: ClassVar[str] = "arXiv 2406.03482; github.com/amirzandieh/QJL"
     saves_memory: ClassVar[bool] = False
     uses_budget: ClassVar[bool] = False
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "released": {"quantize": DEFAULTS}
-    }
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"released": {"quantize": DEFAULTS}}
 
     quantize: Scheme | Mapping[str, Any] | None = field(
         default_factory=lambda: dict(DEFAULTS), hash=False

@@ -31,15 +31,13 @@ class TurboQuantCache(Method):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper_2_5": {
             "quantize": {
-                "scheme": "turboquant",
+                **DEFAULTS,
                 "bits": 2,
                 "outlier_bits": 3,
                 "outlier_share": 0.25,
             }
         },
-        "paper_3_5": {
-            "quantize": {**DEFAULTS, "bits": 3, "outlier_bits": 4, "outlier_share": 0.5}
-        },
+        "paper_3_5": {"quantize": {**DEFAULTS, "bits": 3, "outlier_bits": 4, "outlier_share": 0.5}},
     }
 
     quantize: Scheme | Mapping[str, Any] | None = field(
