@@ -13,7 +13,7 @@ from kvbench.engine.attention import LayerCall
 from kvbench.engine.cache import LayerCache
 from kvbench.engine.faults import release_frames
 from kvbench.engine.shared import attend_branches, branch_of, cropped, merged, rows_by_base
-from kvbench.kv import Budget, BudgetExceeded, CompressedKV
+from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError
 from kvbench.methods.base import Method, allowed_entries
 
 
@@ -56,6 +56,14 @@ class Fork:
     appended: int = 0
     failure: Exception | None = None
     budget_preset: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.method.masks_whole_pass:
+            raise KVError(
+                f"method {self.label!r} masks one pass over prompt and answer, and holds no cache to "
+                "generate with; allowed: methods that do (likelihoods alone, as task=fidelity and "
+                "task=lm_eval measure them, take it)"
+            )
 
     def limit(self, n: int) -> int | None:
         """Entries per head that the cache of an n-token prompt may hold at any time, if the method is

@@ -172,7 +172,6 @@ class WholePass:
 
     Attributes:
         rows: (method, budget) of each row; None for exact attention.
-        entries: entries that the masks leave per query at most, by row, and layers seen.
     """
 
     rows: Sequence[tuple[Method, Budget] | None]
@@ -221,6 +220,19 @@ def walk_whole(
     for part in chunks(len(rows), len(continuation), vocabulary(model)):
         wanted = torch.arange(first + part.start, first + part.stop, device=ids.device)
         look(part.start, forward_rows(model, ids, positions, state, keep=wanted))
+
+
+def imagined_cache(
+    model: PreTrainedModel, pair: tuple[Method, Budget], tokens: int
+) -> tuple[int, float]:
+    """Of a method that masks a pass of so many tokens: the entries per head of a cache that held what a
+    query sees, and its bytes over those of the exact cache. Each query head chooses for itself."""
+    config = model.config.get_text_config()
+    method, budget = pair
+    entries = method.masked_entries(budget, tokens)
+    heads = config.num_attention_heads
+    group = heads // (getattr(config, "num_key_value_heads", None) or heads)
+    return entries, entries * group / tokens
 
 
 @dataclass(frozen=True)

@@ -368,6 +368,7 @@ def _record(answer: Answer) -> dict[str, Any]:
         "compressed_tokens": answer.compressed_tokens,
         "tokens": answer.tokens,
         "compressed": answer.compressed,
+        "imagined": answer.imagined,
         "entries": answer.entries,
         "cache_bytes": held,
         "exact_bytes": answer.exact_bytes,

@@ -11,7 +11,7 @@ from lm_eval.api.model import TemplateLM
 
 from kvbench.engine.fork import Fork, prompt_name
 from kvbench.engine.prefill import compressible_layers
-from kvbench.engine.scoring import Reading, read, score
+from kvbench.engine.scoring import Reading, imagined_cache, read, score
 from kvbench.engine.tokenizer import Tokenizer
 from kvbench.engine.weights import Model
 from kvbench.errors import UserError
@@ -90,6 +90,7 @@ class Answer:
             method was given of it.
         compressed: whether the context was longer than the method's capacity.
         entries, cache_bytes, exact_bytes, prefill_s, compress_s: as in a record.
+        imagined: a mask of a whole pass: entries and bytes are those of a cache that nobody holds.
     """
 
     logprob: float
@@ -103,6 +104,7 @@ class Answer:
     exact_bytes: int
     prefill_s: float
     compress_s: float
+    imagined: bool = False
     failure: Exception | None = None
 
 
@@ -165,7 +167,16 @@ def answer_requests(
         )
         held = {fork.label: _held(fork, reading, layers) for fork in reading.forks}
         for label in reading.whole:
-            held[label] = replace(_nothing(reading), compressed=True)
+            pair = reading.whole[label]
+            entries, ratio = imagined_cache(model, pair, len(context) + max(map(len, tails)))
+            nothing = _nothing(reading)
+            held[label] = replace(
+                nothing,
+                compressed=True,
+                imagined=True,
+                entries={"mean": entries, "max": entries},
+                cache_bytes=round(ratio * nothing.exact_bytes),
+            )
         for label, scored in score(model, reading, tails, batch_rows=batch_rows).items():
             for number, one in zip(members, scored, strict=True):
                 total = sum(one.logprobs)

@@ -306,6 +306,7 @@ def _held(answers: Sequence[Answer]) -> dict[str, Any]:
         "exact_bytes": exact or None,
         "ratio": held / exact if held and exact else None,
         "compressed": any(a.compressed for a in answers),
+        **({"imagined": True} if first.imagined else {}),
         "prefill_s": sum(a.prefill_s for a in several),
         "compress_s": sum(a.compress_s for a in several),
     }

@@ -178,6 +178,11 @@ class Method:
         """
         raise NotImplementedError(f"{type(self).__name__}.mask")
 
+    def masked_entries(self, budget: Budget, n: int) -> int:
+        """Keys that a query of an n-token pass sees at most: the entries of a cache that is imagined,
+        since all of them are held. Called only when `masks_whole_pass`."""
+        raise NotImplementedError(f"{type(self).__name__}.masked_entries")
+
     def restrict(self, held: Held, logits: Tensor) -> Tensor:
         """Which entries a decoding query does not attend to.
 

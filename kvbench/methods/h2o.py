@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvbench.errors.options import Fraction
-from kvbench.kv import Budget, CompressedKV, LayerKV, gather_entries
+from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
 from kvbench.methods._select import group_mean, positions_between, top_positions
 from kvbench.methods.base import Held, Method
 
@@ -24,23 +25,64 @@ class H2O(Method):
     new token's attention; the new token joins the recent set, the oldest recent one competes with
     the heavy set, and the lowest score leaves, so the cache does not grow.
 
+    The released evaluation drops nothing: it masks one pass over prompt and answer, per query head, and
+    its two masks are no algorithm that could decode (see `released_mask`). They are here to compare
+    likelihoods with its tables: ``released_sequential`` (OPT, GPT-NeoX) and ``released_global`` (LLaMA),
+    which chooses heavy hitters by the queries of the whole sequence, the answer included: it sees the
+    future. Their ratios of heavy and recent tokens are the budget's share, split by `heavy_fraction`.
+
     Departures: the paper chooses per attention head, here per KV head; there is no separate sink.
 
     Args:
         heavy_fraction: share of the capacity for heavy hitters, in [0, 1]: 1.0 is "heavy only" and
             0.0 "local only" of Table 9.
         decode: evict (the paper's) | grow (all generated tokens stay, as in BalanceKV's tables).
+        semantics: paper | released_global | released_sequential; the latter two for likelihoods only.
     """
 
     paper: ClassVar[str] = "arXiv 2306.14048, Algorithm 1"
 
     heavy_fraction: Fraction = 0.5
     decode: Literal["evict", "grow"] = "evict"
+    semantics: Literal["paper", "released_global", "released_sequential"] = "paper"
 
     @property
     def evicts(self) -> bool:
         """True for ``decode=evict``."""
-        return self.decode == "evict"
+        return self.decode == "evict" and not self.masks_whole_pass
+
+    @property
+    def masks_whole_pass(self) -> bool:
+        """True for the released semantics."""
+        return self.semantics != "paper"
+
+    def _ratios(self, budget: Budget) -> tuple[float, float]:
+        """Shares of the sequence that are heavy and recent."""
+        if budget.share is None:
+            raise KVError(
+                f"h2o.semantics is {self.semantics!r} and budget.size is {budget.size}; allowed: a "
+                "share of the sequence, as budget.total_rate"
+            )
+        return self.heavy_fraction * budget.share, (1.0 - self.heavy_fraction) * budget.share
+
+    def mask(self, layer: LayerKV, budget: Budget) -> Tensor:
+        """See `released_mask`; grouped heads choose each for itself."""
+        assert layer.queries is not None
+        heavy, recent = self._ratios(budget)
+        return released_mask(
+            layer.queries[0].float(),
+            layer.keys[0].repeat_interleave(layer.group, dim=0).float(),
+            semantics=self.semantics.removeprefix("released_"),
+            heavy_ratio=heavy,
+            recent_ratio=recent,
+            scaling=layer.scaling,
+            softcap=layer.softcap,
+        )
+
+    def masked_entries(self, budget: Budget, n: int) -> int:
+        """Keys that a query sees at most: heavy and recent, and with ``released_global`` itself."""
+        heavy, recent = (int(ratio * n) for ratio in self._ratios(budget))
+        return min(n, heavy + recent + (self.semantics == "released_global"))
 
     def recent(self, capacity: int) -> int:
         """Entries of a cache of `capacity` that are the most recent tokens."""
@@ -50,8 +92,13 @@ class H2O(Method):
         """Heavy hitters, ascending, then the recent tokens; `scores` when the cache evicts.
 
         Raises:
-            KVError: the layer does not hold all prompt queries.
+            KVError: the layer does not hold all prompt queries; released semantics.
         """
+        if self.masks_whole_pass:
+            raise KVError(
+                f"h2o.semantics is {self.semantics!r}, a mask of one pass over prompt and answer, which "
+                "holds no cache to decode with; allowed: paper (likelihoods alone take the others)"
+            )
         n, capacity = layer.n, budget.capacity(layer.n)
         recent = self.recent(capacity)
         mass = group_mean(layer.attention_mass(), layer.keys.shape[1])
@@ -73,3 +120,89 @@ class H2O(Method):
             return scores, None
         oldest_recent = held.positions[:, -1:] - self.recent(held.capacity) + 1
         return scores, scores.masked_fill(held.positions >= oldest_recent, torch.inf).argmin(-1)
+
+
+QUERY_ROWS = 512
+"""Rows of attention that exist at a time."""
+
+
+def _attention_rows(
+    queries: Tensor, keys: Tensor, scaling: float, softcap: float | None
+) -> Iterator[tuple[int, Tensor]]:
+    """Causal softmax attention in blocks of rows: the first row's number, and [heads, rows, n]."""
+    n = queries.shape[1]
+    at = torch.arange(n, device=queries.device)
+    for begin in range(0, n, QUERY_ROWS):
+        logits = queries[:, begin : begin + QUERY_ROWS] @ keys.mT * scaling
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        later = at[None] > at[begin : begin + QUERY_ROWS, None]
+        yield begin, logits.masked_fill(later, -torch.inf).softmax(-1)
+
+
+def _largest(scores: Tensor, count: int) -> Tensor:
+    """[heads, n] bool: the `count` largest scores, the lower index first on ties."""
+    order = scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True)
+
+
+def released_mask(
+    queries: Tensor,
+    keys: Tensor,
+    semantics: str = "global",
+    heavy_ratio: float = 0.1,
+    recent_ratio: float = 0.1,
+    scaling: float = 1.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """Which key each query sees in H2O's released evaluation (FMInference/H2O, h2o_hf/utils_lm_eval).
+
+    There are heavy = int(heavy_ratio n) and recent = int(recent_ratio n) keys, n tokens being prompt and
+    answer; every row is masked, the prompt's too.
+
+    ``global``: the heavy keys are those of the largest column sums of attention over all rows, one set
+    for all rows. Row i sees the keys j <= i that are heavy or have i - j <= recent.
+
+    ``sequential``: scores begin as the column sums of the first `heavy` rows, which see all. Each
+    further row sees the heavy - 1 keys of the largest scores and itself, adds its own whole attention to
+    the scores, and sets those of all other keys to 0; the keys with i - j <= recent are joined to each
+    row.
+
+    Ties go to the lower index, and attention and sums are float32; the release's half-precision sums
+    differ from kernel to kernel.
+
+    Args:
+        queries, keys: [heads, n, d] float32, after position encoding.
+
+    Returns:
+        [heads, n, n] bool, True where query i sees key j; False above the diagonal.
+
+    Raises:
+        KVError: another semantics.
+    """
+    if semantics not in ("global", "sequential"):
+        raise KVError(f"semantics is {semantics!r}; allowed: global, sequential")
+    heads, n, _ = queries.shape
+    heavy, recent = int(heavy_ratio * n), int(recent_ratio * n)
+    at = torch.arange(n, device=queries.device)
+    distance = at[:, None] - at[None]
+    seen = ((distance >= 0) & (distance <= recent)).expand(heads, n, n).clone()
+    scores = torch.zeros(heads, n, dtype=torch.float32, device=queries.device)
+    if heavy == 0:
+        return seen
+    for begin, rows in _attention_rows(queries.float(), keys.float(), scaling, softcap):
+        if semantics == "global":
+            scores += rows.sum(1)
+            continue
+        for i, row in enumerate(rows.unbind(1), begin):
+            if i < heavy:
+                scores[:, :heavy] += row[:, :heavy]
+                seen[:, i, : i + 1] = True
+                continue
+            kept = _largest(scores, heavy - 1)
+            kept[:, i] = True
+            seen[:, i] |= kept
+            scores = torch.where(kept, scores + row, 0.0)
+    if semantics == "global":
+        seen |= _largest(scores, heavy)[:, None]
+    return seen & (distance >= 0)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvbench.engine.fork import Fork
 from kvbench.engine.prefill import compressible_layers
-from kvbench.engine.scoring import Look, Reading, read, twin_of, walk, walk_whole
+from kvbench.engine.scoring import Look, Reading, imagined_cache, read, twin_of, walk, walk_whole
 from kvbench.engine.switch import kvbench_attention_on
 from kvbench.engine.weights import Model
 from kvbench.kv import Budget
@@ -45,6 +45,7 @@ class Fidelity:
         top: the method's most likely token. top_exact: the exact one.
         failure: what stopped the method; the lists are empty then.
         entries, cache_bytes, exact_bytes, compressed, compress_s, prefill_s: as in a record.
+        imagined: a mask of a whole pass: entries and bytes are those of a cache that nobody holds.
     """
 
     kl: list[float] = field(default_factory=list)
@@ -58,6 +59,7 @@ class Fidelity:
     cache_bytes: int | None = None
     exact_bytes: int | None = None
     compressed: bool = False
+    imagined: bool = False
     compress_s: float = 0.0
     prefill_s: float = 0.0
 
@@ -176,7 +178,15 @@ def compare(model: Model, reading: Reading, continuation: Sequence[int]) -> dict
         results[fork.label].failure = fork.failure
         results[fork.label].compressed |= fork.failure is None and fork.evicted
     for label, pair in reading.whole.items():
-        results[label] = Fidelity(compressed=True)
+        entries, ratio = imagined_cache(model, pair, len(reading.prompt_ids) + len(continuation))
+        results[label] = Fidelity(
+            compressed=True,
+            imagined=True,
+            entries={"mean": entries, "max": entries},
+            cache_bytes=round(ratio * reading.start.exact_bytes),
+            exact_bytes=reading.start.exact_bytes,
+            prefill_s=reading.start.prefill_s,
+        )
         rows = [Fidelity(), results[label]]
         walk_whole(
             model, reading.prompt_ids, continuation, [None, pair], _Compare(rows, continuation)

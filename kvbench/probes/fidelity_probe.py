@@ -274,6 +274,7 @@ class FidelityProbe:
             if found.cache_bytes is None or not found.exact_bytes
             else found.cache_bytes / found.exact_bytes,
             "compressed": found.compressed,
+            **({"imagined": True} if found.imagined else {}),
             "prefill_s": found.prefill_s,
             "compress_s": found.compress_s,
         }

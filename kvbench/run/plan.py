@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from kvbench.engine.chunked import check_reads_in_chunks
 from kvbench.engine.faults import is_out_of_memory
+from kvbench.engine.fork import Fork
 from kvbench.engine.generate import run_conversations
 from kvbench.engine.prompts import Generation, Prompt, Question
 from kvbench.errors import one_line
@@ -195,6 +196,8 @@ class TaskPlan:
                 turns after the method's own answers where each turn is a prompt of its own.
         """
         encoded = self._encoded(session)
+        for label, (method, budget) in methods.items():
+            Fork(label, method, budget, session.seed, "", room=0)  # refuses what cannot generate
         if session.prefill == "chunked":
             for label, (method, _) in methods.items():
                 check_reads_in_chunks(label, method)

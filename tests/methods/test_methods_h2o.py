@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.jobs import make_job
 from support.method_layers import make_layer, run
+from support.tiny import prompt_ids, tiny_model
 
-from kvbench.kv import Budget
+from kvbench.engine.prefill import forward_rows
+from kvbench.kv import Budget, KVError
 from kvbench.methods import Held, build_method
+from kvbench.methods.h2o import released_mask
+from kvbench.probes.fidelity import teacher_forced
+from kvbench.run.runner import run_job
 
 
 def test_heavy_hitters_and_recent():
@@ -103,3 +112,119 @@ def test_eviction(capacity, heads, steps, fraction, start, seed):
             assert found.keys() == plain[head].keys()
             assert found == pytest.approx(plain[head], rel=1e-4)
         assert positions.shape[1] <= capacity
+
+
+def drawn(case):
+    """Queries, keys and values as the golden file draws them."""
+    rng = np.random.default_rng(case["seed"])
+    shape = case["heads"], case["n"], case["dim"]
+    query = rng.standard_normal(shape, dtype=np.float32) * np.float32(1.6)
+    return tuple(
+        torch.from_numpy(x)
+        for x in (query, *(rng.standard_normal(shape, dtype=np.float32) for _ in "kv"))
+    )
+
+
+def test_released_masks_are_golden(shared_file):
+    cases = json.loads(shared_file("golden/tasks/h2o_masks.json").read_text())["cases"]
+    for case in cases:
+        query, key, value = drawn(case)
+        scaling = case["dim"] ** -0.5
+        for semantics in ("global", "sequential"):
+            seen = released_mask(
+                query,
+                key,
+                semantics=semantics,
+                heavy_ratio=case["heavy_ratio"],
+                recent_ratio=case["recent_ratio"],
+                scaling=scaling,
+            )
+            rows = [
+                "|".join("".join(str(int(x)) for x in row[: i + 1]) for i, row in enumerate(head))
+                for head in seen
+            ]
+            assert rows == case[semantics]
+            assert not seen.triu(1).any()
+            logits = (query.double() @ key.double().mT * scaling).masked_fill(~seen, -torch.inf)
+            out = (logits.softmax(-1) @ value.double())[:, -1].flatten()
+            assert out.tolist() == pytest.approx(case["last_row_output"][semantics], abs=1e-6)
+
+
+def sequential_by_hand(attention, heavy, recent):
+    """The rule of the sequential mask in plain Python, for one head."""
+    n = len(attention)
+    scores = [sum(attention[i][j] for i in range(heavy)) if j < heavy else 0.0 for j in range(n)]
+    rows = []
+    for i in range(n):
+        if i < heavy:
+            rows.append({*range(i + 1)})
+            continue
+        kept = set(sorted(range(n), key=lambda j: (-scores[j], j))[: heavy - 1]) | {i}
+        scores = [scores[j] + attention[i][j] if j in kept else 0.0 for j in range(n)]
+        rows.append({j for j in kept if j <= i} | {*range(max(0, i - recent), i + 1)})
+    return rows
+
+
+def test_released_masks_by_hand_in_blocks(monkeypatch):
+    monkeypatch.setattr("kvbench.methods.h2o.QUERY_ROWS", 7)
+    generator = torch.Generator().manual_seed(3)
+    query, key = torch.randn(2, 2, 40, 8, generator=generator).unbind()
+    later = torch.ones(40, 40, dtype=torch.bool).triu(1)
+    attention = (query @ key.mT).masked_fill(later, -torch.inf).softmax(-1)
+    found = released_mask(query, key, "sequential", heavy_ratio=0.2, recent_ratio=0.1)
+    for head in range(2):
+        rows = sequential_by_hand(attention[head].tolist(), 8, 4)
+        assert [set(row.nonzero().flatten().tolist()) for row in found[head]] == rows
+    found = released_mask(query, key, "global", heavy_ratio=0.2, recent_ratio=0.1)
+    heavy = attention.sum(1).topk(8).indices
+    for head in range(2):
+        for i, row in enumerate(found[head]):
+            want = {j for j in heavy[head].tolist() if j <= i} | {*range(max(0, i - 4), i + 1)}
+            assert set(row.nonzero().flatten().tolist()) == want
+    with pytest.raises(KVError, match="allowed: global, sequential"):
+        released_mask(query, key, "local")
+
+
+@pytest.mark.parametrize("semantics", ["released_global", "released_sequential"])
+@pytest.mark.parametrize("architecture", ["llama", "opt", "gpt_neox"])
+def test_released_semantics_score_one_masked_pass(architecture, semantics):
+    """Against a model whose attention layers are masked by hooks, one after another."""
+    model, ids, answer = tiny_model(architecture), prompt_ids(50), prompt_ids(6, seed=4)
+    method = build_method("h2o", semantics=semantics)
+    budget = Budget(total_rate=0.4, sink=0, window=0)
+    found = teacher_forced(model, ids, answer, {"h2o": (method, budget)})["h2o"]
+    assert found.failure is None
+    assert found.imagined
+    assert found.entries["max"] == 22 + (semantics == "released_global")
+    masks = []
+
+    class Masked:
+        def attend(self, call):
+            group = call.query.shape[1] // call.key.shape[1]
+            key, value = (x.repeat_interleave(group, 1) for x in (call.key, call.value))
+            seen = released_mask(
+                call.query[0], key[0], semantics.removeprefix("released_"), 0.2, 0.2, call.scaling
+            )
+            masks.append(seen)
+            logits = (call.query.double() @ key.double().mT) * call.scaling
+            weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
+            return (weights @ value.double()).to(call.query.dtype)
+
+    model.set_attn_implementation("kvbench")
+    tokens = torch.tensor([[*ids, *answer]])
+    with torch.no_grad():
+        logits = forward_rows(model, tokens, torch.arange(56), Masked())[0, 49:-1]
+    want = -logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
+    assert found.nll == pytest.approx(want.tolist(), abs=1e-4)
+    assert max(found.kl) > 1e-3
+    assert len(masks) == model.config.num_hidden_layers
+
+
+def test_released_semantics_hold_nothing_to_generate_with(tmp_path):
+    method = build_method("h2o", semantics="released_global")
+    with pytest.raises(KVError, match="likelihoods alone"):
+        run_job(make_job(tmp_path, {"h2o": method}))
+    with pytest.raises(KVError, match="holds no cache"):
+        run(method, make_layer(200, kv_heads=2, group=2), Budget())
+    with pytest.raises(KVError, match=r"budget\.size is 20"):
+        method.masked_entries(Budget(size=20, sink=2, window=2), 40)
