@@ -19,7 +19,8 @@ class Stopping:
         strings: any of these in the text ends it (and is cut, with what follows).
         decode: token ids to text; needed for `strings`.
         may_be_empty: False: as the first token, the best one that does not end the generation.
-        settled: of the text so far: what follows would change nothing, so it ends, uncut.
+        settled: of the text so far: what follows would change nothing, so it ends, uncut. Beyond 256
+            tokens it is asked some 100 times each time the answer has doubled.
         timeout_s: seconds, prefill included, after which the forks still running fail; None: no limit.
     """
 
@@ -57,4 +58,6 @@ class Stopping:
             tail = self.decode(list(tokens[-(max(map(len, self.strings)) + 8) :]))
             if any(stop in tail for stop in self.strings):
                 return True
-        return self.settled is not None and self.settled(self.decode(list(tokens)))
+        # Decoding the whole text at every token would cost the square of a long answer.
+        due = len(tokens) <= 256 or len(tokens) % (len(tokens) // 128) == 0
+        return self.settled is not None and due and self.settled(self.decode(list(tokens)))

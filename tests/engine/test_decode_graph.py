@@ -11,9 +11,11 @@ from support.prompts import facts, methods, unlike_prompts
 from support.tiny import prompt_ids, tiny_model
 
 from kvbench.engine import graphs
-from kvbench.engine.generate import Prompt, run_batch
+from kvbench.engine.generate import run_batch, run_conversations
 from kvbench.engine.graphs import StepGraphs
 from kvbench.engine.loading import ModelSpec
+from kvbench.engine.prompts import Prompt, Question
+from kvbench.engine.sampling import Sampling
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
@@ -71,6 +73,23 @@ def test_rows_that_ended_change_nothing_for_those_that_go_on(pretended, compress
     for got, want in zip(graph, eager, strict=True):
         assert facts(got) == facts(want)
         assert {r.failure for r in got.values()} == {None}
+
+
+def test_drawn_tokens_are_those_of_steps_that_are_not_captured(pretended):
+    """What a token is drawn with is told to the device before each step."""
+    model, warm = model_on("cpu"), Sampling(temperature=1.0, top_p=0.9)
+    prompts = [
+        replace(prompt, conversations=[[Question((), prompt.stopping, "q", n)] for n in range(2)])
+        for prompt in capturable_prompts()
+    ]
+    eager = run_conversations(model, prompts, seed=1, sampling=warm)
+    graph = run_conversations(model, prompts, seed=1, sampling=warm, graphs=StepGraphs("auto"))
+    assert pretended
+    for got, want in zip(graph, eager, strict=True):
+        assert [[r.tokens for r in each] for each in got.values()] == [
+            [r.tokens for r in each] for each in want.values()
+        ]
+        assert all(each[0].tokens != each[1].tokens for each in got.values() if each[0].tokens)
 
 
 def test_what_decodes_row_by_row_is_not_captured(pretended):

@@ -1,0 +1,103 @@
+"""Drawn tokens: their distribution, what they depend on, and answers of many tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kvbench.engine.sampling import GREEDY, Sampling
+from kvbench.engine.stopping import Stopping
+from kvbench.kv import KVError
+
+
+def shares(logits: np.ndarray, temperature: float, top_p: float) -> np.ndarray:
+    """Brute force: the probability of each token after temperature and top-p."""
+    weights = np.exp((logits - logits.max()) / temperature)
+    weights /= weights.sum()
+    kept, total = np.zeros_like(weights), 0.0
+    for token in np.argsort(-weights, kind="stable"):
+        if total >= top_p:
+            break
+        kept[token] = weights[token]
+        total += weights[token]
+    return np.asarray(kept / kept.sum())
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.4, 0.01])
+def test_tokens_are_drawn_with_their_probabilities(temperature: float, top_p: float) -> None:
+    logits = torch.randn(12, generator=torch.Generator().manual_seed(3))
+    logits[4] = float("-inf")
+    count = 20_000
+    uniforms = (torch.arange(count) + 0.5) / count
+    tokens, sound = Sampling(temperature, top_p).pick(logits.expand(count, -1), uniforms)
+    found = np.bincount(tokens.numpy(), minlength=12) / count
+    assert np.abs(found - shares(logits.double().numpy(), temperature, top_p)).max() < 2 / count
+    assert bool(sound.all())
+    assert found[4] == 0
+
+
+def test_draws_depend_on_seed_example_sample_and_nothing_else() -> None:
+    warm = Sampling(temperature=1.0)
+    draws = warm.uniforms(0, "e", 0, 40)
+    assert draws is not None
+    assert torch.equal(draws[:8], warm.uniforms(0, "e", 0, 8))  # type: ignore[arg-type]
+    for other in ((1, "e", 0), (0, "f", 0), (0, "e", 1)):
+        assert not torch.equal(draws, warm.uniforms(*other, 40))  # type: ignore[arg-type]
+    assert bool(((draws >= 0) & (draws < 1)).all())
+    logits = torch.randn(5, 50)
+    rows = warm.pick(logits, draws[:5])
+    for row in range(5):
+        alone = warm.pick(logits[row : row + 1], draws[row : row + 1])
+        assert torch.equal(alone[:, 0], rows[:, row])
+
+
+def test_the_edges() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0], [float("nan"), 0.0, 1.0], [2.0, float("inf"), 0.0]])
+    largest = torch.full((3,), 1 - 2**-24)
+    assert GREEDY.uniforms(0, "e", 0, 4) is None
+    assert GREEDY.pick(logits, None)[0, 0] == 1
+    for sampling in (Sampling(1e-30), Sampling(5.0, 1e-9)):
+        assert sampling.pick(logits, largest)[0, 0] == 1, "cold, or with one token left: greedy"
+    tokens, sound = Sampling(1.0).pick(logits, largest)
+    assert sound.tolist() == [1, 0, 0]
+    assert tokens[0] == 0
+    assert Sampling(1.0).pick(logits, torch.zeros(3))[0, 0] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"temperature": -0.1}, "sampling.temperature is -0.1; allowed: a number 0..100"),
+        ({"temperature": float("nan")}, "sampling.temperature is nan"),
+        ({"top_p": 0}, r"sampling.top_p is 0; allowed: a number in \(0, 1\]"),
+        ({"samples": 0}, "sampling.samples is 0; allowed: an integer 1..10000"),
+        ({"samples": 4}, "samples is 4 and sampling.temperature 0, which gives the same answer"),
+    ],
+)
+def test_what_is_not_allowed(options: dict[str, float], said: str) -> None:
+    with pytest.raises(KVError, match=said):
+        Sampling(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("new", [256, 2048, 32768])
+def test_a_long_answer_is_not_read_again_at_every_token(new: int) -> None:
+    """The tokens decoded to ask whether an answer is settled, or at a stop string: some hundred times
+    its length, not its length squared."""
+    read = []
+
+    def decode(tokens: object) -> str:
+        read.append(len(tokens))  # type: ignore[arg-type]
+        return ""
+
+    stopping = Stopping(new, strings=("stop",), decode=decode, settled=lambda text: False)
+    for length in range(1, new):
+        assert not stopping.reached(range(length))  # type: ignore[arg-type]
+    assert sum(read) <= 400 * new
+    assert stopping.reached(range(new))  # type: ignore[arg-type]
+
+
+def test_a_short_answer_ends_where_it_is_settled() -> None:
+    stopping = Stopping(99, decode=lambda t: "x" * len(t), settled=lambda text: len(text) >= 7)
+    assert [stopping.reached(range(n)) for n in (6, 7)] == [False, True]  # type: ignore[arg-type]
