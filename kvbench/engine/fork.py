@@ -186,7 +186,7 @@ class Fork:
         return {"mean": float(counts.float().mean()), "max": int(counts.max())}
 
     def reserved_bytes(self) -> int:
-        """Bytes that a copy of all layers takes, room for tokens to come included."""
+        """Bytes of all layers, room for tokens to come included."""
         return sum(cache.reserved_bytes() for cache in self.layers.values())
 
     def cache_bytes(self) -> int:

@@ -104,9 +104,10 @@ def run_conversations(
     chunk_tokens: int | None = None,
     graphs: StepGraphs | None = None,
 ) -> list[dict[str, list[Generation]]]:
-    """Several prompts, each prefilled alone and compressed once, and all of its conversations, each with
-    a copy of that one cache. As many of them decode together as half of the free memory holds copies
-    for; no answer depends on it.
+    """Several prompts, each prefilled alone and compressed once, and all of its conversations, each from
+    that one cache. It is read where it is, unless the method evicts or answers may be longer than the
+    prompt: then each has a copy, and as many decode together as half of the free memory has room for.
+    No answer depends on it.
 
     Args:
         sampling: how tokens are chosen.
@@ -173,17 +174,22 @@ class _Reading:
     said: dict[str, list[list[Generation]]]
 
     def talks(self, first: int, last: int) -> list[_Talk]:
-        """The conversations from `first` to before `last`, each with a copy of the caches; the last
-        one with the caches themselves."""
-        end = len(self.prompt.conversations) - 1
+        """The conversations from `first` to before `last`; where there are several, each with a cache
+        that goes on from what has been read."""
+
+        def going_on(row: DecodingRow) -> DecodingRow:
+            if len(self.prompt.conversations) == 1:
+                return row
+            return replace(row, fork=row.fork.clone() if _copied(row) else row.fork.branch())
+
         return [
             _Talk(
                 self.prompt.conversations[number],
                 self.said[row.fork.label][number],
-                row if number == end else replace(row, fork=row.fork.clone()),
+                going_on(row),
                 logits,
             )
-            for number in range(first, min(last, end + 1))
+            for number in range(len(self.prompt.conversations))[first:last]
             for row, logits in zip(self.rows, self.logits, strict=True)
         ]
 
@@ -214,13 +220,20 @@ def _read(model: PreTrainedModel, prompt: Prompt, seed: int, chunk_tokens: int |
     return _Reading(prompt, rows, logits, seconds_run() - begun, said)
 
 
+def _copied(row: DecodingRow) -> bool:
+    """Whether a conversation has a copy of what was read: rows that share it are not decoded by the
+    kernel, which costs more than it saves once their own tokens are the most."""
+    return row.fork.method.evicts or row.fork.room > row.prefilled
+
+
 def _copies_at_once(readings: Sequence[_Reading], most: int, device: torch.device) -> int:
     """How many conversations of each prompt, of `most`, the free memory has room for."""
     total, used = memory.total_bytes(device), memory.used_bytes(device)
     if most == 1 or total is None or used is None:
         return most
-    copy = sum(row.fork.reserved_bytes() for reading in readings for row in reading.rows)
-    return max(1, min(most, (total - used) // (2 * copy) if copy else most))
+    rows = [row for reading in readings for row in reading.rows if _copied(row)]
+    copies = sum(row.fork.reserved_bytes() for row in rows)
+    return max(1, min(most, (total - used) // (2 * copies))) if copies else most
 
 
 def _ask(

@@ -158,14 +158,14 @@ class PromptEncoder:
         )
 
     def between_turns(self) -> list[int]:
-        """Tokens that the chat template puts after an answer and before the user's next message; none
-        where there is no template.
+        """Tokens that the chat template puts after an answer and before the user's next message; without
+        a template those of a blank line.
 
         Raises:
             TaskError: a template that takes no such conversation.
         """
         if not self.chat:
-            return []
+            return self.encode_text("\n\n")
         marks = [f"KVBENCH_TURN_{number}" for number in range(3)]
         roles = ("user", "assistant", "user")
         messages = [{"role": r, "content": m} for r, m in zip(roles, marks, strict=True)]

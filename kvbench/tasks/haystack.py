@@ -12,11 +12,12 @@ from __future__ import annotations
 import glob
 import hashlib
 import random
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvbench.tasks.base import TaskError
+from kvbench.tasks.base import PromptEncoder, TaskError
 
 # fmt: off
 PEOPLE = (
@@ -174,3 +175,125 @@ def texts_of_dataset(
         reason = str(problem).strip().splitlines()[0] if str(problem).strip() else "?"
         raise TaskError(f"needle: cannot load dataset {where}: {reason}") from problem
     return texts
+
+
+def filler(
+    texts: Sequence[tuple[str, str]],
+    seed: int,
+    number: int,
+    need: int,
+    begin: list[int],
+    encoder: PromptEncoder,
+    facts: int,
+) -> tuple[str, list[list[int]]]:
+    """What filler `number` is called, and token ids of its sentences, one list each, of at least `need`
+    tokens: only length and depth of the prompts made of it differ, as in the protocol.
+
+    Of several documents each filler begins at another one, as long as there are others.
+
+    Args:
+        texts: names and texts of documents; none for generated filler (of so many `facts`).
+        begin: tokens that stand before the first sentence.
+    """
+    pieces: list[list[int]] = []
+    total = 0
+    if not texts:
+        for sentence in generated_haystack(f"needle {seed} {number}", facts):
+            pieces.append(encoder.encode_text(" " + sentence if pieces else sentence))
+            total += len(pieces[-1])
+            if total >= need:
+                break
+        pieces[0] = begin + pieces[0]
+        return f"seed {seed}, {number}", pieces
+    order = list(range(len(texts)))
+    random.Random(f"kvbench needle {seed}").shuffle(order)
+    first = order[number % len(texts)]
+    text = 0
+    while total < need:
+        document = texts[(first + text) % len(texts)][1]
+        for sentence in split_sentences(document if text == 0 else "\n\n" + document):
+            pieces.append(encoder.encode_text(sentence))
+            total += len(pieces[-1])
+            if total >= need:
+                break
+        text += 1
+        if text >= len(texts) and not total:
+            raise TaskError("needle: the haystack's texts have no tokens")
+    pieces[0] = begin + pieces[0]
+    return texts[first][0], pieces
+
+
+SENTENCE = re.compile(r".+?(?:[.!?]+[\"'\u201d\u2019)\]]*(?=\s|$)|$)", re.DOTALL)
+"""A sentence with the white space before it; sentences joined again are the text."""
+
+
+def split_sentences(text: str) -> list[str]:
+    """Cut a text after each sentence end; the pieces joined are the text."""
+    return SENTENCE.findall(text)
+
+
+def place_needles(
+    pieces: Sequence[Sequence[int]],
+    needles: Sequence[tuple[Sequence[int], Sequence[int]]],
+    depths: Sequence[float],
+    length: int,
+    room: int,
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Filler with needles in it, of `room` tokens.
+
+    Args:
+        pieces: token ids of the filler's sentences.
+        needles: token ids of each, within the text and at its very start.
+        depths: of each, percentage of the filler before it; it goes to the nearest sentence end at or
+            before that (at 100 per cent: last, wherever the filler is cut).
+        length: of the whole prompt, for the message.
+
+    Returns:
+        Token ids, and of each needle where it begins and how many tokens it has.
+
+    Raises:
+        TaskError: there is no room for any filler.
+    """
+    budget = room - sum(len(inner) for inner, _ in needles)
+    for _ in range(4):  # a needle at the very start may have another number of tokens
+        kept, ends = _cut(pieces, budget)
+        total = len(kept)
+        places = [
+            total if depth == 100 else max(e for e in ends if e <= depth / 100 * total + 1e-9)
+            for depth in depths
+        ]
+        put = [needle[not place] for needle, place in zip(needles, places, strict=True)]
+        used = sum(map(len, put))
+        if budget == room - used:
+            break
+        budget = room - used
+    if budget < 0 or not kept:
+        raise TaskError(
+            f"needle: length {length} is too short for needle, question and filler; "
+            f"at least {length + 1 - budget} tokens"
+        )
+    context: list[int] = []
+    spans = [(-1, 0)] * len(needles)
+    last = 0
+    for place, number in sorted((place, number) for number, place in enumerate(places)):
+        context += kept[last:place]
+        spans[number] = len(context), len(put[number])
+        context += put[number]
+        last = place
+    context += kept[last:]
+    if len(context) != room:
+        raise AssertionError(f"haystack of {len(context)} tokens, expected {room}")
+    return context, spans
+
+
+def _cut(pieces: Sequence[Sequence[int]], budget: int) -> tuple[list[int], list[int]]:
+    """The first ``budget`` tokens of the filler, and where sentences end in them (0 counts)."""
+    kept: list[int] = []
+    ends = [0]
+    for piece in pieces:
+        if len(kept) >= budget:
+            break
+        kept += piece
+        if len(kept) <= budget:
+            ends.append(len(kept))
+    return kept[: max(0, budget)], ends

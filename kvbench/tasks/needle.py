@@ -25,29 +25,26 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Le, MinLen
 
 from kvbench.errors.options import Distinct, Text
 from kvbench.tasks.base import Example, PromptEncoder, Task, TaskError
 from kvbench.tasks.haystack import (
     file_digests,
-    generated_haystack,
+    filler,
+    place_needles,
     texts_of_dataset,
     texts_of_files,
 )
+from kvbench.tasks.longeval_lines import word_lists
 from kvbench.tasks.options import Many, NewTokens, Repeats, Tokens
 from kvbench.tasks.order import balanced_order
 
 SCORES = ("containment", "word_recall", "released_recall", "rouge1")
 HAYSTACKS = ("generated", "files", "dataset")
 HAYSTACK, QUESTION = "{haystack}", "{question}"
-SENTENCE = re.compile(r".+?(?:[.!?]+[\"'\u201d\u2019)\]]*(?=\s|$)|$)", re.DOTALL)
-"""A sentence with the white space before it; sentences joined again are the text."""
-
-
-def split_sentences(text: str) -> list[str]:
-    """Cut a text after each sentence end; the pieces joined are the text."""
-    return SENTENCE.findall(text)
+PARTS = {"needle": ("{key}", "{value}"), "question": ("{key}",), "answer": ("{value}",)}
+"""What the texts of needles that are hidden together must hold."""
 
 
 def _words(text: str) -> list[str]:
@@ -104,6 +101,9 @@ class Needle(Task):
         num_examples: fillers; each is used at every length and depth.
         needle, question, answer: what is hidden, what is asked, what counts. White space around the
             needle is kept; where there is none a blank sets it off.
+        together: one prompt has a needle at every depth, each a fact of its own (``{key}`` in needle and
+            question is a word, ``{value}`` in needle and answer a number of five digits), and each is
+            asked for: under ``compress_after=context`` one compression shows the recall of all depths.
         template: the prompt, with ``{haystack}`` and after it ``{question}``.
         buffer: None: every prompt has exactly the asked number of tokens. Otherwise haystack and needle
             have so many less, whatever template and question have.
@@ -144,11 +144,12 @@ class Needle(Task):
     dataset_column: str = "text"
     facts: Many = 24
     repeats: Repeats = 1
+    together: bool = False
     seed: int = 0
     primary: Literal["containment", "word_recall", "released_recall", "rouge1"] = "containment"
     max_new_tokens: NewTokens = 48
     stop: Sequence[str] = ()
-    end_tokens: Sequence[Text] = ()
+    end_tokens: Sequence[Annotated[str, MinLen(1), "text that is not empty"]] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -166,6 +167,21 @@ class Needle(Task):
             raise TaskError(
                 "task.dataset_name is null; allowed with haystack=dataset: a Hugging Face dataset"
             )
+        if self.together:
+            self._check_together()
+
+    def _check_together(self) -> None:
+        for option in ("needle", "question", "answer"):
+            text, names = getattr(self, option), PARTS[option]
+            if not all(name in text for name in names):
+                raise TaskError(
+                    f"task.{option} is {text!r}; allowed with together=true: text with "
+                    f"{' and '.join(names)}"
+                )
+        if self.repeats > 1:
+            raise TaskError(
+                f"task.repeats is {self.repeats}; allowed with together=true: 1 (a needle per depth)"
+            )
 
     def digests(self) -> Mapping[str, str]:
         """sha256 of each haystack file, by file name."""
@@ -173,9 +189,20 @@ class Needle(Task):
 
     def examples(self, encoder: PromptEncoder) -> Sequence[Example]:
         """Every length at every depth with every filler; of every prefix, the shares of each length,
-        of each depth and of each filler are those of the whole to within one example."""
+        of each depth and of each filler are those of the whole to within one example (one context,
+        where all depths are `together`)."""
         texts = self._texts()
-        fillers = [self._filler(texts, number, encoder) for number in range(self.num_examples)]
+        begin = 2 * self._begin_ids(encoder)
+        fillers = [
+            filler(texts, self.seed, number, max(self.lengths), begin, encoder, self.facts)
+            for number in range(self.num_examples)
+        ]
+        if self.together:
+            return [
+                example
+                for i, k in balanced_order((len(self.lengths), self.num_examples))
+                for example in self._together(encoder, fillers[k], k, self.lengths[i])
+            ]
         sizes = (len(self.lengths), len(self.depths), self.num_examples)
         return [
             self._example(encoder, fillers[k], k, self.lengths[i], self.depths[j])
@@ -208,43 +235,6 @@ class Needle(Task):
             raise TaskError(f"needle: the {self.haystack} haystack holds no text")
         return texts
 
-    def _filler(
-        self, texts: Sequence[tuple[str, str]], number: int, encoder: PromptEncoder
-    ) -> tuple[str, list[list[int]]]:
-        """What filler `number` is called, and token ids of its sentences, one list each, enough for the
-        longest prompt: only length and depth of the prompts made of it differ, as in the protocol.
-
-        Of several documents each filler begins at another one, as long as there are others.
-        """
-        need = max(self.lengths)
-        pieces: list[list[int]] = []
-        begin = 2 * self._begin_ids(encoder)
-        total = 0
-        if not texts:
-            for sentence in generated_haystack(f"needle {self.seed} {number}", self.facts):
-                pieces.append(encoder.encode_text(" " + sentence if pieces else sentence))
-                total += len(pieces[-1])
-                if total >= need:
-                    break
-            pieces[0] = begin + pieces[0]
-            return f"seed {self.seed}, {number}", pieces
-        order = list(range(len(texts)))
-        random.Random(f"kvbench needle {self.seed}").shuffle(order)
-        first = order[number % len(texts)]
-        text = 0
-        while total < need:
-            document = texts[(first + text) % len(texts)][1]
-            for sentence in split_sentences(document if text == 0 else "\n\n" + document):
-                pieces.append(encoder.encode_text(sentence))
-                total += len(pieces[-1])
-                if total >= need:
-                    break
-            text += 1
-            if text >= len(texts) and not total:
-                raise TaskError("needle: the haystack's texts have no tokens")
-        pieces[0] = begin + pieces[0]
-        return texts[first][0], pieces
-
     def _begin_ids(self, encoder: PromptEncoder) -> list[int]:
         """Tokens that the tokenizer puts before any text; none unless `begin_tokens`."""
         if not self.begin_tokens:
@@ -258,90 +248,102 @@ class Needle(Task):
     def _example(
         self,
         encoder: PromptEncoder,
-        filler: tuple[str, Sequence[Sequence[int]]],
+        filling: tuple[str, Sequence[Sequence[int]]],
         number: int,
         length: int,
         depth: float,
     ) -> Example:
-        before, _, after = self.template.partition(HAYSTACK)
-        question = after.replace(QUESTION, self.question)
-        before_ids = encoder.encode_text(before) if before else []
-        question_ids = encoder.encode_text(question)
-        begin, needle = self._begin_ids(encoder), self.needle
-        inner = begin + encoder.encode_text(needle if needle[0].isspace() else " " + needle)
-        leading = begin + encoder.encode_text(needle if needle[-1].isspace() else needle + " ")
         # Copies of the needle: the first at `depth`, the others evenly over the rest.
         wanted = [depth]
         wanted += [100.0 * (copy + 0.5) / (self.repeats - 1) for copy in range(self.repeats - 1)]
-        around = encoder.overhead + len(before_ids) + len(question_ids)
-        room = length - (around if self.buffer is None else self.buffer)
-        budget = room - self.repeats * len(inner)
-        for _ in range(4):  # a needle at the very start may have another number of tokens
-            kept, ends = self._cut(filler[1], budget)
-            total = len(kept)
-            places = [
-                total
-                if percent == 100
-                else max(e for e in ends if e <= percent / 100 * total + 1e-9)
-                for percent in wanted
-            ]
-            used = sum(len(inner) if place else len(leading) for place in places)
-            if budget == room - used:
-                break
-            budget = room - used
-        if budget < 0 or not kept:
-            least = length + 1 - budget
-            raise TaskError(
-                f"needle: length {length} is too short for needle, question and filler; "
-                f"at least {least} tokens"
-            )
-        context: list[int] = []
-        last = 0
-        start = -1
-        for place, first in sorted((place, index) for index, place in enumerate(places)):
-            context += kept[last:place]
-            if first == 0:
-                start = len(context)
-            context += inner if place else leading
-            last = place
-        context += kept[last:]
-        if len(context) != room:
-            raise AssertionError(f"haystack of {len(context)} tokens, expected {room}")
-        return Example(
-            id=f"len{length}-depth{depth:g}-{number:04d}",
-            context=before + encoder.decode(context),
-            question=question,
-            answers=(self.answer,),
-            max_new_tokens=self.max_new_tokens,
-            dataset=self.name,
-            stop=tuple(self.stop),
-            context_ids=(*before_ids, *context),
-            question_ids=tuple(question_ids),
-            end_ids=self._end_ids(encoder),
-            fields={
-                "length": length,
-                "depth": depth,
-                "filler": filler[0],
-                "needle_start": start + len(encoder.prefix_ids) + len(before_ids),
-                "needle_tokens": len(inner) if places[0] else len(leading),
-                "haystack": self.haystack,
-                "repeats": self.repeats,
+        (example,) = self._asked(
+            encoder, filling, number, length, wanted, [self.needle] * self.repeats,
+            {depth: (self.question, self.answer)},
+        )  # fmt: skip
+        return example
+
+    def _together(
+        self,
+        encoder: PromptEncoder,
+        filling: tuple[str, Sequence[Sequence[int]]],
+        number: int,
+        length: int,
+    ) -> list[Example]:
+        """A prompt with a needle at every depth, and a question about each."""
+        rng = random.Random(f"kvbench needles {self.seed} {number} {length}")
+        words = [word for word in word_lists()[1] if word.isalpha()]
+        keys = rng.sample(words, len(self.depths))
+        values = rng.sample(range(10_000, 100_000), len(self.depths))
+
+        def told(text: str, fact: int) -> str:
+            return text.replace("{key}", keys[fact]).replace("{value}", str(values[fact]))
+
+        facts = range(len(self.depths))
+        return self._asked(
+            encoder, filling, number, length, self.depths, [told(self.needle, f) for f in facts],
+            {
+                self.depths[f]: (told(self.question, f), told(self.answer, f))
+                for f in rng.sample(facts, len(facts))
             },
-        )
+        )  # fmt: skip
+
+    def _asked(
+        self,
+        encoder: PromptEncoder,
+        filling: tuple[str, Sequence[Sequence[int]]],
+        number: int,
+        length: int,
+        depths: Sequence[float],
+        needles: Sequence[str],
+        asked: Mapping[float, tuple[str, str]],
+    ) -> list[Example]:
+        """One context with these needles at these depths, and an example for each depth that is asked
+        about, with its question and answer. The longest has exactly `length` tokens."""
+        before, _, after = self.template.partition(HAYSTACK)
+        before_ids = encoder.encode_text(before) if before else []
+        questions = {depth: after.replace(QUESTION, text) for depth, (text, _) in asked.items()}
+        question_ids = {depth: encoder.encode_text(text) for depth, text in questions.items()}
+        begin = self._begin_ids(encoder)
+        put = [
+            (
+                begin + encoder.encode_text(text if text[0].isspace() else " " + text),
+                begin + encoder.encode_text(text if text[-1].isspace() else text + " "),
+            )
+            for text in needles
+        ]
+        around = encoder.overhead + len(before_ids) + max(map(len, question_ids.values()))
+        room = length - (around if self.buffer is None else self.buffer)
+        context, spans = place_needles(filling[1], put, depths, length, room)
+        ids, text = (*before_ids, *context), before + encoder.decode(context)
+        found = []
+        for depth, (_, answer) in asked.items():
+            start, tokens = spans[list(depths).index(depth)]
+            found.append(
+                Example(
+                    id=f"len{length}-depth{depth:g}-{number:04d}",
+                    context=text,
+                    question=questions[depth],
+                    answers=(answer,),
+                    max_new_tokens=self.max_new_tokens,
+                    dataset=self.name,
+                    stop=tuple(self.stop),
+                    context_ids=ids,
+                    question_ids=tuple(question_ids[depth]),
+                    end_ids=self._end_ids(encoder),
+                    context_id=f"len{length}-{number:04d}" if self.together else None,
+                    fields={
+                        "length": length,
+                        "depth": depth,
+                        "filler": filling[0],
+                        "needle_start": start + len(encoder.prefix_ids) + len(before_ids),
+                        "needle_tokens": tokens,
+                        "haystack": self.haystack,
+                        "repeats": self.repeats,
+                    },
+                )
+            )
+        return found
 
     def _end_ids(self, encoder: PromptEncoder) -> frozenset[int] | None:
         ends = {encoder.encode_text(text)[-1] for text in self.end_tokens}
         return encoder.end_ids | ends if ends else None
-
-    @staticmethod
-    def _cut(pieces: Sequence[Sequence[int]], budget: int) -> tuple[list[int], list[int]]:
-        """The first ``budget`` tokens of the filler, and where sentences end in them (0 counts)."""
-        kept: list[int] = []
-        ends = [0]
-        for piece in pieces:
-            if len(kept) >= budget:
-                break
-            kept += piece
-            if len(kept) <= budget:
-                ends.append(len(kept))
-        return kept[: max(0, budget)], ends

@@ -79,8 +79,8 @@ def test_drawn_tokens_are_those_of_steps_that_are_not_captured(pretended):
     """What a token is drawn with is told to the device before each step."""
     model, warm = model_on("cpu"), Sampling(temperature=1.0, top_p=0.9)
     prompts = [
-        replace(prompt, conversations=[[Question((), prompt.stopping, "q", n)] for n in range(2)])
-        for prompt in capturable_prompts()
+        replace(prompt, conversations=[[Question((), prompt.stopping, f"q{n}")]])
+        for n, prompt in enumerate(capturable_prompts())
     ]
     eager = run_conversations(model, prompts, seed=1, sampling=warm)
     graph = run_conversations(model, prompts, seed=1, sampling=warm, graphs=StepGraphs("auto"))
@@ -89,7 +89,6 @@ def test_drawn_tokens_are_those_of_steps_that_are_not_captured(pretended):
         assert [[r.tokens for r in each] for each in got.values()] == [
             [r.tokens for r in each] for each in want.values()
         ]
-        assert all(each[0].tokens != each[1].tokens for each in got.values() if each[0].tokens)
 
 
 def test_what_decodes_row_by_row_is_not_captured(pretended):

@@ -200,7 +200,7 @@ def test_turns_with_the_methods_own_answers_are_one_conversation(tmp_path: Path)
             compress_after="context",
         )["exact"]
         assert row["prediction"] == letters.decode(alone.tokens)
-        ids += alone.tokens
+        ids += [*alone.tokens, *letters.encode("\n\n")]
     grown = [row["cache_bytes_end"] for row in rows["exact"][:3]]
     assert grown == sorted(set(grown)), "the cache of a turn begins with those before"
     assert len({row["cache_bytes"] for row in rows["exact"][:3]}) == 1
@@ -214,7 +214,7 @@ def test_golden_turns_are_a_question_that_begins_with_them(
     tmp_path: Path, compress_after: str
 ) -> None:
     golden = run_job(job(tmp_path / "1", Quiz(history="golden"), compress_after=compress_after))
-    before = ["", ASKED[0] + "A0", ASKED[0] + "A0" + ASKED[1] + "A1"]
+    before = ["", f"{ASKED[0]}A0\n\n", f"{ASKED[0]}A0\n\n{ASKED[1]}A1\n\n"]
     written = tuple(a + b for a, b in zip(before, ASKED, strict=True))
     plain = run_job(job(tmp_path / "2", Quiz(questions=written), compress_after=compress_after))
     told = ("prediction", "prompt_tokens", "entries", "cache_bytes_end", "ratio")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 import types
 from dataclasses import replace
@@ -12,23 +13,24 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from support.configs import composed
 from support.report_runs import write_run
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from kvbench.cli.build import build_job
 from kvbench.report.build import build_report
 from kvbench.report.experiment import load_experiment
 from kvbench.report.tables.scores import score_table, strata_of
 from kvbench.run.plan import TaskPlan
-from kvbench.tasks.base import PromptEncoder
-from kvbench.tasks.haystack import generated_haystack
+from kvbench.tasks.base import PromptEncoder, TaskError
+from kvbench.tasks.haystack import generated_haystack, split_sentences
 from kvbench.tasks.needle import (
     Needle,
     containment,
     released_recall,
     rouge1,
-    split_sentences,
     word_recall,
 )
 from kvbench.tasks.order import balanced_order
@@ -327,6 +329,83 @@ def test_figure_4_has_the_released_grid_and_what_differs_is_named() -> None:
     assert all(isinstance(line, str) and "\n" not in line for line in differences)
 
 
+TOGETHER = {
+    "together": True,
+    "needle": "The secret number of the {key} is {value}.",
+    "question": "Where is the {key}?\nThe secret number of the {key} is",
+    "answer": "{value}",
+    "depths": (0, 25, 50, 75, 100),
+    "lengths": (1500, 2500),
+    "num_examples": 3,
+}
+
+
+@pytest.mark.parametrize("encoder", [PLAIN, WRAPPED])
+def test_needles_together_are_one_context_that_is_asked_about_each(encoder: PromptEncoder) -> None:
+    task = Needle(**TOGETHER)
+    examples = task.examples(encoder)
+    assert examples == Needle(**TOGETHER).examples(encoder)
+    assert len(examples) == 2 * 3 * 5
+    assert len({example.id for example in examples}) == len(examples)
+    for _, group in itertools.groupby(examples, key=lambda example: example.context_id):
+        asked = list(group)
+        assert sorted(example.fields["depth"] for example in asked) == [0, 25, 50, 75, 100]
+        (context,) = {example.context_ids for example in asked}
+        length = asked[0].fields["length"]
+        longest = max(len(example.question_ids or ()) for example in asked)
+        assert encoder.overhead + len(context) + longest == length
+        numbers = {example.answers[0] for example in asked}
+        assert len(numbers) == 5
+        for example in asked:
+            start = example.fields["needle_start"] - len(encoder.prefix_ids)
+            straw = encoder.decode(context[start : start + example.fields["needle_tokens"]]).strip()
+            key = example.question.partition("Where is the ")[2].partition("?")[0]
+            assert straw == f"The secret number of the {key} is {example.answers[0]}."
+            assert example.context.count(example.answers[0]) == 1
+            depth = example.fields["depth"]
+            assert abs(start / len(context) - depth / 100) < 0.12, (
+                "at a sentence end near its depth"
+            )
+            assert task.score(f"it is {example.answers[0]}.", example)["score"] == 1
+            others = " ".join(numbers - set(example.answers))
+            assert task.score(others, example)["score"] == 0
+    orders = {tuple(e.fields["depth"] for e in examples[i : i + 5]) for i in range(0, 30, 5)}
+    assert len(orders) > 1, "what is asked first is not always the same depth"
+
+
+def test_a_prefix_of_contexts_is_balanced_over_lengths() -> None:
+    contexts = list(dict.fromkeys(e.context_id for e in Needle(**TOGETHER).examples(PLAIN)))
+    assert len({str(name).partition("-")[0] for name in contexts[:2]}) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"needle": "A {key}."},
+            "task.needle is 'A {key}.'; allowed with together=true: text with {key} and",
+        ),
+        (
+            {"question": "What?"},
+            "task.question is 'What?'; allowed with together=true: text with {key}",
+        ),
+        ({"answer": "5"}, "task.answer is '5'; allowed with together=true: text with {value}"),
+        ({"repeats": 2}, "task.repeats is 2; allowed with together=true: 1"),
+        ({"lengths": [150]}, "length 150 is too short for needle, question and filler; at least"),
+    ],
+)
+def test_needles_together_that_cannot_be(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(TaskError, match=re.escape(said)):
+        Needle(**TOGETHER | changes).examples(PLAIN)
+
+
+def test_needle_questions_come_after_the_compression() -> None:
+    config = composed("task=needle_questions", "device=cpu", "task_label=t")
+    assert config.compress_after == "context"
+    assert len(config.task.depths) == 11
+    assert build_job(config).plan.task.together
+
+
 def test_sentences_joined_again_are_the_text() -> None:
     text = 'One. Two? "Three!" Four e.g. 3.5 five\n\nSix.  Seven'
     pieces = split_sentences(text)
@@ -459,5 +538,5 @@ def test_too_short_a_prompt_names_the_least_length(tmp_path: Any) -> None:
     (tmp_path / "empty.txt").write_text(" \n")
     with pytest.raises(ValueError, match="holds no text"):
         task(haystack="files", haystack_files=str(tmp_path / "*.txt")).examples(PLAIN)
-    with pytest.raises(ValueError, match="needle"):
+    with pytest.raises(ValueError, match="task.primary"):
         replace(task(), seed=1, primary="none")

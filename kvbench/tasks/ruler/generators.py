@@ -22,7 +22,7 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 from kvbench.tasks.base import TaskError
-from kvbench.tasks.needle import split_sentences
+from kvbench.tasks.haystack import split_sentences
 from kvbench.tasks.ruler.templates import Prompt, prompt_of, strings
 from kvbench.tasks.ruler.words import Collection, Essays, word_lists
 
