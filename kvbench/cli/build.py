@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -275,7 +276,7 @@ def run_config(config: DictConfig) -> tuple[Path, JobResult] | None:
         print_dry_run(build_job(config, Made()))
         return None
     from kvbench.report.experiment import Experiment, group_runs
-    from kvbench.report.render.text import print_tables as show_tables
+    from kvbench.report.render.terminal import print_tables as show_tables
     from kvbench.report.sections import tables_of
 
     job = build_job(config)
@@ -307,13 +308,22 @@ def glance_at(config: DictConfig, made: Made, number: int, name: str) -> None:
     print_briefly(build_job(config, made), f"job {number}: {name}", made.plans)
 
 
-def print_tables(folder: Path) -> None:
-    """Print the tables of an experiment whose jobs ran in other processes."""
+def print_scores(folder: Path, *, every: bool) -> None:
+    """Print what the jobs of a sweep came to: of a model with several tasks, task x method.
+
+    Args:
+        every: also the table of each task, which jobs of other processes did not print here.
+    """
     from kvbench.report.experiment import load_experiment
-    from kvbench.report.render.text import print_tables as show_tables
+    from kvbench.report.render.terminal import print_tables as show_tables
     from kvbench.report.sections import tables_of
 
-    show_tables(tables_of(load_experiment(folder)))
+    tables = tables_of(load_experiment(folder))
+    whole = [table.name for table in tables if table.name.startswith("overview-")]
+    covered = tuple(name.removeprefix("overview") for name in whole)  # -<model>
+    if not every and whole:
+        tables = [t for t in tables if t.name in whole or not t.name.endswith(covered)]
+    show_tables(tables)
 
 
 def _first_of_sweep() -> bool:
@@ -351,6 +361,20 @@ def finish(folder: Path) -> None:
     for warning in paths.warnings:
         complain(warning)
     print(printable(f"page: {paths.page}"))
+    _print_wandb(folder / "wandb")
+
+
+def _print_wandb(place: Path) -> None:
+    """Say where W&B's copy is, and what sends it."""
+    from kvbench.report.wandb.send import not_taken
+
+    runs = sorted(place.glob("offline-run-*"))
+    waiting = len(not_taken(runs))
+    if waiting:
+        print(printable(f"W&B: {place} ({waiting} runs, not sent)"))
+        print(printable(f"to send them: wandb sync {shlex.quote(str(place))}"))
+    elif runs:
+        print(printable(f"W&B: {place} ({len(runs)} runs, sent)"))
 
 
 def _records_state(folder: Path) -> str:

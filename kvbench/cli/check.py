@@ -15,12 +15,14 @@ from omegaconf.errors import OmegaConfBaseException
 from kvbench.cli.catalogue import config_dir
 from kvbench.cli.compose import Compositions, SharingLoader, job_config, plain_values
 from kvbench.cli.jobs import explained
+from kvbench.cli.meant import with_model_paths
 from kvbench.cli.overrides import (
     COMPOSING,
     check_groups,
     check_syntax,
     check_values,
     explain,
+    job_count,
     sample_overrides,
 )
 from kvbench.errors import UserError, complain, first_line
@@ -53,12 +55,14 @@ class Checked:
         first: the config (Hydra's own part included) of the first value of each.
         samples: overrides, each key with one value, that together have every value in them.
         shards: the values of the key.
+        jobs: how many jobs the values make, shards apart.
         kept: what composing them left for others.
     """
 
     first: DictConfig
     samples: list[list[str]]
     shards: set[int | None]
+    jobs: int
     kept: Compositions
 
 
@@ -71,6 +75,7 @@ def check_command(
         UsageError: what is wrong, and what is allowed.
     """
     kept = kept or Compositions()
+    overrides = with_model_paths(overrides)
     first: DictConfig | None = None
     shards: set[int | None] = set()
     with composer(kept):
@@ -88,6 +93,7 @@ def check_command(
         given = {text.partition("=")[0] for text in overrides}
         params = [text for text in params if text.partition("=")[0] not in given]
         samples = list(sample_overrides([*params, *overrides]))
+        jobs = job_count([*params, *overrides])
         for sample in counted(samples, "values checked"):
             refuse_if(check_groups(sample))
             try:
@@ -99,7 +105,7 @@ def check_command(
             first = first or whole
             shards.add(OmegaConf.select(whole, "shards"))
     assert first is not None
-    return Checked(first, samples, shards, kept)
+    return Checked(first, samples, shards, jobs, kept)
 
 
 def _check_hydra(config: DictConfig) -> None:

@@ -16,10 +16,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from kvbench.cli.compose import Compositions
 from kvbench.errors import (
@@ -167,21 +165,19 @@ class Jobs:
         print(f"{count} job{'s' * (count > 1)}{each}; launcher={launcher}")
 
     def print_summary(self, console: Console | None = None) -> None:
-        """One row per job: what it was, its records, what is wrong."""
+        """One line about all jobs, and one for each that failed: what it was, what is wrong."""
         out = console or Console(width=None if sys.stdout.isatty() else 140)
         wrong = sum(outcome.status != 0 for outcome in self.outcomes)
         head = f"{len(self.outcomes)} jobs, " + (f"{wrong} of them failed" if wrong else "all well")
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=head, title_justify="left")
-        table.add_column("job", style="bold", overflow="fold")
-        for column in ("records", "new", "failed"):
-            table.add_column(column, justify="right")
-        table.add_column("", overflow="fold")
+        records, new = (
+            sum(getattr(o, name) for o in self.outcomes) for name in ("records", "written")
+        )
+        out.print(f"\n{head}; {records} records, {new} of them new", highlight=False)
         called = names([outcome.overrides for outcome in self.outcomes])
         for name, outcome in zip(called, self.outcomes, strict=True):
-            counts = (outcome.records, outcome.written, outcome.failed)
-            shown = ["-"] * 3 if outcome.error is not None else list(map(str, counts))
-            table.add_row(escape(printable(name)), *shown, escape(outcome.error or ""))
-        out.print(table)
+            if outcome.status or outcome.error is not None:
+                what = outcome.error or f"{outcome.failed} of {outcome.records} examples failed"
+                out.print(f"  {escape(printable(name))}: {escape(what)}", highlight=False)
 
 
 def names(jobs: Sequence[Sequence[str]]) -> list[str]:

@@ -38,6 +38,8 @@ from kvbench.cli.check import (
 from kvbench.cli.compose import job_config
 from kvbench.cli.info import list_kind, show_config
 from kvbench.cli.jobs import FAILED, USAGE, Jobs, explained
+from kvbench.cli.meant import with_model_paths
+from kvbench.cli.start import SHORT_HELP, announce
 from kvbench.errors import complain, nearest, redact, traceback_of
 from kvbench.run.progress import counted
 from kvbench.run.termination import TERMINATED, Terminated, Termination
@@ -153,6 +155,9 @@ def _run(arguments: Sequence[str]) -> int:
     if "--version" in arguments:
         print(f"kvbench {__version__}")
         return 0
+    if not arguments:
+        print(SHORT_HELP, end="")
+        return 0
     typed = [sys.argv[0], *arguments]
     arguments = _own_options(arguments)
     options = _arguments(arguments)
@@ -161,6 +166,7 @@ def _run(arguments: Sequence[str]) -> int:
     if options.config_dir is not None:  # as an override, which is composed wherever a config is
         searched = Path(options.config_dir).resolve()
         options.overrides.append(f"hydra.searchpath=['file://{searched}']")
+    options.overrides = with_model_paths(options.overrides)
     # Hydra wants the overrides in one piece.
     overrides = list(options.overrides)
     flags = _flags(options)
@@ -176,6 +182,7 @@ def _run(arguments: Sequence[str]) -> int:
                 refuse_if(_cannot_show(config, options))
             if not asked:
                 split = _shards(checked, options.overrides)
+                announce(checked, split.count("/") if split else 1)
                 jobs.sweep = bool(options.multirun or split or _is_sweep(config))
                 if jobs.sweep:
                     _check_jobs(checked)
@@ -253,12 +260,13 @@ def _run_hydra(arguments: Sequence[str], jobs: Jobs) -> int:
     except SystemExit as stop:  # Hydra's or a launcher's, after a message
         stopped = stop.code if isinstance(stop.code, int) else FAILED
     if jobs.folders or jobs.status:
-        from kvbench.cli.build import finish, print_tables
+        from kvbench.cli.build import finish, print_scores
 
         with one_line_errors():
-            for folder in jobs.folders if jobs.elsewhere else []:
-                print_tables(Path(folder))
-            if len(jobs.outcomes) > 1:
+            several = len(jobs.outcomes) > 1
+            for folder in jobs.folders if several or jobs.elsewhere else []:
+                print_scores(Path(folder), every=jobs.elsewhere)
+            if several:
                 jobs.print_summary()
             for folder in jobs.folders:
                 finish(Path(folder))

@@ -6,6 +6,7 @@ Nothing here imports torch, so that usage errors come at once.
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from omegaconf import DictConfig, Node
 from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.cli.compose import parse, plain_values
+from kvbench.cli.meant import DTYPE_NAMES, keys_called
 from kvbench.errors import is_integer, is_number, names_a_secret, nearest
 from kvbench.records.shards import ALLOWED as ALLOWED_SHARD
 from kvbench.records.shards import Shard
@@ -82,11 +84,24 @@ def check_syntax(overrides: Sequence[str], *, sweep: bool) -> str | None:
                 f"{key} is given a value, which the results would keep; allowed: the environment "
                 "(HF_TOKEN, WANDB_API_KEY)"
             )
+        if key == "methods":
+            return (
+                f"methods has the methods' options, e.g. methods.snapkv.kernel_size=7{_meant(value)}; "
+                "allowed: method=[...] to choose them"
+            )
         if key in keys:
             together = f"; several as {key}=[...]" if override.key_or_group in _groups() else ""
             return f"{key} is given twice ({keys[key]} and {text}); allowed: once{together}"
         keys[key] = text
     return None
+
+
+def _meant(value: object) -> str:
+    values = value if isinstance(value, list) else [value]
+    names = [name for name in values if isinstance(name, str) and name]
+    if not names or len(names) < len(values):
+        return ""
+    return f" (did you mean method=[{','.join(names)}]?)"
 
 
 def sample_overrides(overrides: Sequence[str]) -> Iterator[list[str]]:
@@ -98,6 +113,11 @@ def sample_overrides(overrides: Sequence[str]) -> Iterator[list[str]]:
     for index, values in enumerate(choices):
         for value in values[1:]:
             yield [*base[:index], value, *base[index + 1 :]]
+
+
+def job_count(overrides: Sequence[str]) -> int:
+    """Jobs that the values of all sweeps make."""
+    return math.prod(len(_values(_parse(text))) for text in overrides)
 
 
 def _parse(text: str) -> Override:
@@ -172,8 +192,10 @@ def _explain_key(key: str, overrides: Sequence[str]) -> str | None:
             allowed = sorted({*allowed, *_groups()})
         if part not in allowed:
             where = f" of {'.'.join(walked)}" if walked else ""
+            inner = [] if walked else keys_called(key, composed)
+            meant = f" (did you mean {' or '.join(inner)}?)" if inner else nearest(part, allowed)
             return (
-                f"unknown key {part!r}{where}{nearest(part, allowed)}; allowed: "
+                f"unknown key {part!r}{where}{meant}; allowed: "
                 f"{', '.join(name for name in allowed if not name.startswith('_'))}"
             )
         walked.append(part)
@@ -220,7 +242,9 @@ def check_values(config: DictConfig) -> str | None:
         if head and not isinstance(place, Mapping):
             return f"{head} is {place!r}; allowed: its keys, e.g. {key}={_EXAMPLES[key]}"
         if last in place and not test(place[last]):
-            return f"{key} is {place[last]!r}; allowed: {allowed}"
+            meant = DTYPE_NAMES.get(str(place[last])) if last == "dtype" else None
+            hint = f" (did you mean {meant!r}?)" if meant else ""
+            return f"{key} is {place[last]!r}{hint}; allowed: {allowed}"
     for group in ("model", "task", "launcher"):
         if not isinstance(values.get(group), Mapping):
             return f"{group} is {values.get(group)!r}; allowed: {', '.join(_group_choices(group))}"
@@ -286,8 +310,8 @@ _RULES: dict[str, tuple[Any, str]] = {
         f"a positive integer up to {MOST_SHARDS}, or null",
     ),
     "device": (
-        lambda v: isinstance(v, str) and bool(re.fullmatch(r"auto|cpu|cuda(:\d+)?", v)),
-        "auto, cpu, cuda, cuda:N",
+        lambda v: isinstance(v, str) and bool(re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", v)),
+        "auto, cpu, cuda, cuda:N, mps",
     ),
     "dtype": (lambda v: v in DTYPES, ", ".join(DTYPES)),
     "compress_after": (lambda v: v in COMPRESS_AFTER, ", ".join(COMPRESS_AFTER)),

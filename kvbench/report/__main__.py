@@ -42,7 +42,11 @@ def main(arguments: list[str] | None = None) -> int:
         help="the same experiment run again in another dtype or batch size: measure the share of"
         " examples answered anew, keep it in rescored.json and use it beside published numbers",
     )
-    parser.add_argument("--list", action="store_true", help="print every file that was written")
+    parser.add_argument(
+        "--list",
+        action="store_true",
+        help="also every figure as PDF and each panel of a heatmap alone; print every file's name",
+    )
     options = parser.parse_args(arguments)
     if options.out is not None and options.other is None:
         parser.error("--out is for a comparison of two folders")
@@ -67,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _rebuild(folder: str, *, every: bool) -> None:
     from kvbench.report.build import build_report
 
-    paths = build_report(folder)
+    paths = build_report(folder, for_print=every)
     for warning in paths.warnings:
         complain(f"warning: {warning}", "kvbench-report")
     for path in (*paths.tables, *paths.figures) if every else ():
@@ -91,7 +95,7 @@ def _measure(folder: str, other: str) -> None:
 def _compare(first: str, second: str, out: str | None) -> None:
     from kvbench.report.experiment import load_experiment
     from kvbench.report.render.comparison import only_lines, write_comparison
-    from kvbench.report.render.text import print_tables
+    from kvbench.report.render.terminal import print_tables
     from kvbench.report.tables.change_tables import change_tables
     from kvbench.report.tables.compare import compare
 

@@ -44,10 +44,14 @@ class ReportPaths:
     warnings: tuple[str, ...] = ()
 
 
-def build_report(experiment_folder: str | Path) -> ReportPaths:
+def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> ReportPaths:
     """Write report.html, tables/ and figures/ into the experiment's folder, from records alone.
 
     The same records give the same files.
+
+    Args:
+        for_print: also what a paper may want and the page does not show, which takes most of the time:
+            every figure as PDF, each panel of a heatmap alone.
 
     Raises:
         StoreError: no runs, a broken run, or the folder cannot be written.
@@ -81,8 +85,12 @@ def build_report(experiment_folder: str | Path) -> ReportPaths:
         write_text(experiment.folder / SUMMARY, summary_text(summary))
         tables = write_tables(every, part_of(experiment.folder, "tables"))
         figures = save_figures(
-            [*memory, *(d for s in sections for d in (*s.drawn, *alone(s.group)))],
+            [
+                *memory,
+                *(d for s in sections for d in (*s.drawn, *(alone(s.group) if for_print else ()))),
+            ],
             part_of(experiment.folder, "figures"),
+            pdf=for_print,
         )
         remove_stale(experiment.folder, [*tables, *figures])
     except OSError as error:

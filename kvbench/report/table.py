@@ -30,6 +30,21 @@ MARKS = {
 NOTHING = Estimate(math.nan, math.nan, math.nan)
 
 
+INTERVAL = "[low, high]"
+"""What a note is about that explains intervals."""
+
+
+class Note(str):
+    """A note about some columns (or `INTERVAL`), by their keys: for where one of them is shown."""
+
+    about: frozenset[str]
+
+    def __new__(cls, text: str, *about: str) -> Note:
+        note = super().__new__(cls, text)
+        note.about = frozenset(about)
+        return note
+
+
 @dataclass(frozen=True)
 class Column:
     """One column of a table.
@@ -44,6 +59,7 @@ class Column:
         total: whether it sums up the others; the page shows it first, where a wide table scrolls.
         remark: small print below the heading.
         ascending: the smallest value is the best, and comes first where a reader sorts.
+        optional: whether a terminal without room may leave it out.
     """
 
     key: str
@@ -55,6 +71,7 @@ class Column:
     total: bool = False
     remark: str = ""
     ascending: bool = False
+    optional: bool = False
 
     def text(self, value: Any) -> tuple[str, str]:
         """A value as readers see it: the value itself, and its interval (or an empty string)."""

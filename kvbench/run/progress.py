@@ -9,17 +9,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
-from rich.console import Console
-from rich.markup import escape
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
+    ProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
     track,
 )
 from rich.progress import Progress as Bar
+from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
     from kvbench.run.runner import Progress
@@ -47,10 +50,48 @@ def counted(things: Sequence[T], title: str) -> Iterator[T]:
             yield thing
 
 
+PREPARING = "loading the data and the model"
+"""Before the first example."""
+_BESIDE_TITLE = 60
+"""Characters of the bar, the counts and the time left."""
+
+
 def _scores(progress: Progress) -> str:
     """Mean score so far per method, e.g. ``snapkv 0.82  h2o 0.45``."""
     return "  ".join(
         f"{name} {total / count:.2f}" for name, (total, count) in progress.scores.items()
+    )
+
+
+class _JobBar(Bar):
+    """Bar, count and time left in one line, whatever the terminal's width; the job's name before it
+    where there is room, else above; the scores below."""
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        """As `rich.progress.Progress` asks."""
+        for task in self.tasks:
+            name, scores = Text(str(task.fields["name"])), str(task.fields["scores"])
+            if cell_len(name.plain) + _BESIDE_TITLE > self.console.width:
+                yield name
+                name = Text("")
+            line = Table.grid(padding=(0, 1))
+            line.add_row(name, *(c(task) for c in self.columns if not isinstance(c, str)))
+            yield line
+            if scores:  # a name and its score stay together
+                yield Text(
+                    "  ".join(s.replace(" ", "\N{NO-BREAK SPACE}") for s in scores.split("  ")),
+                    "dim",
+                )
+
+
+def bar_columns() -> tuple[ProgressColumn, ...]:
+    """What the line of the bar has."""
+    return (
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
     )
 
 
@@ -61,21 +102,17 @@ def progress_display(title: str) -> Iterator[Callable[[Progress], None]]:
     if not console.is_terminal:
         yield _log_lines(title)
         return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        TextColumn("[dim]{task.fields[scores]}"),
-    )
-    with Bar(*columns, console=console, transient=True) as bar, _logs_above_the_bar():
-        task = bar.add_task(escape(title), total=None, scores="")
+    bar = _JobBar(*bar_columns(), console=console, transient=True)
+    with bar, _logs_above_the_bar():
+        task = bar.add_task("", total=None, name=f"{title}: {PREPARING}", scores="")
 
         def show(progress: Progress) -> None:
             bar.update(
-                task, total=progress.total, completed=progress.done, scores=_scores(progress)
+                task,
+                total=progress.total,
+                completed=progress.done,
+                name=title,
+                scores=_scores(progress),
             )
 
         yield show

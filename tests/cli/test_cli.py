@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
 import pty
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,12 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from support.command import FAST, SHORT, main
 
 from kvbench.cli import check
 from kvbench.cli import main as cli
 from kvbench.cli.catalogue import KINDS, catalogue
-from kvbench.run.progress import _logs_above_the_bar, progress_display
+from kvbench.run.progress import (
+    _JobBar,
+    _logs_above_the_bar,
+    _scores,
+    bar_columns,
+    progress_display,
+)
 from kvbench.run.runner import Progress
 
 
@@ -315,6 +325,86 @@ def test_progress_on_a_terminal_is_a_bar_and_logs_stay_whole(tmp_path: Any) -> N
     assert "job" in shown
     lines = [line.rpartition("\033[2K")[2].strip() for line in shown.splitlines()]
     assert "a warning in the middle" in lines
+
+
+def test_at_80_columns_bar_count_and_time_share_a_line_and_scores_have_their_own() -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=80, force_terminal=True, color_system=None)
+    scores = dict.fromkeys((*"abcdefgh", "streaming_llm", "balancekv_needle"), (0.5, 1))
+    name = "Llama-3.1-8B-Instruct x longeval_lines_context"
+    for title in (name, "job"):
+        bar = _JobBar(*bar_columns(), console=console)
+        told = _scores(Progress(48, 12, scores))
+        bar.add_task("", total=48, completed=12, name=title, scores=told)
+        console.print(*bar.get_renderables(), sep="\n")
+    assert "…" not in out.getvalue()
+    lines = [line.strip() for line in out.getvalue().splitlines()]
+    assert max(map(len, lines)) <= 80
+    assert lines[0] == name
+    assert [bool(re.search(r"━.* 12/48 .* left", line)) for line in lines[:2]] == [False, True]
+    assert lines[2].startswith("a\N{NO-BREAK SPACE}0.50  b")
+    assert "balancekv_needle\N{NO-BREAK SPACE}0.50" in lines[3]
+    assert re.match(r"job ━.* 12/48 .* left", lines[4])
+
+
+def test_the_first_line_comes_before_torch() -> None:
+    """Importing it takes longer than anybody likes to look at nothing."""
+    told = "import builtins, sys\nreal = builtins.__import__\n"
+    told += "def spy(name, *rest):\n    if name == 'torch' and 'torch' not in sys.modules:\n"
+    told += "        print('IMPORTED', flush=True); sys.exit(9)\n    return real(name, *rest)\n"
+    told += "builtins.__import__ = spy\nfrom kvbench.cli.main import main\nmain(sys.argv[1:])\n"
+    command = [sys.executable, "-c", told, "-m", "task=needle,longeval_lines", "limit=1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "IMPORTED", done.stderr
+    assert "2 jobs, the first: recall_mini x needle, 8 methods -> runs/default" in lines[0]
+    assert lines[1].startswith("loading torch")
+
+
+def test_what_was_meant_is_named(tmp_path: Path, monkeypatch: Any) -> None:
+    for words, meant in {
+        "dtype=bf16": "dtype is 'bf16' (did you mean 'bfloat16'?)",
+        "rate=0.5": "(did you mean budget.rate?)",
+        "num_lines=[20]": "(did you mean task.num_lines?)",
+        "methods=snapkv": "(did you mean method=[snapkv]?)",
+        "methods=[snapkv,h2o]": "(did you mean method=[snapkv,h2o]?)",
+    }.items():
+        assert meant in str(check.check_overrides([words])), words
+
+
+def test_a_hub_id_or_a_folder_is_a_model(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    hub = "Qwen/Qwen2.5-0.5B-Instruct"
+    for value, path, name in (
+        (hub, hub, hub),
+        ("./mine", "./mine", "mine"),
+        ("mine", "mine", "mine"),
+        (str(tmp_path / "mine"), str(tmp_path / "mine"), "mine"),
+    ):
+        model = check.check_command([f"model={value}"], sweep=False).first.model
+        assert (model.path, model.name) == (path, name)
+    swept = check.check_command([f"model={hub},org/other"], sweep=True)
+    assert swept.jobs == 2
+    assert {s for one in swept.samples for s in one if "path" in s} == {
+        f"model.path={hub}",
+        "model.path=org/other",
+    }
+    assert "unknown model 'nosuch'" in str(check.check_overrides(["model=nosuch"]))
+
+
+def test_kvbench_alone_is_a_short_help_and_no_run(
+    capsys: Any, tmp_path: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, out, err = main(capsys)
+    assert (status, err) == (0, "")
+    assert len(out.splitlines()) < 20
+    assert "kvbench --help" in out
+    for line in re.findall(r"^  kvbench ((?:-m )?\S*=.*?)(?:  .*)?$", out, re.M):
+        words = shlex.split(line)
+        assert check.check_overrides([w for w in words if w != "-m"], sweep="-m" in words) is None
+    assert not list(tmp_path.iterdir())
 
 
 def test_log_handlers_come_back_from_behind_the_bar() -> None:

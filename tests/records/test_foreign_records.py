@@ -26,7 +26,8 @@ from kvbench.report.__main__ import main
 from kvbench.report.build import build_report
 from kvbench.report.experiment import load_experiment
 from kvbench.report.figures.canvas import Drawn, new_figure
-from kvbench.report.render.text import frame_csv, markdown, print_tables
+from kvbench.report.render.terminal import print_tables
+from kvbench.report.render.text import frame_csv, markdown
 from kvbench.report.sections import tables_of
 
 HUGE = 10**400

@@ -64,7 +64,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def report(demo: Path) -> ReportPaths:
     """The same, built."""
-    return build_report(demo)
+    return build_report(demo, for_print=True)
 
 
 def group_of(folder: Path, task: str) -> Group:

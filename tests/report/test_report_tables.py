@@ -31,7 +31,8 @@ from kvbench.records.read import StoreError, load_runs
 from kvbench.report.build import build_report
 from kvbench.report.experiment import Group, group_runs, load_experiment
 from kvbench.report.figures.intervals import breakdown, by_dataset
-from kvbench.report.render.text import latex, markdown, print_tables
+from kvbench.report.render.terminal import print_tables
+from kvbench.report.render.text import latex, markdown
 from kvbench.report.sections import section_of
 from kvbench.report.stats.estimate import Estimate, Stratum, estimates
 from kvbench.report.table import NOTHING, Column, Row, Table, number, size
@@ -428,7 +429,7 @@ def test_what_an_earlier_report_wrote_and_this_one_does_not_is_removed(tmp_path:
             task_meta=NEEDLE_META,
             options={"budget.rate": rate},
         )
-        paths = build_report(tmp_path / "demo")
+        paths = build_report(tmp_path / "demo", for_print=True)
         return {path.name for path in paths.figures}
 
     figures = tmp_path / "demo" / "figures"

@@ -111,12 +111,13 @@ class Drawn:
             yield
 
 
-def save_figures(figures: Sequence[Drawn], folder: Path) -> list[Path]:
-    """Write every figure as PNG and PDF into a folder."""
+def save_figures(figures: Sequence[Drawn], folder: Path, *, pdf: bool) -> list[Path]:
+    """Write every figure as PNG, and as PDF if wanted, into a folder."""
     paths = []
     for drawn in figures:
-        for suffix, content in ((".png", drawn.png), (".pdf", drawn.pdf)):
-            paths.append(write_bytes(folder / f"{file_stem(drawn.name)}{suffix}", content))
+        paths.append(write_bytes(folder / f"{file_stem(drawn.name)}.png", drawn.png))
+        if pdf:
+            paths.append(write_bytes(folder / f"{file_stem(drawn.name)}.pdf", drawn.pdf))
     return paths
 
 

@@ -1,20 +1,15 @@
-"""A table as CSV, Markdown, LaTeX (booktabs) and on a terminal. Names, answers and errors are whatever
+"""A table as CSV, Markdown and LaTeX (booktabs). Names, answers and errors are whatever
 the records hold: in each form they are shown, and mean nothing to the program that shows them."""
 
 from __future__ import annotations
 
 import re
-import sys
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pandas as pd
-import rich.table
-from rich import box
-from rich.console import Console
-from rich.markup import escape as escape_markup
 
 from kvbench.errors import printable
 from kvbench.report.table import INCOMPLETE, KINDS, MISSING, OUTSIDE, TIED, CellText, Column, Table
@@ -144,51 +139,6 @@ def latex(table: Table) -> str:
         rf"\end{{table{star}}}",
     ]
     return "\n".join(lines) + "\n"
-
-
-def print_tables(tables: Iterable[Table], console: Console | None = None) -> None:
-    """Print tables on a terminal, with their notes once at the end."""
-    out = console or Console(width=None if sys.stdout.isatty() else 140)
-    notes: dict[str, None] = {}
-    for table in tables:
-        out.print(rich_table(table))
-        notes |= dict.fromkeys(table.notes)
-    for note in notes:
-        out.print(f"  {escape(note)}", style="dim", highlight=False)
-
-
-def rich_table(table: Table) -> rich.table.Table:
-    """A table for the terminal: intervals on their own line, so that it fits."""
-    made = rich.table.Table(
-        title=escape(table.title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
-    )
-    columns = table.shown
-    for index, (column, left) in enumerate(zip(columns, _left(columns), strict=True)):
-        made.add_column(
-            escape(column.heading or ""),
-            justify="left" if left else "right",
-            no_wrap=index == 0,
-            style="bold" if index == 0 else None,
-        )
-    for heading, rows in table.groups():
-        if heading:
-            made.add_row(f"[italic]{escape(heading)}[/italic]")
-        for row in rows:
-            made.add_row(*(_markup(table.cell(row, column)) for column in columns))
-        made.add_section()
-    return made
-
-
-def escape(text: str) -> str:
-    """Text that neither rich nor the terminal takes for anything else."""
-    return escape_markup(printable(text))
-
-
-def _markup(cell: CellText) -> str:
-    """Rich markup of a cell: its interval and marks on a line of their own."""
-    value, rest = escape(cell.text), " ".join(p for p in (cell.interval, cell.marks) if p)
-    value = f"[bold]{value}[/bold]" if cell.bold else value
-    return f"{value}\n{escape(rest)}" if cell.interval else f"{value} {escape(rest)}".rstrip()
 
 
 def _left(columns: Sequence[Column]) -> list[bool]:

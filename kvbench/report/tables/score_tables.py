@@ -9,18 +9,34 @@ from dataclasses import replace
 import numpy as np
 
 from kvbench.report.experiment import BASELINE, Group
-from kvbench.report.table import INCOMPLETE, MISSING, NOTHING, TIED, Column, Row, Table, unit_text
+from kvbench.report.table import (
+    INCOMPLETE,
+    INTERVAL,
+    MISSING,
+    NOTHING,
+    TIED,
+    Column,
+    Note,
+    Row,
+    Table,
+    unit_text,
+)
 from kvbench.report.tables.scores import AVERAGE, COSTS, NO_CELL, ScoreTable, VariantScores
 from kvbench.report.tables.strata import natural_order
 
-INTERVAL_NOTE = (
-    "[low, high] is a 95 % interval over examples as a sample of all such examples: Wilson's for shares,"
-    " Student's t for other scores and differences; one example has none."
+INTERVAL_NOTE = Note(
+    f"{INTERVAL} is a 95 % interval over examples as a sample of all such examples: Wilson's for shares,"
+    " Student's t for other scores and differences; one example has none.",
+    INTERVAL,
 )
-MARKS_NOTE = (
-    f"Bold: the best compressed method of the column at its rate. {TIED}: not shown to differ from it."
-    " Without a mark: shown worse, by a paired test over the examples that both scored, adjusted for all"
-    " pairs at that rate and column; of tables of equal methods, one in twenty shows any as worse."
+BEST_NOTE = "Bold: the best compressed method of the column at its rate"
+WORSE_NOTE = (
+    "; those without a mark are shown worse, by a paired test over the examples that both scored,"
+    " adjusted for all pairs at that rate and column (of tables of equal methods, one in twenty shows"
+    " any as worse)"
+)
+TIED_NOTE = (
+    f"{TIED}: not shown to differ from the best, by the paired test over the examples of both."
 )
 NO_BASELINE_NOTE = (
     "The exact cache was not run, so nothing is compared with it: add exact to the methods for the"
@@ -42,7 +58,10 @@ def as_table(table: ScoreTable, *, narrow: bool = False) -> Table:
     if whole:
         columns += _difference_column(table)
         columns += [c for c in _cost_columns(table) if c.heading]
-    columns += [Column("scored", "scored", "label"), Column("failures", "failed", "failures")]
+    columns += [
+        Column("scored", "scored", "label", optional=True),
+        Column("failures", "failed", "failures", optional=True),
+    ]
     title = f"{table.task} on {table.model}: score{unit_text(table.unit)}"
     if shown != table.columns:
         title += f"; average of {len(table.columns) - 1} datasets"
@@ -144,7 +163,9 @@ def _overview(model: str, tables: Sequence[ScoreTable]) -> Table:
                 ascending=table.lower_is_better,
             )
         )
-    columns.append(Column("ratio", "ratio", "label", saved=False, total=True, ascending=True))
+    columns.append(
+        Column("ratio", "ratio", "label", saved=False, total=True, ascending=True, optional=True)
+    )
     rows = []
     for variant in variants:
         # of the same label: tasks may have been run at different rates
@@ -248,7 +269,7 @@ def _difference_column(table: ScoreTable) -> list[Column]:
 def _cost_columns(table: ScoreTable) -> list[Column]:
     """The costs that any row has."""
     return [
-        Column(m.key, m.heading, m.kind, ascending=True)
+        Column(m.key, m.heading, m.kind, ascending=True, optional=m.key != "ratio")
         for m in COSTS
         if not all(np.isnan(row.costs[m.key]) for row in table.rows)
     ]
@@ -327,7 +348,7 @@ def notes_of(tables: Sequence[ScoreTable]) -> list[str]:
     """What the marks in these tables mean, and what to keep in mind when reading them."""
     rows = [row for table in tables for row in table.rows]
     cells = [cell for row in rows for cell in row.cells.values()]
-    notes = [INTERVAL_NOTE]
+    notes: list[str] = [INTERVAL_NOTE]
     baselines: dict[str, list[str]] = {}
     for table in tables:
         if table.baseline:
@@ -336,16 +357,23 @@ def notes_of(tables: Sequence[ScoreTable]) -> list[str]:
         notes.append(NO_BASELINE_NOTE)
     for baseline, tasks in baselines.items():
         where = f" on {', '.join(dict.fromkeys(tasks))}" if len(baselines) > 1 else ""
-        notes.append(
-            f"Δ is the paired difference to {baseline}{where}, over examples that both scored."
-        )
+        text = f"Δ is the paired difference to {baseline}{where}, over examples that both scored."
+        notes.append(Note(text, "difference"))
+    ratios = ("ratio", *(f"{table.task} ratio" for table in tables))
     notes.append(
-        "ratio is measured: bytes held / bytes of the exact cache; seconds are medians per example,"
-        " those of decoding per token, as answers differ in length (methods of a job decode together"
-        " and share each step's time by rows)."
+        Note("ratio is measured: bytes held / bytes of the exact cache.", *ratios),
+    )
+    notes.append(
+        Note(
+            "Seconds are medians per example, those of decoding per token, as answers differ in length"
+            " (methods of a job decode together and share each step's time by rows).",
+            *(m.key for m in COSTS if m.heading and m.key.endswith(("_s", "_token"))),
+        )
     )
     if any(cell.best for cell in cells):
-        notes.append(MARKS_NOTE)
+        notes.append(BEST_NOTE + WORSE_NOTE * any(cell.worse for cell in cells) + ".")
+    if any(cell.tied for cell in cells):
+        notes.append(TIED_NOTE)
     if any(not cell.complete for cell in cells):
         notes.append(
             f"{INCOMPLETE} some examples failed or are missing: the mean is over the others, and so not"
