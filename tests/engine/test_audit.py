@@ -20,7 +20,7 @@ from kvbench.methods.base import Method
 from kvbench.probes.layer_error import LayerError
 from kvbench.probes.layers import SyntheticLayers, check_total
 from kvbench.report.experiment import load_experiment
-from kvbench.report.tables.score_tables import notes_of
+from kvbench.report.tables.score_notes import notes_of
 from kvbench.report.tables.scores import score_table
 from kvbench.run.runner import run_job
 

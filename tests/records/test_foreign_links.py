@@ -283,10 +283,10 @@ def test_a_sweep_elsewhere_writes_through_no_link(tmp_path: Path) -> None:
     """Hydra and the launchers leave scripts and logs below the experiment."""
     victim = victims(tmp_path)
     before = contents(victim)
-    (tmp_path / "results").mkdir()
+    (tmp_path / "runs").mkdir()
     words = ["-m", "launcher=slurm", "logger=none", "model=tiny_random", "task.num_examples=1"]
     for name in ("default", "default/.submitit"):
-        link = tmp_path / "results" / name
+        link = tmp_path / "runs" / name
         link.parent.mkdir(exist_ok=True)
         link.symlink_to(victim)
         found = ended([*words, "task=longeval_lines", "seed=0,1"], folder=tmp_path)

@@ -15,7 +15,7 @@ from kvbench.report.render.terminal import print_tables
 from kvbench.report.sections import tables_of
 from kvbench.report.stats.estimate import Estimate
 from kvbench.report.table import Column, Row, Table
-from kvbench.report.tables.score_tables import TIED_NOTE
+from kvbench.report.tables.score_notes import TIED_NOTE
 
 METHODS = ("exact", "snapkv", "streaming_llm", "balancekv")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvbench.report.stats.significance import ALPHA
 from kvbench.report.table import UNPAIRED, Column, Row, Table, unit_text
 from kvbench.report.tables.compare import Change, Comparison, Setting, TaskComparison
-from kvbench.report.tables.score_tables import INTERVAL_NOTE
+from kvbench.report.tables.score_notes import INTERVAL_NOTE
 from kvbench.report.tables.scores import AVERAGE
 
 _LONG_VALUE = 160

@@ -18,7 +18,7 @@ from kvbench.report.table import (
     value_text,
 )
 from kvbench.report.tables.differences import notes_on
-from kvbench.report.tables.score_tables import INTERVAL_NOTE
+from kvbench.report.tables.score_notes import INTERVAL_NOTE
 from kvbench.report.tables.scores import AVERAGE, NO_CELL, Cell
 
 MARGIN_NOTE = (

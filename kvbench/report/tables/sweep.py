@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvbench.report.table import Column, Row, Table, unit_text
-from kvbench.report.tables.score_tables import notes_of, span_text
+from kvbench.report.tables.score_notes import notes_of
+from kvbench.report.tables.score_tables import span_text
 from kvbench.report.tables.scores import AVERAGE, ScoreTable, VariantScores
 
 
