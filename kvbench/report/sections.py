@@ -304,9 +304,9 @@ def _sample_notes(group: Group) -> list[str]:
     if "imagined" in group.records:
         masked = group.records["variant"][group.records["imagined"].eq(True)].unique()
         notes.append(
-            f"{', '.join(masked)}: a mask of one pass over prompt and answer. Entries and bytes are those"
-            " of a cache that nobody holds; no memory is saved, and nothing could be generated. A mask"
-            " may be chosen with the answer in sight: h2o's released_global is, it sees the future."
+            f"{', '.join(masked)}: a mask of one pass over prompt and answer. Entries and bytes are"
+            " those of a cache that nobody holds; no memory is saved, and nothing could be generated. A"
+            " mask may be chosen with the answer in sight: h2o's released_global is, it sees the future."
         )
     if group.left_out:
         notes.append(f"Left out by limit: {', '.join(group.left_out)}.")

@@ -1,0 +1,242 @@
+"""Texts of any length through a bounded cache of the first and the last tokens, a chunk at a time.
+
+The cache holds the first `start` and the last `recent` tokens. Every token sees what it would see if it
+came alone (those before it that are held, and itself), so that nothing depends on the chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvbench.engine.attention import LayerCall, UnsupportedModel, capped
+from kvbench.engine.prefill import compressible_layers, forward_rows, input_device
+from kvbench.engine.scoring import vocabulary
+
+CHUNK = 256
+"""Tokens that are read at a time."""
+CHUNK_LOGITS = 2**24
+"""Logits that exist at a time at most."""
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Rotary position encoding of the first dimensions, halves paired, by fixed frequencies.
+
+    Attributes:
+        frequencies: [pairs] float32.
+    """
+
+    frequencies: Tensor
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x [..., tokens, dim] at positions [tokens], in float32."""
+        width = 2 * len(self.frequencies)
+        angles = positions[:, None].to(x.device).double() * self.frequencies.to(x.device).double()
+        cos, sin = (turned.float().repeat(1, 2) for turned in (angles.cos(), angles.sin()))
+        part, rest = x.float().split([width, x.shape[-1] - width], dim=-1)
+        one, two = part.chunk(2, dim=-1)
+        return torch.cat([part * cos + torch.cat([-two, one], dim=-1) * sin, rest], dim=-1)
+
+
+@dataclass
+class _FirstLayer:
+    """Attention state that keeps the first layer's queries and keys."""
+
+    found: list[Tensor] = field(default_factory=list)
+
+    def attend(self, call: LayerCall) -> Tensor:
+        """Exact attention."""
+        if call.layer == 0:
+            self.found += [call.query, call.key]
+        return call.exact()
+
+
+@torch.inference_mode()
+def rotation_of(model: PreTrainedModel) -> Rotation | None:
+    """The model's rotary encoding; None where positions enter with the embedding (OPT).
+
+    Whether the rotation is the model's is tried on its first layer: at position 0 a key is not rotated,
+    and rotated here to another position it must be what the model makes of it there.
+
+    Raises:
+        UnsupportedModel: another encoding, as frequencies that depend on the length.
+    """
+    name = type(model).__name__
+    named = {
+        id(buffer): buffer for key, buffer in model.named_buffers() if key.endswith("inv_freq")
+    }
+    if not named:
+        if getattr(model.config.get_text_config(), "position_embedding_type", None) == "alibi":
+            raise UnsupportedModel(f"{name} has ALiBi; allowed: rotary or learned positions")
+        return None
+    rotation = Rotation(next(iter(named.values())).float())
+    ids = torch.tensor([[5, 3, 4]], device=input_device(model)) % vocabulary(model)
+    there = torch.tensor([3, 17, 40], device=ids.device)
+    plain, moved = _FirstLayer(), _FirstLayer()
+    forward_rows(model, ids, torch.zeros_like(there), plain, keep=1)
+    forward_rows(model, ids, there, moved, keep=1)
+    tolerance = 1e-3 if model.dtype == torch.float32 else 3e-2
+    for unrotated, rotated in zip(plain.found, moved.found, strict=True):
+        apart = (rotation(unrotated, there) - rotated.float()).abs().max()
+        if float(apart) > tolerance * float(rotated.abs().max()):
+            raise UnsupportedModel(
+                f"{name} encodes positions otherwise than by fixed rotary frequencies; allowed with "
+                "positions=cache: models that do, or that learn their positions"
+            )
+    return rotation
+
+
+@dataclass
+class _Held:
+    """What a layer holds: keys and values [kv_heads, entries, d], the first tokens and the last ones."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class StreamState:
+    """Attention state that reads a stream; keys are held as they come.
+
+    Args:
+        rotation: positions are re-indexed inside the cache, by this encoding; None: keys come with
+            the positions that they keep.
+    """
+
+    def __init__(self, start: int, recent: int, rotation: Rotation | None = None) -> None:
+        self.start, self.recent, self.rotation = start, recent, rotation
+        self.seen = 0
+        self._layers: dict[int, _Held] = {}
+
+    @property
+    def times(self) -> Tensor:
+        """When each entry that is held was read."""
+        first = min(self.start, self.seen)
+        last = range(max(first, self.seen - self.recent), self.seen)
+        return torch.tensor([*range(first), *last], dtype=torch.int64)
+
+    def attend(self, call: LayerCall) -> Tensor:
+        """Attention of the chunk's tokens to what is held when each comes, and to itself."""
+        if call.sliding_window is not None:
+            raise UnsupportedModel("a layer has a sliding window; allowed: full attention")
+        key, value, device = call.key[0], call.value[0], call.key.device
+        held = self._layers.get(call.layer)
+        if held is not None:
+            key = torch.cat([held.keys, key], dim=1)
+            value = torch.cat([held.values, value], dim=1)
+        now = torch.arange(self.seen, self.seen + call.query.shape[2], device=device)
+        times = torch.cat([self.times.to(device), now])
+        heads, kv_heads = call.query.shape[1], key.shape[0]
+        query = call.query[0].view(kv_heads, heads // kv_heads, len(now), -1)
+        logits = self._logits(query, key[:, None], now, times) * call.scaling
+        distance = now[:, None] - times
+        seen = (distance >= 0) & ((times < self.start) | (distance <= self.recent))
+        weights = capped(logits.float(), call.softcap).masked_fill(~seen, -torch.inf).softmax(-1)
+        out = weights.to(value.dtype) @ value[:, None]
+        end = self.seen + len(now)
+        kept = (times < self.start) | (times >= end - self.recent)
+        self._layers[call.layer] = _Held(key[:, kept], value[:, kept])
+        return out.reshape(1, heads, len(now), -1)
+
+    def _logits(self, query: Tensor, key: Tensor, now: Tensor, times: Tensor) -> Tensor:
+        """q.k of queries [kv_heads, group, t, d] at `now` and entries [kv_heads, 1, c, d] of `times`.
+
+        Places in the cache are counted from the oldest entry: a query has the place start + recent once
+        the cache is full, so that its distance to a recent entry is that of their times, and to a first
+        one that of their places.
+        """
+        if self.rotation is None:
+            return query @ key.mT
+        first = int((times < self.start).sum())
+        base = times[first] if first < len(times) else now[0]
+        recent = self.rotation(query, now - base) @ self.rotation(key, times - base).mT
+        place = now.clamp(max=self.start + self.recent)
+        begin = self.rotation(query, place) @ self.rotation(key[:, :, :first], times[:first]).mT
+        return torch.cat([begin, recent[..., first:]], dim=-1)
+
+    def advance(self, tokens: int) -> None:
+        """So many tokens were read."""
+        self.seen += tokens
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the keys and values held."""
+        return sum(held.keys.nbytes + held.values.nbytes for held in self._layers.values())
+
+
+@torch.inference_mode()
+def stream(
+    model: PreTrainedModel,
+    ids: Sequence[int],
+    *,
+    start: int,
+    recent: int,
+    positions: str = "cache",
+    state: StreamState | None = None,
+) -> Iterator[Tensor]:
+    """-log p of every token but the first, in chunks, each [tokens] float32 on the CPU.
+
+    Args:
+        start, recent: first and last tokens that are held after each token.
+        positions: cache (as StreamingLLM: entries and query are counted by their place in the cache,
+            so that the text may be longer than the model's positions) | absolute (each keeps its own).
+        state: goes on from an earlier text, whose cache it holds.
+
+    Raises:
+        UnsupportedModel: sliding-window layers; with ``cache``, see `rotation_of`.
+    """
+    device = input_device(model)
+    count = model.config.get_text_config().num_hidden_layers
+    if len(compressible_layers(model)) < count:
+        raise UnsupportedModel(
+            f"{type(model).__name__} has sliding-window layers; allowed: full attention"
+        )
+    rotation = rotation_of(model) if positions == "cache" else None
+    state = state or StreamState(start, recent, rotation)
+    tokens = torch.tensor(list(ids), dtype=torch.int64)
+    size = max(1, min(CHUNK, CHUNK_LOGITS // vocabulary(model)))
+    for begin in range(0, len(tokens) - 1, size):
+        chunk = tokens[begin : begin + size]
+        target = tokens[begin + 1 : begin + 1 + len(chunk)]
+        at = torch.arange(state.seen, state.seen + len(chunk), device=device)
+        if positions == "cache":  # 0: not rotated; learned positions have the place in the cache
+            at = torch.zeros_like(at) if rotation else at.clamp(max=start + recent)
+        logits = forward_rows(model, chunk[None].to(device), at, state)[0]
+        state.advance(len(chunk))
+        logprobs = logits[: len(target)].float().log_softmax(-1)
+        yield -logprobs.gather(-1, target[:, None].to(device))[:, 0].cpu()
+
+
+@dataclass
+class _Exact:
+    """Attention state of plain causal attention."""
+
+    def attend(self, call: LayerCall) -> Tensor:
+        """Exact attention."""
+        return call.exact()
+
+
+@torch.inference_mode()
+def recomputed(
+    model: PreTrainedModel, ids: Sequence[int], *, recent: int, rows: int = 16
+) -> Iterator[Tensor]:
+    """The same by sliding-window re-computation: each token from a fresh pass over the `recent` tokens
+    before it and itself. O(len(ids) * recent^2)."""
+    device = input_device(model)
+    tokens = torch.tensor(list(ids), dtype=torch.int64, device=device)
+    whole = tokens[: recent + 1][None]
+    logits = forward_rows(model, whole, torch.arange(whole.shape[1], device=device), _Exact())[0]
+    ends = list(range(recent + 1, len(tokens) - 1))
+    target = tokens[1 : recent + 2]
+    found = logits[: len(target)].float().log_softmax(-1)
+    yield -found.gather(-1, target[:, None])[:, 0].cpu()
+    at = torch.arange(recent + 1, device=device)
+    for begin in range(0, len(ends), rows):
+        some = torch.tensor(ends[begin : begin + rows], device=device)
+        windows = tokens[some[:, None] - recent + at]
+        logits = forward_rows(model, windows, at, _Exact(), keep=1)[:, -1]
+        yield -logits.float().log_softmax(-1).gather(-1, tokens[some + 1, None])[:, 0].cpu()
