@@ -27,6 +27,10 @@ from kvbench.errors import UserError
 
 T = TypeVar("T")
 
+ADDED = {"added": True}
+"""Metadata of a field: the option came after runs were first named by the hash of all their options. At
+its default it is left out of that hash, so that old folders are found."""
+
 
 def _odd(value: int) -> int:
     if value % 2 == 0:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from kvbench.errors.options import Fraction
+from kvbench.errors.options import ADDED, Fraction
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
 from kvbench.methods._select import group_mean, positions_between, top_positions
 from kvbench.methods.base import Held, Method
@@ -44,7 +44,9 @@ class H2O(Method):
 
     heavy_fraction: Fraction = 0.5
     decode: Literal["evict", "grow"] = "evict"
-    semantics: Literal["paper", "released_global", "released_sequential"] = "paper"
+    semantics: Literal["paper", "released_global", "released_sequential"] = field(
+        default="paper", metadata=ADDED
+    )
 
     @property
     def evicts(self) -> bool:

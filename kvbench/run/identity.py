@@ -7,7 +7,7 @@ included, as they were before, are taken up too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -36,8 +36,8 @@ def without_defaults(identity: Mapping[str, Any]) -> dict[str, Any]:
     }
     for key in ("method", "task", "budget"):
         if key in found:
-            found[key] = _reduced(found[key])
-    return found | {"model": _differing(found["model"], ModelSpec)}
+            found[key] = _dropping(found[key], _defaults_of)
+    return found | {"model": _differing(found["model"], _defaults_of(ModelSpec))}
 
 
 def folder_of(place: Path, names: tuple[str, str, str, str], identity: Mapping[str, Any]) -> Path:
@@ -49,25 +49,29 @@ def folder_of(place: Path, names: tuple[str, str, str, str], identity: Mapping[s
     folder = run_folder(place, *names, config_hash(without_defaults(identity)))
     if folder.is_dir():
         return folder
-    earlier = run_folder(place, *names, config_hash(identity))
+    earlier = run_folder(place, *names, config_hash(as_before(identity)))
     return earlier if earlier.is_dir() else folder
 
 
-def _reduced(value: Any) -> Any:
-    """A config whose ``_target_`` nodes, at any depth, hold what differs from their classes'
-    defaults."""
+def as_before(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """The whole identity without options that were `ADDED` since, where they are at their defaults."""
+    return {key: _dropping(value, _added) for key, value in identity.items()}
+
+
+def _dropping(value: Any, which: Callable[[type], Mapping[str, Any]]) -> Any:
+    """A config whose ``_target_`` nodes, at any depth, lack those options of their class that are at the
+    default which `which` has of them."""
     if isinstance(value, list | tuple):
-        return [_reduced(item) for item in value]
+        return [_dropping(item, which) for item in value]
     if not isinstance(value, Mapping):
         return value
     kind = _class_named(str(value["_target_"])) if "_target_" in value else None
-    reduced = {str(key): _reduced(item) for key, item in value.items()}
-    return reduced if kind is None else _differing(reduced, kind)
+    reduced = {str(key): _dropping(item, which) for key, item in value.items()}
+    return reduced if kind is None else _differing(reduced, which(kind))
 
 
-def _differing(values: Mapping[str, Any], kind: type) -> dict[str, Any]:
-    """The options of a dataclass that are not at their defaults."""
-    defaults = _defaults_of(kind)
+def _differing(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that are not at these defaults."""
     return {
         key: value
         for key, value in values.items()
@@ -91,6 +95,13 @@ def _defaults_of(kind: type) -> dict[str, Any]:
         elif one.default_factory is not MISSING:
             found[one.name] = _plain(one.default_factory())
     return found
+
+
+@lru_cache
+def _added(kind: type) -> dict[str, Any]:
+    """Defaults of the options that were added since runs were first named."""
+    names = {one.name for one in fields(kind) if one.metadata.get("added")}
+    return {name: value for name, value in _defaults_of(kind).items() if name in names}
 
 
 def _plain(value: Any) -> Any:

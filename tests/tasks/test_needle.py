@@ -538,5 +538,5 @@ def test_too_short_a_prompt_names_the_least_length(tmp_path: Any) -> None:
     (tmp_path / "empty.txt").write_text(" \n")
     with pytest.raises(ValueError, match="holds no text"):
         task(haystack="files", haystack_files=str(tmp_path / "*.txt")).examples(PLAIN)
-    with pytest.raises(ValueError, match="task.primary"):
+    with pytest.raises(ValueError, match=r"task\.primary"):
         replace(task(), seed=1, primary="none")
