@@ -6,11 +6,16 @@ import functools
 import importlib.util
 import logging
 import os
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 CHOICES = ("auto", "triton", "torch")
 VARIABLE = "KVBENCH_KERNELS"
@@ -70,6 +75,22 @@ def use_triton(operation: str, choice: str, *tensors: Tensor, rows_on_chip: bool
         raise ValueError(f"{operation} cannot run as a Triton kernel: {reason}")
     _say_once(f"{operation} runs in plain torch on this GPU: {reason}")
     return False
+
+
+def on_its_device(
+    launcher: Callable[Concatenate[Tensor, P], R],
+) -> Callable[Concatenate[Tensor, P], R]:
+    """Every function that launches Triton kernels wears this. Triton launches on the current GPU
+    whatever its arguments are on; the one of the first tensor is made the current one meanwhile."""
+
+    @functools.wraps(launcher)
+    def launch(first: Tensor, *args: P.args, **kwargs: P.kwargs) -> R:
+        if not first.is_cuda:
+            return launcher(first, *args, **kwargs)
+        with torch.cuda.device(first.device):
+            return launcher(first, *args, **kwargs)
+
+    return launch
 
 
 def multiprocessors(device: torch.device) -> int:

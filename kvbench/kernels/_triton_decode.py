@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.kernels._choice import multiprocessors
+from kvbench.kernels._choice import multiprocessors, on_its_device
 
 TABLE_COLUMNS = tl.constexpr(10)
 """int64 columns of `EntryTable.pointers`."""
@@ -300,6 +300,7 @@ def chunk_length(entries: int, device: torch.device) -> int:
     return min(4096, max(128, triton.next_power_of_2(share)))
 
 
+@on_its_device
 def attention(
     query: Tensor,
     pointers: Tensor,
@@ -373,6 +374,7 @@ def attention(
     return out, mass
 
 
+@on_its_device
 def append(pointers: Tensor, lengths: Tensor, key: Tensor, value: Tensor) -> None:
     """`append_entries` on CUDA: one launch."""
     rows, kv_heads, dim = key.shape

@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvbench.kernels._choice import on_its_device
+
 
 # A count of 1 made a constant leaves a loop that never runs, over which the compiler (3.6) stumbles.
 @triton.jit(do_not_specialize=["count"])
@@ -127,6 +129,7 @@ def kcentre_options(n: int, dim: int, itemsize: int) -> dict[str, Any]:
     }
 
 
+@on_its_device
 def greedy_k_centre(points: Tensor, square: Tensor, count: int, first: Tensor) -> Tensor:
     """`kernels.kcentre.greedy_k_centre` on CUDA, for 1 <= count: one launch.
 

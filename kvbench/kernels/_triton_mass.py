@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.kernels._choice import multiprocessors
+from kvbench.kernels._choice import multiprocessors, on_its_device
 
 
 @triton.jit
@@ -194,6 +194,7 @@ def mass_options(dim: int, itemsize: int) -> dict[str, Any]:
     }
 
 
+@on_its_device
 def attention_mass(
     queries: Tensor, keys: Tensor, *, scaling: float, softcap: float | None
 ) -> Tensor:

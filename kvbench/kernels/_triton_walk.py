@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvbench.kernels._choice import on_its_device
+
 CENTRES = {"none": 0, "mean": 1, "released": 2}
 SCAN = 1024
 """Entries of a head that the cut scans at once."""
@@ -282,6 +284,7 @@ def walk_options(dim: int, value_dim: int, itemsize: int) -> dict[str, Any]:
     }
 
 
+@on_its_device
 def walk(
     keys: Tensor,
     values: Tensor | None,
@@ -328,6 +331,7 @@ def walk(
     return positive.view(torch.bool)
 
 
+@on_its_device
 def cut(positive: Tensor, order: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """`balanced_cut.halve` on [heads, ...] tensors: one launch, one program per head."""
     (heads, held), m = order.shape, positive.shape[1]

@@ -1,0 +1,53 @@
+"""pytest -p support.pretended: the tests marked `cuda` run where no GPU is, on pretend ones.
+
+The tool beside the checkout (shared/tools/pretend.py) raises where CUDA would refuse what is asked of
+it, and counts launches and waits; `PRETEND` says whether it is at work, `counted` reads its counts.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+TOOL = Path(__file__).resolve().parents[3] / "shared" / "tools" / "pretend.py"
+if os.environ.get("KVBENCH_PRETEND") and "pretend" not in sys.modules:
+    # Wrappers made outside inference mode cannot be viewed inside.
+    torch.inference_mode = lambda mode=True: torch.no_grad() if mode else torch.enable_grad()  # type: ignore
+    sys.path.insert(0, str(TOOL.parent))
+    import pretend  # type: ignore[import-not-found]
+
+    pretend.install()
+    pretend.GPU.__enter__()
+    pretend.API.__enter__()
+
+PRETEND = "pretend" in sys.modules
+"""Whether the GPUs of this process are pretend ones."""
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+needs_real = pytest.mark.skipif(
+    PRETEND or not torch.cuda.is_available(), reason="needs a GPU: too long, or of real memory"
+)
+needs_pretend = pytest.mark.skipif(not PRETEND, reason="counts on a pretend GPU")
+
+
+def counted(run: Callable[[], Any], kind: str) -> dict[str, int]:
+    """How often each line of kvbench did what is of this kind ("sync", "launch") in `run`."""
+    log = sys.modules["pretend"].LOG
+    log.clear()
+    run()
+    found: dict[str, int] = {}
+    for (_, what, where), count in log.events.items():
+        if what.startswith(kind):
+            found[where] = found.get(where, 0) + count
+    return found
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Only as a plugin (-p support.pretended) is this called."""
+    assert PRETEND and config
