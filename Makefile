@@ -1,7 +1,9 @@
 # kvbench: `make demo` and `make test` set up everything they need in $(VENV).
 PYTHON ?= python3
 VENV ?= .venv
-# By exact version and first: a bare or ranged torch pulls gigabytes of CUDA where no GPU is.
+# By exact version and first: a bare or ranged torch pulls gigabytes of CUDA where no GPU is. constraints.txt
+# fits CPU and CUDA builds of this version. Which one pip takes, its indexes say; for one that they do not
+# offer: make setup TORCH='torch==2.13.0+cu130 --extra-index-url <where CUDA builds are>' (or +cpu)
 TORCH ?= torch==2.13.0
 # Runs go to runs/, which git ignores; results/ is what is committed.
 RESULTS ?= runs

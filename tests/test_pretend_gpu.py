@@ -1,4 +1,4 @@
-"""The tests marked `cuda` on pretend GPUs: what CUDA would refuse, wait for or launch on the wrong GPU."""
+"""The tests marked `cuda` on pretend GPUs: nothing that CUDA would refuse, or run on the wrong GPU."""
 
 from __future__ import annotations
 

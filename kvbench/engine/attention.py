@@ -168,12 +168,15 @@ def exact_attention(
             as query heads then.
 
     The plain case runs on torch's fused kernel; logit capping and sliding windows, which that kernel
-    does not have, run in query blocks with O(QUERY_BLOCK * n) memory.
+    does not have, run in query blocks with O(QUERY_BLOCK * n) memory. So do grouped heads in float32
+    on CUDA, which no fused kernel takes there: torch would form all n x n logits.
     """
     n = query.shape[2]
     if sliding_window is not None and sliding_window >= n:
         sliding_window = None
-    if softcap is None and sliding_window is None and seen is None:
+    grouped_float32 = query.dtype == torch.float32 and query.shape[1] != key.shape[1]
+    fused = seen is None and not (query.is_cuda and grouped_float32)
+    if softcap is None and sliding_window is None and fused:
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=True
         )

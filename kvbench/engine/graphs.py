@@ -90,10 +90,13 @@ class StepGraphs:
             step: works on the same tensors at every call and returns one, always the same afterwards.
         """
         graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.current_stream()
         try:
             with torch.cuda.graph(graph):
                 result = step()
         except Exception as failure:
+            # Ending a capture that went wrong raises, and then torch does not leave its stream.
+            torch.cuda.set_stream(stream)
             if is_out_of_memory(failure):
                 raise
             self.failed = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -96,14 +97,25 @@ class ModelSpec:
         return "{" in self.chat_template
 
 
+GPU_FILES = ("/proc/driver/nvidia/version", "/dev/nvidia0", "/dev/dxg")
+"""What is there where the machine has an NVIDIA GPU and a driver of it."""
+
+
 def resolve_device(device: str) -> torch.device:
-    """``auto`` is the first CUDA device, or the CPU.
+    """``auto`` is the first CUDA device, or the CPU; says so where that leaves a GPU unused.
 
     Raises:
         ModelError: a device this machine does not have.
     """
     if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            available = torch.cuda.is_available()
+        if not available and (said or any(Path(place).exists() for place in GPU_FILES)):
+            build = f"this torch ({torch.__version__}) cannot use it"
+            reason = str(said[0].message).strip().splitlines()[0] if said else build
+            log.warning("device is auto and becomes cpu, although there is a GPU: %s", reason)
+        return torch.device("cuda" if available else "cpu")
     try:
         resolved = torch.device(device)
     except RuntimeError as error:

@@ -1,7 +1,9 @@
 """How much memory there is, and how much of it a piece of work took at its peak.
 
-On CUDA the numbers are the allocator's. On a CPU they are the process's resident memory, weights and
-libraries included, from /proc (Linux); elsewhere nothing is measured, and nothing is claimed.
+On CUDA the numbers are the allocator's, summed over all GPUs (a model may lie on several; the sum of
+peaks is no less than what was in use at once). On a CPU they are the process's resident memory,
+weights and libraries included, from /proc (Linux); elsewhere nothing is measured, and nothing is
+claimed.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ _CGROUP = Path("/sys/fs/cgroup/memory.max")
 def reset_peak(device: torch.device) -> bool:
     """Start measuring the peak anew; False where it cannot be measured."""
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+        for index in range(torch.cuda.device_count()):
+            torch.cuda.reset_peak_memory_stats(index)
         return True
     try:
         _PEAK_RESET.write_text("5")
@@ -33,21 +36,23 @@ def reset_peak(device: torch.device) -> bool:
 def peak_bytes(device: torch.device) -> int | None:
     """Most memory in use since `reset_peak`: allocated on the device, or resident on a CPU."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        return sum(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
     return _kibibytes(_STATUS, "VmHWM")
 
 
 def used_bytes(device: torch.device) -> int | None:
     """Memory in use now, by the same count as `peak_bytes`."""
     if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
+        return sum(map(torch.cuda.memory_allocated, range(torch.cuda.device_count())))
     return _kibibytes(_STATUS, "VmRSS")
 
 
 def total_bytes(device: torch.device) -> int | None:
     """What this process may use in all: what it holds, and what is free."""
     if device.type == "cuda":
-        return torch.cuda.memory_reserved(device) + torch.cuda.mem_get_info(device)[0]
+        held = [torch.cuda.memory_reserved(i) for i in range(torch.cuda.device_count())]
+        used_gpus = {i for i, size in enumerate(held) if size} | {device.index or 0}
+        return sum(held[i] + torch.cuda.mem_get_info(i)[0] for i in used_gpus)
     used, free = _kibibytes(_STATUS, "VmRSS"), _kibibytes(_INFO, "MemAvailable")
     if used is None or free is None:
         return None

@@ -106,18 +106,19 @@ def _feed(model: PreTrainedModel, rows: Sequence[DecodingRow], ids: Tensor) -> N
     first = torch.tensor([row.position for row in rows], device=ids.device)
     positions = first[:, None] + torch.arange(ids.shape[1], device=ids.device)
     state = ForkBatch([row.fork for row in rows], positions)
-    _step(model, rows, ids.shape[1], lambda: picked(rows, forward(model, ids, positions, state)))
+    synchronize(ids.device)
+    since = time.perf_counter()
+    _step(rows, ids.shape[1], lambda: picked(rows, forward(model, ids, positions, state)), since)
 
 
 def _step(
-    model: PreTrainedModel, rows: Sequence[DecodingRow], tokens: int, step: Callable[[], Tensor]
+    rows: Sequence[DecodingRow], tokens: int, step: Callable[[], Tensor], since: float
 ) -> None:
     """Run a step that feeds so many tokens to every row, and give every row that has not ended the
-    token it chose and its share of the seconds. `step` returns what `pick` says of its logits."""
-    synchronize(input_device(model))
-    start = time.perf_counter()
+    token it chose and its share of the seconds `since` the device was idle. `step` returns what `pick`
+    says of its logits."""
     chosen, finite = step().tolist()  # the step's only wait for the device
-    seconds = (time.perf_counter() - start) / len(rows)
+    seconds = (time.perf_counter() - since) / len(rows)
     for row, token, sound in zip(rows, chosen, finite, strict=True):
         if row.running:
             row.fork.appended += tokens
@@ -143,6 +144,8 @@ def decode_rows(model: PreTrainedModel, rows: list[DecodingRow], graphs: StepGra
     batch: _Batch | None = None
     begun = seconds_run()
     while True:
+        # Making a batch and capturing its step are part of what decoding takes.
+        since = time.perf_counter()
         _time_out(rows, seconds_run() - begun)
         running = [row for row in rows if row.running]
         if batch is None or batch.is_over(running):
@@ -151,7 +154,7 @@ def decode_rows(model: PreTrainedModel, rows: list[DecodingRow], graphs: StepGra
             if not running:
                 return
             batch, rows = _Batch(model, running, graphs), running
-        batch.step()
+        batch.step(since)
 
 
 class _Batch:
@@ -180,8 +183,8 @@ class _Batch:
         self.state.move_on()
         return picked
 
-    def step(self) -> None:
-        """One token for every row that has not ended."""
+    def step(self, since: float) -> None:
+        """One token for every row that has not ended; its clock has run `since` then."""
         if self.may_capture and self.state.taken == FIRST_STEPS:
             self.may_capture = False
             self.replay = self.graphs.capture(self.model, self.state, self._run)
@@ -191,7 +194,7 @@ class _Batch:
                 self.state.end(place)
         if self.draws is not None:
             self.draws.copy_(torch.tensor([row.draw for row in self.rows]))
-        _step(self.model, self.rows, 1, self.replay or self._run)
+        _step(self.rows, 1, self.replay or self._run, since)
         self.state.count()
 
     def is_over(self, running: Sequence[DecodingRow]) -> bool:

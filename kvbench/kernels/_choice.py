@@ -49,7 +49,13 @@ def _obstacle(tensors: tuple[Tensor, ...], rows_on_chip: bool) -> str | None:
     return None
 
 
-def use_triton(operation: str, choice: str, *tensors: Tensor, rows_on_chip: bool = True) -> bool:
+def use_triton(
+    operation: str,
+    choice: str,
+    *tensors: Tensor,
+    rows_on_chip: bool = True,
+    obstacle: str | None = None,
+) -> bool:
     """True when `operation` on these tensors is to run as its Triton kernel.
 
     `auto` takes Triton on CUDA and torch elsewhere; where CUDA tensors cannot go through Triton it
@@ -57,6 +63,7 @@ def use_triton(operation: str, choice: str, *tensors: Tensor, rows_on_chip: bool
 
     Args:
         rows_on_chip: the tensors are [..., dim] and the kernel holds whole rows of them.
+        obstacle: why this kernel cannot take them, where its own shapes tell.
 
     Raises:
         ValueError: an unknown choice; or a forced `triton` that is not possible.
@@ -68,7 +75,7 @@ def use_triton(operation: str, choice: str, *tensors: Tensor, rows_on_chip: bool
             raise ValueError(f"{name} is {choice!r}; allowed: {', '.join(CHOICES)}")
     if choice == "torch" or (choice == "auto" and not tensors[0].is_cuda):
         return False
-    reason = _obstacle(tensors, rows_on_chip)
+    reason = _obstacle(tensors, rows_on_chip) or obstacle
     if reason is None:
         return True
     if choice == "triton":

@@ -37,7 +37,7 @@ def _row_stride(table, row, column, ALIGNED: tl.constexpr, UNIT: tl.constexpr):
     return stride
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunk", "splits", "longest"])
 def split_kernel(
     query,  # [rows, heads, DIM], contiguous, in the keys' dtype
     table,
@@ -147,7 +147,7 @@ def split_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunk", "splits"])
 def reduce_kernel(
     table,
     lengths,
@@ -205,7 +205,7 @@ def reduce_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["longest"])
 def mass_kernel(
     table,
     lengths,
@@ -274,19 +274,24 @@ def split_options(
 ) -> dict[str, int | bool | str]:
     """Compile-time constants of `split_kernel` for these shapes."""
     d, e = (max(16, triton.next_power_of_2(size)) for size in (dim, value_dim))
+    members = max(16, triton.next_power_of_2(group))  # the matrix units' least
+    block, stages, warps = min(128, max(16, STAGE_BYTES // (2 * itemsize * max(d, e)))), 3, 4
+    if members > 64:  # the group itself takes most of the registers, and of 99 KB of shared memory
+        block = 32 if itemsize == 2 and max(d, e) <= 128 else 16
+        stages, warps = (2 if itemsize == 2 else 1), 8
     return {
         "DIM": dim,
         "VALUE_DIM": value_dim,
         "D": d,
         "E": e,
-        "GROUP": max(16, triton.next_power_of_2(group)),  # the matrix units' least
-        "BLOCK": min(128, max(16, STAGE_BYTES // (2 * itemsize * max(d, e)))),
-        "STAGES": 3,
+        "GROUP": members,
+        "BLOCK": block,
+        "STAGES": stages,
         "ALIGNED": aligned,
         "UNIT": 16 // itemsize,
         # float32 keys: full precision, as the reference; the kernel waits for memory anyway.
         "PRECISION": "ieee" if itemsize == 4 else "tf32",
-        "num_warps": 4,
+        "num_warps": warps,
     }
 
 

@@ -26,7 +26,7 @@ from kvbench.kernels._choice import on_its_device
 
 
 # A count of 1 made a constant leaves a loop that never runs, over which the compiler (3.6) stumbles.
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["n", "count"])
 def kcentre_kernel(
     points,
     square,  # [batch, n] float32, squared norms

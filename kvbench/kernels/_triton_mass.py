@@ -45,7 +45,7 @@ def _tile(
     return s
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m", "n", "parts"])
 def normaliser_kernel(
     queries,
     keys,
@@ -107,7 +107,7 @@ def normaliser_kernel(
     tl.store(partial + (head * parts + part) * m + rows, logarithm, mask=rows < m)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m", "n"])
 def column_kernel(
     queries,
     keys,
@@ -190,7 +190,8 @@ def mass_options(dim: int, itemsize: int) -> dict[str, Any]:
         "STAGES": stages,
         # float32 stays float32, on the ordinary units: tf32, even thrice, loses digits and spills.
         "PRECISION": "ieee" if itemsize == 4 else "tf32",
-        "num_warps": 4,
+        # The ordinary units keep their operands in registers: four warps have too few.
+        "num_warps": 8 if itemsize == 4 else 4,
     }
 
 

@@ -77,7 +77,7 @@ def _products(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks_per_head"])
 def walk_kernel(
     keys,
     values,
@@ -205,7 +205,7 @@ def walk_kernel(
         tl.debug_barrier()  # other threads read these signs with the next tiles
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m", "held", "step"])
 def cut_kernel(
     positive,  # [heads, step] int8, 1 for the sign +1
     order,  # [heads, held] int64

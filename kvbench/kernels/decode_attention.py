@@ -176,7 +176,8 @@ def weighted_decode_attention(
             f"{kv_heads} KV heads of dim {table.keys[0].shape[2]}"
         )
     held = table.keys[0], table.values[0]
-    if not use_triton("weighted_decode_attention", implementation, *held):
+    wide = _too_wide(heads // kv_heads, max(x.shape[2] for x in held), held[0].element_size())
+    if not use_triton("weighted_decode_attention", implementation, *held, obstacle=wide):
         return _torch_attention(query, table, lengths, scaling, softcap, return_mass)
     from kvbench.kernels import _triton_decode
 
@@ -195,6 +196,15 @@ def weighted_decode_attention(
         return_mass=return_mass,
     )
     return out.to(query.dtype), mass
+
+
+def _too_wide(group: int, dim: int, itemsize: int) -> str | None:
+    """Why a program cannot hold the queries of a group beside its keys and values; None where it can,
+    on every GPU since compute capability 8.0 (tests/kernels/test_kernels_compile.py)."""
+    members, columns = (1 << (size - 1).bit_length() for size in (group, dim))
+    if members <= 64 or (members <= 128 and members * columns * itemsize <= 64 << 10):
+        return None
+    return f"{group} query heads of dim {dim} share a KV head: more than a program holds"
 
 
 def _on_device(lengths: Tensor | Sequence[int], like: Tensor) -> Tensor:

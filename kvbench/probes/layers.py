@@ -174,7 +174,10 @@ class LayerProbe:
         """The unit's layers in the order asked for, each with its 1-based number."""
         if self.synthetic is not None:
             for layer in self.layers:
-                yield layer, self.synthetic.layer(layer - 1, max(self.layers))
+                made = self.synthetic.layer(layer - 1, max(self.layers))
+                assert made.queries is not None
+                q, k, v = (x.to(session.device) for x in (made.queries, made.keys, made.values))
+                yield layer, replace(made, queries=q, keys=k, values=v)
             return
         captured = capture_layers(session.model, unit.payload, [layer - 1 for layer in self.layers])
         for layer in self.layers:

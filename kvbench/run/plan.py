@@ -12,10 +12,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from kvbench.engine.chunked import check_reads_in_chunks
-from kvbench.engine.faults import is_out_of_memory
+from kvbench.engine.faults import free_memory, is_out_of_memory, release_frames
 from kvbench.engine.fork import Fork
 from kvbench.engine.generate import run_conversations
 from kvbench.engine.prompts import Generation, Prompt, Question
+from kvbench.engine.stopping import Stopping
 from kvbench.errors import one_line
 from kvbench.kv import Budget, BudgetExceeded, KVError
 from kvbench.methods.base import Method
@@ -248,14 +249,9 @@ class TaskPlan:
         self, work: Sequence[tuple[Unit, Methods]], session: Session
     ) -> list[list[Outcome]]:
         """Several units: each with a prefill of its own, all decoded together, and scored."""
-        answers = run_conversations(
-            session.model,
-            [_prompt(unit, methods, session) for unit, methods in work],
-            seed=session.seed,
-            sampling=session.sampling,
-            chunk_tokens=session.chunk_tokens if session.prefill == "chunked" else None,
-            graphs=session.graphs,
-        )
+        prompts = [_prompt(unit, methods, session) for unit, methods in work]
+        _warm_up(prompts[0], session)
+        answers = _answers(prompts, session)
         return [
             [
                 self._outcome(unit, record_id, label, methods[label], result, session)
@@ -334,6 +330,32 @@ def _prompt(unit: Unit, methods: Methods, session: Session) -> Prompt:
             for conversation in conversations_of(asked.examples)
         ],
     )
+
+
+def _answers(prompts: Sequence[Prompt], session: Session) -> list[dict[str, list[Generation]]]:
+    return run_conversations(
+        session.model,
+        prompts,
+        seed=session.seed,
+        sampling=session.sampling,
+        chunk_tokens=session.chunk_tokens if session.prefill == "chunked" else None,
+        graphs=session.graphs,
+    )
+
+
+def _warm_up(prompt: Prompt, session: Session) -> None:
+    """Two tokens of a prompt that nothing is recorded of, by the methods that have not run yet: on a GPU
+    a kernel is compiled at its first launch, which is no example's seconds."""
+    methods = {k: v for k, v in prompt.methods.items() if k not in session.warmed}
+    if session.device.type != "cuda" or not methods:
+        return
+    session.warmed.update(methods)
+    question = replace(prompt.conversations[0][0], stopping=Stopping(2))
+    try:
+        _answers([replace(prompt, methods=methods, conversations=[[question]])], session)
+    except Exception as failure:  # noqa: BLE001 - the example itself meets it again, as its record
+        release_frames(failure)
+    free_memory(session.device)
 
 
 def measured(result: Generation) -> dict[str, Any]:

@@ -80,6 +80,11 @@ class Session:
         return StepGraphs(self.decode)
 
     @cached_property
+    def warmed(self) -> set[str]:
+        """Methods whose kernels have been launched, by label; see `kvbench.run.plan.TaskPlan`."""
+        return set()
+
+    @cached_property
     def end_ids(self) -> frozenset[int]:
         """Tokens that end a generation."""
         return end_token_ids(self.model, self.tokenizer) | self.encoder.end_ids

@@ -3,14 +3,17 @@ run again where a graph would be replayed; the graphs themselves where there is 
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from support.pretended import needs_real
 from support.prompts import facts, methods, unlike_prompts
 from support.tiny import prompt_ids, tiny_model
 
-from kvbench.engine import graphs
+from kvbench.engine import graphs, rows
 from kvbench.engine.generate import run_batch, run_conversations
 from kvbench.engine.graphs import StepGraphs
 from kvbench.engine.loading import ModelSpec
@@ -91,6 +94,47 @@ def test_drawn_tokens_are_those_of_steps_that_are_not_captured(pretended):
         ]
 
 
+def test_the_clock_of_decoding_covers_making_batches_and_capturing(pretended, monkeypatch):
+    """Both are seconds of the generation, as they are in transformers' own."""
+    model, prompt = model_on("cpu"), capturable_prompts()[0]
+    prompt = replace(prompt, methods={"exact": prompt.methods["exact"]})
+    now = [0.0]
+
+    def slow(seconds, real):
+        def run(*args):
+            now[0] += seconds
+            return real(*args)
+
+        return run
+
+    monkeypatch.setattr(rows.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(rows.DecodeState, "_sort", slow(1.0, rows.DecodeState._sort))
+    monkeypatch.setattr(StepGraphs, "capture", slow(8.0, StepGraphs.capture))
+    (answer,) = run_batch(model, [prompt], seed=1, graphs=StepGraphs("auto"))
+    layers = model.config.num_hidden_layers
+    assert answer["exact"].decode_s == layers * 1.0 + 8.0
+
+
+def test_a_capture_that_fails_leaves_the_stream_it_ran_on(monkeypatch):
+    """torch.cuda.graph does not, where ending the capture raises."""
+    streams = ["the default one"]
+
+    @contextmanager
+    def graph(_):
+        streams.append("of the capture")
+        yield
+        raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams[-1])
+    monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
+    model = model_on("cpu")
+    steps, state = StepGraphs("graph"), SimpleNamespace(restore=lambda: None)
+    assert steps.capture(model, state, lambda: torch.zeros(1)) is None
+    assert streams[-1] == "the default one"
+
+
 def test_what_decodes_row_by_row_is_not_captured(pretended):
     model = model_on("cpu")
     prompt = replace(unlike_prompts()[0], stopping=Stopping(30))
@@ -117,17 +161,15 @@ def test_a_cache_that_fills_up_is_captured_from_there(pretended):
 
 
 def test_a_row_that_times_out_stands_still_like_one_that_ended(pretended, monkeypatch):
-    from kvbench.engine import rows
-
     model = model_on("cpu", "opt")  # its positions are a table: beyond its end is an error
     prompts = capturable_prompts()[:1]
     count, real = [0], rows._time_out
 
-    def slow(rows, elapsed):
+    def slow(those, elapsed):
         count[0] += 1
         if count[0] == 8:
-            rows[0].fork.fail(TimeoutError("slow"))
-        real(rows, elapsed)
+            those[0].fork.fail(TimeoutError("slow"))
+        real(those, elapsed)
 
     monkeypatch.setattr(rows, "_time_out", slow)
     answer = run_batch(model, prompts, seed=1, graphs=StepGraphs("auto"))[0]
@@ -150,10 +192,8 @@ def test_the_cpu_captures_nothing_and_graph_is_refused_there():
         Session(ModelSpec(name="x", path="x"), torch.device("cpu"), torch.float32, decode="fast")
 
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
-@needs_gpu
+@pytest.mark.cuda
+@needs_real
 @pytest.mark.parametrize("architecture", ["llama", "opt", "qwen3"])
 @pytest.mark.parametrize("compress_after", ["prompt", "context"])
 def test_replayed_steps_give_the_tokens_of_eager_ones(architecture, compress_after, monkeypatch):
@@ -175,7 +215,8 @@ def test_replayed_steps_give_the_tokens_of_eager_ones(architecture, compress_aft
     assert None not in captured
 
 
-@needs_gpu
+@pytest.mark.cuda
+@needs_real
 def test_a_step_that_cannot_be_captured_runs_as_it_is_and_says_so_once(monkeypatch, caplog):
     model, prompts = model_on("cuda"), capturable_prompts(40)
     eager = run_batch(model, prompts, seed=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 
 import httpx
@@ -10,7 +11,7 @@ import torch
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from transformers import AutoTokenizer
 
-from kvbench.engine import loading, tokenizer
+from kvbench.engine import loading, memory, tokenizer
 from kvbench.engine.loading import ModelError, ModelSpec, resolve_device, resolve_dtype
 from kvbench.engine.tokenizer import end_token_ids, load_tokenizer, prompt_encoder
 from kvbench.engine.weights import load_model
@@ -67,6 +68,45 @@ def test_devices_and_dtypes():
         resolve_device("gpu")
     with pytest.raises(ModelError, match=r"'cuda:99'; this machine has \d+ GPUs"):
         resolve_device("cuda:99")
+
+
+def test_a_gpu_that_auto_cannot_use_is_told_in_one_line(monkeypatch, caplog, tmp_path):
+    def old_driver():
+        warnings.warn(
+            "The NVIDIA driver on your system is too old\n(found version 1).", stacklevel=1
+        )
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_available", old_driver)
+    monkeypatch.setattr(loading, "GPU_FILES", ())
+    assert resolve_device("auto") == CPU
+    (told,) = caplog.messages
+    assert told == (
+        "device is auto and becomes cpu, although there is a GPU: "
+        "The NVIDIA driver on your system is too old"
+    )
+    caplog.clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_device("auto") == CPU
+    assert not caplog.messages
+    monkeypatch.setattr(loading, "GPU_FILES", (str(tmp_path),))
+    assert resolve_device("auto") == CPU
+    assert "this torch" in caplog.messages[0]
+
+
+def test_memory_of_a_model_on_several_gpus_is_counted_on_all(monkeypatch):
+    held = [5, 7, 0]
+    for name in ("max_memory_allocated", "memory_allocated", "memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda index: held[index])
+    began = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", began.append)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(held))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (100, 200))
+    device = torch.device("cuda", 0)
+    assert memory.reset_peak(device)
+    assert began == [0, 1, 2]
+    assert memory.peak_bytes(device) == memory.used_bytes(device) == 12
+    assert memory.total_bytes(device) == 212  # not of a GPU that nothing is on
 
 
 def test_a_base_model_gets_no_template_and_a_bos_where_its_tokenizer_puts_one():

@@ -12,8 +12,18 @@ import pytest
 from support.interpreted import HAVE_TRITON
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="the package triton is not installed")
-SHARED_MEMORY = {90: 227 << 10, 80: 163 << 10}
+SHARED_MEMORY = {
+    80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10,
+}  # fmt: skip
 """Bytes a program may ask for, by compute capability."""
+
+
+NO_SPILLS = (
+    "decode", "append bf16 d=128", "walk bf16 b=256 d=128", "mass", "kcentre bf16 d=128",
+)  # fmt: skip
+"""Launches whose kernels keep everything in registers, or all but a few numbers."""
+SPILLED = 64
+"""Bytes per thread, in launches other than the main ones."""
 
 
 def build(capability: int, size: str, cache: Path) -> list[dict]:
@@ -34,8 +44,8 @@ def check(kernels: list[dict], capability: int) -> None:
         assert kernel["shared"] <= SHARED_MEMORY[capability], kernel
         # A multiprocessor has 65,536 registers; a program needs them all at once.
         assert kernel["registers"] * 32 * kernel["warps"] <= 65536, kernel
-        if "bf16 d=128" in kernel["launch"] or "bf16 b=256 d=128" in kernel["launch"]:
-            assert kernel["spills"] == 0, kernel
+        if kernel["launch"].startswith(NO_SPILLS):
+            assert kernel["spills"] <= (0 if "bf16" in kernel["launch"] else SPILLED), kernel
     products = {"walk_kernel", "normaliser_kernel", "column_kernel", "kcentre_kernel"}
     for kernel in kernels:
         single = "float32" in kernel["launch"] or kernel["launch"] == "ones"
@@ -44,7 +54,8 @@ def check(kernels: list[dict], capability: int) -> None:
 
 
 def test_the_main_configurations_build_for_hopper(tmp_path):
-    kernels = build(90, "quick", tmp_path)
+    told = build(90, "quick", tmp_path)
+    kernels = [kernel for kernel in told if "kernel" in kernel]
     assert {kernel["kernel"] for kernel in kernels} >= {
         "walk_kernel", "cut_kernel", "split_kernel", "reduce_kernel", "mass_kernel",
         "append_kernel", "normaliser_kernel", "column_kernel", "kcentre_kernel",
@@ -53,8 +64,13 @@ def test_the_main_configurations_build_for_hopper(tmp_path):
     split = next(kernel for kernel in kernels if kernel["kernel"] == "split_kernel")
     assert split["wide_loads"] >= 16  # 16 bytes at a time: the address table keeps its promise
 
+    # Whatever the lengths: else a kernel is compiled in the middle of a measured example.
+    variants = {one["launch"]: one["variants"] for one in told if "variants" in one}
+    kernels_of = {"decode": 3, "mass": 2, "kcentre": 1, "walk": 1, "cut": 1}
+    assert variants == kernels_of
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [90, 80])
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_every_configuration_builds(capability, tmp_path):
     check(build(capability, "full", tmp_path), capability)

@@ -6,7 +6,12 @@ import pytest
 import torch
 from support.attention import by_definition, draw
 
-from kvbench.kernels.decode_attention import append_entries, entry_table, weighted_decode_attention
+from kvbench.kernels.decode_attention import (
+    _too_wide,
+    append_entries,
+    entry_table,
+    weighted_decode_attention,
+)
 
 SHAPES = [
     # heads, kv_heads, dim, value_dim, lengths, reserved
@@ -97,3 +102,18 @@ def test_what_does_not_fit_is_refused():
         weighted_decode_attention(
             torch.zeros(1, 4, 4), table, [5], scaling=1.0, implementation="cuda"
         )
+
+
+def test_a_group_that_no_program_holds_is_told(monkeypatch):
+    """128 query heads of one KV head do run as a kernel; wider ones say what they are."""
+    assert _too_wide(71, 64, 2) is None
+    assert _too_wide(128, 128, 4) is None
+    assert "128 query heads of dim 256" in str(_too_wide(128, 256, 4))
+    assert "160 query heads" in str(_too_wide(160, 64, 2))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    keys = torch.randn(1, 4, 256)
+    with pytest.raises(ValueError, match="128 query heads of dim 256 share a KV head"):
+        weighted_decode_attention(
+            torch.zeros(1, 128, 256), entry_table([keys], [keys]), [4],
+            scaling=1.0, implementation="triton",
+        )  # fmt: skip

@@ -387,3 +387,28 @@ def test_a_batch_decodes_alike_through_the_triton_kernels(monkeypatch):
     for one, other in zip(got, want, strict=True):
         assert facts(one) == facts(other)
         assert {r.failure for r in one.values()} == {None}
+
+
+def test_kernels_are_launched_once_before_anything_is_clocked(tmp_path, monkeypatch):
+    """On a GPU: a kernel's first launch compiles it. Every method once, of the first prompt; nothing is
+    recorded of it."""
+    from kvbench.run import plan as plans
+
+    job = make_job(tmp_path, echo=Echo(count=2))
+    session = replace(job.session, device=torch.device("cuda"))
+    session.__dict__.update(job.session.__dict__ | {"device": torch.device("cuda")})
+    units = job.plan.units(session, job.methods)
+    runs, real = [], plans.run_conversations
+
+    def run(model, prompts, **how):
+        runs.append([p.conversations[0][0].stopping.max_new_tokens for p in prompts])
+        assert {label for p in prompts for label in p.methods} == set(job.methods)
+        if len(runs) == 1:
+            raise RuntimeError("out of memory")
+        return real(model, prompts, **how)
+
+    monkeypatch.setattr(plans, "run_conversations", run)
+    for unit in units:
+        outcomes = job.plan.run_batch([(unit, job.methods)], session)
+        assert [o.fields["status"] for o in outcomes[0]] == ["ok"] * 3
+    assert runs == [[2], [6], [6]]

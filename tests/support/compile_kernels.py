@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "0"
@@ -65,8 +66,11 @@ def compiled(launch: Callable[[], object]) -> list:
 
 def resources(kernel) -> dict[str, int | str]:
     """What ptxas says of the kernel's registers and spills; shared memory as Triton asks for it."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     arch = re.search(r"\.target (\w+)", kernel.asm["ptx"])
+    newer = (
+        int(re.search(r"\d+", arch.group(1)).group()) >= 100
+    )  # Blackwell has an assembler of its own
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin" / f"ptxas{'-blackwell' * newer}"
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(kernel.asm["ptx"])
         file.flush()
@@ -91,7 +95,9 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def decode(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, **options: object) -> None:
+def decode(
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, longest: int = 16640, **options: object
+) -> None:
     """Eight rows of 16k entries."""
     _triton_decode.attention(
         empty(8, heads, dim, dtype=dtype),
@@ -99,8 +105,8 @@ def decode(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, **options: o
         empty(8, dtype=torch.int64),
         kv_heads=kv_heads,
         value_dim=dim,
-        longest=16640,
-        entries=8 * kv_heads * 16640,
+        longest=longest,
+        entries=8 * kv_heads * longest,
         aligned=True,
         scaling=dim**-0.5,
         **{"weighted": True, "softcap": None, "return_mass": False, **options},
@@ -113,12 +119,12 @@ def append(dim: int, dtype: torch.dtype) -> None:
     _triton_decode.append(table, lengths, new, new)
 
 
-def walk(b: int, dim: int, dtype: torch.dtype, **options: object) -> None:
+def walk(b: int, dim: int, dtype: torch.dtype, n: int = 16384, **options: object) -> None:
     """16k tokens of 8 KV heads, a second halving: gathered, weighted, a short last block."""
-    index = empty(1, 8, 16384 // b, b, dtype=torch.int64)
+    index = empty(1, 8, n // b, b, dtype=torch.int64)
     _triton_walk.walk(
-        empty(1, 8, 16384, dim, dtype=dtype),
-        empty(1, 8, 16384, dim, dtype=dtype),
+        empty(1, 8, n, dim, dtype=dtype),
+        empty(1, 8, n, dim, dtype=dtype),
         index,
         empty(*index.shape),
         scale=dim**-0.5,
@@ -133,24 +139,27 @@ def walk(b: int, dim: int, dtype: torch.dtype, **options: object) -> None:
     )
 
 
-def cut() -> None:
-    positive, order = empty(8, 16384, dtype=torch.bool), empty(8, 16384, dtype=torch.int64)
-    _triton_walk.cut(positive, order, empty(8, 16384))
+def cut(n: int = 16384) -> None:
+    positive, order = empty(8, n, dtype=torch.bool), empty(8, n, dtype=torch.int64)
+    _triton_walk.cut(positive, order, empty(8, n))
 
 
-def mass(m: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, softcap=None) -> None:
+def mass(
+    m: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, softcap=None, n: int = 16384
+) -> None:
     """The last m of 16k queries."""
     queries, keys = (
         empty(1, heads, m, dim, dtype=dtype),
-        empty(1, kv_heads, 16384, dim, dtype=dtype),
+        empty(1, kv_heads, n, dim, dtype=dtype),
     )
     _triton_mass.attention_mass(queries, keys, scaling=dim**-0.5, softcap=softcap)
 
 
-def kcentre(n: int, dim: int, dtype: torch.dtype) -> None:
+def kcentre(n: int, dim: int, dtype: torch.dtype, count: int | None = None) -> None:
     """A quarter of n points of 8 heads."""
     first = empty(8, dtype=torch.int64)
-    _triton_kcentre.greedy_k_centre(empty(8, n, dim, dtype=dtype), empty(8, n), n // 4, first)
+    points = empty(8, n, dim, dtype=dtype)
+    _triton_kcentre.greedy_k_centre(points, empty(8, n), count or n // 4, first)
 
 
 def single() -> None:
@@ -192,6 +201,22 @@ def single() -> None:
     _triton_walk.cut(positive, empty(1, 2, dtype=torch.int64), empty(1, 2))
 
 
+def variants() -> Iterator[tuple[str, int]]:
+    """How many kernels each operation compiles for lengths that differ in what Triton makes constants
+    of (1, multiples of 16) and in nothing else."""
+    half = torch.float16
+    of: dict[str, Callable[[int], object]] = {
+        "decode": lambda n: decode(8, 2, 64, half, longest=n, return_mass=True),
+        "mass": lambda n: mass(n - 900, 4, 4, 64, half, n=n),
+        "kcentre": lambda n: kcentre(n, 64, half, count=n - 900),
+        "walk": lambda n: walk(16, 64, half, n=16 * (n - 900)),
+        "cut": lambda n: cut(n - 900),
+    }
+    for name, launch in of.items():
+        lengths = (partial(launch, n) for n in (902, 916, 917, 1008))
+        yield name, len({kernel.hash for each in lengths for kernel in compiled(each)})
+
+
 def launches(size: str) -> Iterator[tuple[str, Callable[[], object]]]:
     half, brain, full = torch.float16, torch.bfloat16, torch.float32
     yield "decode bf16 d=128", lambda: decode(32, 8, 128, brain, return_mass=True)
@@ -203,6 +228,12 @@ def launches(size: str) -> Iterator[tuple[str, Callable[[], object]]]:
     if size == "quick":
         return
     yield "ones", single
+    for dtype in (half, full):
+        for group, dim in ((71, 64), (128, 128)):  # one KV head for all
+            yield (
+                f"decode {dtype} group={group}",
+                lambda dtype=dtype, group=group, dim=dim: decode(group, 1, dim, dtype),
+            )
     for dtype in (half, brain, full):
         for dim in (32, 64, 128, 256):
             yield (
@@ -232,6 +263,9 @@ def main() -> None:
     for name, launch in launches(size):
         for kernel in compiled(launch):
             print(json.dumps({"launch": name, **resources(kernel)}), flush=True)
+    if size == "quick":
+        for name, count in variants():
+            print(json.dumps({"launch": name, "variants": count}), flush=True)
 
 
 if __name__ == "__main__":

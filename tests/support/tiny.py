@@ -47,11 +47,13 @@ CONFIGS = {
 }
 
 
-def tiny_model(architecture: str, seed: int = 0) -> t.PreTrainedModel:
+def tiny_model(architecture: str, seed: int = 0, layers: int | None = None) -> t.PreTrainedModel:
     """A random model in evaluation mode, on transformers' own eager attention."""
     register()
     torch.manual_seed(seed)
     config = CONFIGS[architecture]()
+    if layers is not None:
+        config.num_hidden_layers = layers
     return t.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
 

@@ -1,0 +1,111 @@
+"""The engine on a GPU, real or pretend: the answers of the CPU, nothing left on another device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from support.jobs import SMALL
+from support.pretended import needs_cuda
+from support.probing import SYNTHETIC
+from support.prompts import EVERY_METHOD, facts
+from support.tiny import prompt_ids, tiny_model
+from support.variants import VARIANTS, label
+
+from kvbench.engine import attention
+from kvbench.engine.attention import exact_attention
+from kvbench.engine.generate import Prompt, run_batch
+from kvbench.engine.loading import ModelSpec
+from kvbench.engine.stopping import Stopping
+from kvbench.methods import build_method
+from kvbench.probes.layer_error import LayerError
+from kvbench.run.session import Session
+
+pytestmark = [pytest.mark.cuda, needs_cuda]
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+METHODS = {label(variant): variant for variant in VARIANTS} | EVERY_METHOD
+
+
+def model_on(device):
+    model = tiny_model("llama", layers=2)
+    model.set_attn_implementation("kvbench")
+    return model.to(device)
+
+
+def answers(model, names, n=72, new=3, **how):
+    methods = {name: (build_method(METHODS[name][0], **METHODS[name][1]), SMALL) for name in names}
+    ids = prompt_ids(n)
+    prompts = [Prompt(ids[: n - 9], ids[n - 9 :], methods, Stopping(new), "x")]
+    (found,) = run_batch(model, prompts, seed=3, **how)
+    assert {name: result.failure for name, result in found.items()} == dict.fromkeys(found)
+    return facts(found)
+
+
+@pytest.mark.parametrize("compress_after", ["prompt", "context"])
+def test_every_method_answers_as_on_the_cpu(compress_after, monkeypatch):
+    monkeypatch.setenv("KVBENCH_KERNELS", "torch")
+    found = answers(model_on(CUDA), METHODS, compress_after=compress_after)
+    assert found == answers(model_on(CPU), METHODS, compress_after=compress_after)
+
+
+THROUGH_KERNELS = ("exact", "h2o", "snapkv", "subgen", "balancekv", "uniform")
+
+
+def test_methods_with_kernels_of_their_own_answer_as_on_the_cpu(monkeypatch):
+    monkeypatch.setenv("KVBENCH_KERNELS", "auto")
+    found = answers(model_on(CUDA), THROUGH_KERNELS, n=40, new=2)
+    assert found == answers(model_on(CPU), THROUGH_KERNELS, n=40, new=2)
+
+
+def test_reading_in_chunks_answers_as_on_the_cpu(monkeypatch):
+    monkeypatch.setenv("KVBENCH_KERNELS", "torch")
+    found = answers(model_on(CUDA), ("exact", "h2o", "streaming_llm"), chunk_tokens=32)
+    assert found == answers(model_on(CPU), ("exact", "h2o", "streaming_llm"), chunk_tokens=32)
+
+
+def test_a_model_on_two_gpus_answers_as_on_the_cpu(monkeypatch):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    monkeypatch.setenv("KVBENCH_KERNELS", "auto")
+    model = model_on(CUDA)
+    layers = model.model.layers
+    last = torch.device("cuda", 1)
+    for place, layer in enumerate(layers):
+        device = last if place >= len(layers) // 2 else CUDA
+        add_hook_to_module(layer.to(device), AlignDevicesHook(execution_device=device))
+    for module in (model.model.norm, model.lm_head, model.model.embed_tokens):
+        add_hook_to_module(module, AlignDevicesHook(execution_device=CUDA))
+    add_hook_to_module(model.model.rotary_emb, AlignDevicesHook(execution_device=CUDA))
+    found = answers(model, ("exact", "h2o", "balancekv"), n=40, new=2)
+    assert found == answers(model_on(CPU), ("exact", "h2o", "balancekv"), n=40, new=2)
+
+
+def test_float32_with_grouped_heads_forms_no_matrix_of_all_logits(monkeypatch):
+    """torch's fused kernels do not take it on CUDA; its fallback holds all n x n logits."""
+    monkeypatch.setattr(attention, "QUERY_BLOCK", 16)
+    q, k, v = torch.randn(1, 4, 50, 16), torch.randn(1, 2, 50, 16), torch.randn(1, 2, 50, 16)
+    expected = exact_attention(q, k, v, scaling=0.25)
+    q, k, v = q.to(CUDA), k.to(CUDA), v.to(CUDA)
+
+    def refused(*_, **__):
+        raise AssertionError("scaled_dot_product_attention of grouped float32 heads")
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", refused)
+    found = exact_attention(q, k, v, scaling=0.25)
+    torch.testing.assert_close(found.cpu(), expected)
+
+
+def test_synthetic_layers_are_on_the_device_of_the_session(monkeypatch):
+    monkeypatch.setenv("KVBENCH_KERNELS", "torch")
+    session = Session(ModelSpec(name="none", path="none"), CUDA, torch.float32)
+    probe = LayerError(synthetic=SYNTHETIC, layers=(1,), rates=(0.25,), seeds=1, exact=40)
+    methods = {name: (build_method(name), SMALL) for name in ("h2o", "balancekv", "subgen")}
+    (unit,) = probe.units(session, methods)
+    ((_, layer),) = probe.captured(unit, session)
+    assert {x.device for x in (layer.keys, layer.values, layer.queries)} == {CUDA}
+    on_cpu = replace(session, device=CPU)
+    expected = {o.method: o.fields["score"] for o in probe.run(unit, methods, on_cpu)}
+    for outcome in probe.run(unit, methods, session):
+        assert outcome.fields["score"] == pytest.approx(expected[outcome.method], rel=1e-4)
