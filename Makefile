@@ -18,7 +18,7 @@ KVBENCH = $(BIN)/python -m kvbench
 # Short names of experiments: make reproduce-<name> is make reproduce EXPERIMENT=<experiment>.
 PAPERS = table1 table5 table6 subgen-table2 table2 h2o-table3 h2o-table5 subgen-table1 figure4
 TARGETS = help setup demo test test-slow test-slurm test-references wheel lint results reproduce \
-  reproduce-theory report figures wandb-report notebook train-recall-mini bench bench-kvpress \
+  reproduce-theory report figures wandb-report notebook train-recall-mini bench bench-kvpress gpu-check \
   bench-throughput clean $(addprefix reproduce-,$(PAPERS))
 .PHONY: $(TARGETS)
 
@@ -186,6 +186,9 @@ bench: setup ## what sharing a prefill saves, what compression costs, every kern
 	$(BIN)/python scripts/benchmarks/bench_compress.py
 	$(BIN)/python scripts/benchmarks/bench_kernels.py
 	$(BIN)/python scripts/benchmarks/bench_store.py --folder .
+
+gpu-check: setup ## the first ten minutes on a GPU: right answers, honest clocks, kernels against their floors
+	$(BIN)/python scripts/gpu_check.py $(ARGS)
 
 bench-kvpress: $(VENV_REFERENCES)/.ready ## six methods in kvpress and in kvbench: seconds, answers, bytes
 	OMP_NUM_THREADS=1 $(VENV_REFERENCES)/bin/python scripts/benchmarks/bench_kvpress.py $(ARGS)

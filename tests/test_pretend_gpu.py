@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -14,24 +15,80 @@ from support.pretended import TOOL
 TESTS = Path(__file__).parent
 
 
-@pytest.mark.skipif(not TOOL.exists(), reason="needs tools/pretend.py of the shared folder")
-def test_what_is_marked_cuda_passes_on_pretend_gpus():
-    """In a process of its own: the tool makes torch believe in GPUs for good."""
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-rs", "-p", "support.pretended"),
-            *("-p", "no:cacheprovider", "tests/engine", "tests/kernels", "tests/probes"),
-        ],
+pytestmark = pytest.mark.skipif(
+    not TOOL.exists(), reason="needs tools/pretend.py of the shared folder"
+)
+
+
+def pretending(*command: str, gpus: int) -> subprocess.CompletedProcess[str]:
+    """A process of its own: the tool makes torch believe in GPUs for good."""
+    return subprocess.run(
+        [sys.executable, *command],
         cwd=TESTS.parent,
         env={
             **os.environ,
             "KVBENCH_PRETEND": "1",
-            "PRETEND_GPUS": "2",
+            "PRETEND_GPUS": str(gpus),
             "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
             "PYTEST_ADDOPTS": "",
         },
         capture_output=True,
         text=True,
     )
+
+
+def test_what_is_marked_cuda_passes_on_pretend_gpus():
+    done = pretending(
+        *("-m", "pytest", "-q", "-m", "cuda", "-rs", "-p", "support.pretended"),
+        *("-p", "no:cacheprovider", "tests/engine", "tests/kernels", "tests/probes"),
+        gpus=2,
+    )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert int(re.search(r"(\d+) passed", done.stdout).group(1)) >= 5
+    assert int(re.search(r"(\d+) passed", done.stdout).group(1)) >= 12
+
+
+def gpu_check(tmp_path: Path, *arguments: str) -> tuple[int, dict, str]:
+    script = (
+        "import runpy, sys, support.pretended\n"
+        "for name in ('hydra', 'wandb'): sys.modules[name] = None\n"  # importing one fails
+        "runpy.run_path('scripts/gpu_check.py', run_name='__main__')"
+    )
+    done = pretending("-c", script, "--small", "--out", str(tmp_path), *arguments, gpus=1)
+    files = list(tmp_path.glob("*.json"))
+    return (
+        done.returncode,
+        json.loads(files[0].read_text()) if files else {},
+        done.stdout + done.stderr,
+    )
+
+
+def test_gpu_check_goes_through_all_its_sections(tmp_path):
+    tests = "-m cuda -p support.pretended -p no:cacheprovider tests/kernels/test_kernels_cuda.py"
+    status, report, said = gpu_check(tmp_path, "--pytest", tests)
+    sections = report["sections"]
+    assert status == 0, said
+    assert list(sections) == [
+        "device", "tests", "parity", "tokens", "kernels", "throughput", "memory", "second",
+    ]  # fmt: skip
+    assert all(found["passed"] for found in sections.values()), said
+    assert {"exact", "h2o", "balancekv", "subgen_streaming"} <= set(sections["tokens"]["methods"])
+    assert len([name for name in sections["parity"] if "float16" in name]) == 2 * 7
+    assert sections["throughput"]["200"]["ceiling"] > 1.0
+
+
+def test_gpu_check_says_what_failed(tmp_path):
+    status, report, said = gpu_check(
+        tmp_path, "--only", "tests", "--pytest", "tests/no_such_file.py"
+    )
+    assert status == 1
+    assert report["sections"]["tests"]["passed"] is False
+    assert "FAILED: pytest" in said
+
+
+def test_gpu_check_does_not_start_without_a_gpu():
+    done = subprocess.run(
+        [sys.executable, "scripts/gpu_check.py"], cwd=TESTS.parent, capture_output=True, text=True
+    )
+    if done.returncode != 2:
+        pytest.skip("there is a GPU")
+    assert "needs a GPU" in done.stderr

@@ -180,8 +180,8 @@ def mass_options(dim: int, itemsize: int) -> dict[str, Any]:
     if itemsize == 2:
         queries, keys, stages = 64, 128 if row <= 256 else 64, 2
     else:
-        queries = keys = 64 if row <= 256 else 32
-        stages = 2 if row <= 512 else 1
+        queries, keys = 64 if row <= 128 else 32, 64 if row <= 256 else 32
+        stages = 2 if row <= 256 else 1
     return {
         "DIM": dim,
         "D": d,
