@@ -180,6 +180,12 @@ class PromptEncoder:
         return self.encode_text(text.partition(marks[1])[2].partition(marks[2])[0])
 
     @property
+    def begin_ids(self) -> list[int]:
+        """Tokens that the tokenizer itself puts before any text (BOS)."""
+        plain, whole = self.encode_text("a"), self.tokenizer.encode("a", add_special_tokens=True)
+        return list(whole[: whole.index(plain[0])]) if plain and plain[0] in whole else []
+
+    @property
     def overhead(self) -> int:
         """Tokens added around the user's text; count them when a prompt needs an exact length."""
         return len(self.prefix_ids) + len(self.suffix_ids)

@@ -18,15 +18,31 @@ def encode_split(encoder: PromptEncoder, context: str, question: str, prefix: st
     question. The text that begins the answer, `prefix`, follows what the chat template puts behind the
     user's message, or, without a template, the question, in the same piece.
     """
-    chat = bool(encoder.suffix_ids)
-    text = context + question + ("" if chat else prefix)
+    text = context + question + ("" if encoder.suffix_ids else prefix)
     if callable(encoder.tokenizer):
         ids, cut = encoder.encode_prompt(text, len(context), special=False)
     else:
         head = encoder.encode_text(context)
         ids, cut = head + encoder.encode_text(text[len(context) :]), len(head)
-    behind = [*encoder.suffix_ids, *(encoder.encode_text(prefix) if prefix else [])] if chat else []
-    return (*encoder.prefix_ids, *ids[:cut]), (*ids[cut:], *behind)
+    return (*encoder.prefix_ids, *ids[:cut]), (*ids[cut:], *_behind(encoder, prefix))
+
+
+def encode_context(encoder: PromptEncoder, context: str) -> tuple[int, ...]:
+    """Tokens of a context by itself: those of several questions are the same, whatever they ask."""
+    return (*encoder.prefix_ids, *encoder.encode_text(context))
+
+
+def encode_question(encoder: PromptEncoder, question: str, prefix: str = "") -> tuple[int, ...]:
+    """Tokens of what follows a context that was tokenised by itself; see `encode_split`."""
+    text = question + ("" if encoder.suffix_ids else prefix)
+    return (*encoder.encode_text(text), *_behind(encoder, prefix))
+
+
+def _behind(encoder: PromptEncoder, prefix: str) -> tuple[int, ...]:
+    """What a chat template puts behind the user's message, and how the answer begins."""
+    if not encoder.suffix_ids:
+        return ()
+    return (*encoder.suffix_ids, *(encoder.encode_text(prefix) if prefix else ()))
 
 
 def largest_fitting(

@@ -1,10 +1,17 @@
-"""Whether the Hub can be reached, asked once before its library tries for half a minute."""
+"""Data from the Hub: asked once whether it answers, before its library tries for half a minute."""
 
 from __future__ import annotations
 
+import logging
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
+
+from kvbench.tasks.base import TaskError
 
 ANSWER_S = 5.0
 """Seconds within which the Hub must answer at all."""
@@ -24,3 +31,88 @@ def hub_answers() -> bool:
     except OSError:
         return False
     return True
+
+
+def fetch(task: str, repository: str, file: str, revision: str | None, instead: str) -> Path:
+    """A file of a data repository on the Hub, on this machine.
+
+    Args:
+        instead: what the user may give in its place.
+
+    Raises:
+        TaskError: it cannot be fetched.
+    """
+    from huggingface_hub import hf_hub_download
+
+    try:
+        with _silent(logging.getLogger("huggingface_hub")):  # five retries, a paragraph each
+            return Path(
+                hf_hub_download(
+                    repository,
+                    file,
+                    repo_type="dataset",
+                    revision=revision,
+                    local_files_only=not hub_answers(),
+                )
+            )
+    except Exception as problem:
+        raise TaskError(
+            f"{task}: {file} of {repository} (revision {revision or 'main'}) cannot be fetched "
+            f"({type(problem).__name__}); allowed: a network, or {instead}"
+        ) from problem
+
+
+def commit_of(task: str, repository: str, revision: str | None) -> str:
+    """The commit of a data repository.
+
+    Raises:
+        TaskError: it cannot be read.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        if not hub_answers():
+            raise ConnectionError("the Hub cannot be reached")
+        with _silent(logging.getLogger("huggingface_hub")):
+            return str(HfApi().dataset_info(repository, revision=revision).sha)
+    except Exception as problem:
+        raise TaskError(
+            f"{task}: {repository!r} cannot be read ({type(problem).__name__}); allowed: a dataset on "
+            "the Hub, and a network"
+        ) from problem
+
+
+def hub_rows(
+    task: str, repository: str, name: str | None, split: str, revision: str | None
+) -> list[dict[str, Any]]:
+    """Rows of a configuration of a data repository that `datasets` reads by itself.
+
+    Raises:
+        TaskError: it cannot be read.
+    """
+    from datasets import load_dataset
+
+    where = " ".join(part for part in (repository, name, split) if part)
+    try:
+        if not hub_answers():
+            raise ConnectionError("the Hub cannot be reached; allowed: a network, or local files")
+        with _silent(logging.getLogger("huggingface_hub")):
+            rows = load_dataset(
+                repository, name=name, split=split, streaming=True, revision=revision
+            )
+            return [dict(row) for row in rows]
+    except Exception as problem:
+        text = str(problem).strip().splitlines()
+        raise TaskError(
+            f"{task}: cannot read {where}: {text[0] if text else type(problem).__name__}"
+        ) from problem
+
+
+@contextmanager
+def _silent(logger: logging.Logger) -> Iterator[None]:
+    before = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

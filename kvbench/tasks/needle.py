@@ -237,13 +237,7 @@ class Needle(Task):
 
     def _begin_ids(self, encoder: PromptEncoder) -> list[int]:
         """Tokens that the tokenizer puts before any text; none unless `begin_tokens`."""
-        if not self.begin_tokens:
-            return []
-        plain, whole = (
-            encoder.encode_text("a"),
-            encoder.tokenizer.encode("a", add_special_tokens=True),
-        )
-        return list(whole[: whole.index(plain[0])]) if plain and plain[0] in whole else []
+        return encoder.begin_ids if self.begin_tokens else []
 
     def _example(
         self,

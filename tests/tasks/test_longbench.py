@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvbench.tasks.base import TaskError
-from kvbench.tasks.hub import hub_answers
+from kvbench.tasks.hub import commit_of, hub_answers, hub_rows
 from kvbench.tasks.longbench import E_DATASETS, bucket_means, prompt_template, prompts, score
-from kvbench.tasks.longbench.data import Source, _load_mirror, _mirror_commit
+from kvbench.tasks.longbench.data import Source
 from kvbench.tasks.longbench.metrics import code_similarity
 from kvbench.tasks.longbench.prompts import PINNED, fill, max_new_tokens
 
@@ -228,7 +228,7 @@ def test_missing_files_say_how_to_get_them(tmp_path):
 
 @pytest.mark.parametrize("reached", [True, False])
 def test_the_hubs_archive_is_fetched_at_its_revision(tmp_path, monkeypatch, caplog, reached):
-    monkeypatch.setattr("kvbench.tasks.longbench.data.hub_answers", lambda: reached)
+    monkeypatch.setattr("kvbench.tasks.hub.hub_answers", lambda: reached)
     with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
         archive.write(EXAMPLES / "lcc_e.jsonl", "data/lcc_e.jsonl")
     asked = []
@@ -263,16 +263,16 @@ def test_a_mirror_is_read_by_datasets(monkeypatch):
         return raw
 
     monkeypatch.setattr("datasets.load_dataset", load)
-    monkeypatch.setattr("kvbench.tasks.longbench.data.hub_answers", lambda: True)
+    monkeypatch.setattr("kvbench.tasks.hub.hub_answers", lambda: True)
     rows = Source("hf://datasets/someone/LongBench", "r").rows("qasper_e")
     assert asked == [("someone/LongBench", "qasper_e", "test", "r")]
     assert [row.id for row in rows] == sorted(line["_id"] for line in raw)
 
-    monkeypatch.setattr("kvbench.tasks.longbench.data.hub_answers", lambda: False)
-    with pytest.raises(ConnectionError, match="the Hub cannot be reached; allowed: a network"):
-        _load_mirror("someone/LongBench", "qasper_e", None)
+    monkeypatch.setattr("kvbench.tasks.hub.hub_answers", lambda: False)
+    with pytest.raises(TaskError, match="the Hub cannot be reached; allowed: a network"):
+        hub_rows("longbench", "someone/LongBench", "qasper_e", "test", None)
     with pytest.raises(TaskError, match="someone/LongBench"):
-        _mirror_commit("hf://datasets/someone/LongBench", None)
+        commit_of("longbench", "someone/LongBench", None)
     assert len(asked) == 1, "the library is not asked where the Hub is silent"
 
 

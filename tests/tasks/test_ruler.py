@@ -8,14 +8,12 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.paths import ROOT
-from transformers import AutoTokenizer
+from support.encoders import Letters, Words, chat, ids_of, shipped
 
 from kvbench.tasks.base import Example, PromptEncoder, TaskError
 from kvbench.tasks.encoding import encode_split, largest_fitting
@@ -25,28 +23,6 @@ from kvbench.tasks.ruler.generators import DEPTHS
 from kvbench.tasks.ruler.task import GENERATED
 
 SPLIT = re.compile(r"(?:^| )\d+\. ")
-
-
-class Letters:
-    """A tokenizer of one token per character."""
-
-    def encode(self, text: Any, *, add_special_tokens: Any = False) -> Any:
-        return [ord(letter) for letter in text]
-
-    def decode(self, token_ids: Any, *, skip_special_tokens: Any = True) -> Any:
-        return "".join(map(chr, token_ids))
-
-
-class Words(Letters):
-    """A tokenizer of one token per word, as of a very large vocabulary."""
-
-    def encode(self, text: Any, *, add_special_tokens: Any = False) -> Any:
-        return [len(word) for word in re.findall(r"\w+|[^\w ]", text)]
-
-
-@cache
-def encoder() -> PromptEncoder:
-    return PromptEncoder(AutoTokenizer.from_pretrained(ROOT / "kvbench/assets/recall_mini"))
 
 
 @pytest.fixture
@@ -87,7 +63,7 @@ def files(tmp_path: Path) -> dict[str, str]:
 def made(files: dict[str, str] | None = None, encode: Any = None, **options: Any) -> list[Example]:
     few = {"tasks": ["niah_single_1"], "lengths": [2048], "num_examples": 2, "seed": 7}
     task = Ruler(**{**few, **(files or {}), **options})
-    return list(task.examples(encode or encoder()))
+    return list(task.examples(encode or shipped()))
 
 
 def prompt(example: Example) -> str:
@@ -151,7 +127,7 @@ def test_structure_is_the_official_generators(shared_file, tmp_path, task):
         for example in made(files, tasks=[task], lengths=[length], essays=essays):
             text = prompt(example)
             assert checker.check(task, text, list(example.answers), length, templates) == []
-            used = len(encoder().encode_text(text)) + example.max_new_tokens
+            used = len(shipped().encode_text(text)) + example.max_new_tokens
             assert used <= length
             if length == 4096 and task not in ("qa_1", "qa_2"):
                 assert used >= 0.85 * length
@@ -166,25 +142,21 @@ def test_prompts_fit_any_tokenizer_and_use_what_there_is(task, tokenizer):
     length = 24_000 if isinstance(tokenizer, Letters) else 3000
     encode = PromptEncoder(tokenizer, prefix_ids=(1,) * 30)
     for example in made(encode=encode, tasks=[task], lengths=[length]):
-        ids = [*(example.context_ids or ()), *(example.question_ids or ())]
         whole = len(tokenizer.encode(prompt(example))) + encode.overhead
-        assert len(ids) == whole
+        assert len(ids_of(example)) == whole
         assert 0.93 * length <= whole + example.max_new_tokens <= length
 
 
 def test_with_a_chat_template_the_prefix_follows_the_assistants_header():
-    tokens = tuple(encoder().encode_text("<user>")), tuple(encoder().encode_text("</user><model>"))
-    chat = replace(encoder(), prefix_ids=tokens[0], suffix_ids=tokens[1])
-    for example in made(encode=chat, tasks=GENERATED, num_examples=1, lengths=[2048]):
-        ids = [*(example.context_ids or ()), *(example.question_ids or ())]
+    for example in made(encode=chat(), tasks=GENERATED, num_examples=1, lengths=[2048]):
         assert example.complete
-        text = chat.decode(ids)
+        text = chat().decode(ids_of(example))
         inner, _, prefix = text.removeprefix("<user>").partition("</user><model>")
         assert inner + prefix == prompt(example)
         assert prefix == ruler_templates.prompt_of(
             example.dataset.partition("_")[0]
         ).prefix or re.fullmatch(r" (The special|Answer:).*(are|is|: )", prefix)
-        assert len(ids) + example.max_new_tokens <= 2048
+        assert len(ids_of(example)) + example.max_new_tokens <= 2048
 
 
 @pytest.mark.parametrize("task", GENERATED)
@@ -299,7 +271,7 @@ def test_no_distractor_has_the_key_that_is_asked(monkeypatch):
 def test_a_chain_is_in_order_and_its_example_is_solved():
     for example in made(tasks=["vt"], num_examples=5):
         solved, asked = re.split(r"\n\n(?=Memorize)", example.context)
-        assert len(encoder().encode_text(solved)) <= 520
+        assert len(shipped().encode_text(solved)) <= 520
         statements = re.findall(r"^VAR (\w{5}) = (?:VAR )?(\w+)( ?)$", asked, re.MULTILINE)
         assert [name for name, _, _ in statements] == list(example.answers)
         assert [value for _, value, _ in statements[1:]] == list(example.answers[:-1])
@@ -432,6 +404,6 @@ def test_a_changed_template_is_refused(monkeypatch):
 
 
 def test_context_and_question_are_tokenised_in_one_piece():
-    context, question = encode_split(encoder(), "a hat is there.\n", "Where is it?")
-    whole = encoder().encode_text("a hat is there.\nWhere is it?")
+    context, question = encode_split(shipped(), "a hat is there.\n", "Where is it?")
+    whole = shipped().encode_text("a hat is there.\nWhere is it?")
     assert [*context, *question] == whole

@@ -7,11 +7,8 @@ holds one JSON-lines file per dataset, which is read here.
 from __future__ import annotations
 
 import hashlib
-import json
-import logging
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -20,7 +17,8 @@ from typing import Any
 
 from kvbench.errors import is_integer
 from kvbench.tasks.base import TaskError
-from kvbench.tasks.hub import hub_answers
+from kvbench.tasks.files import file_rows, open_file
+from kvbench.tasks.hub import commit_of, fetch, hub_rows
 from kvbench.tasks.longbench.metrics import ANSWER_PATTERNS, CLASSIFIED
 
 REPOSITORY = "THUDM/LongBench"
@@ -74,7 +72,9 @@ class Source:
             TaskError: it is not there, or cannot be fetched.
         """
         if self.location is None:
-            return _fetch_archive(self.revision)
+            return fetch(
+                "longbench", REPOSITORY, ARCHIVE, self.revision, "task.data=<folder or zip> with it"
+            )
         path = Path(self.location).expanduser()
         if not path.exists():
             raise TaskError(f"longbench: task.data is {self.location!r}, which does not exist")
@@ -116,10 +116,10 @@ class Source:
             TaskError: there is none, or the Hub cannot be reached.
         """
         if self.is_mirror:
-            return _mirror_commit(str(self.location), self.revision)
+            return commit_of("longbench", str(self.location).removeprefix(HUB), self.revision)
         digest = hashlib.sha256()
         for file in self.files(stem):
-            with _open(file) as stream:
+            with open_file(file) as stream:
                 digest.update(stream.read())
         return digest.hexdigest()
 
@@ -132,8 +132,8 @@ class Source:
         dataset = stem.removesuffix("_e")
         name = f"{self.location or REPOSITORY} {stem}"
         if self.is_mirror:
-            with _readable(name):
-                raw = _load_mirror(str(self.location).removeprefix(HUB), stem, self.revision)
+            repository = str(self.location).removeprefix(HUB)
+            raw = hub_rows("longbench", repository, stem, "test", self.revision)
             rows = _checked(enumerate(raw, start=1), dataset, name)
         else:
             rows = [row for file in self.files(stem) for row in _rows_of(file, dataset)]
@@ -146,124 +146,8 @@ class Source:
         return rows
 
 
-def _fetch_archive(revision: str | None) -> Path:
-    from huggingface_hub import hf_hub_download
-
-    try:
-        with _silent(logging.getLogger("huggingface_hub")):  # five retries, a paragraph each
-            return Path(
-                hf_hub_download(
-                    REPOSITORY,
-                    ARCHIVE,
-                    repo_type="dataset",
-                    revision=revision,
-                    local_files_only=not hub_answers(),
-                )
-            )
-    except Exception as problem:
-        raise TaskError(
-            f"longbench: {ARCHIVE} of {REPOSITORY} (revision {revision or 'main'}) cannot be fetched "
-            f"({type(problem).__name__}); allowed: a network, or task.data=<folder or zip> with it"
-        ) from problem
-
-
-def _mirror_commit(location: str, revision: str | None) -> str:
-    from huggingface_hub import HfApi
-
-    try:
-        if not hub_answers():
-            raise ConnectionError("the Hub cannot be reached")
-        with _silent(logging.getLogger("huggingface_hub")):
-            return str(HfApi().dataset_info(location.removeprefix(HUB), revision=revision).sha)
-    except Exception as problem:
-        raise TaskError(
-            f"longbench: task.data is {location!r}, which cannot be read "
-            f"({type(problem).__name__}); allowed: a dataset on the Hub, and a network"
-        ) from problem
-
-
-def _load_mirror(repository: str, name: str, revision: str | None) -> list[dict[str, Any]]:
-    """Rows of a configuration of a Hub repository; mirrors name their only split "test"."""
-    from datasets import load_dataset
-
-    if not hub_answers():
-        raise ConnectionError(
-            "the Hub cannot be reached; allowed: a network, or task.data=<folder>"
-        )
-    rows = load_dataset(repository, name=name, split="test", streaming=True, revision=revision)
-    return [dict(row) for row in rows]
-
-
-def _load_parquet(file: str) -> list[dict[str, Any]]:
-    """Rows as `datasets`' parquet loader reads them, without its own copy on disk.
-
-    The loader is asked by itself: `load_dataset` reports every use to a server, which a job without
-    a network waits for.
-    """
-    from datasets.packaged_modules.parquet.parquet import Parquet
-
-    rows = Parquet(data_files={"train": [file]}).as_streaming_dataset(split="train")
-    return [dict(row) for row in rows]
-
-
-@contextmanager
-def _readable(name: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as problem:
-        text = str(problem).strip().splitlines()
-        raise TaskError(
-            f"longbench: cannot read {name}: {text[0] if text else type(problem).__name__}"
-        ) from problem
-
-
 def _rows_of(file: str, dataset: str) -> list[Row]:
-    """The rows of one file.
-
-    JSON lines are parsed one by one and not by `datasets`' JSON loader: that guesses types (text like
-    2009-01-02 becomes a date), names no line, and broken files have crashed its process.
-    """
-    if file.endswith(".parquet"):
-        with _readable(file):
-            raw = _load_parquet(file)
-        return _checked(enumerate(raw, start=1), dataset, file)
-    return _checked(_json_lines(file), dataset, file)
-
-
-@contextmanager
-def _silent(logger: logging.Logger) -> Iterator[None]:
-    before = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
-def _open(file: str) -> Any:
-    """A binary stream of a local file, or of ``zip://<name>::<archive>``."""
-    if not file.startswith("zip://"):
-        return Path(file).open("rb")
-    name, _, archive = file.removeprefix("zip://").partition("::")
-    return zipfile.ZipFile(archive).open(name)
-
-
-def _json_lines(file: str) -> Iterator[tuple[int, Any]]:
-    """Line numbers from 1, and what is on each line."""
-    with _open(file) as stream:
-        for number, line in enumerate(stream, start=1):
-            if not line.strip():
-                continue
-            try:
-                yield number, json.loads(line.decode("utf-8"))
-            except UnicodeDecodeError as problem:
-                raise TaskError(
-                    f"longbench: {file} line {number} is not UTF-8 (byte {problem.start})"
-                ) from problem
-            except (ValueError, RecursionError) as problem:
-                raise TaskError(
-                    f"longbench: {file} line {number} is not complete JSON ({problem})"
-                ) from problem
+    return _checked(file_rows("longbench", file), dataset, file)
 
 
 def _checked(rows: Iterable[tuple[int, Any]], dataset: str, file: str) -> list[Row]:

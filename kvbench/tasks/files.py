@@ -1,0 +1,81 @@
+"""Rows of data files: JSON lines, JSON lists and parquet, on disk or in a zip archive."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kvbench.tasks.base import TaskError
+
+
+def open_file(file: str) -> Any:
+    """A binary stream of a local file, or of ``zip://<name>::<archive>``."""
+    if not file.startswith("zip://"):
+        return Path(file).open("rb")
+    name, _, archive = file.removeprefix("zip://").partition("::")
+    return zipfile.ZipFile(archive).open(name)
+
+
+def file_rows(task: str, file: str) -> Iterator[tuple[int, Any]]:
+    """Numbers from 1 (of JSON lines, the lines') and rows of a file, by its ending: ``.parquet``,
+    ``.json`` (one list) or JSON lines.
+
+    JSON lines are parsed one by one and not by `datasets`' JSON loader: that guesses types (text like
+    2009-01-02 becomes a date), names no line, and broken files have crashed its process.
+
+    Raises:
+        TaskError: one line naming the file and the line that is wrong.
+    """
+    try:
+        if file.endswith(".parquet"):
+            yield from enumerate(_parquet(task, file), start=1)
+        elif file.endswith(".json"):
+            yield from enumerate(_list(task, file), start=1)
+        else:
+            yield from _lines(task, file)
+    except OSError as problem:
+        raise TaskError(f"{task}: cannot read {file}: {problem.strerror or problem}") from problem
+
+
+def _lines(task: str, file: str) -> Iterator[tuple[int, Any]]:
+    with open_file(file) as stream:
+        for number, line in enumerate(stream, start=1):
+            if line.strip():
+                yield number, _parsed(task, f"{file} line {number}", line)
+
+
+def _list(task: str, file: str) -> list[Any]:
+    with open_file(file) as stream:
+        rows = _parsed(task, file, stream.read())
+    if not isinstance(rows, list):
+        raise TaskError(f"{task}: {file} holds no list; allowed: a list of objects, or JSON lines")
+    return rows
+
+
+def _parsed(task: str, place: str, text: bytes) -> Any:
+    try:
+        return json.loads(text.decode("utf-8"))
+    except UnicodeDecodeError as problem:
+        raise TaskError(f"{task}: {place} is not UTF-8 (byte {problem.start})") from problem
+    except (ValueError, RecursionError) as problem:
+        raise TaskError(f"{task}: {place} is not complete JSON ({problem})") from problem
+
+
+def _parquet(task: str, file: str) -> list[dict[str, Any]]:
+    """Rows as `datasets`' parquet loader reads them, without its own copy on disk.
+
+    The loader is asked by itself: `load_dataset` reports every use to a server, which a job without
+    a network waits for.
+    """
+    from datasets.packaged_modules.parquet.parquet import Parquet
+
+    try:
+        rows = Parquet(data_files={"train": [file]}).as_streaming_dataset(split="train")
+        return [dict(row) for row in rows]
+    except Exception as problem:
+        text = str(problem).strip().splitlines()
+        reason = text[0] if text else type(problem).__name__
+        raise TaskError(f"{task}: cannot read {file}: {reason}") from problem

@@ -1,0 +1,280 @@
+"""Scores that a config can name: of one prediction, 0 to 1, the best over the answers.
+
+Where lm-eval has a benchmark's own function, that is called; see each group for its source.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import regex
+
+from kvbench.tasks.base import TaskError
+from kvbench.tasks.longbench.metrics import score as longbench_score
+from kvbench.tasks.needle import containment
+
+REGEX_SECONDS = 2.0
+"""That a pattern may take on one prediction."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """What counts as right.
+
+    Attributes:
+        answers: acceptable answers.
+        choices: texts of the options A, B ..., where there are any.
+        pattern: regular expression of `regex`.
+    """
+
+    answers: tuple[str, ...]
+    choices: tuple[str, ...] = ()
+    pattern: str | None = None
+
+    @property
+    def letters(self) -> frozenset[str]:
+        """The answers as letters; those that are the text of an option stand for its letter."""
+        texts = [choice.strip() for choice in self.choices]
+        return frozenset(
+            string.ascii_uppercase[texts.index(answer.strip())]
+            if answer.strip() in texts
+            else answer.strip().strip("().").upper()
+            for answer in self.answers
+        )
+
+
+Metric = Callable[[str, Key], Mapping[str, float]]
+
+
+def _best(score: Callable[[str, str], float]) -> Metric:
+    return lambda prediction, key: {
+        "score": max((float(score(prediction, answer)) for answer in key.answers), default=0.0)
+    }
+
+
+def normalised(text: str) -> str:
+    """SQuAD's form for comparisons: lower case, no punctuation, no articles, single blanks."""
+    text = "".join(c for c in text.lower() if c not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+def _longbench(dataset: str) -> Metric:
+    return lambda prediction, key: {"score": longbench_score(dataset, prediction, key.answers)}
+
+
+def _regex(prediction: str, key: Key) -> dict[str, float]:
+    """Whether what the pattern finds first (its first group, if it has one) is an answer; without a
+    pattern, whether an answer, itself a pattern, is found."""
+    try:
+        if key.pattern is None:
+            found = any(
+                regex.search(answer, prediction, timeout=REGEX_SECONDS) for answer in key.answers
+            )
+            return {"score": float(found)}
+        match = regex.search(key.pattern, prediction, timeout=REGEX_SECONDS)
+    except TimeoutError as problem:
+        raise TaskError(
+            f"pattern {key.pattern or key.answers!r} takes more than {REGEX_SECONDS:g} s on one "
+            "prediction; allowed: less"
+        ) from problem
+    except regex.error as problem:
+        raise TaskError(f"{key.answers!r} are no regular expressions: {problem}") from problem
+    if match is None:
+        return {"score": 0.0}
+    text = (match[1] if match.re.groups else match[0]) or ""
+    return {"score": float(text.strip() in {answer.strip() for answer in key.answers})}
+
+
+_STATED = re.compile(
+    r"(?:answer|option|choice)\s*(?:is|:)?\s*:?\s*[\"'*(\[]*([A-Z])\b", re.IGNORECASE
+)
+_LETTER = re.compile(r"\b([A-Z])\b")
+
+
+def chosen_letter(prediction: str, choices: Sequence[str] = ()) -> str | None:
+    """The option that a prediction names: after "answer is" and the like, else the first capital that
+    stands alone (not the words "A" and "I" of a sentence), else the option whose text it begins with."""
+    stated = [m for m in _STATED.finditer(prediction) if m[1].isupper()]
+    if stated:
+        return stated[-1][1]
+    text = prediction.strip()
+    for match in _LETTER.finditer(text):
+        rest = text[match.end() :]
+        if match[1] not in "AI" or not re.match(r" [a-z]|'", rest):
+            return match[1]
+    for number, choice in enumerate(choices):
+        if choice.strip() and text.lower().startswith(choice.strip().lower()):
+            return string.ascii_uppercase[number]
+    return None
+
+
+def _choice(prediction: str, key: Key) -> dict[str, float]:
+    return {"score": float(chosen_letter(prediction, key.choices) in key.letters)}
+
+
+# LongBench v2: extract_answer of pred.py, github.com/THUDM/LongBench
+
+
+def _longbench_v2(prediction: str, key: Key) -> dict[str, float]:
+    text = prediction.replace("*", "")
+    found = re.search(r"The correct answer is \(([A-D])\)", text) or re.search(
+        r"The correct answer is ([A-D])", text
+    )
+    return {"score": float(found is not None and found[1] in key.letters), "null": float(not found)}
+
+
+# InfiniteBench: lm-eval's copies of src/compute_scores.py, github.com/OpenBMB/InfiniteBench
+
+
+def _infinitebench(name: str) -> Metric:
+    def score(prediction: str, key: Key) -> dict[str, float]:
+        from lm_eval.tasks.infinitebench import utils
+
+        doc = {"answer": list(key.answers), "options": list(key.choices)}
+        return {
+            "score": float(getattr(utils, f"process_results{name}")(doc, [prediction])["score"])
+        }
+
+    return score
+
+
+def _math_calc(prediction: str, key: Key) -> dict[str, float]:
+    """The share of intermediate values that are right before the first that is not."""
+    said, right = re.findall(r"\d+", prediction), 0
+    for value, answer in zip(said, key.answers, strict=False):
+        if value.lstrip("0") != answer.lstrip("-").lstrip("0") or answer.startswith("-"):
+            break
+        right += 1
+    return {"score": right / len(key.answers)}
+
+
+# ZeroSCROLLS: metrics of arXiv 2305.14196 and of SCROLLS, huggingface.co/datasets/tau/scrolls
+
+
+@lru_cache(maxsize=1)
+def _rouge() -> Any:
+    from rouge_score.rouge_scorer import RougeScorer
+
+    return RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
+
+
+def _rouge_geometric(prediction: str, key: Key) -> dict[str, float]:
+    """The geometric mean of ROUGE-1, -2 and -L of each example; the benchmark takes that of the three
+    means over a set, which the three scores beside it give."""
+    scores = [_rouge().score(answer, prediction) for answer in key.answers]
+    each = {
+        name: max((score[name].fmeasure for score in scores), default=0.0)
+        for name in ("rouge1", "rouge2", "rougeL")
+    }
+    product = each["rouge1"] * each["rouge2"] * each["rougeL"]
+    return {"score": product ** (1 / 3), **each}
+
+
+def _letter_accuracy(prediction: str, answer: str) -> float:
+    found, right = (re.search(r"\b[A-D]\b", text) for text in (prediction, answer))
+    return float(found is not None and right is not None and found[0] == right[0])
+
+
+def _percentage(text: str) -> float | None:
+    found = re.search(r"(\d+\.?\d*)%", text)
+    return None if found is None else float(found[1])
+
+
+def _exponential_similarity(prediction: str, answer: str) -> float:
+    """Half as good for every ten points that the percentage is wrong."""
+    said, right = _percentage(prediction), _percentage(answer)
+    return 0.0 if said is None or right is None else 0.5 ** (abs(said - right) / 10)
+
+
+def _concordance(prediction: str, answer: str) -> float:
+    """The share of pairs in the right order, of a list of the right numbers."""
+    said, right = ([int(n) for n in re.findall(r"\d{1,9}", text)] for text in (prediction, answer))
+    if sorted(said) != sorted(right) or len(set(said)) != len(said) or len(said) < 2:
+        return 0.0
+    place = {number: i for i, number in enumerate(said)}
+    pairs = [(a, b) for i, a in enumerate(right) for b in right[i + 1 :]]
+    return sum(place[a] < place[b] for a, b in pairs) / len(pairs)
+
+
+# LooGLE: Evaluation/automatic_metrics.py, github.com/bigai-nlco/LooGLE
+
+
+def _loogle(prediction: str, key: Key) -> dict[str, float]:
+    """ROUGE-L as LooGLE reports it, i.e. recall, and beside it ROUGE-1 and BLEU-1 and -4. Its METEOR,
+    BERTScore and GPT-4 scores need models and word nets and are not computed."""
+    import warnings
+
+    from nltk.translate.bleu_score import sentence_bleu
+    from rouge import Rouge
+
+    (answer, *_) = key.answers
+    text = prediction.strip() or "None"
+    try:
+        found = Rouge().get_scores([text], [answer])[0]
+    except ValueError:  # nothing but full stops
+        found = {"rouge-1": {"r": 0.0}, "rouge-l": {"r": 0.0}}
+    words = [part.replace("\n", " ").split() for part in (answer, text)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # short answers have no 4-grams
+        bleu1, bleu4 = (
+            float(sentence_bleu([words[0]], words[1], weights=weights))
+            for weights in ((1, 0, 0, 0), (0, 0, 0, 1))
+        )
+    rouge = {"rouge1": float(found["rouge-1"]["r"]), "rougeL": float(found["rouge-l"]["r"])}
+    return {"score": rouge["rougeL"], **rouge, "bleu1": bleu1, "bleu4": bleu4}
+
+
+def _loogle_cloze(prediction: str, key: Key) -> dict[str, float]:
+    """The share of masks that are filled in exactly, and beside it of those that share a word. LooGLE
+    divides by the masks of a whole set; it reads the prediction with `eval`, here it is a literal."""
+    right: dict[str, str] = json.loads(key.answers[0])
+    try:
+        said = ast.literal_eval(prediction.strip())
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        said = None
+    said = said if isinstance(said, dict) else {}
+    exact = sum(said.get(mask) == name for mask, name in right.items())
+    partial = sum(
+        bool(set(name.split()) & set(str(said.get(mask, "")).split()))
+        for mask, name in right.items()
+    )
+    return {"score": exact / len(right), "partial": partial / len(right)}
+
+
+GENERAL: Mapping[str, Metric] = {
+    "contains": _best(containment),
+    "exact": _best(lambda prediction, answer: normalised(prediction) == normalised(answer)),
+    "f1": _longbench("qasper"),
+    "rouge_l": _longbench("gov_report"),
+    "choice": _choice,
+    "regex": _regex,
+}
+METRICS: Mapping[str, Metric] = {
+    **GENERAL,
+    "longbench_v2": _longbench_v2,
+    "first_integer": _infinitebench("_int_match"),
+    "word": _infinitebench("_kv"),
+    "first_number": _infinitebench("_math"),
+    "last_integer": _infinitebench("_code_run"),
+    "math_calc": _math_calc,
+    "code_debug": _infinitebench("_code_debug"),
+    "last_letter": _infinitebench("_choice"),
+    "substring": _infinitebench(""),
+    "token_f1": _infinitebench("_qa_en"),
+    "token_f1_zh": _infinitebench("_qa_chn"),
+    "rouge_lsum": _infinitebench("_rouge"),
+    "rouge_geometric": _rouge_geometric,
+    "letter": _best(_letter_accuracy),
+    "exponential_similarity": _best(_exponential_similarity),
+    "concordance": _best(_concordance),
+    "loogle": _loogle,
+    "loogle_cloze": _loogle_cloze,
+}
+"""Every metric by the name that a config gives it; those of `GENERAL` suit any data."""
