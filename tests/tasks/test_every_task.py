@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hydra.utils import instantiate
 from support.benchmarks import WRITERS
 from support.configs import composed
 from support.jobs import make_job, records_of
 from support.paths import DATA
 
-from kvbench.cli.catalogue import catalogue, config_dir
+from kvbench.cli.catalogue import catalogue
 from kvbench.run.runner import run_job
 from kvbench.tasks.base import PromptEncoder, Task
 
@@ -106,15 +105,3 @@ def test_the_list_of_tasks_names_them_with_a_line_each() -> None:
     for name in TASKS:
         assert 15 < len(listed[name]) < 200
         assert "\n" not in listed[name]
-
-
-def test_no_task_that_makes_prompts_is_missing_here() -> None:
-    """Others are measured on tensors, or are the same task with another setting."""
-    files = {path.stem: path for path in (config_dir() / "task").glob("[!_]*.yaml")}
-    targets = {
-        name: yaml.safe_load(path.read_text()).get("_target_") for name, path in files.items()
-    }
-    known = {targets[name] for name in TASKS}
-    for name in set(targets) - set(TASKS):
-        target = targets[name]
-        assert target is None or target.startswith("kvbench.probes.") or target in known, name

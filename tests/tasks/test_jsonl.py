@@ -280,7 +280,7 @@ def test_text_that_a_template_makes_is_counted(monkeypatch):
         ({"files": ["nothing*.jsonl"]}, "no file matches files='nothing"),
         ({"files": []}, "no data; allowed: task.files"),
         ({"max_input": "modell"}, "task.max_input is 'modell'; allowed: "),
-        ({"max_new_tokens": 0}, "task.max_new_tokens is 0; allowed: an integer >= 1"),
+        ({"max_new_tokens": 0}, "task.max_new_tokens is 0; allowed: an integer from 1"),
         ({"datasets": ["x"]}, "task.datasets is 'x'"),
     ],
 )  # fmt: skip
