@@ -18,7 +18,7 @@ KVBENCH = $(BIN)/python -m kvbench
 # Short names of experiments: make reproduce-<name> is make reproduce EXPERIMENT=<experiment>.
 PAPERS = table1 table5 table6 subgen-table2 table2 h2o-table3 h2o-table5 subgen-table1 figure4
 TARGETS = help setup demo test test-slow test-slurm test-references wheel lint results reproduce \
-  reproduce-theory report figures wandb-report notebook train-recall-mini bench bench-kvpress gpu-check \
+  reproduce-theory report site figures wandb-report notebook train-recall-mini bench bench-kvpress gpu-check \
   bench-throughput clean $(addprefix reproduce-,$(PAPERS))
 .PHONY: $(TARGETS)
 
@@ -159,6 +159,9 @@ REPORTED = $(RESULTS)$(addprefix /,$(or $(EXPERIMENT),$(if $(filter runs results
 
 report: setup ## rebuild tables, figures and page from records: make report RESULTS=runs/demo
 	$(BIN)/python -m kvbench.report $(REPORTED)
+
+site: setup ## the committed results as one folder for a static host: make site [SITE=site]
+	$(BIN)/python -m kvbench.report --site $(or $(SITE),site) results/*
 
 figures: setup ## every figure as PDF and PNG, every table as LaTeX: make figures RESULTS=runs/demo
 	$(BIN)/python -m kvbench.report --list $(REPORTED)

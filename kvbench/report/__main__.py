@@ -1,18 +1,21 @@
-"""``kvbench-report``: rebuild an experiment's report, or compare two experiments.
+"""``kvbench-report``: rebuild an experiment's report, compare two experiments, or link several.
 
 With one folder, tables, figures and the page are written into it again, from its records alone. With
 two, what changed from the first to the second is printed, and written as compare.html, .md and .csv.
+With three or more, or with --index, each report is rebuilt where there are records, and index.html
+beside them links and summarises all; what is no experiment is left out: kvbench-report results/*
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from kvbench.errors import complain, disk_line, printable
-from kvbench.records.read import StoreError
+from kvbench.records.read import MANIFEST, StoreError
 
 USAGE, FAILED = 2, 1
 
@@ -33,8 +36,13 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("folder", help="<results>/<experiment>")
-    parser.add_argument("other", nargs="?", help="another one, to compare the first with")
+    parser.add_argument("folders", nargs="+", metavar="folder", help="<results>/<experiment>")
+    parser.add_argument(
+        "--index", action="store_true", help="a landing page, for one or two folders, too"
+    )
+    parser.add_argument(
+        "--site", metavar="FOLDER", help="the same, and all reports, copied there for a static host"
+    )
     parser.add_argument("--out", help="folder for the comparison (default: compare-<a>-<b>)")
     parser.add_argument(
         "--rescored",
@@ -48,17 +56,21 @@ def main(arguments: list[str] | None = None) -> int:
         help="also every figure as PDF and each panel of a heatmap alone; print every file's name",
     )
     options = parser.parse_args(arguments)
-    if options.out is not None and options.other is None:
+    folders: list[str] = options.folders
+    index = options.index or options.site is not None or len(folders) > 2
+    if options.out is not None and (index or len(folders) != 2):
         parser.error("--out is for a comparison of two folders")
-    if options.rescored is not None and options.other is not None:
+    if options.rescored is not None and (index or len(folders) != 1):
         parser.error("--rescored is for the report of one folder")
     try:
         if options.rescored is not None:
-            _measure(options.folder, options.rescored)
-        if options.other is None:
-            _rebuild(options.folder, every=options.list)
+            _measure(folders[0], options.rescored)
+        if index:
+            _link(list(map(Path, folders)), options.site)
+        elif len(folders) == 1:
+            _rebuild(folders[0], every=options.list)
         else:
-            _compare(options.folder, options.other, options.out)
+            _compare(folders[0], folders[1], options.out)
     except StoreError as error:
         complain(str(error), parser.prog)
         return FAILED
@@ -77,6 +89,21 @@ def _rebuild(folder: str, *, every: bool) -> None:
     for path in (*paths.tables, *paths.figures) if every else ():
         print(printable(str(path)))
     print(printable(str(paths.page)))
+
+
+def _link(folders: Sequence[Path], site: str | None) -> None:
+    """Rebuild the reports of which there are records, then the landing page of all."""
+    from kvbench.report.render.landing import write_landing
+
+    found = [folder for folder in folders if folder.is_dir()]
+    for folder in found:
+        if any(folder.glob(f"*/*/*/{MANIFEST}")):
+            try:
+                _rebuild(str(folder), every=False)
+            except StoreError as error:  # the report it had stays, and the others are linked
+                complain(f"warning: {error}", "kvbench-report")
+    place = write_landing(found or folders, None if site is None else Path(site))
+    print(printable(str(place)))
 
 
 def _measure(folder: str, other: str) -> None:

@@ -53,6 +53,11 @@ def file_stem(name: str) -> str:
     return f"{safe.encode()[: _LONGEST_NAME - 9].decode(errors='ignore')}-{digest}"
 
 
+def is_made(path: Path) -> bool:
+    """Whether a report writes a file of such a name; `path` is relative to its folder."""
+    return _MADE.fullmatch(path.as_posix()) is not None
+
+
 def remove_stale(folder: Path, written: Iterable[Path]) -> None:
     """Remove what the report before wrote into an experiment's folder and this one did not: figures and
     tables under names that its variants no longer have. What a person put there, or changed, stays."""

@@ -22,6 +22,13 @@ BROWSER = next(
 )
 
 
+AXE = (
+    Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    / "kvbench-axe/node_modules/axe-core/axe.min.js"
+)
+"""axe-core's rules, where `.ci/run` puts them."""
+
+
 class Chromium:
     """One page in one browser; use as a context manager.
 
@@ -89,7 +96,7 @@ class Chromium:
     def open(self, page: Path, width: int = 1280, *, dark: bool = False) -> None:
         """Load a file, in a window so wide, in light or dark mode."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self._send("Emulation.setEmulatedMedia", features=[scheme])
+        self._send("Emulation.setEmulatedMedia", media="", features=[scheme])
         self._send(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -101,12 +108,43 @@ class Chromium:
         self._send("Page.navigate", url=page.resolve().as_uri())
         self._wait_for("Page.loadEventFired")
 
+    def as_printed(self, width: int) -> None:
+        """The open page as on paper so wide, in CSS pixels."""
+        self._send("Emulation.setEmulatedMedia", media="print")
+        self._send(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=900,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
+
     def evaluate(self, script: str) -> Any:
-        """The value of a JavaScript expression on the page."""
-        answer = self._send("Runtime.evaluate", expression=script, returnByValue=True)
+        """The value of a JavaScript expression on the page; of a promise, what it comes to."""
+        answer = self._send(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
+        )
         if "exceptionDetails" in answer:
             raise RuntimeError(answer["exceptionDetails"]["text"])
         return answer["result"].get("value")
+
+    def accessibility(self, axe: Path) -> list[str]:
+        """What axe-core's rules complain of: rule, element and why, one line each."""
+        self._send("Runtime.evaluate", expression=axe.read_text(encoding="utf-8"))
+        found: list[str] = self.evaluate(
+            "axe.run(document, {resultTypes: ['violations']}).then(r => r.violations.flatMap("
+            "v => v.nodes.map(n => v.id + ' ' + n.target + ': ' + n.failureSummary)))"
+        )
+        return found
+
+    def press(self, key: str) -> None:
+        """One key, as the keyboard gives it."""
+        for kind in ("rawKeyDown", "keyUp"):
+            self._send("Input.dispatchKeyEvent", type=kind, key=key, code=key)
+
+    def hover(self, x: float, y: float) -> None:
+        """The mouse moves to a place in the window."""
+        self._send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def screenshot(self, path: Path) -> None:
         """The whole page as PNG."""

@@ -35,10 +35,10 @@ class Summary:
     """Name, facts by name and verdicts; how many runs and records, and failures by status."""
 
     name: str
-    facts: list[tuple[str, str]]
-    verdicts: list[Verdict]
-    runs: int
-    records: int
+    facts: list[tuple[str, str]] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
+    runs: int = 0
+    records: int = 0
     failed: Mapping[str, int] = field(default_factory=dict)
 
 

@@ -54,7 +54,7 @@ def _sentence(group: Group, strata: Sequence[Scores], peers: Sequence[int]) -> s
     by = dict(zip(peers, map(float, means), strict=True))
     order = sorted(peers, key=lambda i: by[i] if lower else -by[i])
     stand = standing(strata, peers, lower=lower)
-    leaders = [i for i in order if i in stand.best | stand.tied]
+    leaders = [i for i in order if i in stand.best | stand.tied or len(peers) == 1]
     others = [i for i in order if i not in leaders]
     names = {i: _name(group.variants[i]) for i in peers}
     label = group.baseline[group.variants[peers[0]].label]

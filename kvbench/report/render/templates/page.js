@@ -90,7 +90,7 @@ function cue(region) {  // what does not fit says so, and scrolls by keys
   region.classList.toggle("more", wide);
   if (wide || region.scrollHeight > region.clientHeight + 1) {
     region.tabIndex = 0;
-    region.setAttribute("role", "region");
+    region.setAttribute("role", "group");
     region.setAttribute("aria-label", region.dataset.name ?? region.querySelector("caption")?.textContent ?? "scrolls");
   } else {
     for (const name of ["tabindex", "role", "aria-label"]) region.removeAttribute(name);
