@@ -28,7 +28,7 @@ from kvbench.cli.check import resolved
 from kvbench.cli.main import INTERRUPTED
 from kvbench.cli.overrides import is_folder_name
 from kvbench.cli.typed import wrong_argument
-from kvbench.engine.loading import ModelError, ModelSpec, resolve_device, resolve_dtype
+from kvbench.engine.loading import ModelSpec, resolve_device, resolve_dtype
 from kvbench.engine.sampling import Sampling
 from kvbench.errors import complain, nearest, presentable, printable
 from kvbench.errors.options import check_options
@@ -49,7 +49,7 @@ from kvbench.run.progress import progress_display
 from kvbench.run.runner import Job, JobResult, run_job
 from kvbench.run.session import Session
 from kvbench.run.termination import Termination
-from kvbench.tasks.base import Task, TaskError
+from kvbench.tasks.base import Task
 
 log = logging.getLogger(__name__)
 
@@ -115,9 +115,8 @@ def _make(node: DictConfig, key: str, kind: type[T], plain: object = None) -> T:
     try:
         made = _called(plain) or instantiate(node, _convert_="all")
     except InstantiationException as error:
-        told = isinstance(error.__cause__, KVError | TaskError | ModelError)
-        problem = None if told else wrong_argument(OmegaConf.to_container(node, resolve=True), key)
-        if problem is not None:
+        problem = wrong_argument(OmegaConf.to_container(node, resolve=True), key)
+        if problem is not None:  # with the whole key, which the object itself does not know
             raise KVError(problem) from error
         raise
     except OmegaConfBaseException:

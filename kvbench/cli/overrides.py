@@ -11,8 +11,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from annotated_types import Ge, Le
 from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -24,13 +25,23 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.cli.compose import parse, plain_values
 from kvbench.cli.meant import DTYPE_NAMES, keys_called
-from kvbench.errors import is_integer, is_number, names_a_secret, nearest
+from kvbench.errors import names_a_secret, nearest
+from kvbench.errors.options import (
+    Count,
+    NonNegative,
+    Positive,
+    Share,
+    Text,
+    Whole,
+    allowed,
+    fits,
+    passing,
+    refusal,
+)
 from kvbench.records.shards import ALLOWED as ALLOWED_SHARD
 from kvbench.records.shards import Shard
 
 COMMANDS = ("list", "show", "released")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-COMPRESS_AFTER = ("prompt", "context")
 COMPOSING = (
     *(HydraException, OmegaConfBaseException, ValueError, TypeError),
     *(AssertionError, AttributeError, LookupError, RecursionError),
@@ -236,24 +247,24 @@ def check_values(config: DictConfig) -> str | None:
     values: Any = plain_values(config, without=("hydra",))
     for key in _missing(values):
         return f"{key} has no value; allowed: {key}=..."
-    for key, (test, allowed) in _RULES.items():
+    for key, hint in _RULES.items():
         head, _, last = key.rpartition(".")
         place = values.get(head) if head else values
         if head and not isinstance(place, Mapping):
             return f"{head} is {place!r}; allowed: its keys, e.g. {key}={_EXAMPLES[key]}"
-        if last in place and not test(place[last]):
+        if last in place and not fits(hint, place[last]):
             meant = DTYPE_NAMES.get(str(place[last])) if last == "dtype" else None
-            hint = f" (did you mean {meant!r}?)" if meant else ""
-            return f"{key} is {place[last]!r}{hint}; allowed: {allowed}"
+            nearby = f" (did you mean {meant!r}?)" if meant else ""
+            return f"{key} is {place[last]!r}{nearby}; allowed: {allowed(hint)}"
     for group in ("model", "task", "launcher"):
         if not isinstance(values.get(group), Mapping):
             return f"{group} is {values.get(group)!r}; allowed: {', '.join(_group_choices(group))}"
     launcher, chosen = values["launcher"], HydraConfig.get().runtime.choices["launcher"]
     if launcher.get("name") != chosen:
         return f"launcher.name is {launcher.get('name')!r}; allowed: launcher=..."
-    for key, (test, allowed) in _LAUNCHER.items():
-        if key in launcher and not test(launcher[key]):
-            return f"launcher.{key} is {launcher[key]!r}; allowed: {allowed}"
+    for key, hint in _LAUNCHER.items():
+        if key in launcher and not fits(hint, launcher[key]):
+            return refusal(f"launcher.{key}", launcher[key], hint)
     methods = values.get("methods")
     if not isinstance(methods, Mapping) or not methods:
         return "method is empty; allowed: one or more of conf/method, e.g. method=[exact]"
@@ -293,66 +304,47 @@ def _name(value: Any) -> bool:
 
 
 _NAME = r"[\w+=@-][\w.+=@-]*"
-_RULES: dict[str, tuple[Any, str]] = {
-    "budget.rate": (lambda v: is_number(v) and 0 < v <= 1, "a number in (0, 1]"),
-    "budget.sink": (lambda v: is_integer(v, 0), "an integer >= 0"),
-    "budget.window": (lambda v: is_integer(v, 0), "an integer >= 0"),
-    "budget.total_rate": (
-        lambda v: v is None or (is_number(v) and 0 < v <= 1),
-        "a number in (0, 1] or null",
-    ),
-    "budget.size": (lambda v: v is None or is_integer(v, 1), "an integer >= 1 or null"),
-    "seed": (lambda v: is_integer(v, 0), "an integer >= 0"),
-    "limit": (lambda v: v is None or is_integer(v, 1), "a positive integer or null"),
-    "shard": (lambda v: _parses(Shard.parse, v), ALLOWED_SHARD),
-    "shards": (
-        lambda v: v is None or is_integer(v, 1, MOST_SHARDS),
-        f"a positive integer up to {MOST_SHARDS}, or null",
-    ),
-    "device": (
+_FOLDER = passing(_name, "a folder's name")
+_RULES: dict[str, Any] = {
+    "budget.rate": Share,
+    "budget.sink": Whole,
+    "budget.window": Whole,
+    "budget.total_rate": Share | None,
+    "budget.size": Count | None,
+    "seed": Whole,
+    "limit": Count | None,
+    "shard": passing(lambda v: _parses(Shard.parse, v), ALLOWED_SHARD),
+    "shards": Annotated[int, Ge(1), Le(MOST_SHARDS)] | None,
+    "device": passing(
         lambda v: isinstance(v, str) and bool(re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", v)),
-        "auto, cpu, cuda, cuda:N, mps",
+        "auto | cpu | mps | cuda | cuda:N",
     ),
-    "dtype": (lambda v: v in DTYPES, ", ".join(DTYPES)),
-    "compress_after": (lambda v: v in COMPRESS_AFTER, ", ".join(COMPRESS_AFTER)),
-    "example_timeout": (
-        lambda v: v is None or (is_number(v) and v > 0),
-        "a positive number or null",
-    ),
-    "decode": (lambda v: v in ("auto", "eager", "graph"), "auto, eager, graph"),
-    "batch_size": (
-        lambda v: v == "auto" or is_integer(v, 1),
-        "an integer >= 1, or auto",
-    ),
-    "lock_timeout": (lambda v: is_number(v) and v >= 0, "a number >= 0"),
-    "retry_failed": (lambda v: isinstance(v, bool), "true or false"),
-    "confirm": (lambda v: isinstance(v, bool), "true or false"),
-    "dry_run": (lambda v: isinstance(v, bool), "true or false"),
-    "experiment_name": (_name, "a folder's name"),
-    "task_label": (_name, "a folder's name"),
-    "results_dir": (lambda v: isinstance(v, str) and v != "", "a folder"),
+    "dtype": Literal["auto", "float32", "bfloat16", "float16"],
+    "compress_after": Literal["prompt", "context"],
+    "example_timeout": Positive | None,
+    "decode": Literal["auto", "eager", "graph"],
+    "batch_size": Literal["auto"] | Count,
+    "lock_timeout": NonNegative,
+    "retry_failed": bool,
+    "confirm": bool,
+    "dry_run": bool,
+    "experiment_name": _FOLDER,
+    "task_label": _FOLDER,
+    "results_dir": passing(lambda v: isinstance(v, str) and v != "", "a folder"),
 }
-_LAUNCHER: dict[str, tuple[Any, str]] = {
-    **dict.fromkeys(
-        ("partition", "account", "qos", "constraint", "gres"),
-        (lambda v: v is None or (isinstance(v, str | int) and str(v) != ""), "a name or null"),
-    ),
-    **dict.fromkeys(
-        ("gpus_per_node", "cpus_per_task", "mem_gb"),
-        (lambda v: v is None or is_integer(v, 1), "a positive integer or null"),
-    ),
-    "timeout_min": (lambda v: is_integer(v, 5), "minutes, an integer >= 5"),
-    "max_num_timeout": (lambda v: is_integer(v, 0), "an integer >= 0"),
-    "array_parallelism": (lambda v: is_integer(v, 1), "an integer >= 1"),
-    "setup": (
+"""What the common keys may be."""
+_LAUNCHER: dict[str, Any] = {
+    **dict.fromkeys(("partition", "account", "qos", "constraint", "gres"), Text | int | None),
+    **dict.fromkeys(("gpus_per_node", "cpus_per_task", "mem_gb"), Count | None),
+    "timeout_min": Annotated[int, Ge(5), "minutes, an integer >= 5"],
+    "max_num_timeout": Whole,
+    "array_parallelism": Count,
+    "setup": passing(
         lambda v: isinstance(v, list) and all(isinstance(line, str) for line in v),
         "a list of lines of shell, e.g. ['module load cuda']",
     ),
-    "sbatch": (
-        lambda v: v is None or isinstance(v, Mapping),
-        "options of sbatch, e.g. {reservation: x}",
-    ),
-    "poll_s": (lambda v: is_number(v) and v > 0, "a positive number"),
+    "sbatch": Annotated[Mapping[str, Any] | None, "options of sbatch, e.g. {reservation: x}"],
+    "poll_s": Positive,
 }
 """Of launcher=slurm; those of launcher=gpus are `kvbench.cli.launch.devices`'s."""
 _EXAMPLES = {

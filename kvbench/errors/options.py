@@ -12,7 +12,7 @@ pydantic decides whether a value fits: strictly, so that "4" and true are no int
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache, partial
 from numbers import Integral, Real
@@ -113,6 +113,26 @@ def fitted(hint: Any, value: Any) -> Any:
         checked = (checked,)
         _adapter(hint).validate_python(checked)
     return value if checked == value and isinstance(value, Hashable) else checked
+
+
+def fits(hint: Any, value: Any) -> bool:
+    """Whether a hint allows a value."""
+    try:
+        fitted(hint, value)
+    except ValueError:
+        return False
+    return True
+
+
+def passing(test: Callable[[Any], bool], words: str) -> Any:
+    """A hint for what passes a test, and the words for it."""
+
+    def check(value: Any) -> Any:
+        if not test(value):
+            raise ValueError
+        return value
+
+    return Annotated[Any, AfterValidator(check), words]
 
 
 def refusal(key: str, value: object, hint: Any) -> str:

@@ -92,7 +92,7 @@ def test_shards_split_every_job_of_a_sweep(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["shards=0"], "shards is 0; allowed: a positive integer up to 1000, or null"),
+        (["shards=0"], "shards is 0; allowed: an integer from 1 to 1000, or null"),
         (["shards=2", "shard=1/2"], "shards is 2 and shard is given, too; allowed: one of the two"),
         (["-m", "shards=2,3"], "shards has several values (2, 3); allowed: one"),
         (["launcher=slurms"], "unknown launcher 'slurms' (did you mean 'slurm'?)"),
@@ -108,9 +108,18 @@ def test_shards_split_every_job_of_a_sweep(capsys, tmp_path):
             "launcher.setup is 'module'; allowed: a list",
         ),
         (["launcher=slurm", "launcher.sbatch=x"], "launcher.sbatch is 'x'; allowed: options of"),
-        (["launcher=slurm", "launcher.poll_s=0"], "launcher.poll_s is 0; allowed: a positive"),
-        (["launcher=slurm", "launcher.mem_gb=1.5"], "launcher.mem_gb is 1.5; allowed: a positive"),
-        (["launcher=slurm", "launcher.partition=[a]"], "launcher.partition is ['a']; allowed: a"),
+        (
+            ["launcher=slurm", "launcher.poll_s=0"],
+            "launcher.poll_s is 0; allowed: a finite number > 0",
+        ),
+        (
+            ["launcher=slurm", "launcher.mem_gb=1.5"],
+            "launcher.mem_gb is 1.5; allowed: an integer >= 1",
+        ),
+        (
+            ["launcher=slurm", "launcher.partition=[a]"],
+            "launcher.partition is ['a']; allowed: text that",
+        ),
         (["launcher=slurm", "hydra.launcher.nope=1"], "Could not override 'hydra.launcher.nope'"),
     ],
 )

@@ -93,7 +93,7 @@ FOUND = [
     (["task.files=3"], "task.files is 3; allowed: a list of texts"),
     (["task=needle", "task.question={a: 1}"], "task.question is {'a': 1}; allowed: text"),
     (["task=layer_error", "task.prompts.stop=[1]"], "task.prompts.stop is [1]; allowed:"),
-    (["task=layer_error_synthetic", "task.rates=[a]"], "a list of finite numbers"),
+    (["task=layer_error_synthetic", "task.rates=[a]"], "a list of numbers in (0, 1]"),
     (["task=layer_error_synthetic", "task.rates=[0.5,0.5]"], "rate0.5/seed0'; allowed: one"),
     (["task=layer_error_synthetic", "task.seeds=1" + "0" * 30], "an integer from 1 to 100000"),
     (
@@ -113,7 +113,7 @@ FOUND = [
     (["-m", "seed=range(0,1000000000)"], "has too many values; allowed: at most 1000"),
     (["-m", "seed=glob(*)"], "is no list of values"),
     (["-m", "launcher=local,${hydra:job.num}"], "Hydra cannot compose"),
-    (["shards=1000000"], "allowed: a positive integer up to 1000, or null"),
+    (["shards=1000000"], "allowed: an integer from 1 to 1000, or null"),
     (["launcher=gpus", "launcher.workers=1000000000"], "a positive integer up to 1000"),
     (["launcher=slurm", "hydra.launcher.mem_gb=U"], "could not be converted to Integer"),
     (["hydra.verbose={a:1}"], "hydra.verbose is {'a': 1}; allowed: true, false"),
