@@ -182,7 +182,8 @@ def _run(arguments: Sequence[str]) -> int:
                 refuse_if(_cannot_show(config, options))
             if not asked:
                 split = _shards(checked, options.overrides)
-                announce(checked, split.count("/") if split else 1)
+                with one_line_errors():  # an interpolation that leads nowhere
+                    announce(checked, split.count("/") if split else 1)
                 jobs.sweep = bool(options.multirun or split or _is_sweep(config))
                 if jobs.sweep:
                     _check_jobs(checked)

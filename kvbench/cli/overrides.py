@@ -340,7 +340,7 @@ _LAUNCHER: dict[str, Any] = {
     "max_num_timeout": Whole,
     "array_parallelism": Count,
     "setup": passing(
-        lambda v: isinstance(v, list) and all(isinstance(line, str) for line in v),
+        lambda v: isinstance(v, tuple) and all(isinstance(line, str) for line in v),
         "a list of lines of shell, e.g. ['module load cuda']",
     ),
     "sbatch": Annotated[Mapping[str, Any] | None, "options of sbatch, e.g. {reservation: x}"],
