@@ -108,11 +108,20 @@ def fitted(hint: Any, value: Any) -> Any:
     try:
         _adapter(hint).validate_python(checked)
     except ValidationError:
-        if isinstance(checked, tuple):
+        if isinstance(checked, tuple) or not _asks_for_list(hint):
             raise
         checked = (checked,)
         _adapter(hint).validate_python(checked)
     return value if checked == value and isinstance(value, Hashable) else checked
+
+
+def _asks_for_list(hint: Any) -> bool:
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _asks_for_list(parts[0])
+    return origin in (Sequence, tuple) or (
+        origin in (Union, UnionType) and any(map(_asks_for_list, parts))
+    )
 
 
 def fits(hint: Any, value: Any) -> bool:
