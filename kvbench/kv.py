@@ -23,6 +23,8 @@ from kvbench.errors.options import Share, Whole, check_options
 from kvbench.kernels.attention_mass import attention_mass
 from kvbench.kernels.seal import Seal, Shared
 
+Rotary = Callable[[Tensor], tuple[Tensor, Tensor]]
+
 
 class KVError(UserError, ValueError):
     """A user-facing error: one line that names the thing, its value and what is allowed."""
@@ -161,6 +163,7 @@ class LayerKV:
         withheld: how many of the prompt's last tokens do not show their queries (their keys and
             values are there): those that a method is then judged by. `queries` end before them.
         shared: what `once` remembers: tensors used by several methods.
+        rotary: the model's table: positions [p] -> cos, sin [p, width], halves repeated; or None.
         carried: what methods noted at earlier layers of the same prompt, under names of their own
             (balancekv_needle: the tokens it protects); one dictionary for all layers.
         pristine: copies of the layer's tensors by field, where they are kept to restore them.
@@ -174,6 +177,7 @@ class LayerKV:
     scaling: float
     softcap: float | None = None
     withheld: int = 0
+    rotary: Rotary | None = field(default=None, compare=False, repr=False)
     shared: dict[str, Shared] = field(default_factory=dict, compare=False, repr=False)
     carried: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
     pristine: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
@@ -279,8 +283,12 @@ class CompressedKV:
         keys_only: how many entries, the first ones, hold a key and no value: `values` is that much
             shorter than `keys`. They count in the softmax's normaliser, as if their value were 0
             (the denominator's own samples of a streaming estimator).
+        lengths: [batch, kv_heads] int64 where heads hold different numbers of entries, at the front;
+            what follows is padding (log-weight -inf) that is not held, and the budget is charged their
+            mean. None: all hold c.
         denominators: [batch, kv_heads, c] float32, what each entry counts in the normaliser, which may
-            be negative, or None when all count 1. See `signed_mean`.
+            be negative, or None when all count 1. See
+            `kvbench.engine.attention.signed_mean`.
         value_range: two tensors [batch, kv_heads, head_dim], the least and the largest value of each
             channel of the prompt, to which outputs are clamped; with `denominators` only.
     """
@@ -291,6 +299,7 @@ class CompressedKV:
     positions: Tensor
     scores: Tensor | None = None
     keys_only: int = 0
+    lengths: Tensor | None = None
     denominators: Tensor | None = None
     value_range: tuple[Tensor, Tensor] | None = None
 
@@ -299,7 +308,19 @@ class CompressedKV:
         """Bytes of keys, values and weights as they are; positions are bookkeeping."""
         parts = [self.keys, self.values, self.log_weights, self.denominators]
         parts += self.value_range or ()
+        if self.lengths is not None:  # no padding, nor the log-weights that mark it
+            entry = self.keys[0, 0, :1].nbytes + self.values[0, 0, :1].nbytes
+            return int(self.lengths.sum()) * entry
         return sum(part.numel() * part.element_size() for part in parts if part is not None)
+
+    @property
+    def charged(self) -> int:
+        """Entries per head that a budget is charged: the largest head's, or with `lengths` the mean of
+        the heads, rounded up."""
+        entries = self.entries
+        if self.lengths is None:
+            return int(entries.max())
+        return -int(-entries.sum(-1).max() // entries.shape[1])
 
     @property
     def represented(self) -> Tensor:
@@ -315,29 +336,12 @@ class CompressedKV:
     @property
     def entries(self) -> Tensor:
         """Entries held per head, padding left out: [batch, kv_heads] int64."""
+        if self.lengths is not None:
+            return self.lengths
         if self.log_weights is None:
             shape = self.keys.shape[:2]
             return torch.full(shape, self.keys.shape[2], dtype=torch.int64, device=self.keys.device)
         return weighted_entries(self.log_weights)
-
-
-def signed_mean(
-    mixed: Tensor,
-    weights: Tensor,
-    denominators: Tensor,
-    value_range: tuple[Tensor, Tensor] | None,
-) -> Tensor:
-    """Attention whose entries count differently in numerator and denominator: with e the softmax's
-    weights, (sum_i e_i v_i) / (sum_i e_i b_i), or 0 where the denominator is not above 1e-20, within
-    the range.
-
-    Args:
-        mixed: [..., q, d], sum_i e_i v_i. weights: [..., q, c], e. denominators: [..., c], b.
-        value_range: least and largest allowed, each broadcast against [..., q, d]; None: any.
-    """
-    below = weights.to(denominators.dtype) @ denominators[..., None]
-    mean = torch.where(below > 1e-20, mixed.to(below.dtype) / below, 0.0).to(mixed.dtype)
-    return mean if value_range is None else torch.clamp(mean, *value_range)
 
 
 def weighted_entries(log_weights: Tensor) -> Tensor:

@@ -151,6 +151,25 @@ def capped(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
+def signed_mean(
+    mixed: Tensor,
+    weights: Tensor,
+    denominators: Tensor,
+    value_range: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """Attention whose entries count differently in numerator and denominator: with e the softmax's
+    weights, (sum_i e_i v_i) / (sum_i e_i b_i), or 0 where the denominator is not above 1e-20, within
+    the range.
+
+    Args:
+        mixed: [..., q, d], sum_i e_i v_i. weights: [..., q, c], e. denominators: [..., c], b.
+        value_range: least and largest allowed, each broadcast against [..., q, d]; None: any.
+    """
+    below = weights.to(denominators.dtype) @ denominators[..., None]
+    mean = torch.where(below > 1e-20, mixed.to(below.dtype) / below, 0.0).to(mixed.dtype)
+    return mean if value_range is None else torch.clamp(mean, *value_range)
+
+
 def exact_attention(
     query: Tensor,
     key: Tensor,

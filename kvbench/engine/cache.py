@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.engine.attention import capped
+from kvbench.engine.attention import capped, signed_mean
 from kvbench.engine.guard import call
+from kvbench.engine.recompress import Recompressor
 from kvbench.kernels.quantize import Codec, Scheme, never
-from kvbench.kv import CompressedKV, KVError, signed_mean, weighted_entries
+from kvbench.kv import CompressedKV, KVError, weighted_entries
 from kvbench.methods.base import Held, Method
 
 GROWTH = 256
@@ -79,6 +80,7 @@ class LayerCache:
         self.evicts = method.evicts and active
         self.restricts = method.restricts and active
         self.base: LayerCache | None = None
+        self.again: Recompressor | None = None
         self.packed: tuple[Codec, Codec] | None = None
         if quantization is not None:
             self.packed = quantization.codecs(held.keys[0], held.values[0], layer=layer, seed=seed)
@@ -130,6 +132,7 @@ class LayerCache:
             if part is not None
         ]
         parts += self.value_range or ()
+        parts += [] if self.again is None else [self.again.queries]
         return self._kv_bytes() + sum(part.numel() * part.element_size() for part in parts)
 
     def _kv_bytes(self) -> int:
@@ -210,7 +213,18 @@ class LayerCache:
         for name in _BUFFERS:
             part = getattr(self, name)
             setattr(twin, name, None if part is None else part.clone())
+        twin.again = None if self.again is None else self.again.clone()
         return twin
+
+    @property
+    def charged(self) -> int:
+        """Entries per head that the budget is charged now; of the prompt: `prompt_charged`."""
+        return int(self.entries().max())
+
+    @property
+    def prompt_charged(self) -> int:
+        """Entries per head that the budget was charged after prefill."""
+        return int(self.prompt_entries.max())
 
     @property
     def takes_one_by_kernel(self) -> bool:
@@ -219,6 +233,7 @@ class LayerCache:
         stays the same (a cache that evicts and is not full yet does first the one, then the other)."""
         plain = self.packed is None and self.window is None and not self.restricts
         plain = plain and not self.keys_only and self.denominators is None and self.base is None
+        plain = plain and self.again is None
         return plain and (not self.evicts or self.length == self.granted)
 
     def expect(self, position: int, tokens: int) -> None:
@@ -272,9 +287,9 @@ class LayerCache:
     ) -> Tensor:
         """Append t tokens and attend: query [heads, t, d], key, value [kv_heads, t, d],
         positions [t] -> [heads, t, d]. Causal among the t tokens."""
-        if not self.evicts:
+        if not self.evicts and self.again is None:
             return self._append_and_attend(query, key, value, positions, scaling, softcap)
-        outputs = []  # an evicting cache changes after every token, so a chunk is walked
+        outputs = []  # what evicts or compresses again changes after a token: a chunk is walked
         for i in range(query.shape[1]):
             one = slice(i, i + 1)
             outputs.append(
@@ -282,6 +297,8 @@ class LayerCache:
                     query[:, one], key[:, one], value[:, one], positions[one], scaling, softcap
                 )
             )
+            if self.again is not None:
+                self.again.after(self, query[:, one])
         return torch.cat(outputs, dim=1)
 
     def append(self, key: Tensor, value: Tensor, positions: Tensor) -> None:

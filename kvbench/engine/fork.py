@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,8 +13,10 @@ from torch import Tensor
 from kvbench.engine.attention import LayerCall
 from kvbench.engine.cache import LayerCache
 from kvbench.engine.faults import release_frames
+from kvbench.engine.ragged import RaggedCache
+from kvbench.engine.recompress import Recompressor
 from kvbench.engine.shared import attend_branches, branch_of, cropped, merged, rows_by_base
-from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError
+from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV
 from kvbench.methods.base import Method, allowed_entries
 
 
@@ -125,22 +128,25 @@ class Fork:
         compressible: bool = True,
         window: int | None = None,
         limit: int | None = None,
+        prompt: LayerKV | None = None,
     ) -> None:
         """Take over what the method keeps of one layer, and audit it.
 
         Args:
             limit: of a prompt that is not compressed: where eviction begins.
+            prompt: the whole layer, for a method that compresses again while decoding.
 
         Raises:
-            BudgetExceeded: more than `capacity` entries (plus one of rounding) at some head.
+            BudgetExceeded: more than `capacity` entries (plus one of rounding) at some head, or on
+                average where heads hold different numbers.
         """
         granted = capacity if limit is None else limit
         if compressible and self.method.uses_budget and not self.method.saves_memory:
             granted = self.budget.capacity(capacity)
-        cache = LayerCache(
-            held,
-            self.room,
-            self.method,
+        make = partial(
+            LayerCache,
+            room=self.room,
+            method=self.method,
             capacity=capacity,
             granted=granted,
             sink=self.budget.sink,
@@ -150,10 +156,15 @@ class Fork:
             layer=layer,
             seed=self.seed,
         )
+        cache = make(held) if held.lengths is None else RaggedCache(held, make)
+        if compressible and prompt is not None:
+            generator = layer_generator(self.seed, f"{self.example_id}\0while decoding", layer)
+            cache.again = Recompressor.begin(
+                self.label, self.method, self.budget, prompt, generator
+            )
         self.layers[layer] = cache
-        most = int(cache.prompt_entries.max())
-        if compressible and most > capacity + 1:
-            raise BudgetExceeded(self.label, layer, capacity, most)
+        if compressible and cache.prompt_charged > capacity + 1:
+            raise BudgetExceeded(self.label, layer, capacity, cache.prompt_charged)
 
     def audit(self, n: int, compressible: Sequence[int]) -> None:
         """Count the entries of every layer again, after the last token. A cache that evicts holds no
@@ -166,7 +177,7 @@ class Fork:
         total = 0
         for layer in compressible:
             cache = self.layers[layer]
-            left, found = int(cache.prompt_entries.max()), int(cache.entries().max())
+            left, found = cache.prompt_charged, cache.charged
             allowed = cache.capacity + 1 + self.appended
             if self.limit(n) is not None:
                 allowed = max(cache.granted, left)

@@ -27,11 +27,11 @@ from kvbench.engine.live_cache import (
     Row,
     UnsupportedGeneration,
 )
-from kvbench.engine.prefill import PrefillState, prefill
+from kvbench.engine.prefill import PrefillState, prefill, rotary_of
 from kvbench.engine.saved import load_context
 from kvbench.engine.switch import kvbench_attention_on
 from kvbench.errors import is_integer
-from kvbench.kv import Budget, KVError
+from kvbench.kv import Budget, KVError, Rotary
 from kvbench.methods.base import Method
 
 
@@ -52,10 +52,11 @@ class _BatchPrefill:
         padding: Sequence[int],
         compressible: Sequence[int],
         context: int | None = None,
+        rotary: Rotary | None = None,
     ) -> None:
         self.padding = padding
         self.context = context
-        self.rows = [PrefillState([fork], compressible) for fork in forks]
+        self.rows = [PrefillState([fork], compressible, rotary=rotary) for fork in forks]
 
     def attend(self, call: LayerCall) -> Tensor:
         """Exact attention of each row's own tokens; padding attends to nothing."""
@@ -261,7 +262,8 @@ class Compression:
             fork.compressed = self.method.uses_budget and n > self.budget.capacity(n)
             forks.append(fork)
         self._cache = LiveCache(self.model, forks, lengths, [[] for _ in forks] if ids else None)
-        self._prefill = _BatchPrefill(forks, padding, self._compressible, context)
+        rotary = rotary_of(self.model)
+        self._prefill = _BatchPrefill(forks, padding, self._compressible, context, rotary)
 
     def _take_up(self, cache: LiveCache) -> None:
         """Go on with a cache: the one of this generation, or one that is given back.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel
 from kvbench.engine.attention import LayerCall, UnsupportedModel
 from kvbench.engine.fork import Fork, layer_generator
 from kvbench.engine.guard import GENERATORS, Guard, Settings, SharedStateChanged, check_finite
-from kvbench.kv import WHOLE, CompressedKV, LayerKV, keep_all
+from kvbench.kv import WHOLE, CompressedKV, LayerKV, Rotary, keep_all
 
 
 def compressible_layers(model: PreTrainedModel) -> list[int]:
@@ -65,10 +66,34 @@ def input_device(model: PreTrainedModel) -> torch.device:
     return next(embedding.parameters()).device if device is None else torch.device(device)
 
 
-def layer_kv(call: LayerCall, index: int, count: int) -> LayerKV:
+def rotary_of(model: PreTrainedModel) -> Rotary | None:
+    """The model's rotary table (`LayerKV.rotary`); None where it has none, several, or turns other
+    pairs of channels than the two halves."""
+    table = getattr(model.base_model, "rotary_emb", None)
+    turn = getattr(sys.modules[type(model).__module__], "rotate_half", None)
+    if table is None or turn is None or hasattr(model.base_model, "rotary_emb_local"):
+        return None
+    if turn(torch.arange(4.0)).tolist() != [-2.0, -3.0, 0.0, 1.0]:
+        return None
+
+    def rotary(positions: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = table(torch.empty(1, device=positions.device), positions[None])
+        return cos[0], sin[0]
+
+    return rotary
+
+
+def layer_kv(call: LayerCall, index: int, count: int, rotary: Rotary | None = None) -> LayerKV:
     """What methods are given of a layer: the `index`-th of `count`."""
     return LayerKV(
-        call.key, call.value, call.query, index, count, call.scaling, softcap=call.softcap
+        call.key,
+        call.value,
+        call.query,
+        index,
+        count,
+        call.scaling,
+        softcap=call.softcap,
+        rotary=rotary,
     )
 
 
@@ -94,11 +119,18 @@ class PrefillState:
         forks: the methods' forks; their `layers` are filled here.
         compressible: see `compressible_layers`.
         closely: see `kvbench.engine.guard.Guard`.
+        rotary: see `rotary_of`.
     """
 
     def __init__(
-        self, forks: Sequence[Fork], compressible: Sequence[int], *, closely: bool = True
+        self,
+        forks: Sequence[Fork],
+        compressible: Sequence[int],
+        *,
+        closely: bool = True,
+        rotary: Rotary | None = None,
     ) -> None:
+        self.rotary = rotary
         self.forks = forks
         self.closely = closely
         self.order = {layer: index for index, layer in enumerate(compressible)}
@@ -117,7 +149,7 @@ class PrefillState:
                 "does not announce"
             )
         if layer in self.order:
-            held = layer_kv(call, self.order[layer], len(self.order))
+            held = layer_kv(call, self.order[layer], len(self.order), self.rotary)
             check_finite(held)
             self.exact_bytes += (
                 key.numel() * key.element_size() + value.numel() * value.element_size()
@@ -161,7 +193,7 @@ class PrefillState:
             else:
                 held, capacity = keep_all(kv), kv.n
             start = time.perf_counter()
-            fork.hold(layer, held, capacity, limit=limit)
+            fork.hold(layer, held, capacity, limit=limit, prompt=kv)
             synchronize(kv.keys.device)
             seconds += time.perf_counter() - start
         except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
@@ -245,7 +277,7 @@ def prefill(
     tokens = torch.tensor([list(ids)], device=device)
     closely = len(forks) == 1
     while True:
-        state = PrefillState(forks, compressible, closely=closely)
+        state = PrefillState(forks, compressible, closely=closely, rotary=rotary_of(model))
         generators = Settings.now(GENERATORS)
         synchronize(device)
         start = time.perf_counter()
@@ -269,6 +301,7 @@ class CaptureState:
 
     layers: dict[int, LayerKV | None]
     num_layers: int
+    rotary: Rotary | None = None
 
     def attend(self, call: LayerCall) -> Tensor:
         """Exact attention; layers asked for are remembered."""
@@ -278,7 +311,7 @@ class CaptureState:
                     f"layer {call.layer} has a sliding window of {call.sliding_window}; "
                     "allowed: full-attention layers"
                 )
-            self.layers[call.layer] = layer_kv(call, call.layer, self.num_layers)
+            self.layers[call.layer] = layer_kv(call, call.layer, self.num_layers, self.rotary)
         return call.exact()
 
 
@@ -298,7 +331,7 @@ def capture_layers(
             raise UnsupportedModel(
                 f"layer {layer} does not exist; allowed: 0..{count - 1} (0-based)"
             )
-    state = CaptureState(dict.fromkeys(layers), count)
+    state = CaptureState(dict.fromkeys(layers), count, rotary_of(model))
     device = input_device(model)
     tokens = torch.tensor([list(ids)], device=device)
     forward(model, tokens, torch.arange(len(ids), device=device), state)

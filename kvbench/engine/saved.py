@@ -24,6 +24,7 @@ from kvbench.engine.attention import LayerCall
 from kvbench.engine.cache import LayerCache
 from kvbench.engine.fork import Fork
 from kvbench.engine.prefill import Prefill, compressible_layers, forward, input_device
+from kvbench.engine.shared import changes
 from kvbench.errors import disk_line, is_integer
 from kvbench.kernels.quantize import Codec, Packed, Quantization, packed_bytes
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError
@@ -105,6 +106,11 @@ def save_context(
         raise KVError(
             f"the context is stored by the scheme {type(scheme).__name__}; allowed in a file: "
             "quantize null, or with bits and group_size"
+        )
+    if any(changes(cache) for cache in fork.layers.values()):
+        raise KVError(
+            "the context has heads of different lengths or is compressed while decoding; allowed in a "
+            "file: neither"
         )
     tensors = {"token_ids": torch.tensor(list(token_ids))}
     layers = {}

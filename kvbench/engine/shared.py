@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kvbench.engine.attention import QUERY_BLOCK, LayerCall, capped
 from kvbench.engine.cache import BESIDE, LayerCache
+from kvbench.engine.ragged import RaggedCache
 from kvbench.kv import KVError
 
 
@@ -18,13 +19,18 @@ def branch_of(base: LayerCache) -> LayerCache:
     """A cache that goes on from `base` and reads its entries where they are, so that nothing may be
     appended to `base` any more. What evicts, or packs what is decoded, changes all entries, and is
     copied; so is a sliding window, which is short."""
-    if base.evicts or base.packs_as_it_grows or base.window is not None:
+    if base.evicts or base.packs_as_it_grows or base.window is not None or changes(base):
         return base.clone()
     twin, n = copy.copy(base), base.length
     twin.base, twin.packed, twin.first, twin.first_value = base, None, n, n
     twin.keys, twin.values = base.keys[:, :0], base.values[:, :0]
     _copy_beside(twin)
     return twin
+
+
+def changes(cache: LayerCache) -> bool:
+    """Whether its entries may be replaced while decoding, or lie in several places."""
+    return cache.again is not None or isinstance(cache, RaggedCache)
 
 
 def merged(cache: LayerCache) -> LayerCache:
@@ -58,6 +64,8 @@ def cropped(cache: LayerCache, tokens: int) -> LayerCache:
     how = "evicts" if cache.evicts else "packs its entries" if cache.packs_as_it_grows else None
     if cache.value_range is not None:
         how = "bounds its outputs by the values it has seen"
+    if changes(cache):
+        how = "compresses again, or holds heads of different lengths,"
     if how is not None:
         raise KVError(
             f"{type(cache.method).__name__} {how} while decoding, and what left does not come back; "

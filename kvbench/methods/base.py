@@ -46,6 +46,24 @@ class Held:
     sink: int
 
 
+@dataclass(frozen=True)
+class Recompression:
+    """When what is held is compressed again while decoding.
+
+    Attributes:
+        every: tokens from one time to the next.
+        to: entries per KV head that stay.
+        queries: of the last tokens that `compress` is shown.
+        phase: steps (after every so many steps) | tokens (when prompt and tokens fed were a multiple of
+            `every` before the step).
+    """
+
+    every: int
+    to: int
+    queries: int
+    phase: str = "steps"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Method:
     """A KV-cache compression method: a frozen dataclass whose fields are the paper's knobs.
@@ -66,6 +84,11 @@ class Method:
     quantize: Scheme | Mapping[str, Any] | None = None
     """How the kept entries are stored: ``{bits: 4, group_size: 64}``, or ``{scheme: qjl}`` with that
     scheme's options (`SCHEMES`); None: as they are."""
+
+    recompresses: ClassVar[bool] = False
+    """True where `compress` may be called again on what is held (`LayerKV` of entries in the order of
+    their positions, with the queries of the last tokens): it chooses entries by their keys, values and
+    those queries, or by chance, and its weights multiply."""
 
     uses_budget: ClassVar[bool] = True
     """False when `compress` does not look at the budget (exact): one record serves every rate."""
@@ -93,6 +116,17 @@ class Method:
         """True when `mask` takes the place of `compress`: a rule for one pass over prompt and
         continuation, which scores likelihoods, holds no cache and cannot generate."""
         return False
+
+    @property
+    def recompression(self) -> Recompression | None:
+        """When `compress` is called again while decoding; None: never."""
+        return None
+
+    def token_scores(self, layer: LayerKV, budget: Budget) -> Tensor:
+        """How much each token of the prompt is worth keeping: [batch, kv_heads, n] float32 >= 0, with
+        heads on one scale; 0 for tokens that `compress` keeps whatever their score. For methods that
+        choose by such scores; others (`adakv`, `pages`) then choose by them, too."""
+        raise NotImplementedError(f"{type(self).__name__}.token_scores")
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """What `layer` holds instead.
@@ -124,6 +158,11 @@ class Method:
         if self.evicts:
             raise KVError(
                 f"{name}.quantize is set and the method evicts while decoding; allowed: decode=grow"
+            )
+        if self.recompression is not None:
+            raise KVError(
+                f"{name}.quantize is set and the method compresses again while decoding; allowed: one "
+                "or the other"
             )
         if not isinstance(self.quantize, Mapping):
             return self.quantize

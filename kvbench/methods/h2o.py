@@ -90,6 +90,10 @@ class H2O(Method):
         """Entries of a cache of `capacity` that are the most recent tokens."""
         return capacity - round(self.heavy_fraction * capacity)
 
+    def token_scores(self, layer: LayerKV, budget: Budget) -> Tensor:
+        """See `Method.token_scores`: accumulated attention, mean over the group."""
+        return group_mean(layer.attention_mass(), layer.keys.shape[1])
+
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """Heavy hitters, ascending, then the recent tokens; `scores` when the cache evicts.
 

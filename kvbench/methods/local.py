@@ -26,6 +26,7 @@ class Local(Method):
     """
 
     paper: ClassVar[str] = "arXiv 2306.14048, baseline 'Local'"
+    recompresses: ClassVar[bool] = True
 
     decode: Literal["grow", "evict"] = "grow"
 

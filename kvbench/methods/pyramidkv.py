@@ -30,6 +30,7 @@ class PyramidKV(SnapKV):
     """
 
     paper: ClassVar[str] = "arXiv 2406.02069, section 4"
+    recompresses: ClassVar[bool] = False  # its layers would have to share anew
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "released": {"budgets": "released", "granularity": "query_head"}
     }

@@ -78,10 +78,16 @@ class SnapKV(Method):
     """
 
     paper: ClassVar[str] = "arXiv 2404.14469, section 4"
+    recompresses: ClassVar[bool] = True
 
     kernel_size: Odd = 5
     pooling: Literal["avgpool", "maxpool"] = "avgpool"
     granularity: Literal["kv_head", "query_head"] = "kv_head"
+
+    def token_scores(self, layer: LayerKV, budget: Budget) -> Tensor:
+        """See `Method.token_scores`: the window's attention, mean over the group."""
+        scores = window_scores(layer, budget.window, self.kernel_size, self.pooling)
+        return F.pad(group_mean(scores, layer.keys.shape[1]), (0, budget.window))
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """The chosen positions, ascending, then the window.

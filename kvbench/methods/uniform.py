@@ -31,6 +31,7 @@ class Uniform(Method):
     """
 
     paper: ClassVar[str] = "arXiv 2502.07861, section 4.1"
+    recompresses: ClassVar[bool] = True
 
     weighted: bool = True
     scope: Literal["middle", "subset"] = "middle"

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvbench.engine.attention import capped
-from kvbench.kv import CompressedKV, LayerKV, keep_all, signed_mean
+from kvbench.engine.attention import capped, signed_mean
+from kvbench.kv import CompressedKV, LayerKV, keep_all
 from kvbench.probes.layers import LayerProbe, Look
 from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session

@@ -298,8 +298,8 @@ def compress_measured(
     held, capacity, seconds = guard.compress(label, method, budget, generator, kv.carried)
     _, preset = allowed_entries(method, budget, kv.n, kv.num_layers)
     most = int(held.entries.max())
-    if most > capacity + 1:
-        raise BudgetExceeded(label, kv.layer_index, capacity, most)
+    if held.charged > capacity + 1:
+        raise BudgetExceeded(label, kv.layer_index, capacity, held.charged)
     cache_bytes, exact_bytes = held.nbytes, keep_all(kv).nbytes
     return held, {
         "capacity": capacity,

@@ -31,6 +31,11 @@ def test_every_method_generates_within_its_budget(architecture, compress_after):
         ("wildcat", {"bin_size": 3, "quantize": {"bits": 4, "group_size": 4}}),
         ("qjl", {"quantize": {"scheme": "qjl", "group": 8, "buffer": 16, "outliers": 2}}),
         ("turboquant", {}),
+        ("adakv", {}),
+        ("adakv", {"quantize": {"bits": 4, "group_size": 8}}),
+        ("pages", {"size": 4}),
+        ("rkv", {"every": 2, "to": 24}),
+        ("recompress", {"of": "uniform", "every": 3, "to": 30}),
         ("snapkv", {"quantize": {"scheme": "turboquant", "bits": 2, "outlier_bits": 3}}),
     ]
     methods = {label(v): (build_method(v[0], **v[1]), BUDGET) for v in variants}

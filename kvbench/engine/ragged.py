@@ -1,0 +1,106 @@
+"""A layer whose heads hold different numbers of entries, and no padding."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kvbench.engine.cache import LayerCache
+from kvbench.kv import CompressedKV, KVError
+
+
+class RaggedCache(LayerCache):
+    """One cache of one head for each head, so that what is held and counted is the sum of the heads.
+
+    A token joins every head and attends in each to what that head holds. Rows go alone, not through
+    `kvbench.kernels.decode_attention`.
+
+    Args:
+        held: the compressed prompt, batch 1, with `CompressedKV.lengths`.
+        make: makes the cache of what one head holds.
+    """
+
+    def __init__(self, held: CompressedKV, make: Callable[[CompressedKV], LayerCache]) -> None:
+        assert held.lengths is not None
+        if held.keys_only or held.scores is not None or held.denominators is not None:
+            raise KVError(
+                "heads of different lengths hold scores, signed weights or keys without values; "
+                "allowed: keys, values and log_weights"
+            )
+        self.heads: list[LayerCache] = []
+        for head, length in enumerate(held.lengths[0].tolist()):
+            here = (slice(None), slice(head, head + 1), slice(length))
+            weights = None if held.log_weights is None else held.log_weights[here]
+            if weights is not None and not weights.any():
+                weights = None
+            one = CompressedKV(held.keys[here], held.values[here], weights, held.positions[here])
+            self.heads.append(make(one))
+        first = self.heads[0]
+        self.method, self.capacity, self.granted = first.method, first.capacity, first.granted
+        self.sink, self.window, self.base, self.packed = first.sink, first.window, None, None
+        self.evicts, self.restricts, self.keys_only = first.evicts, first.restricts, 0
+        self.denominators, self.value_range, self.again = None, None, None
+        if self.evicts or self.restricts:
+            raise KVError(
+                f"{type(self.method).__name__} holds heads of different lengths and acts while "
+                "decoding; allowed: one or the other"
+            )
+        self.prompt_entries = held.lengths[0].cpu()
+
+    @property
+    def charged(self) -> int:
+        """See `LayerCache.charged`: the mean of the heads, rounded up."""
+        return -int(-self.entries().sum() // len(self.heads))
+
+    @property
+    def prompt_charged(self) -> int:
+        """See `LayerCache.prompt_charged`: the mean of the heads, rounded up."""
+        return -int(-self.prompt_entries.sum() // len(self.heads))
+
+    @property
+    def takes_one_by_kernel(self) -> bool:
+        """Never: see the class."""
+        return False
+
+    @property
+    def packs_as_it_grows(self) -> bool:
+        """See `LayerCache.packs_as_it_grows`."""
+        return any(head.packs_as_it_grows for head in self.heads)
+
+    def entries(self) -> Tensor:
+        """Entries held per head: [kv_heads] int64."""
+        return torch.cat([head.entries() for head in self.heads])
+
+    def entry_bytes(self) -> int:
+        """The sum of the heads'."""
+        return sum(head.entry_bytes() for head in self.heads)
+
+    def reserved_bytes(self) -> int:
+        """The sum of the heads'."""
+        return sum(head.reserved_bytes() for head in self.heads)
+
+    def clone(self) -> RaggedCache:
+        """A copy that shares nothing with this one that either of them writes to."""
+        twin = copy.copy(self)
+        twin.heads = [head.clone() for head in self.heads]
+        return twin
+
+    def step(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        positions: Tensor,
+        scaling: float,
+        softcap: float | None,
+    ) -> Tensor:
+        """See `LayerCache.step`."""
+        queries = query.unflatten(0, (len(self.heads), -1))
+        outputs = [
+            head.step(queries[i], key[i : i + 1], value[i : i + 1], positions, scaling, softcap)
+            for i, head in enumerate(self.heads)
+        ]
+        return torch.cat(outputs)

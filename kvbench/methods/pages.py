@@ -1,0 +1,85 @@
+"""Whole pages, common to all heads of a layer, as paged serving engines free memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvbench.errors.options import Count, Text
+from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
+from kvbench.methods._wrapped import wrapped
+from kvbench.methods.base import Method
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pages(Method):
+    """Keeps whole pages of consecutive tokens for every head, by another method's token scores.
+
+    A paged cache frees a page only when no head of the layer needs it. Pages that hold a token of the
+    sink or of the window, and a partial last one, are kept; of the others the best, capacity // size
+    pages in all, ties to the earlier. Scores of a head are first divided by their sum over the
+    candidates, so that no head rules by scale; a page's score of a head is the largest (or mean) of its
+    tokens', its score the mean (or largest) over the heads. The definition is ours; what the constraint
+    costs is the difference to the method alone, in the same table.
+
+    Args:
+        of: a method with token scores >= 0. options: its options.
+        size: tokens of a page.
+        tokens: max | mean over a page's tokens. heads: mean | max over the heads.
+    """
+
+    paper: ClassVar[str] = "pages of a paged cache (arXiv 2309.06180), all heads alike"
+
+    of: Text = "snapkv"
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    size: Count = 16
+    tokens: Literal["max", "mean"] = "max"
+    heads: Literal["mean", "max"] = "mean"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        wrapped(self, "token_scores")
+
+    def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
+        """All tokens of the pages kept, ascending, the same of every head of a prompt.
+
+        Raises:
+            KVError: the pages of sink and window alone are more than the capacity's.
+        """
+        scores = wrapped(self, "token_scores").token_scores(layer, budget)
+        pages = self.choose(scores, budget)
+        n, heads = layer.n, layer.keys.shape[1]
+        at = (pages[..., None] * self.size + torch.arange(self.size, device=pages.device)).flatten(
+            1
+        )
+        # A partial page is the last of every prompt's, so that all have as many tokens.
+        at = at[:, : at.shape[1] - (-n % self.size)]
+        return gather_entries(layer, at[:, None].expand(-1, heads, -1))
+
+    def choose(self, scores: Tensor, budget: Budget) -> Tensor:
+        """The pages kept, ascending, [batch, pages], of scores [batch, kv_heads, n]."""
+        n, size = scores.shape[-1], self.size
+        pages, kept = -(-n // size), budget.capacity(n) // size
+        place = torch.arange(pages, device=scores.device)
+        forced = place * size < budget.sink
+        forced |= (place + 1) * size > n - budget.window
+        forced[-1] |= bool(n % size)
+        free, fixed = place[~forced], place[forced]
+        if len(fixed) > kept:
+            least = len(fixed) * size
+            raise KVError(
+                f"pages: sink and window take {len(fixed)} pages of {size} and the capacity of {n} "
+                f"tokens is {kept}; allowed: a budget of at least {least} entries"
+            )
+        padded = torch.nn.functional.pad(scores, (0, pages * size - n))
+        each = padded.unflatten(-1, (pages, size))[:, :, free]
+        total = each.sum((-2, -1), keepdim=True)
+        each = torch.where(total > 0, each / total, 1 / max(1, len(free) * size))
+        of_head = each.amax(-1) if self.tokens == "max" else each.mean(-1)
+        of_page = of_head.mean(1) if self.heads == "mean" else of_head.amax(1)
+        best = of_page.argsort(dim=-1, descending=True, stable=True)[:, : kept - len(fixed)]
+        return torch.cat([free[best], fixed.expand(len(scores), -1)], dim=-1).sort(-1).values

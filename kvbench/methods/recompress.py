@@ -1,0 +1,60 @@
+"""Compression while decoding: another method's, again and again, of what is held."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from kvbench.errors.options import Count, Text
+from kvbench.kv import Budget, CompressedKV, LayerKV
+from kvbench.methods._wrapped import wrapped
+from kvbench.methods.base import Method, Recompression
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recompress(Method):
+    """Compresses the prompt as another method does, and what is held every `every` generated tokens.
+
+    The prompt is compressed to the job's budget (``budget.size`` for a fixed size, ``budget.rate=1`` to
+    keep it whole until the first time); from then on `to` entries stay each time, sink and window those
+    of the smallest and the largest positions. Weights multiply. Between two times `every` more are held.
+
+    Args:
+        of: a method that chooses entries by the tensors of a layer. options: its options.
+        every: tokens from one time to the next. to: entries per layer and KV head that stay.
+        queries: of the last tokens, kept for it (and counted in bytes).
+        phase: steps (after every so many steps, as kvpress's DecodingPress) | tokens (when prompt and
+            tokens fed were a multiple of `every` before the step, as R-KV).
+    """
+
+    paper: ClassVar[str] = "kvpress DecodingPress; arXiv 2505.24133"
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "kvpress_decoding": {"every": 512, "to": 2048, "phase": "steps"}
+    }
+
+    of: Text = "snapkv"
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    every: Count = 128
+    to: Count = 512
+    queries: Count = 32
+    phase: Literal["steps", "tokens"] = "steps"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        wrapped(self, "recompresses")
+
+    @property
+    def recompression(self) -> Recompression:
+        """See `Method.recompression`."""
+        return Recompression(self.every, self.to, self.queries, self.phase)
+
+    def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
+        """What the other method holds."""
+        return wrapped(self, "recompresses").compress(layer, budget, generator)
+
+    def layer_capacity(self, budget: Budget, n: int, layer_index: int, num_layers: int) -> int:
+        """The other method's."""
+        return wrapped(self, "recompresses").layer_capacity(budget, n, layer_index, num_layers)

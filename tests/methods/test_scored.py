@@ -1,0 +1,247 @@
+"""Expected Attention, Ada-KV, pages, R-KV: golden values of the released codes, and properties."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from support.method_layers import attend, make_layer, run
+
+from kvbench.kv import Budget, KVError, LayerKV
+from kvbench.methods import build_method
+from kvbench.methods.adakv import best_of_all_heads
+from kvbench.methods.rkv import redundancy
+
+
+@pytest.fixture
+def golden(shared_file):
+    with np.load(shared_file("golden/next/scores.npz"), allow_pickle=False) as file:
+        return dict(file)
+
+
+def case_of(file, listing, name):
+    return next(c for c in json.loads(str(file[listing])) if c["name"] == name)
+
+
+def checked(case, **arrays):
+    for name, array in arrays.items():
+        digest = case.get(f"{name}_sha256")
+        assert digest in (None, hashlib.sha256(array.tobytes()).hexdigest()), name
+    return [torch.from_numpy(array) for array in arrays.values()]
+
+
+def rotary(dim, theta=10000.0):
+    def table(positions):
+        angles = positions[:, None] * theta ** (-torch.arange(0, dim, 2).double() / dim)
+        angles = torch.cat([angles, angles], dim=-1)
+        return angles.cos(), angles.sin()
+
+    return table
+
+
+def rotated(queries, table):
+    cos, sin = table(torch.arange(queries.shape[2]))
+    half = queries.shape[-1] // 2
+    turned = torch.cat([-queries[..., half:], queries[..., :half]], dim=-1)
+    return (queries.double() * cos + turned.double() * sin).float()
+
+
+def expected(golden, name):
+    case = case_of(golden, "expected_attention_json", name)
+    hkv, hq, n, d = (case[k] for k in ("hkv", "hq", "n", "d"))
+    g = np.random.default_rng(case["seed"])
+    q = g.standard_normal((1, n, hq, d), dtype=np.float32)
+    q = q + g.standard_normal((1, 1, hq, d), dtype=np.float32)
+    k = g.standard_normal((1, hkv, n, d), dtype=np.float32)
+    v = g.standard_normal((1, hkv, n, d), dtype=np.float32)
+    k, v = checked(case, k=k, v=v)
+    table = rotary(d)
+    queries = rotated(torch.from_numpy(q).transpose(1, 2), table)
+    layer = LayerKV(k, v, queries, 0, 1, d**-0.5, rotary=table)
+    method = build_method(
+        "expected_attention",
+        future=case["n_future_positions"],
+        sink=case["n_sink"],
+        covariance=case["use_covariance"],
+        value_norm=case["use_vnorm"],
+        epsilon=case["epsilon"],
+    )
+    return case, layer, method
+
+
+@pytest.mark.parametrize("name", ["default", "e2", "mean_only"])
+def test_expected_attention_as_released(golden, name):
+    case, layer, method = expected(golden, name)
+    scores = method.token_scores(layer, Budget())
+    wanted, sink = golden[f"{name and 'ea_' + name}_score"], case["n_sink"]
+    np.testing.assert_allclose(scores[0, :, sink:], wanted[:, sink:], rtol=2e-4, atol=1e-7)
+    budget = Budget(rate=1e-9, sink=case["n_kept"] - 1, window=1)
+    kept = method.compress(layer, budget, torch.Generator())
+    np.testing.assert_array_equal(kept.positions[0], golden[f"ea_{name}_kept"])
+
+
+@pytest.mark.parametrize("name", ["default", "e2", "mean_only"])
+def test_adakv_as_released(golden, name):
+    case, layer, method = expected(golden, name)
+    scores = method.token_scores(layer, Budget())
+    stay = best_of_all_heads(scores, case["n_kept"], case["n_safe"])
+    np.testing.assert_array_equal(stay[0], golden[f"ea_{name}_adakv_keep"])
+    assert stay.sum(-1)[0].tolist() == case["adakv_kept_per_head"]
+
+
+@pytest.mark.parametrize("name", ["budget64", "budget128", "first"])
+def test_rkv_as_released(golden, name):
+    case = case_of(golden, "rkv_json", name)
+    hkv, hq, n, d, window = (case[k] for k in ("hkv", "hq", "n", "d", "window"))
+    g = np.random.default_rng(case["seed"])
+    k = g.standard_normal((1, hkv, n, d), dtype=np.float32)
+    v = g.standard_normal((1, hkv, n, d), dtype=np.float32)
+    q = g.standard_normal((1, hq, window, d), dtype=np.float32) * np.float32(case["query_scale"])
+    quarter = k[:, :, n // 2 : n // 2 + n // 4]
+    k[:, :, n // 2 : n // 2 + n // 4] = (
+        k[:, :, n // 8 : n // 8 + n // 4] + np.float32(0.25) * quarter
+    )
+    k, v, q = checked(case, k=k, v=v, q=q)
+    method = build_method(
+        "rkv",
+        mix=case["mix_lambda"],
+        kernel_size=case["kernel"],
+        window=window,
+        retain=case["retain_direction"],
+    )
+    layer = LayerKV(k, v, q, 0, 1, d**-0.5)
+    wanted = golden[f"rkv_{name}_score"]
+    np.testing.assert_allclose(method.entry_scores(layer)[0], wanted, rtol=1e-4, atol=1e-6)
+    budget = Budget(size=case["budget"], sink=0, window=window)
+    kept = method.compress(layer, budget, torch.Generator())
+    np.testing.assert_array_equal(kept.positions[0], golden[f"rkv_{name}_kept"])
+
+
+def test_pages_by_definition(shared_file):
+    for case in json.loads(shared_file("golden/next/pages.json").read_text()):
+        hkv, n = case["hkv"], case["n"]
+        draws = np.random.default_rng(case["seed"]).random((hkv, n), dtype=np.float32)
+        scores = torch.from_numpy(draws.astype(np.float64) ** 3)[None]
+        budget = Budget(rate=case["rate"], sink=case["sink"], window=case["window"])
+        assert budget.capacity(n) == case["capacity"]
+        for tokens in ("max", "mean"):
+            for heads in ("mean", "max"):
+                method = build_method("pages", tokens=tokens, heads=heads)
+                assert method.choose(scores, budget)[0].tolist() == case[f"{tokens}_{heads}"]
+        layer = make_layer(n, kv_heads=hkv)
+        kept = run(build_method("pages"), layer, budget)
+        assert kept.positions.shape[2] <= case["capacity"]
+
+
+# -- properties ----------------------------------------------------------------------------------
+
+BUDGET = Budget(rate=0.3, sink=4, window=6)
+OPTIONS = [
+    ("adakv", {}),
+    ("adakv", {"of": "h2o", "safeguard": 0.5}),
+    ("adakv", {"of": "expected_attention"}),
+    ("pages", {"of": "snapkv", "size": 5}),
+    ("pages", {"of": "h2o", "size": 1, "tokens": "mean"}),
+    ("expected_attention", {}),
+    ("rkv", {"window": 4}),
+    ("recompress", {"of": "uniform"}),
+]
+
+
+def layer_with_rotary(n, **options):
+    return replace(make_layer(n, **options), rotary=rotary(options.get("dim", 8)))
+
+
+@pytest.mark.parametrize(("name", "options"), OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("n", [38, 39, 150])
+def test_what_is_kept(name, options, dtype, n):
+    layer = layer_with_rotary(n, batch=2, kv_heads=3, dtype=dtype)
+    kept = run(build_method(name, **options), layer, BUDGET, seed=1)
+    capacity = BUDGET.capacity(n)
+    assert kept.charged <= capacity
+    if name == "adakv":
+        assert (kept.lengths.sum(-1) == 3 * capacity).all()
+    elif name != "pages":
+        assert kept.entries.unique().tolist() == [capacity]
+    for row in range(2):
+        for head in range(3):
+            count = int(kept.entries[row, head])
+            at = kept.positions[row, head, :count]
+            assert at.diff().gt(0).all()
+            assert torch.equal(kept.keys[row, head, :count], layer.keys[row, head, at])
+            assert torch.equal(kept.values[row, head, :count], layer.values[row, head, at])
+            if name in ("adakv", "pages"):
+                assert {*range(4), *range(n - 6, n)} <= set(at.tolist())
+    alone = replace(layer, keys=layer.keys[1:], values=layer.values[1:], queries=layer.queries[1:])
+    again = run(build_method(name, **options), alone, BUDGET, seed=1)
+    count = again.positions.shape[2]
+    assert torch.equal(again.positions[0], kept.positions[1, :, :count])
+
+
+def test_heads_get_what_their_scores_deserve():
+    layer = layer_with_rotary(200, kv_heads=2, group=1)
+    keys = layer.keys.clone()
+    keys[:, 0] *= 0.01  # attention of the first head is even, the second's is sharp
+    keys[:, 1] *= 4
+    kept = run(build_method("adakv"), replace(layer, keys=keys), BUDGET)
+    assert kept.lengths[0, 0] > kept.lengths[0, 1]
+    assert kept.lengths[0, 1] >= int(0.2 * BUDGET.capacity(200))
+    real = (2 * 8 * 4) * int(kept.lengths.sum())
+    assert kept.nbytes == real, "no padding is held"
+    assert attend(layer.queries, kept, layer.scaling).isfinite().all()
+
+
+def test_pages_of_one_token_and_one_head_are_the_method():
+    layer = make_layer(150, kv_heads=1)
+    budget = Budget(rate=0.3, sink=0, window=6)
+    pages = run(build_method("pages", size=1), layer, budget)
+    alone = run(build_method("snapkv"), layer, budget)
+    assert torch.equal(pages.positions, alone.positions)
+    with pytest.raises(
+        KVError, match=r"sink and window take 5 pages of 16 and the capacity of 200"
+    ):
+        run(build_method("pages"), make_layer(200), Budget(rate=0.01, sink=30, window=33))
+
+
+def test_repeated_keys_lose_their_older_copies_first():
+    layer = make_layer(200, kv_heads=2, dim=256, seed=4)
+    keys = torch.eye(256)[:200].expand(1, 2, 200, 256).clone()  # like no other but for copies
+    keys[:, :, 80:120] = keys[:, :, 140:180] = keys[:, :, 20:60]
+    layer = replace(layer, keys=keys)
+    kept = run(build_method("rkv", mix=0.0), layer, Budget(size=120, sink=0, window=8))
+    lost = [set(range(200)) - set(row.tolist()) for row in kept.positions[0]]
+    for head in lost:
+        assert head == {*range(20, 60), *range(80, 120)}
+    even = redundancy(torch.ones(1, 2, 50, 8), "last")
+    assert even[0, :, 1:-1].std() < 1e-3
+
+
+def test_rkv_without_redundancy_is_max_pooled_attention():
+    layer = make_layer(120, kv_heads=2, group=1)
+    kept = run(build_method("rkv", mix=1.0, kernel_size=5, window=6), layer, BUDGET)
+    snap = build_method("snapkv", pooling="maxpool")
+    scores = build_method("rkv", mix=1.0, kernel_size=5, window=6).entry_scores(layer)
+    assert kept.positions.shape[2] == BUDGET.capacity(120)
+    assert scores.shape[-1] == 114
+    both = set(kept.positions[0, 0].tolist()) & set(
+        run(snap, layer, BUDGET).positions[0, 0].tolist()
+    )
+    assert len(both) >= 0.8 * BUDGET.capacity(120), "the window's own columns apart"
+
+
+def test_what_cannot_be_says_so():
+    with pytest.raises(
+        KVError, match=r"adakv\.of is 'uniform'; allowed: .*expected_attention.*snapkv"
+    ):
+        build_method("adakv", of="uniform")
+    with pytest.raises(KVError, match=r"recompress\.of is 'wildcat'; allowed: local"):
+        build_method("recompress", of="wildcat")
+    with pytest.raises(KVError, match="has no rotary table of the usual kind"):
+        run(build_method("expected_attention"), make_layer(100), BUDGET)
+    with pytest.raises(KVError, match="unknown method 'snapkvv'"):
+        build_method("pages", of="snapkvv")
