@@ -70,7 +70,6 @@ class LayerCache:
         seed: int = 0,
     ) -> None:
         heads, count, key_dim = held.keys.shape[1:]
-        reserved = count + room
         self.length = count
         self.capacity = capacity
         self.granted = capacity if granted is None else granted
@@ -79,6 +78,9 @@ class LayerCache:
         self.method = method
         self.evicts = method.evicts and active
         self.restricts = method.restricts and active
+        if self.evicts:  # it grows to what it was granted, and by the token that is being read
+            room = min(room, max(0, self.granted - count) + 1)
+        reserved = count + room
         self.base: LayerCache | None = None
         self.again: Recompressor | None = None
         self.packed: tuple[Codec, Codec] | None = None
