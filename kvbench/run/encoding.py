@@ -131,7 +131,8 @@ def encode_examples(examples: Sequence[Example], encoder: PromptEncoder) -> list
                 encoded = replace(encoded, question_ids=(*golden.get(name, ()), *question))
             elif name in golden:
                 encoded = replace(encoded, question_ids=(*between, *question))
-            answer = encoder.encode_text(example.answers[0]) if example.answers else []
+            said = next(iter(example.answers), "") if example.golden is None else example.golden
+            answer = encoder.encode_text(said) if said else []
             golden[name] = (*golden.get(name, ()), *question, *answer, *between)
         found.append(encoded)
     return found

@@ -217,8 +217,9 @@ class Example:
             and under either setting the context is the unit of limit, shards and intervals. Names the
             context among those of the task; None: no other example shares it.
         history: what stands between the context and this question: "none", or the earlier examples of
-            the same `context_id` in their order, each question with its first answer ("golden"), or
+            the same `context_id` in their order, each question with its `golden` answer ("golden"), or
             with what the method answered ("own", under ``compress_after=context`` only).
+        golden: its answer before later questions; None: the first of `answers`.
         fields: what the record keeps beside the common fields (number of lines, depth ...);
             JSON values only.
     """
@@ -238,6 +239,7 @@ class Example:
     settled: Callable[[str], bool] | None = None
     context_id: str | None = None
     history: str = "none"
+    golden: str | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -11,6 +11,7 @@ import re
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
@@ -69,6 +70,12 @@ def _longbench(dataset: str) -> Metric:
     return lambda prediction, key: {"score": longbench_score(dataset, prediction, key.answers)}
 
 
+def _contains_all(prediction: str, key: Key) -> dict[str, float]:
+    """The share of the answers that occur in a prediction, whatever their case."""
+    found = sum(answer.lower() in prediction.lower() for answer in key.answers)
+    return {"score": found / len(key.answers)}
+
+
 def _regex(prediction: str, key: Key) -> dict[str, float]:
     """Whether what the pattern finds first (its first group, if it has one) is an answer; without a
     pattern, whether an answer, itself a pattern, is found."""
@@ -119,6 +126,34 @@ def _choice(prediction: str, key: Key) -> dict[str, float]:
     return {"score": float(chosen_letter(prediction, key.choices) in key.letters)}
 
 
+# MATH, GSM8K, AIME: \\boxed{} and the comparison are lm-eval's copies of those of the MATH data set's
+# authors (arXiv 2103.03874, github.com/hendrycks/math)
+
+
+def _number(text: str) -> Decimal | None:
+    """The number that a text is, but for thousands' commas and what stands for money and per cent."""
+    plain = re.sub(r"\\[!,; ]|\\?[$%,]|\\text\{[^{}]*\}|\s", "", text)
+    return Decimal(plain) if re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)", plain) else None
+
+
+def _boxed(prediction: str, key: Key) -> dict[str, float]:
+    """Whether the last \\boxed{} of a prediction holds an answer: the same number, or the same text once
+    both are written in one way. ``null``: nothing is boxed."""
+    from lm_eval.tasks.hendrycks_math import utils
+
+    try:
+        box = utils.last_boxed_only_string(prediction)
+        found = utils.remove_boxed(box.replace("\\fbox", "\\boxed", 1))
+    except (AttributeError, AssertionError, IndexError):  # no box, or a broken one
+        return {"score": 0.0, "null": 1.0}
+    number = _number(found)
+    right = any(
+        utils.is_equiv(found, answer) or (number is not None and number == _number(answer))
+        for answer in key.answers
+    )
+    return {"score": float(right), "null": 0.0}
+
+
 # LongBench v2: extract_answer of pred.py, github.com/THUDM/LongBench
 
 
@@ -153,6 +188,28 @@ def _math_calc(prediction: str, key: Key) -> dict[str, float]:
             break
         right += 1
     return {"score": right / len(key.answers)}
+
+
+# SCBench: get_score_one_longbook_choice_eng of compute_scores.py, github.com/microsoft/MInference
+
+
+def _first_letter(prediction: str, key: Key) -> dict[str, float]:
+    """Whether a prediction begins with the right letter, is the right option's text, or else names the
+    right one after "answer is" and the like, or first of all letters that stand alone."""
+    text, right = prediction.strip(), {*key.letters, *key.answers}
+    if not text:
+        return {"score": 0.0}
+    if text[0] in "ABCD":
+        return {"score": float(text[0] in right)}
+    if text in right:
+        return {"score": 1.0}
+    text = " ".join(re.sub(r"[\n\"'.,?!{}]", " ", text).split())
+    for said in ("answer is:", "answer:", "answer is", "option is"):
+        _, found, rest = text.partition(said)
+        if found:
+            return {"score": float(any(rest[1:].startswith(one) for one in right))}
+    letter = next((word for word in text.split() if word in "ABCD"), "")
+    return {"score": float(letter in right)}
 
 
 # ZeroSCROLLS: metrics of arXiv 2305.14196 and of SCROLLS, huggingface.co/datasets/tau/scrolls
@@ -258,6 +315,8 @@ GENERAL: Mapping[str, Metric] = {
 }
 METRICS: Mapping[str, Metric] = {
     **GENERAL,
+    "boxed": _boxed,
+    "contains_all": _contains_all,
     "longbench_v2": _longbench_v2,
     "first_integer": _infinitebench("_int_match"),
     "word": _infinitebench("_kv"),
@@ -265,6 +324,7 @@ METRICS: Mapping[str, Metric] = {
     "last_integer": _infinitebench("_code_run"),
     "math_calc": _math_calc,
     "code_debug": _infinitebench("_code_debug"),
+    "first_letter": _first_letter,
     "last_letter": _infinitebench("_choice"),
     "substring": _infinitebench(""),
     "token_f1": _infinitebench("_qa_en"),

@@ -43,6 +43,8 @@ OF_SUBSETS = (
 )
 
 
+HISTORIES = {None: "none", True: "golden", False: "own"}
+"""What `golden_turns` says of an example's history."""
 USUAL = {"context": "context", "question": "question", "answers": "answers"}
 """Fields that stand for what they are called."""
 
@@ -76,6 +78,9 @@ class Jsonl(Task):
         max_input: tokens of a prompt; longer contexts lose their middle. "model": as many as the model
             has positions for; None: nothing is cut.
         merge_answers: rows of one id are one question with several answers.
+        golden_turns: what stands before a question that is not its context's first: the questions
+            before it with their first answers (true), or with what the method answered (false, under
+            ``compress_after=context`` only); None: nothing, each is asked of the context alone.
         breakdowns: fields of a row that tables split by.
         subsets: options by data set, over those above. datasets: those that are run, None for all.
         per_dataset: contexts of each data set.
@@ -103,6 +108,7 @@ class Jsonl(Task):
     stop: Sequence[str] = ()
     max_input: Annotated[int, Ge(2)] | Literal["model"] | None = None
     merge_answers: bool = False
+    golden_turns: bool | None = None
     breakdowns: Sequence[str] = ()
     subsets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     datasets: Distinct[str] | None = None
@@ -269,6 +275,8 @@ class Jsonl(Task):
                 question_ids=question,
                 complete=True,
                 context_id=None if len(group) == 1 else group[0].id,
+                history=HISTORIES[self.golden_turns],
+                golden=", ".join(prompt.asked.answers) if self.metric == "contains_all" else None,
                 settled=partial(_found, prompt.asked.answers)
                 if self.metric == "contains"
                 else None,
@@ -314,10 +322,12 @@ class _Prompt:
 
 
 def _grouped(prompts: Iterator[_Prompt]) -> Iterator[list[_Prompt]]:
-    """The questions of each context together, contexts in the order in which they come first."""
-    found: dict[tuple[str, str], list[_Prompt]] = {}
+    """The questions of each context together, contexts in the order in which they come first; a question
+    without a context stands alone."""
+    found: dict[tuple[str, str, str], list[_Prompt]] = {}
     for prompt in prompts:
-        found.setdefault((prompt.dataset, prompt.head), []).append(prompt)
+        own = "" if prompt.head else prompt.id
+        found.setdefault((prompt.dataset, prompt.head, own), []).append(prompt)
     yield from found.values()
 
 
