@@ -84,12 +84,14 @@ results: setup ## results/ as committed: 200 examples a task, six draws, officia
 	$(RUN) experiment=demo_rates limit=100
 	$(RUN) experiment=needle_pooling
 	$(RUN) experiment=joint_survival
+	for name in demo demo_rates needle_pooling joint_survival; do $(BIN)/python -m kvbench.report --list $(RESULTS)/$$name; done
 	$(BIN)/python scripts/readme_tables.py
 
 THEORY = walk_discrepancy subgen_clusters error_scaling error_scaling_streaming balancekv_ablation \
   balancekv_needle_ablation balancekv_confirm
 reproduce-theory: setup ## error against memory, discrepancy, clusters, ablation; results/theory/report.html
 	set -e; for name in $(THEORY); do $(KVBENCH) experiment=$$name results_dir=$(RESULTS); done
+	for name in theory balancekv_ablation; do $(BIN)/python -m kvbench.report --list $(RESULTS)/$$name; done
 
 # make reproduce EXPERIMENT=table1 MODEL=recall_mini LIMIT=2 task.data=tests/data/longbench ARGS='device=cpu'
 # MODEL: of conf/model. LIMIT: examples of every dataset. ARGS: any further overrides. On a cluster:

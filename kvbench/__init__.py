@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvbench.api import compare, compress
+    from kvbench.kv import Budget
+    from kvbench.methods import build_method
+    from kvbench.report.frame import load
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "compare", "compress"]
+__all__ = ["Budget", "__version__", "build_method", "compare", "compress", "load"]
+
+_HOMES = {"Budget": "kv", "build_method": "methods", "load": "report.frame"}
+"""Where a name is that is not in `kvbench.api`."""
 
 
 def __getattr__(name: str) -> Any:
-    """`compress` and `compare`, imported when first asked for: importing kvbench needs no torch."""
-    if name in ("compare", "compress"):
-        from kvbench import api
-
-        return getattr(api, name)
+    """The Python interface, imported when first asked for: importing kvbench needs no torch."""
+    if name in __all__:
+        return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'api')}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), "compare", "compress"])
+    return sorted({*globals(), *__all__})

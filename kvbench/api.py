@@ -23,6 +23,7 @@ from kvbench.engine.prompts import Generation
 from kvbench.engine.stopping import Stopping
 from kvbench.engine.switch import kvbench_attention_on
 from kvbench.engine.tokenizer import end_token_ids
+from kvbench.errors import is_number
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
 from kvbench.methods.base import Method
@@ -48,6 +49,7 @@ def compress(
     seed: int = 0,
     compress_after: str | int | None = None,
     recompress_every: int | None = None,
+    compression_ratio: float | None = None,
     **options: Any,
 ) -> AbstractContextManager[Compression]:
     """Compress the cache of everything `model` generates inside the ``with`` block.
@@ -76,6 +78,8 @@ def compress(
             ``session.read`` is given (its default, and it knows no other).
         recompress_every: when a cache has grown by so many tokens, everything said so far is read again,
             exactly, and compressed as one prompt, at the price of that prefill; None: it grows.
+        compression_ratio: kvpress's word for a budget: the share of the whole prompt that is removed, so
+            0.75 is ``total_rate=0.25``; in place of the others.
         options: of the method, when it is given by name; ``preset="released"`` is one of them.
 
     Returns:
@@ -86,7 +90,19 @@ def compress(
         KVError: unknown method or option, rate outside (0, 1].
         UnsupportedModel, UnsupportedGeneration: what cannot be compressed, and what can.
     """
+    _check_model(model)
     label, built = _method(method, options)
+    if compression_ratio is not None:
+        if not is_number(compression_ratio) or not 0 <= compression_ratio < 1:
+            raise KVError(
+                f"compression_ratio is {compression_ratio!r}; allowed: the share removed, in [0, 1)"
+            )
+        if total_rate is not None:
+            raise KVError(
+                f"compression_ratio is {compression_ratio} and total_rate is {total_rate}; allowed: one "
+                "of the two"
+            )
+        total_rate = 1 - compression_ratio
     budget = Budget(rate, sink, window, size, total_rate)
     return compressed_generation(
         Compression(model, built, budget, label, seed, compress_after, recompress_every)
@@ -96,34 +112,38 @@ def compress(
 def compare(
     model: Any,
     tokenizer: Any,
-    prompt: Prompt,
+    prompt: Prompt | Sequence[str] | Mapping[str, Prompt],
     methods: Sequence[str | Method] | Mapping[str, str | Method],
     *,
-    rate: float = 0.25,
+    rate: float | Sequence[float] = 0.25,
     sink: int = 32,
     window: int = 32,
     size: int | None = None,
     total_rate: float | None = None,
     max_new_tokens: int = 64,
     stop: Sequence[str] = (),
-    reference: str | None = None,
+    reference: str | Sequence[str] | Mapping[str, str] | None = None,
     score: Callable[[str, str], float] = word_recall,
     seed: int = 0,
 ) -> pd.DataFrame:
-    """What each method makes of one prompt: one prefill, then greedy decoding of all side by side.
+    """What each method makes of a prompt, or of several, at one rate or several: one prefill for each
+    prompt, then greedy decoding of all methods and rates side by side.
 
     Args:
         model, tokenizer: a causal language model of transformers and its tokenizer.
-        prompt: text, tokenised as ``tokenizer(prompt)`` does; or the messages of a chat.
+        prompt: text, tokenised as ``tokenizer(prompt)`` does; or the messages of a chat; or several: a
+            list of texts, or a mapping from names to prompts.
         methods: names or `Method` objects; a mapping gives them labels of your own.
-        rate, sink, window, size, total_rate, seed: as for `compress`.
+        rate, sink, window, size, total_rate, seed: as for `compress`; several rates in a list.
         max_new_tokens: generation limit.
         stop: generation ends when one of these strings appears; it is cut from the text.
-        reference: the expected answer. Without one there is no score.
+        reference: the expected answer, of several prompts one each. Without one there is no score.
         score: of (text, reference); by default the share of the reference's words in the text.
 
     Returns:
-        One line per method: ``text``, ``score``, ``bytes`` (of the cache after compression),
+        One line per method (of several prompts or rates one per ``prompt``, ``rate`` and ``method``,
+        which the index then has; a method without a budget is run once for all rates): ``text``,
+        ``score``, ``bytes`` (of the cache after compression),
         ``ratio`` (over the bytes of the exact cache) and ``seconds`` (the prefill, which every
         method would have to pay alone, its compression and its share of the decoding). A method
         that failed has an ``error`` and no text.
@@ -134,33 +154,105 @@ def compare(
     """
     import pandas as pd
 
+    if isinstance(getattr(tokenizer, "generate", None), Callable):  # type: ignore[arg-type]
+        raise KVError(
+            "model and tokenizer are swapped; allowed: compare(model, tokenizer, prompt, ...)"
+        )
+    _check_model(model)
     model = getattr(model, "_orig_mod", model)  # of a compiled model
     named = _labelled(methods)
-    budget = Budget(rate, sink, window, size, total_rate)
+    rates = list(rate) if isinstance(rate, Sequence) else [rate]
+    budgets = {r: Budget(r, sink, window, size, total_rate) for r in rates}
+    if not budgets:
+        raise KVError("rate is empty; allowed: one or more numbers in (0, 1]")
+    prompts, several = _prompts(prompt)
+    references = _references(reference, list(prompts), several=several)
     if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise KVError(f"max_new_tokens is {max_new_tokens!r}; allowed: an integer >= 1")
-    ids = _token_ids(tokenizer, prompt)
+    tokens = {name: _token_ids(tokenizer, one) for name, one in prompts.items()}
 
     def decode(tokens: Sequence[int]) -> str:
         return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     stopping = Stopping(max_new_tokens, end_token_ids(model, tokenizer), tuple(stop), decode)
+    once = {label for label, method in named.items() if not method.uses_budget}
+    forks = {
+        (r, label): (method, budget)
+        for r, budget in budgets.items()
+        for label, method in named.items()
+        if label not in once or r == rates[0]
+    }
+    lines = {}
     with kvbench_attention_on(model):
-        results = run_forks(
-            model,
-            ids,
-            [],
-            {label: (method, budget) for label, method in named.items()},
-            stopping,
-            seed=seed,
-            example_id=prompt_name(ids),
-        )
-    lines = {label: _line(result, stopping, reference, score) for label, result in results.items()}
-    frame = pd.DataFrame.from_dict(lines, orient="index", columns=_COLUMNS)
-    frame.index.name = "method"
+        for name, ids in tokens.items():
+            results = run_forks(
+                model,
+                ids,
+                [],
+                {
+                    f"{label}@{r}" if len(budgets) > 1 else label: f
+                    for (r, label), f in forks.items()
+                },
+                stopping,
+                seed=seed,
+                example_id=prompt_name(ids),
+            )
+            found = dict(zip(forks, results.values(), strict=True))
+            for r in budgets:
+                for label in named:
+                    result = found[rates[0] if label in once else r, label]
+                    lines[name, r, label] = _line(result, stopping, references[name], score)
+    index = pd.MultiIndex.from_tuples(list(lines), names=["prompt", "rate", "method"])
+    frame = pd.DataFrame(list(lines.values()), index=index, columns=_COLUMNS)
+    unused: list[Any] = [
+        key for key, used in (("prompt", several), ("rate", len(budgets) > 1)) if not used
+    ]
+    frame = frame.droplevel(unused) if unused else frame
     if frame["error"].isna().all():
         frame = frame.drop(columns="error")
     return frame
+
+
+def _check_model(model: Any) -> None:
+    """Refuse what stands in the model's place, most often the method or the tokenizer."""
+    if isinstance(model, str | Method) or hasattr(model, "convert_tokens_to_ids"):
+        what = repr(model) if isinstance(model, str) else f"a {type(model).__name__}"
+        raise KVError(
+            f"model is {what:.80}; allowed: first the model, e.g. compress(model, 'snapkv')"
+        )
+
+
+def _prompts(
+    prompt: Prompt | Sequence[str] | Mapping[str, Prompt],
+) -> tuple[dict[Any, Prompt], bool]:
+    """Prompts by name or number, and whether several were asked for."""
+    if isinstance(prompt, Mapping):
+        if set(prompt) <= {"role", "content"}:
+            raise KVError(
+                "prompt is one message; allowed: a list of messages, text, or several prompts"
+            )
+        return dict(prompt), True
+    several = isinstance(prompt, list | tuple) and len(prompt) > 0
+    if not several or not all(isinstance(one, str) for one in prompt):
+        return {0: prompt}, False  # type: ignore[dict-item]
+    return dict(enumerate(prompt)), True  # type: ignore[arg-type]
+
+
+def _references(
+    reference: str | Sequence[str] | Mapping[str, str] | None, names: list[Any], *, several: bool
+) -> dict[Any, str | None]:
+    """The expected answer of each prompt."""
+    if isinstance(reference, Mapping):
+        return {name: reference.get(name) for name in names}
+    if reference is None or isinstance(reference, str):
+        if reference is not None and several and len(names) > 1:
+            raise KVError("reference is one text for several prompts; allowed: one of each prompt")
+        return dict.fromkeys(names, reference)
+    if len(reference) != len(names):
+        raise KVError(
+            f"reference has {len(reference)} texts for {len(names)} prompts; allowed: one of each"
+        )
+    return dict(zip(names, reference, strict=True))
 
 
 _COLUMNS = ["text", "score", "bytes", "ratio", "seconds", "error"]

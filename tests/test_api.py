@@ -16,7 +16,9 @@ import transformers as t
 from support.tiny import Broken, Everything, Greedy, prompt_ids
 from support.tiny import tiny_model as _tiny_model
 
+import kvbench
 from kvbench import compare, compress
+from kvbench.cli.catalogue import catalogue
 from kvbench.engine.attention import UnsupportedModel
 from kvbench.engine.cache import LayerCache
 from kvbench.engine.live import UnsupportedGeneration
@@ -381,6 +383,70 @@ def test_compare_gives_what_compress_gives_from_one_prefill() -> None:
     assert again.loc["exact", "score"] == 1.0
 
 
+def test_compare_takes_several_rates_and_prompts() -> None:
+    model, names = tiny_model("llama"), ["exact", "snapkv"]
+    prompts = {"fox": "the quick brown fox jumps over the lazy dog " * 2, "hen": "a hen " * 20}
+    many: Any = compare(
+        model, Letters(), prompts, names, rate=[0.5, 0.25], **SMALL, max_new_tokens=4,
+        reference={"fox": "a", "hen": "b"},
+    )  # fmt: skip
+    assert many.index.names == ["prompt", "rate", "method"]
+    assert len(many) == 8
+    for name, prompt in prompts.items():
+        for rate in (0.5, 0.25):
+            one: Any = compare(
+                model, Letters(), prompt, names, rate=rate, **SMALL, max_new_tokens=4
+            )
+            for method in names:
+                for column in ("text", "bytes", "ratio"):
+                    assert many.loc[name, rate, method][column] == one.loc[method, column]
+    rates: Any = compare(
+        model, Letters(), prompts["fox"], ["snapkv"], rate=[0.5, 0.25], **SMALL, max_new_tokens=2
+    )
+    assert list(rates.index.names) == ["rate", "method"]
+    with pytest.raises(KVError, match="2 prompts; allowed: one of each"):
+        compare(model, Letters(), list(prompts.values()), names, reference=["a"])
+
+
+def test_what_is_swapped_or_given_twice_is_one_line() -> None:
+    model: Any = tiny_model("llama")
+    with pytest.raises(KVError, match="model is 'snapkv'; allowed: first the model"):
+        compress("snapkv", model)
+    with pytest.raises(KVError, match="model and tokenizer are swapped"):
+        compare(Letters(), model, "a", ["exact"])
+    with pytest.raises(KVError, match="compression_ratio is 1; allowed: the share removed"):
+        compress(model, "snapkv", compression_ratio=1)
+    with pytest.raises(KVError, match="allowed: one of the two"):
+        compress(model, "snapkv", compression_ratio=0.5, total_rate=0.5)
+
+
+def test_compression_ratio_is_the_share_removed_and_a_session_is_one_line() -> None:
+    model = tiny_model("llama")
+    ids = torch.tensor([prompt_ids(100)])
+    with compress(model, "snapkv", compression_ratio=0.7, **SMALL) as session:
+        assert repr(session).startswith("<kvbench session: snapkv, Budget(")
+        model.generate(ids, max_new_tokens=1, do_sample=False)
+    assert session.ratio == pytest.approx([0.3], abs=0.01)
+    assert "1 rows, ratio of the last 0.3>" in repr(session)
+    assert "\n" not in repr(session)
+
+
+def test_variants_have_the_names_of_the_command_line() -> None:
+    assert kvbench.build_method("balancekv_released") == build_method("balancekv", "released")
+    changed = build_method("pyramidkv_released", kernel_size=7)
+    assert (type(changed).__name__, changed.kernel_size, changed.budgets) == (  # type: ignore[attr-defined]
+        "PyramidKV",
+        7,
+        "released",
+    )
+    for name in catalogue("methods"):
+        if not name.startswith(("kvpress", "minference")):
+            assert build_method(name), name
+    assert kvbench.Budget is Budget
+    with pytest.raises(KVError, match="did you mean 'balancekv_released'"):
+        build_method("balancekv_releasd")
+
+
 def test_compare_takes_chats_labels_and_failures() -> None:
     model = tiny_model("llama")
     chat = [{"role": "user", "content": "hello " * 10}]
@@ -389,7 +455,7 @@ def test_compare_takes_chats_labels_and_failures() -> None:
     assert frame.loc["mine", "ratio"] == 1.0
     assert "holds 61 entries" in frame.loc["over", "error"]
     assert frame["text"].isna().tolist() == [False, True, False]
-    for thing in (["one text", "another"], {"input_ids": [1, 2]}, torch.ones(1, 3)):
+    for thing in (["one text", 1], {"input_ids": [1, 2]}, torch.ones(1, 3)):
         with pytest.raises(KVError, match=r"prompt is a \w+; allowed: one text, or the messages"):
             compare(model, Letters(), thing, ["exact"])  # type: ignore[arg-type]
     for wrong, message in [

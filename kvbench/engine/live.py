@@ -76,7 +76,7 @@ class _BatchPrefill:
         return out
 
 
-@dataclass
+@dataclass(repr=False)
 class Compression:
     """One method around one model; yielded by `kvbench.compress`.
 
@@ -99,6 +99,10 @@ class Compression:
     _compressible: list[int] = field(default_factory=list, repr=False)
     _cache: LiveCache | None = field(default=None, repr=False)
     _prefill: _BatchPrefill | None = field(default=None, repr=False)
+
+    def __repr__(self) -> str:
+        last = f", ratio of the last {self.ratio[-1]:.3g}" if self.rows else ""
+        return f"<kvbench session: {self.label}, {self.budget}; {len(self.rows)} rows{last}>"
 
     def __post_init__(self) -> None:
         check_recompress(self.recompress_every)

@@ -6,7 +6,11 @@ import dataclasses
 import importlib
 import inspect
 import pkgutil
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from kvbench.errors import nearest
 from kvbench.kv import KVError
@@ -29,6 +33,7 @@ def method_class(name: str) -> type[Method]:
     """
     known = available_methods()
     if name not in known:
+        known = sorted([*known, *variants()])
         raise KVError(f"unknown method {name!r}{nearest(name, known)}; allowed: {', '.join(known)}")
     module = importlib.import_module(f"{__name__}.{name}")
     classes = [
@@ -41,17 +46,34 @@ def method_class(name: str) -> type[Method]:
     return classes[0]
 
 
+def variants() -> list[str]:
+    """Names of conf/method that are a method of this folder with options of their own, sorted."""
+    return sorted({path.stem for path in _folder().glob("*.yaml")} - set(available_methods()))
+
+
+def _folder() -> Path:
+    return Path(str(files("kvbench"))) / "conf" / "method"
+
+
+def _options_of(variant: str) -> dict[str, Any]:
+    text = (_folder() / f"{variant}.yaml").read_text(encoding="utf-8")
+    return dict(yaml.safe_load(text))
+
+
 def build_method(name: str, preset: str | None = None, **options: Any) -> Method:
     """Make a method by name: ``build_method("balancekv", preset="released", gamma=2.0)``.
 
     Args:
-        name: a file of this folder.
+        name: a file of this folder, or a variant of one as on the command line (``balancekv_released``).
         preset: a named set of options of that method; explicit `options` override it.
         options: fields of the method's dataclass.
 
     Raises:
         KVError: unknown name, preset or option, with the nearest known one.
     """
+    if name not in available_methods() and name in variants():
+        options = {**_options_of(name), **options}
+        name = options.pop("_target_").split(".")[-2]
     cls = method_class(name)
     presets = sorted(cls.presets)
     if preset is not None and preset not in presets:

@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--list",
         action="store_true",
-        help="also every figure as PDF and each panel of a heatmap alone; print every file's name",
+        help="also every figure as PNG and PDF, in figures/; print every file's name",
     )
     options = parser.parse_args(arguments)
     folders: list[str] = options.folders

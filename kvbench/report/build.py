@@ -45,13 +45,13 @@ class ReportPaths:
 
 
 def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> ReportPaths:
-    """Write report.html, tables/ and figures/ into the experiment's folder, from records alone.
+    """Write report.html and tables/ into the experiment's folder, from records alone.
 
     The same records give the same files.
 
     Args:
-        for_print: also what a paper may want and the page does not show, which takes most of the time:
-            every figure as PDF, each panel of a heatmap alone.
+        for_print: also figures/, which takes most of the time: every figure as PNG and PDF, each panel
+            of a heatmap alone.
 
     Raises:
         StoreError: no runs, a broken run, or the folder cannot be written.
@@ -84,14 +84,10 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
         place = write_text(experiment.folder / "report.html", render_page(experiment, page))
         write_text(experiment.folder / SUMMARY, summary_text(summary))
         tables = write_tables(every, part_of(experiment.folder, "tables"))
-        figures = save_figures(
-            [
-                *memory,
-                *(d for s in sections for d in (*s.drawn, *(alone(s.group) if for_print else ()))),
-            ],
-            part_of(experiment.folder, "figures"),
-            pdf=for_print,
-        )
+        figures: list[Path] = []
+        if for_print:
+            drawn = [*memory, *(d for s in sections for d in (*s.drawn, *alone(s.group)))]
+            figures = save_figures(drawn, part_of(experiment.folder, "figures"))
         remove_stale(experiment.folder, [*tables, *figures])
     except OSError as error:
         raise StoreError(

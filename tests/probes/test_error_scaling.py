@@ -273,7 +273,7 @@ def test_intervals_of_slopes_cover_the_truth_and_shrink_with_noise(tmp_path):
 
 def test_the_page_says_what_the_numbers_say(tmp_path):
     folder = write_scaling(tmp_path, {"uniform": -0.5, "balancekv": -0.6}, 0.02)
-    paths = build_report(folder)
+    paths = build_report(folder, for_print=True)
     (group,) = load_experiment(folder).groups
     study = study_of(group, folder)
     assert study is not None

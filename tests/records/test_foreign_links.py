@@ -100,7 +100,7 @@ def test_a_report_writes_through_no_link(tmp_path: Path, name: str) -> None:
 
 def test_the_names_above_are_those_that_a_report_writes(tmp_path: Path) -> None:
     folder = experiment(tmp_path, drawn=True)
-    build_report(folder)
+    build_report(folder, for_print=True)
     for name in ("report.html", ".report-files", TABLES[0], FIGURES[0]):
         assert (folder / name).is_file(), name
     assert not list(folder.rglob("*.new"))

@@ -95,7 +95,7 @@ def test_the_same_records_give_the_same_files(tmp_path: Path) -> None:
     contents = []
     for _ in range(2):
         folder = write_demo(tmp_path / "results", ("exact", "balancekv"), ("needle", "layer_error"))
-        paths = build_report(folder)
+        paths = build_report(folder, for_print=True)
         contents.append({p: p.read_bytes() for p in (paths.page, *paths.tables, *paths.figures)})
         shutil.rmtree(tmp_path / "results")
     assert contents[0] == contents[1]

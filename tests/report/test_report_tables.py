@@ -415,7 +415,7 @@ def test_long_values_do_not_make_long_labels_and_stay_apart(tmp_path: Path) -> N
         (group,) = load_experiment(tmp_path / str(count) / "demo").groups
         assert len(group.variants) == count
         assert any(variant.label.endswith(several) for variant in group.variants)
-        for path in build_report(tmp_path / str(count) / "demo").figures:
+        for path in build_report(tmp_path / str(count) / "demo", for_print=True).figures:
             assert len(path.name.encode()) <= 255
 
 
@@ -441,7 +441,7 @@ def test_what_an_earlier_report_wrote_and_this_one_does_not_is_removed(tmp_path:
     assert {path.name for path in figures.iterdir()} == after | {"mine.png"}
     for damaged in (b"{", b'{"a": 1}', b'[1, "../../demo/report.html"]', b"[" * 99_999):
         (tmp_path / "demo" / ".report-files").write_bytes(damaged)
-        build_report(tmp_path / "demo")
+        build_report(tmp_path / "demo", for_print=True)
         assert {path.name for path in figures.iterdir()} == after | {"mine.png"}
     assert (tmp_path / "demo" / "report.html").exists()
 

@@ -105,19 +105,19 @@ class Drawn:
         show_as_text(self.figure)
         with warnings.catch_warnings():  # of names that no font has, or no room: no use to anybody
             warnings.filterwarnings("ignore", r"Glyph|constrained_layout not applied", UserWarning)
-            if isinstance(self.figure.get_layout_engine(), ConstrainedLayoutEngine):
-                self.figure.draw_without_rendering()
+            engine = self.figure.get_layout_engine()
+            if isinstance(engine, ConstrainedLayoutEngine):
+                engine.execute(self.figure)
                 self.figure.set_layout_engine("none")
             yield
 
 
-def save_figures(figures: Sequence[Drawn], folder: Path, *, pdf: bool) -> list[Path]:
-    """Write every figure as PNG, and as PDF if wanted, into a folder."""
+def save_figures(figures: Sequence[Drawn], folder: Path) -> list[Path]:
+    """Write every figure as PNG and PDF into a folder."""
     paths = []
     for drawn in figures:
-        paths.append(write_bytes(folder / f"{file_stem(drawn.name)}.png", drawn.png))
-        if pdf:
-            paths.append(write_bytes(folder / f"{file_stem(drawn.name)}.pdf", drawn.pdf))
+        for suffix, content in ((".png", drawn.png), (".pdf", drawn.pdf)):
+            paths.append(write_bytes(folder / f"{file_stem(drawn.name)}{suffix}", content))
     return paths
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from kvbench.report.figures.style import PALETTE
@@ -66,7 +67,8 @@ def svg_of(figure: Figure, name: str, label: str) -> str:
     """
     buffer = io.BytesIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
+        # not savefig, which draws everything once more before
+        FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None})
     text = buffer.getvalue().decode()
     text = text[text.index("<svg") :].rpartition("</svg>")[0]
     text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", text, flags=re.S)
