@@ -28,6 +28,7 @@ from support.report_runs import (
     LINES_META,
     NEEDLE_META,
     THROUGHPUT_META,
+    lines_records,
     needle_records,
     throughput_records,
     write_demo,
@@ -531,3 +532,17 @@ def test_the_page_fits_its_window(
     assert dark == (width == 400)
     browser.screenshot(tmp_path / "page.png")
     assert (tmp_path / "page.png").stat().st_size > 20_000
+
+
+def test_a_card_shows_where_the_prompt_holds_the_answer(tmp_path: Path) -> None:
+    held = "line brave-otter: REGISTER_CONTENT is <41077>"
+    for method in ("exact", "snapkv"):
+        records = [r | {"evidence": held} for r in lines_records(method)[:4]]
+        write_run(tmp_path, task="t", method=method, records=records, task_meta=LINES_META)
+    (group,) = load_experiment(tmp_path / "demo").groups
+    shown, _ = sample_of(group)
+    pieces = shown[0].evidence
+    assert "".join(text for text, _ in pieces) == held
+    assert [text for text, found in pieces if found] == ["41077"]
+    text = build_report(tmp_path / "demo").page.read_text(encoding="utf-8")
+    assert "REGISTER_CONTENT is &lt;<mark>41077</mark>&gt;" in text

@@ -24,7 +24,7 @@ from kvbench.report.render.answers import LIMIT, Shown, clip, sample_of
 from kvbench.report.render.summary import Summary
 from kvbench.report.sections import Section
 from kvbench.report.stats.estimate import Estimate
-from kvbench.report.table import KINDS, MARKS, Column, Table, unit_text, value_text
+from kvbench.report.table import INTERVAL, KINDS, MARKS, Column, Note, Table, unit_text, value_text
 
 _HERE = Path(__file__).parent / "templates"
 _FAILURES_SHOWN = 100
@@ -99,6 +99,7 @@ def environment() -> Environment:
         is_left=lambda column: KINDS[column.kind].left,
         marks=MARKS,
         ascends=_ascends,
+        notes_of=_notes,
         sort_key=_sort_key,
         unit_text=unit_text,
         value_text=value_text,
@@ -142,6 +143,16 @@ def _by_model(table: Table) -> tuple[Table, Table]:
     others = tuple(row for row in table.rows if row.aside)
     title = "About other models than ours" if ours else table.title
     return replace(table, rows=ours), replace(table, rows=others, title=title)
+
+
+def _notes(table: Table) -> list[str]:
+    """The notes on what the table shows."""
+    shown = {column.key for column in table.shown}
+    shown |= {INTERVAL} if any(column.bounds for column in table.shown) else set()
+    shown |= (
+        {"ratio"} if any(column.remark.startswith("ratio") for column in table.shown) else set()
+    )
+    return [n for n in table.notes if not isinstance(n, Note) or not n.about or n.about & shown]
 
 
 def _ascends(column: Column, first: bool) -> bool:

@@ -24,7 +24,7 @@ _NAMED = 4
 
 
 def verdict_of(group: Group) -> str:
-    """One sentence for each rate; empty where nothing is compared."""
+    """One sentence for each rate, each a line; empty where nothing is compared."""
     strata = strata_of(group)
     found = []
     for peers in peers_of(group):
@@ -34,7 +34,7 @@ def verdict_of(group: Group) -> str:
             start = _where(group, scored)
             whole = f"{start}{text}." if start else f"{text}."
             found.append(whole[:1].upper() + whole[1:])
-    return " ".join(found)
+    return "\n".join(found)
 
 
 def _where(group: Group, peers: Sequence[int]) -> str:
