@@ -15,7 +15,10 @@ import torch
 import transformers as t
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+from omegaconf import OmegaConf
+from support.configs import composed
 from support.jobs import make_job, records_of
+from support.paths import ROOT
 
 from kvbench.engine.loading import ModelSpec
 from kvbench.errors import UserError
@@ -24,6 +27,7 @@ from kvbench.lm_eval.local import MAKERS
 from kvbench.lm_eval.scoring import truncated
 from kvbench.lm_eval.task import HarnessTask
 from kvbench.methods import build_method
+from kvbench.report.tables.published_files import laid_out, read_table
 from kvbench.run.runner import run_job
 from kvbench.run.session import Session
 from kvbench.tasks.base import TaskError
@@ -339,3 +343,31 @@ def test_unknown_tasks_and_too_many_shots(saved, tmp_path):
         task = HarnessTask(source="local", **options)
         with pytest.raises(TaskError, match=words):
             run_job(harness_job(saved, tmp_path, task, {"h2o": build_method("h2o")}))
+
+
+@pytest.mark.parametrize("number", [1, 2, 6, 8, 9, 10, 11])
+def test_h2os_tables_have_rows_of_ours(number):
+    """Every published row of a method has a method of the experiment beside it."""
+    config = composed(f"experiment=h2o_table{number}", "model=recall_mini")
+    spec = OmegaConf.to_container(config.paper_table, resolve=True)
+    layouts = laid_out(ROOT / "results" / "any", spec, None)
+    found = set()
+    for layout in layouts:
+        frame = read_table(ROOT / "results" / "any", layout, None)
+        named = layout.get("methods") or set(frame["method"])
+        ours = layout.get("names") or {}
+        for name in named:
+            mine = ours.get(name, name)
+            mine = {mine} if isinstance(mine, str) else set(mine)
+            assert mine & set(config.methods), name
+            found |= mine
+        columns = set(frame.columns) | set(frame.get(layout.get("by"), ()))
+        assert set(config.task.tasks) <= columns
+    assert set(config.methods) <= found
+
+
+def test_figure_4_covers_the_budgets():
+    config = composed("experiment=h2o_figure4", "model=recall_mini")
+    assert {"exact", "local", "h2o", "h2o_released"} == set(config.methods)
+    assert (config.budget.sink, config.budget.window) == (0, 0)
+    assert set(config.task.tasks) == set(MAKERS)

@@ -9,16 +9,17 @@ time. Unlike a shared prefill, later layers see what earlier ones kept: each met
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.engine.fork import Fork, ForkBatch
 from kvbench.engine.prefill import (
     Prefill,
     compressible_layers,
-    forward,
+    forward_rows,
     input_device,
     prefill,
     synchronize,
@@ -42,9 +43,18 @@ def check_reads_in_chunks(label: str, method: Method) -> None:
 
 @torch.inference_mode()
 def chunked_prefill(
-    model: PreTrainedModel, ids: Sequence[int], fork: Fork, chunk_tokens: int
+    model: PreTrainedModel,
+    ids: Sequence[int],
+    fork: Fork,
+    chunk_tokens: int,
+    look: Callable[[int, Tensor], None] | None = None,
 ) -> Prefill:
-    """Read the prompt with one fork; its seconds are all reading, `compress_s` stays 0."""
+    """Read the prompt with one fork; its seconds are all reading, `compress_s` stays 0.
+
+    Args:
+        look: shown the logits [tokens, vocab] after each token from the last of the first, exact pass
+            on, with the first one's position.
+    """
     check_reads_in_chunks(fork.label, fork.method)
     n, device = len(ids), input_device(model)
     capacity = fork.budget.capacity(n) if fork.method.uses_budget else n
@@ -60,6 +70,8 @@ def chunked_prefill(
     fork.budget = whole
     logits, seconds = start.logits, start.prefill_s + fork.compress_s
     fork.compress_s = 0.0
+    if look is not None:
+        look(first - 1, logits[None])
     for begin in range(first, n, chunk_tokens):
         if fork.failure is not None:
             break
@@ -68,7 +80,11 @@ def chunked_prefill(
         clock = time.perf_counter()
         positions = torch.arange(begin, end, device=device)
         chunk = torch.tensor([list(ids[begin:end])], device=device)
-        logits = forward(model, chunk, positions, ForkBatch([fork], positions))[0]
+        keep = 1 if look is None else None
+        rows = forward_rows(model, chunk, positions, ForkBatch([fork], positions), keep)[0]
+        logits = rows[-1]
+        if look is not None:
+            look(begin, rows)
         synchronize(device)
         seconds += time.perf_counter() - clock
         if not fork.method.evicts:

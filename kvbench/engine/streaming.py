@@ -14,6 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.engine.attention import LayerCall, UnsupportedModel, capped
+from kvbench.engine.chunked import chunked_prefill
+from kvbench.engine.fork import Fork
 from kvbench.engine.prefill import compressible_layers, forward_rows, input_device
 from kvbench.engine.scoring import vocabulary
 
@@ -240,3 +242,28 @@ def recomputed(
         windows = tokens[some[:, None] - recent + at]
         logits = forward_rows(model, windows, at, _Exact(), keep=1)[:, -1]
         yield -logits.float().log_softmax(-1).gather(-1, tokens[some + 1, None])[:, 0].cpu()
+
+
+@torch.inference_mode()
+def stream_fork(model: PreTrainedModel, ids: Sequence[int], fork: Fork) -> list[Tensor]:
+    """The same through a fork whose method evicts while it reads, every entry at its own position.
+
+    The first `capacity` tokens are read exactly, and from there one entry leaves for every one that
+    comes.
+
+    Raises:
+        KVError: a method that does not evict. Whatever stopped the fork.
+    """
+    tokens = torch.tensor(list(ids), dtype=torch.int64)
+    first = min(len(ids), fork.budget.capacity(len(ids)))
+    found = list(stream(model, ids[:first], start=0, recent=first, positions="absolute"))
+
+    def look(begin: int, logits: Tensor) -> None:
+        target = tokens[begin + 1 : begin + 1 + len(logits), None].to(logits.device)
+        logprobs = logits[: len(target)].float().log_softmax(-1)
+        found.append(-logprobs.gather(-1, target)[:, 0].cpu())
+
+    chunked_prefill(model, ids, fork, max(1, min(CHUNK, CHUNK_LOGITS // vocabulary(model))), look)
+    if fork.failure is not None:
+        raise fork.failure
+    return found

@@ -21,7 +21,7 @@ from kvbench.engine.fork import prompt_name
 from kvbench.engine.generate import Prompt, run_batch
 from kvbench.engine.stopping import Stopping
 from kvbench.errors import UserError, first_line, one_line
-from kvbench.errors.options import Distinct, check_options
+from kvbench.errors.options import Count, Distinct, check_options
 from kvbench.lm_eval.local import write_tasks
 from kvbench.lm_eval.scoring import Answer, Codec, answer_requests
 from kvbench.run.plan import Methods, Outcome, Unit, measured, status_of
@@ -59,6 +59,7 @@ class HarnessTask:
         include_path: a folder with YAML files of tasks; data files that they name are relative to it.
         source: hub (the tasks' own data, from the Hub once) | local (the few documents of
             `kvbench.lm_eval.local`, offline; their scores say nothing about a model).
+        per_dataset: the first so many documents of each task; None: all.
         metric: which of a task's metrics is the score; where it has no such, its first one.
         scoring: sum | mean (per token, as H2O's released evaluation has it).
         max_length: tokens of context and continuation; None: the model's positions.
@@ -71,6 +72,7 @@ class HarnessTask:
     num_fewshot: Annotated[int, Ge(0), Le(1000)] | None = None
     include_path: str | None = None
     source: Literal["hub", "local"] = "hub"
+    per_dataset: Count | None = None
     metric: str = "acc"
     scoring: Literal["sum", "mean"] = "sum"
     max_length: Tokens | None = None
@@ -175,7 +177,7 @@ class HarnessTask:
             by_task.append(
                 [
                     self._unit(name, doc_id, Document(task, requests[0].doc, tuple(requests)))
-                    for doc_id, requests in sorted(documents.items())
+                    for doc_id, requests in sorted(documents.items())[: self.per_dataset]
                 ]
             )
         longest = max(map(len, by_task), default=0)

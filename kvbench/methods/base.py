@@ -207,6 +207,11 @@ class Method:
         """
         raise NotImplementedError(f"{type(self).__name__}.evict")
 
+    def band(self, budget: Budget) -> tuple[int, int | None] | None:
+        """How many of the first and of the last tokens a cache holds that reads a stream, if that is all
+        it holds (None of the last: all). None: the method chooses otherwise."""
+        return None
+
     def mask(self, layer: LayerKV, budget: Budget) -> Tensor:
         """Which key each query sees: [heads, n, n] bool, False above the diagonal.
 

@@ -19,6 +19,10 @@ class Exact(Method):
     saves_memory: ClassVar[bool] = False
     uses_budget: ClassVar[bool] = False
 
+    def band(self, budget: Budget) -> tuple[int, None]:
+        """All."""
+        return 0, None
+
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """All entries, without a copy."""
         return keep_all(layer)

@@ -35,6 +35,10 @@ class Local(Method):
         """True for ``decode=evict``."""
         return self.decode == "evict"
 
+    def band(self, budget: Budget) -> tuple[int, int] | None:
+        """The size."""
+        return None if budget.size is None else (0, budget.size)
+
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """The last `capacity` entries, ascending."""
         n = layer.n

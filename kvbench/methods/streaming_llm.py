@@ -34,6 +34,10 @@ class StreamingLLM(Method):
         """True for ``decode=evict``."""
         return self.decode == "evict"
 
+    def band(self, budget: Budget) -> tuple[int, int] | None:
+        """Sink, and what the size leaves."""
+        return None if budget.size is None else (budget.sink, budget.size - budget.sink)
+
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """Sink, then the last capacity - sink entries, ascending."""
         n = layer.n

@@ -46,7 +46,7 @@ def laid_out(experiment: Path, spec: dict[str, Any], folder: Path | None) -> lis
     return [one for layout in several for one in specs_of({**layout, **spec})]
 
 
-_OUR_OWN = {"file", "differences", "rescored", "records"}
+_OUR_OWN = {"file", "differences", "rescored", "records", "where"}
 """What an experiment says of the table, whatever its layout."""
 
 
