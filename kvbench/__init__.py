@@ -6,15 +6,30 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvbench.api import compare, compress
+    from kvbench.api import compare, compress, kept
     from kvbench.kv import Budget
     from kvbench.methods import build_method
+    from kvbench.report.figures.kept import draw_kept
     from kvbench.report.frame import load
 
 __version__ = "0.1.0"
-__all__ = ["Budget", "__version__", "build_method", "compare", "compress", "load"]
+__all__ = [
+    "Budget",
+    "__version__",
+    "build_method",
+    "compare",
+    "compress",
+    "draw_kept",
+    "kept",
+    "load",
+]
 
-_HOMES = {"Budget": "kv", "build_method": "methods", "load": "report.frame"}
+_HOMES = {
+    "Budget": "kv",
+    "build_method": "methods",
+    "draw_kept": "report.figures.kept",
+    "load": "report.frame",
+}
 """Where a name is that is not in `kvbench.api`."""
 
 

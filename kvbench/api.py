@@ -15,10 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from kvbench.engine.fork import prompt_name
+from kvbench.engine.fork import Fork, prompt_name
 from kvbench.engine.generate import run_forks
+from kvbench.engine.kept import entries_of
 from kvbench.engine.live import Compression
 from kvbench.engine.live_model import compressed_generation
+from kvbench.engine.prefill import compressible_layers, prefill
 from kvbench.engine.prompts import Generation
 from kvbench.engine.stopping import Stopping
 from kvbench.engine.switch import kvbench_attention_on
@@ -253,6 +255,70 @@ def _references(
             f"reference has {len(reference)} texts for {len(names)} prompts; allowed: one of each"
         )
     return dict(zip(names, reference, strict=True))
+
+
+def kept(
+    model: Any,
+    tokenizer: Any,
+    prompt: Prompt,
+    method: str | Method,
+    *,
+    rate: float = 0.25,
+    sink: int = 32,
+    window: int = 32,
+    size: int | None = None,
+    total_rate: float | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> pd.DataFrame:
+    """Every entry that a method's cache holds of a prompt; `kvbench.draw_kept` makes a figure of it.
+
+    Args:
+        model, tokenizer, prompt: as for `compare`.
+        method, rate, sink, window, size, total_rate, seed, options: as for `compress`.
+
+    Returns:
+        One line per entry: ``position`` in the prompt and the ``token`` there, as text (-1 and None
+        for an entry that is no single token's: a centroid, a merged key), ``layer``, ``head`` (KV
+        head) and ``weight``, how many tokens the entry stands for in attention: exp(log-weight), 1
+        where the method gives none. How entries are stored (``quantize``) changes none of this.
+
+    Raises:
+        KVError: unknown method or option, rate outside (0, 1], an empty prompt.
+        UnsupportedModel: a model that cannot be compressed; and whatever the method raises.
+    """
+    import pandas as pd
+
+    _check_model(model)
+    model = getattr(model, "_orig_mod", model)  # of a compiled model
+    label, built = _method(method, options)
+    ids = _token_ids(tokenizer, prompt)
+    budget = Budget(rate, sink, window, size, total_rate)
+    fork = Fork(label, built, budget, seed, prompt_name(ids), room=0)
+    with kvbench_attention_on(model):
+        layers = compressible_layers(model)
+        prefill(model, ids, [fork])
+    if fork.failure is not None:
+        raise fork.failure
+    words = [str(tokenizer.decode([token])) for token in ids]
+    parts = []
+    for layer, positions, weights in entries_of(fork, layers):
+        head, entry = weights.nonzero(as_tuple=True)  # what weighs nothing is padding
+        at = positions[head, entry].tolist()
+        parts.append(
+            pd.DataFrame(
+                {
+                    "position": at,
+                    "token": [words[place] if place >= 0 else None for place in at],
+                    "layer": layer,
+                    "head": head.tolist(),
+                    "weight": weights[head, entry].tolist(),
+                }
+            )
+        )
+    frame = pd.concat(parts, ignore_index=True)
+    frame.attrs |= {"method": label, "words": words}
+    return frame
 
 
 _COLUMNS = ["text", "score", "bytes", "ratio", "seconds", "error"]

@@ -19,6 +19,7 @@ from kvbench.engine import memory
 from kvbench.engine.chunked import chunked_prefill
 from kvbench.engine.fork import Fork
 from kvbench.engine.graphs import StepGraphs
+from kvbench.engine.kept import strips_of
 from kvbench.engine.limits import seconds_run
 from kvbench.engine.prefill import compressible_layers, input_device, prefill
 from kvbench.engine.prompts import Generation, Prompt, Question
@@ -215,6 +216,9 @@ def _read(model: PreTrainedModel, prompt: Prompt, seed: int, chunk_tokens: int |
         open_row(fork, start, prompt.stopping, compressible)
         for fork, start in zip(forks, starts, strict=True)
     ]
+    for row in rows if prompt.note_kept else ():
+        if row.fork.failure is None:
+            row.result.kept = strips_of(row.fork, len(ids), compressible)
     logits = [start.logits for start in starts]
     said = {label: [list[Generation]() for _ in prompt.conversations] for label in prompt.methods}
     return _Reading(prompt, rows, logits, seconds_run() - begun, said)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget
@@ -27,6 +28,8 @@ class Generation:
         batch: prompts that were decoded together.
         failure: what stopped the fork, None if it ended well.
         budget_preset: the preset that holds more than the budget, None where none does.
+        kept: what was held of the prompt after compression (`kvbench.engine.kept.strips_of`), where it
+            was asked for.
     """
 
     tokens: list[int]
@@ -42,6 +45,7 @@ class Generation:
     failure: Exception | None
     batch: int = 1
     budget_preset: str | None = None
+    kept: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ class Prompt:
         conversations: what is asked once context and question have been read and compressed, each
             conversation of a copy of that cache, and within one each question after the answer to
             the one before. None: one question, where `run_batch` says it is read.
+        note_kept: whether to say what every method kept of it.
     """
 
     context_ids: Sequence[int]
@@ -83,3 +88,4 @@ class Prompt:
     example_id: str
     room: int | None = None
     conversations: Sequence[Sequence[Question]] = ()
+    note_kept: bool = False

@@ -16,6 +16,7 @@ from kvbench.report.figures.intervals import (
     by_dataset,
     differences,
 )
+from kvbench.report.figures.kept import kept_figures
 from kvbench.report.figures.memory import error_against_memory, score_against_ratio, score_on_tasks
 from kvbench.report.figures.throughput import throughput, throughput_scaling
 from kvbench.report.table import Table
@@ -47,7 +48,7 @@ class Section:
         lead: the tables that come first: of scores, of timings, or of a study.
         folded: further tables, each with the line that opens it. filed: tables for files alone.
         findings: paragraphs of a study. notes: what the examples are a sample of.
-        figures: all others.
+        figures: all others. kept: what each method kept of one example.
         ranked: whether scores are compared: no timings, no study.
         warnings: what had to be left out.
     """
@@ -61,6 +62,7 @@ class Section:
     filed: tuple[Table, ...] = ()
     findings: tuple[str, ...] = ()
     figures: tuple[Drawn, ...] = ()
+    kept: tuple[Drawn, ...] = ()
     notes: tuple[str, ...] = ()
     ranked: bool = True
     warnings: tuple[str, ...] = ()
@@ -74,7 +76,7 @@ class Section:
     @property
     def drawn(self) -> list[Drawn]:
         """Every figure."""
-        return [*([self.memory] if self.memory else []), *self.figures]
+        return [*([self.memory] if self.memory else []), *self.figures, *self.kept]
 
 
 def section_of(group: Group, folder: Path, published: Sequence[Published] = ()) -> Section:
@@ -144,6 +146,7 @@ def section_of(group: Group, folder: Path, published: Sequence[Published] = ()) 
         folded=tuple(folded),
         filed=tuple(_splits(group, scores)),
         figures=tuple(figures_of(group, scores)),
+        kept=tuple(kept_figures(group)),
     )
 
 

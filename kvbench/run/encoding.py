@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from kvbench.kv import KVError
 from kvbench.tasks.base import Example, PromptEncoder
 
+MOST_EVIDENCE = 400
+"""Characters that a record keeps of the part of a prompt which holds the answer."""
+_PIECE = 40
+"""Characters that a record keeps of a piece of a prompt."""
 HISTORIES = ("none", "golden", "own")
 
 
@@ -66,6 +72,8 @@ class Asked:
         found: dict[str, Any] = {"dataset": example.dataset, **example.fields}
         if example.context_id is not None or self.samples > 1:
             found["context_id"] = encoded.context
+        if example.evidence:
+            found["evidence"] = example.evidence[:MOST_EVIDENCE]
         if example.history != "none":
             found["history"] = example.history
         return found | ({"sample": sample} if self.samples > 1 else {})
@@ -152,3 +160,19 @@ def conversations_of(examples: Iterable[EncodedExample]) -> list[list[EncodedExa
 def examples_of(payload: object) -> tuple[EncodedExample, ...]:
     """The examples of a unit of a benchmark; none of a probe's."""
     return payload.examples if isinstance(payload, Asked) else ()
+
+
+def pieces_of(encoded: EncodedExample, kept: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """The text of each piece of a prompt (`kvbench.engine.kept.strips_of`), and from which token to
+    before which the answer stands, where the task knows it and the tokens say it."""
+    ids = [*encoded.context_ids, *encoded.question_ids][: kept["tokens"]]
+    words = [str(tokenizer.decode([token])) for token in ids]
+    width = kept["width"]
+    texts = ["".join(words[at : at + width]) for at in range(0, len(words), width)]
+    found: dict[str, Any] = {"texts": [text[:_PIECE] for text in texts]}
+    ends = list(accumulate(map(len, words)))
+    begin = "".join(words).find(encoded.example.evidence) if encoded.example.evidence else -1
+    if begin >= 0:
+        last = begin + len(encoded.example.evidence) - 1
+        found["answer"] = [bisect_right(ends, begin), bisect_right(ends, last) + 1]
+    return found

@@ -26,10 +26,13 @@ from kvbench.run.encoding import (
     conversations_of,
     encode_examples,
     examples_of,
+    pieces_of,
 )
 from kvbench.run.session import Session
 from kvbench.tasks.base import Task
 
+NOTED = 2
+"""The first units of a task say what every method kept: one alone may be a special case."""
 Methods = Mapping[str, tuple[Method, Budget]]
 """Methods of a job by label, each with its budget."""
 
@@ -47,6 +50,7 @@ class Unit:
         context: what it shares with other units, of which limit and shards take all or none; None:
             nothing.
         answers: how many examples' time it may take.
+        notes_kept: whether its first record of each method says what the method kept.
     """
 
     id: str
@@ -55,6 +59,7 @@ class Unit:
     fields: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     context: str | None = None
     answers: int = 1
+    notes_kept: bool = False
 
 
 def contexts_of(units: Sequence[Unit]) -> list[str]:
@@ -231,7 +236,8 @@ class TaskPlan:
         for e in encoded:
             name = e.context if session.compress_after == "context" else e.example.id
             together.setdefault(name, []).append(e)
-        return [_unit(name, each, session) for name, each in together.items()]
+        units = [_unit(name, each, session) for name, each in together.items()]
+        return [replace(unit, notes_kept=place < NOTED) for place, unit in enumerate(units)]
 
     def _encoded(self, session: Session) -> list[EncodedExample]:
         shared = {} if self.shared is None else self.shared
@@ -283,6 +289,10 @@ class TaskPlan:
             **unit.fields[record_id],
             **measured(result),
         }
+        if result.kept is not None and record_id == unit.record_ids[0]:
+            fields["kept"] = result.kept | pieces_of(
+                encoded, result.kept, session.encoder.tokenizer
+            )
         positions = session.encoder.max_positions
         if positions is not None and encoded.n > positions:
             fields |= {"beyond_positions": True, "max_positions": positions}
@@ -316,6 +326,7 @@ def _prompt(unit: Unit, methods: Methods, session: Session) -> Prompt:
         methods,
         stopping[0],
         first.context,
+        note_kept=unit.notes_kept,
         conversations=[
             [
                 Question(

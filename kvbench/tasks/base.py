@@ -220,6 +220,8 @@ class Example:
             the same `context_id` in their order, each question with its `golden` answer ("golden"), or
             with what the method answered ("own", under ``compress_after=context`` only).
         golden: its answer before later questions; None: the first of `answers`.
+        evidence: the part of the context that holds the answer, as it stands there; empty where the task
+            does not know it.
         fields: what the record keeps beside the common fields (number of lines, depth ...);
             JSON values only.
     """
@@ -240,6 +242,7 @@ class Example:
     context_id: str | None = None
     history: str = "none"
     golden: str | None = None
+    evidence: str = ""
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -242,6 +242,7 @@ class LongEvalLines(Task):
         dataset: str | None = None,
     ) -> Example:
         depth = 100.0 * place / max(1, total - 1)
+        line = correct_line or LINE.format(key=key, number=number)
         return Example(
             id=id,
             context=context,
@@ -250,6 +251,7 @@ class LongEvalLines(Task):
             max_new_tokens=self.max_new_tokens,
             dataset=dataset or f"{num_lines} lines",
             stop=tuple(self.stop),
+            evidence=line.strip(),
             fields={
                 "num_lines": num_lines,
                 "depth": int(10 * round(depth / 10)),
@@ -257,6 +259,6 @@ class LongEvalLines(Task):
                 "line_key": key,
                 "line_place": place,
                 "expected_number": number,
-                "correct_line": correct_line or LINE.format(key=key, number=number),
+                "correct_line": line,
             },
         )

@@ -311,7 +311,8 @@ class Needle(Task):
         ids, text = (*before_ids, *context), before + encoder.decode(context)
         found = []
         for depth, (_, answer) in asked.items():
-            start, tokens = spans[list(depths).index(depth)]
+            place = list(depths).index(depth)
+            start, tokens = spans[place]
             found.append(
                 Example(
                     id=f"len{length}-depth{depth:g}-{number:04d}",
@@ -322,6 +323,7 @@ class Needle(Task):
                     dataset=self.name,
                     stop=tuple(self.stop),
                     context_ids=ids,
+                    evidence=needles[place].strip(),
                     question_ids=tuple(question_ids[depth]),
                     end_ids=self._end_ids(encoder),
                     context_id=f"len{length}-{number:04d}" if self.together else None,

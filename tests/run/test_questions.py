@@ -27,7 +27,7 @@ from kvbench.run.runner import run_job
 from kvbench.tasks.base import Example, PromptEncoder, Task
 
 ASKED = ("what next? ", "and who is it then? ", "why so? ")
-NOT_ANSWERS = ("batch", "prefill_s", "compress_s", "decode_s", "config_hash")
+NOT_ANSWERS = ("batch", "kept", "prefill_s", "compress_s", "decode_s", "config_hash")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -129,6 +129,7 @@ def _section(section: Section, place: str, limit: int, *, figures: bool) -> dict
         "ranked": section.ranked,
         "notes": section.notes,
         "figures": section.figures if figures else (),
+        "kept": section.kept if figures else (),
         "left_out": 0 if figures else len(section.figures),
         "shown": shown,
         "examples": examples,

@@ -15,6 +15,7 @@ from kvbench.records.read import Run
 from kvbench.report.experiment import Group
 from kvbench.report.figures.canvas import Drawn, axis_name
 from kvbench.report.figures.heatmap import grid_of, heatmaps, heatmaps_alone
+from kvbench.report.figures.kept import kept_figures
 from kvbench.report.figures.memory import error_against_memory, score_against_ratio
 from kvbench.report.labels import Variant
 from kvbench.report.render.answers import clip, sample_of
@@ -86,6 +87,8 @@ def comparison_media(group: Group, table: ScoreTable) -> dict[str, Any]:
         media["heatmap_chart"] = heatmap_chart(group, variants, spec)
     if len({variant.rate for variant in group.variants if variant.rate is not None}) > 1:
         media["score_against_ratio_figure"] = image(score_against_ratio(group, table))
+    for i, drawn in enumerate(kept_figures(group)):
+        media["kept" if i == 0 else f"kept_{i + 1}"] = image(drawn)
     errors = error_against_memory(group)
     if errors is not None:
         media["error_against_memory_figure"] = image(errors)

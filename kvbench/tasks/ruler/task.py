@@ -182,6 +182,7 @@ class Ruler(Task):
                     question_ids=tuple(ids.setdefault(token, token) for token in question),
                     complete=True,
                     settled=partial(_settled, task, draft.answers),
+                    evidence=_needle_in(draft) if task.startswith("niah") else "",
                     fields={"task": task, "length": length, "units": units, **draft.fields},
                 )
             )
@@ -259,6 +260,14 @@ class Ruler(Task):
         text = clean(prediction)
         match = match_part if example.dataset in QA else match_all
         return {"score": match(text, example.answers), "null": float(not text)}
+
+
+def _needle_in(draft: Draft) -> str:
+    """The sentence of the first needle that is asked for."""
+    place = draft.context.find(draft.answers[0])
+    begin = max(draft.context.rfind(mark, 0, place) + len(mark) for mark in ("\n", ". "))
+    end = draft.context.find(".", place)
+    return draft.context[begin : len(draft.context) if end < 0 else end + 1] if place >= 0 else ""
 
 
 def _settled(task: str, references: Sequence[str], text: str) -> bool:

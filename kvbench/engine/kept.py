@@ -1,0 +1,67 @@
+"""Which entries of a prompt a compressed cache holds, and how much each of them counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvbench.engine.cache import LayerCache
+from kvbench.engine.fork import Fork
+
+BINS, MOST_LAYERS = 128, 16
+"""What `strips_of` keeps at most: pieces of the prompt, and layers, evenly spread."""
+
+
+def weights_of(cache: LayerCache) -> Tensor:
+    """How many tokens each entry stands for, [kv_heads, entries] float32: exp(log-weight), times what it
+    counts in the denominator where that differs; 0 for padding."""
+    weights = torch.ones(cache.positions.shape[0], cache.length)
+    if cache.log_weights is not None:
+        weights = cache.log_weights[:, : cache.length].exp().cpu()
+    if cache.denominators is not None:
+        weights = weights * cache.denominators[:, : cache.length].cpu()
+    return weights
+
+
+def entries_of(fork: Fork, layers: Sequence[int]) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Each layer, its entries' positions (-1 for what is no single token's) and weights, both
+    [kv_heads, entries]."""
+    for layer in layers:
+        cache = fork.layers[layer]
+        yield layer, cache.positions[:, : cache.length].cpu(), weights_of(cache)
+
+
+def strips_of(fork: Fork, tokens: int, layers: Sequence[int]) -> dict[str, Any]:
+    """What is held of a prompt, small enough for a record: JSON values only.
+
+    The prompt is cut into `BINS` pieces of equally many tokens at most. A piece's number is the weight
+    held of it per token, mean over KV heads: 1 everywhere is the exact cache.
+
+    Returns:
+        tokens (of the prompt), width (tokens of a piece), layers: of each, hundredths of that weight;
+        and unplaced, the share of the entries that are no single token's.
+    """
+    width = max(1, -(-tokens // BINS))
+    pieces = -(-tokens // width)
+    sizes = torch.full((pieces,), float(width))
+    sizes[-1] = tokens - width * (pieces - 1)
+    step = max(1.0, len(layers) / MOST_LAYERS)
+    chosen = [layers[int(i * step)] for i in range(min(len(layers), MOST_LAYERS))]
+    found, entries, unplaced = {}, 0, 0
+    for layer, positions, weights in entries_of(fork, chosen):
+        held, placed = weights != 0, positions >= 0
+        entries += int(held.sum())
+        unplaced += int((held & ~placed).sum())
+        here = torch.where(placed, positions, 0).flatten() // width
+        sums = torch.zeros(pieces).index_add_(0, here, (weights * placed).flatten().float())
+        each = (100 * sums / (sizes * positions.shape[0])).round().long()
+        found[str(layer)] = each.clamp(0, 10**6).tolist()
+    return {
+        "tokens": tokens,
+        "width": width,
+        "layers": found,
+        "unplaced": round(unplaced / max(1, entries), 4),
+    }

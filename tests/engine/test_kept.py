@@ -1,0 +1,149 @@
+"""What a cache holds of a prompt: every entry, and strips of a record's size."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.jobs import Echo, make_job, records_of
+from support.jobs import Letters as _Letters
+from support.tiny import Everything, prompt_ids, tiny_model
+from support.variants import VARIANTS, label
+
+import kvbench
+from kvbench.engine.fork import Fork, prompt_name
+from kvbench.engine.kept import BINS, MOST_LAYERS, strips_of
+from kvbench.engine.prefill import prefill
+from kvbench.engine.switch import kvbench_attention_on
+from kvbench.errors import UserError
+from kvbench.kv import Budget, CompressedKV, KVError
+from kvbench.methods import build_method
+from kvbench.run.runner import run_job
+
+SMALL: dict[str, Any] = {"sink": 4, "window": 4}
+PROMPT = "the quick brown fox jumps over the lazy dog. " * 4
+
+
+class Letters(_Letters):
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": self.encode(text)}
+
+
+def fork_of(method: Any, ids: list[int]) -> Fork:
+    model = tiny_model("llama")
+    fork = Fork("m", method, Budget(**SMALL), 0, prompt_name(ids), room=0)
+    with kvbench_attention_on(model):
+        prefill(model, ids, [fork])
+    assert fork.failure is None
+    return fork
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=label)
+def test_every_entry_is_a_line_of_the_frame(variant: tuple[str, dict[str, Any]]) -> None:
+    name, options = variant
+    model, ids = tiny_model("llama"), Letters().encode(PROMPT)
+    frame = kvbench.kept(model, Letters(), PROMPT, name, **SMALL, **options)
+    assert list(frame.columns) == ["position", "token", "layer", "head", "weight"]
+    fork = fork_of(build_method(name, **options), ids)
+    for layer, cache in fork.layers.items():
+        here = frame[frame["layer"] == layer]
+        assert here.groupby("head").size().tolist() == cache.prompt_entries.tolist()
+        for head in range(cache.keys.shape[0]):
+            rows = here[here["head"] == head].sort_values("position", kind="stable")
+            order = cache.positions[head, : cache.length].sort(stable=True)
+            weights = torch.ones(cache.length)
+            if cache.log_weights is not None:
+                weights = cache.log_weights[head, : cache.length].exp()
+            sound = weights[order.indices] > 0
+            assert rows["position"].tolist() == order.values[sound].tolist()
+            torch.testing.assert_close(
+                torch.tensor(rows["weight"].to_numpy(), dtype=torch.float32),
+                weights[order.indices][sound],
+            )
+    placed = frame[frame["position"] >= 0]
+    assert (placed["token"] == [PROMPT[at] for at in placed["position"]]).all()
+
+
+def test_strips_are_the_weight_per_token_of_each_piece() -> None:
+    ids = prompt_ids(300)
+    fork = fork_of(build_method("balancekv", block_size=16), ids)
+    strips = json.loads(json.dumps(strips_of(fork, 300, list(fork.layers))))
+    assert (strips["tokens"], strips["width"], strips["unplaced"]) == (300, 3, 0.0)
+    for layer, cache in fork.layers.items():
+        held = np.zeros(300)
+        weights = cache.log_weights[:, : cache.length].exp().numpy()  # type: ignore[index]
+        np.add.at(held, cache.positions[:, : cache.length].numpy(), weights)
+        expected = held.reshape(100, 3).mean(1) / 2  # two heads
+        assert len(strips["layers"][str(layer)]) == 100 <= BINS
+        np.testing.assert_allclose(strips["layers"][str(layer)], 100 * expected, atol=0.5001)
+    whole = strips_of(fork_of(build_method("exact"), ids), 300, [0, 3])
+    assert whole["layers"] == {"0": [100] * 100, "3": [100] * 100}
+
+
+def test_entries_of_no_single_token_are_counted_and_not_placed() -> None:
+    class Merged(Everything):
+        def compress(self, layer: Any, budget: Any, generator: Any) -> CompressedKV:
+            held = super().compress(layer, budget, generator)
+            positions = held.positions.clone()
+            positions[..., ::4] = -1
+            return CompressedKV(held.keys, held.values, None, positions)
+
+    fork = fork_of(Merged(), prompt_ids(80))
+    strips = strips_of(fork, 80, [0])
+    assert strips["unplaced"] == 0.25
+    assert strips["layers"]["0"][:4] == [0, 100, 100, 100]
+    frame = kvbench.kept(tiny_model("llama"), Letters(), PROMPT, Merged(), **SMALL)
+    assert frame["token"].isna().sum() == (frame["position"] == -1).sum() == len(frame) / 4
+
+
+def test_strips_stay_small_for_a_long_prompt_and_a_deep_model() -> None:
+    fork = fork_of(build_method("snapkv"), prompt_ids(100))
+    fork.layers = {index: fork.layers[index % 4] for index in range(80)}
+    strips = strips_of(fork, 10**6, list(fork.layers))
+    assert len(strips["layers"]) == MOST_LAYERS
+    assert len(json.dumps(strips)) < 20_000
+
+
+def test_a_figure_of_what_is_kept() -> None:
+    model = tiny_model("llama")
+    frames = [kvbench.kept(model, Letters(), PROMPT, name, **SMALL) for name in ("exact", "snapkv")]
+    figure = kvbench.draw_kept(*frames)
+    assert [ax.get_title(loc="left").split()[0] for ax in figure.axes] == ["exact", "snapkv"]
+    (first, *_), (second, *_) = ([p.get_data() for p in ax.patches] for ax in figure.axes)
+    assert np.ptp(first.values) == 0 < np.ptp(second.values)
+    with pytest.raises(UserError, match="no frames"):
+        kvbench.draw_kept()
+    foreign = frames[0].copy()
+    foreign.attrs = {}
+    with pytest.raises(UserError, match="a frame does not say its prompt"):
+        kvbench.draw_kept(foreign)
+    with pytest.raises(KVError, match="prompt is empty"):
+        kvbench.kept(model, Letters(), "", "snapkv")
+
+
+def test_records_of_the_first_examples_say_what_was_kept_and_of_no_others(tmp_path: Any) -> None:
+    class Told(Echo):
+        def examples(self, encoder: Any) -> Any:
+            from dataclasses import replace
+
+            return [
+                replace(
+                    each, context=f"{each.context}THE ANSWER{each.context}", evidence="THE ANSWER"
+                )
+                for each in super().examples(encoder)
+            ]
+
+    records = records_of(run_job(make_job(tmp_path, echo=Told())))
+    for method, found in records.items():
+        assert [record["example_id"] for record in found if "kept" in record] == ["e0", "e1"]
+        assert {record["evidence"] for record in found} == {"THE ANSWER"}
+        kept = found[0]["kept"]
+        assert kept["tokens"] == found[0]["prompt_tokens"] == 64 + 10 + 64 + 11
+        assert kept["answer"] == [64, 74]
+        assert len(kept["texts"]) == len(kept["layers"]["0"])
+        assert "".join(kept["texts"])[64:74] == "THE ANSWER"
+        assert (min(kept["layers"]["1"]) == 100) == (method == "exact")
+        assert len(json.dumps(kept)) < 8_000
