@@ -16,6 +16,7 @@ from support.tables import shown
 from kvbench.probes.clusters import SubGenClusters
 from kvbench.probes.discrepancy import UnitVectors, WalkDiscrepancy
 from kvbench.probes.error_scaling import BoundedData, ErrorScaling
+from kvbench.report.build import build_report
 from kvbench.report.experiment import load_experiment
 from kvbench.report.tables.scaling import (
     AS_PREDICTED,
@@ -236,3 +237,15 @@ def test_smaller_from_is_where_it_stays_smaller(tmp_path: Path) -> None:
     }
     text, _ = findings(tmp_path, meta, laws)
     assert "walk (d from n = 256)" in text[-1], "at 64 it was smaller, at 128 larger again"
+
+
+def test_the_page_of_a_study_opens_with_its_table(tmp_path: Path) -> None:
+    meta = error_meta(uniform=-0.5, balancekv=-1.0)
+    text, _ = findings(tmp_path, meta, {"uniform": lambda x: x**-0.5, "balancekv": bent})
+    page = build_report(tmp_path / "demo").page.read_text(encoding="utf-8")
+    section = page[page.index('id="section-1"') :]
+    assert section.index("<table") < section.index("<summary>In words</summary>")
+    assert section.index("<summary>In words</summary>") < section.index(text[1].split(",")[0] + ",")
+    verdict = page[page.index('class="verdicts"') : page.index("<nav")]
+    assert "As steep as the predicted" in verdict
+    assert text[1] not in verdict
