@@ -196,10 +196,6 @@ class Fork:
         counts = torch.cat([one.to(entries[0].device) for one in entries])  # layers of other GPUs
         return {"mean": float(counts.float().mean()), "max": int(counts.max())}
 
-    def reserved_bytes(self) -> int:
-        """Bytes of all layers, room for tokens to come included."""
-        return sum(cache.reserved_bytes() for cache in self.layers.values())
-
     def cache_bytes(self) -> int:
         """Bytes held now, all layers."""
         return sum(cache.entry_bytes() for cache in self.layers.values())

@@ -33,6 +33,7 @@ from kvbench.engine.rows import (
     take,
 )
 from kvbench.engine.sampling import GREEDY, Sampling
+from kvbench.engine.shared import is_shared
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget
 from kvbench.methods.base import Method
@@ -106,7 +107,7 @@ def run_conversations(
     graphs: StepGraphs | None = None,
 ) -> list[dict[str, list[Generation]]]:
     """Several prompts, each prefilled alone and compressed once, and all of its conversations, each from
-    that one cache. It is read where it is, unless the method evicts or answers may be longer than the
+    that one cache. It is read where it is, unless decoding changes it or answers may be longer than the
     prompt: then each has a copy, and as many decode together as half of the free memory has room for.
     No answer depends on it.
 
@@ -225,9 +226,9 @@ def _read(model: PreTrainedModel, prompt: Prompt, seed: int, chunk_tokens: int |
 
 
 def _copied(row: DecodingRow) -> bool:
-    """Whether a conversation has a copy of what was read: rows that share it are not decoded by the
-    kernel, which costs more than it saves once their own tokens are the most."""
-    return row.fork.method.evicts or row.fork.room > row.prefilled
+    """Whether a conversation has a copy even of what it could share: rows that share are not decoded by
+    the kernel, which costs more than it saves once their own tokens are the most."""
+    return row.fork.room > row.prefilled
 
 
 def _copies_at_once(readings: Sequence[_Reading], most: int, device: torch.device) -> int:
@@ -235,8 +236,13 @@ def _copies_at_once(readings: Sequence[_Reading], most: int, device: torch.devic
     total, used = memory.total_bytes(device), memory.used_bytes(device)
     if most == 1 or total is None or used is None:
         return most
-    rows = [row for reading in readings for row in reading.rows if _copied(row)]
-    copies = sum(row.fork.reserved_bytes() for row in rows)
+    copies = sum(
+        cache.reserved_bytes()
+        for reading in readings
+        for row in reading.rows
+        for cache in row.fork.layers.values()
+        if _copied(row) or not is_shared(cache)
+    )
     return max(1, min(most, (total - used) // (2 * copies))) if copies else most
 
 

@@ -19,13 +19,19 @@ def branch_of(base: LayerCache) -> LayerCache:
     """A cache that goes on from `base` and reads its entries where they are, so that nothing may be
     appended to `base` any more. What evicts, or packs what is decoded, changes all entries, and is
     copied; so is a sliding window, which is short."""
-    if base.evicts or base.packs_as_it_grows or base.window is not None or changes(base):
+    if not is_shared(base):
         return base.clone()
     twin, n = copy.copy(base), base.length
     twin.base, twin.packed, twin.first, twin.first_value = base, None, n, n
     twin.keys, twin.values = base.keys[:, :0], base.values[:, :0]
     _copy_beside(twin)
     return twin
+
+
+def is_shared(base: LayerCache) -> bool:
+    """Whether a branch reads this cache's entries where they are."""
+    fixed = not base.evicts and not base.packs_as_it_grows and not changes(base)
+    return fixed and base.window is None
 
 
 def changes(cache: LayerCache) -> bool:
