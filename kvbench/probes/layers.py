@@ -16,6 +16,7 @@ from kvbench.engine.guard import Guard, check_finite
 from kvbench.engine.prefill import capture_layers
 from kvbench.errors import one_line
 from kvbench.errors.options import Fraction, Several, Share, check_options
+from kvbench.kernels.quantize import Scheme
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods.base import SEED_STRIDE, Method, allowed_entries
 from kvbench.probes._options import Layers, Repeats, Tokens
@@ -288,12 +289,13 @@ def compress_measured(
 
     Raises:
         BudgetExceeded: more entries than the method may hold.
-        KVError: what the method does to attention or to stored entries happens while decoding only,
-            so that the error of what `compress` returns would not be the method's.
+        KVError: what the method does to attention happens while decoding only, so that the error of
+            what `compress` returns would not be the method's.
     """
-    if method.restricts or method.quantize is not None:
-        what = "restricts attention" if method.restricts else "quantizes entries"
-        raise KVError(f"method {label!r} {what} while decoding; allowed: methods that do neither")
+    if method.restricts:
+        raise KVError(
+            f"method {label!r} restricts attention while decoding; allowed: methods that do not"
+        )
     guard = Guard(kv, restores=True)  # other methods and draws go on with the same layer
     held, capacity, seconds = guard.compress(label, method, budget, generator, kv.carried)
     _, preset = allowed_entries(method, budget, kv.n, kv.num_layers)
@@ -301,6 +303,9 @@ def compress_measured(
     if held.charged > capacity + 1:
         raise BudgetExceeded(label, kv.layer_index, capacity, held.charged)
     cache_bytes, exact_bytes = held.nbytes, keep_all(kv).nbytes
+    scheme = method.quantization()
+    if scheme is not None:
+        held, cache_bytes = stored(held, scheme, kv.layer_index)
     return held, {
         "capacity": capacity,
         "entries": {"mean": float(held.entries.float().mean()), "max": most},
@@ -308,10 +313,34 @@ def compress_measured(
         "exact_bytes": exact_bytes,
         "ratio": cache_bytes / exact_bytes,
         "represented": float(held.represented.mean()) / kv.n,
-        "compressed": method.saves_memory,
+        "compressed": method.saves_memory or scheme is not None,
         "compress_s": seconds,
         **({} if preset is None else {"budget_preset": preset}),
     }
+
+
+def stored(held: CompressedKV, scheme: Scheme, layer: int) -> tuple[CompressedKV, int]:
+    """What a cache of such a scheme attends to instead of `held` (batch 1), and the bytes it holds.
+
+    Raises:
+        KVError: heads of different lengths, which are packed head by head while decoding.
+    """
+    if held.lengths is not None:
+        raise KVError(
+            "heads of different lengths are quantized while decoding; allowed: quantize=null"
+        )
+    sides = []
+    packed = held.nbytes
+    codecs = scheme.codecs(held.keys[0], held.values[0], layer=layer, seed=0)
+    for codec, rows in zip(codecs, (held.keys[0], held.values[0]), strict=True):
+        heads, _, dim = rows.shape
+        exact = rows[:, codec.count :]
+        packed += codec.nbytes + exact.nbytes - rows.nbytes
+        if codec.count:  # a codec's inner products with the unit vectors are what it restores
+            unit = torch.eye(dim, device=rows.device).expand(heads, dim, dim)
+            exact = torch.cat([codec.dot(unit).mT.to(rows.dtype), exact], dim=1)
+        sides.append(exact[None])
+    return replace(held, keys=sides[0], values=sides[1]), packed
 
 
 def check_total(label: str, method: Method, budget: Budget, n: int, num_layers: int) -> None:

@@ -373,9 +373,22 @@ def test_a_method_whose_error_lies_in_decoding_is_not_called_exact(tmp_path):
     probe = LayerError(rates=(0.5,), layers=(1,), seeds=1, exact=32, synthetic=SYNTHETIC)
     methods = {
         "topk": build_method("topk"),
-        "packed": build_method("exact", quantize={"bits": 4}),
+        "packed": build_method("exact", quantize={"bits": 4, "group_size": 16}),
+        "coarse": build_method("exact", quantize={"bits": 2, "group_size": 16}),
+        "turboquant": build_method("turboquant"),
+        "both": build_method("snapkv", quantize={"bits": 4, "group_size": 16}),
+        "snapkv": build_method("snapkv"),
     }
-    records = records_of(run_job(probe_job(tmp_path, probe, methods)))
-    for label, rows in records.items():
-        assert rows[0]["score"] is None, label
-        assert "while decoding; allowed" in rows[0]["error"], label
+    records = {
+        label: rows[0]
+        for label, rows in records_of(run_job(probe_job(tmp_path, probe, methods))).items()
+    }
+    assert records["topk"]["score"] is None
+    assert "while decoding; allowed" in records["topk"]["error"]
+    error = {label: row["score"] for label, row in records.items()}
+    assert 0 < error["packed"] < error["coarse"]
+    assert 0 < error["turboquant"] < error["coarse"]
+    assert error["both"] > error["snapkv"]
+    assert records["both"]["ratio"] < 0.6 * records["snapkv"]["ratio"]
+    assert records["packed"]["ratio"] < 0.3
+    assert records["packed"]["saves_memory"]

@@ -59,7 +59,7 @@ def score_against_ratio(group: Group, table: ScoreTable) -> Drawn:
         caption=f"Mean score{averaged} with 95 % intervals "
         + ("and" if alike else "against")
         + " the ratio that was measured, not the one that was asked for; dashed with its band: the"
-        " baseline.",
+        " baseline." + ("" if alike else PARETO),
         alike=alike,
     )
 
@@ -199,8 +199,41 @@ def error_against_memory(group: Group) -> Drawn | None:
         lines,
         title=f"{group.task}: {group.meta.score_unit.replace('_', ' ')} against memory",
         caption="Means with 95 % intervals over prompts against the ratio that was"
-        " measured, not the one that was asked for.",
+        " measured, not the one that was asked for." + PARETO,
     )
+
+
+def pareto(points: Sequence[tuple[float, float]], *, lower: bool) -> list[bool]:
+    """Which of (bytes, score) no other equals or beats in both and beats in one.
+
+    Args:
+        lower: whether lower scores are better.
+    """
+    costs = [(cost, score if lower else -score) for cost, score in points]
+    return [
+        not any(a <= cost and b <= loss and (a, b) != (cost, loss) for a, b in costs)
+        for cost, loss in costs
+    ]
+
+
+def _mark_pareto(
+    ax: Axes, lines: Mapping[str, Sequence[Point]], baseline: str | None, scale: float, lower: bool
+) -> None:
+    """Rings around the points of the Pareto set, where there are lines to choose among."""
+    points = [
+        (ratio, scale * score.value)
+        for label, line in lines.items()
+        for ratio, score in line
+        if label != baseline
+    ]
+    if len(lines) < 3 or len({ratio for ratio, _ in points}) < 2:
+        return
+    best = [p for p, on in zip(points, pareto(points, lower=lower), strict=True) if on]
+    ratios, scores = zip(*best, strict=True)
+    ax.scatter(ratios, scores, s=80, facecolors="none", edgecolors="0.25", lw=0.8, zorder=5)
+
+
+PARETO = " Ringed: the Pareto set, no other point has fewer bytes and a better mean."
 
 
 def _draw_lines(
@@ -233,6 +266,7 @@ def _draw_lines(
                 for ratio, score in ordered
             ],
         )
+    _mark_pareto(ax, lines, baseline, scale, group.meta.lower_is_better)
     ax.set_xscale("log", base=2)
     ratios = [
         ratio for label, points in lines.items() for ratio, _ in points if label != baseline
