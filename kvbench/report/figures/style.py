@@ -57,6 +57,22 @@ _KNOWN = {
     "minference": Style("#117733", "x"),
     "minference_snapkv": Style("#2BD38F", "x"),
     "minference_pyramidkv": Style("#3F51D8", "+"),
+    "adakv": Style("#E07552", "s"),
+    "balancekv_wildcat": Style("#DA2FDA", "h"),
+    "expected_attention": Style("#852FDA", "D"),
+    "pages": Style("#48AC39", "^"),
+    "qjl": Style("#DA2F44", "v"),
+    "qjl_released": Style("#505995", "P"),
+    "recompress": Style("#156079", "X"),
+    "recompress_kvpress_decoding": Style("#477915", "d"),
+    "rkv": Style("#7C1C9C", "p"),
+    "rkv_released": Style("#A96060", "<"),
+    "turboquant": Style("#9966CC", ">"),
+    "turboquant_paper_2_5": Style("#2222C3", "8"),
+    "turboquant_paper_3_5": Style("#DA2F85", "H"),
+    "wildcat": Style("#229BC3", "s"),
+    "wildcat_released": Style("#B8917A", "h"),
+    "wildcat_released_constant": Style("#72A960", "D"),
 }
 _COLORS = ("#332288", "#DDCC77", "#CC79A7", "#44AA99", "#661100", "#999933", "#6699CC")
 _MARKERS = ("h", "p", ">", "d", "8", "H", "+", "x")
