@@ -1,0 +1,119 @@
+"""Time every later method's compression of one layer against its own unavoidable matrix products.
+
+    python scripts/benchmarks/bench_family.py    # n = 16384, 8 KV heads, head_dim 128, rate 1/4
+    python scripts/benchmarks/bench_family.py --methods wildcat,turboquant --repeats 9
+
+Compression is all that `compress` does, packing included for methods that store entries packed. Both are
+timed in turn in seconds of processor time, which other programs of the machine disturb less than the
+clock; the medians are compared. BalanceKV has a script of its own, bench_compress.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kvbench.kv import Budget, LayerKV
+from kvbench.methods import build_method
+
+
+def products(name: str, x: Tensor, kept: int) -> Callable[[], object]:
+    """The products of one method on x [heads, n, dim], into memory that is there."""
+    heads, n, dim = x.shape
+    if name == "wildcat":
+        bins = kept * heads // 12
+        size = heads * n // bins
+        keys, weights = (
+            x.reshape(-1, dim)[: bins * size].view(bins, size, dim),
+            x.new_ones(bins, 12, size),
+        )
+        gram, mixed = x.new_empty(bins, size, size), x.new_empty(bins, 12, dim)
+        return lambda: (torch.bmm(keys, keys.mT, out=gram), torch.bmm(weights, keys, out=mixed))
+    if name == "qjl":  # the first layers': 512 projections of the inliers, 128 of the outliers
+        sketch, out = x.new_ones(dim, 640), x.new_empty(heads * n, 640)
+        return lambda: torch.mm(x.view(-1, dim), sketch, out=out)
+    if name == "turboquant":
+        turn, out = x.new_ones(dim, dim), x.new_empty(heads * n, dim)
+        return lambda: [torch.mm(x.view(-1, dim), turn, out=out) for _ in ("keys", "values")]
+    if name == "expected_attention":
+        spread, out, wide = (
+            x.new_ones(heads, dim, dim),
+            x.new_empty(x.shape),
+            x.new_empty(heads, dim, dim),
+        )
+        return lambda: (torch.bmm(x.mT, x, out=wide), torch.bmm(x, spread, out=out))
+    if name == "rkv":
+        out = x.new_empty(heads, 512, n)
+        return lambda: [torch.bmm(x[:, i : i + 512], x.mT, out=out) for i in range(0, n, 512)]
+    window, out = x[:, -32:], x.new_empty(heads, 32, n)
+    return lambda: torch.bmm(window, x.mT, out=out)
+
+
+NAMES = ("wildcat", "qjl", "turboquant", "expected_attention", "snapkv", "adakv", "pages", "rkv")
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """Processor time of one call."""
+    start = time.process_time()
+    run()
+    return time.process_time() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--n", type=int, default=16384, help="prompt tokens")
+    parser.add_argument("--heads", type=int, default=8, help="KV heads; one query head each")
+    parser.add_argument("--dim", type=int, default=128, help="head_dim")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--methods", default=",".join(NAMES))
+    args = parser.parse_args()
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    x = torch.randn(args.heads, args.n, args.dim)
+
+    def rotary(positions: Tensor) -> tuple[Tensor, Tensor]:
+        angles = positions[:, None] * 1e4 ** (
+            -torch.arange(args.dim).view(2, -1).flatten() / args.dim
+        )
+        return angles.cos(), angles.sin()
+
+    layer = LayerKV(
+        x[None],
+        torch.randn(1, *x.shape),
+        torch.randn(1, *x.shape),
+        0,
+        1,
+        args.dim**-0.5,
+        rotary=rotary,
+    )
+    budget = Budget(rate=0.25, sink=32, window=32)
+    print(f"load {os.getloadavg()[0]:.1f}; seconds of processor time, medians of {args.repeats}")
+    for name in args.methods.split(","):
+        method = build_method(name)
+        scheme = method.quantization()
+
+        def compress() -> None:
+            layer.shared.clear()  # what methods of one job would share
+            held = method.compress(layer, budget, torch.Generator().manual_seed(0))  # noqa: B023
+            if scheme is not None:  # noqa: B023
+                scheme.codecs(held.keys[0], held.values[0], layer=0, seed=0)  # noqa: B023
+
+        needed = products(name, x, budget.capacity(args.n))
+        needed()
+        compress()
+        pairs = [(seconds(needed), seconds(compress)) for _ in range(args.repeats)]
+        product, total = (statistics.median(column) for column in zip(*pairs, strict=True))
+        print(
+            f"{name:20} products {product:7.3f}  compression {total:7.3f}  {total / product:6.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
