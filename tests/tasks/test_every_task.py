@@ -28,6 +28,8 @@ TASKS: dict[str, list[str]] = {
     "number_string": [*FEW, "task.lengths=[300]", "task.num_examples=1"],
     "needle": [*FEW, "task.lengths=[300]", "task.depths=[50]", "task.num_examples=1"],
     "needle_short": [*FEW, "task.lengths=[300]", "task.depths=[50]", "task.num_examples=1"],
+    "needle_questions": [*FEW, "task.lengths=[300]", "task.depths=[0,100]", "task.num_examples=1"],
+    "gsm8k": FEW,
     "longeval_lines": [*FEW, "task.num_lines=[6]", "task.num_examples=2"],
     "longeval_redundant": [*FEW, "task.num_lines=[4]", "task.num_examples=1"],
     "longbench": [
@@ -63,6 +65,10 @@ def made(name: str, folder: Path) -> Task:
     options = list(TASKS[name])
     if name in WRITERS:
         options.append(f"task.data={WRITERS[name](folder)}")
+    if name == "gsm8k":
+        rows = [{"question": "How many are 2 and 3? " * 20, "answer": "2 + 3\n#### 5"}]
+        (folder / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        options.append(f"task.files=[{folder / 'test.jsonl'}]")
     if name == "jsonl":
         rows = [{"text": "One two three. " * 30, "q": [f"{i}?", "Why?"], "gold": ["w5", "two"]}
                 for i in range(2)]  # fmt: skip
@@ -75,7 +81,10 @@ def made(name: str, folder: Path) -> Task:
 
 @pytest.mark.parametrize(
     ("name", "compress_after"),
-    [*((name, "context") for name in TASKS), *((name, "prompt") for name in ("jsonl", "passkey"))],
+    [
+        *((name, "prompt" if name == "gsm8k" else "context") for name in TASKS),
+        *((name, "prompt") for name in ("jsonl", "passkey")),
+    ],
 )
 def test_every_task_runs_with_every_default_method(
     tmp_path: Path, name: str, compress_after: str
