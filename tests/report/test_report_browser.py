@@ -31,7 +31,10 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
         yield opened
 
 
-OPEN_ALL = "document.querySelectorAll('details').forEach(d => { d.open = true; })"
+OPEN_ALL = (  # and wait for the frame in which the page has seen its new sizes
+    "document.querySelectorAll('details').forEach(d => { d.open = true; });"
+    "new Promise(r => requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(r, 0))))"
+)
 
 
 def test_the_page_opens_with_what_was_run_and_found(browser: Chromium, page: Path) -> None:
