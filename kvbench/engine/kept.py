@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvbench.engine.cache import LayerCache
 from kvbench.engine.fork import Fork
+from kvbench.engine.ragged import RaggedCache
 
 BINS, MOST_LAYERS = 128, 16
 """What `strips_of` keeps at most: pieces of the prompt, and layers, evenly spread."""
@@ -31,7 +32,8 @@ def entries_of(fork: Fork, layers: Sequence[int]) -> Iterator[tuple[int, Tensor,
     [kv_heads, entries]."""
     for layer in layers:
         cache = fork.layers[layer]
-        yield layer, cache.positions[:, : cache.length].cpu(), weights_of(cache)
+        whole = cache.padded() if isinstance(cache, RaggedCache) else cache
+        yield layer, whole.positions[:, : whole.length].cpu(), weights_of(whole)
 
 
 def strips_of(fork: Fork, tokens: int, layers: Sequence[int]) -> dict[str, Any]:

@@ -36,6 +36,9 @@ def test_ragged_heads_are_the_padded_ones_without_the_padding(lengths):
     fork.hold(0, held, most)
     cache = fork.layers[0]
     assert cache.entry_bytes() == sum(lengths) * 2 * 8 * 4 == held.nbytes
+    shown = cache.padded()
+    assert torch.equal(shown.positions, at[0])
+    assert torch.equal(shown.log_weights, padding[0])
     twin = cache.clone()
     q, k, v = torch.randn(2 * heads, 5, 8), torch.randn(heads, 5, 8), torch.randn(heads, 5, 8)
     positions = torch.arange(50, 55)
