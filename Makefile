@@ -61,10 +61,10 @@ $(VENV_REFERENCES)/.ready: pyproject.toml tests/references/constraints.txt
 	  $(PIP_REFERENCES) --no-build-isolation --no-deps minference
 	@touch $@
 
-wheel: setup ## build an sdist and a wheel; use the wheel outside the checkout
+wheel: setup ## build an sdist and a wheel; use the wheel in an empty environment
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist . > /dev/null
-	bash scripts/try_wheel.sh $(BIN)/python dist/*.whl
+	PYTHON=$(BIN)/python bash scripts/try_wheel.sh dist/*.whl "$(TORCH)"
 
 lint: setup ## ruff, mypy, and how large the house is
 	$(BIN)/ruff check .

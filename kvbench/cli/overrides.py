@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.cli.compose import parse, plain_values
 from kvbench.cli.meant import DTYPE_NAMES, keys_called
-from kvbench.errors import names_a_secret, nearest
+from kvbench.errors import names_a_secret, nearest, needs_extra
 from kvbench.errors.options import (
     Count,
     NonNegative,
@@ -162,6 +162,8 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
     missing = re.search(r"[Cc]ould not (?:find|load) '([^']+)'", text)
     if missing and "/" in missing.group(1):
         group, _, choice = missing.group(1).rpartition("/")
+        if group == "hydra/launcher" and choice.startswith("submitit"):
+            return "launcher: " + needs_extra("hydra-submitit-launcher", "slurm")
         allowed = _group_choices(group)
         return (
             f"unknown {group} {choice!r}{nearest(choice, allowed)}; allowed: {', '.join(allowed)}"

@@ -31,6 +31,11 @@ class UserError(Exception):
     status: ClassVar[int] = USAGE
 
 
+def needs_extra(package: str, extra: str) -> str:
+    """One line for a package that is missing, with the command that installs it."""
+    return f"{package} is not installed; allowed: pip install 'kvbench[{extra}]'"
+
+
 def nearest(word: str, allowed: Sequence[str]) -> str:
     """`` (did you mean 'x'?)`` when something allowed is close to `word`, else an empty string."""
     close = difflib.get_close_matches(word, allowed, n=1, cutoff=0.5)

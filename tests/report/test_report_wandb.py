@@ -65,7 +65,7 @@ def test_an_offline_run_holds_everything(experiment: Path) -> None:
     start = start_of(messages)
     assert (start.project, start.run_group, start.job_type) == ("p", "demo", "needle")
     assert start.run_id == run_id(run.manifest)
-    assert start.display_name == "needle/snapkv rate 0.25/seed0"
+    assert start.display_name == "recall_mini/needle/snapkv rate 0.25/seed0"
     assert set(start.tags) == {"demo", "recall_mini", "needle", "snapkv", "rate 0.25"}
     assert run.manifest["command"] in start.notes
 
@@ -134,6 +134,10 @@ def test_the_comparison_sets_every_method_side_by_side(experiment: Path) -> None
     folder, messages = offline_run(experiment, comparison_id("demo", group))
     start = start_of(messages)
     assert (start.run_group, start.job_type) == ("demo", "comparison")
+    assert start.display_name == "recall_mini/needle/comparison"
+    scalars = updates(messages, "summary")
+    assert scalars["snapkv/score"] == pytest.approx(score_table(group).rows[1].total.score.value)
+    assert {"exact/score", "snapkv/ratio", "snapkv/difference"} <= set(scalars)
     assert set(start.tags) == {"demo", "recall_mini", "needle", "comparison"}
     table = table_of(folder, "predictions")
     exact = of_method(runs, "exact").records.set_index("example_id")

@@ -75,7 +75,7 @@ def test_an_online_run_arrives_whole_and_logging_again_makes_no_second_one(
     run = next(run for run in runs if run.manifest["method"] == "snapkv")
     got = server.runs[run_id(run.manifest)]
     assert got.complete
-    assert got.start["displayName"] == "needle/snapkv rate 0.25/seed0"
+    assert got.start["displayName"] == "recall_mini/needle/snapkv rate 0.25/seed0"
     assert got.start["groupName"] == "demo"
     assert got.start["jobType"] == "needle"
     assert set(got.start["tags"]) == {"demo", "recall_mini", "needle", "snapkv", "rate 0.25"}

@@ -182,7 +182,7 @@ def _log_run(run: Run, runs: Sequence[Run], project: str, entity: str | None) ->
         project=project,
         entity=entity,
         id=name,
-        name=f"{manifest['task']}/{row.variant.label}{rate}/seed{manifest.get('seed')}",
+        name=f"{group.model}/{manifest['task']}/{row.variant.label}{rate}/seed{manifest.get('seed')}",
         group=str(manifest["experiment"]),
         job_type=str(manifest["task"]),
         tags=tags_of(manifest, row),
@@ -210,7 +210,7 @@ def _log_comparison(group: Group, folder: Path, project: str, entity: str | None
         project=project,
         entity=entity,
         id=comparison_id(experiment, group),
-        name=f"{group.task}/{COMPARISON}",
+        name=f"{group.model}/{group.task}/{COMPARISON}",
         group=experiment,
         job_type=COMPARISON,
         tags=clipped_tags([experiment, group.model, group.task, COMPARISON]),
@@ -225,8 +225,19 @@ def _log_comparison(group: Group, folder: Path, project: str, entity: str | None
         },
     ) as logged:
         logged.log(comparison_media(group, table))
-        logged.summary.update(note)
+        logged.summary.update(_scalars(table) | note)
     return Path(logged.dir).parent
+
+
+def _scalars(table: ScoreTable) -> dict[str, float]:
+    """Score, difference and ratio of every variant, for columns and charts of the runs' list."""
+    found: dict[str, float] = {}
+    for row in table.rows:
+        total, name = row.total, row.variant.label
+        found |= {f"{name}/score": total.score.value, f"{name}/ratio": row.ratio}
+        if total.difference is not None:
+            found[f"{name}/difference"] = total.difference.value
+    return {key: value for key, value in found.items() if not is_nan(value)}
 
 
 def _timings(group: Group, row: VariantScores) -> dict[str, float]:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvbench.errors import needs_extra
 from kvbench.records.durable import read_file
 from kvbench.records.read import StoreError
 from kvbench.report.experiment import Experiment, Group, load_experiment
@@ -132,6 +133,11 @@ def main(arguments: list[str] | None = None) -> int:
             _one(Path(folder), options.project, options.entity, options.send)
         except (StoreError, NotSent, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
+            status = 1
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "wandb_workspaces":
+                raise
+            print(f"error: {needs_extra('wandb-workspaces', 'wandb-report')}", file=sys.stderr)
             status = 1
     return status
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from kvbench.errors import needs_extra
 from kvbench.tasks.base import TaskError
 
 CONTEXT, INPUT = "{context}", "{input}"
@@ -102,7 +103,10 @@ def _pinned(dataset: str) -> tuple[str, int]:
 
 def _template_of_lm_eval(dataset: str) -> str:
     """The template as lm-eval has it, its fields renamed."""
-    file = files("lm_eval") / "tasks" / "longbench" / f"{dataset}.yaml"
+    try:
+        file = files("lm_eval") / "tasks" / "longbench" / f"{dataset}.yaml"
+    except ModuleNotFoundError as error:
+        raise TaskError(f"longbench: {needs_extra('lm-eval', 'lm-eval')}") from error
     try:
         task: Any = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)
         template = task["doc_to_text"]
