@@ -53,7 +53,7 @@ def gpu_check(tmp_path: Path, *arguments: str) -> tuple[int, dict, str]:
         "for name in ('hydra', 'wandb'): sys.modules[name] = None\n"  # importing one fails
         "runpy.run_path('scripts/gpu_check.py', run_name='__main__')"
     )
-    done = pretending("-c", script, "--small", "--out", str(tmp_path), *arguments, gpus=1)
+    done = pretending("-c", script, "--small", "--out", str(tmp_path), *arguments, gpus=2)
     files = list(tmp_path.glob("*.json"))
     return (
         done.returncode,
