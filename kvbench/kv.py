@@ -10,7 +10,6 @@ Vocabulary, used everywhere in kvbench: *n* prompt tokens; *sink* the first ``si
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -21,6 +20,7 @@ from torch.nn.functional import pad
 from kvbench.errors import UserError
 from kvbench.errors.options import Share, Whole, check_options
 from kvbench.kernels.attention_mass import attention_mass
+from kvbench.kernels.elapsed import Elapsed
 from kvbench.kernels.seal import Seal, Shared
 
 Rotary = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -201,11 +201,9 @@ class LayerKV:
         layer's own tensors it is read only: a method that writes to it fails."""
         of = (self.keys, self.values, self.queries)
         if name not in self.shared:
-            start = time.perf_counter()
+            clock = Elapsed(self.keys.device)
             tensor = compute()
-            if tensor.is_cuda:
-                torch.cuda.synchronize(tensor.device)
-            self.shared[name] = Shared(tensor, time.perf_counter() - start, Seal(tensor), of)
+            self.shared[name] = Shared(tensor, clock.stop(), Seal(tensor), of)
             self._own.add(name)
         elif any(mine is not its for mine, its in zip(of, self.shared[name].of, strict=True)):
             return compute()  # a layer that a method made of this one, with tensors of its own
@@ -213,12 +211,12 @@ class LayerKV:
             self._reused.add(name)
         return self.shared[name].tensor
 
-    def charge_shared_work(self) -> Callable[[], float]:
-        """Begin one method's turn. The function returned gives, after it, the seconds of shared work
+    def charge_shared_work(self) -> Callable[[], list[Elapsed]]:
+        """Begin one method's turn. The function returned gives, after it, the clocks of the shared work
         that the method used and an earlier one had paid for."""
         self._own.clear()
         self._reused.clear()
-        return lambda: sum(self.shared[name].seconds for name in self._reused)
+        return lambda: [self.shared[name].clock for name in self._reused]
 
     def attention_mass(self) -> Tensor:
         """Causal softmax attention every key received from all prompt queries, [batch, heads, n].

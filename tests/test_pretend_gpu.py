@@ -39,7 +39,7 @@ def pretending(*command: str, gpus: int) -> subprocess.CompletedProcess[str]:
 
 def test_what_is_marked_cuda_passes_on_pretend_gpus():
     done = pretending(
-        *("-m", "pytest", "-q", "-m", "cuda", "-rs", "-p", "support.pretended"),
+        *("-m", "pytest", "-m", "cuda", "-rs", "-p", "support.pretended"),
         *("-p", "no:cacheprovider", "tests/engine", "tests/kernels", "tests/probes"),
         gpus=2,
     )

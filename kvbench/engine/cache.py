@@ -116,7 +116,8 @@ class LayerCache:
             self.denominators[:, :count] = held.denominators[0]
             if held.value_range is not None:
                 self.value_range = (held.value_range[0][0], held.value_range[1][0])
-        self.prompt_entries = held.entries[0]
+        # On the host where it is known there; what a GPU has counted, `Fork.audit_prompt` reads.
+        self.prompt_entries = self.entries() if self.log_weights is None else held.entries[0]
         self.watched = False  # whether a call while decoding was looked at closely
 
     def entries(self) -> Tensor:

@@ -16,7 +16,9 @@ from kvbench.engine.faults import release_frames
 from kvbench.engine.ragged import RaggedCache
 from kvbench.engine.recompress import Recompressor
 from kvbench.engine.shared import attend_branches, branch_of, cropped, merged, rows_by_base
+from kvbench.kernels.elapsed import Elapsed
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV
+from kvbench.methods._select import to_device
 from kvbench.methods.base import Method, allowed_entries
 
 
@@ -42,6 +44,8 @@ class Fork:
         room: tokens that will be appended, if the caller knows.
         layers: filled by the prefill, by layer index.
         carried: what the method noted at earlier layers of this prompt (`LayerKV.carried`).
+        compress_s: seconds of compression; `clocks` are still to be read, by `read_clocks`.
+        unaudited: layers whose entries are still to be counted, by `audit_prompt`.
         failure: what stopped this fork, if anything did; the other forks go on.
         budget_preset: see `kvbench.methods.base.allowed_entries`; known after the audit.
     """
@@ -55,6 +59,8 @@ class Fork:
     layers: dict[int, LayerCache] = field(default_factory=dict)
     carried: dict[str, Tensor] = field(default_factory=dict)
     compress_s: float = 0.0
+    clocks: list[Elapsed] = field(default_factory=list)
+    unaudited: list[int] = field(default_factory=list)
     compressed: bool = False
     appended: int = 0
     failure: Exception | None = None
@@ -82,17 +88,26 @@ class Fork:
             for cache in self.layers.values()
         )
 
+    def read_clocks(self) -> None:
+        """Add up the seconds of compression so far; waits for a GPU that is not done with it."""
+        self.compress_s += sum(clock.seconds for clock in self.clocks)
+        self.clocks = []
+
     def fail(self, failure: Exception) -> None:
         """This fork ends here; what it holds is given back, for the others to go on with."""
         self.failure = failure
         release_frames(failure)
+        self._let_go()
+
+    def _let_go(self) -> None:
         self.layers.clear()
         self.carried.clear()
+        self.unaudited.clear()
 
     def begin_again(self) -> None:
         """As before the prefill, but for a failure."""
-        self.layers.clear()
-        self.carried.clear()
+        self._let_go()
+        self.clocks.clear()
         self.compress_s = 0.0
 
     def clone(self) -> Fork:
@@ -163,8 +178,28 @@ class Fork:
                 self.label, self.method, self.budget, prompt, generator
             )
         self.layers[layer] = cache
-        if compressible and cache.prompt_charged > capacity + 1:
-            raise BudgetExceeded(self.label, layer, capacity, cache.prompt_charged)
+        if compressible:
+            self.unaudited.append(layer)
+        if not cache.prompt_entries.is_cuda:
+            self.audit_prompt()
+
+    def audit_prompt(self) -> None:
+        """Audit what the prompt's layers hold since the last time; waits for a GPU once.
+
+        Raises:
+            BudgetExceeded: see `hold`.
+        """
+        layers, self.unaudited = self.unaudited, []
+        caches = [self.layers[layer] for layer in layers]
+        if not caches:
+            return
+        counted = [cache.prompt_entries for cache in caches]
+        together = torch.cat([counts.to(counted[0].device) for counts in counted]).cpu()
+        parts = together.split([len(counts) for counts in counted])
+        for layer, cache, counts in zip(layers, caches, parts, strict=True):
+            cache.prompt_entries = counts
+            if cache.prompt_charged > cache.capacity + 1:
+                raise BudgetExceeded(self.label, layer, cache.capacity, cache.prompt_charged)
 
     def audit(self, n: int, compressible: Sequence[int]) -> None:
         """Count the entries of every layer again, after the last token. A cache that evicts holds no
@@ -217,7 +252,9 @@ class ForkBatch:
         """Each row against its own cache; a row whose fork failed attends to nothing. Rows that share
         entries read those together."""
         query, key, value = call.query, call.key, call.value
-        positions = self.positions.to(query.device).expand(len(self.forks), -1)
+        if self.positions.device != query.device:  # once, not at every layer
+            self.positions = to_device(self.positions, query.device)
+        positions = self.positions.expand(len(self.forks), -1)
         out = query.new_zeros(*query.shape[:3], value.shape[-1])
         caches = [fork.layers.get(call.layer) for fork in self.forks]
         joined = rows_by_base(caches)

@@ -8,7 +8,6 @@ what every other method gets; here that is its own failure, and nobody else's.
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvbench.kernels.elapsed import Elapsed
 from kvbench.kernels.seal import Seal
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
 from kvbench.methods.base import Method
@@ -155,7 +155,7 @@ class Guard:
         restores: put a changed layer right again. Needs a copy of the layer, made once; a prefill
             that can run again needs none.
         closely: look at everything after every call. Otherwise writes that torch does not count are
-            asked for once, after all calls, by `suspicious`, and the global generators are the caller's
+            asked for once, after all calls, by `suspicions`, and the global generators are the caller's
             to look at; who it was, a second run under a close look tells.
     """
 
@@ -168,11 +168,12 @@ class Guard:
             layer.pristine.update({name: x.clone() for name, x in self.tensors.items()})
         self.seals = {name: Seal(x) for name, x in self.tensors.items()}
 
-    def suspicious(self) -> bool:
-        """Whether some call wrote to a tensor and nobody was blamed for it."""
+    def suspicions(self) -> list[Tensor | bool]:
+        """Of each tensor whether some call wrote to it, nobody being blamed; what a GPU has to say comes
+        as a tensor on it."""
         tensors = [(self.tensors[name], seal) for name, seal in self.seals.items()]
         tensors += [(entry.tensor, entry.seal) for entry in self.layer.shared.values()]
-        return any(seal.broken(tensor) for tensor, seal in tensors)
+        return [seal.written(tensor) for tensor, seal in tensors]
 
     def compress(
         self,
@@ -181,9 +182,9 @@ class Guard:
         budget: Budget,
         generator: torch.Generator,
         carried: dict[str, Tensor],
-    ) -> tuple[CompressedKV, int, float]:
-        """What `method` holds instead of the layer, checked, the entries it may hold, and the seconds
-        of its own work.
+    ) -> tuple[CompressedKV, int, Elapsed]:
+        """What `method` holds instead of the layer, checked, the entries it may hold, and the clock of
+        its own work.
 
         Args:
             carried: what this method, and no other, noted at earlier layers.
@@ -204,11 +205,9 @@ class Guard:
                 capacity = method.layer_capacity(
                     replace(budget), layer.n, layer.layer_index, layer.num_layers
                 )
-                _wait(device)
-                start = time.perf_counter()
+                clock = Elapsed(device)
                 held = method.compress(own, replace(budget), generator)
-                _wait(device)
-                seconds = time.perf_counter() - start
+                clock.stop()
             check_held(held, layer)
         except Exception as failure:
             changed = self._changed(shared)
@@ -218,7 +217,7 @@ class Guard:
         changed = self._changed(shared)
         if changed:
             raise _wrote(label, changed, layer.layer_index)
-        return held, capacity, seconds
+        return held, capacity, clock
 
     def _changed(self, before: dict[str, Any]) -> list[str]:
         """Names of the tensors that were written to; those that can be are put right."""
@@ -243,11 +242,6 @@ class Guard:
             }
         )
         return [*changed, *dict.fromkeys([*replaced, *written])]
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _wrote(label: str, names: list[str], layer: int) -> SharedStateChanged:
@@ -300,10 +294,12 @@ def check_finite(layer: LayerKV) -> None:
     Raises:
         KVError: naming the layer and the first KV head concerned.
     """
+    # One pass: a sum is finite unless something in it is not (or it overflows: then look closer). Read
+    # before the methods run, both at once: a choice among NaN need not end.
+    both = torch.stack([x.sum(dtype=torch.float32) for x in (layer.keys, layer.values)])
+    if bool(torch.isfinite(both).all()):
+        return
     for name, tensor in (("keys", layer.keys), ("values", layer.values)):
-        # One pass: a sum is finite unless something in it is not (or it overflows: then look closer).
-        if torch.isfinite(tensor.sum(dtype=torch.float32)):
-            continue
         bad = ~torch.isfinite(tensor).flatten(2).all(-1).all(0)
         if bad.any():
             head = int(bad.nonzero()[0])

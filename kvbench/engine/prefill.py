@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from kvbench.engine.attention import LayerCall, UnsupportedModel
 from kvbench.engine.fork import Fork, layer_generator
 from kvbench.engine.guard import GENERATORS, Guard, Settings, SharedStateChanged, check_finite
-from kvbench.kv import WHOLE, CompressedKV, LayerKV, Rotary, keep_all
+from kvbench.kernels.elapsed import Elapsed
+from kvbench.kv import WHOLE, BudgetExceeded, CompressedKV, LayerKV, Rotary, keep_all
 
 
 def compressible_layers(model: PreTrainedModel) -> list[int]:
@@ -134,15 +135,16 @@ class PrefillState:
         self.forks = forks
         self.closely = closely
         self.order = {layer: index for index, layer in enumerate(compressible)}
+        self.running = [fork for fork in forks if fork.failure is None]
         self.exact_bytes = 0
-        self.compress_s = 0.0
+        self.clocks: list[Elapsed] = []
+        self.suspicions: list[Tensor | bool] = []
 
     def attend(self, call: LayerCall) -> Tensor:
         """Exact attention of the layer; compression of its keys and values on the way."""
         layer, key, value = call.layer, call.key, call.value
         out = call.exact()
-        synchronize(key.device)
-        start = time.perf_counter()
+        clock = Elapsed(key.device)
         if call.sliding_window is not None and layer in self.order:
             raise UnsupportedModel(
                 f"layer {layer} has a sliding window of {call.sliding_window} that the model's config "
@@ -157,9 +159,30 @@ class PrefillState:
             self._compress_all(layer, held)
         else:
             self._keep_window(layer, key, value, call.sliding_window)
-        synchronize(key.device)
-        self.compress_s += time.perf_counter() - start
+        self.clocks.append(clock.stop())
+        if self.closely:
+            self.settle()
         return out
+
+    def settle(self) -> float:
+        """Read what is still on its way from a GPU: the forks' entries, audited, their seconds, and
+        whether a method wrote to what others read. Returns the seconds of all compression.
+
+        Raises:
+            _Spoiled: some method did.
+        """
+        said = [torch.as_tensor(one) for one in self.suspicions]
+        self.suspicions = []
+        if said and bool(torch.stack([one.to(said[0].device) for one in said]).any()):
+            _forgive(self.running)
+            raise _Spoiled(whose=False)
+        for fork in self.forks:
+            try:
+                fork.audit_prompt()
+            except BudgetExceeded as failure:
+                fork.fail(failure)
+            fork.read_clocks()
+        return sum(clock.seconds for clock in self.clocks)
 
     def _compress_all(self, layer: int, kv: LayerKV) -> None:
         running = [fork for fork in self.forks if fork.failure is None]
@@ -167,12 +190,12 @@ class PrefillState:
         try:
             for fork in running:
                 self._compress(fork, layer, guard)
-            if not self.closely and guard.suspicious():
-                raise _Spoiled(whose=False)
+            if not self.closely:
+                self.suspicions += guard.suspicions()
+                if not kv.keys.is_cuda:
+                    self.settle()
         except _Spoiled:
-            for fork in running:  # what failed here may have failed for what another did
-                if not isinstance(fork.failure, SharedStateChanged):
-                    fork.failure = None
+            _forgive(running)
             raise
 
     def _compress(self, fork: Fork, layer: int, guard: Guard) -> None:
@@ -181,28 +204,28 @@ class PrefillState:
         # A prompt that does not fill its budget is not compressed; a method that evicts is asked all the
         # same, for the scores that it goes by once the cache is full.
         limit = None if fork.compressed else fork.limit(kv.n)
-        seconds, spoiled = 0.0, False
+        clocks, spoiled = list[Elapsed](), False
         try:
             if fork.compressed or limit is not None:
                 fork.carry_to(kv.keys.device)
                 generator = layer_generator(fork.seed, fork.example_id, layer)
                 budget = fork.budget if limit is None else WHOLE
-                held, capacity, seconds = guard.compress(
+                held, capacity, clock = guard.compress(
                     fork.label, fork.method, budget, generator, fork.carried
                 )
+                clocks.append(clock)
             else:
                 held, capacity = keep_all(kv), kv.n
-            start = time.perf_counter()
+            clock = Elapsed(kv.keys.device)
             fork.hold(layer, held, capacity, limit=limit, prompt=kv)
-            synchronize(kv.keys.device)
-            seconds += time.perf_counter() - start
+            clocks.append(clock.stop())
         except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
             fork.fail(failure)
             spoiled = isinstance(failure, SharedStateChanged) and failure.tensors
         if spoiled and any(other.failure is None for other in self.forks):
             raise _Spoiled(whose=True)
         # Work that an earlier method of the job did for both is charged to both.
-        fork.compress_s += seconds + charged()
+        fork.clocks += [*clocks, *charged()]
 
     def _keep_window(self, layer: int, key: Tensor, value: Tensor, window: int | None) -> None:
         n = key.shape[2]
@@ -214,6 +237,13 @@ class PrefillState:
             if fork.failure is None:
                 whole = CompressedKV(key, value, None, positions)
                 fork.hold(layer, whole, key.shape[2], compressible=False, window=window)
+
+
+def _forgive(forks: Sequence[Fork]) -> None:
+    """What failed may have failed for what another did."""
+    for fork in forks:
+        if not isinstance(fork.failure, SharedStateChanged):
+            fork.failure = None
 
 
 @dataclass(frozen=True)
@@ -275,7 +305,9 @@ def prefill(
             always_compress or len(ids) > fork.budget.capacity(len(ids))
         )
     tokens = torch.tensor([list(ids)], device=device)
-    closely = len(forks) == 1
+    # One fork spoils nobody else's tensors: what a close look at each layer costs is one wait for a GPU
+    # after the other, and a look at the end tells as much.
+    closely = len(forks) == 1 and device.type == "cpu"
     while True:
         state = PrefillState(forks, compressible, closely=closely, rotary=rotary_of(model))
         generators = Settings.now(GENERATORS)
@@ -283,6 +315,9 @@ def prefill(
         start = time.perf_counter()
         try:
             logits = forward(model, tokens, torch.arange(len(ids), device=device), state)
+            synchronize(device)
+            compress_s = state.settle()
+            seconds = time.perf_counter() - start - compress_s
             if closely or not generators.put_back():
                 break
             closely = True  # somebody drew from a global generator: who?
@@ -290,8 +325,6 @@ def prefill(
             closely |= not spoiled.whose
         for fork in forks:
             fork.begin_again()
-    synchronize(device)
-    seconds = time.perf_counter() - start - state.compress_s
     return Prefill(logits[0], seconds, state.exact_bytes, len(ids))
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvbench.kernels.elapsed import Elapsed
+
 SEALED_ENDS, SEALED_BETWEEN = 32, 64
 """Tokens of a shared tensor that a `Seal` copies: so many at either end, at most so many in between."""
 
@@ -29,6 +31,13 @@ class Seal:
     def __init__(self, tensor: Tensor) -> None:
         self.version = self._writes(tensor)
         self.sample = self._sample(tensor)
+
+    def written(self, tensor: Tensor) -> Tensor | bool:
+        """The same, without waiting for a GPU where only the copy can tell: then a tensor on it."""
+        if self._writes(tensor) != self.version:
+            return True
+        sample = self._sample(tensor)
+        return sample.shape != self.sample.shape or (sample != self.sample).any()
 
     def broken(self, tensor: Tensor, closely: bool = True) -> bool:
         """Whether `tensor`, the one that was sealed, was written to since; the copy is looked at only
@@ -58,10 +67,10 @@ class Seal:
 
 @dataclass(frozen=True)
 class Shared:
-    """A tensor that `LayerKV.once` remembers, the seconds it took, its seal, and the keys, values and
-    queries of the layer that it was computed for."""
+    """A tensor that `LayerKV.once` remembers, the clock of its making, its seal, and the keys, values
+    and queries of the layer that it was computed for."""
 
     tensor: Tensor
-    seconds: float
+    clock: Elapsed
     seal: Seal
     of: tuple[Tensor | None, ...]

@@ -297,7 +297,7 @@ def compress_measured(
             f"method {label!r} restricts attention while decoding; allowed: methods that do not"
         )
     guard = Guard(kv, restores=True)  # other methods and draws go on with the same layer
-    held, capacity, seconds = guard.compress(label, method, budget, generator, kv.carried)
+    held, capacity, clock = guard.compress(label, method, budget, generator, kv.carried)
     _, preset = allowed_entries(method, budget, kv.n, kv.num_layers)
     most = int(held.entries.max())
     if held.charged > capacity + 1:
@@ -314,7 +314,7 @@ def compress_measured(
         "ratio": cache_bytes / exact_bytes,
         "represented": float(held.represented.mean()) / kv.n,
         "compressed": method.saves_memory or scheme is not None,
-        "compress_s": seconds,
+        "compress_s": clock.seconds,
         **({} if preset is None else {"budget_preset": preset}),
     }
 

@@ -8,16 +8,20 @@ import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from support.jobs import SMALL
-from support.pretended import needs_cuda
+from support.pretended import counted, needs_cuda, needs_pretend
 from support.probing import SYNTHETIC
 from support.prompts import EVERY_METHOD, facts
 from support.tiny import prompt_ids, tiny_model
 from support.variants import VARIANTS, label
 
+import kvbench
 from kvbench.engine import attention
 from kvbench.engine.attention import exact_attention
-from kvbench.engine.generate import Prompt, run_batch
+from kvbench.engine.fork import Fork
+from kvbench.engine.generate import run_batch
 from kvbench.engine.loading import ModelSpec
+from kvbench.engine.prefill import prefill
+from kvbench.engine.prompts import Prompt
 from kvbench.engine.stopping import Stopping
 from kvbench.methods import build_method
 from kvbench.probes.layer_error import LayerError
@@ -28,8 +32,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 METHODS = {label(variant): variant for variant in VARIANTS} | EVERY_METHOD
 
 
-def model_on(device):
-    model = tiny_model("llama", layers=2)
+def model_on(device, layers=2):
+    model = tiny_model("llama", layers=layers)
     model.set_attn_implementation("kvbench")
     return model.to(device)
 
@@ -109,3 +113,60 @@ def test_synthetic_layers_are_on_the_device_of_the_session(monkeypatch):
     expected = {o.method: o.fields["score"] for o in probe.run(unit, methods, on_cpu)}
     for outcome in probe.run(unit, methods, session):
         assert outcome.fields["score"] == pytest.approx(expected[outcome.method], rel=1e-4)
+
+
+# --- what the host waits for, counted -------------------------------------------------------------
+
+
+@needs_pretend
+@pytest.mark.parametrize("name", ["exact", "streaming_llm", "snapkv", "h2o", "pyramidkv"])
+def test_compression_waits_once_per_layer(name, monkeypatch):
+    """For whether its keys are finite, which no method may be asked to choose among otherwise. Entries,
+    seals and clocks are read once per prompt."""
+    monkeypatch.setenv("KVBENCH_KERNELS", "torch")
+
+    def waits(layers):
+        model, fork = model_on(CUDA, layers), Fork(name, build_method(name), SMALL, 0, "x", room=2)
+        found = counted(lambda: prefill(model, prompt_ids(72), [fork]), "sync")
+        assert fork.failure is None
+        assert fork.compress_s > 0
+        return sum(found.values()), found
+
+    (few, _), (many, found) = waits(1), waits(3)
+    assert many - few == 2, found
+    assert few <= 1 + 6
+
+
+@needs_pretend
+@pytest.mark.parametrize("name", ["exact", "snapkv", "h2o"])
+def test_a_decode_step_waits_for_its_token_only(name, monkeypatch):
+    monkeypatch.setenv("KVBENCH_KERNELS", "auto")
+    model = model_on(CUDA)
+
+    def waits(new):
+        found = counted(lambda: answers(model, [name], n=40, new=new), "sync")
+        return sum(found.values()), found
+
+    (few, _), (many, found) = waits(2), waits(5)
+    assert many - few == 3, found
+
+
+@needs_pretend
+def test_compress_around_generate_waits_at_no_layer(monkeypatch):
+    monkeypatch.setenv("KVBENCH_KERNELS", "torch")
+    ids = torch.tensor([prompt_ids(60)])
+
+    def waits(layers, new):
+        model = tiny_model("llama", layers=layers).to(CUDA)
+        given = ids.to(CUDA)
+        options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+        with torch.no_grad(), kvbench.compress(model, "snapkv", rate=0.25, sink=4, window=4):
+            mask = torch.ones_like(given)
+            found = counted(
+                lambda: model.generate(given, attention_mask=mask, pad_token_id=0, **options),
+                "sync",
+            )
+        return sum(found.values())
+
+    per_token = [(waits(layers, 5) - waits(layers, 2)) / 3 for layers in (1, 3)]
+    assert per_token[0] == per_token[1]
