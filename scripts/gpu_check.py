@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -311,9 +312,8 @@ def kernels(sizes: Sizes, on: torch.device, rates: dict[str, Any]) -> dict[str, 
     ]
     found: dict[str, Any] = {}
     for case in cases:
-        taken = seconds(
-            lambda case=case: case.run("triton"), bench.repeats, 3 if sizes.timed else 1
-        )  # type: ignore[misc]
+        rounds = 3 if sizes.timed else 1
+        taken = seconds(partial(case.run, "triton"), bench.repeats, rounds)
         floor = max(case.bytes / bench.copy_rate, case.flops / bench.matmul_rate)
         found[f"{case.operation} {case.size}"] = {"seconds": taken, "floor_over_it": floor / taken}
         least = LEAST[case.operation] if sizes.timed else 0.0
