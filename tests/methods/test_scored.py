@@ -10,10 +10,14 @@ import numpy as np
 import pytest
 import torch
 from support.method_layers import attend, make_layer, run
+from support.tiny import prompt_ids, tiny_model
 
+from kvbench.engine.prefill import capture_layers
+from kvbench.engine.switch import kvbench_attention_on
 from kvbench.kv import Budget, KVError, LayerKV
 from kvbench.methods import build_method
 from kvbench.methods.adakv import best_of_all_heads
+from kvbench.methods.expected_attention import mean_rotation, plain_queries
 from kvbench.methods.rkv import redundancy
 
 
@@ -245,3 +249,25 @@ def test_what_cannot_be_says_so():
         run(build_method("expected_attention"), make_layer(100), BUDGET)
     with pytest.raises(KVError, match="unknown method 'snapkvv'"):
         build_method("pages", of="snapkvv")
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "mistral", "gemma2"])
+def test_queries_before_encoding_are_what_the_model_projected(architecture: str) -> None:
+    """The engine's rotary table, and its inverse, on real models."""
+    model = tiny_model(architecture)
+    index = 1  # gemma2: a layer with full attention
+    projected: list[torch.Tensor] = []
+    attention = model.base_model.layers[index].self_attn
+    hook = attention.q_proj.register_forward_hook(lambda *found: projected.append(found[2]))
+    with kvbench_attention_on(model), torch.inference_mode():
+        layer = capture_layers(model, prompt_ids(40), [index])[index]
+    hook.remove()
+    plain = plain_queries(layer)
+    expected = projected[0].view(1, 40, -1, plain.shape[-1]).transpose(1, 2)
+    torch.testing.assert_close(plain, expected, atol=1e-5, rtol=1e-5)
+    # averaged over one position, the rotation is that position's
+    cos, sin = layer.rotary(torch.tensor([7]))
+    query = expected[0, 0, 3]
+    half = torch.cat([-query[len(query) // 2 :], query[: len(query) // 2]])
+    turned = mean_rotation(layer, 7, 1) @ query
+    torch.testing.assert_close(turned, query * cos[0] + half * sin[0], atol=1e-5, rtol=1e-5)
