@@ -119,14 +119,18 @@ def resolve_device(device: str) -> torch.device:
     try:
         resolved = torch.device(device)
     except RuntimeError as error:
-        raise ModelError(f"device is {device!r}; allowed: auto, cpu, cuda, cuda:N") from error
+        raise ModelError(f"device is {device!r}; allowed: auto, cpu, mps, cuda, cuda:N") from error
+    if resolved.type == "mps" and not torch.backends.mps.is_available():
+        raise ModelError(
+            f"device is {device!r}, which this torch does not have; allowed: auto, cpu"
+        )
     if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
         raise ModelError(f"device is {device!r}; this machine has {torch.cuda.device_count()} GPUs")
     return resolved
 
 
 def resolve_dtype(dtype: str, device: torch.device, models: str = "auto") -> torch.dtype:
-    """``auto`` is float32 on the CPU, and on CUDA what the model's config says, else bfloat16.
+    """``auto`` is float32 on the CPU and mps; on CUDA what the model's config says, else bfloat16.
 
     Args:
         dtype: what the job asks for.
@@ -135,7 +139,7 @@ def resolve_dtype(dtype: str, device: torch.device, models: str = "auto") -> tor
     Raises:
         ModelError: unknown name.
     """
-    if dtype == "auto" and device.type == "cpu":
+    if dtype == "auto" and device.type in ("cpu", "mps"):
         return torch.float32
     dtype = models if dtype == "auto" else dtype
     if dtype == "auto":

@@ -57,6 +57,8 @@ def synchronize(device: torch.device) -> None:
     """Wait for the device, so that a clock read afterwards means something."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
 
 
 def input_device(model: PreTrainedModel) -> torch.device:

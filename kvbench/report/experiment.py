@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -88,8 +89,13 @@ class Group:
 
     @cached_property
     def datasets(self) -> list[Any]:
-        """In the task's order, which is its paper's: tasks give an example of each in turn."""
-        return list(self.records["dataset"].unique())
+        """In the task's order, which is its paper's: tasks give an example of each in turn. Those that
+        are all named by a number (20 lines, 100 lines) are in its order."""
+        names = list(self.records["dataset"].unique())
+        numbers = [re.match(r"(\d+)[ _]", str(name)) for name in names]
+        if all(numbers):
+            names.sort(key=lambda name: int(re.split("[ _]", str(name))[0]))
+        return names
 
     @property
     def left_out(self) -> list[str]:

@@ -64,10 +64,18 @@ def test_devices_and_dtypes():
     assert resolve_dtype("auto", torch.device("cuda")) == torch.bfloat16
     with pytest.raises(ModelError, match="dtype is 'half'; allowed: auto, float32"):
         resolve_dtype("half", CPU)
-    with pytest.raises(ModelError, match="allowed: auto, cpu, cuda, cuda:N"):
+    with pytest.raises(ModelError, match="allowed: auto, cpu, mps, cuda, cuda:N"):
         resolve_device("gpu")
     with pytest.raises(ModelError, match=r"'cuda:99'; this machine has \d+ GPUs"):
         resolve_device("cuda:99")
+
+
+def test_mps_is_taken_where_torch_has_it(monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(ModelError, match="'mps', which this torch does not have; allowed: auto, cpu"):
+        resolve_device("mps")
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert resolve_dtype("auto", resolve_device("mps")) == torch.float32
 
 
 def test_a_gpu_that_auto_cannot_use_is_told_in_one_line(monkeypatch, caplog, tmp_path):
