@@ -92,18 +92,32 @@ def _rebuild(folder: str, *, every: bool) -> None:
 
 
 def _link(folders: Sequence[Path], site: str | None) -> None:
-    """Rebuild the reports of which there are records, then the landing page of all."""
+    """Rebuild the reports of which there are records, then the landing page of all.
+
+    Raises:
+        StoreError: nothing lies in one of the folders; or a report could not be rebuilt: the one it had
+            stays, and the page links them all before this is said.
+    """
     from kvbench.report.render.landing import write_landing
 
+    for folder in folders:
+        if not folder.exists():
+            raise StoreError(f"no results in {folder}: the folder does not exist")
+    failures = []
     found = [folder for folder in folders if folder.is_dir()]
     for folder in found:
         if any(folder.glob(f"*/*/*/{MANIFEST}")):
             try:
                 _rebuild(str(folder), every=False)
-            except StoreError as error:  # the report it had stays, and the others are linked
-                complain(f"warning: {error}", "kvbench-report")
-    place = write_landing(found or folders, None if site is None else Path(site))
+            except StoreError as error:
+                failures.append(error)
+    try:
+        place = write_landing(found or folders, None if site is None else Path(site))
+    except StoreError as error:
+        raise (failures or [error])[0] from error
     print(printable(str(place)))
+    if failures:
+        raise failures[0]
 
 
 def _measure(folder: str, other: str) -> None:

@@ -78,7 +78,11 @@ def check_ids(task: str, units: Sequence[Unit]) -> None:
     Raises:
         KVError: naming the id.
     """
-    for name, count in Counter(i for unit in units for i in unit.record_ids).items():
+    _refuse_repeated(task, (i for unit in units for i in unit.record_ids))
+
+
+def _refuse_repeated(task: str, ids: Iterable[str]) -> None:
+    for name, count in Counter(ids).items():
         if count > 1:
             raise KVError(
                 f"task {task} has {count} examples with the id {name!r}; allowed: one, or the others "
@@ -232,6 +236,7 @@ class TaskPlan:
                 f"compress_after is 'prompt' and task {self.task.name} goes on from the methods' own "
                 "answers, which makes other prompts of each; allowed: context (or golden answers)"
             )
+        _refuse_repeated(self.task.name, (e.example.id for e in encoded))
         together: dict[str, list[EncodedExample]] = {}
         for e in encoded:
             name = e.context if session.compress_after == "context" else e.example.id

@@ -72,7 +72,9 @@ def test_devices_and_dtypes():
 
 def test_mps_is_taken_where_torch_has_it(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    with pytest.raises(ModelError, match="'mps', which this torch does not have; allowed: auto, cpu"):
+    with pytest.raises(
+        ModelError, match="'mps', which this torch does not have; allowed: auto, cpu"
+    ):
         resolve_device("mps")
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     assert resolve_dtype("auto", resolve_device("mps")) == torch.float32

@@ -287,7 +287,9 @@ def test_names_stand_for_themselves_in_figures() -> None:
 
 
 def test_a_figure_of_any_size_is_drawn() -> None:
-    drawn = Drawn("name", "title", "", new_figure(900, 2))
+    figure = new_figure(900, 2)
+    figure.subplots()
+    drawn = Drawn("name", "title", "", figure)
     assert drawn.png.startswith(b"\x89PNG")
 
 

@@ -266,7 +266,7 @@ def test_answers_stay_text(tmp_path: Path) -> None:
     [
         (["nowhere", "{a}"], 1, "no results in nowhere: the folder does not exist"),
         (["{a}", "nowhere"], 1, "no results in nowhere: the folder does not exist"),
-        (["{a}", "{a}", "{a}"], 2, "unrecognized arguments"),
+        (["{a}", "{a}", "nowhere"], 1, "no results in nowhere: the folder does not exist"),
         ([], 2, "the following arguments are required: folder"),
         (["{a}", "--out", "x"], 2, "--out is for a comparison of two folders"),
     ],

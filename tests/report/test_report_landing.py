@@ -56,7 +56,7 @@ def test_several_experiments_are_linked_and_summarised(
     assert (site / "one" / "tables" / "longeval_lines-recall_mini.csv").is_file()
     assert 'href="one/report.html"' in (site / "index.html").read_text(encoding="utf-8")
     copied = {path.name for path in (site / "one").iterdir()}
-    assert copied == {"report.html", SUMMARY, "tables", "figures"}
+    assert copied == {"report.html", SUMMARY, "tables"}
 
 
 def test_what_cannot_be_linked_is_said_in_a_line(

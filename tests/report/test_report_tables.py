@@ -356,8 +356,8 @@ def test_several_datasets_and_seeds(tmp_path: Path) -> None:
     assert difference is not None
     assert difference.value == pytest.approx(-0.1)
     lines = frame(as_table(table))
-    assert list(lines["dataset"]) == ["hotpotqa", "qasper", AVERAGE] * 2
-    assert lines["score"][4] == pytest.approx(40.5)  # per cent
+    assert list(lines["dataset"]) == ["qasper", "hotpotqa", AVERAGE] * 2
+    assert lines["score"][3] == pytest.approx(40.5)  # per cent
     assert lines["unit"].unique() == ["%"]
 
 

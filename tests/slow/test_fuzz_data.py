@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
+from kvbench.engine.sampling import GREEDY
 from kvbench.kv import KVError
 from kvbench.records.read import StoreError, load_runs
 from kvbench.report.experiment import Experiment, group_runs
@@ -330,13 +331,16 @@ def test_two_examples_of_one_id_are_refused() -> None:
         spec = None
         prefill = "shared"
         compress_after = "prompt"
+        sampling = GREEDY
 
     session: Any = Session()
     plan = TaskPlan(Twice(num_lines=[5], num_examples=1))
-    units = plan.units(session, {})
-    check_ids("lines", units[:1])
+    with pytest.raises(KVError, match="longeval_lines has 2 examples with the id 'lines5-0000'"):
+        plan.units(session, {})
+    (unit,) = TaskPlan(LongEvalLines(num_lines=[5], num_examples=1)).units(session, {})
+    check_ids("lines", [unit])
     with pytest.raises(KVError, match="task lines has 2 examples with the id 'lines5-0000'"):
-        check_ids("lines", units)
+        check_ids("lines", [unit, unit])
 
 
 def results_folder(records: bytes, manifest: bytes) -> None:

@@ -60,6 +60,26 @@ QUICK = {
     "error_scaling_streaming_model": ["task.n=64", "task.queries=4", "task.kept=[16]", *_ON_LINES],
     "subgen_clusters": ["task.steps=[8,16]", "task.draws=1"],
     "subgen_clusters_model": ["task.steps=[8,16]", *_ON_LINES],
+    "fidelity": ["task.prompts.num_lines=[20]", "task.num_prompts=1", "task.tokens=4"],
+    "jsonl": [
+        f"task.files=[{LONGBENCH}/qasper_e.jsonl]",
+        "task.fields={context: context, question: input, answers: answers}",
+        "task.max_new_tokens=4",
+    ],
+    "key_value": ["task.num_pairs=[5]", "task.max_new_tokens=4"],
+    "passkey": ["task.lengths=[512]", "task.max_new_tokens=4"],
+    "number_string": ["task.lengths=[512]", "task.max_new_tokens=4"],
+    "needle_questions": ["task.lengths=[512]", "task.max_new_tokens=4"],
+    "ruler": ["task.tasks=[niah_single_1]", "task.lengths=[1024]", "task.num_examples=1"],
+    "lm_eval": ["task.source=local", "task.per_dataset=1"],
+    "stream": ["task.tokens=64", "task.num_texts=1"],
+    **{
+        key: ["task.dataset=null", "task.files=[/nosuch.jsonl]"]
+        for key in (
+            *("aime24", "aime25", "gsm8k", "infinitebench", "longbench_v2", "loogle"),
+            *("math500", "scbench", "zeroscrolls"),
+        )
+    },
 }
 """What makes a task's dry run, which tries an example, short."""
 EXPERIMENTS = {
