@@ -49,6 +49,12 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _no_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables are as wide as in a file: some library sets a terminal's width for its own help."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
+@pytest.fixture(autouse=True)
 def _log_handlers_of_its_own() -> Iterator[None]:
     """The command line sets up logging for its process: here it is undone after every test, before
     pytest closes the streams that the handlers write to."""
