@@ -57,3 +57,21 @@ def test_of_errors_the_lowest_is_best(tmp_path: Path) -> None:
     assert verdict_of(group).startswith(
         "On average over rates 0.5 to 0.0625 balancekv has the lowest relative error (0."
     )
+
+
+def test_who_ties_with_the_best_is_not_among_the_others(tmp_path: Path) -> None:
+    rng = np.random.default_rng(5)
+    for method, level in {"balancekv": 0.2, "h2o": 0.201, "uniform": 0.5, "local": 0.6}.items():
+        records = [
+            {"example_id": f"e{i:02d}", "relative_error": (value := level + noise), "score": value}
+            for i, noise in enumerate(map(float, rng.normal(0, 0.01, 40)))
+        ]
+        meta = {**ERROR_META, "unit": "example_id"}
+        write_run(tmp_path, task="e", method=method, records=records, task_meta=meta)
+    (group,) = load_experiment(tmp_path / "demo").groups
+    found = verdict_of(group)
+    assert "uniform and local are shown worse (0.498 or more)" in found
+    assert "the others" not in found
+    assert any(
+        f"nothing separates {a}" in found for a in ("balancekv from h2o", "h2o from balancekv")
+    )

@@ -144,8 +144,9 @@ def _by_themselves(
     if others:
         nearest = value_text(by[others[0]], unit)
         bound = "or more" if lower else "or less"
+        who = "the others" if len(leaders) == 1 else _named(names, others)
         parts.append(
-            f"the others are shown worse ({nearest}{percent} {bound})"
+            f"{who} are shown worse ({nearest}{percent} {bound})"
             if len(others) > 1
             else f"{names[others[0]]} is shown worse ({nearest}{percent})"
         )
