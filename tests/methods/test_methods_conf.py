@@ -1,4 +1,4 @@
-"""conf/method: every YAML is the constructor call of one method, with every option in it."""
+"""conf/method: every YAML composes to the constructor call of one method, with every option in it."""
 
 from __future__ import annotations
 
