@@ -298,3 +298,20 @@ def check_serves_interface(config: PreTrainedConfig) -> None:
             "instead of through transformers' attention interface; allowed: models that use it "
             "(Llama, Qwen, Mistral, Gemma, OPT, GPT-NeoX ...)"
         )
+
+
+def full_attention_layers(spec: ModelSpec) -> list[int]:
+    """Numbers from 1 of the model's layers with full attention, by its config; loads no model.
+
+    Raises:
+        ModelError, UnsupportedModel: see `checked_config`; there is none.
+    """
+    config = checked_config(spec).get_text_config()
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    found = [i for i, kind in enumerate(kinds, start=1) if kind == "full_attention"]
+    if not found:
+        raise UnsupportedModel(
+            f"model {spec.name} has {', '.join(sorted(set(kinds)))} layers only; allowed: models with "
+            "full-attention layers"
+        )
+    return found

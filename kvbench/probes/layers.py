@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 import torch
@@ -13,9 +13,10 @@ from torch import Tensor
 
 from kvbench.engine.fork import layer_generator
 from kvbench.engine.guard import Guard, check_finite
+from kvbench.engine.loading import full_attention_layers
 from kvbench.engine.prefill import capture_layers
 from kvbench.errors import one_line
-from kvbench.errors.options import Fraction, Several, Share, check_options
+from kvbench.errors.options import ADDED, Fraction, Several, Share, check_options
 from kvbench.kernels.quantize import Scheme
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods.base import SEED_STRIDE, Method, allowed_entries
@@ -95,22 +96,18 @@ class SyntheticLayers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerProbe:
-    """What the probes of single layers share: where the layers come from, and what is asked of them.
+class LayerSource:
+    """Where the layers of a probe come from: a task's prompts, or random tensors.
 
     Attributes:
-        rates: fractions of the middle that are kept.
-        layers: 1-based, as in BalanceKV's paper (which shows 1, 2 and 5).
-        seeds: how many draws of the methods per prompt.
+        layers: 1-based; None: every one with full attention.
+        most_layers: where `layers` is None, so many of them, evenly from the first to the last.
         prompts: a task whose first `num_prompts` prompts are used; None with `synthetic`.
-        exact: tokens kept exactly at both ends.
     """
 
-    rates: Several[Share] = (0.5, 0.25, 0.125, 0.0625)
-    layers: Layers = (1, 2, 4)
-    seeds: Repeats = 2
+    layers: Layers | None = None
+    most_layers: Repeats | None = field(default=None, metadata=ADDED)
     num_prompts: Repeats = 8
-    exact: Tokens = 256
     prompts: Task | None = None
     synthetic: SyntheticLayers | None = None
 
@@ -137,27 +134,78 @@ class LayerProbe:
             "unit": self.repetition,
         }
 
+    def layers_of(self, session: Session) -> Sequence[int]:
+        """The layers asked for, 1-based. Loads no model."""
+        if self.layers is not None:
+            return self.layers
+        every = full_attention_layers(session.spec) if self.synthetic is None else [1]
+        if self.most_layers is None or self.most_layers >= len(every):
+            return every
+        gaps = max(1, self.most_layers - 1)
+        return [every[i * (len(every) - 1) // gaps] for i in range(self.most_layers)]
+
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
-        """One unit per prompt: its layers are computed once for all methods, rates and seeds."""
+        """One unit per prompt: its layers are computed once for all that is measured of them."""
+        layers = self.layers_of(session)
         if self.synthetic is not None:
-            return [self._unit("synthetic", self.synthetic.n, self.synthetic)]
+            return [self._unit("synthetic", self.synthetic.n, self.synthetic, layers)]
         assert self.prompts is not None
-        examples = list(self.prompts.examples(session.encoder))[: self.num_prompts]
         units = []
-        for example in examples:
+        for example in self.prompts.examples(session.encoder)[: self.num_prompts]:
             encoded = encode_example(example, session.encoder)
-            units.append(
-                self._unit(example.id, encoded.n, (*encoded.context_ids, *encoded.question_ids))
-            )
+            ids = (*encoded.context_ids, *encoded.question_ids)
+            units.append(self._unit(example.id, encoded.n, ids, layers))
         return units
 
-    def _unit(self, name: str, n: int, payload: Any) -> Unit:
+    def _unit(self, name: str, n: int, payload: Any, layers: Sequence[int]) -> Unit:
+        return Unit(name, tuple(self.ids_at(name, layers)), payload)
+
+    def ids_at(self, prompt: str, layers: Sequence[int]) -> Iterator[str]:
+        """The ids of the records that one prompt ends in, for each method."""
+        raise NotImplementedError(f"{type(self).__name__}.ids_at")
+
+    def captured(self, unit: Unit, session: Session) -> Iterator[tuple[int, LayerKV]]:
+        """The unit's layers in the order asked for, each with its 1-based number."""
+        layers = self.layers_of(session)
+        if self.synthetic is not None:
+            for layer in layers:
+                made = self.synthetic.layer(layer - 1, max(layers))
+                assert made.queries is not None
+                q, k, v = (x.to(session.device) for x in (made.queries, made.keys, made.values))
+                yield layer, replace(made, queries=q, keys=k, values=v)
+            return
+        captured = capture_layers(session.model, unit.payload, [layer - 1 for layer in layers])
+        for layer in layers:
+            yield layer, captured[layer - 1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerProbe(LayerSource):
+    """What the probes share that compress single layers.
+
+    Attributes:
+        rates: fractions of the middle that are kept.
+        layers: 1-based, as in BalanceKV's paper (which shows 1, 2 and 5).
+        seeds: how many draws of the methods per prompt.
+        exact: tokens kept exactly at both ends.
+    """
+
+    rates: Several[Share] = (0.5, 0.25, 0.125, 0.0625)
+    layers: Layers = (1, 2, 4)
+    seeds: Repeats = 2
+    exact: Tokens = 256
+
+    def _unit(self, name: str, n: int, payload: Any, layers: Sequence[int]) -> Unit:
         if n <= 2 * self.exact:
             raise KVError(
                 f"task.exact is {self.exact} and prompt {name!r} has {n} tokens; allowed: less than "
                 "half of the prompt (sink + window may not be longer than the prompt)"
             )
-        return Unit(name, tuple(self.record_ids(name)), payload)
+        return super()._unit(name, n, payload, layers)
+
+    def ids_at(self, prompt: str, layers: Sequence[int]) -> Iterator[str]:
+        """See `LayerSource.ids_at`."""
+        return self.record_ids(prompt)
 
     def record_ids(self, prompt: str) -> Iterator[str]:
         """The ids of the records that one prompt ends in, for each method."""
@@ -170,19 +218,6 @@ class LayerProbe:
     def record_id(prompt: str, layer: int, rate: float, seed: int) -> str:
         """The id of one draw at one layer and rate."""
         return f"{prompt}/layer{layer}/rate{rate:g}/seed{seed}"
-
-    def captured(self, unit: Unit, session: Session) -> Iterator[tuple[int, LayerKV]]:
-        """The unit's layers in the order asked for, each with its 1-based number."""
-        if self.synthetic is not None:
-            for layer in self.layers:
-                made = self.synthetic.layer(layer - 1, max(self.layers))
-                assert made.queries is not None
-                q, k, v = (x.to(session.device) for x in (made.queries, made.keys, made.values))
-                yield layer, replace(made, queries=q, keys=k, values=v)
-            return
-        captured = capture_layers(session.model, unit.payload, [layer - 1 for layer in self.layers])
-        for layer in self.layers:
-            yield layer, captured[layer - 1]
 
     def draws(
         self,

@@ -116,6 +116,14 @@ def section_of(group: Group, folder: Path, published: Sequence[Published] = ()) 
             figures=study.figures,
             ranked=False,
         )
+    if group.meta.figure("measured"):
+        return replace(
+            section,
+            lead=tuple(split) or (as_table(scores[0]),),
+            folded=(("Over all of them", as_table(scores[0])),) if split else (),
+            figures=tuple(figures_of(group, scores)),
+            ranked=False,
+        )
     whole, rates = as_table(scores[0]), sweep_table(scores[0])
     folded: list[tuple[str, Table]] = [("Every number: entries, seconds, examples", whole)]
     pairs = pairs_of(group, _published_averages(group, published))

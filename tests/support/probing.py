@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import torch
+
+from kvbench.engine.loading import ModelSpec
 from kvbench.methods import build_method
 from kvbench.probes.layers import SyntheticLayers
+from kvbench.run.session import Session
 from support.jobs import make_job
 
 METHODS = {name: build_method(name) for name in ("exact", "streaming_llm", "uniform", "balancekv")}
@@ -14,3 +18,9 @@ SYNTHETIC = SyntheticLayers(n=320, heads=4, kv_heads=2, head_dim=16, clusters=8)
 
 def probe_job(tmp_path, probe, methods=METHODS, **changes):
     return make_job(tmp_path, methods, plan=probe, **changes)
+
+
+def shipped() -> Session:
+    """A session with the shipped model, loaded when it is needed."""
+    spec = ModelSpec(name="recall_mini", path="asset:recall_mini")
+    return Session(spec, torch.device("cpu"), torch.float32)

@@ -11,7 +11,7 @@ Drawn for the figure kind ``scaling`` of a task's meta, a mapping with
     guides          slopes drawn in grey
     expected        {beginning of a label: slope predicted}
     compare         label whose curve the others are divided by, at the last level fitted
-    finding         error_scaling | discrepancy | clusters: the words
+    finding         error_scaling | discrepancy | clusters | power_law: the words
 """
 
 from __future__ import annotations
@@ -74,6 +74,15 @@ class Curve:
             slopes = np.log(self.draws[:, used]) @ weights
         return _interval(float(np.log(self.mean[used]) @ weights), slopes, self.units)
 
+    def r_squared(self, least: float, most: float) -> float:
+        """Share of the variance of log y that the least-squares line explains, over levels in
+        [least, most]; NaN for fewer than three."""
+        used = np.isfinite(self.mean) & (self.mean > 0)
+        used &= (self.levels >= least) & (self.levels <= most)
+        if used.sum() < 3 or not np.ptp(self.mean[used]):
+            return math.nan
+        return float(np.corrcoef(np.log(self.x[used]), np.log(self.mean[used]))[0, 1] ** 2)
+
     def over(self, other: Curve, level: float) -> Estimate:
         """This curve's y over another's at one level, paired."""
         mine, theirs = (np.flatnonzero(c.levels == level) for c in (self, other))
@@ -119,6 +128,11 @@ class Fit:
         if self.slope.high < least:
             return STEEPER
         return SHALLOWER if self.slope.low > most else UNDECIDED
+
+    @property
+    def r_squared(self) -> float:
+        """See `Curve.r_squared`, of the levels fitted; NaN for fewer than three."""
+        return self.curve.r_squared(self.least, self.most)
 
     @property
     def reaches(self) -> bool:
@@ -269,6 +283,7 @@ def _every_slope(scaling: Scaling) -> Table:
                     "slope": fit.slope,
                     "slope_lower": fit.lower,
                     "slope_upper": fit.upper,
+                    "r_squared": fit.r_squared,
                     "last": last,
                     "last_ratio": fit.ratio,
                     "held_last": fit.curve.x[at],
@@ -293,6 +308,7 @@ def _every_slope(scaling: Scaling) -> Table:
         columns=(
             *map(Column, plain),
             *(Column(k, kind="slope") for k in ("slope", "slope_lower", "slope_upper")),
+            Column("r_squared", kind="number"),
             Column("last", kind="median"),
             Column("last_ratio", kind="median"),
             *map(Column, ("held_last", "bytes_ratio_last", "repetitions")),

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvbench.report.experiment import Group
+from kvbench.report.figures.canvas import words
 from kvbench.report.table import number, ratio_text, signed_text
 from kvbench.report.tables.scaling import (
     AS_PREDICTED,
@@ -35,6 +36,8 @@ def scaling_findings(scaling: Scaling) -> list[str]:
         return _discrepancy_words(by_variant, spec)
     if kind == "clusters":
         return _cluster_words(by_variant)
+    if kind == "power_law":
+        return _power_words(by_variant, spec)
     return _error_words(by_variant, spec, fits) + _exponent_words(group, spec)
 
 
@@ -195,6 +198,26 @@ def _cluster_words(by_variant: Mapping[str, Sequence[Fit]]) -> list[str]:
                 f"{f.curve.facet} (slope {slope_text(f.slope)}, m = {number(float(f.curve.mean[-1]))},"
                 f" {100 * share:.3g} % of n)"
             )
+        found.append(f"{label}: {'; '.join(parts)}.")
+    return found
+
+
+def _power_words(by_variant: Mapping[str, Sequence[Fit]], spec: Mapping[str, Any]) -> list[str]:
+    """The exponent and how well a power law fits, of every curve."""
+    some = next(iter(by_variant.values()))[0]
+    x, y = (str(spec.get(f"{a}label", words(spec[a]))) for a in "xy")
+    found = [
+        f"Power law y = C x^slope of {y} (y) against {x} (x), by least squares on logarithmic axes, x "
+        f"from {some.least:.0f} to {some.most:.0f}, 95 % intervals over {count_text([some], spec)}; R² "
+        "is of the line through the means."
+    ]
+    for label, mine in by_variant.items():
+        parts = [
+            f"{f.curve.facet} (slope {slope_text(f.slope)}, R² {f.r_squared:.3f}, "
+            f"{number(float(f.curve.mean[0]))} at the first x and {number(float(f.curve.mean[-1]))} at "
+            "the last)"
+            for f in mine
+        ]
         found.append(f"{label}: {'; '.join(parts)}.")
     return found
 

@@ -131,6 +131,8 @@ class ScoreTable:
     rows: tuple[VariantScores, ...]
     beyond: tuple[int, int, int] | None = None
     """Of prompts longer than the model's positions: how many, the longest, the positions."""
+    ranked: bool = True
+    """False where variants are ways to look at a model (a task with a figure ``measured``)."""
 
     def row(self, variant: Variant) -> VariantScores | None:
         """What `variant` did, None where it was not run."""
@@ -173,6 +175,7 @@ def score_table(
             for i, variant in enumerate(group.variants)
         ),
         beyond=group.beyond_positions,
+        ranked=group.meta.figure("measured") is None,
     )
 
 

@@ -1,0 +1,115 @@
+"""Running text: prompts are pieces of it, and the answer is how it goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import ClassVar
+
+from kvbench.tasks.base import Example, PromptEncoder, Task, TaskError
+from kvbench.tasks.haystack import (
+    file_digests,
+    generated_haystack,
+    texts_of_dataset,
+    texts_of_files,
+)
+from kvbench.tasks.metrics import METRICS, Key
+from kvbench.tasks.options import Many, NewTokens, Tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningText(Task):
+    """Pieces of `tokens` tokens of text files, of the rows of a data set, or of generated sentences.
+
+    For probes, which look at a model that reads; as a task, the score is the word F1 of an answer
+    against the text that follows the piece. Nothing but the tokenizer's own first tokens (BOS) is put
+    before a piece. Pieces that follow each other in a text do not overlap; every text gives its first
+    before any gives its second.
+
+    Attributes:
+        files: globs of text files. dataset_name, dataset_config, dataset_split, dataset_column: a
+            Hugging Face data set, whose first `rows` rows are one text. Neither: generated sentences.
+        label: what tables call it: the data set of its examples.
+        tokens: of a prompt, exactly. num_examples: pieces, at most.
+        max_new_tokens: of the text that follows.
+    """
+
+    name: ClassVar[str] = "text"
+    unhashed: ClassVar[tuple[str, ...]] = ("num_examples",)
+
+    files: Sequence[str] = ()
+    dataset_name: str | None = None
+    dataset_config: str | None = None
+    dataset_split: str = "test"
+    dataset_column: str = "text"
+    rows: Many = 2000
+    label: str = "text"
+    tokens: Tokens = 1024
+    num_examples: Many = 16
+    max_new_tokens: NewTokens = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.files and self.dataset_name:
+            raise TaskError("task.files and task.dataset_name: one of them at most may be given")
+
+    def digests(self) -> Mapping[str, str]:
+        """See `Task.digests`."""
+        return file_digests(self.files)
+
+    def examples(self, encoder: PromptEncoder) -> Sequence[Example]:
+        """See `Task.examples`.
+
+        Raises:
+            TaskError: texts that cannot be had, or of which none is long enough.
+        """
+        begin = encoder.begin_ids
+        room = self.tokens - len(begin)
+        texts = {name: encoder.encode_text(text) for name, text in self._texts()}
+        longest = max(map(len, texts.values()), default=0)
+        found = []
+        for start in range(0, max(0, longest - room + 1), max(1, room)):
+            for name, ids in texts.items():
+                piece, after = ids[start : start + room], ids[start + room :]
+                if len(piece) < room:
+                    continue
+                follows = encoder.decode(after[: self.max_new_tokens])
+                found.append(
+                    Example(
+                        id=f"{name}/{start}",
+                        context="",
+                        question="",
+                        context_ids=(*begin, *piece),
+                        question_ids=(),
+                        complete=True,
+                        answers=(follows,),
+                        max_new_tokens=self.max_new_tokens,
+                        dataset=self.label,
+                        fields={"text": name},
+                    )
+                )
+        if not found:
+            raise TaskError(
+                f"task.tokens is {self.tokens} and the longest text has {longest} tokens; allowed: "
+                "fewer"
+            )
+        return found[: self.num_examples]
+
+    def _texts(self) -> Sequence[tuple[str, str]]:
+        """Name and text of each document."""
+        if self.files:
+            return texts_of_files(self.files)
+        if self.dataset_name:
+            where = (self.dataset_name, self.dataset_config, self.dataset_split)
+            rows = texts_of_dataset(*where, self.dataset_column, self.rows)
+            return [(self.dataset_name, "".join(text for _, text in rows))]
+        # A sentence has more than one token, so that so many of them are enough for a piece.
+        return [
+            (f"generated {i}", " ".join(islice(generated_haystack(f"text {i}"), self.tokens)))
+            for i in range(self.num_examples)
+        ]
+
+    def score(self, prediction: str, example: Example) -> Mapping[str, float]:
+        """See `Task.score`."""
+        return METRICS["f1"](prediction, Key(example.answers))
