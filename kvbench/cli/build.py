@@ -174,7 +174,7 @@ def build_job(config: DictConfig, made: Made | None = None) -> Job:
     results_dir = results_folder(plain["results_dir"])
     device = resolve_device(config.device)
     spec = _made(config.model, "model", ModelSpec, made, plain["model"])
-    for key, name in (("model.name", spec.name), ("task_label", plain["task_label"])):
+    for key, name in (("model.name", spec.label), ("task_label", plain["task_label"])):
         try:
             safe_name(str(name))
         except StoreError as error:
@@ -282,7 +282,7 @@ def run_config(config: DictConfig) -> tuple[Path, JobResult] | None:
     if config.confirm and not go_on(job, ask=_first_of_sweep()):
         print("kvbench: nothing was run", file=sys.stderr)
         raise SystemExit(INTERRUPTED)
-    title = presentable(f"{job.spec.name} x {job.task}")
+    title = presentable(f"{job.spec.label} x {job.task}")
     with progress_display(title) as show, Termination() as termination:
         result = run_job(job, show, termination.example)
     folder = job.results_dir / job.experiment

@@ -13,6 +13,8 @@ from kvbench.kernels.quantize import Scheme
 CHEAP_BYTES = 512 * 2**20
 """Weights up to this size are loaded for a quick measurement."""
 
+KINDS = ("*.safetensors", "*.gguf")
+
 
 @dataclass(frozen=True)
 class CacheShape:
@@ -77,6 +79,8 @@ def is_cheap(spec: ModelSpec) -> bool:
     except ModelError:
         return False
     sizes = (
-        [path.stat().st_size for path in folder.glob("*.safetensors")] if folder.is_dir() else []
+        [path.stat().st_size for kind in KINDS for path in folder.glob(kind)]
+        if folder.is_dir()
+        else []
     )
     return bool(sizes) and sum(sizes) <= CHEAP_BYTES

@@ -22,8 +22,8 @@ from transformers import (
 from kvbench.engine.attention import UnsupportedModel
 from kvbench.engine.faults import is_out_of_memory
 from kvbench.errors import UserError, first_line, one_line, traceback_of
-from kvbench.errors.options import Text, check_options
-from kvbench.tasks.hub import hub_answers
+from kvbench.errors.options import ADDED, Text, check_options
+from kvbench.tasks.hub import hub_answers, retries_said_once
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +61,9 @@ class ModelSpec:
             result, so neither this nor `max_memory` is part of a run's hash.
         max_memory: what "auto" may use of each device, e.g. ``{0: 70GiB, cpu: 200GiB}``.
         trust_remote_code: run code from the model repository. Off unless written in a config.
+        quantization: of the weights, see `kvbench.engine.quantized`: "bnb4" and "bnb8" pack them while
+            they are read, "gguf" reads a file that holds them packed.
+        gguf_file: that file, in the folder or repository of `path`; None: the only one of a folder.
     """
 
     name: Text
@@ -77,9 +80,21 @@ class ModelSpec:
     device_map: str | Mapping[str, Any] | None = None
     max_memory: Mapping[Any, Any] | None = None
     trust_remote_code: bool = False
+    quantization: Literal["bnb4", "bnb8", "gguf"] | None = field(default=None, metadata=ADDED)
+    gguf_file: Text | None = field(default=None, metadata=ADDED)
 
     def __post_init__(self) -> None:
         check_options(self, "model.", ModelError)
+        if self.quantization is not None and self.random_weights:
+            raise ModelError(
+                f"model.quantization is {self.quantization!r} and model.random_weights is true; "
+                "allowed: null, since only weights that are read from files are packed"
+            )
+        if self.gguf_file is not None and self.quantization != "gguf":
+            raise ModelError(
+                f"model.gguf_file is {self.gguf_file!r} and model.quantization {self.quantization!r}; "
+                "allowed: model.quantization=gguf"
+            )
         if self.chat_template not in ("auto", "always", "never") and not self.own_template:
             raise ModelError(
                 f"model.chat_template is {self.chat_template!r}; allowed: auto, always, never, "
@@ -90,6 +105,12 @@ class ModelSpec:
                 f"model.device_map is {self.device_map!r} and model.random_weights is true; allowed: "
                 "null or auto, since only weights that are read from files are spread over devices"
             )
+
+    @property
+    def label(self) -> str:
+        """What folders, tables and pages call the model: its name, and how its weights were packed."""
+        packed = self.quantization if self.gguf_file is None else Path(self.gguf_file).stem
+        return self.name if packed is None else f"{self.name}-{packed}"
 
     @property
     def own_template(self) -> bool:
@@ -166,7 +187,7 @@ def local_path(path: str) -> str:
         return str(asset)
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     folder = Path(path).expanduser()
-    if looks_local and not (folder / "config.json").is_file():
+    if looks_local and not ((folder / "config.json").is_file() or any(folder.glob("*.gguf"))):
         raise ModelError(f"model path {path!r} has no config.json; allowed: a folder with a model")
     return str(folder) if looks_local else path
 
@@ -181,7 +202,8 @@ def told_in_one_line(what: str, spec: ModelSpec) -> Iterator[None]:
     )
 
     try:
-        yield
+        with retries_said_once(f"{what} {spec.path!r}"):
+            yield
     except ModelError:
         raise
     except GatedRepoError as error:
@@ -230,9 +252,18 @@ def load_config(spec: ModelSpec) -> PreTrainedConfig:
 
 
 def _config_of_path(spec: ModelSpec) -> PreTrainedConfig:
+    from kvbench.engine.quantized import gguf_options
+
+    folder = Path(local_path(spec.path))
+    if spec.quantization != "gguf" and folder.is_dir() and not (folder / "config.json").is_file():
+        raise ModelError(
+            f"model path {spec.path!r} has no config.json but GGUF files; allowed: "
+            "model.quantization=gguf"
+        )
     where: dict[str, Any] = {
         "revision": spec.revision,
         "local_files_only": _only_local(spec.path),
+        **gguf_options(spec),
     }
     with told_in_one_line("model", spec):
         fields, _ = PreTrainedConfig.get_config_dict(local_path(spec.path), **where)

@@ -20,6 +20,7 @@ from kvbench.engine.loading import (
     local_path,
     told_in_one_line,
 )
+from kvbench.engine.quantized import gguf_options
 from kvbench.errors import complain
 from kvbench.tasks.base import PromptEncoder, tokenizing
 
@@ -41,6 +42,7 @@ def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
             revision=None if spec.tokenizer else spec.revision,
             trust_remote_code=spec.trust_remote_code,
             local_files_only=_only_local(spec.tokenizer or spec.path),
+            **({} if spec.tokenizer else gguf_options(spec)),
         )
     if spec.own_template:
         tokenizer.chat_template = spec.chat_template

@@ -27,6 +27,7 @@ from kvbench.engine.loading import (
     told_in_one_line,
 )
 from kvbench.engine.memory import total_bytes
+from kvbench.engine.quantized import weight_options
 from kvbench.engine.quiet import without_reports
 from kvbench.engine.tokenizer import model_end_ids
 
@@ -57,29 +58,35 @@ def load_model(
                         config, dtype=dtype, attn_implementation=IMPLEMENTATION
                     )
         else:
-            _check_safetensors(spec, config)
+            packed = weight_options(spec, device, dtype)
+            if "gguf_file" not in packed:
+                _check_safetensors(spec, config)
             with without_reports():
+                place = spec.device_map
+                options: dict[str, Any] = {
+                    "device_map": dict(place) if isinstance(place, Mapping) else place,
+                    "max_memory": None if spec.max_memory is None else dict(spec.max_memory),
+                    **packed,
+                }
                 loaded: Any = AutoModelForCausalLM.from_pretrained(
                     local_path(spec.path),
                     config=config,
                     revision=spec.revision or "main",  # converts what is not safetensors
                     dtype=dtype,
                     attn_implementation=IMPLEMENTATION,
-                    device_map=dict(spec.device_map)
-                    if isinstance(spec.device_map, Mapping)
-                    else spec.device_map,
-                    max_memory=None if spec.max_memory is None else dict(spec.max_memory),
                     trust_remote_code=spec.trust_remote_code,
                     local_files_only=_only_local(spec.path),
                     use_safetensors=True,
                     ignore_mismatched_sizes=True,  # told, and refused below
                     output_loading_info=True,
+                    **options,
                 )
             model, found = loaded
             _check_shapes(found["mismatched_keys"], spec)
             _check_whole(found["missing_keys"], spec)
             model_end_ids(model)
-    if spec.device_map is None or spec.random_weights:
+    placed = spec.device_map is not None or spec.quantization in ("bnb4", "bnb8")
+    if spec.random_weights or not placed:
         model = model.to(device)
     return model.eval()
 

@@ -117,6 +117,21 @@ class LogLine(logging.Formatter):
         return "\n".join(map(printable, redact(super().format(record)).split("\n")))
 
 
+class Once(logging.Filter):
+    """A line that was there already is not said again, whichever library keeps repeating it."""
+
+    def __init__(self, name: str = "") -> None:
+        super().__init__(name)
+        self.said: set[tuple[str, int, str]] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether nothing of this logger, level and text came before."""
+        line = (record.name, record.levelno, record.getMessage())
+        new = line not in self.said
+        self.said.add(line)
+        return new
+
+
 def complain(message: str, program: str = "kvbench") -> None:
     """One line on stderr, whatever is in the message; see `presentable`."""
     print(f"{program}: {presentable(message)}", file=sys.stderr, flush=True)

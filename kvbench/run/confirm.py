@@ -23,7 +23,7 @@ def go_on(job: Job, *, ask: bool = True) -> bool:
         KVError, TaskError, ModelError: what the job itself would be refused for.
     """
     todo = units_to_run(job)
-    title = presentable(f"{job.spec.name} x {job.task}")
+    title = presentable(f"{job.spec.label} x {job.task}")
     if not todo:
         print(f"{title}: everything is on disk", flush=True)
         return True

@@ -55,7 +55,8 @@ def folder_of(place: Path, names: tuple[str, str, str, str], identity: Mapping[s
 
 def as_before(identity: Mapping[str, Any]) -> dict[str, Any]:
     """The whole identity without options that were `ADDED` since, where they are at their defaults."""
-    return {key: _dropping(value, _added) for key, value in identity.items()}
+    dropped = {key: _dropping(value, _added) for key, value in identity.items()}
+    return dropped | {"model": _differing(identity["model"], _added(ModelSpec))}
 
 
 def _dropping(value: Any, which: Callable[[type], Mapping[str, Any]]) -> Any:

@@ -53,7 +53,7 @@ def print_dry_run(job: Job, console: Console | None = None) -> None:
     if beyond is not None:
         lines["warning"] = beyond
     out.print(
-        f"[bold]{escape(printable(f'{job.spec.name} x {job.task}'))}[/bold]: dry run, nothing written"
+        f"[bold]{escape(printable(f'{job.spec.label} x {job.task}'))}[/bold]: dry run, nothing written"
     )
     for name, text in lines.items():
         out.print(f"  {name:15} {printable(text)}", highlight=False, markup=False, soft_wrap=True)

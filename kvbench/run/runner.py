@@ -143,7 +143,7 @@ class Job:
 
     def folder(self, label: str) -> Path:
         """Where the records of method `label` are."""
-        names = (self.experiment, self.spec.name, self.task, label)
+        names = (self.experiment, self.spec.label, self.task, label)
         return folder_of(self.results_dir, names, self.identity(label))
 
 
@@ -206,7 +206,7 @@ def run_job(
     every, units = job.units()
     beyond = beyond_positions(units, job.session)
     if beyond is not None:
-        log.warning("%s x %s: %s", job.spec.name, job.task, beyond)
+        log.warning("%s x %s: %s", job.spec.label, job.task, beyond)
     folders = {label: job.folder(label) for label in job.methods}
     _load_model(job, units, folders)
     failed = written = 0
@@ -295,7 +295,7 @@ def _record(job: Job, outcome: Outcome, folder: Path) -> dict[str, Any]:
     record: dict[str, Any] = dict.fromkeys(COMMON_FIELDS)
     record |= {
         "experiment": job.experiment,
-        "model": job.spec.name,
+        "model": job.spec.label,
         "task": job.task,
         "dataset": job.task,
         "example_id": outcome.example_id,
@@ -322,7 +322,7 @@ def _manifest(job: Job, label: str, folder: Path) -> dict[str, Any]:
     manifest = {
         "earlier_starts": earlier,
         "experiment": job.experiment,
-        "model": job.spec.name,
+        "model": job.spec.label,
         "task": job.task,
         "method": label,
         "config_hash": job.folder(label).name.rpartition("-")[2],

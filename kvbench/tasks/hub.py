@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,8 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from kvbench.tasks.base import TaskError
+
+log = logging.getLogger(__name__)
 
 ANSWER_S = 5.0
 """Seconds within which the Hub must answer at all."""
@@ -45,7 +48,7 @@ def fetch(task: str, repository: str, file: str, revision: str | None, instead: 
     from huggingface_hub import hf_hub_download
 
     try:
-        with _silent(logging.getLogger("huggingface_hub")):  # five retries, a paragraph each
+        with retries_said_once(f"{task}: {repository}"):
             return Path(
                 hf_hub_download(
                     repository,
@@ -73,7 +76,7 @@ def commit_of(task: str, repository: str, revision: str | None) -> str:
     try:
         if not hub_answers():
             raise ConnectionError("the Hub cannot be reached")
-        with _silent(logging.getLogger("huggingface_hub")):
+        with retries_said_once(f"{task}: {repository}"):
             return str(HfApi().dataset_info(repository, revision=revision).sha)
     except Exception as problem:
         raise TaskError(
@@ -96,7 +99,7 @@ def hub_rows(
     try:
         if not hub_answers():
             raise ConnectionError("the Hub cannot be reached; allowed: a network, or local files")
-        with _silent(logging.getLogger("huggingface_hub")):
+        with retries_said_once(f"{task}: {repository}"):
             rows = load_dataset(
                 repository, name=name, split=split, streaming=True, revision=revision
             )
@@ -108,11 +111,41 @@ def hub_rows(
         ) from problem
 
 
+_LIBRARIES = ("huggingface_hub", "datasets")
+_AGAIN = re.compile(
+    r"(?:HTTP Error (?P<status>\d+)|'(?P<error>.*)') thrown while requesting"
+    r"|(?P<lost>Error while downloading|Got disconnected|Failed to connect)"
+)
+"""How these libraries begin what they say before they wait and ask again."""
+
+
 @contextmanager
-def _silent(logger: logging.Logger) -> Iterator[None]:
-    before = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
+def retries_said_once(what: str) -> Iterator[None]:
+    """One line of ours when the Hub does not answer and is asked again; the libraries' own warnings, a
+    paragraph per attempt and file, are left out. Errors are raised as ever."""
+    told = _Retries(what)
+    loggers = [logging.getLogger(name) for name in _LIBRARIES]
+    before = [(logger, logger.handlers, logger.propagate) for logger in loggers]
+    for logger in loggers:
+        logger.handlers, logger.propagate = [told], False
     try:
         yield
     finally:
-        logger.setLevel(before)
+        for logger, handlers, propagate in before:
+            logger.handlers, logger.propagate = handlers, propagate
+
+
+class _Retries(logging.Handler):
+    def __init__(self, what: str) -> None:
+        super().__init__(logging.WARNING)
+        self.what = what
+        self.said = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        found = _AGAIN.match(record.getMessage())
+        if found is None or self.said:
+            return
+        self.said = True
+        status, error = found["status"], found["error"] or found["lost"]
+        answer = f"answers {status}" if status else f"does not answer ({error})"
+        log.warning("%s: the Hub %s; asking again, for half a minute or so", self.what, answer)

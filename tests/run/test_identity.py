@@ -65,7 +65,7 @@ def test_records_under_the_older_name_are_taken_up(tmp_path: Path) -> None:
     names = (job.experiment, job.spec.name, job.task, label)
     before = records_of(run_job(job))[label]
     new = job.folder(label)
-    old = new.with_name(f"{label}-{config_hash(job.identity(label))}")
+    old = new.with_name(f"{label}-{config_hash(as_before(job.identity(label)))}")
     assert new != old
     new.rename(old)
     again = make_job(tmp_path)
