@@ -16,7 +16,7 @@ PIP_REFERENCES = $(VENV_REFERENCES)/bin/pip install --quiet --disable-pip-versio
 KVBENCH = $(BIN)/python -m kvbench
 
 # Short names of experiments: make reproduce-<name> is make reproduce EXPERIMENT=<experiment>.
-H2O = h2o-figure4 h2o-table1 h2o-table2 h2o-table6 h2o-table8 h2o-table9 h2o-table10 h2o-table11
+H2O = h2o-figure4 h2o-figure6 h2o-figure7 h2o-table1 h2o-table2 h2o-table6 h2o-table8 h2o-table9 h2o-table10 h2o-table11
 PAPERS = table1 table5 table6 subgen-table2 table2 h2o-table3 h2o-table5 subgen-table1 figure4 $(H2O)
 TARGETS = help setup demo test test-slow test-slurm test-references wheel lint results reproduce \
   reproduce-theory report site figures wandb-report notebook train-recall-mini bench bench-kvpress gpu-check \
@@ -101,7 +101,7 @@ reproduce-theory: setup ## error against memory, discrepancy, clusters, ablation
 # make reproduce-table1 ARGS='method=[exact,streaming_llm,minference_pyramidkv,minference_snapkv,uniform,balancekv]'
 LAUNCHER ?= local
 LAUNCH = launcher=$(LAUNCHER) $(if $(PARTITION),launcher.partition=$(PARTITION)) $(if $(SHARDS),shards=$(SHARDS))
-LONGBENCH = table1 table5 table6 subgen_table2 $(subst -,_,$(H2O))
+LONGBENCH = table1 table5 table6 subgen_table2 h2o_figure4_summaries $(subst -,_,$(H2O))
 LIMITED = $(if $(LIMIT),$(if $(filter $(EXPERIMENT),$(LONGBENCH)),task.per_dataset,limit)=$(LIMIT))
 ONE = $(KVBENCH) experiment=$(EXPERIMENT) results_dir=$(RESULTS) $(LAUNCH) $(if $(MODEL),model=$(MODEL)) \
   $(LIMITED) $(if $(task.data),task.data=$(task.data)) $(ARGS)
@@ -158,10 +158,19 @@ reproduce-h2o-table5: setup ## H2O's Table 5: latency at equal batch (a GPU of 8
 	$(if $(MODEL),,$(ONE) model=opt_30b 'task.settings=[[7000,1024,1,0.22]]')
 
 # Likelihoods of lm-evaluation-harness's tasks. MODEL=recall_mini has invented documents, offline.
-LOCAL = $(if $(filter recall_mini tiny_random,$(MODEL)),task.source=local)
+OFFLINE = $(filter recall_mini tiny_random,$(MODEL))
+LOCAL = $(if $(OFFLINE),task.source=local)
+SUMMARIES = $(if $(OFFLINE),$(if $(task.data),,task.data=tests/data/summaries))
 $(addprefix reproduce-,$(H2O)): EXPERIMENT = $(subst -,_,$(@:reproduce-%=%))
 reproduce-h2o-figure4: setup ## H2O's Figure 4: accuracy at 4 to 100 % of the cache: MODEL=recall_mini LIMIT=2 is a look
 	$(ONE) $(LOCAL)
+	$(MAKE) reproduce EXPERIMENT=h2o_figure4_summaries $(SUMMARIES)
+
+reproduce-h2o-figure6: setup ## H2O's Figure 6: texts that OPT-6.7B goes on with; task.data= H2O's own data
+	$(ONE) $(SUMMARIES)
+
+reproduce-h2o-figure7: setup ## H2O's Figure 7: of LLaMA-7B, and how diverse they are (Self-BLEU)
+	$(ONE) $(SUMMARIES)
 
 reproduce-h2o-table1: setup ## H2O's Table 1: shots
 	$(ONE) $(LOCAL)

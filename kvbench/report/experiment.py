@@ -18,6 +18,7 @@ from kvbench.errors import printable
 from kvbench.records.read import MANIFEST, Run, StoreError, load_runs
 from kvbench.report.fields import checked, comparable, drawable, short_name
 from kvbench.report.labels import Variant, variants_of
+from kvbench.report.stats.diversity import self_bleu
 
 BASELINE = "exact"
 """The method that others are compared with, where it was run."""
@@ -63,7 +64,8 @@ class Group:
     Attributes:
         records: one row per (variant, seed, example), with the variant's label in the column
             ``variant`` and entries held per layer and KV head in ``entries_mean`` and
-            ``entries_max``, and milliseconds of decoding per step in ``decode_ms``.
+            ``entries_max``, milliseconds of decoding per step in ``decode_ms``, and of answers that were
+            drawn how alike they are to the variant's others of the data set in ``self_bleu``.
         variants: in table order.
         baseline: for each variant's label, the label of the exact variant it is compared with
             (None: it is one itself, or none was run).
@@ -201,6 +203,18 @@ def _decode_ms(
     return 1000 * pd.to_numeric(records["decode_s"]) / steps.where(steps > 0)
 
 
+def _self_bleu(records: pd.DataFrame, runs: Sequence[Run]) -> pd.Series:
+    """Of each answer (`self_bleu`), where a temperature says that answers were drawn; else NaN."""
+    found = pd.Series(np.nan, index=records.index)
+    options = [(run.manifest.get("config") or {}).get("sampling") or {} for run in runs]
+    if not any(given.get("temperature") for given in options) or "prediction" not in records:
+        return found
+    answered = records[records["prediction"].map(lambda text: isinstance(text, str))]
+    for _, alike in answered.groupby(["variant", "dataset", "seed"], sort=False)["prediction"]:
+        found.loc[alike.index] = np.array(self_bleu(list(alike)))
+    return found
+
+
 def _group(model: str, task: str, runs: Sequence[Run]) -> Group:
     variants = variants_of(runs)
     meta = TaskMeta.of(runs[-1].manifest)
@@ -220,6 +234,7 @@ def _group(model: str, task: str, runs: Sequence[Run]) -> Group:
         entries_mean=_entries(records, "mean"),
         entries_max=_entries(records, "max"),
         decode_ms=_decode_ms(records, runs, variants),
+        self_bleu=_self_bleu(records, runs),
     )
     if meta.unit in records:  # a record that names no unit is its own
         records[meta.unit] = records[meta.unit].where(

@@ -143,6 +143,7 @@ def section_of(group: Group, folder: Path, published: Sequence[Published] = ()) 
         folded[:0] = [("Where a method begins to differ", where)] if where else []
     failed = any(row.total.failures for row in scores[0].rows)
     shown = {"variant", *scores[0].columns, "difference", "ratio", *(["failures"] * failed)}
+    shown |= {"self_bleu"}  # of answers that were drawn
     return replace(
         section,
         lead=(

@@ -260,6 +260,22 @@ def _concordance(prediction: str, answer: str) -> float:
     return sum(place[a] < place[b] for a, b in pairs) / len(pairs)
 
 
+# H2O's summaries (HELM's): h2o_hf/run_summarization.py, github.com/FMInference/H2O
+
+
+def _rouge_2(prediction: str, key: Key) -> dict[str, float]:
+    """F of ROUGE-2, and beside it of ROUGE-1 and -L, by the package `rouge` as released; a prediction
+    without a word has 0, where the package raises."""
+    from rouge import Rouge
+
+    best = {"rouge-1": 0.0, "rouge-2": 0.0}
+    for answer in key.answers if prediction.strip(". \n\t") else ():
+        found = Rouge(metrics=[*best]).get_scores(prediction, answer)[0]
+        best = {name: max(value, float(found[name]["f"])) for name, value in best.items()}
+    of_lines = longbench_score("gov_report", prediction, key.answers)
+    return {"score": best["rouge-2"], "rouge1": best["rouge-1"], "rougeL": of_lines}
+
+
 # LooGLE: Evaluation/automatic_metrics.py, github.com/bigai-nlco/LooGLE
 
 
@@ -310,6 +326,7 @@ GENERAL: Mapping[str, Metric] = {
     "exact": _best(lambda prediction, answer: normalised(prediction) == normalised(answer)),
     "f1": _longbench("qasper"),
     "rouge_l": _longbench("gov_report"),
+    "rouge_2": _rouge_2,
     "choice": _choice,
     "regex": _regex,
 }

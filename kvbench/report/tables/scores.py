@@ -43,8 +43,9 @@ COSTS = (
     Measure("compress_s", "compress_s", "median", "compress s"),
     Measure("decode_s", "decode_s", "median"),
     Measure("decode_ms_per_token", "decode_ms", "median", "decode ms/token"),
+    Measure("self_bleu", "self_bleu", "mean", "self-BLEU"),
 )
-"""What a method cost, over its scored examples."""
+"""What a method cost, over its scored examples; and how alike the answers are that it drew."""
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ class Source:
         dataset: a data repository on the Hub, read by `datasets` (config, split) or, if `file` is
             given, by fetching that.
         file: a path in `data` or in the repository; with `archive`, in that zip of theirs.
+        local: in place of `file` where `data` is given, for a data set that `datasets` reads otherwise.
     """
 
     files: tuple[str, ...]
@@ -46,6 +47,7 @@ class Source:
     revision: str | None
     file: str | None
     archive: str | None
+    local: str | None
 
     @cached_property
     def paths(self) -> list[str]:
@@ -64,14 +66,15 @@ class Source:
                     )
                 found += matching
             return found
-        if self.file is None:
+        file = self.file if self.data is None else self.local or self.file
+        if file is None:
             return []
         if self.data is not None:
-            return [_inside(Path(self.data).expanduser(), self.file)]
+            return [_inside(Path(self.data).expanduser(), file)]
         assert self.dataset is not None
-        instead = f"task.data=<folder or zip with {self.file}>"
-        path = fetch("jsonl", self.dataset, self.archive or self.file, self.revision, instead)
-        return [_inside(path, self.file)] if self.archive else [str(path)]
+        instead = f"task.data=<folder or zip with {file}>"
+        path = fetch("jsonl", self.dataset, self.archive or file, self.revision, instead)
+        return [_inside(path, file)] if self.archive else [str(path)]
 
     def rows(self) -> Iterator[tuple[str, str, Row]]:
         """Place ("file line 3"), stem of the file's name, and row.

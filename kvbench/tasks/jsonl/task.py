@@ -17,7 +17,7 @@ import regex
 from annotated_types import Ge
 
 from kvbench.errors import nearest
-from kvbench.errors.options import Count, Distinct
+from kvbench.errors.options import ADDED, Count, Distinct
 from kvbench.tasks.base import Example, PromptEncoder, Task, TaskError
 from kvbench.tasks.encoding import encode_context, encode_question
 from kvbench.tasks.jsonl.rows import ROLES, Asked, Reader, Source
@@ -30,6 +30,7 @@ MARK = "\ue000\ue001"
 OF_SUBSETS = (
     *(
         "file",
+        "local",
         "archive",
         "config",
         "split",
@@ -65,7 +66,8 @@ class Jsonl(Task):
         files: globs of JSON-lines files (``.json``: one list; ``.parquet``).
         dataset, config, split, revision: a data repository on the Hub, in place of files.
         data, file, archive: of benchmarks: a folder or zip that holds `file`; None: `file` (in the
-            zip `archive`) of the repository.
+            zip `archive`) of the repository. local: in `data`, of a data set that is read from the Hub
+            without a file.
         fields: by role (`ROLES`), the field of a row, or a template over them; over `USUAL`. No field:
             null. ``questions``: a list of objects, each a question of the same context.
         extract: further fields: name, and field and regular expression whose first group (or all) it is.
@@ -97,6 +99,7 @@ class Jsonl(Task):
     data: str | None = None
     file: str | None = None
     archive: str | None = None
+    local: str | None = field(default=None, metadata=ADDED)
     fields: Mapping[str, str | None] = field(default_factory=dict)
     extract: Mapping[str, Sequence[str]] = field(default_factory=dict)
     template: str = "{{ context }}\n\n{{ question }}\n"
@@ -168,7 +171,7 @@ class Jsonl(Task):
     def _source(self) -> Source:
         return Source(
             tuple(self.files), self.data, self.dataset, self.config, self.split, self.revision,
-            self.file, self.archive,
+            self.file, self.archive, self.local,
         )  # fmt: skip
 
     @cached_property
