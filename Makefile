@@ -15,12 +15,9 @@ PIP_REFERENCES = $(VENV_REFERENCES)/bin/pip install --quiet --disable-pip-versio
   -c tests/references/constraints.txt
 KVBENCH = $(BIN)/python -m kvbench
 
-# Short names of experiments: make reproduce-<name> is make reproduce EXPERIMENT=<experiment>.
-H2O = h2o-figure4 h2o-figure6 h2o-figure7 h2o-table1 h2o-table2 h2o-table6 h2o-table8 h2o-table9 h2o-table10 h2o-table11
-PAPERS = table1 table5 table6 subgen-table2 table2 h2o-table3 h2o-table5 subgen-table1 figure4 $(H2O)
-TARGETS = help setup demo test test-slow test-slurm test-references wheel lint results reproduce \
+TARGETS = help setup demo test test-slow test-slurm test-references wheel lint results reproduce reproduce-all \
   reproduce-theory report site figures wandb-report notebook train-recall-mini bench bench-kvpress gpu-check \
-  bench-throughput clean $(addprefix reproduce-,$(PAPERS))
+  bench-throughput clean
 .PHONY: $(TARGETS)
 
 help: ## show the targets
@@ -94,104 +91,27 @@ reproduce-theory: setup ## error against memory, discrepancy, clusters, ablation
 	set -e; for name in $(THEORY); do $(KVBENCH) experiment=$$name results_dir=$(RESULTS); done
 	for name in theory balancekv_ablation; do $(BIN)/python -m kvbench.report --list $(RESULTS)/$$name; done
 
-# make reproduce EXPERIMENT=table1 MODEL=recall_mini LIMIT=2 task.data=tests/data/longbench ARGS='device=cpu'
-# MODEL: of conf/model. LIMIT: examples of every dataset. ARGS: any further overrides. On a cluster:
-# LAUNCHER=slurm PARTITION=gpu SHARDS=8; on the GPUs of one machine: LAUNCHER=gpus.
-# MInference's SnapKV and PyramidKV, per query head as in the paper, beside ours (pip install minference):
-# make reproduce-table1 ARGS='method=[exact,streaming_llm,minference_pyramidkv,minference_snapkv,uniform,balancekv]'
+# make reproduce EXPERIMENT=balancekv_table1 MODEL=recall_mini LIMIT=2 ARGS='device=cpu'; kvbench list experiments has
+# the names. MODEL: of conf/model. LIMIT: examples of every dataset. ARGS: any further overrides. On a cluster:
+# LAUNCHER=slurm PARTITION=gpu SHARDS=8; on the GPUs of one machine: LAUNCHER=gpus. make reproduce-balancekv-table1 is
+# the same. MInference's SnapKV and PyramidKV, per query head as in the paper, beside ours (pip install minference):
+# make reproduce-balancekv-table1 ARGS='method=[exact,streaming_llm,minference_pyramidkv,minference_snapkv,uniform,balancekv]'
 LAUNCHER ?= local
 LAUNCH = launcher=$(LAUNCHER) $(if $(PARTITION),launcher.partition=$(PARTITION)) $(if $(SHARDS),shards=$(SHARDS))
-LONGBENCH = table1 table5 table6 subgen_table2 h2o_figure4_summaries $(subst -,_,$(H2O))
-LIMITED = $(if $(LIMIT),$(if $(filter $(EXPERIMENT),$(LONGBENCH)),task.per_dataset,limit)=$(LIMIT))
-ONE = $(KVBENCH) experiment=$(EXPERIMENT) results_dir=$(RESULTS) $(LAUNCH) $(if $(MODEL),model=$(MODEL)) \
-  $(LIMITED) $(if $(task.data),task.data=$(task.data)) $(ARGS)
+REPRODUCE = $(KVBENCH) reproduce $(EXPERIMENT) results_dir=$(RESULTS) $(LAUNCH) $(if $(MODEL),model=$(MODEL)) \
+  $(if $(LIMIT),limit=$(LIMIT)) $(if $(task.data),task.data=$(task.data)) $(ARGS)
+export LONGEVAL ESSAYS
 
-ifneq ($(filter reproduce,$(MAKECMDGOALS)),)
-ifeq ($(wildcard conf/experiment/$(or $(EXPERIMENT),none).yaml),)
-$(error EXPERIMENT is '$(EXPERIMENT)'; allowed: one of: $(basename $(notdir $(wildcard conf/experiment/*.yaml))))
-endif
-endif
-reproduce: setup ## a paper's table or figure: make reproduce EXPERIMENT=table1 [MODEL= LIMIT= ARGS=]
-	$(ONE)
+reproduce: setup ## a paper's table or figure: make reproduce EXPERIMENT=balancekv_table1 [MODEL= LIMIT= ARGS=]
+	$(REPRODUCE)
 
-reproduce-table1: EXPERIMENT = table1
-reproduce-table1: setup ## BalanceKV's Table 1: three models on LongBench-E
-	$(ONE)
+reproduce-all: EXPERIMENT = all
+reproduce-all: setup ## all of them, and a page that links them: MODEL=recall_mini LIMIT=2 is a look, offline
+	$(REPRODUCE)
 
-reproduce-table5: EXPERIMENT = table5
-reproduce-table5: setup ## BalanceKV's Table 5: rates 0.8, 0.9 and 0.95
-	$(ONE)
-
-reproduce-table6: EXPERIMENT = table6
-reproduce-table6: setup ## BalanceKV's Table 6: SubGen on LongBench-E
-	$(ONE)
-
-reproduce-subgen-table2: EXPERIMENT = subgen_table2
-reproduce-subgen-table2: setup ## SubGen's Table 2: LongBench, categories summed
-	$(ONE)
-
-reproduce-table2: EXPERIMENT = throughput_balancekv_table2
-reproduce-table2: setup ## BalanceKV's Table 2: seconds of prefill and decoding (a GPU of 40 GB)
-	$(ONE)
-
-# MODEL=recall_mini makes fewer tokens of the cases, too few for 2,048 recent ones; there with
-# ARGS='methods.subgen_recent_2048.recent=1024 methods.subgen_recent_3072.recent=1536'
-reproduce-subgen-table1: EXPERIMENT = subgen_table1
-reproduce-subgen-table1: setup ## SubGen's Table 1: LongEval's lines; LONGEVAL= the folder with its cases
-	$(ONE) task_label=longeval_200 'task.files=[$(LONGEVAL)/200_lines.jsonl]' budget.total_rate=0.65
-	$(ONE) task_label=longeval_300 'task.files=[$(LONGEVAL)/300_lines.jsonl]' budget.total_rate=0.58
-	$(ONE) task_label=longeval_400 'task.files=[$(LONGEVAL)/400_lines.jsonl]' budget.total_rate=0.5
-
-reproduce-figure4: EXPERIMENT = figure4
-reproduce-figure4: setup ## BalanceKV's Figure 4: needle in a haystack; ESSAYS= the folder with the essays
-	$(ONE) 'task.haystack_files=[$(ESSAYS)/*.txt]'
-
-reproduce-h2o-table3: EXPERIMENT = throughput_h2o_table3
-reproduce-h2o-table3: setup ## H2O's Table 3: tokens/s at the largest batch that fits (OPT-30B: 80 GB)
-	$(ONE)
-	$(if $(MODEL),,$(ONE) model=opt_30b)
-
-reproduce-h2o-table5: EXPERIMENT = throughput_h2o_table5
-reproduce-h2o-table5: setup ## H2O's Table 5: latency at equal batch (a GPU of 80 GB)
-	$(ONE)
-	$(if $(MODEL),,$(ONE) model=opt_13b 'task.settings=[[5000,5000,4,0.4]]')
-	$(if $(MODEL),,$(ONE) model=opt_30b 'task.settings=[[7000,1024,1,0.22]]')
-
-# Likelihoods of lm-evaluation-harness's tasks. MODEL=recall_mini has invented documents, offline.
-OFFLINE = $(filter recall_mini tiny_random,$(MODEL))
-LOCAL = $(if $(OFFLINE),task.source=local)
-SUMMARIES = $(if $(OFFLINE),$(if $(task.data),,task.data=tests/data/summaries))
-$(addprefix reproduce-,$(H2O)): EXPERIMENT = $(subst -,_,$(@:reproduce-%=%))
-reproduce-h2o-figure4: setup ## H2O's Figure 4: accuracy at 4 to 100 % of the cache: MODEL=recall_mini LIMIT=2 is a look
-	$(ONE) $(LOCAL)
-	$(MAKE) reproduce EXPERIMENT=h2o_figure4_summaries $(SUMMARIES)
-
-reproduce-h2o-figure6: setup ## H2O's Figure 6: texts that OPT-6.7B goes on with; task.data= H2O's own data
-	$(ONE) $(SUMMARIES)
-
-reproduce-h2o-figure7: setup ## H2O's Figure 7: of LLaMA-7B, and how diverse they are (Self-BLEU)
-	$(ONE) $(SUMMARIES)
-
-reproduce-h2o-table1: setup ## H2O's Table 1: shots
-	$(ONE) $(LOCAL)
-
-reproduce-h2o-table2: setup ## H2O's Table 2: strided and fixed, with heavy hitters
-	$(ONE) $(LOCAL)
-
-reproduce-h2o-table6: setup ## H2O's Table 6: with a cache of 4 bits
-	$(ONE) $(LOCAL)
-
-reproduce-h2o-table8: setup ## H2O's Table 8: top-k attention
-	$(ONE) $(LOCAL)
-
-reproduce-h2o-table9: setup ## H2O's Table 9: local, heavy hitters, both
-	$(ONE) $(LOCAL)
-
-reproduce-h2o-table10: setup ## H2O's Table 10: five and ten shots
-	$(ONE) $(LOCAL)
-
-reproduce-h2o-table11: setup ## H2O's Table 11: SpAtten
-	$(ONE) $(LOCAL)
+reproduce-%: EXPERIMENT = $(subst -,_,$*)
+reproduce-%: setup
+	$(REPRODUCE)
 
 # The experiment's folder: RESULTS=runs/demo, or EXPERIMENT=demo in RESULTS, or the demo.
 REPORTED = $(RESULTS)$(addprefix /,$(or $(EXPERIMENT),$(if $(filter runs results,$(RESULTS)),demo)))

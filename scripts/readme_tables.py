@@ -1,11 +1,12 @@
-"""Writes the tables of results/README.md and of the model card from the committed results.
+"""Writes the tables of results/README.md and of the model card from the committed results, and
+the list of the papers' tables and figures in conf/README.md from results/paper/experiments.yaml.
 
     python scripts/readme_tables.py            write them
     python scripts/readme_tables.py --check    exit with 1 where one is not what results/ says
 
 A table stands between two comments, `<!-- table NAME -->` and `<!-- end NAME -->`; NAME is a key of
 TABLES below. Numbers come from the CSV files that a report writes, so that no number in a text is
-typed by hand.
+typed by hand. `experiments` is the list.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pandas as pd
+
+from kvbench.cli.papers import paper_items
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
@@ -102,14 +105,33 @@ def table(columns: Sequence[Column]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
+def experiments() -> str:
+    """Every numbered table and figure of the papers as Markdown, with what it needs."""
+    lines = ["| name | shows | the paper's own run needs |\n| --- | --- | --- |\n"]
+    title = ""
+    for name, item in paper_items().items():
+        if item.title != title:
+            title = item.title
+            lines.append(f"| **{title}** | | |\n")
+        needs = f"no data: {item.no_data}" if item.no_data is not None else item.needs
+        lines.append(f"| `{name}` | {item.shows} | {needs.replace('<', '&lt;')} |\n")
+    return "".join(lines)
+
+
 def written(text: str) -> str:
     """`text` with every table between its comments made again.
 
     Raises:
         KeyError: a comment names a table that is not in TABLES.
     """
-    pattern = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end \2 -->)", re.S)
-    return pattern.sub(lambda found: found[1] + table(TABLES[found[2]]) + found[3], text)
+
+    def made(found: re.Match[str]) -> str:
+        name = found[2]
+        return (
+            found[1] + (experiments() if name == "experiments" else table(TABLES[name])) + found[3]
+        )
+
+    return re.sub(r"(<!-- table (\w+) -->\n).*?(<!-- end \2 -->)", made, text, flags=re.S)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -118,7 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args(arguments).check
     stale = []
-    for path in (RESULTS / "README.md", ROOT / "kvbench/assets/recall_mini/README.md"):
+    for name in ("results", "kvbench/assets/recall_mini", "conf"):
+        path = ROOT / name / "README.md"
         text = path.read_text(encoding="utf-8")
         new = written(text)
         if new != text:

@@ -25,7 +25,12 @@ def without(*packages: str) -> str:
 
 
 def test_a_missing_extra_is_one_line_that_names_the_command(tmp_path: Path) -> None:
-    words = ["experiment=table1", "model=recall_mini", f"task.data={DATA}", "hydra.mode=RUN"]
+    words = [
+        "experiment=balancekv_table1",
+        "model=recall_mini",
+        f"task.data={DATA}",
+        "hydra.mode=RUN",
+    ]
     code = without("lm_eval") + "from kvbench.cli.main import main\nmain(sys.argv[1:])\n"
     command = [sys.executable, "-c", code, *words, "logger=none", "confirm=false"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)

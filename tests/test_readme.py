@@ -17,7 +17,9 @@ from pathlib import Path
 
 import pytest
 
+from kvbench.cli.catalogue import catalogue
 from kvbench.cli.check import check_overrides
+from kvbench.cli.papers import experiment_called
 
 ROOT = Path(__file__).resolve().parents[1]
 READMES = sorted(
@@ -55,13 +57,18 @@ def test_the_readme_is_read_in_three_minutes() -> None:
 def test_commands_work_as_typed(path: Path) -> None:
     """No pattern that zsh refuses to expand, no target or override that does not exist."""
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    experiments = catalogue("experiments")
     for command in commands(path):
         if "<" in outside_quotes(command) or "knorm" in command:
             continue  # a placeholder; a method that the reader adds, executed below
         assert not re.search(r"[\[\]{}*?]", outside_quotes(command)), (command, "needs quotes")
         words = shlex.split(command, comments=True)
         if words and words[0] == "make":
-            assert words[1] in targets, command
+            named = words[1].removeprefix("reproduce-").replace("-", "_")
+            assert words[1] in targets or experiment_called(named)[0] in experiments, command
+            for word in words:
+                if word.startswith("EXPERIMENT="):
+                    assert word.partition("=")[2] in experiments, command
         overrides = words[words.index("kvbench") + 1 :] if "kvbench" in words[:3] else []
         if overrides and "=" in overrides[-1]:
             sweep = "-m" in overrides

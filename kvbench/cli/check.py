@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from kvbench.cli.catalogue import config_dir
 from kvbench.cli.compose import Compositions, SharingLoader, job_config, plain_values
 from kvbench.cli.jobs import explained
-from kvbench.cli.meant import with_model_paths
+from kvbench.cli.meant import as_meant
 from kvbench.cli.overrides import (
     COMPOSING,
     check_groups,
@@ -75,7 +75,7 @@ def check_command(
         UsageError: what is wrong, and what is allowed.
     """
     kept = kept or Compositions()
-    overrides = with_model_paths(overrides)
+    overrides = as_meant(overrides)
     first: DictConfig | None = None
     shards: set[int | None] = set()
     with composer(kept):

@@ -12,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from kvbench.cli.catalogue import KINDS, catalogue
 from kvbench.cli.check import UsageError, check_command, resolved
 from kvbench.cli.compose import job_config
+from kvbench.cli.papers import experiment_lines
 from kvbench.errors import nearest, redact
 from kvbench.report.tables.differences import PaperError, comments_on
 
@@ -24,7 +25,7 @@ def list_kind(arguments: Sequence[str]) -> int:
     kind = arguments[0] if arguments[0].endswith("s") else arguments[0] + "s"
     if kind not in KINDS:
         raise UsageError(f"cannot list {arguments[0]!r}{nearest(kind, KINDS)}; allowed: {kinds}")
-    lines = catalogue(kind)
+    lines = experiment_lines() if kind == "experiments" else catalogue(kind)
     width = max(map(len, lines), default=0)
     bold, plain = ("\033[1m", "\033[0m") if _colours() else ("", "")
     for name, text in lines.items():

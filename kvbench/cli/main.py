@@ -38,7 +38,8 @@ from kvbench.cli.check import (
 from kvbench.cli.compose import job_config
 from kvbench.cli.info import list_kind, show_config
 from kvbench.cli.jobs import FAILED, USAGE, Jobs, explained
-from kvbench.cli.meant import with_model_paths
+from kvbench.cli.meant import as_meant
+from kvbench.cli.reproduce import reproduce
 from kvbench.cli.start import SHORT_HELP, announce
 from kvbench.errors import complain, nearest, redact, traceback_of
 from kvbench.run.progress import counted
@@ -61,6 +62,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 status = pair_released(arguments[1:])
         elif arguments[:1] == ["show"]:
             status = show_config(arguments[1:])
+        elif arguments[:1] == ["reproduce"]:
+            with Termination():
+                status = reproduce(arguments[1:], _run)
         else:
             with Termination():
                 status = _run(arguments)
@@ -166,7 +170,7 @@ def _run(arguments: Sequence[str]) -> int:
     if options.config_dir is not None:  # as an override, which is composed wherever a config is
         searched = Path(options.config_dir).resolve()
         options.overrides.append(f"hydra.searchpath=['file://{searched}']")
-    options.overrides = with_model_paths(options.overrides)
+    options.overrides = as_meant(options.overrides)
     # Hydra wants the overrides in one piece.
     overrides = list(options.overrides)
     flags = _flags(options)

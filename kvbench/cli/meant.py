@@ -1,5 +1,5 @@
-"""What a user means who writes something else: a model's path in place of a name, a key without the
-group it is in, a dtype's short name."""
+"""What a user means who writes something else: a model's path in place of a name, an experiment's older
+name, a key without the group it is in, a dtype's short name."""
 
 from __future__ import annotations
 
@@ -10,12 +10,35 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from kvbench.cli.catalogue import catalogue
+from kvbench.cli.papers import experiment_called
 
 DTYPE_NAMES = {
     **dict.fromkeys(("bf16", "torch.bfloat16"), "bfloat16"),
     **dict.fromkeys(("fp16", "f16", "half", "torch.float16"), "float16"),
     **dict.fromkeys(("fp32", "f32", "float", "torch.float32"), "float32"),
 }
+
+
+def as_meant(overrides: Sequence[str]) -> list[str]:
+    """The overrides with what their values stand for: see `with_model_paths`, `with_experiments`."""
+    return with_model_paths(with_experiments(overrides))
+
+
+def with_experiments(overrides: Sequence[str]) -> list[str]:
+    """The overrides with experiments by their names. An older name keeps the folder that it had, so
+    that the runs in it go on."""
+    found: list[str] = []
+    named = any(text.startswith("experiment_name=") for text in overrides)
+    for text in overrides:
+        key, _, value = text.partition("=")
+        if key != "experiment":
+            found.append(text)
+            continue
+        called = [experiment_called(name) for name in value.split(",")]
+        found.append(f"{key}={','.join(name for name, _ in called)}")
+        if len(called) == 1 and called[0][1] is not None and not named:
+            found.append(f"experiment_name={called[0][1]}")
+    return found
 
 
 def with_model_paths(overrides: Sequence[str]) -> list[str]:

@@ -22,7 +22,7 @@ PARTS = (
     ("task=needle", "task=nosuch", "task=longbench", "task=[a]"),
     ("model=hf", "model=tiny_random"),
     ("method=[exact]", "method=[exact,snapkv]", "method=[]", "~method"),
-    ("experiment=table1", "experiment=demo", "experiment=balancekv_ablation"),
+    ("experiment=balancekv_table1", "experiment=demo", "experiment=balancekv_ablation"),
     ("launcher=slurm", "launcher=gpus"),
     ("seed=1", "seed=${limit}", "seed=${oc.env:HOME}", "seed=1,2", "+seed=1", "++seed=2", "~seed"),
     (

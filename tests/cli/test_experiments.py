@@ -25,6 +25,7 @@ from support.paths import DATA, ROOT
 from kvbench.cli.build import build_job
 from kvbench.cli.catalogue import config_dir
 from kvbench.cli.check import check_overrides
+from kvbench.cli.papers import paper_items
 from kvbench.engine.generate import run_forks
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget, KVError, LayerKV
@@ -37,7 +38,7 @@ EXPERIMENTS = {
 }
 PUBLISHED = sorted(name for name, config in EXPERIMENTS.items() if config.get("paper_table"))
 NEEDED = {
-    "figure4": ["task.haystack_files=[x]"],
+    "balancekv_figure4": ["task.haystack_files=[x]"],
     "subgen_table1": ["task.files=[x]"],
 }
 
@@ -70,7 +71,9 @@ def test_an_experiment_without_a_published_table_has_no_such_comment(capsys: Any
 
 
 def test_wrong_differences_are_one_line(capsys: Any) -> None:
-    status, _, err = main(capsys, "show", "experiment=table6", "paper_table.differences=none")
+    status, _, err = main(
+        capsys, "show", "experiment=balancekv_table6", "paper_table.differences=none"
+    )
     assert (status, err.count("\n")) == (2, 1)
     assert "paper_table.differences is 'none'; allowed: a list of lines" in err
 
@@ -96,10 +99,8 @@ def test_subgens_table_1_keeps_the_papers_entries(reduction: int) -> None:
         recent = getattr(method, "recent", round(share * n) - 32)
         assert set(range(n - recent, n)) <= set(kept)
     assert methods["h2o"].evicts
-    targets = [
-        line for line in (ROOT / "Makefile").read_text().splitlines() if "_lines.jsonl]" in line
-    ]
-    assert sum(line.endswith(f"budget.total_rate={share:.2g}") for line in targets) == 1
+    runs = paper_items()["subgen_table1"].runs
+    assert sum(line.endswith(f"budget.total_rate={share:.2g}") for line in runs) == 1
 
 
 def test_subgens_table_2_is_half_recent_and_half_centres() -> None:
@@ -182,7 +183,7 @@ def test_uniform_in_the_subset_is_balancekv_without_balance(rate: float) -> None
 
 
 def test_table_5_halves_the_same_part_in_both_variants() -> None:
-    config = composed("experiment=table5", "budget.rate=0.9")
+    config = composed("experiment=balancekv_table5", "budget.rate=0.9")
     methods, budget = methods_of(config), instantiate(config.budget)
     layer = make_layer(1064, batch=1, kv_heads=4, dim=8, seed=6)
     for label in ("uniform", "balancekv"):
@@ -200,10 +201,10 @@ def test_table_5_halves_the_same_part_in_both_variants() -> None:
 @pytest.mark.parametrize(
     ("experiment", "more", "released"),
     [
-        ("throughput_h2o_table3", [], {(512, 32): 0.1, (512, 512): 0.2, (512, 1024): 0.3}),
-        ("throughput_h2o_table5", [], {(2048, 2048): 0.2}),
-        ("throughput_h2o_table5", ["task.settings=[[5000,5000,4,0.4]]"], {(5000, 5000): 0.2}),
-        ("throughput_h2o_table5", ["task.settings=[[7000,1024,1,0.22]]"], {(7000, 1024): 0.11}),
+        ("h2o_table3", [], {(512, 32): 0.1, (512, 512): 0.2, (512, 1024): 0.3}),
+        ("h2o_table5", [], {(2048, 2048): 0.2}),
+        ("h2o_table5", ["task.settings=[[5000,5000,4,0.4]]"], {(5000, 5000): 0.2}),
+        ("h2o_table5", ["task.settings=[[7000,1024,1,0.22]]"], {(7000, 1024): 0.11}),
     ],
 )
 def test_twenty_per_cent_is_twenty_per_cent(
@@ -225,8 +226,8 @@ def test_twenty_per_cent_is_twenty_per_cent(
             assert held / (n + new) == pytest.approx(0.2, abs=0.013)
     assert job.methods["h2o"][0].evicts
     assert job.methods["local"][0].evicts
-    text = (ROOT / "Makefile").read_text()
-    assert all(shlex.quote(line) in text for line in more)
+    runs = paper_items()[experiment].runs
+    assert all(any(shlex.quote(word) in line for line in runs) for word in more)
 
 
 def test_local_holds_what_h2o_holds_to_the_last_token() -> None:
@@ -235,7 +236,7 @@ def test_local_holds_what_h2o_holds_to_the_last_token() -> None:
 
     model = tiny_model("opt")
     model.set_attn_implementation("kvbench")
-    config = composed("experiment=throughput_h2o_table3")
+    config = composed("experiment=h2o_table3")
     methods = methods_of(config)
     budget = Budget(total_rate=0.2, sink=8, window=8)
     ids = prompt_ids(100)
@@ -298,17 +299,17 @@ def test_every_layout_is_of_a_published_table_that_is_there() -> None:
 
 def minference_line() -> list[str]:
     """The overrides of the documented line; the same in the Makefile and the experiment's YAML."""
-    pattern = re.compile(r"make reproduce-table1 ARGS='([^']*minference[^']*)'")
-    texts = ((ROOT / "Makefile").read_text(), (config_dir() / "experiment/table1.yaml").read_text())
-    lines = {line for text in texts for line in pattern.findall(text)}
+    pattern = re.compile(r"make reproduce-balancekv-table1 ARGS='([^']*minference[^']*)'")
+    files = (ROOT / "Makefile", config_dir() / "experiment/balancekv_table1.yaml")
+    lines = {line for file in files for line in pattern.findall(file.read_text())}
     (line,) = lines
     return shlex.split(line)
 
 
 def test_the_line_for_minferences_choice_composes() -> None:
     line = minference_line()
-    assert check_overrides(["experiment=table1", "model=recall_mini", *line]) is None
-    config = composed("experiment=table1", "model=recall_mini", *line)
+    assert check_overrides(["experiment=balancekv_table1", "model=recall_mini", *line]) is None
+    config = composed("experiment=balancekv_table1", "model=recall_mini", *line)
     for cluster in ("snapkv", "pyramidkv"):
         node = config.methods[f"minference_{cluster}"]
         assert node._target_ == "kvbench.methods.minference.MInference"
@@ -325,7 +326,12 @@ def test_the_page_states_entries_and_bytes_of_both_choices(tmp_path: Path, capsy
     entries, twice the bytes, and both beside the paper's number. Our own choice per query head, which
     tests/references holds to MInference's, stands in where that package is not installed."""
     common = [
-        *("experiment=table1", "model=recall_mini", "logger=none", f"results_dir={tmp_path}"),
+        *(
+            "experiment=balancekv_table1",
+            "model=recall_mini",
+            "logger=none",
+            f"results_dir={tmp_path}",
+        ),
         *(f"task.data={DATA}", "task.per_dataset=1", "task.datasets=[trec]", "task.max_input=300"),
     ]
     per_query_head = [
@@ -335,22 +341,21 @@ def test_the_page_states_entries_and_bytes_of_both_choices(tmp_path: Path, capsy
     ]
     assert main(capsys, *common, "method=[exact,snapkv]")[0] == 0
     assert main(capsys, *common, "method=[exact]", *per_query_head)[0] == 0
-    held = {
-        found.manifest["method"]: found.records.iloc[0] for found in load_runs(tmp_path / "table1")
-    }
+    runs = load_runs(tmp_path / "balancekv_table1")
+    held = {found.manifest["method"]: found.records.iloc[0] for found in runs}
     ours, theirs = held["snapkv"], held["minference_snapkv"]
     assert theirs["entries"] == ours["entries"]
     assert theirs["cache_bytes"] / ours["cache_bytes"] == pytest.approx(2.0, rel=1e-6)
-    shown = pd.read_csv(tmp_path / "table1" / "tables" / "longbench-recall_mini.csv")
+    shown = pd.read_csv(tmp_path / "balancekv_table1" / "tables" / "longbench-recall_mini.csv")
     shown = shown.set_index("variant")
     assert shown["entries_mean"]["minference_snapkv"] == shown["entries_mean"]["snapkv"]
     ratios = shown["ratio"]
     assert ratios["minference_snapkv"] == pytest.approx(2 * ratios["snapkv"], rel=1e-4)
-    page = (tmp_path / "table1" / "report.html").read_text()
+    page = (tmp_path / "balancekv_table1" / "report.html").read_text()
     for value in (ratios["snapkv"], ratios["minference_snapkv"]):
         assert f"<span>{value:.3f}</span></td>" in page
     assert page.count(f"<span>{shown['entries_mean']['snapkv']:.0f}</span></td>") == 2
-    (file,) = (tmp_path / "table1" / "tables").glob("*published.csv")
+    (file,) = (tmp_path / "balancekv_table1" / "tables").glob("*published.csv")
     beside = pd.read_csv(file)
     beside = beside[beside["published_model"] == "Llama-3.1-8B-Instruct"].set_index("variant")
     assert beside["published"]["minference_snapkv"] == beside["published"]["snapkv"]

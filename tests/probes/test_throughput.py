@@ -306,10 +306,10 @@ EXPERIMENTS = sorted(
 
 def test_there_is_an_experiment_for_every_published_table():
     assert EXPERIMENTS == [
-        "throughput_balancekv_table2",
+        "balancekv_table2",
         "throughput_context",
-        "throughput_h2o_table3",
-        "throughput_h2o_table5",
+        "h2o_table3",
+        "h2o_table5",
     ]
 
 
@@ -318,10 +318,10 @@ LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 OPT = {"hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "vocab_size": 97}
 OPT |= {"num_attention_heads": 4, "word_embed_proj_dim": 64}
 SMALLER = {
-    "throughput_balancekv_table2": (LLAMA, ["task.prompt_tokens=[256]", "task.new_tokens=4"]),
+    "balancekv_table2": (LLAMA, ["task.prompt_tokens=[256]", "task.new_tokens=4"]),
     "throughput_context": (LLAMA, ["task.prompt_tokens=[128,256]", "task.new_tokens=4"]),
-    "throughput_h2o_table3": (OPT, ["task.settings=[[96,4,largest]]", "task.most_batch=2"]),
-    "throughput_h2o_table5": (OPT, ["task.settings=[[96,4,1],[64,6,2]]"]),
+    "h2o_table3": (OPT, ["task.settings=[[96,4,largest]]", "task.most_batch=2"]),
+    "h2o_table5": (OPT, ["task.settings=[[96,4,1],[64,6,2]]"]),
 }
 
 

@@ -283,8 +283,8 @@ def test_seconds_are_compared_with_seconds(tmp_path: Path) -> None:
 
 def test_throughput_at_several_settings_is_compared_setting_by_setting(tmp_path: Path) -> None:
     """The specs of the two H2O experiments, on records as the probe writes them."""
-    settings = {"throughput_h2o_table3": [(512, 32, 4), (512, 512, 4), (512, 1024, 4), (64, 8, 1)]}
-    settings["throughput_h2o_table5"] = [(2048, 2048, 24), (2048, 2048, 64)]
+    settings = {"h2o_table3": [(512, 32, 4), (512, 512, 4), (512, 1024, 4), (64, 8, 1)]}
+    settings["h2o_table5"] = [(2048, 2048, 24), (2048, 2048, 64)]
     for experiment, asked in settings.items():
         file = Path(kvbench.__file__).parent / "conf" / "experiment" / f"{experiment}.yaml"
         spec = yaml.safe_load(file.read_text())["paper_table"]
@@ -328,19 +328,19 @@ def test_throughput_at_several_settings_is_compared_setting_by_setting(tmp_path:
         return f"prompt_len 512, gen_len {new}"
 
     both = "prompt_len 2048, gen_len 2048"
-    (tokens,) = published_tables(load_experiment(tmp_path / "throughput_h2o_table3"))
+    (tokens,) = published_tables(load_experiment(tmp_path / "h2o_table3"))
     assert (tokens.unit, tokens.columns) == ("tokens/s", tuple(map(at, (32, 512, 1024))))
     assert shown(tokens)[("h2o", at(512))] == ("51.7", 1200.0)  # rate 0.2 alone
     assert shown(tokens)[("exact", at(32))] == ("20.2", 1200.0)
     assert {row.method for row in tokens.rows} == {"exact", "h2o"}
     assert {row.model for row in tokens.rows} == {"OPT-6.7B"}
-    latency, tokens = published_tables(load_experiment(tmp_path / "throughput_h2o_table5"))
+    latency, tokens = published_tables(load_experiment(tmp_path / "h2o_table5"))
     assert (latency.unit, latency.columns) == ("s", (f"{both}, batch 24",))
     seconds = sum(24 * 2048 / rate for rate in (1100, 1200, 1300)) / 3
     assert shown(latency)[("h2o", f"{both}, batch 24")] == ("53.5", round(seconds, 6))
     assert shown(tokens)[("exact", f"{both}, batch 64")] == ("OOM", 1200.0)
     assert shown(tokens)[("h2o", f"{both}, batch 64")] == ("1161.0", 1200.0)
-    paths = build_report(tmp_path / "throughput_h2o_table5")
+    paths = build_report(tmp_path / "h2o_table5")
     assert not paths.warnings
     assert "OOM" in paths.page.read_text()
     names = {path.stem for path in paths.tables}
@@ -478,7 +478,7 @@ def test_the_average_of_figure_4_is_of_the_variant_that_protects_tokens(tmp_path
             method=method,
             records=[{"example_id": f"n{i}", "score": 0.5} for i in range(2)],
             task_meta=LINES_META,
-            options={"paper_table": published_spec("figure4")},
+            options={"paper_table": published_spec("balancekv_figure4")},
         )
     (table,) = published_tables(load_experiment(tmp_path / "demo"))
     assert {row.method: row.pairs[0].printed for row in table.rows} == {

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import re
-import shlex
-import subprocess
 from pathlib import Path
 
 import pandas as pd
 import pytest
 from hydra.utils import instantiate
 from support.configs import composed
-from support.paths import DATA, ROOT
+from support.paths import DATA
 
 from kvbench.cli.catalogue import config_dir
-from kvbench.cli.check import check_overrides
 from kvbench.cli.main import main
 from kvbench.engine.attention import UnsupportedModel
 from kvbench.engine.loading import ModelSpec, checked_config
@@ -40,8 +37,8 @@ def run(folder: Path, experiment: str, *overrides: str) -> int:
 @pytest.fixture(scope="module")
 def table1(tmp_path_factory):
     folder = tmp_path_factory.mktemp("results")
-    assert run(folder, "table1", "task.per_dataset=1", "task.max_input=300") == 0
-    return folder / "table1"
+    assert run(folder, "balancekv_table1", "task.per_dataset=1", "task.max_input=300") == 0
+    return folder / "balancekv_table1"
 
 
 def test_table_1_has_every_method_and_dataset_beside_the_papers(table1):
@@ -73,15 +70,15 @@ def test_the_average_is_the_plain_mean_over_datasets(table1):
 
 def test_more_examples_join_those_that_are_there(tmp_path, capsys):
     narrow = ["task.datasets=[trec]", "task.max_input=200"]
-    assert run(tmp_path, "table6", "task.per_dataset=1", *narrow) == 0
+    assert run(tmp_path, "balancekv_table6", "task.per_dataset=1", *narrow) == 0
     assert re.search(
         r"1 examples to run with 3 methods on cpu; 200 prompt", capsys.readouterr().out
     )
-    assert run(tmp_path, "table6", *narrow) == 0
+    assert run(tmp_path, "balancekv_table6", *narrow) == 0
     told = capsys.readouterr().out
     assert "2 examples to run" in told
     assert re.search(r"about [\d.]+ (s|min) \(at most", told)
-    found = load_runs(tmp_path / "table6")
+    found = load_runs(tmp_path / "balancekv_table6")
     assert [len(one.records) for one in found] == [3, 3, 3]
     records = pd.concat(one.records for one in found)
     assert set(records["prompt_tokens"]) == {200}
@@ -130,60 +127,9 @@ def test_on_a_terminal_the_answer_counts(tmp_path, monkeypatch, answer, capsys):
     monkeypatch.setattr("sys.stdin", type("Terminal", (), {"isatty": lambda self: True})())
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda question: answer)
-    status = run(tmp_path, "table6", "task.datasets=[trec]", "task.per_dataset=1")
+    status = run(tmp_path, "balancekv_table6", "task.datasets=[trec]", "task.per_dataset=1")
     assert status == (130 if answer == "n" else 0)
-    assert (tmp_path / "table6").exists() == (answer != "n")
-
-
-@pytest.mark.parametrize(
-    ("experiment", "target", "words"),
-    [
-        ("table1", "reproduce-table1", ["model=recall_mini"]),
-        ("table5", "reproduce-table5", []),
-        ("table6", "reproduce-table6", []),
-        ("subgen_table2", "reproduce-subgen-table2", []),
-    ],
-)
-def test_every_experiment_composes_and_has_its_target(experiment, target, words):
-    assert check_overrides([f"experiment={experiment}", *words]) is None
-    asked = [
-        "make",
-        "-n",
-        target,
-        "MODEL=recall_mini",
-        "LIMIT=2",
-        "task.data=tests/x",
-        "ARGS=seed=1",
-    ]
-    done = subprocess.run(
-        [*asked, "VENV=/none"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    line = next(line for line in done.stdout.splitlines() if f"experiment={experiment}" in line)
-    for word in ("model=recall_mini", "task.per_dataset=2", "task.data=tests/x", "seed=1"):
-        assert word in line.split()
-
-
-@pytest.mark.parametrize(
-    ("target", "experiment", "jobs"),
-    [("reproduce-subgen-table1", "subgen_table1", 3), ("reproduce-figure4", "figure4", 1)],
-)
-def test_what_has_one_dataset_has_its_target_too(target, experiment, jobs, tmp_path):
-    words = [
-        "MODEL=recall_mini",
-        "LIMIT=2",
-        f"LONGEVAL={tmp_path}",
-        f"ESSAYS={tmp_path}",
-        "VENV=/x",
-    ]
-    done = subprocess.run(
-        ["make", "-n", target, *words], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    lines = [line for line in done.stdout.splitlines() if f"experiment={experiment}" in line]
-    assert len(lines) == jobs
-    for line in lines:
-        _, _, arguments = line.partition(" -m kvbench ")
-        assert {"model=recall_mini", "limit=2"} <= set(shlex.split(arguments))
-        assert check_overrides(shlex.split(arguments)) is None
+    assert (tmp_path / "balancekv_table6").exists() == (answer != "n")
 
 
 def model_spec(name: str) -> ModelSpec:

@@ -295,7 +295,9 @@ def test_figure_4_has_the_released_prompt(
     sentences = generated_haystack("essay", 40)
     essay = " ".join(next(sentences) for _ in range(200))
     (tmp_path / "essay.txt").write_text(essay)
-    conf = yaml.safe_load((ROOT / "conf" / "experiment" / "figure4.yaml").read_text())["task"]
+    conf = yaml.safe_load((ROOT / "conf" / "experiment" / "balancekv_figure4.yaml").read_text())[
+        "task"
+    ]
     conf |= {"haystack_files": str(tmp_path / "*.txt"), "lengths": [length], "depths": [depth]}
     encoder = PromptEncoder(tokenizer, (tokenizer.bos_token_id,), end_ids=frozenset({0}))
     ours = Needle(**conf | {"num_examples": 1}).examples(encoder)[0]
@@ -316,7 +318,7 @@ def test_figure_4_has_the_released_prompt(
 
 
 def test_figure_4_has_the_released_grid_and_what_differs_is_named() -> None:
-    conf = yaml.safe_load((ROOT / "conf" / "experiment" / "figure4.yaml").read_text())
+    conf = yaml.safe_load((ROOT / "conf" / "experiment" / "balancekv_figure4.yaml").read_text())
     grid = np.logspace(10, 17, num=22, base=2).astype(int).tolist()[6:-1]
     assert conf["task"]["lengths"] == grid
     assert len(grid) == 15

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from kvbench.errors import UserError
@@ -17,6 +18,12 @@ HEADING = "differs from the paper"
 
 class PaperError(UserError, ValueError):
     """A ``paper_table`` that cannot be read: one line that names it and what is wrong."""
+
+
+def paper_folders() -> list[Path]:
+    """Where the published tables are: in a wheel in the package, in a checkout beside it."""
+    package = Path(__file__).parents[2]
+    return [package / "paper", package.parent / "results" / "paper"]
 
 
 def specs_of(paper_table: Any) -> list[dict[str, Any]]:

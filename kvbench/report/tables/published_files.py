@@ -10,7 +10,7 @@ import pandas as pd
 import yaml
 
 from kvbench.errors import first_line
-from kvbench.report.tables.differences import PaperError, specs_of
+from kvbench.report.tables.differences import PaperError, paper_folders, specs_of
 from kvbench.report.tables.strata import as_text
 
 
@@ -56,9 +56,7 @@ def _file_name(spec: Mapping[str, Any]) -> str:
 
 def _place_of(experiment: Path, name: str, folder: Path | None) -> Path:
     """The folder that has a published table."""
-    package = Path(__file__).parents[2]  # in a wheel the tables are in it, in a checkout beside it
-    shipped = [package / "paper", package.parent / "results" / "paper"]
-    places = [folder] if folder else [experiment.resolve().parent / "paper", *shipped]
+    places = [folder] if folder else [experiment.resolve().parent / "paper", *paper_folders()]
     place = next((place for place in places if (place / name).is_file()), None)
     if place is None:
         raise PaperError(f"paper_table {name} is in none of {', '.join(map(str, places))}")

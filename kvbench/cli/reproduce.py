@@ -1,0 +1,118 @@
+"""``kvbench reproduce <experiment> [key=value ...]``: a paper's table or figure, by one command.
+
+Where it takes several runs, they run one after another, on one page. ``limit=`` is of every dataset
+where there are several; with a model that comes with the package the rest is made small, too. ``all``
+runs every experiment of the papers and writes a page that links them.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from string import Template
+
+from kvbench.cli.catalogue import catalogue
+from kvbench.cli.check import UsageError
+from kvbench.cli.papers import PaperItem, experiment_called, limit_key, paper_items
+from kvbench.errors import complain, nearest
+
+ALL = "all"
+SMALL_MODELS = ("recall_mini", "tiny_random")
+"""Models of conf/model that come with the package."""
+
+
+def reproduce(arguments: Sequence[str], run: Callable[[Sequence[str]], int]) -> int:
+    """Run an experiment, or all of them.
+
+    Args:
+        arguments: its name, then overrides.
+        run: runs one command line and returns its exit status.
+
+    Returns:
+        The largest exit status; of ``all``, every experiment is tried.
+
+    Raises:
+        UsageError: no such experiment, or a folder that it reads was not named.
+    """
+    name, *overrides = arguments or [""]
+    if name != ALL:
+        return max(map(run, command_lines(name, overrides)))
+    items = [item for item in paper_items().values() if item.status not in _NOT_RUN]
+    within = {line for item in items for line in item.runs}  # those that others bring with them
+    made = [item.experiment for item in items if f"experiment={item.experiment}" not in within]
+    statuses: list[int] = []
+    for experiment in dict.fromkeys(made):
+        print(f"\n{experiment}", flush=True)
+        try:
+            statuses += map(run, command_lines(experiment, overrides))
+        except UsageError as error:
+            complain(f"{experiment}: {error}")
+            statuses.append(error.status)
+        except SystemExit as stop:
+            statuses.append(stop.code if isinstance(stop.code, int) else 1)
+    _index(overrides, made)
+    return max(statuses)
+
+
+_NOT_RUN = ("no data", "missing")
+
+
+def command_lines(name: str, overrides: Sequence[str]) -> Iterator[list[str]]:
+    """The overrides of every run that an experiment takes.
+
+    Raises:
+        UsageError: see `reproduce`.
+    """
+    experiment, _ = experiment_called(name)
+    known = catalogue("experiments")
+    items = paper_items()
+    if experiment not in known:
+        item = items.get(experiment)
+        if item is not None:
+            raise UsageError(f"{name} has no experiment: {item.no_data or item.status}")
+        hint = nearest(name, [*known, *items])
+        raise UsageError(f"unknown experiment {name!r}{hint}; allowed: {', '.join([*known, ALL])}")
+    item = items.get(experiment, PaperItem("", experiment, "", ""))
+    given = dict(text.partition("=")[::2] for text in overrides)
+    small = shlex.split(item.small if given.get("model") in SMALL_MODELS else "")
+    key = limit_key(experiment)
+    own = [f"{key}={text[6:]}" if text.startswith("limit=") else text for text in overrides]
+    for line in item.runs:
+        words = shlex.split(line)
+        if line.startswith("experiment="):
+            yield from command_lines(line.partition("=")[2], overrides)
+            continue
+        if "model" in given and any(word.startswith("model=") for word in words):
+            continue
+        if not small:
+            words = [_expanded(word, item) for word in words]
+        settings = {word.partition("=")[0]: word for word in (*words, *small)}
+        asked = {word.partition("=")[0] for word in own}
+        rest = [word for key, word in settings.items() if key not in asked]
+        yield [f"experiment={name}", *rest, *own]
+
+
+def _expanded(word: str, item: PaperItem) -> str:
+    """A word of a run with the folders that the environment names.
+
+    Raises:
+        UsageError: one is not named.
+    """
+    try:
+        return Template(word).substitute(os.environ)
+    except KeyError as error:
+        raise UsageError(
+            f"{error.args[0]} is not set; {item.name} needs {item.needs}: allowed:"
+            f" {error.args[0]}=<folder> in the environment or of make"
+        ) from error
+
+
+def _index(overrides: Sequence[str], experiments: Sequence[str]) -> None:
+    """The page that links those that were run."""
+    from kvbench.report.render.landing import write_landing
+
+    given = dict(text.partition("=")[::2] for text in overrides)
+    place = Path(given.get("results_dir", "runs")).expanduser()
+    print(f"page: {write_landing([place / name for name in dict.fromkeys(experiments)])}")
