@@ -142,11 +142,8 @@ class LayerCache:
         held = sum(part.nbytes for part in self.packed or ())
         if self.base is not None:
             held = self.base._kv_bytes()
-        keys, values = (
-            part[:, : self.length - first]
-            for part, first in ((self.keys, self.first), (self.values, self.first_value))
-        )
-        return held + keys.nbytes + values.nbytes
+        sides = ((self.keys, self.first), (self.values, self.first_value))
+        return held + sum(part[:, : self.length - first].nbytes for part, first in sides)
 
     def dot_keys(self, query: Tensor, begin: int = 0) -> Tensor:
         """q.k of query [kv_heads, q, d] with the entries from `begin` on, [kv_heads, q, entries]."""
@@ -393,7 +390,10 @@ class LayerCache:
         if leaving is None:
             return
         row = torch.arange(self.keys.shape[0], device=self.keys.device)
-        for part in (getattr(self, name) for name in _BUFFERS):
+        for part in (getattr(self, name) for name in (BESIDE if self.packed else _BUFFERS)):
             if part is not None:
                 part[row, leaving] = part[:, n - 1].clone()
+        if self.packed is not None:  # all of them, the new one too
+            self.packed = (self.packed[0].without(leaving), self.packed[1].without(leaving))
+            self.first, self.first_value = self._packed_counts()
         self.length = n - 1

@@ -355,10 +355,10 @@ class _Layer:
         if isinstance(quantization, Quantization):
             held, with_value = (self.heads, first), (self.heads, first - only)
             cache.packed = (
-                self._packed("packed_keys", (*held, dims[0]), quantization, by_channel=True),
                 self._packed(
-                    "packed_values", (*with_value, dims[1]), quantization, by_channel=False
+                    "packed_keys", (*held, dims[0]), quantization, not quantization.by_entry
                 ),
+                self._packed("packed_values", (*with_value, dims[1]), quantization, False),
             )
         cache.prompt_entries = torch.tensor(self.said["prompt_entries"], dtype=torch.int64)
         if bool((cache.prompt_entries > length).any()) or bool((cache.prompt_entries < 0).any()):
@@ -370,7 +370,6 @@ class _Layer:
         name: str,
         shape: tuple[int, int, int],
         quantization: Quantization,
-        *,
         by_channel: bool,
     ) -> Codec:
         heads, n, d = shape

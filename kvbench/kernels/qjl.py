@@ -78,6 +78,11 @@ class QJL:
             raise ValueError(f"buffer is {self.buffer}; allowed: a multiple of group, {self.group}")
         Quantization(self.value_bits, self.value_group)
 
+    @property
+    def by_entry(self) -> bool:
+        """Keys are packed in groups that share their outlier channels."""
+        return False
+
     def widths(self, layer: int) -> tuple[int, int]:
         """m and m_out of a layer."""
         if layer < self.first_layers:
@@ -192,6 +197,10 @@ class Signs:
     def mix(self, weights: Tensor) -> Tensor:
         """Signs are no values."""
         raise NotImplementedError("QJL stores keys")
+
+    def without(self, places: Tensor) -> Signs:
+        """Not of keys in groups."""
+        raise ValueError("an entry of a group does not leave alone")
 
     def joined(self, other: Block) -> Signs:
         """See `kvbench.kernels.quantize.Block`."""

@@ -3,15 +3,16 @@
 As in H2O (arXiv 2306.14048, Tables 6 and 7), asymmetric, by groups: a group's smallest value is its
 zero point, its range over 2^bits - 1 its scale. Keys are quantised per channel (a group is `group_size`
 consecutive entries of one channel), values per token (consecutive channels of one entry), because
-outliers of keys sit in channels and those of values do not.
+outliers of keys sit in channels and those of values do not. Where single entries are to leave, keys are
+quantised per token as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Protocol, runtime_checkable
+from functools import partial, reduce
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -48,10 +49,27 @@ class Block(Protocol):
         """These rows and those that follow."""
         ...
 
+    def without(self, places: Tensor) -> Block:
+        """Without one row of each head, places [heads], which the last one takes."""
+        ...
+
 
 def never(count: int, waiting: int) -> int:
     """How many of `waiting` exact rows a codec of `count` rows takes over: none."""
     return 0
+
+
+def at_once(count: int, waiting: int) -> int:
+    """The same: all of them."""
+    return waiting
+
+
+def moved(stored: Tensor, places: Tensor) -> Tensor:
+    """stored [heads, n, ...] without one row of each head, places [heads], which the last one takes."""
+    kept = stored[:, :-1].clone()
+    inside = (places < kept.shape[1]).nonzero()[:, 0]  # the last row may be the one that leaves
+    kept[inside, places[inside]] = stored[inside, -1]
+    return kept
 
 
 @dataclass(frozen=True)
@@ -89,6 +107,11 @@ class Codec:
             return replace(self, blocks=(*self.blocks[:-1], self.blocks[-1].joined(block))), taken
         return replace(self, blocks=(*self.blocks, block)), taken
 
+    def without(self, places: Tensor) -> Codec:
+        """See `Block.without`; what is held stays as it was packed."""
+        whole = reduce(lambda one, other: one.joined(other), self.blocks)
+        return replace(self, blocks=(whole.without(places),))
+
     def dot(self, query: Tensor) -> Tensor:
         """query . row, [heads, q, d] -> [heads, q, count], in the query's dtype."""
         return torch.cat([block.dot(query) for block in self.blocks], dim=-1).to(query.dtype)
@@ -104,6 +127,11 @@ class Codec:
 class Scheme(Protocol):
     """How entries are stored: frozen dataclasses. A scheme chooses no entries."""
 
+    @property
+    def by_entry(self) -> bool:
+        """Whether every entry is packed by itself, new ones at once, so that any of them may leave."""
+        ...
+
     def codecs(self, keys: Tensor, values: Tensor, *, layer: int, seed: int) -> tuple[Codec, Codec]:
         """Codecs of the prompt's keys and values [heads, n, d]; rows that stay exact are the last."""
         ...
@@ -115,36 +143,52 @@ class Scheme(Protocol):
 
 @dataclass(frozen=True)
 class Quantization:
-    """Packed integers with a scale and a zero point per group; new tokens stay as they are.
+    """Packed integers with a scale and a zero point per group.
 
     Attributes:
         bits: 2 or 4 per number.
         group_size: numbers that share a scale and a zero point.
+        keys: channel (groups of a key's channel run along the entries; new tokens stay as they are) |
+            entry (groups run along an entry's channels, as FlexGen stores what H2O keeps; new tokens are
+            packed as well, and entries may leave while decoding).
     """
 
     bits: int = 4
     group_size: int = 64
+    keys: Literal["channel", "entry"] = "channel"
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
             raise ValueError(f"bits is {self.bits}; allowed: bits 2 or 4")
         if not isinstance(self.group_size, int) or self.group_size < 1:
             raise ValueError(f"group_size is {self.group_size}; allowed: an integer >= 1")
+        if self.keys not in ("channel", "entry"):
+            raise ValueError(f"keys is {self.keys!r}; allowed: channel, entry")
+
+    @property
+    def by_entry(self) -> bool:
+        """See `Scheme`."""
+        return self.keys == "entry"
 
     def codecs(self, keys: Tensor, values: Tensor, *, layer: int, seed: int) -> tuple[Codec, Codec]:
-        """See `Scheme`: keys per channel, values per entry."""
-        packed = pack(keys, self, by_channel=True), pack(values, self, by_channel=False)
+        """See `Scheme`: keys per channel or per entry, values per entry."""
+        packed = (
+            pack(keys, self, by_channel=not self.by_entry),
+            pack(values, self, by_channel=False),
+        )
         return self.codec(packed[0]), self.codec(packed[1])
 
     def codec(self, packed: Packed) -> Codec:
-        """A codec of what was packed; it takes no more."""
+        """A codec of what was packed; it takes no more, unless entries are packed one by one."""
         make = partial(pack, quantization=self, by_channel=packed.by_channel)
-        return Codec(make, blocks=(packed,) if packed.count else ())
+        due = at_once if self.by_entry else never
+        return Codec(make, due, blocks=(packed,) if packed.count else ())
 
     def nbytes(self, heads: int, n: int, d: int, itemsize: int, layer: int = 0) -> int:
         """See `Scheme`."""
         shape = (heads, n, d)
-        return sum(packed_bytes(shape, self, itemsize, by_channel=c) for c in (True, False))
+        sides = (not self.by_entry, False)
+        return sum(packed_bytes(shape, self, itemsize, by_channel=side) for side in sides)
 
 
 @dataclass(frozen=True)
@@ -193,6 +237,14 @@ class Packed:
         codes, scale, zero = (torch.cat(pair, dim=1) for pair in parts)
         heads, n, d = self.shape
         return replace(self, codes=codes, scale=scale, zero=zero, shape=(heads, n + other.count, d))
+
+    def without(self, places: Tensor) -> Packed:
+        """See `Block`; of rows packed per entry only."""
+        if self.by_channel:
+            raise ValueError("an entry of a group does not leave alone")
+        codes, scale, zero = (moved(part, places) for part in (self.codes, self.scale, self.zero))
+        heads, n, d = self.shape
+        return replace(self, codes=codes, scale=scale, zero=zero, shape=(heads, n - 1, d))
 
 
 def packed_bytes(

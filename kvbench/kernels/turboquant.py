@@ -15,7 +15,7 @@ import torch
 from scipy import special
 from torch import Tensor
 
-from kvbench.kernels.quantize import Block, Codec, pack_bits, unpack_bits
+from kvbench.kernels.quantize import Block, Codec, moved, pack_bits, unpack_bits
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,11 @@ class TurboQuant:
             raise ValueError(f"outlier_share is {self.outlier_share!r}; allowed: between 0 and 1")
         if not isinstance(self.buffer, int) or self.buffer < 0:
             raise ValueError(f"buffer is {self.buffer!r}; allowed: an integer >= 0")
+
+    @property
+    def by_entry(self) -> bool:
+        """See `kvbench.kernels.quantize.Scheme`."""
+        return self.buffer == 0
 
     def sets(self, d: int) -> list[tuple[int, int]]:
         """(channels, bits) of each set, outliers first."""
@@ -304,6 +309,11 @@ class Rotated:
             tuple(torch.cat(pair, dim=1) for pair in zip(mine, its, strict=True))
             for mine, its in pairs
         )
+        return replace(self, parts=parts)
+
+    def without(self, places: Tensor) -> Rotated:
+        """See `kvbench.kernels.quantize.Block`."""
+        parts = tuple(tuple(moved(one, places) for one in part) for part in self.parts)
         return replace(self, parts=parts)
 
 

@@ -150,22 +150,29 @@ class Method:
         """How the kept entries are stored, checked.
 
         Raises:
-            KVError: unknown bits or group size, or a method that evicts while decoding.
+            KVError: unknown bits or group size, or a method that evicts while decoding with a scheme
+                that packs entries together.
         """
         if self.quantize is None:
             return None
         name = type(self).__name__
-        if self.evicts:
-            raise KVError(
-                f"{name}.quantize is set and the method evicts while decoding; allowed: decode=grow"
-            )
         if self.recompression is not None:
             raise KVError(
                 f"{name}.quantize is set and the method compresses again while decoding; allowed: one "
                 "or the other"
             )
-        if not isinstance(self.quantize, Mapping):
-            return self.quantize
+        scheme = self.quantize if not isinstance(self.quantize, Mapping) else self._scheme(name)
+        if self.evicts and not scheme.by_entry:
+            raise KVError(
+                f"{name}.quantize packs entries together and the method evicts while decoding; allowed: "
+                "decode=grow, or entries packed one by one: quantize.keys=entry, "
+                "quantize.scheme=turboquant"
+            )
+        return scheme
+
+    def _scheme(self, name: str) -> Scheme:
+        """The scheme that `quantize` describes."""
+        assert isinstance(self.quantize, Mapping)
         options = dict(self.quantize)
         kind = options.pop("scheme", "affine")
         if kind not in SCHEMES:

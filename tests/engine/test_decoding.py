@@ -9,6 +9,7 @@ from support.tiny import prompt_ids, tiny_model
 
 from kvbench.engine.cache import LayerCache
 from kvbench.kernels.quantize import Quantization, pack, unpack
+from kvbench.kernels.turboquant import TurboQuant
 from kvbench.kv import Budget, CompressedKV, KVError
 from kvbench.methods import build_method
 
@@ -82,10 +83,83 @@ def test_a_packed_cache_attends_to_what_it_unpacks():
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize(
+    "scheme", [Quantization(4, 8, "entry"), Quantization(2, 4, "entry"), TurboQuant(bits=4)]
+)
+@pytest.mark.parametrize("name", ["h2o", "streaming_llm", "local"])
+def test_a_packed_cache_evicts_as_lists_of_restored_entries_do(scheme, name):
+    """Each head as a list in float64: an entry is exact in its own step, and then as it was packed."""
+    torch.manual_seed(0)
+    dim, capacity, sink, steps = 16, 12, 2, 30
+    keys, values = torch.randn(2, 9, dim), torch.randn(2, 9, dim)
+    at = torch.arange(9).expand(1, 2, 9)
+    start = torch.rand(1, 2, 9)
+    method = build_method(name, decode="evict")
+    cache = LayerCache(
+        CompressedKV(keys[None], values[None], None, at, start),
+        2,
+        method,
+        capacity=capacity,
+        sink=sink,
+        quantization=scheme,
+    )
+
+    def restored(rows, side):
+        codec = scheme.codecs(rows, rows, layer=0, seed=0)[side]
+        return codec.mix(torch.eye(rows.shape[1]).expand(len(rows), -1, -1)).double()
+
+    first = restored(keys, 0), restored(values, 1)
+    held = [
+        [[p, first[0][h, p], first[1][h, p], float(start[0, h, p])] for p in range(9)]
+        for h in range(2)
+    ]
+    for position in range(9, 9 + steps):
+        q, k, v = torch.randn(4, 1, dim), torch.randn(2, 1, dim), torch.randn(2, 1, dim)
+        got = cache.step(q, k, v, torch.tensor([position]), 0.25, None)
+        packed = restored(k, 0)[:, 0], restored(v, 1)[:, 0]
+        for head, entries in enumerate(held):
+            entries.append([position, k[head, 0].double(), v[head, 0].double(), 0.0])
+            logits = q.view(2, 2, dim)[head].double() @ torch.stack([e[1] for e in entries]).T
+            weights = (0.25 * logits).softmax(-1)
+            want = weights @ torch.stack([e[2] for e in entries])
+            torch.testing.assert_close(
+                got.view(2, 2, dim)[head].double(), want, atol=1e-5, rtol=1e-5
+            )
+            entries[-1][1:3] = packed[0][head], packed[1][head]
+            for entry, weight in zip(entries, weights.mean(0).tolist(), strict=True):
+                entry[3] += weight
+            if len(entries) > capacity:
+                ages = sorted(e[0] for e in entries)
+                if name == "h2o":
+                    free = [e for e in entries if e[0] < ages[-method.recent(capacity)]]
+                    gone = min(free, key=lambda e: e[3])[0]
+                else:
+                    gone = ages[sink if name == "streaming_llm" else 0]
+                entries[:] = [e for e in entries if e[0] != gone]
+            kept = {int(p) for p in cache.positions[head, : cache.length]}
+            assert kept == {e[0] for e in entries}
+    assert cache.length == cache.first == capacity
+    scores = 0 if cache.scores is None else 2 * capacity * 4
+    assert cache.entry_bytes() == scheme.nbytes(2, capacity, dim, 4) + scores
+
+
+def test_h2o_in_four_bits_answers_and_its_bytes_are_those_stored():
+    model, found = ready(), {}
+    for scheme in (None, {"bits": 4, "group_size": 16, "keys": "entry"}):
+        method = build_method("h2o", quantize=scheme)
+        result = generate(model, prompt_ids(120), {"m": (method, SMALL)})["m"]
+        assert result.failure is None
+        found[scheme is None] = result
+    assert found[False].entries == found[True].entries
+    assert found[False].cache_bytes == found[False].cache_bytes_end < 0.5 * found[True].cache_bytes
+
+
 def test_quantize_is_refused_where_it_cannot_be():
     with pytest.raises(KVError, match=r"bits is 3; allowed: bits 2 or 4"):
         build_method("snapkv", quantize={"bits": 3}).quantization()
-    with pytest.raises(KVError, match="evicts while decoding; allowed: decode=grow"):
+    with pytest.raises(
+        KVError, match="evicts while decoding; allowed: decode=grow, or entries packed one by one"
+    ):
         build_method("h2o", quantize={"bits": 4}).quantization()
     assert build_method("h2o", decode="grow", quantize={"bits": 4}).quantization() is not None
 
