@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from kvbench.errors import UserError
+from kvbench.kernels.position_bias import PositionBias
 
 IMPLEMENTATION = "kvbench"
 """The name under which the function is registered (``attn_implementation="kvbench"``)."""
@@ -39,6 +40,7 @@ class LayerCall:
             all after position encoding.
         scaling: of the logits. softcap: their limit, None for none.
         sliding_window: keys that a query sees, None for all.
+        bias: what a key's position adds to its logits, None for nothing.
     """
 
     layer: int
@@ -48,9 +50,16 @@ class LayerCall:
     scaling: float
     softcap: float | None = None
     sliding_window: int | None = None
+    bias: PositionBias | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return self.key.nbytes + self.value.nbytes
 
     def exact(self) -> Tensor:
-        """Causal attention of the queries over these keys alone; see `exact_attention`."""
+        """Causal attention of the queries over these keys alone, the first at position 0; see
+        `exact_attention`."""
         return exact_attention(
             self.query,
             self.key,
@@ -58,7 +67,13 @@ class LayerCall:
             scaling=self.scaling,
             softcap=self.softcap,
             sliding_window=self.sliding_window,
+            bias=self.key_bias,
         )
+
+    @property
+    def key_bias(self) -> Tensor | None:
+        """`bias` of every key, the first at position 0: [kv_heads, t] float32."""
+        return None if self.bias is None else self.bias.at(torch.arange(self.key.shape[2]))
 
     def of_rows(self, rows: Sequence[int]) -> LayerCall:
         """The call of some batch rows."""
@@ -95,6 +110,7 @@ def kvbench_attention(
     softcap: float | None = None,
     sliding_window: int | None = None,
     kvbench: AttentionState | None = None,
+    bias: PositionBias | None = None,
     **other: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: returns ([batch, t, heads, head_dim], None).
@@ -131,6 +147,7 @@ def kvbench_attention(
             query.shape[-1] ** -0.5 if scaling is None else scaling,
             softcap,
             sliding_window,
+            bias,
         )
     )
     return out.transpose(1, 2), None
@@ -170,6 +187,23 @@ def signed_mean(
     return mean if value_range is None else torch.clamp(mean, *value_range)
 
 
+Range = tuple[Tensor, Tensor]
+"""The least and the largest value of each channel."""
+
+
+def grown_range(
+    before: Range | None, value: Tensor, group: int
+) -> tuple[Range | None, Range | None]:
+    """A range of values [kv_heads, d] at each of t new tokens, for every query of a group
+    [kv_heads, group * t, d], and after the last; value [kv_heads, t, d]."""
+    if before is None:
+        return None, None
+    least = torch.minimum(before[0][:, None], value.cummin(1).values)
+    most = torch.maximum(before[1][:, None], value.cummax(1).values)
+    each = (least.repeat(1, group, 1), most.repeat(1, group, 1))
+    return each, (least[:, -1], most[:, -1])
+
+
 def exact_attention(
     query: Tensor,
     key: Tensor,
@@ -179,22 +213,24 @@ def exact_attention(
     softcap: float | None = None,
     sliding_window: int | None = None,
     seen: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of n queries over their own n keys, [batch, heads, n, head_dim].
 
     Args:
         seen: [heads, n, n] bool, the keys that each query may see beside causality; as many KV heads
             as query heads then.
+        bias: [kv_heads, n] float32, added to the logits of every query.
 
-    The plain case runs on torch's fused kernel; logit capping and sliding windows, which that kernel
-    does not have, run in query blocks with O(QUERY_BLOCK * n) memory. So do grouped heads in float32
-    on CUDA, which no fused kernel takes there: torch would form all n x n logits.
+    The plain case runs on torch's fused kernel; logit capping, biases and sliding windows, which that
+    kernel does not have, run in query blocks with O(QUERY_BLOCK * n) memory. So do grouped heads in
+    float32 on CUDA, which no fused kernel takes there: torch would form all n x n logits.
     """
     n = query.shape[2]
     if sliding_window is not None and sliding_window >= n:
         sliding_window = None
     grouped_float32 = query.dtype == torch.float32 and query.shape[1] != key.shape[1]
-    fused = seen is None and not (query.is_cuda and grouped_float32)
+    fused = seen is None and bias is None and not (query.is_cuda and grouped_float32)
     if softcap is None and sliding_window is None and fused:
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=True
@@ -208,6 +244,8 @@ def exact_attention(
         first = 0 if sliding_window is None else max(0, start - sliding_window + 1)
         keys = key[:, :, None, first:stop].transpose(-1, -2)
         logits = capped((grouped[..., start:stop, :] @ keys) * scaling, softcap).float()
+        if bias is not None:
+            logits += bias[:, None, None, first:stop]
         row = torch.arange(start, stop, device=query.device)[:, None]
         column = torch.arange(first, stop, device=query.device)[None]
         hidden = column > row

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from kvbench.engine.attention import IMPLEMENTATION
 from kvbench.engine.prefill import synchronize
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
 from kvbench.methods.base import Method
@@ -180,12 +179,13 @@ class _FirstToken(LogitsProcessor):
 
 @contextmanager
 def _library_attention(model: PreTrainedModel, implementation: str) -> Iterator[None]:
-    """The model on one of transformers' own implementations; afterwards on kvbench's."""
+    """The model on one of transformers' own implementations; afterwards on what it was."""
+    before = model.config._attn_implementation
     model.set_attn_implementation(implementation)
     try:
         yield
     finally:
-        model.set_attn_implementation(IMPLEMENTATION)
+        model.set_attn_implementation(before)
 
 
 def _cache_bytes(cache: Any) -> int | None:

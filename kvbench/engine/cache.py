@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.engine.attention import capped, signed_mean
+from kvbench.engine.attention import capped, grown_range, signed_mean
 from kvbench.engine.guard import call
 from kvbench.engine.recompress import Recompressor
+from kvbench.kernels.position_bias import PositionBias
 from kvbench.kernels.quantize import Codec, Scheme, never
 from kvbench.kv import CompressedKV, KVError, weighted_entries
 from kvbench.methods.base import Held, Method
@@ -52,6 +53,7 @@ class LayerCache:
         window: sliding-window length of the layer, None for full attention.
         active: False where the method has no part in this layer (it is left whole).
         layer, seed: what a scheme's draws depend on.
+        bias: see `LayerCall.bias`; read from the positions that entries carry.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class LayerCache:
         quantization: Scheme | None = None,
         layer: int = 0,
         seed: int = 0,
+        bias: PositionBias | None = None,
     ) -> None:
         heads, count, key_dim = held.keys.shape[1:]
         self.length = count
@@ -76,6 +79,7 @@ class LayerCache:
         self.sink = sink
         self.window = window
         self.method = method
+        self.bias, self.active = bias, active
         self.evicts = method.evicts and active
         self.restricts = method.restricts and active
         if self.evicts:  # it grows to what it was granted, and by the token that is being read
@@ -128,13 +132,14 @@ class LayerCache:
 
     def entry_bytes(self) -> int:
         """Bytes of what is held: keys, values, weights and scores, as stored. Room for tokens to
-        come and positions (bookkeeping no kernel reads) are not counted."""
+        come is not counted, nor positions, unless a bias needs them and they are not 0, 1, 2 ..."""
         parts = [
             part[:, : self.length]
             for part in (self.log_weights, self.scores, self.denominators)
             if part is not None
         ]
         parts += self.value_range or ()
+        parts += [self.positions[:, : self.length]] if self.bias and self.active else []
         parts += [] if self.again is None else [self.again.queries]
         return self._kv_bytes() + sum(part.numel() * part.element_size() for part in parts)
 
@@ -233,7 +238,7 @@ class LayerCache:
         stays the same (a cache that evicts and is not full yet does first the one, then the other)."""
         plain = self.packed is None and self.window is None and not self.restricts
         plain = plain and not self.keys_only and self.denominators is None and self.base is None
-        plain = plain and self.again is None
+        plain = plain and self.again is None and self.bias is None
         return plain and (not self.evicts or self.length == self.granted)
 
     def expect(self, position: int, tokens: int) -> None:
@@ -341,6 +346,8 @@ class LayerCache:
         group = heads // stored
         logits = self.dot_keys(query.reshape(stored, group * tokens, dim), begin)
         logits = capped(logits.float().mul_(scaling), softcap)
+        if self.bias is not None:
+            logits += self.bias.at(self.positions[:, begin:after])[:, None]
         if self.log_weights is not None:
             logits += self.log_weights[:, None, begin:after]
         if tokens > 1:
@@ -356,22 +363,12 @@ class LayerCache:
         weights = logits.softmax(-1)
         out = self.mix_values(weights.to(value.dtype), begin)
         if self.denominators is not None:
-            ends = self._grown_range(value, group)
+            ends, self.value_range = grown_range(self.value_range, value, group)
             out = signed_mean(out, weights, self.denominators[:, begin:after], ends)
         self._pack_due()
         if self.evicts:
             self._evict(weights.view(stored, group, after).mean(1))
         return out.view(stored, group, tokens, -1).reshape(heads, tokens, -1)
-
-    def _grown_range(self, value: Tensor, group: int) -> tuple[Tensor, Tensor] | None:
-        """`value_range` at each of t new tokens for every query of a group, [kv_heads, group * t, d],
-        and kept as of the last; value [kv_heads, t, d]."""
-        if self.value_range is None:
-            return None
-        least = torch.minimum(self.value_range[0][:, None], value.cummin(1).values)
-        most = torch.maximum(self.value_range[1][:, None], value.cummax(1).values)
-        self.value_range = (least[:, -1], most[:, -1])
-        return least.repeat(1, group, 1), most.repeat(1, group, 1)
 
     def _ask(self, hook: Callable[..., Any], *arguments: Any) -> Any:
         """What a hook of the method answers, which sees this fork's tensors only; its first call is

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from kvbench.engine.adapters import kv_heads
 from kvbench.engine.loading import ModelError, ModelSpec, load_config, local_path
 from kvbench.kernels.quantize import Scheme
 
@@ -54,7 +55,7 @@ def cache_shape(spec: ModelSpec, dtype: torch.dtype) -> CacheShape | None:
         return None
     try:
         heads = config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        held = kv_heads(config)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         count = config.num_hidden_layers
     except AttributeError:
@@ -62,7 +63,7 @@ def cache_shape(spec: ModelSpec, dtype: torch.dtype) -> CacheShape | None:
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * count
     sliding = sum(kind == "sliding_attention" for kind in kinds[:count])
     window = getattr(config, "sliding_window", None) or 0
-    return CacheShape(kv_heads, head_dim, dtype.itemsize, count - sliding, (window,) * sliding)
+    return CacheShape(held, head_dim, dtype.itemsize, count - sliding, (window,) * sliding)
 
 
 def is_cheap(spec: ModelSpec) -> bool:

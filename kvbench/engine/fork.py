@@ -158,6 +158,7 @@ class Fork:
         granted = capacity if limit is None else limit
         if compressible and self.method.uses_budget and not self.method.saves_memory:
             granted = self.budget.capacity(capacity)
+        bias = None if prompt is None else prompt.bias
         make = partial(
             LayerCache,
             room=self.room,
@@ -170,7 +171,10 @@ class Fork:
             quantization=self.method.quantization() if compressible else None,
             layer=layer,
             seed=self.seed,
+            bias=bias,
         )
+        if bias is not None and compressible:
+            _check_placed(self.label, layer, held)
         cache = make(held) if held.lengths is None else RaggedCache(held, make)
         if compressible and prompt is not None:
             generator = layer_generator(self.seed, f"{self.example_id}\0while decoding", layer)
@@ -234,6 +238,23 @@ class Fork:
     def cache_bytes(self) -> int:
         """Bytes held now, all layers."""
         return sum(cache.entry_bytes() for cache in self.layers.values())
+
+
+def _check_placed(label: str, layer: int, held: CompressedKV) -> None:
+    """Refuse entries that attend and have no position, where the logits depend on it.
+
+    Raises:
+        KVError: naming the method.
+    """
+    nowhere = held.positions < 0
+    if held.log_weights is not None:
+        nowhere &= held.log_weights > -torch.inf
+    if bool(nowhere.any()):
+        raise KVError(
+            f"method {label!r} holds {int(nowhere.sum())} entries of layer {layer} that are no single "
+            "token's, and this model's attention depends on positions (ALiBi); allowed: methods "
+            "that keep tokens"
+        )
 
 
 class ForkBatch:

@@ -70,7 +70,7 @@ class _BatchPrefill:
                 count = later.query.shape[2]
                 positions = torch.arange(end - start, end - start + count, device=out.device)
                 out[i : i + 1, :, end:] = ForkBatch([fork], positions).attend(later)
-                row.exact_bytes += later.key.nbytes + later.value.nbytes
+                row.exact_bytes += later.nbytes
             if fork.failure is not None:
                 raise fork.failure
         return out

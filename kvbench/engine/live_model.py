@@ -135,7 +135,9 @@ def compressed_generation(compression: Compression) -> Iterator[Compression]:
                 f"{type(model).__name__} is under compress already; allowed: one at a time"
             )
         compression._compressible = compressible_layers(model)
-        before = model.register_forward_pre_hook(compression.before_forward, with_kwargs=True)
+        before = model.register_forward_pre_hook(
+            compression.before_forward, with_kwargs=True, prepend=True
+        )
         stack.callback(before.remove)
         after = model.register_forward_hook(compression.after_forward, with_kwargs=True)
         stack.callback(after.remove)

@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
+from kvbench.engine.adapters import is_adapted
 from kvbench.engine.attention import UnsupportedModel
 from kvbench.engine.faults import is_out_of_memory
 from kvbench.errors import UserError, first_line, one_line, traceback_of
@@ -323,11 +324,11 @@ def check_serves_interface(config: PreTrainedConfig) -> None:
         architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except KeyError:
         return  # from_pretrained says what it is
-    if not getattr(architecture, "_supports_attention_backend", False):
+    if not is_adapted(config) and not getattr(architecture, "_supports_attention_backend", False):
         raise UnsupportedModel(
             f"model type {config.model_type!r} ({architecture.__name__}) computes its attention itself "
             "instead of through transformers' attention interface; allowed: models that use it "
-            "(Llama, Qwen, Mistral, Gemma, OPT, GPT-NeoX ...)"
+            "(Llama, Qwen, Mistral, Gemma, OPT, GPT-NeoX ...), MPT, Bloom, Falcon"
         )
 
 

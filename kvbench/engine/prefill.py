@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvbench.engine.adapters import has_alibi
 from kvbench.engine.attention import LayerCall, UnsupportedModel
 from kvbench.engine.fork import Fork, layer_generator
 from kvbench.engine.guard import GENERATORS, Guard, Settings, SharedStateChanged, check_finite
@@ -72,6 +73,8 @@ def input_device(model: PreTrainedModel) -> torch.device:
 def rotary_of(model: PreTrainedModel) -> Rotary | None:
     """The model's rotary table (`LayerKV.rotary`); None where it has none, several, or turns other
     pairs of channels than the two halves."""
+    if has_alibi(model.config.get_text_config()):  # Falcon has a table that it does not use then
+        return None
     table = getattr(model.base_model, "rotary_emb", None)
     turn = getattr(sys.modules[type(model).__module__], "rotate_half", None)
     if table is None or turn is None or hasattr(model.base_model, "rotary_emb_local"):
@@ -96,6 +99,7 @@ def layer_kv(call: LayerCall, index: int, count: int, rotary: Rotary | None = No
         count,
         call.scaling,
         softcap=call.softcap,
+        bias=call.bias,
         rotary=rotary,
     )
 
@@ -155,9 +159,7 @@ class PrefillState:
         if layer in self.order:
             held = layer_kv(call, self.order[layer], len(self.order), self.rotary)
             check_finite(held)
-            self.exact_bytes += (
-                key.numel() * key.element_size() + value.numel() * value.element_size()
-            )
+            self.exact_bytes += call.nbytes
             self._compress_all(layer, held)
         else:
             self._keep_window(layer, key, value, call.sliding_window)

@@ -37,12 +37,14 @@ class RaggedCache(LayerCache):
             if weights is not None and not weights.any():
                 weights = None
             one = CompressedKV(held.keys[here], held.values[here], weights, held.positions[here])
-            self.heads.append(make(one))
+            cache = make(one)
+            cache.bias = cache.bias and cache.bias.of_head(head)
+            self.heads.append(cache)
         first = self.heads[0]
         self.method, self.capacity, self.granted = first.method, first.capacity, first.granted
         self.sink, self.window, self.base, self.packed = first.sink, first.window, None, None
         self.evicts, self.restricts, self.keys_only = first.evicts, first.restricts, 0
-        self.denominators, self.value_range, self.again = None, None, None
+        self.denominators, self.value_range, self.again, self.bias = None, None, None, None
         if self.evicts or self.restricts:
             raise KVError(
                 f"{type(self.method).__name__} holds heads of different lengths and acts while "

@@ -23,7 +23,7 @@ class Recompressor:
 
     Attributes:
         rule: when, and to how many entries. method, budget, label: of the fork.
-        layer: of the prompt, whose index, scaling and softcap hold for what follows.
+        layer: of the prompt, whose index, scaling, softcap and bias hold for what follows.
         generator: goes on from one time to the next.
         tokens: fed so far; with ``phase=tokens`` the prompt's count.
         queries: the last ones fed, [heads, at most rule.queries, head_dim].
@@ -85,6 +85,7 @@ class Recompressor:
             self.layer,
             keys=cache.keys[None, :, :n],
             values=cache.values[None, :, :n],
+            places=cache.positions[None, :, :n],
             queries=self.queries[None],
             shared={},
         )

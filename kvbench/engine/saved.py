@@ -130,7 +130,7 @@ def save_context(
                 held = part[:, :n] if name in _BESIDE else part
                 tensors[f"{index}.{name}"] = held.detach().cpu().contiguous().clone()
         layers[str(index)] = {name: getattr(cache, name) for name in _COUNTS} | {
-            "active": cache.evicts or cache.restricts,
+            "active": cache.active,
             "prompt_entries": cache.prompt_entries.tolist(),
         }
     known = {
@@ -348,7 +348,7 @@ class _Layer:
         cache.length, cache.keys_only = length, only
         cache.first, cache.first_value = first, first_value
         cache.keys, cache.values, cache.positions = keys, values, positions
-        cache.log_weights = log_weights
+        cache.log_weights, cache.bias = log_weights, call.bias
         cache.scores = weights.get("scores") if cache.evicts or cache.restricts else None
         cache.denominators = weights.get("denominators")
         cache.value_range = (ends[0], ends[1]) if ends else None

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvbench.engine.adapters import kv_heads
 from kvbench.engine.attention import LayerCall, exact_attention
 from kvbench.engine.faults import NonFiniteLogits
 from kvbench.engine.fork import Fork, ForkBatch
@@ -196,6 +197,7 @@ class WholePass:
                     scaling=call.scaling,
                     softcap=call.softcap,
                     seen=seen,
+                    bias=one.key_bias,
                 )
             )
         return torch.cat(out)
@@ -231,7 +233,7 @@ def imagined_cache(
     method, budget = pair
     entries = method.masked_entries(budget, tokens)
     heads = config.num_attention_heads
-    group = heads // (getattr(config, "num_key_value_heads", None) or heads)
+    group = heads // kv_heads(config)
     return entries, entries * group / tokens
 
 

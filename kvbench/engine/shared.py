@@ -89,7 +89,7 @@ def rows_by_base(caches: Sequence[LayerCache | None]) -> list[list[int]]:
     for place, cache in enumerate(caches):
         if cache is None or cache.base is None:
             continue
-        if not cache.restricts and cache.denominators is None:
+        if not cache.restricts and cache.denominators is None and cache.bias is None:
             found.setdefault(id(cache.base), []).append(place)
     return [places for places in found.values() if len(places) > 1]
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvbench.engine.adapters import has_alibi
 from kvbench.engine.attention import LayerCall, UnsupportedModel, capped
 from kvbench.engine.chunked import chunked_prefill
 from kvbench.engine.fork import Fork
@@ -72,9 +73,11 @@ def rotation_of(model: PreTrainedModel) -> Rotation | None:
     named = {
         id(buffer): buffer for key, buffer in model.named_buffers() if key.endswith("inv_freq")
     }
+    if has_alibi(model.config.get_text_config()):
+        raise UnsupportedModel(
+            f"{name} has ALiBi; allowed with positions=cache: rotary or learned positions"
+        )
     if not named:
-        if getattr(model.config.get_text_config(), "position_embedding_type", None) == "alibi":
-            raise UnsupportedModel(f"{name} has ALiBi; allowed: rotary or learned positions")
         return None
     rotation = Rotation(next(iter(named.values())).float())
     ids = torch.tensor([[5, 3, 4]], device=input_device(model)) % vocabulary(model)
@@ -135,6 +138,8 @@ class StreamState:
         heads, kv_heads = call.query.shape[1], key.shape[0]
         query = call.query[0].view(kv_heads, heads // kv_heads, len(now), -1)
         logits = self._logits(query, key[:, None], now, times) * call.scaling
+        if call.bias is not None:
+            logits += call.bias.at(times)[:, None, None]
         distance = now[:, None] - times
         seen = (distance >= 0) & ((times < self.start) | (distance <= self.recent))
         weights = capped(logits.float(), call.softcap).masked_fill(~seen, -torch.inf).softmax(-1)

@@ -15,6 +15,7 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
+from kvbench.engine.adapters import attach, is_adapted
 from kvbench.engine.attention import IMPLEMENTATION, register
 from kvbench.engine.loading import (
     ModelError,
@@ -48,6 +49,7 @@ def load_model(
     register()
     config = load_config(spec) if spec.random_weights else _config_of_path(spec)
     check_serves_interface(config)
+    implementation = None if is_adapted(config) else IMPLEMENTATION  # the library chooses
     with told_in_one_line("model", spec):
         if spec.random_weights:
             _check_fits(config, spec, device, dtype)
@@ -55,7 +57,7 @@ def load_model(
                 torch.manual_seed(seed)
                 with device:
                     model = AutoModelForCausalLM.from_config(
-                        config, dtype=dtype, attn_implementation=IMPLEMENTATION
+                        config, dtype=dtype, attn_implementation=implementation
                     )
         else:
             packed = weight_options(spec, device, dtype)
@@ -73,7 +75,7 @@ def load_model(
                     config=config,
                     revision=spec.revision or "main",  # converts what is not safetensors
                     dtype=dtype,
-                    attn_implementation=IMPLEMENTATION,
+                    attn_implementation=implementation,
                     trust_remote_code=spec.trust_remote_code,
                     local_files_only=_only_local(spec.path),
                     use_safetensors=True,
@@ -88,6 +90,8 @@ def load_model(
     placed = spec.device_map is not None or spec.quantization in ("bnb4", "bnb8")
     if spec.random_weights or not placed:
         model = model.to(device)
+    if is_adapted(config):
+        attach(model)
     return model.eval()
 
 

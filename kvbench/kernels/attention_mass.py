@@ -17,6 +17,7 @@ def attention_mass(
     *,
     scaling: float,
     softcap: float | None = None,
+    bias: Tensor | None = None,
     implementation: str = "auto",
 ) -> Tensor:
     """Column sums of the causal softmax attention of the last m queries.
@@ -31,6 +32,7 @@ def attention_mass(
         keys: [batch, kv_heads, n, head_dim]; query head i uses KV head i // group.
         scaling: factor on q.k before the softmax.
         softcap: s of s * tanh(logit / s), applied after scaling; None for none.
+        bias: [kv_heads, n or more] float32, added to the logits (no Triton kernel has it).
         implementation: auto (Triton on CUDA, torch elsewhere) | triton | torch.
 
     Returns:
@@ -44,7 +46,8 @@ def attention_mass(
     kv_heads, n = keys.shape[1], keys.shape[2]
     if m > n or heads % kv_heads:
         raise ValueError(f"{m} queries of {heads} heads over {n} keys of {kv_heads} KV heads")
-    if use_triton("attention_mass", implementation, queries, keys):
+    biased = None if bias is None else "logits have a bias by position"
+    if use_triton("attention_mass", implementation, queries, keys, obstacle=biased):
         from kvbench.kernels import _triton_mass
 
         return _triton_mass.attention_mass(queries, keys, scaling=scaling, softcap=softcap)
@@ -64,6 +67,8 @@ def attention_mass(
             scores = (block @ k[head, :seen].T).view(group, rows, seen)
             if softcap is not None:
                 scores.div_(softcap).tanh_().mul_(softcap)
+            if bias is not None:
+                scores += bias[head % kv_heads, :seen]
             future = torch.ones(rows, rows, dtype=torch.bool, device=keys.device).triu_(1)
             scores[:, :, seen - rows :].masked_fill_(future, float("-inf"))
             torch.softmax(scores, -1, out=scores)

@@ -202,7 +202,12 @@ class _Attention:
             head_dim=dim,
         )
         self.hidden_states = layer.keys.new_full((1, 1, 1), torch.nan).expand(1, n, heads * dim)
-        if layer.queries is not None and layer.softcap is None and not layer.withheld:
+        if (
+            layer.queries is not None
+            and layer.softcap is None
+            and layer.bias is None
+            and (not layer.withheld)
+        ):
             queries = scaled_queries(layer, f"press {press}")[row : row + 1]
             states = queries.transpose(1, 2).flatten(2)
             absent = self.hidden_states[:, : n - states.shape[1]]

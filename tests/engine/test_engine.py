@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from support.forward import SMALL, generate, reference
-from support.tiny import CONFIGS, Broken, Everything, Greedy, prompt_ids, tiny_model
+from support.tiny import CONFIGS, Broken, Everything, Greedy, on_kvbench, prompt_ids, tiny_model
 
+from kvbench.engine.adapters import has_alibi, kv_heads
 from kvbench.engine.attention import UnsupportedModel, exact_attention
 from kvbench.engine.cache import LayerCache
 from kvbench.engine.fork import Fork, layer_generator
@@ -25,7 +26,7 @@ def test_exact_and_keep_everything_generate_what_transformers_generates(
     ids = prompt_ids(80)
     expected = reference(model, ids, 24)
     assert len(set(expected)) > 5, "a degenerate continuation would test nothing"
-    model.set_attn_implementation("kvbench")
+    on_kvbench(model)
     results = generate(
         model,
         ids,
@@ -37,13 +38,17 @@ def test_exact_and_keep_everything_generate_what_transformers_generates(
         assert result.failure is None, label
         assert result.tokens == expected, label
     assert not results["exact"].compressed
-    assert results["everything"].cache_bytes == results["exact"].exact_bytes
+    places = 4 * kv_heads(model.config) * 8 * (80 if compress_after == "prompt" else 70)
+    assert results["exact"].cache_bytes == results["exact"].exact_bytes
+    assert results["everything"].cache_bytes == results["exact"].exact_bytes + (
+        places if has_alibi(model.config) else 0
+    )
 
 
 @pytest.mark.parametrize("architecture", sorted(CONFIGS))
 def test_compressed_forks_hold_their_budget_on_every_architecture(architecture):
     model = tiny_model(architecture)
-    model.set_attn_implementation("kvbench")
+    on_kvbench(model)
     ids = prompt_ids(80)
     methods = {
         name: (build_method(name), SMALL) for name in ("streaming_llm", "uniform", "snapkv", "h2o")
@@ -54,11 +59,13 @@ def test_compressed_forks_hold_their_budget_on_every_architecture(architecture):
         assert result.failure is None, label
         assert result.entries == {"mean": SMALL.capacity(80), "max": SMALL.capacity(80)}, label
         # sliding-window layers are left whole: their last 24 entries
-        kv_heads = model.config.to_dict().get("num_key_value_heads", 4)
-        per_entry = kv_heads * 16 * 2 * 4
+        heads = kv_heads(model.config)
+        per_entry = heads * 16 * 2 * 4
         entries = layers * SMALL.capacity(80) + whole * 24
-        weights = layers * SMALL.capacity(80) * kv_heads * 4 if label in ("uniform", "h2o") else 0
-        assert result.cache_bytes == entries * per_entry + weights, label
+        weights = layers * SMALL.capacity(80) * heads * 4 if label in ("uniform", "h2o") else 0
+        # what kept tokens carry where attention depends on where they stood
+        places = layers * SMALL.capacity(80) * heads * 8 if has_alibi(model.config) else 0
+        assert result.cache_bytes == entries * per_entry + weights + places, label
 
 
 def test_the_first_token_of_a_prompt_compressed_fork_comes_from_exact_attention():

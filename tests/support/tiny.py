@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 import transformers as t
 
+from kvbench.engine.adapters import attach, is_adapted
 from kvbench.engine.attention import register
 from kvbench.kv import Budget, CompressedKV, LayerKV, keep_all
 from kvbench.methods.base import Method
@@ -27,6 +28,9 @@ _COMMON = {
 }
 _GQA = {**_COMMON, "num_key_value_heads": 2}
 _SLIDING = {**_GQA, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 24}
+_SHORT = {
+    k: v for k, v in _COMMON.items() if k not in ("intermediate_size", "max_position_embeddings")
+}
 
 CONFIGS = {
     "llama": lambda: t.LlamaConfig(**_GQA),
@@ -44,17 +48,40 @@ CONFIGS = {
         init_std=0.2,
     ),
     "gpt_neox": lambda: t.GPTNeoXConfig(**_COMMON, rotary_pct=0.25),
+    "mpt": lambda: t.MptConfig(
+        **{**_SHORT, "hidden_size": 48, "num_attention_heads": 3}, max_seq_len=512
+    ),
+    "bloom": lambda: t.BloomConfig(**{**_SHORT, "hidden_size": 96, "num_attention_heads": 6}),
+    "falcon": lambda: t.FalconConfig(
+        **{**_SHORT, "hidden_size": 96, "num_attention_heads": 6}, alibi=True, multi_query=False
+    ),
+    "falcon_rotary": lambda: t.FalconConfig(**_SHORT, multi_query=True),
+    "falcon_grouped": lambda: t.FalconConfig(
+        **_SHORT, new_decoder_architecture=True, num_kv_heads=2
+    ),
 }
+"""The last five compute their attention themselves, four heads or a number that is no power of two."""
 
 
 def tiny_model(architecture: str, seed: int = 0, layers: int | None = None) -> t.PreTrainedModel:
-    """A random model in evaluation mode, on transformers' own eager attention."""
+    """A random model in evaluation mode, on transformers' own attention."""
     register()
     torch.manual_seed(seed)
     config = CONFIGS[architecture]()
     if layers is not None:
         config.num_hidden_layers = layers
-    return t.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    # transformers' eager Falcon adds ALiBi twice, in the mask and beside it; its default does not.
+    attention = "sdpa" if architecture == "falcon" else "eager"
+    return t.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+
+
+def on_kvbench(model: t.PreTrainedModel) -> t.PreTrainedModel:
+    """The model on kvbench's attention for good, as `load_model` leaves it."""
+    if is_adapted(model.config):
+        attach(model)
+    else:
+        model.set_attn_implementation("kvbench")
+    return model
 
 
 def prompt_ids(n: int, seed: int = 0) -> list[int]:
