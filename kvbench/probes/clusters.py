@@ -13,7 +13,7 @@ from kvbench.engine.prefill import capture_layers
 from kvbench.errors.options import Distinct, NonNegative, check_options
 from kvbench.kv import KVError
 from kvbench.methods.base import SEED_STRIDE, Method
-from kvbench.probes._options import Layers, Repeats, Tokens
+from kvbench.probes._options import Layers, Repeats, Tokens, check_kind
 from kvbench.probes.error_scaling import BoundedData
 from kvbench.run.encoding import encode_example
 from kvbench.run.plan import Methods, Outcome, Unit
@@ -145,12 +145,7 @@ class SubGenClusters:
         Raises:
             KVError: a method that is no `Clustering`; prompts that are too short.
         """
-        for label, (method, _) in methods.items():
-            if not isinstance(method, Clustering):
-                raise KVError(
-                    f"task subgen_clusters has method {label!r}; allowed: "
-                    "kvbench.probes.clusters.Clustering"
-                )
+        check_kind(self.name, methods, Clustering)
         if self.prompts is None:
             return [
                 self._unit([name], f"draw{draw}", (name, draw))

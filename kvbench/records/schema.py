@@ -22,6 +22,7 @@ NEEDED = {
     "heatmap": ("x", "y"),
     "bars": ("x",),
     "scaling": ("x", "y", "level", "facet", "unit"),
+    "scatter": ("x",),
     "ablation": ("y", "by", "unit", "reference", "parts"),
 }
 """Keys without which a figure of a kind cannot be drawn."""

@@ -31,6 +31,7 @@ _NAMES = {
     "heatmap": ("x", "y"),
     "bars": ("x", "facet"),
     "scaling": ("facet", "unit"),
+    "scatter": ("x",),
     "ablation": ("by", "series", "unit"),
 }
 """Of each kind of figure, the keys that name a field of numbers and those that name any field."""

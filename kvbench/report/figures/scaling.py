@@ -84,12 +84,12 @@ def _curves_figure(group: Group, spec: Mapping[str, Any], curves: Sequence[Curve
     xlabel, ylabel = (str(spec.get(f"{a}label", words(spec[a]))) for a in "xy")
     label_axes(figure, shown, xlabel, ylabel)
     name_lines(figure, shown)
-    slopes = " and ".join(signed_text(slope) for slope in spec.get("guides", ()))
+    slopes = " and ".join(signed_text(slope) for slope in spec.get("guides") or ())
     return Drawn(
         f"{stem(group)}-scaling",
         f"{group.task}: {words(spec['y'])} against {words(spec['x'])}",
-        f"Means {interval_text(curves, spec)}; both axes logarithmic; dashed in grey: slope"
-        f" {slopes}.",
+        f"Means {interval_text(curves, spec)}; both axes logarithmic"
+        + (f"; dashed in grey: slope {slopes}." if slopes else "."),
         figure,
         extremes(
             {f"{c.variant.label}, {c.facet}": float(c.mean[-1]) for c in curves},

@@ -219,6 +219,13 @@ def _power_words(by_variant: Mapping[str, Sequence[Fit]], spec: Mapping[str, Any
             for f in mine
         ]
         found.append(f"{label}: {'; '.join(parts)}.")
+    means = {
+        label: float(np.mean([f.slope.value for f in mine])) for label, mine in by_variant.items()
+    }
+    named = ", ".join(
+        f"{name} {signed_text(means[name])}" for name in sorted(means, key=means.__getitem__)
+    )
+    found.append(f"Mean slope of {y} against {x}, the steepest fall first: {named}.")
     return found
 
 

@@ -10,6 +10,7 @@ from kvbench.report.experiment import Group
 from kvbench.report.figures.ablation import ablation_figure
 from kvbench.report.figures.canvas import Drawn
 from kvbench.report.figures.scaling import scaling_figures
+from kvbench.report.figures.scatter import scatters
 from kvbench.report.table import Table
 from kvbench.report.tables.ablation import ablation_findings, ablation_of, effect_table, grid_table
 from kvbench.report.tables.scaling import scaling_of, slope_table
@@ -39,6 +40,9 @@ def study_of(group: Group, folder: Path, *, draw: bool = True) -> Study | None:
     scaling = scaling_of(group)
     if scaling is not None:
         figures = tuple(scaling_figures(scaling)) if draw else ()
+        planes = group.meta.figure("scatter")
+        if planes and draw:
+            figures += tuple(scatters(group, planes))
         said = scaling_findings(scaling)
         return Study(tuple(said), _verdict(said, "As steep as"), (slope_table(scaling),), figures)
     ablation = ablation_of(group)
