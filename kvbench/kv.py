@@ -26,6 +26,9 @@ from kvbench.kernels.seal import Seal, Shared
 
 Rotary = Callable[[Tensor], tuple[Tensor, Tensor]]
 
+NORMALISERS = "normalisers of the attention"
+"""In `LayerKV.shared`: of each query the log of its sum of exponentials, if the prefill tells it."""
+
 
 class KVError(UserError, ValueError):
     """A user-facing error: one line that names the thing, its value and what is allowed."""
@@ -261,6 +264,8 @@ class LayerKV:
                 f"layer {self.layer_index} holds {have} prompt queries; "
                 f"the observation window needs {count}"
             )
+        known = self.shared.get(NORMALISERS) if count == self.n else None
+        ours = known is not None and known.of[0] is self.keys and known.of[2] is queries
         return self.once(
             f"attention_mass of {count} queries",
             lambda: pad(
@@ -270,6 +275,7 @@ class LayerKV:
                     scaling=self.scaling,
                     softcap=self.softcap,
                     bias=self.key_bias,
+                    normalisers=known.tensor if known and ours else None,
                 ),
                 (0, self.withheld),
             ),
@@ -368,12 +374,8 @@ def gather_entries(
     layer: LayerKV, positions: Tensor, log_weights: Tensor | None = None
 ) -> CompressedKV:
     """The entries of ``layer`` at ``positions`` [batch, kv_heads, c], in the order given."""
-    return CompressedKV(
-        keys=rows_at(layer.keys, positions),
-        values=rows_at(layer.values, positions),
-        log_weights=log_weights,
-        positions=positions,
-    )
+    keys, values = (rows_at(x, positions) for x in (layer.keys, layer.values))
+    return CompressedKV(keys, values, log_weights, positions)
 
 
 def rows_at(x: Tensor, positions: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 from transformers import AttentionInterface
 
 from kvbench.errors import UserError
@@ -74,6 +75,22 @@ class LayerCall:
     def key_bias(self) -> Tensor | None:
         """`bias` of every key, the first at position 0: [kv_heads, t] float32."""
         return None if self.bias is None else self.bias.at(torch.arange(self.key.shape[2]))
+
+    def exact_with_normalisers(self) -> tuple[Tensor, Tensor | None]:
+        """The same output, and the logarithm of each query's sum of exponentials, [batch, heads, t]
+        float32, where torch's kernel tells it (on a CPU, in float32: of bfloat16 it tells four digits);
+        else None."""
+        query, key, value = self.query, self.key, self.value
+        plain = self.softcap is None and self.sliding_window is None and self.bias is None
+        if plain and query.device.type == "cpu" and query.dtype == torch.float32:
+            options = {"is_causal": True, "scale": self.scaling}
+            chosen = torch._fused_sdp_choice(query, key, value, enable_gqa=True, **options)  # type: ignore[arg-type]
+            if chosen == SDPBackend.FLASH_ATTENTION.value:
+                # the very kernel that scaled_dot_product_attention would run, which drops the second
+                flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+                out, normalisers = flash(query, key, value, **options)
+                return out, normalisers
+        return self.exact(), None
 
     def of_rows(self, rows: Sequence[int]) -> LayerCall:
         """The call of some batch rows."""

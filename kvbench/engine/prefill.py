@@ -16,7 +16,7 @@ from kvbench.engine.attention import LayerCall, UnsupportedModel
 from kvbench.engine.fork import Fork, layer_generator
 from kvbench.engine.guard import GENERATORS, Guard, Settings, SharedStateChanged, check_finite
 from kvbench.kernels.elapsed import Elapsed
-from kvbench.kv import WHOLE, BudgetExceeded, CompressedKV, LayerKV, Rotary, keep_all
+from kvbench.kv import NORMALISERS, WHOLE, BudgetExceeded, CompressedKV, LayerKV, Rotary, keep_all
 
 
 def compressible_layers(model: PreTrainedModel) -> list[int]:
@@ -89,9 +89,15 @@ def rotary_of(model: PreTrainedModel) -> Rotary | None:
     return rotary
 
 
-def layer_kv(call: LayerCall, index: int, count: int, rotary: Rotary | None = None) -> LayerKV:
+def layer_kv(
+    call: LayerCall,
+    index: int,
+    count: int,
+    rotary: Rotary | None = None,
+    normalisers: Tensor | None = None,
+) -> LayerKV:
     """What methods are given of a layer: the `index`-th of `count`."""
-    return LayerKV(
+    layer = LayerKV(
         call.key,
         call.value,
         call.query,
@@ -102,6 +108,9 @@ def layer_kv(call: LayerCall, index: int, count: int, rotary: Rotary | None = No
         bias=call.bias,
         rotary=rotary,
     )
+    if normalisers is not None:
+        layer.once(NORMALISERS, lambda: normalisers)
+    return layer
 
 
 class _Spoiled(Exception):
@@ -149,7 +158,7 @@ class PrefillState:
     def attend(self, call: LayerCall) -> Tensor:
         """Exact attention of the layer; compression of its keys and values on the way."""
         layer, key, value = call.layer, call.key, call.value
-        out = call.exact()
+        out, normalisers = call.exact_with_normalisers()
         clock = Elapsed(key.device)
         if call.sliding_window is not None and layer in self.order:
             raise UnsupportedModel(
@@ -157,7 +166,8 @@ class PrefillState:
                 "does not announce"
             )
         if layer in self.order:
-            held = layer_kv(call, self.order[layer], len(self.order), self.rotary)
+            index, count = self.order[layer], len(self.order)
+            held = layer_kv(call, index, count, self.rotary, normalisers)
             check_finite(held)
             self.exact_bytes += call.nbytes
             self._compress_all(layer, held)
@@ -348,7 +358,11 @@ class CaptureState:
                     f"layer {call.layer} has a sliding window of {call.sliding_window}; "
                     "allowed: full-attention layers"
                 )
-            self.layers[call.layer] = layer_kv(call, call.layer, self.num_layers, self.rotary)
+            out, normalisers = call.exact_with_normalisers()
+            self.layers[call.layer] = layer_kv(
+                call, call.layer, self.num_layers, self.rotary, normalisers
+            )
+            return out
         return call.exact()
 
 

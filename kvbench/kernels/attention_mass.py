@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,7 @@ def attention_mass(
     scaling: float,
     softcap: float | None = None,
     bias: Tensor | None = None,
+    normalisers: Tensor | None = None,
     implementation: str = "auto",
 ) -> Tensor:
     """Column sums of the causal softmax attention of the last m queries.
@@ -33,6 +36,8 @@ def attention_mass(
         scaling: factor on q.k before the softmax.
         softcap: s of s * tanh(logit / s), applied after scaling; None for none.
         bias: [kv_heads, n or more] float32, added to the logits (no Triton kernel has it).
+        normalisers: [batch, heads, m], the logarithm of each query's sum of exponentials, where the
+            attention itself has told it; it saves the torch form half of its time. None: unknown.
         implementation: auto (Triton on CUDA, torch elsewhere) | triton | torch.
 
     Returns:
@@ -52,6 +57,8 @@ def attention_mass(
 
         return _triton_mass.attention_mass(queries, keys, scaling=scaling, softcap=softcap)
     group = heads // kv_heads
+    if normalisers is not None and softcap is None and bias is None and m == n:
+        return _normalised_mass(queries, keys, scaling, normalisers)
     q = (queries.float() * scaling).reshape(batch * kv_heads, group, m, dim)
     k = keys.float().reshape(batch * kv_heads, n, dim)
     mass = torch.zeros(batch * kv_heads, group, n, dtype=torch.float32, device=keys.device)
@@ -73,5 +80,37 @@ def attention_mass(
             scores[:, :, seen - rows :].masked_fill_(future, float("-inf"))
             torch.softmax(scores, -1, out=scores)
             mass[head, :, :seen] += scores.sum(1)
+            start = stop
+    return mass.view(batch, heads, n)
+
+
+def _normalised_mass(queries: Tensor, keys: Tensor, scaling: float, normalisers: Tensor) -> Tensor:
+    """Of all n queries, their normalisers known: a product, 2^x, and the sums of columns. 2^x takes a
+    third of the time of e^x on a CPU, so that the logits are made in base 2."""
+    batch, heads, n, dim = queries.shape
+    group = heads // keys.shape[1]
+    base = 1.0 / math.log(2.0)
+    q = (queries.float() * (scaling * base)).reshape(batch * heads, n, dim)
+    k = keys.float().reshape(-1, n, dim)
+    offset = (normalisers.float() * -base).reshape(batch * heads, n, 1)
+    mass = q.new_zeros(batch * heads, n)
+    least = min(8, n)
+    scores, ones = q.new_empty(max(TILE_ELEMENTS, least * n)), q.new_ones(1, 256)
+    for head in range(batch * heads):
+        start = 0
+        while start < n:
+            # as many queries as fit together with the keys that the last of them sees
+            rows = int((math.sqrt(start**2 + 4 * TILE_ELEMENTS) - start) / 2)
+            stop = min(n, start + max(least, min(256, rows)))
+            rows = stop - start
+            tile = scores[: rows * stop].view(rows, stop)
+            torch.addmm(
+                offset[head, start:stop],
+                q[head, start:stop],
+                k[head // group, :stop].T,
+                out=tile,
+            )
+            tile.exp2_()[:, start:].tril_()
+            mass[head, :stop] += (ones[:, :rows] @ tile)[0]
             start = stop
     return mass.view(batch, heads, n)

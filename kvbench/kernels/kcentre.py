@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,7 +57,6 @@ def _torch_greedy(points: Tensor, count: int, first: Tensor) -> Tensor:
     distance = torch.full_like(square, float("inf"))
     wide = min(CANDIDATES, n)
     slots = torch.arange(wide, device=x.device)
-    heads = torch.arange(batch, device=x.device)
     # Room for one pass beyond `count`: heads that took fewer centres repeat their last one there.
     centres = torch.zeros(batch, count + wide + 1, dtype=torch.int64, device=x.device)
     filled = torch.zeros(batch, dtype=torch.int64, device=x.device)
@@ -78,25 +78,33 @@ def _torch_greedy(points: Tensor, count: int, first: Tensor) -> Tensor:
         rows = x.gather(1, candidates.unsqueeze(-1).expand(-1, -1, x.shape[2]))
         norm = square.gather(1, candidates)
         apart = torch.baddbmm(norm.unsqueeze(1), rows, rows.mT, alpha=-2).add_(norm.unsqueeze(2))
-        last = centres[heads, filled - 1]
-        chosen = last.unsqueeze(-1).repeat(1, wide)
-        taken = torch.zeros_like(filled)
-        open_ = torch.ones_like(filled, dtype=torch.bool)
-        for step in range(wide):
-            best, which = left.max(-1)
-            open_ = open_ & (best >= others) & (filled + taken < count)
-            if not bool(open_.any()):
-                chosen = chosen[:, :step]
-                break
-            last = torch.where(open_, candidates[heads, which], last)
-            chosen[:, step] = last
-            taken = taken + open_
-            closer = torch.minimum(left, apart[heads, which].clamp_(min=0.0))
-            closer[heads, which] = -1.0
-            left = torch.where(open_.unsqueeze(-1), closer, left)
-        # A head that closed early repeats its last centre from there on.
-        chosen = torch.where(slots[: chosen.shape[1]] < taken.unsqueeze(-1), chosen, last[:, None])
+        parts = (left.cpu().numpy(), apart.clamp_(min=0.0).cpu().numpy(), others.tolist())
+        rooms = (count - filled).clamp(max=wide).tolist()
+        found = [_greedy_order(*head) for head in zip(*parts, rooms, strict=True)]
+        taken = torch.tensor([len(order) for order in found], device=x.device)
+        # A head that closed early repeats its last centre from there on; one that has all, anything.
+        longest = max(map(len, found))
+        filled_up = [[*o, *(o[-1:] or [0]) * (longest - len(o))] for o in found]
+        chosen = candidates.gather(1, torch.tensor(filled_up, device=x.device))
     return centres[:, :count]
+
+
+def _greedy_order(left: np.ndarray, apart: np.ndarray, others: float, room: int) -> list[int]:
+    """The candidates that one head takes, in order; numpy, for each step is a few numbers.
+
+    Args:
+        left: [c] squared distances to the centres so far; written to. apart: [c, c], of each other.
+        others: the largest distance of any other point. room: at most so many.
+    """
+    order: list[int] = []
+    while len(order) < room:
+        farthest = int(left.argmax())
+        if not left[farthest] >= others:
+            break
+        order.append(farthest)
+        np.minimum(left, apart[farthest], out=left)
+        left[farthest] = -1.0
+    return order
 
 
 def nearest_centre(points: Tensor, centres: Tensor) -> Tensor:

@@ -50,6 +50,24 @@ def test_column_sums(batch, heads, kv_heads, m, n, dim, softcap, tile, monkeypat
     torch.testing.assert_close(mass.sum(-1), torch.full((batch, heads), float(m)))
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "n", "dim"), [(1, 1, 1, 4), (6, 2, 301, 5), (8, 1, 90, 16)]
+)
+@pytest.mark.parametrize("tile", [1, 1 << 10, 1 << 20])
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_column_sums_with_known_normalisers(heads, kv_heads, n, dim, tile, scale, monkeypatch):
+    monkeypatch.setattr(module, "TILE_ELEMENTS", tile)
+    generator = torch.Generator().manual_seed(n)
+    queries = scale * torch.randn(2, heads, n, dim, generator=generator)
+    keys = torch.randn(2, kv_heads, n, dim, generator=generator)
+    logits = queries.double() @ keys.double().repeat_interleave(heads // kv_heads, 1).mT * 0.7
+    future = torch.ones(n, n, dtype=torch.bool).triu(1)
+    normalisers = logits.masked_fill(future, float("-inf")).logsumexp(-1).float()
+    mass = attention_mass(queries, keys, scaling=0.7, normalisers=normalisers)
+    expected = by_definition(queries, keys, 0.7)
+    torch.testing.assert_close(mass.double(), expected, rtol=3e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_inputs_are_summed_in_float32(dtype):
     generator = torch.Generator().manual_seed(0)
