@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedConfig
 
 from kvbench.engine.adapters import kv_heads
 from kvbench.engine.loading import ModelError, ModelSpec, load_config, local_path
@@ -53,6 +54,11 @@ def cache_shape(spec: ModelSpec, dtype: torch.dtype) -> CacheShape | None:
         config = load_config(spec).get_text_config()
     except ModelError:  # not on this machine, and no way to the Hub
         return None
+    return shape_of(config, dtype)
+
+
+def shape_of(config: PreTrainedConfig, dtype: torch.dtype) -> CacheShape | None:
+    """The same of a text config."""
     try:
         heads = config.num_attention_heads
         held = kv_heads(config)

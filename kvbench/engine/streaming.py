@@ -15,10 +15,13 @@ from transformers import PreTrainedModel
 
 from kvbench.engine.adapters import has_alibi
 from kvbench.engine.attention import LayerCall, UnsupportedModel, capped
+from kvbench.engine.cache import LayerCache
 from kvbench.engine.chunked import chunked_prefill
 from kvbench.engine.fork import Fork
 from kvbench.engine.prefill import compressible_layers, forward_rows, input_device
 from kvbench.engine.scoring import vocabulary
+from kvbench.kv import Budget, CompressedKV
+from kvbench.methods.base import Method
 
 CHUNK = 256
 """Tokens that are read at a time."""
@@ -38,12 +41,20 @@ class Rotation:
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         """x [..., tokens, dim] at positions [tokens], in float32."""
-        width = 2 * len(self.frequencies)
-        angles = positions[:, None].to(x.device).double() * self.frequencies.to(x.device).double()
-        cos, sin = (turned.float().repeat(1, 2) for turned in (angles.cos(), angles.sin()))
-        part, rest = x.float().split([width, x.shape[-1] - width], dim=-1)
-        one, two = part.chunk(2, dim=-1)
-        return torch.cat([part * cos + torch.cat([-two, one], dim=-1) * sin, rest], dim=-1)
+        return turned(x, *self.table(positions.to(x.device)))
+
+    def table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of positions [tokens], each [tokens, 2 * pairs] float32."""
+        frequencies = self.frequencies.to(positions.device)
+        angles = (positions[:, None].double() * frequencies.double()).repeat(1, 2)
+        return angles.cos().float(), angles.sin().float()
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [..., tokens, dim] rotated by cosines and sines [..., tokens, width], in float32."""
+    part, rest = x.float().split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
+    one, two = part.chunk(2, dim=-1)
+    return torch.cat([part * cos + torch.cat([-two, one], dim=-1) * sin, rest], dim=-1)
 
 
 @dataclass
@@ -175,6 +186,74 @@ class StreamState:
         return sum(held.keys.nbytes + held.values.nbytes for held in self._layers.values())
 
 
+class PlacedCache(LayerCache):
+    """A cache that evicts, of keys that are not rotated: each attends as if it had the position of its
+    place among those held, by age.
+
+    Attributes:
+        table: cosines and sines of the places; None where positions enter with the embedding.
+    """
+
+    table: tuple[Tensor, Tensor] | None = None
+
+    def dot_keys(self, query: Tensor, begin: int = 0) -> Tensor:
+        """q.k of the newest token's query [kv_heads, q, d] with all that is held."""
+        if self.table is None:
+            return super().dot_keys(query, begin)
+        n = self.length
+        places = self.positions[:, :n].argsort(-1).argsort(-1)
+        cos, sin = (part[places] for part in self.table)
+        last = (part[n - 1] for part in self.table)
+        return turned(query, *last) @ turned(self.keys[:, :n], cos, sin).mT
+
+
+class PlacedState:
+    """Attention state that reads a stream through a method that evicts, with positions in the cache.
+
+    Keys are held as they come, and every token is walked: it joins, attends, and another one leaves. So
+    from the first token on, and scores that add up (H2O's) are those of Algorithm 1.
+    """
+
+    def __init__(self, method: Method, budget: Budget, rotation: Rotation | None) -> None:
+        assert budget.size is not None
+        self.method, self.budget, self.rotation = method, budget, rotation
+        self.start, self.recent = 0, budget.size
+        self.seen = 0
+        self._layers: dict[int, PlacedCache] = {}
+
+    def attend(self, call: LayerCall) -> Tensor:
+        """See `LayerCache.step`."""
+        if call.layer not in self._layers:
+            self._layers[call.layer] = self._begin(call)
+        query, key, value = call.query[0], call.key[0], call.value[0]
+        at = torch.arange(self.seen, self.seen + query.shape[1], device=query.device)
+        cache = self._layers[call.layer]
+        return cache.step(query, key, value, at, call.scaling, call.softcap)[None].to(query.dtype)
+
+    def _begin(self, call: LayerCall) -> PlacedCache:
+        size, device = self.recent, call.key.device
+        none = torch.zeros(1, call.key.shape[1], 0, device=device)
+        cache = PlacedCache(
+            CompressedKV(call.key[:, :, :0], call.value[:, :, :0], None, none.long(), none),
+            size + 1,
+            self.method,
+            capacity=size,
+            sink=self.budget.sink,
+        )
+        if self.rotation is not None:
+            cache.table = self.rotation.table(torch.arange(size + 1, device=device))
+        return cache
+
+    def advance(self, tokens: int) -> None:
+        """So many tokens were read."""
+        self.seen += tokens
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes held, of scores too."""
+        return sum(cache.entry_bytes() for cache in self._layers.values())
+
+
 @torch.inference_mode()
 def stream(
     model: PreTrainedModel,
@@ -183,7 +262,7 @@ def stream(
     start: int,
     recent: int,
     positions: str = "cache",
-    state: StreamState | None = None,
+    state: StreamState | PlacedState | None = None,
 ) -> Iterator[Tensor]:
     """-log p of every token but the first, in chunks, each [tokens] float32 on the CPU.
 

@@ -219,6 +219,12 @@ class Method:
         it holds (None of the last: all). None: the method chooses otherwise."""
         return None
 
+    @property
+    def recomputes(self) -> bool:
+        """True for a baseline of streams that holds no cache: every token comes from a fresh pass over
+        the ``budget.size`` tokens before it."""
+        return False
+
     def mask(self, layer: LayerKV, budget: Budget) -> Tensor:
         """Which key each query sees: [heads, n, n] bool, False above the diagonal.
 

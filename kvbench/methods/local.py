@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from kvbench.kv import Budget, CompressedKV, LayerKV, gather_entries
+from kvbench.errors.options import ADDED
+from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
 from kvbench.methods._select import oldest_leaves, positions_between
 from kvbench.methods.base import Held, Method
 
@@ -23,24 +24,38 @@ class Local(Method):
 
     Args:
         decode: grow (generated tokens stay) | evict (each pushes out the oldest one, as in H2O).
+        recompute: of streams (``task=stream``): nothing is held, and every token comes from a fresh pass
+            over the last ``budget.size`` tokens ("re-computation" of arXiv 2309.17453).
     """
 
     paper: ClassVar[str] = "arXiv 2306.14048, baseline 'Local'"
     recompresses: ClassVar[bool] = True
 
     decode: Literal["grow", "evict"] = "grow"
+    recompute: bool = field(default=False, metadata=ADDED)
 
     @property
     def evicts(self) -> bool:
         """True for ``decode=evict``."""
-        return self.decode == "evict"
+        return self.decode == "evict" and not self.recompute
+
+    @property
+    def recomputes(self) -> bool:
+        """True for ``recompute``."""
+        return self.recompute
 
     def band(self, budget: Budget) -> tuple[int, int] | None:
         """The size."""
-        return None if budget.size is None else (0, budget.size)
+        return None if budget.size is None or self.recompute else (0, budget.size)
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """The last `capacity` entries, ascending."""
+        """The last `capacity` entries, ascending.
+
+        Raises:
+            KVError: ``recompute``, which holds nothing.
+        """
+        if self.recompute:
+            raise KVError("local.recompute is true; allowed: for streams, which task=stream reads")
         n = layer.n
         return gather_entries(layer, positions_between(layer, n - budget.capacity(n), n))
 

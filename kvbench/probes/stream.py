@@ -8,11 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-import torch
-
-from kvbench.engine.fork import Fork
 from kvbench.engine.prefill import synchronize
-from kvbench.engine.streaming import StreamState, rotation_of, stream, stream_fork
+from kvbench.engine.streams import check_reads, read_text
 from kvbench.errors import one_line
 from kvbench.errors.options import Count, check_options
 from kvbench.kv import Budget, KVError
@@ -52,9 +49,9 @@ class Stream:
     an empty cache.
 
     Positions: ``cache`` counts them inside the cache (StreamingLLM, arXiv 2309.17453, section 3.2), so
-    that a text may be longer than the model's positions; it is for caches of the first and the last
-    tokens (streaming_llm, local, exact). With ``absolute`` every entry keeps its own, texts end at the
-    model's positions, and any method takes part that evicts while it reads (h2o too).
+    that a text may be longer than the model's positions. With ``absolute`` every entry keeps its own,
+    and texts end at the model's positions. Either way a method takes part that holds the first and the
+    last tokens (streaming_llm, local, exact), or evicts while it reads (h2o).
 
     Attributes:
         files: glob or list of globs of text files. dataset_name, dataset_config, dataset_split,
@@ -104,12 +101,7 @@ class Stream:
                 texts that cannot be had.
         """
         for label, (method, budget) in methods.items():
-            if method.band(budget) is None and not (method.evicts and self.positions == "absolute"):
-                raise KVError(
-                    f"method {label!r} with task.positions={self.positions} and budget.size="
-                    f"{budget.size} cannot read a stream; allowed: with a size streaming_llm and local, "
-                    "exact, and with absolute positions methods that evict (h2o, decode=evict)"
-                )
+            check_reads(label, method, budget, self.positions)
         most = session.encoder.max_positions
         units = []
         for name, ids in self._texts(session):
@@ -169,31 +161,25 @@ class Stream:
         self, unit: Unit, label: str, method: Method, budget: Budget, session: Session
     ) -> dict[str, Any]:
         """Record fields of one method on one text."""
-        ids, model = unit.payload.ids, session.model
-        band = method.band(budget)
+        ids = unit.payload.ids
         synchronize(session.device)
         clock = time.perf_counter()
-        if band is None:
-            fork = Fork(label, method, budget, session.seed, unit.id, room=1)
-            parts = stream_fork(model, ids, fork)
-            held, entries = fork.cache_bytes(), budget.capacity(len(ids))
-        else:
-            start, recent = band[0], len(ids) if band[1] is None else band[1]
-            rotation = rotation_of(model) if self.positions == "cache" else None
-            state = StreamState(start, recent, rotation)
-            parts = list(
-                stream(
-                    model, ids, start=start, recent=recent, positions=self.positions, state=state
-                )
-            )
-            held, entries = state.held_bytes, min(len(ids), start + recent)
+        found = read_text(
+            session.model,
+            ids,
+            method,
+            budget,
+            positions=self.positions,
+            seed=session.seed,
+            name=unit.id,
+            label=label,
+        )
         synchronize(session.device)
         seconds = time.perf_counter() - clock
-        nll = torch.cat(parts).double()
+        nll, held, entries = found.nll.double(), found.held_bytes, found.entries
         mean = float(nll.mean())
         if not math.isfinite(mean):
             raise ArithmeticError("the negative log-likelihood is not finite")
-        exact = round(held / min(len(ids), entries) * len(ids))
         groups = {
             group_name(group, self.tokens): float(nll[group.start : group.stop].mean())
             for group in position_groups(len(nll))
@@ -205,8 +191,8 @@ class Stream:
             "entries": {"mean": entries, "max": entries},
             "capacity": entries,
             "cache_bytes": held,
-            "exact_bytes": exact,
-            "ratio": held / exact,
+            "exact_bytes": found.exact_bytes,
+            "ratio": held / found.exact_bytes,
             "compressed": entries < len(ids),
             "read_s": seconds,
             "tokens_per_s": len(ids) / seconds,

@@ -56,6 +56,14 @@ def test_methods_that_evict_read_with_their_own_positions(tmp_path):
     methods = {"streaming_llm": rolling, "engine": engine, "h2o": build_method("h2o")}
     records = records_of(run_job(stream_job(tmp_path, probe, methods)))
     (band,), (forked,), (h2o,) = (records[name] for name in methods)
+    placed = records_of(
+        run_job(stream_job(tmp_path / "placed", replace(probe, positions="cache"), methods))
+    )
+    assert placed["engine"][0]["score"] == pytest.approx(
+        placed["streaming_llm"][0]["score"], abs=1e-5
+    )
+    assert placed["h2o"][0]["score"] != pytest.approx(h2o["score"], abs=1e-5)
+    assert placed["h2o"][0]["ratio"] == pytest.approx(h2o["ratio"])
     assert forked["score"] == pytest.approx(band["score"], abs=1e-5)
     assert h2o["score"] != pytest.approx(band["score"], abs=1e-4)
     assert h2o["entries"]["max"] == 16
@@ -64,7 +72,7 @@ def test_methods_that_evict_read_with_their_own_positions(tmp_path):
 
 def test_refusals(tmp_path):
     for methods, options, words in (
-        ({"h2o": build_method("h2o")}, {}, "cannot read a stream"),
+        ({"snapkv": build_method("snapkv")}, {}, "cannot read a stream"),
         ({"uniform": build_method("uniform")}, {"positions": "absolute"}, "cannot read a stream"),
         ({"exact": build_method("exact")}, {"positions": "absolute"}, "at most 60"),
     ):

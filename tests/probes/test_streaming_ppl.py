@@ -10,10 +10,20 @@ import torch
 from support.golden import golden_model
 from support.tiny import prompt_ids, tiny_model
 
-from kvbench.engine.attention import UnsupportedModel
-from kvbench.engine.streaming import StreamState, recomputed, rotation_of, stream
+from kvbench.engine.attention import LayerCall, UnsupportedModel
+from kvbench.engine.streaming import (
+    PlacedState,
+    Rotation,
+    StreamState,
+    recomputed,
+    rotation_of,
+    stream,
+)
+from kvbench.engine.streams import read_text
 from kvbench.engine.switch import kvbench_attention_on
-from kvbench.kv import KVError
+from kvbench.kv import Budget, KVError
+from kvbench.methods import build_method
+from kvbench.methods.streaming_llm import StreamingLLM
 from kvbench.probes.streaming_ppl import streaming_nll
 
 
@@ -96,3 +106,85 @@ def test_refusals():
         streaming_nll(model, ids, 1, 0)
     with pytest.raises(UnsupportedModel, match="sliding"):
         streaming_nll(tiny_model("gemma2"), ids, 1, 4)
+
+
+class Engine(StreamingLLM):
+    """StreamingLLM by its own eviction, not as the band that it is."""
+
+    def band(self, budget):
+        return None
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt_neox", "opt"])
+@pytest.mark.parametrize("start", [0, 3])
+def test_eviction_with_positions_in_the_cache_is_the_band(architecture, start):
+    """The golden numbers are the band's; here entries are swapped, and their places found by age."""
+    model, ids = tiny_model(architecture), prompt_ids(60)
+    budget = Budget(size=14, sink=start, window=0)
+    with kvbench_attention_on(model):
+        found = read_text(model, ids, Engine(decode="evict"), budget)
+    want = streaming_nll(model, ids, start, 14 - start, "cache")
+    assert found.nll.tolist() == pytest.approx(want, abs=1e-4)
+    assert found.entries == 14
+
+
+def test_h2o_without_heavy_hitters_is_a_window_and_with_them_is_not():
+    model, ids, budget = tiny_model("llama"), prompt_ids(60), Budget(size=14, sink=0, window=0)
+    with kvbench_attention_on(model):
+        local = read_text(model, ids, build_method("h2o", heavy_fraction=0.0), budget).nll
+        half = read_text(model, ids, build_method("h2o"), budget)
+    assert local.tolist() == pytest.approx(streaming_nll(model, ids, 0, 14, "cache"), abs=1e-4)
+    assert float((half.nll - local).abs().max()) > 1e-3
+    assert half.held_bytes == 4 * 2 * 14 * (
+        2 * 16 * 4 + 4
+    )  # layers, heads, entries, k and v, score
+
+
+@pytest.mark.parametrize("positions", ["cache", "absolute"])
+def test_before_anything_leaves_h2o_is_exact(positions):
+    model, ids = tiny_model("llama"), prompt_ids(30)
+    with kvbench_attention_on(model):
+        budget = Budget(size=40, sink=0, window=0)
+        found = read_text(model, ids, build_method("h2o"), budget, positions=positions).nll
+    assert found.tolist() == pytest.approx(streaming_nll(model, ids, 0, 30, positions), abs=1e-4)
+
+
+def test_h2o_counts_places_by_age():
+    """One layer as lists in float64: keys rotated to their rank by age, scores summed, the lightest of
+    those that are not recent leaves."""
+    torch.manual_seed(0)
+    size, dim = 8, 16
+    rotation = Rotation(1.0 / 100 ** (torch.arange(8) / 8))
+    method = build_method("h2o")
+    state = PlacedState(method, Budget(size=size, sink=0, window=0), rotation)
+    held = [[], []]
+    for step in range(40):
+        q, k, v = torch.randn(1, 4, 1, dim), torch.randn(1, 2, 1, dim), torch.randn(1, 2, 1, dim)
+        call = LayerCall(0, q, k, v, 0.25, None, None)
+        got = state.attend(call)
+        state.advance(1)
+        for head, entries in enumerate(held):
+            entries.append([step, k[0, head], v[0, head], 0.0])
+            keys = torch.cat([rotation(e[1], torch.tensor([i])) for i, e in enumerate(entries)])
+            query = rotation(q[0, 2 * head : 2 * head + 2], torch.tensor([len(entries) - 1]))[:, 0]
+            weights = (0.25 * query.double() @ keys.double().T).softmax(-1)
+            want = weights @ torch.cat([e[2] for e in entries]).double()
+            torch.testing.assert_close(
+                got[0, 2 * head : 2 * head + 2, 0].double(), want, atol=1e-5, rtol=1e-5
+            )
+            for entry, weight in zip(entries, weights.mean(0).tolist(), strict=True):
+                entry[3] += weight
+            if len(entries) > size:
+                entries.remove(min(entries[: -method.recent(size)], key=lambda e: e[3]))
+
+
+def test_a_window_that_is_recomputed_is_a_method():
+    model, ids, budget = tiny_model("llama"), prompt_ids(40), Budget(size=8, sink=0, window=0)
+    method = build_method("local", recompute=True)
+    with kvbench_attention_on(model):
+        found = read_text(model, ids, method, budget)
+        want = torch.cat(list(recomputed(model, ids, recent=8)))
+    assert torch.equal(found.nll, want)
+    assert found.held_bytes == found.exact_bytes * 8 // 40
+    with pytest.raises(KVError, match=r"local\.recompute is true; allowed: for streams"):
+        method.compress(None, budget, torch.Generator())
