@@ -29,7 +29,7 @@ from kvbench.errors import is_number
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
 from kvbench.methods.base import Method
-from kvbench.tasks.base import check_length, tokenizing
+from kvbench.tasks.base import PromptEncoder, check_length, tokenizing
 from kvbench.tasks.needle import word_recall
 
 if TYPE_CHECKING:
@@ -198,6 +198,7 @@ def compare(
                 stopping,
                 seed=seed,
                 example_id=prompt_name(ids),
+                encoder=PromptEncoder(tokenizer),
             )
             found = dict(zip(forks, results.values(), strict=True))
             for r in budgets:
@@ -297,7 +298,7 @@ def kept(
     fork = Fork(label, built, budget, seed, prompt_name(ids), room=0)
     with kvbench_attention_on(model):
         layers = compressible_layers(model)
-        prefill(model, ids, [fork])
+        prefill(model, ids, [fork], encoder=PromptEncoder(tokenizer))
     if fork.failure is not None:
         raise fork.failure
     words = [str(tokenizer.decode([token])) for token in ids]

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
+from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface
 
 from kvbench.errors import UserError
@@ -105,6 +106,11 @@ class LayerCall:
         query, key, value = (
             x[row : row + 1, :, start:end] for x in (self.query, self.key, self.value)
         )
+        return replace(self, query=query, key=key, value=value)
+
+    def copied(self) -> LayerCall:
+        """The same with tensors of its own."""
+        query, key, value = (x.clone() for x in (self.query, self.key, self.value))
         return replace(self, query=query, key=key, value=value)
 
 
@@ -232,10 +238,11 @@ def exact_attention(
     seen: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of n queries over their own n keys, [batch, heads, n, head_dim].
+    """Causal attention of m queries over n keys, of which the last m are their own: [batch, heads, m,
+    head_dim].
 
     Args:
-        seen: [heads, n, n] bool, the keys that each query may see beside causality; as many KV heads
+        seen: [heads, m, n] bool, the keys that each query may see beside causality; as many KV heads
             as query heads then.
         bias: [kv_heads, n] float32, added to the logits of every query.
 
@@ -243,24 +250,26 @@ def exact_attention(
     kernel does not have, run in query blocks with O(QUERY_BLOCK * n) memory. So do grouped heads in
     float32 on CUDA, which no fused kernel takes there: torch would form all n x n logits.
     """
-    n = query.shape[2]
+    m, n = query.shape[2], key.shape[2]
     if sliding_window is not None and sliding_window >= n:
         sliding_window = None
     grouped_float32 = query.dtype == torch.float32 and query.shape[1] != key.shape[1]
     fused = seen is None and bias is None and not (query.is_cuda and grouped_float32)
     if softcap is None and sliding_window is None and fused:
+        mask = None if m == n else causal_lower_right(m, n)
         return F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+            query, key, value, mask, is_causal=m == n, scale=scaling, enable_gqa=True
         )
     batch, heads, _, head_dim = query.shape
     group = heads // key.shape[1]
-    grouped = query.view(batch, key.shape[1], group, n, head_dim)
+    grouped = query.view(batch, key.shape[1], group, m, head_dim)
     out = torch.empty_like(grouped[..., :1]).expand(*grouped.shape[:-1], value.shape[-1]).clone()
-    for start in range(0, n, QUERY_BLOCK):
-        stop = min(n, start + QUERY_BLOCK)
+    for begin in range(0, m, QUERY_BLOCK):
+        end = min(m, begin + QUERY_BLOCK)
+        start, stop = n - m + begin, n - m + end
         first = 0 if sliding_window is None else max(0, start - sliding_window + 1)
         keys = key[:, :, None, first:stop].transpose(-1, -2)
-        logits = capped((grouped[..., start:stop, :] @ keys) * scaling, softcap).float()
+        logits = capped((grouped[..., begin:end, :] @ keys) * scaling, softcap).float()
         if bias is not None:
             logits += bias[:, None, None, first:stop]
         row = torch.arange(start, stop, device=query.device)[:, None]
@@ -269,7 +278,7 @@ def exact_attention(
         if sliding_window is not None:
             hidden |= column <= row - sliding_window
         if seen is not None:
-            hidden = (hidden | ~seen[:, start:stop, first:stop])[None, :, None]
+            hidden = (hidden | ~seen[:, begin:end, first:stop])[None, :, None]
         weights = logits.masked_fill_(hidden, float("-inf")).softmax(-1).to(value.dtype)
-        out[..., start:stop, :] = weights @ value[:, :, None, first:stop]
-    return out.view(batch, heads, n, value.shape[-1])
+        out[..., begin:end, :] = weights @ value[:, :, None, first:stop]
+    return out.view(batch, heads, m, value.shape[-1])

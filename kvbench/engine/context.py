@@ -29,7 +29,7 @@ from kvbench.engine.tokenizer import end_token_ids, model_end_ids
 from kvbench.errors import is_integer
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
-from kvbench.tasks.base import check_length, tokenizing
+from kvbench.tasks.base import PromptEncoder, check_length, tokenizing
 
 Text = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or what a tokenizer returns for one text."""
@@ -90,7 +90,8 @@ class Context:
         """Prefill everything said so far with this fork, and compress it."""
         fork.example_id = prompt_name(self._ids)
         with kvbench_attention_on(self.model), torch.inference_mode():
-            start = prefill(self.model, self._ids, [fork])
+            encoder = None if self.tokenizer is None else PromptEncoder(self.tokenizer)
+            start = prefill(self.model, self._ids, [fork], encoder=encoder)
         if fork.failure is not None:
             raise fork.failure
         self._take_up(fork, start)

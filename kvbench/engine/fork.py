@@ -81,6 +81,11 @@ class Fork:
         return self.budget.limit(n) if evicts else None
 
     @property
+    def rescores(self) -> bool:
+        """Whether the method is to see this prompt repeated before it compresses it."""
+        return self.compressed and self.method.rescoring is not None
+
+    @property
     def evicted(self) -> bool:
         """Whether entries have left while decoding."""
         return any(

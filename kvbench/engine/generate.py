@@ -37,6 +37,7 @@ from kvbench.engine.shared import is_shared
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget
 from kvbench.methods.base import Method
+from kvbench.tasks.base import PromptEncoder
 
 
 def run_forks(
@@ -50,6 +51,7 @@ def run_forks(
     example_id: str,
     compress_after: str = "prompt",
     chunk_tokens: int | None = None,
+    encoder: PromptEncoder | None = None,
 ) -> dict[str, Generation]:
     """One prompt: one exact prefill, every method's fork, greedy decoding of all forks together.
 
@@ -58,7 +60,7 @@ def run_forks(
     Returns:
         One `Generation` per label; a fork that failed says so and stops nothing else.
     """
-    prompt = Prompt(context_ids, question_ids, methods, stopping, example_id)
+    prompt = Prompt(context_ids, question_ids, methods, stopping, example_id, encoder=encoder)
     return run_batch(
         model, [prompt], seed=seed, compress_after=compress_after, chunk_tokens=chunk_tokens
     )[0]
@@ -209,7 +211,7 @@ def _read(model: PreTrainedModel, prompt: Prompt, seed: int, chunk_tokens: int |
         for label, (method, budget) in prompt.methods.items()
     ]
     if chunk_tokens is None:
-        starts = [prefill(model, ids, forks)] * len(forks)
+        starts = [prefill(model, ids, forks, encoder=prompt.encoder)] * len(forks)
     else:
         starts = [chunked_prefill(model, ids, fork, chunk_tokens) for fork in forks]
     compressible = compressible_layers(model)

@@ -21,7 +21,9 @@ from torch import Tensor
 from kvbench.kernels.elapsed import Elapsed
 from kvbench.kernels.seal import Seal
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
-from kvbench.methods.base import Method
+from kvbench.methods.base import Method, Repetition
+
+Carried = dict[str, Tensor]
 
 
 class SharedStateChanged(RuntimeError):
@@ -181,7 +183,7 @@ class Guard:
         method: Method,
         budget: Budget,
         generator: torch.Generator,
-        carried: dict[str, Tensor],
+        carried: Carried,
     ) -> tuple[CompressedKV, int, Elapsed]:
         """What `method` holds instead of the layer, checked, the entries it may hold, and the clock of
         its own work.
@@ -194,30 +196,48 @@ class Guard:
                 are spoiled (unless this guard restores them).
             TypeError, ValueError: see `check_held`; and whatever the method raises.
         """
-        layer, device = self.layer, self.layer.keys.device
-        shared = dict(layer.shared)
-        # Read anew for each call: other threads may draw from a generator, too.
-        settings = Settings.now() if self.closely else Settings.now(SETTINGS)
+        layer = self.layer
         # Objects of its own, budget included: what is set on them reaches nobody else.
         own = replace(layer, carried=carried, pristine={})
+        with self._watched(label):
+            capacity = method.layer_capacity(
+                replace(budget), layer.n, layer.layer_index, layer.num_layers
+            )
+            clock = Elapsed(layer.keys.device)
+            held = method.compress(own, replace(budget), generator)
+            clock.stop()
+            check_held(held, layer)
+        return held, capacity, clock
+
+    def rescore(
+        self, label: str, method: Method, repeated: Repetition, budget: Budget, carried: Carried
+    ) -> None:
+        """Show `method` the layer while the model repeats its prompt (`Method.rescore`).
+
+        Raises:
+            SharedStateChanged: as `compress`; and whatever the method raises.
+        """
+        own = replace(self.layer, carried=carried, pristine={})
+        with self._watched(label):
+            method.rescore(own, repeated, replace(budget))
+
+    @contextmanager
+    def _watched(self, label: str) -> Iterator[None]:
+        """A method's code runs here, and leaves what others use as it was."""
+        shared = dict(self.layer.shared)
+        # Read anew for each call: other threads may draw from a generator, too.
+        settings = Settings.now() if self.closely else Settings.now(SETTINGS)
         try:
             with leaving_settings(label, settings):
-                capacity = method.layer_capacity(
-                    replace(budget), layer.n, layer.layer_index, layer.num_layers
-                )
-                clock = Elapsed(device)
-                held = method.compress(own, replace(budget), generator)
-                clock.stop()
-            check_held(held, layer)
+                yield
         except Exception as failure:
             changed = self._changed(shared)
             if changed:
-                raise _wrote(label, changed, layer.layer_index) from failure
+                raise _wrote(label, changed, self.layer.layer_index) from failure
             raise
         changed = self._changed(shared)
         if changed:
-            raise _wrote(label, changed, layer.layer_index)
-        return held, capacity, clock
+            raise _wrote(label, changed, self.layer.layer_index)
 
     def _changed(self, before: dict[str, Any]) -> list[str]:
         """Names of the tensors that were written to; those that can be are put right."""

@@ -241,7 +241,7 @@ class Compression:
 
         Raises:
             UnsupportedGeneration: `compress_after` does not say where the context of a prompt ends,
-                `recompress_every` has no tokens to read again.
+                `recompress_every` has no tokens to read again, the method reads a prompt twice.
         """
         if self.compress_after == "context":
             raise UnsupportedGeneration(
@@ -252,6 +252,11 @@ class Compression:
             raise UnsupportedGeneration(
                 "recompress_every is set and there are embeddings, which cannot be read again; allowed: "
                 "input_ids"
+            )
+        if self.method.rescoring is not None:
+            raise UnsupportedGeneration(
+                f"method {self.label!r} has the model repeat its prompt before it compresses, and "
+                "generate reads a prompt once; allowed: session.read(context, tokenizer).ask(question)"
             )
         padding = _left_padding(mask, batch, count)
         context = None if self.compress_after in (None, "prompt") else int(self.compress_after or 0)

@@ -12,11 +12,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.engine.adapters import has_alibi
-from kvbench.engine.attention import LayerCall, UnsupportedModel
+from kvbench.engine.attention import AttentionState, LayerCall, UnsupportedModel
 from kvbench.engine.fork import Fork, layer_generator
 from kvbench.engine.guard import GENERATORS, Guard, Settings, SharedStateChanged, check_finite
+from kvbench.engine.rescore import Feed, Rescorer, Spoiled, blame, forgive
 from kvbench.kernels.elapsed import Elapsed
 from kvbench.kv import NORMALISERS, WHOLE, BudgetExceeded, CompressedKV, LayerKV, Rotary, keep_all
+from kvbench.tasks.base import PromptEncoder
 
 
 def compressible_layers(model: PreTrainedModel) -> list[int]:
@@ -113,18 +115,6 @@ def layer_kv(
     return layer
 
 
-class _Spoiled(Exception):
-    """A method changed what other forks of a prefill use: they have to begin again.
-
-    Attributes:
-        whose: whether it is known, and its fork has failed.
-    """
-
-    def __init__(self, *, whose: bool) -> None:
-        super().__init__()
-        self.whose = whose
-
-
 class PrefillState:
     """Attention state of the prefill: exact attention, then every fork takes its share of the layer.
 
@@ -151,6 +141,7 @@ class PrefillState:
         self.closely = closely
         self.order = {layer: index for index, layer in enumerate(compressible)}
         self.running = [fork for fork in forks if fork.failure is None]
+        self.later = Rescorer([fork for fork in forks if fork.rescores], forks)
         self.exact_bytes = 0
         self.clocks: list[Elapsed] = []
         self.suspicions: list[Tensor | bool] = []
@@ -170,6 +161,8 @@ class PrefillState:
             held = layer_kv(call, index, count, self.rotary, normalisers)
             check_finite(held)
             self.exact_bytes += call.nbytes
+            if self.later.forks:
+                self.later.keep(layer, held)
             self._compress_all(layer, held)
         else:
             self._keep_window(layer, key, value, call.sliding_window)
@@ -183,13 +176,13 @@ class PrefillState:
         whether a method wrote to what others read. Returns the seconds of all compression.
 
         Raises:
-            _Spoiled: some method did.
+            Spoiled: some method did.
         """
         said = [torch.as_tensor(one) for one in self.suspicions]
         self.suspicions = []
         if said and bool(torch.stack([one.to(said[0].device) for one in said]).any()):
-            _forgive(self.running)
-            raise _Spoiled(whose=False)
+            forgive(self.running)
+            raise Spoiled(whose=False)
         for fork in self.forks:
             try:
                 fork.audit_prompt()
@@ -199,7 +192,7 @@ class PrefillState:
         return sum(clock.seconds for clock in self.clocks)
 
     def _compress_all(self, layer: int, kv: LayerKV) -> None:
-        running = [fork for fork in self.forks if fork.failure is None]
+        running = [fork for fork in self.forks if fork.failure is None and not fork.rescores]
         guard = Guard(kv, closely=self.closely)
         try:
             for fork in running:
@@ -208,8 +201,22 @@ class PrefillState:
                 self.suspicions += guard.suspicions()
                 if not kv.keys.is_cuda:
                     self.settle()
-        except _Spoiled:
-            _forgive(running)
+        except Spoiled:
+            forgive(running)
+            raise
+
+    def rescore(self, ids: Sequence[int], encoder: PromptEncoder | None, feed: Feed) -> None:
+        """Have the prompt repeated for the methods that ask for it, and compress as they say then.
+
+        Raises:
+            Spoiled: one of them wrote to what others read.
+        """
+        if not self.later.running:
+            return
+        try:
+            self.clocks.append(self.later.run(ids, encoder, feed, self._compress))
+        except Spoiled:
+            forgive(self.forks)
             raise
 
     def _compress(self, fork: Fork, layer: int, guard: Guard) -> None:
@@ -218,7 +225,7 @@ class PrefillState:
         # A prompt that does not fill its budget is not compressed; a method that evicts is asked all the
         # same, for the scores that it goes by once the cache is full.
         limit = None if fork.compressed else fork.limit(kv.n)
-        clocks, spoiled = list[Elapsed](), False
+        clocks = list[Elapsed]()
         try:
             if fork.compressed or limit is not None:
                 fork.carry_to(kv.keys.device)
@@ -234,10 +241,7 @@ class PrefillState:
             fork.hold(layer, held, capacity, limit=limit, prompt=kv)
             clocks.append(clock.stop())
         except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
-            fork.fail(failure)
-            spoiled = isinstance(failure, SharedStateChanged) and failure.tensors
-        if spoiled and any(other.failure is None for other in self.forks):
-            raise _Spoiled(whose=True)
+            blame(fork, failure, self.forks)
         # Work that an earlier method of the job did for both is charged to both.
         fork.clocks += [*clocks, *charged()]
 
@@ -245,19 +249,14 @@ class PrefillState:
         n = key.shape[2]
         first = 0 if window is None else max(0, n - window)
         key, value = key[:, :, first:], value[:, :, first:]
+        if self.later.forks:
+            self.later.held[layer] = (key, value)
         self.exact_bytes += key.numel() * key.element_size() + value.numel() * value.element_size()
         positions = torch.arange(first, n, device=key.device).expand(*key.shape[:3])
         for fork in self.forks:
             if fork.failure is None:
                 whole = CompressedKV(key, value, None, positions)
                 fork.hold(layer, whole, key.shape[2], compressible=False, window=window)
-
-
-def _forgive(forks: Sequence[Fork]) -> None:
-    """What failed may have failed for what another did."""
-    for fork in forks:
-        if not isinstance(fork.failure, SharedStateChanged):
-            fork.failure = None
 
 
 @dataclass(frozen=True)
@@ -304,6 +303,7 @@ def prefill(
     forks: Sequence[Fork],
     *,
     always_compress: bool = False,
+    encoder: PromptEncoder | None = None,
 ) -> Prefill:
     """Run the prompt once, exactly; every fork holds its compressed cache afterwards. A method that
     wrote to what the others read has failed, and the prompt is run again without it.
@@ -311,6 +311,7 @@ def prefill(
     Args:
         always_compress: call the methods even where the prompt is within their capacity, so that
             they can note the scores of what they keep (reading in chunks goes on from there).
+        encoder: of the words in which a method asks for the prompt again (`Rescoring`).
     """
     device = input_device(model)
     compressible = compressible_layers(model)
@@ -322,6 +323,11 @@ def prefill(
     # One fork spoils nobody else's tensors: what a close look at each layer costs is one wait for a GPU
     # after the other, and a look at the end tells as much.
     closely = len(forks) == 1 and device.type == "cpu"
+
+    def feed(following: Sequence[int], state: AttentionState) -> None:
+        positions = torch.arange(len(ids), len(ids) + len(following), device=device)
+        forward(model, torch.tensor([list(following)], device=device), positions, state)
+
     while True:
         state = PrefillState(forks, compressible, closely=closely, rotary=rotary_of(model))
         generators = Settings.now(GENERATORS)
@@ -329,13 +335,14 @@ def prefill(
         start = time.perf_counter()
         try:
             logits = forward(model, tokens, torch.arange(len(ids), device=device), state)
+            state.rescore(ids, encoder, feed)
             synchronize(device)
             compress_s = state.settle()
             seconds = time.perf_counter() - start - compress_s
             if closely or not generators.put_back():
                 break
             closely = True  # somebody drew from a global generator: who?
-        except _Spoiled as spoiled:
+        except Spoiled as spoiled:
             closely |= not spoiled.whose
         for fork in forks:
             fork.begin_again()

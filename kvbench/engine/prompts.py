@@ -9,6 +9,7 @@ from typing import Any
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget
 from kvbench.methods.base import Method
+from kvbench.tasks.base import PromptEncoder
 
 
 @dataclass
@@ -79,6 +80,7 @@ class Prompt:
             conversation of a copy of that cache, and within one each question after the answer to
             the one before. None: one question, where `run_batch` says it is read.
         note_kept: whether to say what every method kept of it.
+        encoder: see `kvbench.engine.prefill.prefill`.
     """
 
     context_ids: Sequence[int]
@@ -89,3 +91,4 @@ class Prompt:
     room: int | None = None
     conversations: Sequence[Sequence[Question]] = ()
     note_kept: bool = False
+    encoder: PromptEncoder | None = None

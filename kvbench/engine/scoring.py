@@ -33,6 +33,7 @@ from kvbench.errors import UserError
 from kvbench.kv import Budget
 from kvbench.methods.base import Method
 from kvbench.methods.exact import Exact
+from kvbench.tasks.base import PromptEncoder
 
 CHUNK_LOGITS = 2**24
 """Logits that exist at a time (64 MB in float32), whatever the length of a continuation."""
@@ -72,12 +73,14 @@ def read(
     example_id: str,
     room: int,
     context_tokens: int | None = None,
+    encoder: PromptEncoder | None = None,
 ) -> Reading:
     """One exact prefill of all but the last prompt token, which every method compresses.
 
     Args:
         room: tokens that will be fed, to reserve memory for.
         context_tokens: compress only so many tokens (the context; the question is fed after it).
+        encoder: see `kvbench.engine.prefill.prefill`.
 
     Raises:
         UserError: an empty prompt; a context that leaves nothing to be fed.
@@ -104,7 +107,7 @@ def read(
         if label not in whole
     ]
     head = max(1, head)
-    start = prefill(model, prompt_ids[:head], forks)
+    start = prefill(model, prompt_ids[:head], forks, encoder=encoder)
     return Reading(forks, whole, list(prompt_ids[head:]), list(prompt_ids), start)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import lm_eval.models  # noqa: F401 - before registering: it fills an empty registry only
@@ -30,6 +31,7 @@ from kvbench.errors import UserError, is_integer, nearest
 from kvbench.kv import Budget
 from kvbench.lm_eval.scoring import SCORINGS, Answer, Codec, answer_requests, positions_of
 from kvbench.methods import build_method
+from kvbench.tasks.base import PromptEncoder
 
 log = logging.getLogger(__name__)
 
@@ -250,6 +252,7 @@ class KVBenchLM(TemplateLM):
                 max_length=self.max_length,
                 scoring=self.scoring,
                 batch_rows=max(32, self.batch_size),
+                encoder=PromptEncoder(self.tokenizer),
             )
         answers = [one[LABEL] for one in found]
         for answer in answers:
@@ -335,7 +338,8 @@ class KVBenchLM(TemplateLM):
             lambda tokens: str(self.tokenizer.decode(tokens, skip_special_tokens=False)),
         )
         methods = {LABEL: (self.method, self.budget)}
-        return Prompt(ids[:split], ids[split:], methods, stopping, prompt_name(ids)), until
+        prompt = Prompt(ids[:split], ids[split:], methods, stopping, prompt_name(ids))
+        return replace(prompt, encoder=PromptEncoder(self.tokenizer)), until
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval keeps beside its results: method, budget, protocol, and how much was kept."""

@@ -17,6 +17,7 @@ from kvbench.engine.weights import Model
 from kvbench.errors import UserError
 from kvbench.kv import Budget
 from kvbench.methods.base import Method
+from kvbench.tasks.base import PromptEncoder
 
 log = logging.getLogger(__name__)
 
@@ -133,6 +134,7 @@ def answer_requests(
     max_length: int,
     scoring: str = "sum",
     batch_rows: int = 32,
+    encoder: PromptEncoder | None = None,
 ) -> list[dict[str, Answer]]:
     """The likelihood of every request under every method, in the order asked.
 
@@ -164,6 +166,7 @@ def answer_requests(
             seed=seed,
             example_id=prompt_name(context[:-1] or context),
             room=max(map(len, tails)),
+            encoder=encoder,
         )
         held = {fork.label: _held(fork, reading, layers) for fork in reading.forks}
         for label in reading.whole:

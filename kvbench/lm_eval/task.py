@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, chdir, contextmanager, nullcontext, redirect_stderr
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, ClassVar, Literal
@@ -209,6 +209,7 @@ class HarnessTask:
             seed=session.seed,
             max_length=self.max_length or positions or max(len(c) + len(y) for c, y in pairs),
             scoring=self.scoring,
+            encoder=session.encoder,
         )
         for label in methods:
             mine = [answer[label] for answer in answers]
@@ -262,6 +263,7 @@ class HarnessTask:
             most, session.end_ids, tuple(until), decode, timeout_s=session.example_timeout
         )
         prompt = Prompt(ids[:-1], ids[-1:], methods, stopping, prompt_name(ids))
+        prompt = replace(prompt, encoder=session.encoder)
         (found,) = run_batch(
             session.model,
             [prompt],

@@ -64,6 +64,40 @@ class Recompression:
     phase: str = "steps"
 
 
+@dataclass(frozen=True)
+class Rescoring:
+    """One more pass over a prompt before it is compressed: the model is asked to repeat it, chunk by
+    chunk, each time against the exact cache of all of it, and nothing of that is kept.
+
+    Attributes:
+        chunk: prompt tokens after the sink that one sequence repeats; the last may be shorter.
+        first: the words that ask for the first chunk, with nothing around them; empty: none.
+        following: for the others, which go on with the last `overlap` tokens of the chunk before.
+    """
+
+    chunk: int
+    first: str = ""
+    following: str = ""
+    overlap: int = 0
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """What a layer computes while the model repeats the prompt's tokens start .. stop - 1.
+
+    Attributes:
+        queries: [batch, heads, t, head_dim] after position encoding, of the whole sequence: the words
+            that ask, then the tokens repeated; at the positions after the prompt.
+        keys, values: [batch, kv_heads, t, head_dim], the sequence's own.
+    """
+
+    start: int
+    stop: int
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+
+
 @dataclass(frozen=True, kw_only=True)
 class Method:
     """A KV-cache compression method: a frozen dataclass whose fields are the paper's knobs.
@@ -121,6 +155,20 @@ class Method:
     def recompression(self) -> Recompression | None:
         """When `compress` is called again while decoding; None: never."""
         return None
+
+    @property
+    def rescoring(self) -> Rescoring | None:
+        """The pass over the prompt that `rescore` looks at; None: none."""
+        return None
+
+    def rescore(self, layer: LayerKV, repeated: Repetition, budget: Budget) -> None:
+        """Look at one layer while the model repeats a chunk of its prompt, and note in `layer.carried`
+        what `compress` will ask for, under a name of the layer's own.
+
+        `compress` is called once every layer has seen every chunk; `layer` is then, as here, without the
+        prompt's own queries. Called only where there is a `rescoring` and the prompt is compressed.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.rescore")
 
     def token_scores(self, layer: LayerKV, budget: Budget) -> Tensor:
         """How much each token of the prompt is worth keeping: [batch, kv_heads, n] float32 >= 0, with

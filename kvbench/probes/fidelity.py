@@ -17,6 +17,7 @@ from kvbench.engine.weights import Model
 from kvbench.kv import Budget
 from kvbench.methods.base import Method
 from kvbench.methods.exact import Exact
+from kvbench.tasks.base import PromptEncoder
 
 REFERENCE = "(reference)"
 """The label of the exact fork that all are compared with."""
@@ -152,6 +153,7 @@ def read_with_reference(
     example_id: str,
     room: int,
     context_tokens: int | None = None,
+    encoder: PromptEncoder | None = None,
 ) -> Reading:
     """`kvbench.engine.scoring.read`, with an exact fork before the others."""
     everyone = {REFERENCE: (Exact(), Budget()), **methods}
@@ -163,6 +165,7 @@ def read_with_reference(
         example_id=example_id,
         room=room,
         context_tokens=context_tokens,
+        encoder=encoder,
     )
 
 

@@ -219,6 +219,7 @@ class FidelityProbe:
             example_id=unit.id,
             room=most,
             context_tokens=case.context_tokens if after else None,
+            encoder=session.encoder,
         )
         reference = reading.forks[0]
         if reference.failure is not None:

@@ -297,7 +297,7 @@ class LayerProbe(LayerSource):
         def held(budget: Budget) -> int:
             return sum(method.layer_capacity(budget, n, i - 1, num_layers) for i in self.layers)
 
-        if not method.saves_memory or held(even) == wanted:
+        if not method.saves_memory or method.rescoring is not None or held(even) == wanted:
             return even
 
         def sized(size: int) -> Budget:
@@ -325,11 +325,15 @@ def compress_measured(
     Raises:
         BudgetExceeded: more entries than the method may hold.
         KVError: what the method does to attention happens while decoding only, so that the error of
-            what `compress` returns would not be the method's.
+            what `compress` returns would not be the method's; or it needs more than one layer.
     """
     if method.restricts:
         raise KVError(
             f"method {label!r} restricts attention while decoding; allowed: methods that do not"
+        )
+    if method.rescoring is not None:
+        raise KVError(
+            f"method {label!r} has the model repeat its prompt; allowed: methods that see one layer"
         )
     guard = Guard(kv, restores=True)  # other methods and draws go on with the same layer
     held, capacity, clock = guard.compress(label, method, budget, generator, kv.carried)

@@ -299,7 +299,13 @@ def _generate(
         }
     prompts = [
         Prompt(
-            row, [], {label: (method, budget)}, Stopping(new), f"throughput{i}", setting.new_tokens
+            row,
+            [],
+            {label: (method, budget)},
+            Stopping(new),
+            f"throughput{i}",
+            setting.new_tokens,
+            encoder=None if method.rescoring is None else session.encoder,
         )
         for i, row in enumerate(ids.tolist())
     ]

@@ -332,6 +332,7 @@ def _prompt(unit: Unit, methods: Methods, session: Session) -> Prompt:
         stopping[0],
         first.context,
         note_kept=unit.notes_kept,
+        encoder=session.encoder,
         conversations=[
             [
                 Question(

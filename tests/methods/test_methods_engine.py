@@ -33,6 +33,11 @@ def test_every_method_generates_within_its_budget(architecture, compress_after):
         ("turboquant", {}),
         ("adakv", {}),
         ("adakv", {"quantize": {"bits": 4, "group_size": 8}}),
+        ("kvzip", {"chunk": 50, "instructed": False}),
+        (
+            "kvzip",
+            {"level": "uniform", "instructed": False, "quantize": {"bits": 4, "group_size": 8}},
+        ),
         ("pages", {"size": 4}),
         ("rkv", {"every": 2, "to": 24}),
         ("recompress", {"of": "uniform", "every": 3, "to": 30}),

@@ -192,10 +192,10 @@ def test_an_example_that_fits_nowhere_leaves_the_others_their_batches(
 ):
     real = engine.prefill
 
-    def prefill(model, ids, forks):
+    def prefill(model, ids, forks, **options):
         if forks[0].example_id == "e1":
             raise MemoryError
-        return real(model, ids, forks)
+        return real(model, ids, forks, **options)
 
     monkeypatch.setattr(engine, "prefill", prefill)
     few = replace(job(tmp_path, batch_size=size), plan=TaskPlan(Unlike(count=8)))
@@ -271,9 +271,9 @@ def test_records_of_a_batch_are_written_before_the_next_begins(tmp_path, monkeyp
     seen, real = [], engine.prefill
     folder = tmp_path / "e"
 
-    def prefill(model, ids, forks):
+    def prefill(model, ids, forks, **options):
         seen.append(sum(f.read_bytes().count(b"\n") for f in folder.rglob("records.jsonl")))
-        return real(model, ids, forks)
+        return real(model, ids, forks, **options)
 
     monkeypatch.setattr(engine, "prefill", prefill)
     run_job(job(tmp_path, batch_size=3, labels=("exact", "h2o")))

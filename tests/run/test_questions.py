@@ -86,9 +86,9 @@ def prefills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of every prefill."""
     seen, real = [], engine.prefill
 
-    def prefill(model: Any, ids: Sequence[int], forks: Any) -> Any:
+    def prefill(model: Any, ids: Sequence[int], forks: Any, **options: Any) -> Any:
         seen.append(len(ids))
-        return real(model, ids, forks)
+        return real(model, ids, forks, **options)
 
     monkeypatch.setattr(engine, "prefill", prefill)
     return seen

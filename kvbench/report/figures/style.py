@@ -44,6 +44,7 @@ _KNOWN = {
     "adakv": Style("#E07552", "s"),
     "balancekv_wildcat": Style("#DA2FDA", "h"),
     "expected_attention": Style("#852FDA", "D"),
+    "kvzip": Style("#0E7C7B", "v"),
     "pages": Style("#48AC39", "^"),
     "qjl": Style("#DA2F44", "v"),
     "qjl_released": Style("#505995", "P"),

@@ -1,0 +1,283 @@
+"""KVzip and the pass over the prompt that it asks for: golden values, brute force, properties."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from support.method_layers import make_layer
+from support.tiny import prompt_ids, tiny_model
+
+from kvbench import compress
+from kvbench.engine.attention import exact_attention
+from kvbench.engine.fork import Fork
+from kvbench.engine.generate import run_forks
+from kvbench.engine.live_cache import UnsupportedGeneration
+from kvbench.engine.prefill import capture_layers, compressible_layers, prefill
+from kvbench.engine.rescore import sequences
+from kvbench.engine.stopping import Stopping
+from kvbench.engine.switch import kvbench_attention_on
+from kvbench.kv import Budget, KVError, LayerKV, keep_all
+from kvbench.methods import build_method
+from kvbench.methods.base import Method, Repetition, Rescoring
+from kvbench.methods.kvzip import FIRST, FOLLOWING, largest_attention, threshold
+from kvbench.tasks.base import PromptEncoder
+
+
+class Letters:
+    """A tokenizer whose tokens are letters."""
+
+    def encode(self, text, *, add_special_tokens=True):
+        return [3 + ord(letter) % 90 for letter in text]
+
+    def decode(self, ids, *, skip_special_tokens=True):
+        return "".join(chr(i) for i in ids)
+
+
+WORDS = PromptEncoder(Letters(), suffix_ids=(7, 8))
+BUDGET = Budget(rate=0.3, sink=5, window=4)
+
+
+@pytest.mark.parametrize("name", ["two_chunks", "group4"])
+def test_scores_and_choice_as_released(shared_file, name):
+    with np.load(shared_file("golden/next/scores.npz"), allow_pickle=False) as file:
+        golden = dict(file)
+    case = next(c for c in json.loads(str(golden["kvzip_json"])) if c["name"] == name)
+    layers, hkv, hq, n, d, sink = (case[k] for k in ("layers", "hkv", "hq", "n", "d", "sink"))
+    g = np.random.default_rng(case["seed"])
+
+    def drawn(*shape, scale=1.0):
+        array = g.standard_normal(shape, dtype=np.float32) * np.float32(scale)
+        drawn.digests.append(hashlib.sha256(array.tobytes()).hexdigest())
+        return torch.from_numpy(array)
+
+    drawn.digests = []
+    keys = drawn(layers, hkv, n, d)
+    start, found = sink, []
+    for chunk, length in zip(case["chunks"], case["repeat_lengths"], strict=True):
+        own = drawn(layers, hkv, length, d)
+        queries = drawn(layers, hq, length, d, scale=case["query_scale"])
+        repeated = Repetition(start, start + chunk, queries, own, own)
+        kv = LayerKV(keys, keys, None, 0, layers, d**-0.5)
+        found.append(largest_attention(kv, repeated, sink))
+        start += chunk
+    assert drawn.digests == [case["keys_sha256"], *case["repeat_sha256"]]
+    scores = torch.cat(found, -1)
+    np.testing.assert_allclose(scores, golden[f"kvzip_{name}_score"], rtol=1e-5, atol=1e-7)
+    stacked = scores[:, None]
+    above = stacked > threshold(stacked, int(stacked.numel() * case["ratio"]))
+    np.testing.assert_array_equal(above[:, 0], golden[f"kvzip_{name}_kept_pair"])
+    assert int(above.sum()) == case["pairs_kept"]
+    best = scores.topk(int(scores.shape[-1] * case["ratio"]), dim=-1).indices
+    uniform = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)
+    np.testing.assert_array_equal(uniform, golden[f"kvzip_{name}_kept_uniform"])
+
+
+def read(method, ids, architecture="llama", budget=BUDGET, encoder=WORDS, others=()):
+    """A prefilled fork of the method, after the others."""
+    model = tiny_model(architecture)
+    forks = [Fork(f"o{i}", other, budget, 0, "x", room=0) for i, other in enumerate(others)]
+    fork = Fork("kvzip", method, budget, 0, "x", room=0)
+    with kvbench_attention_on(model):
+        start = prefill(model, ids, [*forks, fork], encoder=encoder)
+    return model, fork, start, forks
+
+
+def by_definition(model, ids, chunk, sink, encoder):
+    """Scores of every layer by a forward pass over prompt and repetition together, in float64."""
+    n, layers = len(ids), compressible_layers(model)
+    scores = {layer: [] for layer in layers}
+    for start in range(sink, n, chunk):
+        stop = min(n, start + chunk)
+        text = FIRST if start == sink else FOLLOWING
+        ask = encoder.encode_text(text) if encoder else []
+        if start > sink and encoder:
+            ask += ids[max(sink, start - 8) : start]
+        sequence = [*ask, *(encoder.suffix_ids if encoder else ()), *ids[start:stop]]
+        with kvbench_attention_on(model):
+            seen = capture_layers(model, [*ids, *sequence], layers)
+        for layer, kv in seen.items():
+            places = [*range(sink), *range(start, stop), *range(n, n + len(sequence))]
+            keys, queries = kv.keys[0].double()[:, places], kv.queries[0, :, n:].double()
+            group = queries.shape[0] // keys.shape[0]
+            logits = queries @ keys.repeat_interleave(group, 0).mT * kv.scaling
+            if kv.softcap is not None:
+                logits = kv.softcap * torch.tanh(logits / kv.softcap)
+            columns = torch.tensor(places)
+            if kv.bias is not None:
+                logits = logits + kv.bias.at(columns).double()[:, None]
+            hidden = columns > torch.arange(n, n + len(sequence))[:, None]
+            weights = logits.masked_fill(hidden, -torch.inf).softmax(-1)[..., sink:][
+                ..., : stop - start
+            ]
+            scores[layer].append(weights.unflatten(0, (-1, group)).amax((1, 2)))
+    return [torch.cat(scores[layer], -1) for layer in layers]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_neox", "opt", "bloom"])
+@pytest.mark.parametrize(("chunk", "words"), [(30, True), (200, True), (41, False)])
+def test_what_is_kept_is_what_a_whole_forward_pass_says(architecture, chunk, words):
+    ids, encoder = prompt_ids(120), WORDS if words else None
+    method = build_method("kvzip", chunk=chunk, instructed=words)
+    model, fork, start, _ = read(method, ids, architecture, encoder=encoder)
+    assert fork.failure is None
+    scores = torch.stack(by_definition(model, ids, chunk, BUDGET.sink, encoder))
+    middle = scores[..., : 120 - BUDGET.window - BUDGET.sink]
+    ordered = middle.flatten().sort(descending=True).values
+    pairs = len(middle.flatten()) // middle.shape[-1] * BUDGET.middle_kept(120)
+    level = ordered[pairs - 1]
+    clear = (middle - level).abs() > 1e-6 * level
+    layers = compressible_layers(model)
+    kept = 0
+    for layer, wanted, sure in zip(layers, middle > level, clear, strict=True):
+        shown = fork.layers[layer].padded()
+        for head in range(len(wanted)):
+            count = int(fork.layers[layer].entries()[head])
+            at = shown.positions[head, :count]
+            stays = torch.zeros(120, dtype=torch.bool)
+            stays[at] = True
+            assert stays[: BUDGET.sink].all()
+            assert stays[-BUDGET.window :].all()
+            inside = stays[BUDGET.sink : -BUDGET.window]
+            assert torch.equal(inside[sure[head]], wanted[head][sure[head]])
+            kept += int(inside.sum())
+    assert kept == pairs - 1, "strictly above the threshold"
+    fork.audit(120, layers)
+    assert fork.cache_bytes() < start.exact_bytes
+
+
+def test_uniform_heads_keep_as_many_and_the_best():
+    ids = prompt_ids(120)
+    model, fork, _, _ = read(build_method("kvzip", level="uniform", chunk=50), ids)
+    scores = by_definition(model, ids, 50, BUDGET.sink, WORDS)
+    for layer, of_layer in zip(compressible_layers(model), scores, strict=True):
+        positions = fork.layers[layer].positions[:, : fork.layers[layer].length]
+        middle = of_layer[:, : 120 - 9].topk(BUDGET.middle_kept(120), -1).indices.sort(-1).values
+        assert torch.equal(positions[:, 5:-4], middle + 5)
+
+
+def test_repeated_passes_change_no_other_method_and_are_shared():
+    """Exact tokens and bytes with and without; two variants pay for one pass, each with its seconds."""
+    model = tiny_model("llama")
+    model.set_attn_implementation("kvbench")
+    ids = prompt_ids(130)
+    alone = {"exact": (build_method("exact"), BUDGET), "snapkv": (build_method("snapkv"), BUDGET)}
+    both = {
+        **alone,
+        "pair": (build_method("kvzip", chunk=50), BUDGET),
+        "uniform": (build_method("kvzip", chunk=50, level="uniform"), BUDGET),
+    }
+    runs = [
+        run_forks(
+            model, ids[:-8], ids[-8:], methods, Stopping(6), seed=0, example_id="x",
+            compress_after="context", encoder=WORDS,
+        )
+        for methods in (alone, both)
+    ]  # fmt: skip
+    for label in alone:
+        assert runs[0][label].tokens == runs[1][label].tokens
+        assert runs[0][label].cache_bytes == runs[1][label].cache_bytes
+    for label in ("pair", "uniform"):
+        assert runs[1][label].failure is None, runs[1][label].failure
+        assert len(runs[1][label].tokens) == 6
+        assert runs[1][label].compress_s > 5 * runs[1]["snapkv"].compress_s
+        assert runs[1][label].entries["mean"] <= BUDGET.capacity(122)
+
+
+@pytest.mark.parametrize("quantize", [None, {"bits": 4, "group_size": 8}])
+def test_a_context_answers_questions_and_generate_is_refused(quantize):
+    model = tiny_model("llama")
+    model.generation_config.eos_token_id = None
+    ids, options = prompt_ids(120), {"chunk": 64, "instructed": False, "quantize": quantize}
+    with compress(model, "kvzip", rate=0.3, sink=5, window=4, **options) as session:
+        context = session.read(ids)
+        assert context.entries["mean"] < BUDGET.capacity(120)
+        question = prompt_ids(9, seed=3)
+        assert context.ask(question, max_new_tokens=5) == context.ask(question, max_new_tokens=5)
+        with pytest.raises(UnsupportedGeneration, match=r"session\.read"):
+            model.generate(torch.tensor([ids]), max_new_tokens=2)
+    with (
+        compress(model, "kvzip", rate=0.3) as session,
+        pytest.raises(KVError, match="no tokenizer"),
+    ):
+        session.read(ids)
+
+
+def test_the_words_the_last_tokens_and_the_template_come_before_a_chunk():
+    ids = list(range(50, 93))
+    rule = Rescoring(20, "ab", "cd", overlap=3)
+    ab, cd = WORDS.encode_text("ab"), WORDS.encode_text("cd")
+    found = list(sequences(rule, ids, 2, WORDS))
+    assert found == [
+        (2, 22, [*ab, 7, 8, *ids[2:22]]),
+        (22, 42, [*cd, *ids[19:22], 7, 8, *ids[22:42]]),
+        (42, 43, [*cd, *ids[39:42], 7, 8, *ids[42:]]),
+    ]
+    assert [piece[2] for piece in sequences(Rescoring(30), ids, 0, None)] == [ids[:30], ids[30:]]
+
+
+def test_prompts_within_the_budget_are_not_repeated_and_one_layer_says_what_is_missing():
+    method = build_method("kvzip")
+    _, fork, _, _ = read(method, prompt_ids(8), budget=Budget(rate=1.0), encoder=None)
+    assert fork.failure is None
+    assert not fork.compressed
+    layer = make_layer(100)
+    with pytest.raises(KVError, match="has not seen the prompt repeated"):
+        method.compress(layer, BUDGET, torch.Generator())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Looks(Method):
+    """Any method may ask for the pass: it notes what it is shown, and keeps everything."""
+
+    fails: str = ""
+
+    @property
+    def rescoring(self):
+        return Rescoring(50)
+
+    def rescore(self, layer, repeated, budget):
+        if self.fails == "raises" and layer.layer_index == 2:
+            raise RuntimeError("not this layer")
+        if self.fails == "writes":
+            layer.keys[:, :, 0] = 0
+        assert layer.queries is None
+        layer.carried[f"{layer.layer_index} {repeated.start}"] = repeated.queries
+
+    def compress(self, layer, budget, generator):
+        assert len(layer.carried) == 4 * 3, (
+            "every layer, every chunk, before the first is compressed"
+        )
+        return keep_all(layer)
+
+    def layer_capacity(self, budget, n, layer_index, num_layers):
+        return n
+
+
+@pytest.mark.parametrize(
+    ("fails", "message"), [("raises", "not this layer"), ("writes", "wrote to keys")]
+)
+def test_a_method_that_fails_while_it_looks_fails_alone(fails, message):
+    ids = prompt_ids(120)
+    kvzip = build_method("kvzip", chunk=50)
+    _, want, _, _ = read(kvzip, ids)
+    _, fork, _, (bad,) = read(kvzip, ids, others=[Looks(fails=fails)])
+    assert message in str(bad.failure)
+    assert fork.failure is None
+    for layer, cache in want.layers.items():
+        assert torch.equal(cache.entries(), fork.layers[layer].entries())
+    _, looked, _, _ = read(Looks(), ids)
+    assert looked.failure is None
+
+
+@pytest.mark.parametrize(("softcap", "window"), [(None, None), (5.0, None), (None, 7), (None, 100)])
+def test_attention_of_the_last_queries_is_the_end_of_all(softcap, window):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 4, 40, 8), torch.randn(1, 2, 40, 8), torch.randn(1, 2, 40, 8)
+    options = {"scaling": 0.4, "softcap": softcap, "sliding_window": window}
+    whole = exact_attention(q, k, v, **options)
+    torch.testing.assert_close(exact_attention(q[:, :, 27:], k, v, **options), whole[:, :, 27:])
