@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -22,11 +23,13 @@ from support.paths import ROOT
 
 from kvbench.engine.loading import ModelSpec
 from kvbench.errors import UserError
+from kvbench.kv import KVError
 from kvbench.lm_eval import KVBenchLM
 from kvbench.lm_eval.local import MAKERS
 from kvbench.lm_eval.scoring import truncated
 from kvbench.lm_eval.task import HarnessTask
 from kvbench.methods import build_method
+from kvbench.probes.streaming_ppl import streaming_nll
 from kvbench.report.tables.published_files import laid_out, read_table
 from kvbench.run.runner import run_job
 from kvbench.run.session import Session
@@ -145,6 +148,27 @@ def test_exact_rolls_and_generates_as_hflm(folder):
         lm.generate_until([sampling])
     last = KVBenchLM(folder, method="snapkv", device="cpu", protocol="minus_last", batch_size=3)
     assert len(last.generate_until(asked)) == 3
+
+
+def test_streaming_rolls_through_the_bounded_cache(saved):
+    """Exact as HFLM's, whose window the text fits in; bounded as `streaming_nll`; the mode is named."""
+    words = text(150, seed=4)
+    rolling = [Instance("loglikelihood_rolling", {}, (words,), 0)]
+    (exact,) = hflm(saved).loglikelihood_rolling(rolling, disable_tqdm=True)
+    for positions in ("cache", "absolute"):
+        options = {"rolling": "streaming", "positions": positions, "device": "cpu"}
+        lm = KVBenchLM(saved, **options)
+        assert lm.loglikelihood_rolling(rolling) == pytest.approx([exact], abs=1e-3)
+        lm = KVBenchLM(saved, "streaming_llm", size=24, sink=4, window=0, **options)
+        ids = [lm.prefix_token_id, *lm.tok_encode(words)]
+        want = -sum(streaming_nll(lm._model, ids, 4, 20, positions))
+        assert lm.loglikelihood_rolling(rolling) == pytest.approx([want], abs=1e-3)
+        assert lm.get_model_info()["kvbench_rolling"] == "streaming"
+        h2o = KVBenchLM(saved, "h2o", size=24, sink=4, window=0, **options)
+        assert abs(h2o.loglikelihood_rolling(rolling)[0] - exact) > 0.1
+        snapkv = KVBenchLM(saved, "snapkv", size=80, **options)
+        with pytest.raises(KVError, match="cannot read a stream"):
+            snapkv.loglikelihood_rolling(rolling)
 
 
 def masked(lm, context, continuation, sink, window):
@@ -309,6 +333,56 @@ def test_our_side_gives_the_numbers_of_its_side(saved, tmp_path):
             assert mine["choices"] == 2
     assert records["snapkv"][0]["compressed"]
     assert records["snapkv"][0]["ratio"] < 0.5
+
+
+TEMPLATE = (
+    "<s>{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+@pytest.mark.parametrize("multiturn", [False, True])
+def test_chat_templates_give_the_numbers_of_its_side(saved, tmp_path, multiturn):
+    folder = tmp_path / "chat"
+    shutil.copytree(saved, folder)
+    tokenizer = t.AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    tasks = task_folder(tmp_path)
+    config = json.loads((tasks / "kv_pairs.yaml").read_text())
+    config |= {"fewshot_split": "test", "num_fewshot": 1}
+    (tasks / "kv_pairs.yaml").write_text(json.dumps(config))
+    options = {"chat": True, "multiturn": multiturn, "system": "Be brief."}
+    task = HarnessTask(tasks=["kv_pairs"], include_path=str(tasks), **options)
+    methods = {"snapkv": build_method("snapkv")}
+    records = records_of(run_job(harness_job(str(folder), tmp_path, task, methods)))["snapkv"]
+    manager = lm_eval.tasks.TaskManager(include_path=str(tasks), include_defaults=False)
+    result = lm_eval.simple_evaluate(
+        KVBenchLM(str(folder), "snapkv", rate=0.25, sink=4, window=4, device="cpu"),
+        tasks=["kv_pairs"],
+        task_manager=manager,
+        apply_chat_template=True,
+        fewshot_as_multiturn=multiturn,
+        system_instruction="Be brief.",
+        bootstrap_iters=0,
+        log_samples=True,
+    )
+    theirs = sorted(result["samples"]["kv_pairs"], key=lambda sample: sample["doc_id"])
+    for mine, sample in zip(records, theirs, strict=True):
+        logprobs = [response[0] for response in sample["filtered_resps"]]
+        assert mine["logprobs"] == pytest.approx(logprobs, abs=1e-4)
+        context = sample["arguments"][0][0]
+        assert context.startswith("<s>[system] Be brief.")
+        assert context.count("[user]") == 1 + multiturn
+        assert mine["prompt_tail"] == context[-200:]
+
+
+def test_chat_is_refused_without_a_template(saved, tmp_path):
+    task = HarnessTask(tasks=["copa"], source="local", chat=True)
+    with pytest.raises(TaskError, match="the model has no chat template"):
+        run_job(harness_job(saved, tmp_path, task, {"h2o": build_method("h2o")}))
+    with pytest.raises(TaskError, match=r"task\.chat is false and task\.multiturn is True"):
+        HarnessTask(tasks=["copa"], multiturn=True)
 
 
 def test_h2os_tasks_run_offline(saved, tmp_path):

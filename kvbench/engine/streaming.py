@@ -210,8 +210,8 @@ class PlacedCache(LayerCache):
 class PlacedState:
     """Attention state that reads a stream through a method that evicts, with positions in the cache.
 
-    Keys are held as they come, and every token is walked: it joins, attends, and another one leaves. So
-    from the first token on, and scores that add up (H2O's) are those of Algorithm 1.
+    Keys are held as they come. Every token is walked, the first ones too: it joins, attends, and another
+    one leaves, so that scores that add up (H2O's) are those of Algorithm 1.
     """
 
     def __init__(self, method: Method, budget: Budget, rotation: Rotation | None) -> None:

@@ -64,9 +64,9 @@ def read_text(
     ids: Sequence[int],
     method: Method,
     budget: Budget,
-    *,
     positions: str = "cache",
     seed: int = 0,
+    *,
     name: str = "",
     label: str = "method",
 ) -> Read:

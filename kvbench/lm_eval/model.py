@@ -24,6 +24,7 @@ from kvbench.engine.fork import prompt_name
 from kvbench.engine.generate import Prompt, run_batch
 from kvbench.engine.loading import ModelSpec, resolve_device, resolve_dtype
 from kvbench.engine.stopping import Stopping
+from kvbench.engine.streams import POSITIONS, read_text
 from kvbench.engine.switch import kvbench_attention_on
 from kvbench.engine.tokenizer import end_token_ids, load_tokenizer
 from kvbench.engine.weights import load_model
@@ -36,6 +37,7 @@ from kvbench.tasks.base import PromptEncoder
 log = logging.getLogger(__name__)
 
 PROTOCOLS = ("prompt", "minus_last")
+ROLLINGS = ("exact_windows", "streaming")
 LABEL = "method"
 
 
@@ -83,6 +85,10 @@ class KVBenchLM(TemplateLM):
         scoring: sum | mean (log-probability per token, as H2O's released evaluation has it).
         protocol: of generations: prompt (the papers': the whole prompt is compressed, the first token
             comes from the exact prefill) | minus_last (as likelihoods).
+        rolling: of whole texts: exact_windows (of `max_length` tokens, as HFLM; each has one token of
+            context, so that nothing would be compressed: exact only) | streaming (a text runs through
+            the method's bounded cache, as in ``task=stream``; ``size=`` for what is held).
+        positions: of streaming: cache (counted inside it) | absolute.
         batch_size: prompts that generate together, and a measure of rows that are scored together.
         add_bos_token: of HFLM; None: as the tokenizer does.
         max_length: tokens of context and continuation; None: the model's positions.
@@ -107,6 +113,8 @@ class KVBenchLM(TemplateLM):
         seed: int = 0,
         scoring: str = "sum",
         protocol: str = "prompt",
+        rolling: str = "exact_windows",
+        positions: str = "cache",
         tokenizer: str | None = None,
         revision: str | None = None,
         dtype: str = "auto",
@@ -126,6 +134,8 @@ class KVBenchLM(TemplateLM):
         self.options = _options(method, method_args, dotted)
         self.scoring = _chosen("scoring", scoring, SCORINGS)
         self.protocol = _chosen("protocol", protocol, PROTOCOLS)
+        self.rolling = _chosen("rolling", rolling, ROLLINGS)
+        self.positions = _chosen("positions", positions, POSITIONS)
         if not is_integer(seed):
             raise UserError(f"model_args seed is {seed!r}; allowed: an integer")
         self.method_name, self.seed = method, seed
@@ -211,15 +221,7 @@ class KVBenchLM(TemplateLM):
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         """The conversation as text, by the tokenizer's chat template."""
-        return str(
-            self.tokenizer.apply_chat_template(
-                chat_history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-                **self.chat_template_args,
-            )
-        )
+        return self.codec.chat(chat_history, add_generation_prompt, **self.chat_template_args)
 
     def set_cache_hook(self, cache_hook: Any) -> None:
         """Refuse ``--use_cache``, whose key knows neither method nor rate.
@@ -264,19 +266,23 @@ class KVBenchLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Log-likelihood of whole texts, in windows of `max_length` tokens as HFLM has them. A window
-        has one token of context, so that nothing would be compressed: exact only.
+        """Log-likelihood of whole texts: see `rolling` for the two ways.
 
         Raises:
-            UserError: another method.
+            UserError: ``exact_windows`` and another method than exact.
+            KVError: ``streaming`` and a method that cannot read a stream.
         """
-        if self.method.uses_budget or self.method.quantize is not None:
+        compresses = self.method.uses_budget or self.method.quantize is not None
+        if compresses and self.rolling == "exact_windows":
             raise UserError(
                 f"rolling log-likelihoods have one token of context, of which {self.method_name!r} "
-                "would compress nothing; allowed: method=exact here, or kvbench's task=stream"
+                "would compress nothing; allowed: method=exact, or rolling=streaming"
             )
         sums = []
         for request in requests:
+            if self.rolling == "streaming":
+                sums.append(self._streamed(self.tok_encode(request.args[0])))
+                continue
             windows = get_rolling_token_windows(
                 token_list=self.tok_encode(request.args[0]),
                 prefix_token=self.prefix_token_id,
@@ -287,6 +293,13 @@ class KVBenchLM(TemplateLM):
             found = self._loglikelihood_tokens([(None, *pair) for pair in pairs])
             sums.append(sum(logprob for logprob, _ in found))
         return sums
+
+    def _streamed(self, ids: Sequence[int]) -> float:
+        """Log-likelihood of a text that is read through the bounded cache, after the prefix token."""
+        whole, how = [self.prefix_token_id, *ids], (self.positions, self.seed)
+        with kvbench_attention_on(self._model):
+            read = read_text(self._model, whole, self.method, self.budget, *how)
+        return -float(read.nll.double().sum())
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Greedy answers, in the order asked.
@@ -352,7 +365,8 @@ class KVBenchLM(TemplateLM):
             "kvbench_seed": self.seed,
             "kvbench_scoring": self.scoring,
             "kvbench_generation_protocol": self.protocol,
-            "kvbench_rolling": "exact_windows",
+            "kvbench_rolling": self.rolling,
+            "kvbench_positions": self.positions,
             "kvbench_requests": len(scored),
             "kvbench_compressed_share": _mean([float(r["compressed"]) for r in scored]),
             "kvbench_kept_ratio": _mean(kept),

@@ -62,6 +62,21 @@ class Codec:
         options: dict[str, Any] = {} if special is None else {"add_special_tokens": special}
         return list(self.tokenizer.encode(string, **options))
 
+    def chat(
+        self, history: list[dict[str, str]], add_generation_prompt: bool = True, **options: Any
+    ) -> str:
+        """The conversation as text, by the tokenizer's chat template."""
+        tokenizer: Any = self.tokenizer
+        return str(
+            tokenizer.apply_chat_template(
+                history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+                **options,
+            )
+        )
+
     def pair(self, context: str, continuation: str) -> Pair:
         """Ids of a request, the blanks at the context's end moved to the continuation."""
         if context:

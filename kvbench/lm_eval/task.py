@@ -21,7 +21,7 @@ from kvbench.engine.fork import prompt_name
 from kvbench.engine.generate import Prompt, run_batch
 from kvbench.engine.stopping import Stopping
 from kvbench.errors import UserError, first_line, one_line
-from kvbench.errors.options import Count, Distinct, check_options
+from kvbench.errors.options import ADDED, Count, Distinct, check_options
 from kvbench.lm_eval.local import write_tasks
 from kvbench.lm_eval.scoring import Answer, Codec, answer_requests
 from kvbench.run.plan import Methods, Outcome, Unit, measured, status_of
@@ -63,6 +63,9 @@ class HarnessTask:
         metric: which of a task's metrics is the score; where it has no such, its first one.
         scoring: sum | mean (per token, as H2O's released evaluation has it).
         max_length: tokens of context and continuation; None: the model's positions.
+        chat: contexts are messages in the model's chat template (``--apply_chat_template``).
+        multiturn: the few-shot examples as turns of their own (``--fewshot_as_multiturn``). system: a
+            message before them.
     """
 
     name: ClassVar[str] = "lm_eval"
@@ -76,10 +79,18 @@ class HarnessTask:
     metric: str = "acc"
     scoring: Literal["sum", "mean"] = "sum"
     max_length: Tokens | None = None
+    chat: bool = field(default=False, metadata=ADDED)
+    multiturn: bool = field(default=False, metadata=ADDED)
+    system: str | None = field(default=None, metadata=ADDED)
     _loaded: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_options(self, "task.", TaskError)
+        if not self.chat and (self.multiturn or self.system is not None):
+            raise TaskError(
+                f"task.chat is false and task.multiturn is {self.multiturn}, task.system "
+                f"{self.system!r}; allowed: with task.chat=true"
+            )
         if self.include_path is not None and not Path(self.include_path).is_dir():
             raise TaskError(
                 f"task.include_path is {self.include_path!r}; allowed: a folder, or null"
@@ -156,11 +167,23 @@ class HarnessTask:
         """
         if session.prefill != "shared":
             raise TaskError(f"prefill is {session.prefill!r}; allowed for task lm_eval: shared")
+        if self.chat and not session.encoder.chat:
+            raise TaskError(
+                "task.chat is true and the model has no chat template, or is told not to use it; "
+                "allowed: false, or a model.chat_template"
+            )
         by_task = []
         for name, task in self._load().items():
             try:
                 with _quietly():
-                    task.build_all_requests(rank=0, world_size=1)
+                    task.build_all_requests(
+                        rank=0,
+                        world_size=1,
+                        system_instruction=self.system,
+                        apply_chat_template=self.chat,
+                        fewshot_as_multiturn=self.multiturn,
+                        chat_template=Codec(session.tokenizer).chat if self.chat else None,
+                    )
             except ValueError as error:  # of the sampler
                 raise TaskError(
                     f"task {name!r} cannot be put with task.num_fewshot={task.config.num_fewshot}: "
