@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.quantize import (
+    CACHED,
     Block,
     Codec,
     Quantization,
@@ -222,20 +223,35 @@ def pack_keys(keys: Tensor, *, projection: Tensor, m_out: int, scheme: QJL) -> S
     norms = groups.norm(dim=-1)
     if not torch.isfinite(norms.to(keys.dtype)).all():
         raise ValueError(f"a key's norm is more than {keys.dtype} holds; allowed: dtype=float32")
-    none = groups[..., :0]
-    at, outer, outer_norms = none[:, :, 0].byte(), none.byte(), none[..., 0:0].sum(-1)[..., :0]
-    if scheme.outliers:
-        top = groups.square().sum(2).topk(scheme.outliers, dim=-1).indices
-        outlying = torch.zeros_like(groups[:, :, :1]).scatter_(-1, top[:, :, None], 1.0)
-        out = groups * outlying
-        groups = groups * (1 - outlying)
-        outer = pack_bits((out @ projection[:, :m_out] > 0).byte(), 1)
-        at, outer_norms = top.byte(), out.norm(dim=-1).to(keys.dtype)
-    bits = pack_bits((groups @ projection > 0).byte(), 1)
+    # On a processor some groups at a time, whose projections stay in its cache.
+    each = CACHED // (keys.shape[0] * scheme.group * projection.shape[1])
+    parts = [
+        _signs_of(part, projection, m_out if scheme.outliers else 0, scheme.outliers)
+        for part in groups.split(groups.shape[1] if keys.is_cuda else max(1, each), dim=1)
+    ]
+    bits, outer, at, outer_norms = (torch.cat(c, dim=1) for c in zip(*parts, strict=True))
     bias = 1.0
     if scheme.orthogonal and scheme.unbias:
         bias = math.sqrt(d / 2) * math.exp(math.lgamma(d / 2) - math.lgamma((d + 1) / 2))
-    return Signs(bits, outer, at, norms.to(keys.dtype), outer_norms, projection, bias)
+    norms, outer_norms = norms.to(keys.dtype), outer_norms.to(keys.dtype)
+    return Signs(bits, outer, at, norms, outer_norms, projection, bias)
+
+
+def _signs_of(
+    groups: Tensor, projection: Tensor, m_out: int, outliers: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of groups of keys [heads, groups, group, d]: signs, those of the outlier channels, these
+    channels, and the keys' norms in them."""
+    if not outliers:
+        none = groups[..., :0]
+        signs = pack_bits((groups @ projection > 0).byte(), 1)
+        return signs, none.byte(), none[:, :, 0].byte(), none[..., 0, :]
+    top = groups.square().sum(2).topk(outliers, dim=-1).indices
+    outlying = torch.zeros_like(groups[:, :, :1]).scatter_(-1, top[:, :, None], 1.0)
+    out = groups * outlying
+    signs = pack_bits((groups * (1 - outlying) @ projection > 0).byte(), 1)
+    outer = pack_bits((out @ projection[:, :m_out] > 0).byte(), 1)
+    return signs, outer, top.byte(), out.norm(dim=-1)
 
 
 def _signs(bits: Tensor, m: int) -> Tensor:

@@ -141,6 +141,10 @@ class Scheme(Protocol):
         ...
 
 
+CACHED = 1 << 18
+"""Numbers that a processor works on at a time: one MiB of float32."""
+
+
 @dataclass(frozen=True)
 class Quantization:
     """Packed integers with a scale and a zero point per group.
@@ -274,7 +278,7 @@ def pack(x: Tensor, quantization: Quantization, *, by_channel: bool) -> Packed:
     zero = groups.amin(-1).to(x.dtype)
     scale = ((groups.amax(-1) - zero.float()) / (2**bits - 1)).to(x.dtype)
     step = torch.where(scale > 0, scale.float(), 1.0)
-    codes = ((groups - zero.float()[..., None]) / step[..., None]).round_()
+    codes = (groups - zero.float()[..., None]).div_(step[..., None]).round_()
     codes = codes.clamp_(0, 2**bits - 1).flatten(-2)[..., :columns].to(torch.uint8)
     packed = pack_bits(codes, bits)
     shape = (x.shape[0], x.shape[1], x.shape[2])
@@ -300,12 +304,14 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
         shifts = torch.arange(bits, device=codes.device, dtype=torch.uint8)
         return pack_bits(((codes[..., None] >> shifts) & 1).flatten(-2), 1)
     per_byte = 8 // bits
-    codes = F.pad(codes.to(torch.uint8), (0, -codes.shape[-1] % per_byte))
-    codes = codes.unflatten(-1, (-1, per_byte))
-    packed = codes[..., 0].clone()
-    for place in range(1, per_byte):
-        packed |= codes[..., place] << (bits * place)
-    return packed
+    codes = F.pad(codes.to(torch.uint8), (0, -codes.shape[-1] % per_byte)).contiguous()
+    if codes.storage_offset() % per_byte:
+        codes = codes.clone()
+    # All codes of a byte in one number: each time, the upper half of them moves down to the lower one.
+    wide = codes.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[per_byte])
+    for halving in range(per_byte.bit_length() - 1):
+        wide = wide | (wide >> ((8 - bits) << halving))
+    return (wide & 255).to(torch.uint8)
 
 
 def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
