@@ -57,7 +57,7 @@ class ExpectedAttention(Method):
             raise KVError(
                 f"expected_attention has a prompt of {n} tokens; allowed: more than {sink}"
             )
-        queries = plain_queries(layer)[:, :, sink:].float()
+        queries = plain_queries(layer)[:, :, sink:]
         mean = queries.mean(2)
         turn = mean_rotation(layer, n, self.future)
         turned = mean @ turn.mT
@@ -66,13 +66,13 @@ class ExpectedAttention(Method):
         grouped = turned.view(batch, kv_heads, group, dim)
         z = torch.einsum("bhgd,bhnd->bhgn", grouped, keys) * layer.scaling
         if self.covariance:
-            off = queries - mean[:, :, None]
+            off = queries.sub_(mean[:, :, None])  # they are ours: a prompt's queries are large
             spread = turn @ (off.mT @ off / off.shape[2]) @ turn.mT
             spread = spread.view(batch, kv_heads, group, dim, dim)
             half = layer.scaling**2 / 2
             for one in range(group):  # a product [n, d] at a time
                 pushed = keys @ spread[:, :, one]
-                z[:, :, one] += half * torch.einsum("bhnd,bhnd->bhn", pushed, keys)
+                z[:, :, one] += half * pushed.mul_(keys).sum(-1)
         scores = group_mean(z.softmax(-1).flatten(1, 2), kv_heads)
         if self.value_norm:
             scores = (scores + self.epsilon) * layer.values[:, :, sink:].float().norm(dim=-1)
@@ -103,11 +103,15 @@ def plain_queries(layer: LayerKV) -> Tensor:
             "expected_attention needs all of them"
         )
     cos, sin = _rotation(layer, torch.arange(have, device=layer.queries.device))
-    width, queries = cos.shape[-1], layer.queries.float()
-    part = queries[..., :width]
-    half = torch.cat([-part[..., width // 2 :], part[..., : width // 2]], dim=-1)
-    plain = (part * cos - half * sin) / (cos.square() + sin.square())
-    return torch.cat([plain, queries[..., width:]], dim=-1)
+    length = cos.square() + sin.square()
+    cos, sin = cos / length, sin / length
+    width, half, queries = cos.shape[-1], cos.shape[-1] // 2, layer.queries.float()
+    plain = torch.empty_like(queries)
+    torch.mul(queries[..., :width], cos, out=plain[..., :width])
+    plain[..., :half].addcmul_(queries[..., half:width], sin[:, :half])
+    plain[..., half:width].addcmul_(queries[..., :half], sin[:, half:], value=-1.0)
+    plain[..., width:] = queries[..., width:]
+    return plain
 
 
 def mean_rotation(layer: LayerKV, start: int, count: int) -> Tensor:
