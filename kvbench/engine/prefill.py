@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from kvbench.engine.adapters import has_alibi
 from kvbench.engine.attention import AttentionState, LayerCall, UnsupportedModel
 from kvbench.engine.fork import Fork, layer_generator
-from kvbench.engine.guard import GENERATORS, Guard, Settings, SharedStateChanged, check_finite
+from kvbench.engine.guard import GENERATORS, Guard, Settings, check_finite
 from kvbench.engine.rescore import Feed, Rescorer, Spoiled, blame, forgive
 from kvbench.kernels.elapsed import Elapsed
 from kvbench.kv import NORMALISERS, WHOLE, BudgetExceeded, CompressedKV, LayerKV, Rotary, keep_all
