@@ -126,4 +126,4 @@ def test_add_your_own_method_as_written(tmp_path):
     assert all(line["entries"]["max"] == line["capacity"] for line in lines)
     assert (tmp_path / "runs/default/report.html").is_file()
     # by default every run is copied to W&B, and both side by side; offline where there is no key
-    assert len(list((tmp_path / "runs/default/wandb").glob("offline-run-*"))) == 3
+    assert len(list((tmp_path / "runs/default/wandb").glob("offline-run-*"))) == 4

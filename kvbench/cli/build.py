@@ -359,6 +359,9 @@ def finish(folder: Path) -> None:
         lock.release()
     for warning in paths.warnings:
         complain(warning)
+    from kvbench.report.wandb.overview import log_overview
+
+    log_overview(folder, paths.scores, paths.manifest)
     print(printable(f"page: {paths.page}"))
     _print_wandb(folder / "wandb")
 

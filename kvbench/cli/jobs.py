@@ -66,6 +66,7 @@ class JobOutcome:
             ok, and those written now.
         error: one line: why the job did not get to its end.
         status: the exit status it would have alone.
+        runs: the run folders of its methods.
     """
 
     overrides: tuple[str, ...] = ()
@@ -75,6 +76,14 @@ class JobOutcome:
     written: int = 0
     error: str | None = None
     status: int = 0
+    runs: tuple[str, ...] = ()
+
+    def __float__(self) -> float:
+        """What sweepers of Hydra make better or worse: `kvbench.report.objective.objective_of`'s score;
+        NaN where the job came to nothing."""
+        from kvbench.report.objective import objective_of
+
+        return objective_of(self.runs)["score"]
 
 
 class Jobs:
@@ -83,17 +92,20 @@ class Jobs:
     Args:
         argv: what the user typed; Hydra is given more, and other processes are given nothing like it.
         sweep: whether a job that fails must leave the others alone.
+        outcomes: a list that is to hold what the jobs came to.
 
     Attributes:
         elsewhere: whether a launcher ran them in other processes and told what they came to.
         compositions: what composing one config leaves for the next.
     """
 
-    def __init__(self, argv: Sequence[str], *, sweep: bool) -> None:
+    def __init__(
+        self, argv: Sequence[str], *, sweep: bool, outcomes: list[JobOutcome] | None = None
+    ) -> None:
         self.argv = list(argv)
         self.sweep = sweep
         self.elsewhere = False
-        self.outcomes: list[JobOutcome] = []
+        self.outcomes = [] if outcomes is None else outcomes
         self.compositions = Compositions()
         self._made: Any = None
 
@@ -145,6 +157,7 @@ class Jobs:
             result.failed,
             result.written,
             status=FAILED if result.failed else 0,
+            runs=tuple(map(str, result.folders.values())),
         )
 
     @property

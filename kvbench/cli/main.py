@@ -37,7 +37,7 @@ from kvbench.cli.check import (
 )
 from kvbench.cli.compose import job_config
 from kvbench.cli.info import list_kind, show_config
-from kvbench.cli.jobs import FAILED, USAGE, Jobs, explained
+from kvbench.cli.jobs import FAILED, USAGE, JobOutcome, Jobs, explained
 from kvbench.cli.meant import as_meant
 from kvbench.cli.reproduce import reproduce
 from kvbench.cli.start import SHORT_HELP, announce
@@ -49,8 +49,12 @@ INTERRUPTED = 130
 GOES_ON = "what is done is on disk, the same command goes on from there"
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point of ``kvbench`` and ``python -m kvbench``."""
+def main(argv: Sequence[str] | None = None, outcomes: list[JobOutcome] | None = None) -> None:
+    """Entry point of ``kvbench`` and ``python -m kvbench``.
+
+    Args:
+        outcomes: gets what the jobs came to.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if arguments[:1] == ["list"]:
@@ -67,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 status = reproduce(arguments[1:], _run)
         else:
             with Termination():
-                status = _run(arguments)
+                status = _run(arguments, outcomes)
     except UsageError as error:
         complain(str(error))
         status = USAGE
@@ -154,7 +158,7 @@ def _own_options(arguments: Sequence[str]) -> list[str]:
     return [*others, *(f"hydra.verbose={level}" for level in verbose)]
 
 
-def _run(arguments: Sequence[str]) -> int:
+def _run(arguments: Sequence[str], outcomes: list[JobOutcome] | None = None) -> int:
     """Everything but list and show: Hydra's own options, a job, or the jobs of a sweep."""
     if "--version" in arguments:
         print(f"kvbench {__version__}")
@@ -174,7 +178,7 @@ def _run(arguments: Sequence[str]) -> int:
     # Hydra wants the overrides in one piece.
     overrides = list(options.overrides)
     flags = _flags(options)
-    jobs = Jobs(typed, sweep=options.multirun)
+    jobs = Jobs(typed, sweep=options.multirun, outcomes=outcomes)
     asked = bool(options.help or options.cfg or options.info)
     with ExitStack() as stack:
         if not options.shell_completion:

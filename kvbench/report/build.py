@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from kvbench.errors import disk_line
 from kvbench.records.read import StoreError
@@ -27,6 +28,7 @@ from kvbench.report.tables.differences import PaperError
 from kvbench.report.tables.published import published_tables
 from kvbench.report.tables.published_rows import comparison_tables
 from kvbench.report.tables.score_tables import overview_tables
+from kvbench.report.tables.scores import ScoreTable
 
 
 @dataclass(frozen=True)
@@ -36,12 +38,16 @@ class ReportPaths:
     Attributes:
         tables, figures: every file written.
         warnings: what the report had to leave out, one line each.
+        scores: of every model and task whose methods are ranked, by dataset.
+        manifest: of the run that was started last.
     """
 
     page: Path
     tables: tuple[Path, ...]
     figures: tuple[Path, ...]
     warnings: tuple[str, ...] = ()
+    scores: tuple[ScoreTable, ...] = ()
+    manifest: Mapping[str, Any] = field(default_factory=dict)
 
 
 def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> ReportPaths:
@@ -93,7 +99,10 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
         raise StoreError(
             f"cannot write the report in {experiment.folder}: {disk_line(error)}"
         ) from error
-    return ReportPaths(place, tuple(tables), tuple(figures), tuple(warnings))
+    last = max((run.manifest for run in experiment.runs), key=lambda m: str(m.get("started")))
+    return ReportPaths(
+        place, tuple(tables), tuple(figures), tuple(warnings), tuple(ranked), manifest=last
+    )
 
 
 def write_tables(tables: Sequence[Table], folder: Path) -> list[Path]:

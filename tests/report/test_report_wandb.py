@@ -30,11 +30,13 @@ from support.wandb_files import (
 )
 
 from kvbench.records.read import Run, load_runs
+from kvbench.report.build import build_report
 from kvbench.report.experiment import load_experiment
 from kvbench.report.tables.scores import score_table
 from kvbench.report.wandb import media as wandb_media
 from kvbench.report.wandb.log import check_logger, comparison_id, log_runs, run_id
 from kvbench.report.wandb.media import curves, field_tables, heatmap_figure, memory_lines
+from kvbench.report.wandb.overview import log_overview, overview_id
 
 CONF = Path(__file__).parents[2] / "conf" / "logger"
 
@@ -357,14 +359,43 @@ def test_disabled_logs_nothing_and_wrong_options_are_refused(
         check_logger("auto", 0)
 
 
+WANDB = {"name": "wandb", "project": "kvbench", "entity": None, "mode": "auto", "timeout_s": 120}
+
+
 def test_the_configs_name_what_the_function_takes() -> None:
     config = OmegaConf.load(CONF / "wandb.yaml")
-    assert OmegaConf.to_container(config) == {
-        "name": "wandb",
-        "project": "kvbench",
-        "entity": None,
-        "mode": "auto",
-        "timeout_s": 120,
-    }
+    assert OmegaConf.to_container(config) == WANDB
     for name in ("wandb", "none"):
         assert (CONF / f"{name}.yaml").read_text().startswith("# @package logger\n")
+
+
+def test_an_experiment_has_an_overview_of_task_by_method(tmp_path: Path) -> None:
+    folder = write_demo(tmp_path, ("exact", "snapkv", "uniform"))
+    paths = build_report(folder)
+    manifest = {**paths.manifest, "config": {"logger": WANDB | {"mode": "offline"}}}
+    assert log_overview(folder, paths.scores, manifest)
+    assert log_overview(folder, paths.scores, manifest)  # again: in the place of the first
+    place, messages = offline_run(folder, overview_id("demo"))
+    start = start_of(messages)
+    assert (start.display_name, start.run_group, start.job_type) == (
+        "demo/overview",
+        "demo",
+        "overview",
+    )
+    tasks = [table.task for table in paths.scores]
+    assert len(tasks) > 1
+    wide = table_of(place, "task_by_method")
+    assert sorted(wide["method"]) == ["exact", "snapkv", "uniform"]
+    summary = updates(messages, "summary")
+    for table in paths.scores:
+        for i, name in enumerate(wide["method"]):
+            row = next((row for row in table.rows if row.variant.label == name), None)
+            score = None if row is None else pytest.approx(row.total.score.value)
+            assert wide[f"{table.task}: score"][i] == score
+            if row is not None:
+                assert wide[f"{table.task}: ratio"][i] == pytest.approx(row.ratio)
+                assert summary[f"{table.task}/{name}/score"] == score
+    long = table_of(place, "scores")
+    assert len(long["score"]) == sum(len(table.rows) for table in paths.scores)
+    for config in ({"logger": {"name": "none"}}, {"logger": WANDB | {"mode": "disabled"}}, {}):
+        assert not log_overview(folder, paths.scores, {**paths.manifest, "config": config})

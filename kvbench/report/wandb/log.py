@@ -1,7 +1,8 @@
 """A copy of an experiment in Weights & Biases; local files never depend on it.
 
-One W&B run per run folder and one per (model, task) that sets the methods side by side. Their ids are
-made from what they are about, so that logging again replaces what was logged. Runs are written
+One W&B run per run folder, one per (model, task) that sets the methods side by side, and one of the
+whole experiment (`kvbench.report.wandb.overview`). Their ids are made from what they are about, so
+that logging again replaces what was logged. Runs are written
 offline, into ``<results>/<experiment>/wandb``, and then sent if that is wanted; ``wandb sync <that
 folder>`` sends what is left at any time.
 """
@@ -22,6 +23,7 @@ from kvbench.errors import first_line
 from kvbench.records.durable import make_folder, read_file, remove, replace
 from kvbench.records.read import MANIFEST, Run, StoreError, load_run
 from kvbench.report.experiment import BASELINE, Group, group_runs
+from kvbench.report.objective import scalars_of
 from kvbench.report.tables.scores import ScoreTable, VariantScores, score_table
 from kvbench.report.tables.timings import timings_of
 from kvbench.report.wandb.media import (
@@ -84,7 +86,7 @@ def log_runs(
         ValueError: an unknown mode, or a timeout that is not positive.
     """
     check_logger(mode, timeout_s)
-    mode = _resolved(mode)
+    mode = resolved(mode)
     if mode == "disabled":
         return 0
     tasks: dict[Path, list[Path]] = {}
@@ -97,7 +99,7 @@ def log_runs(
         logged += len(runs_written)
         written += [*runs_written, *comparisons]
     if mode == "online" and written:
-        _send(written, timeout_s)
+        send_written(written, timeout_s)
     return logged
 
 
@@ -225,19 +227,8 @@ def _log_comparison(group: Group, folder: Path, project: str, entity: str | None
         },
     ) as logged:
         logged.log(comparison_media(group, table))
-        logged.summary.update(_scalars(table) | note)
+        logged.summary.update(scalars_of(table) | note)
     return Path(logged.dir).parent
-
-
-def _scalars(table: ScoreTable) -> dict[str, float]:
-    """Score, difference and ratio of every variant, for columns and charts of the runs' list."""
-    found: dict[str, float] = {}
-    for row in table.rows:
-        total, name = row.total, row.variant.label
-        found |= {f"{name}/score": total.score.value, f"{name}/ratio": row.ratio}
-        if total.difference is not None:
-            found[f"{name}/difference"] = total.difference.value
-    return {key: value for key, value in found.items() if not is_nan(value)}
 
 
 def _timings(group: Group, row: VariantScores) -> dict[str, float]:
@@ -253,7 +244,7 @@ def _timings(group: Group, row: VariantScores) -> dict[str, float]:
     return {key: value for key, value in found.items() if not is_nan(value)}
 
 
-def _send(folders: Sequence[Path], timeout_s: float) -> None:
+def send_written(folders: Sequence[Path], timeout_s: float) -> None:
     """Send what was written; say in one line where it is, or why it is not there."""
     place = folders[0].parent
     failed = place / ".not-sent-by"
@@ -279,7 +270,7 @@ def _send(folders: Sequence[Path], timeout_s: float) -> None:
         log.info("W&B: %d runs sent%s", len(folders), f" to {url}" if url else "")
 
 
-def _resolved(mode: Mode) -> Mode:
+def resolved(mode: Mode) -> Mode:
     """The mode that "auto" stands for."""
     if mode != "auto":
         return mode
