@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvbench.engine.attention import UnsupportedModel, kvbench_attention
 from kvbench.kernels.position_bias import PositionBias
+from kvbench.kv import Rotary
 
 Projected = tuple[Tensor, Tensor, Tensor]
 """Query [batch, heads, t, head_dim], key and value [batch, kv_heads, t, head_dim]."""
@@ -256,3 +257,22 @@ def attached_attention(model: PreTrainedModel) -> Iterator[None]:
         for hook in attach(model):
             stack.callback(hook.remove)
         yield
+
+
+def rotary_of(model: PreTrainedModel) -> Rotary | None:
+    """The model's rotary table (`LayerKV.rotary`); None where it has none, several, or turns other
+    pairs of channels than the two halves."""
+    if has_alibi(model.config.get_text_config()):  # Falcon has a table that it does not use then
+        return None
+    table = getattr(model.base_model, "rotary_emb", None)
+    turn = getattr(sys.modules[type(model).__module__], "rotate_half", None)
+    if table is None or turn is None or hasattr(model.base_model, "rotary_emb_local"):
+        return None
+    if turn(torch.arange(4.0)).tolist() != [-2.0, -3.0, 0.0, 1.0]:
+        return None
+
+    def rotary(positions: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = table(torch.empty(1, device=positions.device), positions[None])
+        return cos[0], sin[0]
+
+    return rotary

@@ -24,6 +24,7 @@ from kvbench.engine.prefill import (
     prefill,
     synchronize,
 )
+from kvbench.engine.states import state_bytes
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
 
@@ -99,7 +100,7 @@ def chunked_prefill(
 def _exact_bytes(model: PreTrainedModel, fork: Fork, n: int) -> int:
     """Bytes an exact cache of n tokens would hold, from the shapes that the fork holds."""
     compressible = set(compressible_layers(model))
-    total = 0
+    total = state_bytes(fork.states)
     for layer, cache in fork.layers.items():
         entries = n if layer in compressible else min(n, cache.window or n)
         width = cache.keys.shape[-1] + cache.values.shape[-1]

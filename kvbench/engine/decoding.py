@@ -13,11 +13,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from kvbench.engine.attention import LayerCall
 from kvbench.engine.cache import LayerCache
 from kvbench.engine.fork import Fork
 from kvbench.engine.shared import attend_branches, rows_by_base
+from kvbench.engine.states import PassingCache, joined_cache
 from kvbench.kernels.decode_attention import (
     EntryTable,
     append_entries,
@@ -61,6 +63,7 @@ class DecodeState:
         self.positions = positions
         self.moves = torch.ones_like(positions)
         self.taken = 0
+        self._past: PassingCache | None = None
         self._ended: set[int] = set()
         self._groups: dict[int, list[_Group]] = {}
         self._branches: dict[int, list[list[int]]] = {}
@@ -68,6 +71,11 @@ class DecodeState:
         first = positions.tolist()
         for layer in self.forks[0].layers:
             self._sort(layer, first, steps)
+
+    def past(self, config: PreTrainedConfig) -> PassingCache:
+        """See `kvbench.engine.states.Stateful`."""
+        self._past = self._past or joined_cache(config, [fork.states for fork in self.forks])
+        return self._past
 
     def _sort(self, layer: int, first: Sequence[int], steps: Sequence[int]) -> None:
         """Which rows of a layer go through the kernel together, and which go alone."""

@@ -68,8 +68,9 @@ def shape_of(config: PreTrainedConfig, dtype: torch.dtype) -> CacheShape | None:
         return None
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * count
     sliding = sum(kind == "sliding_attention" for kind in kinds[:count])
+    full = sum(kind in ("full_attention", "hybrid") for kind in kinds[:count])
     window = getattr(config, "sliding_window", None) or 0
-    return CacheShape(held, head_dim, dtype.itemsize, count - sliding, (window,) * sliding)
+    return CacheShape(held, head_dim, dtype.itemsize, full, (window,) * sliding)
 
 
 def is_cheap(spec: ModelSpec) -> bool:

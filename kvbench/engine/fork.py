@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from kvbench.engine.attention import LayerCall
 from kvbench.engine.cache import LayerCache
@@ -16,6 +17,7 @@ from kvbench.engine.faults import release_frames
 from kvbench.engine.ragged import RaggedCache
 from kvbench.engine.recompress import Recompressor
 from kvbench.engine.shared import attend_branches, branch_of, cropped, merged, rows_by_base
+from kvbench.engine.states import PassingCache, State, clone_of, joined_cache, state_bytes
 from kvbench.kernels.elapsed import Elapsed
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV
 from kvbench.methods._select import to_device
@@ -42,7 +44,7 @@ class Fork:
     Attributes:
         label: the method's name in this job.
         room: tokens that will be appended, if the caller knows.
-        layers: filled by the prefill, by layer index.
+        layers: filled by the prefill, by layer index; states: of the layers that hold no keys.
         carried: what the method noted at earlier layers of this prompt (`LayerKV.carried`).
         compress_s: seconds of compression; `clocks` are still to be read, by `read_clocks`.
         unaudited: layers whose entries are still to be counted, by `audit_prompt`.
@@ -57,6 +59,7 @@ class Fork:
     example_id: str
     room: int
     layers: dict[int, LayerCache] = field(default_factory=dict)
+    states: dict[int, State] = field(default_factory=dict)
     carried: dict[str, Tensor] = field(default_factory=dict)
     compress_s: float = 0.0
     clocks: list[Elapsed] = field(default_factory=list)
@@ -117,20 +120,32 @@ class Fork:
 
     def clone(self) -> Fork:
         """A copy that goes on separately from here."""
-        return replace(self, layers={index: layer.clone() for index, layer in self.layers.items()})
+        layers = {index: layer.clone() for index, layer in self.layers.items()}
+        return replace(self, layers=layers, states=clone_of(self.states))
 
     def branch(self) -> Fork:
         """A copy that goes on from here, for as long as nothing is fed to this one: see
         `branch_of`."""
         layers = {index: branch_of(layer) for index, layer in self.layers.items()}
-        return replace(self, layers=layers, carried=dict(self.carried))
+        return replace(
+            self, layers=layers, states=clone_of(self.states), carried=dict(self.carried)
+        )
 
     def merged(self) -> Fork:
         """Of a branch, a fork that holds all entries itself."""
         return replace(self, layers={index: merged(layer) for index, layer in self.layers.items()})
 
     def cropped(self, tokens: int) -> Fork:
-        """A copy without the last `tokens` that were appended: see `cropped`."""
+        """A copy without the last `tokens` that were appended: see `cropped`.
+
+        Raises:
+            KVError: what was read has entered a state that holds no single tokens.
+        """
+        if self.states:
+            raise KVError(
+                "a hybrid model's states (linear attention) do not give back a token; allowed: a copy "
+                "made before"
+            )
         layers = {index: cropped(layer, tokens) for index, layer in self.layers.items()}
         return replace(self, layers=layers, appended=self.appended - tokens)
 
@@ -241,8 +256,9 @@ class Fork:
         return {"mean": float(counts.float().mean()), "max": int(counts.max())}
 
     def cache_bytes(self) -> int:
-        """Bytes held now, all layers."""
-        return sum(cache.entry_bytes() for cache in self.layers.values())
+        """Bytes held now, all layers and states."""
+        held = sum(cache.entry_bytes() for cache in self.layers.values())
+        return held + state_bytes(self.states)
 
 
 def _check_placed(label: str, layer: int, held: CompressedKV) -> None:
@@ -273,6 +289,13 @@ class ForkBatch:
     def __init__(self, forks: Sequence[Fork], positions: Tensor) -> None:
         self.forks = forks
         self.positions = positions
+
+        self._past: PassingCache | None = None
+
+    def past(self, config: PreTrainedConfig) -> PassingCache:
+        """See `Stateful`."""
+        self._past = self._past or joined_cache(config, [fork.states for fork in self.forks])
+        return self._past
 
     def attend(self, call: LayerCall) -> Tensor:
         """Each row against its own cache; a row whose fork failed attends to nothing. Rows that share

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from kvbench.engine.decoding import DecodeState
 from kvbench.engine.faults import is_out_of_memory
+from kvbench.engine.states import is_hybrid
 from kvbench.errors import first_line
 from kvbench.kv import KVError
 
@@ -73,6 +74,8 @@ class StepGraphs:
             return "the model is not on a GPU"
         if len(devices) > 1:
             return f"the model lies on {len(devices)} devices"
+        if is_hybrid(model.config.get_text_config()):
+            return "a layer carries a state, which a capture would move on"
         if not state.all_together:
             return "a method or a layer of the batch decodes row by row"
         if self.failed:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from kvbench.engine.adapters import rotary_of
 from kvbench.engine.attention import LayerCall
 from kvbench.engine.context import Context, Text, check_recompress
 from kvbench.engine.fork import Fork, ForkBatch, prompt_name
@@ -27,7 +28,7 @@ from kvbench.engine.live_cache import (
     Row,
     UnsupportedGeneration,
 )
-from kvbench.engine.prefill import PrefillState, prefill, rotary_of
+from kvbench.engine.prefill import PrefillState, prefill
 from kvbench.engine.saved import load_context
 from kvbench.engine.switch import kvbench_attention_on
 from kvbench.errors import is_integer
@@ -214,7 +215,9 @@ class Compression:
             self._take_up(given)
             if self.recompress_every:
                 self._recompress(given)
-            kwargs["kvbench"] = ForkBatch(given.forks, self._positions(given, batch, count, mask))
+            state = ForkBatch(given.forks, self._positions(given, batch, count, mask))
+            given.go_on_from(state)
+            kwargs["kvbench"] = state
             return args, kwargs
         use_cache = kwargs.get("use_cache")
         if use_cache is None:
@@ -343,6 +346,7 @@ class Compression:
             fork.appended += count if starting is None else count - start - n
         if starting is None:
             return
+        cache.hand_on_states()
         cache.rows = [
             Row.of(fork, count - start, state.exact_bytes, self._compressible)
             for start, fork, state in zip(padding, cache.forks, starting.rows, strict=True)

@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvbench.engine.fork import Fork
+from kvbench.engine.fork import Fork, ForkBatch
+from kvbench.engine.states import PassingCache, is_hybrid, row_of, state_bytes, states_in
 from kvbench.kv import KVError
 
 NOT_OURS = (
@@ -66,7 +67,7 @@ class Row:
             compressed=fork.compressed,
             entries=fork.prompt_counts(compressible),
             cache_bytes=fork.cache_bytes(),
-            exact_bytes=exact_bytes,
+            exact_bytes=exact_bytes + state_bytes(fork.states),
             compress_s=fork.compress_s,
         )
 
@@ -98,7 +99,8 @@ class LiveCache(Cache):
         *,
         seen: int = 0,
     ) -> None:
-        super().__init__(layers=[])
+        config = model.config.get_text_config()
+        super().__init__(layers=PassingCache(config).layers if is_hybrid(config) else [])
         self.model = model
         self.forks = list(forks)
         self.lengths = list(lengths)
@@ -166,6 +168,17 @@ class LiveCache(Cache):
         if not self.open:
             raise UnsupportedGeneration(_CLOSED)
         return key_states, value_states
+
+    def go_on_from(self, state: ForkBatch) -> None:
+        """Hold the states of a hybrid model's forks, side by side, for a pass with this state."""
+        config = self.model.config.get_text_config()
+        if is_hybrid(config):
+            self.layers = state.past(config).layers
+
+    def hand_on_states(self) -> None:
+        """After the prefill: to each fork those of its row."""
+        for number, fork in enumerate(self.forks):
+            fork.states = row_of(states_in(self), number)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens fed so far, padding included."""

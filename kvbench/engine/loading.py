@@ -22,6 +22,7 @@ from transformers import (
 from kvbench.engine.adapters import is_adapted
 from kvbench.engine.attention import UnsupportedModel
 from kvbench.engine.faults import is_out_of_memory
+from kvbench.engine.states import HYBRIDS, check_hybrid
 from kvbench.errors import UserError, first_line, one_line, traceback_of
 from kvbench.errors.options import ADDED, Text, check_options
 from kvbench.tasks.hub import hub_answers, retries_said_once
@@ -324,7 +325,9 @@ def check_serves_interface(config: PreTrainedConfig) -> None:
         architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except KeyError:
         return  # from_pretrained says what it is
-    if not is_adapted(config) and not getattr(architecture, "_supports_attention_backend", False):
+    check_hybrid(config)
+    known = is_adapted(config) or config.model_type in HYBRIDS
+    if not known and not getattr(architecture, "_supports_attention_backend", False):
         raise UnsupportedModel(
             f"model type {config.model_type!r} ({architecture.__name__}) computes its attention itself "
             "instead of through transformers' attention interface; allowed: models that use it "

@@ -2,48 +2,62 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from kvbench.engine.adapters import has_alibi
+from kvbench.engine.adapters import rotary_of
 from kvbench.engine.attention import AttentionState, LayerCall, UnsupportedModel
 from kvbench.engine.fork import Fork, layer_generator
 from kvbench.engine.guard import GENERATORS, Guard, Settings, check_finite
 from kvbench.engine.rescore import Feed, Rescorer, Spoiled, blame, forgive
+from kvbench.engine.states import (
+    EMPTY,
+    STATEFUL,
+    PassingCache,
+    Stateful,
+    States,
+    check_hybrid,
+    clone_of,
+    is_hybrid,
+    state_bytes,
+    states_in,
+)
 from kvbench.kernels.elapsed import Elapsed
 from kvbench.kv import NORMALISERS, WHOLE, BudgetExceeded, CompressedKV, LayerKV, Rotary, keep_all
 from kvbench.tasks.base import PromptEncoder
 
 
 def compressible_layers(model: PreTrainedModel) -> list[int]:
-    """Indices of the full-attention layers; sliding-window layers are left whole.
+    """Indices of the full-attention layers; sliding-window layers are left whole, and so are those that
+    carry a state (`kvbench.engine.states`).
 
     Raises:
-        UnsupportedModel: there is none, or other layers carry a state (linear attention, chunks,
-            keys shared between layers) that no fork holds.
+        UnsupportedModel: there is none, or other layers hold what no fork does (chunks, keys shared
+            between layers).
     """
     config = model.config.get_text_config()
     count = config.num_hidden_layers
     kinds = getattr(config, "layer_types", None)
-    if getattr(config, "num_kv_shared_layers", 0):
+    shared = getattr(config, "num_kv_shared_layers", 0)
+    if shared or "reuse" in (getattr(config, "kv_sharing_modes", None) or ()):
         raise UnsupportedModel(
             f"{type(model).__name__} shares keys and values between layers; "
             "allowed: models whose layers have their own"
         )
+    check_hybrid(config)
     if kinds is not None:
         for kind in kinds[:count]:
-            if kind not in ("full_attention", "sliding_attention"):
+            if kind not in ("full_attention", "sliding_attention", *STATEFUL, *EMPTY):
                 raise UnsupportedModel(
-                    f"{type(model).__name__} has {kind} layers; "
-                    "allowed: full_attention, sliding_attention"
+                    f"{type(model).__name__} has {kind} layers; allowed: full_attention, "
+                    f"sliding_attention, {', '.join(STATEFUL)}"
                 )
-        layers = [i for i, kind in enumerate(kinds[:count]) if kind == "full_attention"]
+        layers = [i for i, kind in enumerate(kinds[:count]) if kind in ("full_attention", "hybrid")]
     elif getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
         layers = []
     else:
@@ -51,7 +65,7 @@ def compressible_layers(model: PreTrainedModel) -> list[int]:
     if not layers:
         raise UnsupportedModel(
             f"{type(model).__name__} has sliding-window layers only (window "
-            f"{config.sliding_window}); allowed: models with full-attention layers"
+            f"{getattr(config, 'sliding_window', None)}); allowed: models with full-attention layers"
         )
     return layers
 
@@ -70,25 +84,6 @@ def input_device(model: PreTrainedModel) -> torch.device:
     embedding = model.get_input_embeddings()
     device = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)
     return next(embedding.parameters()).device if device is None else torch.device(device)
-
-
-def rotary_of(model: PreTrainedModel) -> Rotary | None:
-    """The model's rotary table (`LayerKV.rotary`); None where it has none, several, or turns other
-    pairs of channels than the two halves."""
-    if has_alibi(model.config.get_text_config()):  # Falcon has a table that it does not use then
-        return None
-    table = getattr(model.base_model, "rotary_emb", None)
-    turn = getattr(sys.modules[type(model).__module__], "rotate_half", None)
-    if table is None or turn is None or hasattr(model.base_model, "rotary_emb_local"):
-        return None
-    if turn(torch.arange(4.0)).tolist() != [-2.0, -3.0, 0.0, 1.0]:
-        return None
-
-    def rotary(positions: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = table(torch.empty(1, device=positions.device), positions[None])
-        return cos[0], sin[0]
-
-    return rotary
 
 
 def layer_kv(
@@ -145,6 +140,24 @@ class PrefillState:
         self.exact_bytes = 0
         self.clocks: list[Elapsed] = []
         self.suspicions: list[Tensor | bool] = []
+
+        self._past: PassingCache | None = None
+
+    def past(self, config: PreTrainedConfig) -> PassingCache:
+        """See `kvbench.engine.states.Stateful`: states that have seen nothing."""
+        self._past = self._past or PassingCache(config)
+        return self._past
+
+    @property
+    def states(self) -> States:
+        """Those after the prompt."""
+        return {} if self._past is None else states_in(self._past)
+
+    def hand_on_states(self) -> None:
+        """A copy to every fork."""
+        self.exact_bytes += state_bytes(self.states)
+        for fork in self.forks:
+            fork.states = clone_of(self.states)
 
     def attend(self, call: LayerCall) -> Tensor:
         """Exact attention of the layer; compression of its keys and values on the way."""
@@ -213,6 +226,7 @@ class PrefillState:
         """
         if not self.later.running:
             return
+        self.later.states = self.states
         try:
             self.clocks.append(self.later.run(ids, encoder, feed, self._compress))
         except Spoiled:
@@ -284,10 +298,13 @@ def forward_rows(
 ) -> Tensor:
     """The same with the logits after more than the last token: [batch, t, vocab] after every one of
     them, or after the last `keep`, or after those whose indices it holds."""
+    config = model.config.get_text_config()
+    past = state.past(config) if is_hybrid(config) and isinstance(state, Stateful) else None
     output = model(
         input_ids=ids,
         position_ids=positions.expand(ids.shape[0], -1),
-        use_cache=False,
+        past_key_values=past,
+        use_cache=past is not None,
         logits_to_keep=ids.shape[1] if keep is None else keep,
         kvbench=state,
     )
@@ -346,51 +363,5 @@ def prefill(
             closely |= not spoiled.whose
         for fork in forks:
             fork.begin_again()
+    state.hand_on_states()
     return Prefill(logits[0], seconds, state.exact_bytes, len(ids))
-
-
-@dataclass
-class CaptureState:
-    """Attention state that runs exact attention and keeps chosen layers' q, k, v (for probes)."""
-
-    layers: dict[int, LayerKV | None]
-    num_layers: int
-    rotary: Rotary | None = None
-
-    def attend(self, call: LayerCall) -> Tensor:
-        """Exact attention; layers asked for are remembered."""
-        if call.layer in self.layers:
-            if call.sliding_window is not None:
-                raise UnsupportedModel(
-                    f"layer {call.layer} has a sliding window of {call.sliding_window}; "
-                    "allowed: full-attention layers"
-                )
-            out, normalisers = call.exact_with_normalisers()
-            self.layers[call.layer] = layer_kv(
-                call, call.layer, self.num_layers, self.rotary, normalisers
-            )
-            return out
-        return call.exact()
-
-
-@torch.inference_mode(False)  # as `prefill`
-@torch.no_grad()
-def capture_layers(
-    model: PreTrainedModel, ids: Sequence[int], layers: Sequence[int]
-) -> dict[int, LayerKV]:
-    """q, k, v after position encoding of the given layers (0-based) for one prompt.
-
-    Raises:
-        UnsupportedModel: a layer that does not exist or has a sliding window.
-    """
-    count = model.config.get_text_config().num_hidden_layers
-    for layer in layers:
-        if not 0 <= layer < count:
-            raise UnsupportedModel(
-                f"layer {layer} does not exist; allowed: 0..{count - 1} (0-based)"
-            )
-    state = CaptureState(dict.fromkeys(layers), count, rotary_of(model))
-    device = input_device(model)
-    tokens = torch.tensor([list(ids)], device=device)
-    forward(model, tokens, torch.arange(len(ids), device=device), state)
-    return {layer: kv for layer, kv in state.layers.items() if kv is not None}

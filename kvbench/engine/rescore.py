@@ -7,10 +7,12 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from kvbench.engine.attention import AttentionState, LayerCall
 from kvbench.engine.fork import Fork
 from kvbench.engine.guard import Guard, SharedStateChanged
+from kvbench.engine.states import PassingCache, States, clone_of, joined_cache
 from kvbench.kernels.elapsed import Elapsed
 from kvbench.kv import KVError, LayerKV
 from kvbench.methods.base import Repetition, Rescoring
@@ -58,13 +60,14 @@ class Rescorer:
     Attributes:
         forks: those that look, and compress afterwards. others: whom they must not disturb.
         held: keys and values by layer; of a sliding layer those in its window.
-        guards: of the layers that are compressed.
+        guards: of the layers that are compressed. states: of the others that carry one.
     """
 
     forks: Sequence[Fork]
     others: Sequence[Fork]
     held: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     guards: dict[int, Guard] = field(default_factory=dict)
+    states: States = field(default_factory=dict)
 
     def keep(self, layer: int, kv: LayerKV) -> None:
         """A layer that will be compressed. Its queries are let go."""
@@ -125,6 +128,10 @@ class _Repeating:
     forks: Sequence[Fork]
     start: int
     stop: int
+
+    def past(self, config: PreTrainedConfig) -> PassingCache:
+        """See `kvbench.engine.states.Stateful`: copies of those after the prompt."""
+        return joined_cache(config, [clone_of(self.rescorer.states)])
 
     def attend(self, call: LayerCall) -> Tensor:
         """Exact attention to the prompt and the sequence itself; then the forks look."""

@@ -107,6 +107,10 @@ def save_context(
             f"the context is stored by the scheme {type(scheme).__name__}; allowed in a file: "
             "quantize null, or with bits and group_size"
         )
+    if fork.states:
+        raise KVError(
+            "the context has the states of a hybrid model; allowed in a file: keys and values alone"
+        )
     if any(changes(cache) for cache in fork.layers.values()):
         raise KVError(
             "the context has heads of different lengths or is compressed while decoding; allowed in a "

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvbench.engine.prefill import capture_layers
+from kvbench.engine.capture import capture_layers
 from kvbench.errors.options import Distinct, NonNegative, check_options
 from kvbench.kv import KVError
 from kvbench.methods.base import SEED_STRIDE, Method

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.attention import capped
+from kvbench.engine.capture import capture_layers
 from kvbench.engine.fork import layer_generator
 from kvbench.engine.guard import check_finite
-from kvbench.engine.prefill import capture_layers
 from kvbench.errors import nearest, one_line
 from kvbench.errors.options import Count, Distinct, Fraction, Positive, Whole, check_options
 from kvbench.kv import Budget, KVError, LayerKV, keep_all

@@ -10,8 +10,9 @@ from support.tiny import CONFIGS, Broken, Everything, Greedy, on_kvbench, prompt
 from kvbench.engine.adapters import has_alibi, kv_heads
 from kvbench.engine.attention import UnsupportedModel, exact_attention
 from kvbench.engine.cache import LayerCache
+from kvbench.engine.capture import capture_layers
 from kvbench.engine.fork import Fork, layer_generator
-from kvbench.engine.prefill import capture_layers, compressible_layers, prefill
+from kvbench.engine.prefill import compressible_layers, prefill
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods import build_method

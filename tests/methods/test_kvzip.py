@@ -14,10 +14,11 @@ from support.tiny import prompt_ids, tiny_model
 
 from kvbench import compress
 from kvbench.engine.attention import exact_attention
+from kvbench.engine.capture import capture_layers
 from kvbench.engine.fork import Fork
 from kvbench.engine.generate import run_forks
 from kvbench.engine.live_cache import UnsupportedGeneration
-from kvbench.engine.prefill import capture_layers, compressible_layers, prefill
+from kvbench.engine.prefill import compressible_layers, prefill
 from kvbench.engine.rescore import sequences
 from kvbench.engine.stopping import Stopping
 from kvbench.engine.switch import kvbench_attention_on

@@ -12,7 +12,7 @@ import torch
 from support.method_layers import attend, make_layer, run
 from support.tiny import prompt_ids, tiny_model
 
-from kvbench.engine.prefill import capture_layers
+from kvbench.engine.capture import capture_layers
 from kvbench.engine.switch import kvbench_attention_on
 from kvbench.kv import Budget, KVError, LayerKV
 from kvbench.methods import build_method

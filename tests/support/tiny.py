@@ -26,17 +26,17 @@ _COMMON = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
-_GQA = {**_COMMON, "num_key_value_heads": 2}
-_SLIDING = {**_GQA, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 24}
+GROUPED = {**_COMMON, "num_key_value_heads": 2}
+_SLIDING = {**GROUPED, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 24}
 _SHORT = {
     k: v for k, v in _COMMON.items() if k not in ("intermediate_size", "max_position_embeddings")
 }
 
 CONFIGS = {
-    "llama": lambda: t.LlamaConfig(**_GQA),
-    "qwen2": lambda: t.Qwen2Config(**_GQA),
-    "qwen3": lambda: t.Qwen3Config(**_GQA, head_dim=16),
-    "mistral": lambda: t.MistralConfig(**_GQA, sliding_window=None),
+    "llama": lambda: t.LlamaConfig(**GROUPED),
+    "qwen2": lambda: t.Qwen2Config(**GROUPED),
+    "qwen3": lambda: t.Qwen3Config(**GROUPED, head_dim=16),
+    "mistral": lambda: t.MistralConfig(**GROUPED, sliding_window=None),
     "gemma2": lambda: t.Gemma2Config(**_SLIDING),
     "gemma3": lambda: t.Gemma3TextConfig(
         **_SLIDING, layer_types=["sliding_attention", "full_attention"] * 2

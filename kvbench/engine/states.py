@@ -1,0 +1,142 @@
+"""Hybrid models: the states of layers that hold no keys (linear attention, state spaces, convolutions).
+
+Such a state has one size, whatever was read, so that there is nothing to compress: every fork goes on
+from a copy of its own, whose bytes count on both sides of the ratio. transformers' layers update a state
+in place; the rows of a pass therefore lie side by side, and each fork's state is a view of its row.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedConfig
+from transformers.cache_utils import LinearAttentionCacheLayerMixin as State
+
+from kvbench.engine.attention import UnsupportedModel
+
+States = Mapping[int, State]
+"""By layer index."""
+
+STATEFUL = ("linear_attention", "conv", "hybrid")
+"""Layer types that carry a state; `hybrid` ones have keys and values beside it."""
+
+EMPTY = ("moe", "mlp")
+"""Layer types that attend to nothing and carry nothing."""
+
+_KINDS = ("conv_states", "recurrent_states")
+
+
+HYBRIDS = (
+    "bamba",
+    "falcon_h1",
+    "granitemoehybrid",
+    "lfm2",
+    "nemotron_h",
+    "olmo_hybrid",
+    "qwen3_5_text",
+    "qwen3_next",
+)
+"""Model types whose layers go on from a state by several tokens at once as by one after the other
+(tests/engine/test_hybrid.py); Jamba's begin anew."""
+
+
+def is_hybrid(config: PreTrainedConfig) -> bool:
+    """Whether some layers carry a state."""
+    return any(kind in STATEFUL for kind in getattr(config, "layer_types", None) or ())
+
+
+def check_hybrid(config: PreTrainedConfig) -> None:
+    """Refuse hybrids that are not known to go on from a state.
+
+    Raises:
+        UnsupportedModel: naming the type.
+    """
+    if is_hybrid(config) and config.model_type not in HYBRIDS:
+        raise UnsupportedModel(
+            f"model type {config.model_type!r} has layers that carry a state (linear attention); "
+            f"allowed of these: {', '.join(HYBRIDS)}"
+        )
+
+
+class PassingCache(DynamicCache):
+    """transformers' cache of one pass: it holds states only, keys and values go through to the attention
+    function, which stores them."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config=config)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The new keys and values as they are."""
+        return key_states, value_states
+
+
+def states_in(cache: Cache) -> dict[int, State]:
+    """Those of all rows."""
+    return {i: layer for i, layer in enumerate(cache.layers) if isinstance(layer, State)}
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Attention state of a pass whose rows go on from states."""
+
+    def past(self, config: PreTrainedConfig) -> PassingCache:
+        """Their cache, the same one every time."""
+        ...
+
+
+def row_of(states: States, row: int) -> dict[int, State]:
+    """The states of one row, views of those of all rows."""
+    return {index: _like(state, lambda x: x[row : row + 1]) for index, state in states.items()}
+
+
+def clone_of(states: States) -> dict[int, State]:
+    """A copy that goes on separately."""
+    return {index: _like(state, Tensor.clone) for index, state in states.items()}
+
+
+def state_bytes(states: States) -> int:
+    """Bytes held."""
+    parts = (part for state in states.values() for kind in _KINDS for part in _parts(state, kind))
+    return sum(part.nbytes for _, part in parts)
+
+
+def joined_cache(config: PreTrainedConfig, rows: Sequence[dict[int, State]]) -> PassingCache:
+    """The cache of a pass whose rows go on from these states, which become views of it."""
+    cache = PassingCache(config)
+    for index in states_in(cache):
+        parts = [row[index] for row in rows]
+        whole = parts[0]
+        if len(parts) > 1:
+            whole = copy.copy(parts[0])
+            for kind in _KINDS:
+                named = {
+                    name: torch.cat([getattr(part, kind)[name] for part in parts])
+                    for name, _ in _parts(parts[0], kind)
+                }
+                setattr(whole, kind, {**getattr(parts[0], kind), **named})
+            for number, row in enumerate(rows):
+                row[index] = row_of({index: whole}, number)[index]
+        cache.layers[index] = whole
+    return cache
+
+
+def _parts(state: State, kind: str) -> list[tuple[int, Tensor]]:
+    return [(name, part) for name, part in getattr(state, kind).items() if part is not None]
+
+
+def _like(state: State, change: Any) -> State:
+    """A state with every tensor changed."""
+    twin = copy.copy(state)
+    for kind in _KINDS:
+        parts = {name: change(part) for name, part in _parts(state, kind)}
+        setattr(twin, kind, {**getattr(state, kind), **parts})
+    for flags in ("has_previous_state", "is_conv_states_initialized", "conv_kernel_size"):
+        setattr(twin, flags, dict(getattr(state, flags)))
+    twin.is_recurrent_states_initialized = dict(state.is_recurrent_states_initialized)
+    return twin
