@@ -160,8 +160,7 @@ class LayerKV:
         queries: [batch, heads, m, head_dim], the last m prompt queries that are not withheld, after
             position encoding; m = n - withheld unless the prefill was cut, None where the layer's
             queries are not available.
-        layer_index: 0-based.
-        num_layers: how many layers of the model are compressed.
+        layer_index: 0-based. num_layers: how many layers of the model are compressed.
         scaling: the factor on q.k before the softmax.
         softcap: s of s * tanh(logit / s), for the models that bound their logits (Gemma 2), else None.
         withheld: how many of the prompt's last tokens do not show their queries (their keys and
@@ -169,9 +168,9 @@ class LayerKV:
         shared: what `once` remembers: tensors used by several methods.
         bias: what a key's position adds to its logits, for models with ALiBi.
         places: [batch, kv_heads, n] int64, the positions of keys that are not 0 .. n - 1, for `bias`.
+        output: gives a copy of what mixes the heads' outputs, [hidden, heads * head_dim]; or None.
         rotary: the model's table: positions [p] -> cos, sin [p, width], halves repeated; or None.
-        carried: what methods noted at earlier layers of the same prompt, under names of their own
-            (balancekv_needle: the tokens it protects); one dictionary for all layers.
+        carried: what methods noted at earlier layers of the same prompt; one for all layers.
         pristine: copies of the layer's tensors by field, where they are kept to restore them.
     """
 
@@ -185,6 +184,7 @@ class LayerKV:
     withheld: int = 0
     bias: PositionBias | None = field(default=None, compare=False)
     places: Tensor | None = field(default=None, compare=False)
+    output: Callable[[], Tensor] | None = field(default=None, compare=False, repr=False)
     rotary: Rotary | None = field(default=None, compare=False, repr=False)
     shared: dict[str, Shared] = field(default_factory=dict, compare=False, repr=False)
     carried: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)

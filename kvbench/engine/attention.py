@@ -8,7 +8,7 @@ the `AttentionState` that travels through the model's forward as the keyword arg
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -43,6 +43,7 @@ class LayerCall:
         scaling: of the logits. softcap: their limit, None for none.
         sliding_window: keys that a query sees, None for all.
         bias: what a key's position adds to its logits, None for nothing.
+        output: what mixes the heads' outputs, [hidden, heads * head_dim], where it can be read.
     """
 
     layer: int
@@ -53,6 +54,7 @@ class LayerCall:
     softcap: float | None = None
     sliding_window: int | None = None
     bias: PositionBias | None = None
+    output: Tensor | None = field(default=None, compare=False, repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -171,9 +173,18 @@ def kvbench_attention(
             softcap,
             sliding_window,
             bias,
+            _output_weight(module),
         )
     )
     return out.transpose(1, 2), None
+
+
+def _output_weight(module: nn.Module) -> Tensor | None:
+    """See `LayerCall.output`."""
+    weight = getattr(getattr(module, "o_proj", None), "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.is_meta:
+        return None
+    return weight if weight.is_floating_point() else None
 
 
 def register() -> None:

@@ -103,6 +103,7 @@ def layer_kv(
         call.scaling,
         softcap=call.softcap,
         bias=call.bias,
+        output=None if call.output is None else call.output.detach().clone,
         rotary=rotary,
     )
     if normalisers is not None:

@@ -7,44 +7,37 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from kvbench.errors import nearest
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, keep_all
-from kvbench.methods._adapters import held_entries, scaled_queries
+from kvbench.methods._adapters import held_entries
+from kvbench.methods._press_module import AttentionModule, ColumnSums
+from kvbench.methods.adakv import keep
 from kvbench.methods.base import Method
 
 INSTALL = "pip install 'kvbench[kvpress]' (it needs transformers < 5.3)"
 
-_MASKS = "it masks entries instead of evicting them, which frees no memory"
-_DECODES = "it compresses while decoding, not after the prompt"
-_PRE_ROTARY = "it needs queries or keys before position encoding; a method sees them after"
-_LEARNED = "it needs weights or statistics learned for one model, which it downloads"
-_REPLAYS = "it runs the model on the prompt again; a method sees one layer at a time"
+_DECODES = "it compresses while decoding, not after the prompt, as method recompress does"
+_LEARNED = "it needs weights, patterns or statistics learned for one model, which it downloads"
+_REPLAYS = "it runs the model on the prompt again, by hooks of its own on the whole model"
 _OWN_RATIO = "its ratio cannot be set, so no budget can be given to it"
 
 REFUSED: Mapping[str, str] = {
-    "AdaKVPress": _MASKS,
-    "CriticalAdaKVPress": _MASKS,
-    "DMSPress": _MASKS,
-    "DuoAttentionPress": _MASKS,
-    "LUKVPress": _MASKS,
-    "KVzipPress": _REPLAYS,
-    "KVgradPress": _REPLAYS,
-    "RestoreKVPress": _REPLAYS,
+    "DMSPress": "it evicts by a threshold; " + _OWN_RATIO,
+    "DuoAttentionPress": _LEARNED,
+    "LUKVPress": _LEARNED,
+    "KVzipPress": _REPLAYS + "; method kvzip does so in the engine",
+    "KVgradPress": _REPLAYS + ", with gradients",
+    "RestoreKVPress": _REPLAYS + ", and writes into its cache",
     "KVComposePress": _REPLAYS,
     "FastKVzipPress": _LEARNED,
     "KVzapPress": _LEARNED,
     "QFilterPress": _LEARNED,
     "ExpectedAttentionStatsPress": _LEARNED,
-    "ExpectedAttentionPress": _PRE_ROTARY,
-    "CapPress": _PRE_ROTARY,
-    "LeverageScorePress": _PRE_ROTARY,
-    "CompactorPress": _PRE_ROTARY,
-    "CriticalKVPress": "it needs the output projection's weights; a method sees keys and values",
     "KeyRerotationPress": "it moves keys to new positions; a fork decodes at the prompt's own",
     "FinchPress": "it cuts the prompt at a delimiter token and moves keys to new positions",
     "ThinKPress": "it zeroes channels of keys and evicts no entry",
@@ -56,7 +49,10 @@ REFUSED: Mapping[str, str] = {
     "PrefillDecodingPress": _DECODES + "; name its prefilling press instead",
     "CAMPress": _DECODES,
 }
-"""Presses that cannot run on one layer's keys, values and queries, and why; subclasses too."""
+"""Presses that cannot run on what a method sees of one layer, and what is missing; subclasses too."""
+
+PLAIN = ("ExpectedAttentionPress", "CapPress", "LeverageScorePress", "CompactorPress")
+"""Presses that read queries or keys before position encoding; subclasses too."""
 
 _FROM_BUDGET = {"n_sink": "sink", "num_sinks": "sink", "window_size": "window"}
 """Options of presses that the budget fills in unless they are given."""
@@ -180,91 +176,6 @@ def ratio_for(n: int, kept: int) -> float:
     raise AssertionError(f"no ratio keeps {kept} of {n}")
 
 
-class _Attention:
-    """The attention module a press is shown: one layer's shape, and queries for hidden states.
-
-    The press computes queries as q_proj(hidden states), rotated. Here the hidden states are the
-    layer's queries after position encoding, q_proj is the identity and the rotation is by zero: it
-    gets kvbench's queries. Whatever else it asks for is refused in one line.
-    """
-
-    def __init__(self, layer: LayerKV, row: int, press: str) -> None:
-        _, kv_heads, n, dim = layer.keys.shape
-        heads = kv_heads if layer.queries is None else layer.queries.shape[1]
-        self._layer, self._press = layer, press
-        self.layer_idx = layer.layer_index
-        self.head_dim = dim
-        self.num_key_value_groups = heads // kv_heads
-        self.config = SimpleNamespace(
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            num_hidden_layers=layer.num_layers,
-            head_dim=dim,
-        )
-        self.hidden_states = layer.keys.new_full((1, 1, 1), torch.nan).expand(1, n, heads * dim)
-        if (
-            layer.queries is not None
-            and layer.softcap is None
-            and layer.bias is None
-            and (not layer.withheld)
-        ):
-            queries = scaled_queries(layer, f"press {press}")[row : row + 1]
-            states = queries.transpose(1, 2).flatten(2)
-            absent = self.hidden_states[:, : n - states.shape[1]]
-            self.hidden_states = torch.cat([absent, states], dim=1) if absent.shape[1] else states
-
-    @property
-    def whole(self) -> bool:
-        """True when the layer holds a query for every token."""
-        queries = self._layer.queries
-        return queries is not None and queries.shape[2] == self._layer.n
-
-    def q_proj(self, states: Tensor) -> Tensor:
-        """The queries themselves.
-
-        Raises:
-            KVError: the layer has none of these, or bounds its logits.
-        """
-        scaled_queries(self._layer, f"press {self._press}")
-        if not self.whole and states.isnan().any():
-            queries = self._layer.queries
-            have = 0 if queries is None else queries.shape[2]
-            raise KVError(
-                f"layer {self.layer_idx} holds {have} of {self._layer.n} prompt queries; "
-                f"press {self._press} needs more"
-            )
-        return states
-
-    def forward_arguments(self) -> dict[str, Any]:
-        """Keyword arguments of the layer's forward pass that a press may read."""
-        one = self.hidden_states.new_ones(1, 1, 1)
-        table = (1, self._layer.n, self.head_dim)
-        rotation = (one.expand(table), torch.zeros_like(one).expand(table))
-        return {"hidden_states": self.hidden_states, "position_embeddings": rotation}
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise KVError(
-            f"press {self._press} reads {name!r} of the attention module; a method sees keys, "
-            "values and queries after position encoding"
-        )
-
-
-class _ColumnSums:
-    """Attention weights [1, heads, n, n] for a press that only sums them over the queries.
-
-    The sums are computed in query blocks, so that no n x n matrix exists.
-    """
-
-    def __init__(self, mass: Tensor) -> None:
-        self._mass, self.device, self.dtype = mass, mass.device, mass.dtype
-
-    def sum(self, dim: int) -> Tensor:
-        """[1, heads, n]: attention each key received."""
-        if dim not in (2, -2):
-            raise KVError(f"attention weights are summed over queries (2), not over {dim}")
-        return self._mass.clone()
-
-
 @dataclass(frozen=True, kw_only=True)
 class KVPress(Method):
     """A press of the installed kvpress package, run on one layer after the prompt.
@@ -276,9 +187,11 @@ class KVPress(Method):
     own code chooses; its random draws are seeded from the method's generator, and every prompt of a
     batch is compressed by itself.
 
-    Refused, with the reason (`REFUSED`): presses that mask instead of evicting, that need hidden
-    states, projection weights, a rotary table, other forward passes or downloads, that compress
-    while decoding or whose ratio cannot be set.
+    A press that masks (AdaKVPress) has its masked entries evicted: heads of different lengths. One that
+    wants queries or keys before position encoding gets them by the model's rotary table (`PLAIN`), one
+    that wants the output projection its weight. Refused, with what is missing (`REFUSED`): presses that
+    need other forward passes or downloads, that move keys, compress while decoding, or whose ratio
+    cannot be set.
 
     Args:
         press: name of the class, e.g. SnapKVPress.
@@ -327,33 +240,41 @@ class KVPress(Method):
                 self._compress_row(layer, row, budget, wanted, seed)
                 for row in range(layer.keys.shape[0])
             ]
-            most = max(keys.shape[2] for keys, _ in rows)
+            if isinstance(
+                rows[0], Tensor
+            ):  # which entries stay, of every head as many as it deserves
+                return keep(layer, torch.stack([row for row in rows if isinstance(row, Tensor)]))
+            kept = [row for row in rows if isinstance(row, tuple)]
+            most = max(keys.shape[2] for keys, _ in kept)
             if most <= allowed:
                 break
             wanted -= most - allowed
             if wanted < 1:
                 break
-        if len({keys.shape[2] for keys, _ in rows}) > 1:
+        if len({keys.shape[2] for keys, _ in kept}) > 1:
             raise KVError(
                 f"press {self.press} keeps a different number of entries of each prompt; "
                 "allowed: one prompt at a time"
             )
-        keys, values = (torch.cat(parts) for parts in zip(*rows, strict=True))
+        keys, values = (torch.cat(parts) for parts in zip(*kept, strict=True))
         return held_entries(keys, values, layer)
 
     def _compress_row(
         self, layer: LayerKV, row: int, budget: Budget, wanted: int, seed: int
-    ) -> tuple[Tensor, Tensor]:
-        """Keys and values [1, kv_heads, c, head_dim] the press keeps of one prompt."""
+    ) -> tuple[Tensor, Tensor] | Tensor:
+        """Keys and values [1, kv_heads, c, head_dim] the press keeps of one prompt; or, of a press that
+        masks, which entries stay [kv_heads, n]."""
         press = make_press(self.press, self.options, budget)
         press.compression_ratio = ratio_for(layer.n, wanted)
-        scorer = press
+        scorer, chain = press, [press]
         while any(hasattr(scorer, name) for name in _WRAPPED):
             scorer = next(getattr(scorer, name) for name in _WRAPPED if hasattr(scorer, name))
-        attention = _Attention(layer, row, self.press)
+            chain.append(scorer)
+        kinds = {kind.__name__ for one in chain for kind in type(one).__mro__}
+        attention = AttentionModule(layer, row, self.press, plain=not kinds.isdisjoint(PLAIN))
         weights = None
         if isinstance(scorer, _package().ObservedAttentionPress):
-            weights = _ColumnSums(layer.attention_mass()[row : row + 1])
+            weights = ColumnSums(layer.attention_mass()[row : row + 1])
         # Copies: the other forks of the prefill share these tensors.
         keys, values = (part[row : row + 1].clone() for part in (layer.keys, layer.values))
         devices = [keys.device] if keys.is_cuda else []
@@ -373,6 +294,5 @@ class KVPress(Method):
                 raise KVError(
                     f"press {self.press} refuses layer {layer.layer_index}: {first}"
                 ) from error
-        if "masked_key_indices" in vars(attention):
-            raise KVError(f"press {self.press} cannot run as a method: {_MASKS}")
-        return kept
+        masked = attention.masked()
+        return kept if masked is None else ~masked

@@ -46,16 +46,31 @@ def random_layer(
     dtype: torch.dtype = torch.float32,
     scaling: float | None = None,
 ) -> LayerKV:
-    """Normal keys, values and all queries."""
+    """Normal keys, values and all queries, a rotary table and an output projection."""
     batch, kv_heads, group, n, dim = shape
     generator = torch.Generator().manual_seed(seed)
     queries = torch.randn(batch, kv_heads * group, n, dim, generator=generator)
     keys = torch.randn(batch, kv_heads, n, dim, generator=generator)
     values = torch.randn(batch, kv_heads, n, dim, generator=generator)
     scaling = dim**-0.5 if scaling is None else scaling
+    mixing = torch.randn(24, kv_heads * group * dim, generator=generator).to(dtype)
     return LayerKV(
-        keys.to(dtype), values.to(dtype), queries.to(dtype), layer_index, num_layers, scaling
+        keys.to(dtype),
+        values.to(dtype),
+        queries.to(dtype),
+        layer_index,
+        num_layers,
+        scaling,
+        output=mixing.clone,
+        rotary=lambda positions: rotary_table(positions, dim),
     )
+
+
+def rotary_table(positions: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """cos and sin [p, dim], halves repeated, base 10,000."""
+    angles = positions[:, None] * 10000.0 ** (-torch.arange(0, dim, 2) / dim)
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos(), angles.sin()
 
 
 def shipped_spec() -> ModelSpec:
@@ -105,6 +120,15 @@ def kept(method: Method, layer: LayerKV, budget: Budget, seed: int = 0) -> Compr
     """What the method keeps, its entries checked: each the prompt's own at its position."""
     held = method.compress(layer, budget, torch.Generator().manual_seed(seed))
     positions = held.positions
+    if held.lengths is not None:  # heads of different lengths: what follows them is padding
+        real = torch.arange(positions.shape[-1]) < held.lengths[..., None]
+        assert torch.equal(positions >= 0, real)
+        positions = torch.where(real, positions, layer.n + torch.arange(positions.shape[-1]))
+        assert (positions.diff(dim=-1) > 0).all(), "ascending, so without repeats"
+        at = held.positions.clamp(min=0).unsqueeze(-1).expand_as(held.keys)
+        for mine, original in ((held.keys, layer.keys), (held.values, layer.values)):
+            assert torch.equal(mine[real], original.gather(2, at)[real])
+        return held
     assert (positions.diff(dim=-1) > 0).all(), "ascending, so without repeats"
     assert int(positions.min()) >= 0
     assert int(positions.max()) < layer.n

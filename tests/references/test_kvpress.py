@@ -42,6 +42,13 @@ kvpress = pytest.importorskip("kvpress", reason="needs the package kvpress: make
 
 SNAP = {"press": "SnapKVPress"}
 RUNS: dict[str, dict[str, Any]] = {
+    "AdaKVPress": SNAP,
+    "CapPress": {},
+    "CompactorPress": {},
+    "CriticalAdaKVPress": SNAP,
+    "CriticalKVPress": SNAP,
+    "ExpectedAttentionPress": {},
+    "LeverageScorePress": {"sketch_dimension": 8},
     "BlockPress": {**SNAP, "block_size": 50},
     "ChunkKVPress": {**SNAP, "chunk_length": 10},
     "ChunkPress": {**SNAP, "chunk_length": 110},
@@ -113,11 +120,14 @@ def test_running_presses_keep_the_prompts_own_entries_within_the_budget(
             copies, (layer.keys, layer.values, queries_of(layer)), strict=True
         ):
             assert torch.equal(before, after), "the prefill's tensors are shared by other forks"
-        found = int(held.entries.max())
+        found = held.charged
         total += found
         assert found <= method.layer_capacity(budget, layer.n, index, num_layers)
         if press not in WHOLE_CHUNKS | {"PyramidKVPress"}:
             assert found == capacity
+        if press in ("AdaKVPress", "CriticalAdaKVPress"):
+            assert held.lengths is not None
+            assert int(held.lengths.sum()) == capacity * held.lengths.numel()
         if press in WHOLE_CHUNKS:
             assert found > 0.5 * capacity
         again = method.compress(layer, budget, torch.Generator().manual_seed(0))
@@ -136,8 +146,11 @@ def test_a_prompt_is_compressed_by_itself_whatever_batch_it_travels_in(press: An
         alone = method.compress(
             replace(layer, **parts, shared={}), BUDGETS[0], torch.Generator().manual_seed(3)
         )
-        assert torch.equal(alone.positions[0], together.positions[row])
-        assert torch.equal(alone.values[0], together.values[row])
+        assert torch.equal(alone.entries[0], together.entries[row])
+        count = alone.positions.shape[-1]
+        assert torch.equal(alone.positions[0], together.positions[row, :, :count])
+        real = alone.positions[0] >= 0
+        assert torch.equal(alone.values[0][real], together.values[row, :, :count][real])
 
 
 def test_presses_run_in_the_engine_beside_other_methods() -> None:
@@ -422,6 +435,9 @@ NATIVE = {
     "KnormPress": (None, {}),
     "KeyDiffPress": (None, {}),
     "CURPress": (None, {}),
+    "ExpectedAttentionPress": ("expected_attention", {}),
+    "CapPress": (None, {}),
+    "CriticalKVPress": (None, SNAP),
     "LagKVPress": (None, {"lag_size": 32}),
     "NonCausalAttnPress": (None, {}),
     "ObservedAttentionPress": (None, {}),
@@ -461,6 +477,49 @@ def test_on_the_shipped_model_the_packages_own_hooks_keep_the_same_entries(
             assert_same_entries(kept(build_method(name), layer, budget), held)
 
 
+@torch.no_grad()
+def native_masks(press: Any, ids: tuple[int, ...]) -> list[Tensor]:
+    """Which entries [kv_heads, n] of every layer the press masks under its own hooks."""
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+    path = local_path(shipped_spec().path)
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa").eval()
+    with press(model):
+        model.model(input_ids=torch.tensor([ids]), past_key_values=DynamicCache())
+        masks = []
+        for layer in model.model.layers:
+            _, heads, tokens = layer.self_attn.masked_key_indices
+            mask = torch.zeros(model.config.num_key_value_heads, len(ids), dtype=torch.bool)
+            mask[heads, tokens] = True
+            masks.append(mask)
+    return masks
+
+
+@pytest.mark.parametrize("press", ["AdaKVPress", "CriticalAdaKVPress"])
+@pytest.mark.parametrize("inner", ["SnapKVPress", "ExpectedAttentionPress"])
+@pytest.mark.parametrize("prompt", range(3))
+def test_entries_that_the_package_masks_are_really_evicted(
+    press: Any, inner: Any, prompt: Any
+) -> None:
+    from kvbench.methods.kvpress import make_press
+
+    budget, ids = BUDGETS[0], shipped_prompts()[prompt]
+    native = make_press(press, {"press": inner}, budget)
+    native.compression_ratio = ratio_for(len(ids), budget.capacity(len(ids)))
+    method = press_method(press, press=inner)
+    differ = total = 0
+    for layer, mask in zip(shipped_layers(prompt), native_masks(native, ids), strict=True):
+        held = kept(method, layer, budget)
+        assert held.lengths is not None
+        stays = torch.zeros_like(mask)
+        for head, count in enumerate(held.lengths[0].tolist()):
+            stays[head, held.positions[0, head, :count]] = True
+        assert int(stays.sum()) == int((~mask).sum()) == budget.capacity(len(ids)) * len(mask)
+        differ += int((stays == mask).sum())
+        total += mask.numel()
+    assert differ <= 1e-3 * total, "ties and rounding only"
+
+
 # --- what is refused when it runs -------------------------------------------------------------------
 
 
@@ -481,6 +540,8 @@ CASES = [
     Case("NonCausalAttnPress", "holds 20 of 300", {}, {"queries": QUERIES[:, :, -20:]}),
     Case("SnapKVPress", "holds 9 of 300", {}, {"queries": QUERIES[:, :, -9:]}),
     Case("ObservedAttentionPress", "holds 20 of 300", {}, {"queries": QUERIES[:, :, -20:]}),
+    Case("CapPress", "no rotary table", {}, {"rotary": None}),
+    Case("CriticalKVPress", "shows none", SNAP, {"output": None}),
     Case("ChunkPress", "does not support attentions", {"press": "ObservedAttentionPress"}, {}),
     Case("ChunkPress", "greater than the window", {"press": "SnapKVPress", "chunk_length": 4}, {}),
 ]
@@ -501,13 +562,11 @@ def test_a_press_that_asks_for_more_than_a_method_sees_is_refused_by_name(monkey
         ("ExpectedAttentionPress", "rotary_emb"),
         ("CapPress", "rotary_emb"),
         ("LeverageScorePress", "k_proj"),
-        ("CompactorPress", "k_proj"),
-        ("AdaKVPress", "masks entries|_attn_implementation"),
-        ("CriticalKVPress", "o_proj"),
     ]:
         monkeypatch.setattr("kvbench.methods.kvpress.REFUSED", {})
-        method = press_method(press, **(SNAP if press in ("AdaKVPress", "CriticalKVPress") else {}))
-        with pytest.raises((KVError, AttributeError), match=asked):
+        monkeypatch.setattr("kvbench.methods.kvpress.PLAIN", ())
+        method = press_method(press)
+        with pytest.raises(KVError, match=asked):
             method.compress(layer, BUDGETS[0], torch.Generator().manual_seed(0))
 
 
