@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -186,6 +187,20 @@ class StreamState:
         return sum(held.keys.nbytes + held.values.nbytes for held in self._layers.values())
 
 
+class Reading(Protocol):
+    """Attention state that reads a stream; `seen` tokens so far."""
+
+    seen: int
+
+    def attend(self, call: LayerCall) -> Tensor:
+        """Attention of the chunk's tokens."""
+        ...
+
+    def advance(self, tokens: int) -> None:
+        """So many tokens were read."""
+        ...
+
+
 class PlacedCache(LayerCache):
     """A cache that evicts, of keys that are not rotated: each attends as if it had the position of its
     place among those held, by age.
@@ -262,7 +277,7 @@ def stream(
     start: int,
     recent: int,
     positions: str = "cache",
-    state: StreamState | PlacedState | None = None,
+    state: Reading | None = None,
 ) -> Iterator[Tensor]:
     """-log p of every token but the first, in chunks, each [tokens] float32 on the CPU.
 

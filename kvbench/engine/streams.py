@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.engine.estimate import shape_of
+from kvbench.engine.estimated import EstimatedState
 from kvbench.engine.fork import Fork
 from kvbench.engine.streaming import (
     PlacedState,
@@ -51,10 +52,12 @@ def check_reads(label: str, method: Method, budget: Budget, positions: str) -> N
         return
     if method.evicts and (positions == "absolute" or budget.size is not None):
         return
+    if method.streams and positions == "absolute" and budget.size is not None:
+        return
     raise KVError(
         f"method {label!r} with positions={positions} and budget.size={budget.size} cannot read a "
         "stream; allowed: exact, and with a size streaming_llm, local and methods that evict while "
-        "decoding (h2o)"
+        "decoding (h2o); with absolute positions balancekv_streaming and subgen_streaming"
     )
 
 
@@ -85,19 +88,23 @@ def read_text(
         assert budget.size is not None
         nll, entries = torch.cat(list(recomputed(model, ids, recent=budget.size))), budget.size
         return _read(model, nll, min(n, entries), None)
-    if band is None and positions == "absolute":
+    if band is None and method.evicts and positions == "absolute":
         fork = Fork(label, method, budget, seed, name, room=1)
         nll = torch.cat(stream_fork(model, ids, fork))
         return _read(model, nll, min(n, budget.capacity(n)), fork.cache_bytes())
     rotation = rotation_of(model) if positions == "cache" else None
-    state: StreamState | PlacedState
-    if band is None:
+    state: StreamState | PlacedState | EstimatedState
+    if method.streams:
+        state = EstimatedState(label, method, budget, n, seed, name)
+    elif band is None:
         state = PlacedState(method, budget, rotation)
     else:
         state = StreamState(band[0], n if band[1] is None else band[1], rotation)
     start, recent = state.start, state.recent
     parts = stream(model, ids, start=start, recent=recent, positions=positions, state=state)
-    return _read(model, torch.cat(list(parts)), min(n, start + recent), state.held_bytes)
+    nll = torch.cat(list(parts))
+    entries = state.most if isinstance(state, EstimatedState) else min(n, start + recent)
+    return _read(model, nll, entries, state.held_bytes)
 
 
 def _read(model: PreTrainedModel, nll: Tensor, entries: int, held: int | None) -> Read:

@@ -30,7 +30,7 @@ from kvbench.engine.tokenizer import end_token_ids, load_tokenizer
 from kvbench.engine.weights import load_model
 from kvbench.errors import UserError, is_integer, nearest
 from kvbench.kv import Budget
-from kvbench.lm_eval.scoring import SCORINGS, Answer, Codec, answer_requests, positions_of
+from kvbench.lm_eval.scoring import SCORINGS, Codec, answer_requests, positions_of
 from kvbench.methods import build_method
 from kvbench.tasks.base import PromptEncoder
 
@@ -260,7 +260,7 @@ class KVBenchLM(TemplateLM):
         for answer in answers:
             if answer.failure is not None:
                 raise answer.failure
-            self.records.append(_record(answer))
+            self.records.append(answer.record)
         return [(answer.logprob, answer.greedy) for answer in answers]
 
     def loglikelihood_rolling(
@@ -376,22 +376,6 @@ class KVBenchLM(TemplateLM):
 
 def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
-
-
-def _record(answer: Answer) -> dict[str, Any]:
-    """What lm-eval has no place for."""
-    held = answer.cache_bytes
-    return {
-        "prompt_tokens": answer.prompt_tokens,
-        "compressed_tokens": answer.compressed_tokens,
-        "tokens": answer.tokens,
-        "compressed": answer.compressed,
-        "imagined": answer.imagined,
-        "entries": answer.entries,
-        "cache_bytes": held,
-        "exact_bytes": answer.exact_bytes,
-        "ratio": None if held is None else held / answer.exact_bytes,
-    }
 
 
 ARGUMENTS = tuple(

@@ -123,6 +123,22 @@ class Answer:
     imagined: bool = False
     failure: Exception | None = None
 
+    @property
+    def record(self) -> dict[str, Any]:
+        """What that harness's results have no place for."""
+        shown = (
+            "prompt_tokens",
+            "compressed_tokens",
+            "tokens",
+            "compressed",
+            "imagined",
+            "entries",
+        )
+        held = self.cache_bytes
+        return {name: getattr(self, name) for name in (*shown, "cache_bytes", "exact_bytes")} | {
+            "ratio": None if held is None else held / self.exact_bytes
+        }
+
 
 def truncated(pair: Pair, max_length: int) -> Pair:
     """The request as HFLM cuts it: context and continuation to the last max_length + 1 tokens.

@@ -14,6 +14,7 @@ from kvbench.errors.options import Positive, Share
 from kvbench.kernels.self_balancing import softmax_balance, walk_bound
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
 from kvbench.methods._estimator import combine
+from kvbench.methods._layer_streams import BalanceKVLayer, batch_of_stream
 from kvbench.methods.base import SEED_STRIDE, Method
 
 RESTARTS = 100
@@ -53,7 +54,7 @@ class MergeAndReduce:
         self.levels: list[Tensor] = [torch.zeros(0, dtype=torch.int64)]
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
-        self._radii = (key_radius, value_radius)
+        self.key_radius, self._value_radius = key_radius, value_radius
         self._use_values, self._bound, self._on_fail = use_values, bound, on_fail
         self._exact_half = halve == "even"
         self._generator = torch.Generator().manual_seed(seed)
@@ -97,8 +98,8 @@ class MergeAndReduce:
                 keys,
                 values if self._use_values else None,
                 torch.rand(len(positions), generator=self._generator),
-                key_radius=self._radii[0],
-                value_radius=self._radii[1],
+                key_radius=self.key_radius,
+                value_radius=self._value_radius,
                 bound=self._bound,
                 exact_half=self._exact_half,
             )
@@ -219,6 +220,12 @@ class BalanceKVStream:
             out += torch.exp(above - top) @ values
         return out / torch.exp(below - top).sum()
 
+    def widen(self, key_radius: float) -> None:
+        """Let keys be as long as `key_radius` from here on; a walk needs the radius of its own batch."""
+        self.key_radius = max(self.key_radius, key_radius)
+        for one in (self.denominator, *self.buckets.values()):
+            one.key_radius = self.key_radius
+
     def numerator_entries(self) -> tuple[Tensor, Tensor]:
         """Positions and log-weights of all buckets, as `MergeAndReduce.entries`."""
         parts = [self.buckets[i].entries() for i in sorted(self.buckets)]
@@ -257,6 +264,7 @@ class BalanceKVStreaming(Method):
 
     paper: ClassVar[str] = "arXiv 2502.07861, Algorithms 1, 2 and 4"
     version: ClassVar[int] = 2
+    streams: ClassVar[bool] = True
 
     t: Annotated[int, Ge(2)] | None = None
     eps: Positive = 0.1
@@ -304,6 +312,37 @@ class BalanceKVStreaming(Method):
             for name in ("numerator", "denominator")
         )
         return combine(layer, numerator, denominator, exact)
+
+    def layer_stream(
+        self, keys: Tensor, values: Tensor, *, room: int, tokens: int, generator: torch.Generator
+    ) -> BalanceKVLayer:
+        """Algorithm 1 as it reads: t null is `batch_of_stream`, r the norm of the longest key so far.
+
+        Raises:
+            KVError: no t fits.
+        """
+        t = self.t or batch_of_stream(values, room, tokens)
+        if not t:
+            raise KVError(
+                f"balancekv_streaming.t is null and a stream of {tokens} tokens has {room} entries; "
+                "allowed: a larger budget.size"
+            )
+        seeds = torch.randint(2**40, (len(keys),), generator=generator).tolist()
+        options = {"eps": self.eps, "delta": self.delta, "constant": self.constant}
+        return BalanceKVLayer(
+            [
+                BalanceKVStream(
+                    n=tokens,
+                    t=t,
+                    key_radius=0.0,
+                    on_fail=self.on_fail,
+                    halve=self.halve,
+                    seed=seed,
+                    **options,
+                )
+                for seed in seeds
+            ]
+        )
 
 
 def largest_batch(values: Tensor, room: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -44,6 +44,34 @@ class Held:
     positions: Tensor
     capacity: int
     sink: int
+
+
+class LayerStream(Protocol):
+    """A streaming algorithm over the tokens of one layer, all KV heads in step: two samples, with
+    weights, of what attention sums up over the tokens read so far."""
+
+    @property
+    def entries(self) -> int:
+        """Keys and values held, by the head that holds most."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        ...
+
+    def extend(self, keys: Tensor, values: Tensor) -> None:
+        """Read tokens in order: keys [kv_heads, m, d], values [kv_heads, m, e]."""
+        ...
+
+    def numerator(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the sum of exp(q.k) v: keys [kv_heads, c, d], values [kv_heads, c, e] and log-weights
+        [kv_heads, c], -inf where a head has fewer."""
+        ...
+
+    def denominator(self) -> tuple[Tensor, Tensor]:
+        """Of the sum of exp(q.k): keys and log-weights."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -123,6 +151,9 @@ class Method:
     """True where `compress` may be called again on what is held (`LayerKV` of entries in the order of
     their positions, with the queries of the last tokens): it chooses entries by their keys, values and
     those queries, or by chance, and its weights multiply."""
+
+    streams: ClassVar[bool] = False
+    """True where `layer_stream` is there: the method is an algorithm that reads a stream."""
 
     uses_budget: ClassVar[bool] = True
     """False when `compress` does not look at the budget (exact): one record serves every rate."""
@@ -272,6 +303,18 @@ class Method:
         """True for a baseline of streams that holds no cache: every token comes from a fresh pass over
         the ``budget.size`` tokens before it."""
         return False
+
+    def layer_stream(
+        self, keys: Tensor, values: Tensor, *, room: int, tokens: int, generator: torch.Generator
+    ) -> LayerStream:
+        """The method's own algorithm for a layer of a stream, before it has read anything. Called only
+        when `streams`.
+
+        Args:
+            keys, values: [kv_heads, m, d], the first that it will read, to choose by what the paper
+                leaves open. room: entries that it may hold. tokens: of the whole stream, at most.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.layer_stream")
 
     def mask(self, layer: LayerKV, budget: Budget) -> Tensor:
         """Which key each query sees: [heads, n, n] bool, False above the diagonal.

@@ -13,6 +13,7 @@ from kvbench.errors.options import Count, NonNegative, Whole
 from kvbench.kernels.kcentre import greedy_k_centre, nearest_centre
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
 from kvbench.methods._estimator import combine
+from kvbench.methods._layer_streams import SubGenLayer
 from kvbench.methods.base import Method
 
 BISECTIONS = 6
@@ -34,9 +35,20 @@ class SubGenStream:
         seen: tokens so far.
     """
 
-    def __init__(self, heads: int, dim: int, value_dim: int, delta: Tensor, t: int, s: int) -> None:
-        """`delta`: [heads], how far (l2) a key may be from the representative it joins."""
+    def __init__(
+        self,
+        heads: int,
+        dim: int,
+        value_dim: int,
+        delta: Tensor,
+        t: int,
+        s: int,
+        most: int | None = None,
+    ) -> None:
+        """`delta`: [heads], how far (l2) a key may be from the representative it joins. `most`: a head
+        with so many clusters starts no other, and a key joins the nearest."""
         self.delta, self.t, self.s, self.seen = delta, t, s, 0
+        self.most = most
         self.clusters = torch.zeros(heads, dtype=torch.int64)
         self.representatives = torch.zeros(heads, 0, dim)
         self.counts = torch.zeros(heads, 0)
@@ -70,6 +82,8 @@ class SubGenStream:
         if width:
             best, nearest = distance.min(-1)
             joined = best <= self.delta
+            if self.most is not None:
+                joined |= self.clusters >= self.most
         where = torch.where(joined, nearest, self.clusters)
         if not bool(joined.all()) and int(self.clusters[~joined].max()) == width:
             self._widen(max(8, width))
@@ -142,6 +156,7 @@ class SubGenStreaming(Method):
 
     paper: ClassVar[str] = "arXiv 2402.06082, Algorithm 1"
     version: ClassVar[int] = 2
+    streams: ClassVar[bool] = True
 
     delta: NonNegative | None = None
     t: Count = 4
@@ -169,6 +184,29 @@ class SubGenStreaming(Method):
             (denominator[0].to(device), denominator[1].to(device)),
             torch.arange(stream.seen, layer.n),
         )
+
+    def layer_stream(
+        self, keys: Tensor, values: Tensor, *, room: int, tokens: int, generator: torch.Generator
+    ) -> SubGenLayer:
+        """Algorithm 1 as it reads. With `delta` null the radius is one at which the first keys form half
+        of the clusters that there is room for; once there are all, a key joins the nearest one.
+
+        Raises:
+            KVError: no room for a cluster and a sample.
+        """
+        s = max(1, room // 2) if self.s is None else self.s
+        clusters = (room - s) // (self.t + 1)
+        if clusters < 1:
+            raise KVError(
+                f"subgen_streaming.s is {s}; allowed: an s that leaves a representative and t = "
+                f"{self.t} samples of the {room} entries beside the recent ones"
+            )
+        delta = torch.full((len(keys),), self.delta or 0.0)
+        if self.delta is None:
+            delta = _radius(keys.float(), max(1, min(clusters // 2, keys.shape[1]))).cpu()
+        dims = keys.shape[-1], values.shape[-1]
+        most = clusters if self.delta is None else None
+        return SubGenLayer(SubGenStream(len(keys), *dims, delta, self.t, s, most), generator)
 
     def stream(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> SubGenStream:
         """Algorithm 1 after the older tokens of `layer`, its batch and KV heads flattened.
