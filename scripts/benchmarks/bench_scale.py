@@ -1,11 +1,13 @@
-"""What many records, many jobs and many methods cost, and how the cost grows: CPU seconds.
+"""What many records, examples, jobs and methods cost, and how the cost grows: CPU seconds.
 
     python scripts/benchmarks/bench_scale.py records  report and comparison of up to 100,000 records
+    python scripts/benchmarks/bench_scale.py examples  a job of up to 10,000 short examples
     python scripts/benchmarks/bench_scale.py jobs  planning up to 5,000 jobs; the first record of a sweep
     python scripts/benchmarks/bench_scale.py methods  one job with up to 200 methods
 
 Each is measured at a quarter of the number and at the whole: linear growth is a ratio of 4 at most.
-Counted are the CPU seconds of a process of its own, its start included, whatever else the machine does.
+Counted are the CPU seconds of a process of its own, its start included, whatever else the machine does
+(of `examples`, without those inside the engine).
 """
 
 from __future__ import annotations
@@ -13,13 +15,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,33 +94,86 @@ def _record(identity: dict[str, Any], number: int, right: bool) -> dict[str, Any
     }
 
 
-def cpu_seconds(arguments: list[str]) -> float:
-    """CPU seconds of a Python process with these arguments, and of those it waited for.
+@dataclass(frozen=True)
+class Used:
+    """CPU seconds of a process, and the most MiB that it held; None: not asked for."""
+
+    seconds: float
+    peak: float | None = None
+
+
+def used_by(arguments: list[str]) -> Used:
+    """What a Python process with these arguments used, and those it waited for.
 
     Raises:
         subprocess.CalledProcessError: it failed.
     """
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL)
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, arguments)
+    return Used(used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)
 
 
-def bench_records(count: int, folder: Path) -> Iterator[tuple[str, float]]:
+def bench_records(count: int, folder: Path) -> Iterator[tuple[str, Used]]:
     """A report of so many records, and a comparison of two experiments of so many each."""
     first, second = (
         write_experiment(folder / str(count), name, count, seed)
         for seed, name in enumerate(("first", "second"))
     )
-    yield "report", cpu_seconds(["-m", "kvbench.report", str(first)])
+    yield "report", used_by(["-m", "kvbench.report", str(first)])
     out = str(folder / f"compared-{count}")
     yield (
         "comparison",
-        cpu_seconds(["-m", "kvbench.report", str(first), str(second), "--out", out]),
+        used_by(["-m", "kvbench.report", str(first), str(second), "--out", out]),
     )
 
 
-def bench_jobs(count: int, folder: Path) -> Iterator[tuple[str, float]]:
+INSIDE = """
+import sys, time
+from pathlib import Path
+from kvbench.cli.main import main
+from kvbench.run import plan
+file, words, engine, seconds = Path(sys.argv[1]), sys.argv[2:], plan.run_conversations, []
+def timed(*arguments, **options):
+    start = time.process_time()
+    try:
+        return engine(*arguments, **options)
+    finally:
+        seconds.append(time.process_time() - start)
+plan.run_conversations = timed
+try:
+    main(words)
+finally:
+    file.write_text(str(sum(seconds)))
+"""
+"""A job in whose process the engine's CPU seconds are counted, and written to a file."""
+
+
+def bench_examples(count: int, folder: Path) -> Iterator[tuple[str, Used]]:
+    """A job of so many short examples: planning, prompts, store, progress, scores, report."""
+    rows, inside = folder / f"{count}.jsonl", folder / f"{count}.txt"
+    texts = (
+        {"question": f"Item {i} has code {i * 7919 % 10007}. Its code is", "answers": "7"}
+        for i in range(count)
+    )
+    rows.write_text("".join(json.dumps(row) + "\n" for row in texts), encoding="utf-8")
+    task = ["task=jsonl", f"task.files=[{rows}]", "task.fields.context=null"]
+    task += ["task.template='{{ question }}'", "task.max_new_tokens=2", "method=[exact]"]
+    where = [
+        "model=tiny_random",
+        "logger=none",
+        "batch_size=16",
+        f"results_dir={folder / str(count)}",
+    ]
+    whole = used_by(["-c", INSIDE, str(inside), *task, *where])
+    rest = replace(whole, seconds=whole.seconds - float(inside.read_text()))
+    print(f"{1000 * rest.seconds / count:.2f} ms per record beside the model, {count:,} records")
+    yield "job without the model", rest
+
+
+def bench_jobs(count: int, folder: Path) -> Iterator[tuple[str, Used]]:
     """A dry run of so many jobs, five rates and as many seeds as that needs; and the same sweep up to
     its first record."""
     words = [
@@ -127,8 +182,8 @@ def bench_jobs(count: int, folder: Path) -> Iterator[tuple[str, float]]:
         "budget.rate=0.5,0.4,0.3,0.2,0.1",
         f"results_dir={folder / str(count)}",
     ]
-    yield "dry run", cpu_seconds([*words, "dry_run=true"])
-    yield "first record", _until_first_record(words, folder / str(count))
+    yield "dry run", used_by([*words, "dry_run=true"])
+    yield "first record", Used(_until_first_record(words, folder / str(count)))
 
 
 def _until_first_record(words: list[str], results: Path) -> float:
@@ -145,7 +200,7 @@ def _until_first_record(words: list[str], results: Path) -> float:
         process.wait()
 
 
-def bench_methods(count: int, folder: Path) -> Iterator[tuple[str, float]]:
+def bench_methods(count: int, folder: Path) -> Iterator[tuple[str, Used]]:
     """One job with two examples and so many methods: fixed with as many summaries."""
     path = folder / f"conf-{count}" / "experiment" / "many.yaml"
     path.parent.mkdir(parents=True)
@@ -156,11 +211,12 @@ def bench_methods(count: int, folder: Path) -> Iterator[tuple[str, float]]:
     path.write_text("\n".join(["# @package _global_", "methods:", *lines, ""]), encoding="utf-8")
     words = ["experiment=many", "method=[exact]", "logger=none", "limit=2", "model=tiny_random"]
     where = [f"--config-dir={path.parent.parent}", f"results_dir={folder / str(count)}"]
-    yield "job", cpu_seconds(["-m", "kvbench", *words, *where])
+    yield "job", used_by(["-m", "kvbench", *words, *where])
 
 
-BENCHES: dict[str, tuple[int, Callable[[int, Path], Iterator[tuple[str, float]]]]] = {
+BENCHES: dict[str, tuple[int, Callable[[int, Path], Iterator[tuple[str, Used]]]]] = {
     "records": (100_000, bench_records),
+    "examples": (10_000, bench_examples),
     "jobs": (5_000, bench_jobs),
     "methods": (200, bench_methods),
 }
@@ -180,9 +236,12 @@ def main(arguments: list[str] | None = None) -> None:
     folder = Path(tempfile.mkdtemp(prefix="bench-scale-"))
     try:
         for count in (max(1, most // 4), most):
-            for name, seconds in bench(count, folder):
-                measured.setdefault(name, []).append(seconds)
-                print(f"{name}, {count:,} {options.what}: {seconds:.1f} CPU s", flush=True)
+            for name, used in bench(count, folder):
+                measured.setdefault(name, []).append(used.seconds)
+                peak = "" if used.peak is None else f", at most {used.peak:.0f} MiB"
+                print(
+                    f"{name}, {count:,} {options.what}: {used.seconds:.1f} CPU s{peak}", flush=True
+                )
     finally:
         shutil.rmtree(folder)
     for name, (quarter, whole) in measured.items():
