@@ -44,6 +44,7 @@ class Ablation(LayerError):
         fields = [METRICS[name][0] for name in dict.fromkeys((self.metric, "per_query", "pooled"))]
         return {
             **super().meta(),
+            "measures": [],
             "figures": [
                 {
                     "kind": "ablation",

@@ -116,6 +116,7 @@ class LayerError(LayerProbe):
             "score_unit": unit,
             "lower_is_better": True,
             "breakdown": ["rate", "layer"] if modelled else ["rate"],
+            "measures": [field for field, _ in METRICS.values()],
             "figures": [
                 {
                     "kind": "bars",

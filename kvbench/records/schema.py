@@ -100,6 +100,7 @@ class Figure(TypedDict, total=False):
     expected: dict[str, Bounded] | None
     parts: dict[str, list[Short]] | None
     grid: dict[str, Short] | None
+    say: dict[str, Annotated[str, Field(max_length=1000)]] | None
 
 
 @_checked
@@ -161,6 +162,7 @@ class PaperTable(TypedDict, total=False):
     reduction: Short | None
     across_tasks: Short | None
     field: Short | None
+    mean_as: Short | None
     methods: list[Short] | None
     where: dict[str, Scalar | list[Scalar]] | None
     scale: Bounded

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from string import Template
 
 from kvbench.report.experiment import Experiment, Group, by_measure
 from kvbench.report.figures.bars import bars
@@ -19,7 +20,7 @@ from kvbench.report.figures.intervals import (
 from kvbench.report.figures.kept import kept_figures
 from kvbench.report.figures.memory import error_against_memory, score_against_ratio, score_on_tasks
 from kvbench.report.figures.throughput import throughput, throughput_scaling
-from kvbench.report.table import Table
+from kvbench.report.table import Table, number
 from kvbench.report.tables.differences import PaperError
 from kvbench.report.tables.fidelity import divergence_table, fidelity_table, is_fidelity
 from kvbench.report.tables.pairs import pairs_of, pairs_table
@@ -121,6 +122,7 @@ def section_of(group: Group, folder: Path, published: Sequence[Published] = ()) 
             section,
             lead=tuple(split) or (as_table(scores[0]),),
             folded=(("Over all of them", as_table(scores[0])),) if split else (),
+            findings=tuple(_measured_findings(group)),
             figures=tuple(figures_of(group, scores)),
             ranked=False,
         )
@@ -263,6 +265,19 @@ def _scores(group: Group) -> list[ScoreTable]:
     if any(name in group.records for name in group.meta.measures):
         tables.append(score_table(by_measure(group), "measure"))
     return tables
+
+
+def _measured_findings(group: Group) -> Iterator[str]:
+    """A sentence about each field that the task has one for, with its extremes and its mean."""
+    spec = group.meta.figure("measured") or {}
+    for field, text in (spec.get("say") or {}).items():
+        if field not in group.records:
+            continue
+        found = group.records[field].dropna()
+        if not found.empty:
+            numbers = {"least": found.min(), "mean": found.mean(), "most": found.max()}
+            said = {name: number(float(value)) for name, value in numbers.items()}
+            yield Template(text).safe_substitute(said)
 
 
 def _is_timed(group: Group) -> bool:

@@ -11,6 +11,8 @@ beside the CSV files; a mapping with layout keys of its own does without
     where: {model: OPT-30B}    only these rows
     method: balancekv          the method of a table that has no column ``method``
     model: opt_30b             the model of a table that has no column ``model``
+    mean_as: all               with ``methods``: their means over all rows are shown, as the dataset of
+                               this name
     scale: 100                 what to multiply the published number by to be per cent
     sums: {code: [lcc, repobench-p]}   columns that are sums of datasets' scores
     fields: {decode_s: decode_s}       columns that are seconds: other record fields than the score
@@ -25,7 +27,7 @@ beside the CSV files; a mapping with layout keys of its own does without
     across_tasks: longeval_lines  several tasks (``task_label``) have columns of the one table: its name
     names: {h2o_20: h2o}       methods that are called otherwise there; a list: several of ours
     best_of: {subgen: [a, b]}  a row more, with the best of these variants of ours in every column
-    models: {opt_6_7b: OPT-6.7B}  models that are called otherwise there; only ours is shown
+    models: {opt_6_7b: OPT-6.7B}  models that are called otherwise there
     differences: [a, b]        how our settings are known to differ from the paper's, one line each; []
                                where none is known
     rescored: 0.05             the share of examples that two honest runs answer anew (`margins`)
@@ -119,6 +121,9 @@ def _compare(
     group: Group, spec: Mapping[str, Any], frame: pd.DataFrame, rescored: float | None
 ) -> Published:
     by, value, sums = spec.get("by"), spec.get("value"), spec.get("sums") or {}
+    if spec.get("mean_as"):
+        means = frame[spec["methods"]].astype(float).mean().round(4).astype(str)
+        frame = means.to_frame().T.assign(dataset=spec["mean_as"])
     if spec.get("methods"):
         kept = [column for column in frame if column not in spec["methods"]]
         frame = frame.melt(kept, spec["methods"], var_name="method", value_name="value")
@@ -133,8 +138,8 @@ def _compare(
     if spec.get("reduction"):
         left_out = pd.to_numeric(frame[spec["reduction"]], errors="coerce")
         frame = frame.assign(rate=(1.0 - left_out / 100.0).map(as_text))
-    if spec.get("models"):
-        frame = frame[frame["model"] == spec["models"].get(group.model)]
+    if group.model in (spec.get("models") or {}):
+        frame = frame[frame["model"] == spec["models"][group.model]]
     group = replace(group, records=_select_records(group.records, spec))
     if spec.get("setting"):
         by = "setting"
