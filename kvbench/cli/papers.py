@@ -99,6 +99,11 @@ def experiment_lines() -> dict[str, str]:
     return lines | {path.stem: f"{'':9}  {describe(path)}" for path in others}
 
 
+def folder_name(experiment: str) -> str:
+    """The folder below ``results_dir`` that an experiment's runs go to."""
+    return str(_yaml(config_dir() / "experiment" / f"{experiment}.yaml")["experiment_name"])
+
+
 def limit_key(experiment: str) -> str:
     """The key that limits an experiment's examples: of every dataset, where its task has several."""
     tasks = _tasks_of(config_dir() / "experiment" / f"{experiment}.yaml", "override /task")

@@ -15,7 +15,7 @@ from string import Template
 
 from kvbench.cli.catalogue import catalogue
 from kvbench.cli.check import UsageError
-from kvbench.cli.papers import PaperItem, experiment_called, limit_key, paper_items
+from kvbench.cli.papers import PaperItem, experiment_called, folder_name, limit_key, paper_items
 from kvbench.errors import complain, nearest
 
 ALL = "all"
@@ -41,18 +41,18 @@ def reproduce(arguments: Sequence[str], run: Callable[[Sequence[str]], int]) -> 
         return max(map(run, command_lines(name, overrides)))
     items = [item for item in paper_items().values() if item.status not in _NOT_RUN]
     within = {line for item in items for line in item.runs}  # those that others bring with them
-    made = [item.experiment for item in items if f"experiment={item.experiment}" not in within]
+    made = {i.experiment: i.name for i in reversed(items) if f"experiment={i.name}" not in within}
     statuses: list[int] = []
-    for experiment in dict.fromkeys(made):
-        print(f"\n{experiment}", flush=True)
+    for name in reversed(made.values()):
+        print(f"\n{name}", flush=True)
         try:
-            statuses += map(run, command_lines(experiment, overrides))
+            statuses += map(run, command_lines(name, overrides))
         except UsageError as error:
-            complain(f"{experiment}: {error}")
+            complain(f"{name}: {error}")
             statuses.append(error.status)
         except SystemExit as stop:
             statuses.append(stop.code if isinstance(stop.code, int) else 1)
-    _index(overrides, made)
+    _index(overrides, list(made))
     return max(statuses)
 
 
@@ -74,7 +74,7 @@ def command_lines(name: str, overrides: Sequence[str]) -> Iterator[list[str]]:
             raise UsageError(f"{name} has no experiment: {item.no_data or item.status}")
         hint = nearest(name, [*known, *items])
         raise UsageError(f"unknown experiment {name!r}{hint}; allowed: {', '.join([*known, ALL])}")
-    item = items.get(experiment, PaperItem("", experiment, "", ""))
+    item = items.get(name) or items.get(experiment) or PaperItem("", experiment, "", "")
     given = dict(text.partition("=")[::2] for text in overrides)
     small = shlex.split(item.small if given.get("model") in SMALL_MODELS else "")
     key = limit_key(experiment)
@@ -115,4 +115,5 @@ def _index(overrides: Sequence[str], experiments: Sequence[str]) -> None:
 
     given = dict(text.partition("=")[::2] for text in overrides)
     place = Path(given.get("results_dir", "runs")).expanduser()
-    print(f"page: {write_landing([place / name for name in dict.fromkeys(experiments)])}")
+    folders = dict.fromkeys(place / folder_name(experiment) for experiment in experiments)
+    print(f"page: {write_landing(list(folders))}")
