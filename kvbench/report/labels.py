@@ -114,8 +114,11 @@ def variants_of(runs: Sequence[Run]) -> list[Variant]:
 
 
 def _rate_of(manifest: Mapping[str, Any]) -> float | None:
-    """The share that the run's budget names: of the whole prompt, or of its middle."""
+    """The share that the run's budget names, of the whole prompt or of its middle; None where it names a
+    number of entries."""
     budget = _identity(manifest).get("budget") or {}
+    if budget.get("size") is not None:
+        return None
     named = (budget.get(name) for name in ("total_rate", "rate"))
     share = next((share for share in named if share is not None), None)
     return None if share is None else float(share)

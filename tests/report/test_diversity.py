@@ -12,6 +12,7 @@ from support.report_runs import LINES_META, write_run
 from kvbench.report.experiment import load_experiment
 from kvbench.report.stats.diversity import self_bleu, words_of
 from kvbench.report.tables.published import published_tables
+from kvbench.report.tables.published_rows import comparison_tables
 from kvbench.report.tables.scores import score_table
 
 
@@ -74,8 +75,27 @@ def test_drawn_answers_are_shown_with_their_self_bleu_beside_the_papers(tmp_path
     assert pairs["exact"].published == pytest.approx(0.57)
     assert pairs["exact"].ours.value == pytest.approx(100 * means["exact"])
     assert pairs["h2o"].published == pytest.approx(0.51)
+    (shown,) = comparison_tables([table])
+    assert shown.title == "summaries, self bleu: ours beside h2o_diversity, %"
 
 
 def test_greedy_answers_have_no_self_bleu(tmp_path):
     group = written(tmp_path, 0).groups[0]
     assert all(math.isnan(row.costs["self_bleu"]) for row in score_table(group).rows)
+
+
+def test_a_budget_of_entries_has_no_rate(tmp_path):
+    for size in (64, 256):
+        options = {"budget.size": size}
+        record = {"example_id": "x", "dataset": "d", "score": 0.5}
+        write_run(
+            tmp_path,
+            task="t",
+            method="h2o",
+            records=[record],
+            task_meta=LINES_META,
+            options=options,
+        )
+    (group,) = load_experiment(tmp_path / "demo").groups
+    assert {variant.rate for variant in group.variants} == {None}
+    assert {variant.label for variant in group.variants} == {"h2o, size 64", "h2o, size 256"}

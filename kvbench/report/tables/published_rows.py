@@ -246,9 +246,11 @@ def _comparison(tables: Sequence[Published]) -> Table:
             f"{INCOMPLETE} some of our examples failed or are missing: their mean is left."
         )
     notes += dict.fromkeys(note for table in tables for note in notes_on(table.differences))
+    named = first.field is not None and first.unit != "s"  # of seconds the unit says it
+    what = f", {str(first.field).replace('_', ' ')}" if named else ""
     return Table(
         name=comparison_name(first),
-        title=f"{first.task}: ours beside {first.source}{unit_text(first.unit)}",
+        title=f"{first.task}{what}: ours beside {first.source}{unit_text(first.unit)}",
         columns=(
             Column("variant", "method", "label"),
             Column("line", "", "label", total=True),
