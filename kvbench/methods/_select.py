@@ -33,7 +33,7 @@ def group_mean(scores: Tensor, kv_heads: int) -> Tensor:
 
 def top_positions(scores: Tensor, count: int) -> Tensor:
     """Positions of the `count` largest scores of each head, ascending: [batch, heads, count]."""
-    return scores.topk(count, dim=-1).indices.sort(-1).values
+    return scores.topk(count, dim=-1, sorted=False).indices.sort(-1).values
 
 
 def oldest_leaves(held: Held, sink: int) -> Tensor | None:

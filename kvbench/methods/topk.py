@@ -54,5 +54,5 @@ class TopK(Method):
             kept |= heavy
             free = held.capacity - held.capacity // 2
             candidates = logits.masked_fill(heavy, float("-inf"))
-        top = candidates.topk(min(free, logits.shape[-1]), dim=-1).indices
+        top = candidates.topk(min(free, logits.shape[-1]), dim=-1, sorted=False).indices
         return ~kept.scatter_(-1, top, True)

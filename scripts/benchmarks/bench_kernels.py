@@ -43,6 +43,7 @@ import torch.nn.functional as F
 from bench_compress import block_products
 from torch import Tensor
 
+from kvbench.engine.attention import LayerCall
 from kvbench.kernels._choice import VARIABLE
 from kvbench.kernels.attention_mass import attention_mass
 from kvbench.kernels.balanced_cut import halve
@@ -278,9 +279,24 @@ def masses(bench: Bench, sizes: list[tuple[int, int, int]]) -> Iterator[Case]:
         values = bench.normal(1, kv_heads, n, DIM, seed=2)
         item = keys.element_size()
         pairs = m * (n - m) + m * (m + 1) // 2
+        normalisers = None
+        if m == n:  # as in a prefill, whose attention tells them on a CPU
+            call = LayerCall(0, queries, keys, values, DIM**-0.5)
+            normalisers = call.exact_with_normalisers()[1]
 
-        def run(implementation: str, queries: Tensor = queries, keys: Tensor = keys) -> Tensor:
-            return attention_mass(queries, keys, scaling=DIM**-0.5, implementation=implementation)
+        def run(
+            implementation: str,
+            queries: Tensor = queries,
+            keys: Tensor = keys,
+            normalisers: Tensor | None = normalisers,
+        ) -> Tensor:
+            return attention_mass(
+                queries,
+                keys,
+                scaling=DIM**-0.5,
+                normalisers=normalisers,
+                implementation=implementation,
+            )
 
         def exact(q: Tensor = queries, k: Tensor = keys, v: Tensor = values) -> Tensor:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)

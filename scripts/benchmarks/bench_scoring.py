@@ -3,13 +3,15 @@
 python scripts/benchmarks/bench_scoring.py [--prompt 4096] [--tokens 64] [--model DIR]
 
 Every method's scores of one continuation, from one prefill, against one exact forward pass of
-transformers over the same tokens. The target is 1.5 times that pass for eight methods together.
+transformers over the same tokens, in turn; medians are compared. The target is 1.5 times that pass
+for eight methods together.
 """
 
 from __future__ import annotations
 
 import argparse
 import resource
+import statistics
 import time
 from collections.abc import Callable
 
@@ -34,14 +36,11 @@ def clock() -> float:
     return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
 
-def least(run: Callable[[], object], repeats: int) -> float:
-    """The fewest seconds of several runs."""
-    found = []
-    for _ in range(repeats):
-        start = clock()
-        run()
-        found.append(clock() - start)
-    return min(found)
+def seconds_of(run: Callable[[], object]) -> float:
+    """Of one run."""
+    start = clock()
+    run()
+    return clock() - start
 
 
 def main() -> None:
@@ -71,7 +70,7 @@ def main() -> None:
         model.set_attn_implementation(implementation)
 
     def scored(names: tuple[str, ...]) -> None:
-        methods = {name: (build_method(name), Budget()) for name in names}
+        methods = {name: built[name] for name in names}
         with kvbench_attention_on(model):
             reading = read(model, prompt, methods, seed=0, example_id="x", room=given.tokens)
             begun = clock()
@@ -79,14 +78,20 @@ def main() -> None:
                 assert one.failure is None, (label, one.failure)
             feeding[names] = clock() - begun
 
+    built = {name: (build_method(name), Budget()) for name in (*EIGHT, *SLOWER)}
     feeding: dict[tuple[str, ...], float] = {}
     plain()
-    base = least(plain, given.repeats)
+    base = seconds_of(plain)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(f"{given.prompt} + {given.tokens} tokens on {device}; one exact forward {base:.3f} s")
     print(f"peak memory {peak:.0f} MiB after it")
     for names in (("exact",), EIGHT, (*EIGHT[:6], *SLOWER)):
-        seconds = least(lambda names=names: scored(names), given.repeats)  # type: ignore[misc]
+        # in turn, as the machine's speed changes
+        pairs = [
+            (seconds_of(plain), seconds_of(lambda: scored(names)))  # noqa: B023
+            for _ in range(given.repeats)
+        ]
+        base, seconds = (statistics.median(column) for column in zip(*pairs, strict=True))
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         each = 1000 * seconds / (given.tokens * len(names))
         print(
