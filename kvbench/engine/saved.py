@@ -126,7 +126,7 @@ def save_context(
         }
         parts |= {name: getattr(cache, name) for name in _BESIDE}
         for name, packed in zip(("packed_keys", "packed_values"), cache.packed or (), strict=False):
-            for block in packed.blocks:
+            for block in packed.whole:
                 parts |= {f"{name}.{part}": getattr(block, part) for part in _PACKED}
         parts |= dict(zip(_RANGE, cache.value_range or (), strict=False))
         for name, part in parts.items():

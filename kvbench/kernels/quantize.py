@@ -109,8 +109,13 @@ class Codec:
 
     def without(self, places: Tensor) -> Codec:
         """See `Block.without`; what is held stays as it was packed."""
-        whole = reduce(lambda one, other: one.joined(other), self.blocks)
+        (whole,) = self.whole
         return replace(self, blocks=(whole.without(places),))
+
+    @property
+    def whole(self) -> tuple[Block, ...]:
+        """All rows as one block; none where there is no row."""
+        return (reduce(lambda one, other: one.joined(other), self.blocks),) if self.blocks else ()
 
     def dot(self, query: Tensor) -> Tensor:
         """query . row, [heads, q, d] -> [heads, q, count], in the query's dtype."""

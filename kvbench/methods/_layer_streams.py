@@ -74,7 +74,8 @@ def batch_of_stream(values: Tensor, room: int, tokens: int) -> int:
     entries, if the norms of values go on as in the first ones [kv_heads, m, e]; one bucket more than
     these fill is counted, for a twentieth of the tokens.
 
-    Level 0 of a structure has at most t - 1 entries, and each level that m tokens reach t / 2.
+    After m tokens level 0 of a structure has at most t - 1 entries, and t / 2 each level whose bit is
+    set in the number of batches.
     """
     norms = values.double().norm(dim=-1)
     index = torch.frexp(norms).exponent
@@ -82,12 +83,12 @@ def batch_of_stream(values: Tensor, room: int, tokens: int) -> int:
         [1.0, 0.05, *(head.unique(return_counts=True)[1] / len(head)).tolist()] for head in index
     ]
 
-    def levels(batches: float) -> int:
-        return 0 if batches < 1 else int(math.log2(batches)) + 1
+    def of_structure(t: int, read: float) -> int:
+        levels = int(math.log2(read // t + 1))  # bits that a number of batches has at most
+        return min(t - 1, math.ceil(read)) + t // 2 * levels
 
     def most(t: int) -> int:
-        each = ([levels(share * tokens / t) for share in head] for head in shares)
-        return max(sum(t - 1 + t // 2 * count for count in head) for head in each)
+        return max(sum(of_structure(t, share * tokens) for share in head) for head in shares)
 
     fitting = (t for t in range(2 * (room // 2), 1, -2) if most(t) <= room)
     return next(fitting, 0)

@@ -23,8 +23,11 @@ from kvbench.kv import KVError
 SMALL: dict[str, Any] = {"sink": 4, "window": 4}
 CONTEXT, QUESTION = prompt_ids(120), prompt_ids(90)[60:]
 QUANTIZED: dict[str, Any] = {"quantize": {"bits": 4, "group_size": 16}}
+BY_ENTRY: dict[str, Any] = {"quantize": {"bits": 4, "group_size": 16, "keys": "entry"}}
 MORE: list[tuple[str, dict[str, Any]]] = [
     ("uniform", QUANTIZED),
+    ("snapkv", BY_ENTRY),
+    ("h2o", BY_ENTRY),
     ("balancekv", {"block_size": 16, **QUANTIZED}),
     ("balancekv_streaming", {"on_fail": "restart"}),
     ("subgen_streaming", {}),
@@ -62,6 +65,21 @@ def test_a_loaded_context_answers_as_the_saved_one(
         assert again.token_ids == saved.token_ids
         assert again.ask(QUESTION, max_new_tokens=5) == saved.ask(QUESTION, max_new_tokens=5)
     assert not list(tmp_path.glob("*.part"))
+
+
+@pytest.mark.parametrize("method", ["snapkv", "h2o"])
+def test_entries_packed_in_several_blocks_are_saved(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens of a conversation are a block of their own, beside a first one that is full."""
+    monkeypatch.setattr("kvbench.kernels.quantize.MERGED", 8)
+    with compress(quiet(), method, **SMALL, **BY_ENTRY) as session:
+        saved = session.read(CONTEXT)
+        saved.chat([QUESTION], max_new_tokens=5)
+        saved.save(tmp_path / "c")
+        loaded = session.load(tmp_path / "c")
+        assert loaded.token_ids == saved.token_ids
+        assert loaded.ask(QUESTION, max_new_tokens=5) == saved.ask(QUESTION, max_new_tokens=5)
 
 
 def test_sliding_windows_and_bfloat16_are_saved(tmp_path: Path) -> None:
