@@ -38,6 +38,8 @@ class H2O(Method):
             0.0 "local only" of Table 9.
         decode: evict (the paper's) | grow (all generated tokens stay, as in BalanceKV's tables).
         semantics: paper | released_global | released_sequential; the latter two for likelihoods only.
+        keeps: heaviest | lightest: the heavy hitters are what leaves (Figure 2c shows a cache without
+            them); the recent tokens stay either way.
     """
 
     paper: ClassVar[str] = "arXiv 2306.14048, Algorithm 1"
@@ -47,6 +49,19 @@ class H2O(Method):
     semantics: Literal["paper", "released_global", "released_sequential"] = field(
         default="paper", metadata=ADDED
     )
+    keeps: Literal["heaviest", "lightest"] = field(default="heaviest", metadata=ADDED)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.keeps == "lightest" and self.masks_whole_pass:
+            raise KVError(
+                f"h2o.keeps is 'lightest' and h2o.semantics {self.semantics!r}; allowed: heaviest, or "
+                "semantics=paper"
+            )
+
+    def _worth(self, mass: Tensor) -> Tensor:
+        """What is kept has most of it."""
+        return mass if self.keeps == "heaviest" else -mass
 
     @property
     def evicts(self) -> bool:
@@ -93,7 +108,8 @@ class H2O(Method):
 
     def token_scores(self, layer: LayerKV, budget: Budget) -> Tensor:
         """See `Method.token_scores`: accumulated attention, mean over the group."""
-        return group_mean(layer.attention_mass(), layer.keys.shape[1])
+        worth = self._worth(group_mean(layer.attention_mass(), layer.keys.shape[1]))
+        return worth if self.keeps == "heaviest" else worth - worth.amin(-1, keepdim=True)
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """Heavy hitters, ascending, then the recent tokens; `scores` when the cache evicts.
@@ -109,7 +125,7 @@ class H2O(Method):
         n, capacity = layer.n, budget.capacity(layer.n)
         recent = self.recent(capacity)
         mass = group_mean(layer.attention_mass(), layer.keys.shape[1])
-        heavy = top_positions(mass[:, :, : n - recent], capacity - recent)
+        heavy = top_positions(self._worth(mass)[:, :, : n - recent], capacity - recent)
         positions = torch.cat([heavy, positions_between(layer, n - recent, n)], dim=-1)
         kept = gather_entries(layer, positions)
         return replace(kept, scores=mass.gather(2, positions)) if self.evicts else kept
@@ -126,7 +142,8 @@ class H2O(Method):
         if scores.shape[-1] <= held.capacity:
             return scores, None
         oldest_recent = held.positions[:, -1:] - self.recent(held.capacity) + 1
-        return scores, scores.masked_fill(held.positions >= oldest_recent, torch.inf).argmin(-1)
+        worth = self._worth(scores)
+        return scores, worth.masked_fill(held.positions >= oldest_recent, torch.inf).argmin(-1)
 
 
 QUERY_ROWS = 512

@@ -42,6 +42,27 @@ def test_heavy_hitters_and_recent():
         )
 
 
+def test_lightest_drops_the_heavy_hitters_and_keeps_the_recent():
+    layer, budget = make_layer(80, kv_heads=2, group=3), Budget(size=64, sink=0, window=0)
+    light = build_method("h2o", keeps="lightest")
+    kept, recent = run(light, layer, budget), light.recent(64)
+    mass = layer.attention_mass().view(1, 2, 3, 80).mean(2)
+    for head in range(2):
+        gone = sorted(set(range(80)) - set(kept.positions[0, head].tolist()))
+        best = mass[0, head, : 80 - recent].topk(80 - 64).indices
+        assert gone == sorted(best.tolist())
+    scores = torch.tensor([[5.0, 1.0, 3.0, 9.0, 0.0]])
+    held = Held(scores.clone(), torch.arange(5)[None], 4, 0)
+    _, leaves = light.evict(held, torch.zeros(1, 5))
+    assert leaves.tolist() == [0], "of the entries that are not recent (the last two) the heaviest"
+    assert build_method("h2o").evict(held, torch.zeros(1, 5))[1].tolist() == [1]
+    assert torch.equal(light.token_scores(layer, budget).argmin(-1), mass.argmax(-1))
+    with pytest.raises(
+        KVError, match=r"h2o.keeps is 'lightest' and h2o.semantics 'released_global'"
+    ):
+        build_method("h2o", keeps="lightest", semantics="released_global")
+
+
 def test_grow_keeps_no_scores():
     layer, budget = make_layer(80), Budget(rate=0.25, sink=4, window=4)
     growing = build_method("h2o", decode="grow")
