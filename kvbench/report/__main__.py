@@ -9,8 +9,10 @@ beside them links and summarises all; what is no experiment is left out: kvbench
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -80,10 +82,24 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No search for garbage in a process that ends soon: figures are millions of objects that live until
+    the page is written."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
+
+
 def _rebuild(folder: str, *, every: bool) -> None:
     from kvbench.report.build import build_report
 
-    paths = build_report(folder, for_print=every)
+    with uncollected():
+        paths = build_report(folder, for_print=every)
     for warning in paths.warnings:
         complain(f"warning: {warning}", "kvbench-report")
     for path in (*paths.tables, *paths.figures) if every else ():

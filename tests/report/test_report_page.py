@@ -41,11 +41,13 @@ from kvbench.cli.catalogue import catalogue
 from kvbench.report.__main__ import main
 from kvbench.report.build import ReportPaths, build_report
 from kvbench.report.experiment import Group, load_experiment
+from kvbench.report.figures import vector
 from kvbench.report.figures.canvas import name_lines, new_figure
 from kvbench.report.figures.heatmap import heatmaps_alone
 from kvbench.report.figures.memory import score_against_ratio
 from kvbench.report.figures.style import style_of
 from kvbench.report.figures.throughput import throughput, throughput_scaling
+from kvbench.report.render import page
 from kvbench.report.render.answers import bucket_of, marked, sample_of
 from kvbench.report.render.page import MOST_BYTES, render_page
 from kvbench.report.render.page import Page as Shown
@@ -546,3 +548,26 @@ def test_a_card_shows_where_the_prompt_holds_the_answer(tmp_path: Path) -> None:
     assert [text for text, found in pieces if found] == ["41077"]
     text = build_report(tmp_path / "demo").page.read_text(encoding="utf-8")
     assert "REGISTER_CONTENT is &lt;<mark>41077</mark>&gt;" in text
+
+
+def test_a_page_without_room_leaves_out_the_largest_figures_only(
+    demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = build_report(demo).page.read_text(encoding="utf-8")
+    figures = re.findall(r"<svg.*?</svg>", whole, re.S)
+    largest = max(figures, key=len)
+    monkeypatch.setattr(page, "_EXAMPLES", page._EXAMPLES[-1:])
+    fewest = build_report(demo).page.stat().st_size
+    monkeypatch.setattr(page, "MOST_BYTES", fewest - 10)
+    text = build_report(demo).page.read_text(encoding="utf-8")
+    assert len(text.encode()) <= fewest - 10
+    assert text.count("<svg") == len(figures) - 1
+    assert largest not in text
+    assert text.count("1 figures more, for which this page has no room") == 1
+
+
+def test_lines_along_an_axis_keep_their_corners() -> None:
+    drawn = vector._straight(
+        re.match(r".*", "M 1 2L 5 2L 5 8.5L 1 8.5L 1 2z M 0 0L 3 4L 3 6L 4 6")  # type: ignore[arg-type]
+    )
+    assert drawn == "M1 2H5V8.5H1V2zM0 0L3 4V6H4"

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 from matplotlib import rc_context
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -107,6 +108,8 @@ class Drawn:
             warnings.filterwarnings("ignore", r"Glyph|constrained_layout not applied", UserWarning)
             engine = self.figure.get_layout_engine()
             if isinstance(engine, ConstrainedLayoutEngine):
+                for ax in self.figure.axes:  # a title is where it is put: no search for room
+                    ax.set_title("", loc="right", y=1.0)
                 engine.execute(self.figure)
                 self.figure.set_layout_engine("none")
             yield
@@ -130,13 +133,24 @@ def new_figure(width: float, height: float) -> Figure:
 
 def show_as_text(figure: Figure) -> None:
     """Let every name in the figure, whatever is in it, stand for itself: no formulas, one line each."""
-    for text in figure.findobj(Text):
+    for text in _texts(figure):
         text.set_text(_as_label(text.get_text()))
     for ax in figure.axes:
         for axis in (ax.xaxis, ax.yaxis):
             formatter = axis.get_major_formatter()
             if isinstance(formatter, FuncFormatter):  # what names for ticks become
                 axis.set_major_formatter(_Labels(formatter))
+
+
+def _texts(artist: Artist) -> Iterator[Text]:
+    """Every text in an artist but those beside ticks, which formatters write when they are drawn."""
+    if isinstance(artist, Text):
+        yield artist
+    elif isinstance(artist, Axis):
+        yield from (artist.label, artist.offsetText)
+    else:
+        for child in artist.get_children():
+            yield from _texts(child)
 
 
 def _as_label(text: str) -> str:

@@ -78,6 +78,7 @@ def svg_of(figure: Figure, name: str, label: str) -> str:
     text = re.sub(r"<[^>]*>", lambda tag: re.sub(r"-?\d+\.\d{2,}", _shorter, tag[0]), text)
     text = re.sub(r"(?<=[>z])\s+(?=<)|\s+(?=[LCQz] )|\s+(?=z)", "", text)
     text = re.sub(r"\s*\n\s*", " ", text)
+    text = re.sub(r'(?<= d=")M [^"]*', _straight, text)
     text = _without_bare_groups(re.sub(r"<defs>\s*</defs>", "", text))
     text = re.sub(r"((?:fill|stroke|color): )(#[0-9a-f]{6})", _colored, text)
     text = re.sub(
@@ -103,6 +104,21 @@ def _without_bare_groups(text: str) -> str:
         return "" if bare.pop() else tag[0]
 
     return re.sub(r"<g\b[^>]*>|</g>", kept, text)
+
+
+def _straight(path: re.Match[str]) -> str:
+    """Lines along an axis, of which bars and steps are made, by one coordinate."""
+    parts, at = [], ["", ""]
+    for command, *place in re.findall(r"([A-Za-z])((?: -?[\d.]+)*)", path[0]):
+        numbers = place[0].split()
+        if command == "L" and len(numbers) == 2 and at[1] == numbers[1]:
+            parts.append(f"H{numbers[0]}")
+        elif command == "L" and len(numbers) == 2 and at[0] == numbers[0]:
+            parts.append(f"V{numbers[1]}")
+        else:
+            parts.append(command + " ".join(numbers))
+        at = numbers[-2:] if len(numbers) > 1 else ["", ""]
+    return "".join(parts)
 
 
 def _shorter(number: re.Match[str]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
 from kvbench.report.experiment import Experiment, Group
 from kvbench.report.figures.canvas import Drawn
@@ -49,17 +51,31 @@ class Page:
 
 
 def render_page(experiment: Experiment, page: Page) -> str:
-    """The page's HTML: at most `MOST_BYTES` where fewer answers, and then fewer figures, make it so."""
-    text = ""
-    for examples, figures in [*((count, True) for count in _EXAMPLES), (_EXAMPLES[-1], False)]:
-        text = _rendered(experiment, page, examples, figures=figures)
-        if len(text.encode(errors="replace")) <= MOST_BYTES:
-            break
-    return text
+    """The page's HTML: at most `MOST_BYTES` where fewer answers, and then fewer figures, make it so. The
+    figures of memory stay; of the others the largest go first."""
+    text, over = "", 0
+    for examples in _EXAMPLES:
+        text = _rendered(experiment, page, examples)
+        over = len(text.encode(errors="replace")) - MOST_BYTES
+        if over <= 0:
+            return text
+    without: set[str] = set()
+    figures = [d for section in page.sections for d in (*section.figures, *section.kept)]
+    for drawn in sorted(figures, key=lambda drawn: len(drawn.svg), reverse=True):
+        if over > 0:
+            without.add(drawn.name)
+            over -= len(drawn.svg.encode(errors="replace")) - _NOTE_BYTES
+    return _rendered(experiment, page, _EXAMPLES[-1], frozenset(without))
 
 
-def _rendered(experiment: Experiment, page: Page, examples: int, *, figures: bool) -> str:
-    """`examples`: of every section. `figures`: all of them; else those of memory alone."""
+_NOTE_BYTES = 200
+"""What a section says of the figures it lacks."""
+
+
+def _rendered(
+    experiment: Experiment, page: Page, examples: int, without: frozenset[str] = frozenset()
+) -> str:
+    """`examples`: of every section. `without`: names of figures that are left out."""
     return (
         environment()
         .get_template("page.html.j2")
@@ -69,7 +85,7 @@ def _rendered(experiment: Experiment, page: Page, examples: int, *, figures: boo
             summary=page.summary,
             several_models=len({section.group.model for section in page.sections}) > 1,
             sections=[
-                _section(section, f"section-{index}", examples, figures=figures)
+                _section(section, f"section-{index}", examples, without)
                 for index, section in enumerate(page.sections, 1)
             ],
             memory=page.memory,
@@ -78,7 +94,7 @@ def _rendered(experiment: Experiment, page: Page, examples: int, *, figures: boo
             warnings=page.warnings,
             reproduce=how_to_reproduce(experiment),
             manifests=[
-                (str(run.folder.relative_to(experiment.folder)), json.dumps(run.manifest, indent=1))
+                (str(run.folder.relative_to(experiment.folder)), _as_text(run.manifest))
                 for run in experiment.runs[:_MANIFESTS_SHOWN]
             ],
         )
@@ -117,7 +133,7 @@ def page_parts() -> dict[str, str]:
     }
 
 
-def _section(section: Section, place: str, limit: int, *, figures: bool) -> dict[str, Any]:
+def _section(section: Section, place: str, limit: int, without: frozenset[str]) -> dict[str, Any]:
     shown, examples = sample_of(section.group, limit)
     return {
         "id": place,
@@ -128,9 +144,9 @@ def _section(section: Section, place: str, limit: int, *, figures: bool) -> dict
         "findings": section.findings,
         "ranked": section.ranked,
         "notes": section.notes,
-        "figures": section.figures if figures else (),
-        "kept": section.kept if figures else (),
-        "left_out": 0 if figures else len(section.figures),
+        "figures": [drawn for drawn in section.figures if drawn.name not in without],
+        "kept": [drawn for drawn in section.kept if drawn.name not in without],
+        "left_out": sum(drawn.name in without for drawn in (*section.figures, *section.kept)),
         "shown": shown,
         "examples": examples,
         "filters": _filters(shown),
@@ -178,6 +194,11 @@ def _failures(group: Group) -> dict[str, Any]:
         for _, row in failed.head(_FAILURES_SHOWN).iterrows()
     ]
     return {"rows": rows, "total": len(failed)}
+
+
+def _as_text(manifest: Mapping[str, Any]) -> Markup:
+    """As JSON for an element's content, where quotation marks, half of its bytes escaped, may stand."""
+    return Markup(html.escape(json.dumps(manifest, indent=1), quote=False))
 
 
 def how_to_reproduce(experiment: Experiment) -> list[tuple[str, list[str]]]:

@@ -10,7 +10,8 @@ from functools import lru_cache
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.stats import norm, t
+
+from kvbench.report.stats.distributions import normal_quantile, t_quantile
 
 Array = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -80,7 +81,9 @@ def widened(estimate: Estimate, units: int) -> Estimate:
     if units < 2:
         return estimate
     tail = (1 + LEVEL) / 2
-    factor = float(t.ppf(tail, units - 1) / norm.ppf(tail)) * math.sqrt(units / (units - 1))
+    factor = float(t_quantile(tail, units - 1) / normal_quantile(tail)) * math.sqrt(
+        units / (units - 1)
+    )
     value = estimate.value
     low, high = (value + factor * (bound - value) for bound in (estimate.low, estimate.high))
     return Estimate(value, low, high)

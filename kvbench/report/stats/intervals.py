@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.stats import chi2, norm, t
 
+from kvbench.report.stats.distributions import chi2_quantile, normal_quantile, t_quantile
 from kvbench.report.stats.estimate import LEVEL, Array, Estimate, Flags, Stratum, ratio
 
-_Z = float(norm.ppf((1 + LEVEL) / 2))
+_Z = normal_quantile((1 + LEVEL) / 2)
 _FEW = 3.0
 """Where fewer units than this carry the variance, it says nothing yet."""
 _PRIOR = 2.0
@@ -120,7 +120,7 @@ def _poisson_bound(p: Array, units: Array) -> Array:
     """The lower bound of a proportion whose count is at most three; 1 (none) for larger counts."""
     count = np.round(p * units, 9)
     small = (count > 0) & (count <= 3)
-    bound = chi2.ppf(1 - LEVEL, 2 * np.where(small, count, 1.0)) / (2 * units)
+    bound = chi2_quantile(1 - LEVEL, 2 * np.where(small, count, 1.0)) / (2 * units)
     return np.asarray(np.where(small, bound, np.where(count == 0, 0.0, 1.0)))
 
 
@@ -178,7 +178,7 @@ def _stratum_moments(stratum: Stratum) -> tuple[Array, ...]:
 
 
 def _t_quantile(freedom: Array) -> Array:
-    return np.asarray(t.ppf((1 + LEVEL) / 2, np.maximum(freedom, 1.0)))
+    return t_quantile((1 + LEVEL) / 2, np.maximum(freedom, 1.0))
 
 
 def _t_bounds(found: _Moments) -> tuple[Array, Array]:

@@ -20,11 +20,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from scipy.stats import norm
-
 from kvbench.records.read import StoreError
 from kvbench.report.experiment import Experiment
 from kvbench.report.files import write_text
+from kvbench.report.stats.distributions import normal_quantile
 from kvbench.report.stats.estimate import LEVEL
 from kvbench.report.tables.compare import keyed_records, matched_groups, matched_variants
 
@@ -128,5 +127,5 @@ def margin_of(parts: Sequence[tuple[float, int]], f: float, *, total: bool, unit
             return math.nan
         p = (mean * n + 1) / (n + 2)  # of a mean of 0 or 1, too, some answers may change
         variance += 2 * f * p * (1 - p) / n
-    z = float(norm.ppf((1 + LEVEL) / 2))
+    z = normal_quantile((1 + LEVEL) / 2)
     return z * math.sqrt(variance) / (1 if total else len(parts)) + unit / 2

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import numpy as np
-from scipy.stats import binom, norm
 
+from kvbench.report.stats.distributions import heads_at_most, normal_quantile, normal_tail
 from kvbench.report.stats.estimate import LEVEL, Array, Flags, Stratum, ratio
 
 ALPHA = 1 - LEVEL
@@ -49,7 +49,7 @@ def p_values(strata: Sequence[Stratum]) -> list[float]:
     equal = (np.abs(sizes - largest) <= 1e-9 * largest) | (sizes == 0)
     alike = equal.all(0)
     positive = (terms > 0).sum(0)
-    tail = binom.cdf(np.minimum(positive, different - positive), different, 0.5)
+    tail = heads_at_most(np.minimum(positive, different - positive), different)
     p[alike] = np.minimum(1.0, 2.0 * tail)[alike]
     for i in np.flatnonzero(~alike & (different <= ENUMERATED)):
         nonzero = terms[sizes[:, i] > 0, i]
@@ -80,7 +80,7 @@ def _signs(count: int) -> Array:
 def _p_of_many(terms: Array, least: Array, strata: Sequence[Stratum]) -> Array:
     z = np.abs(terms.sum(0)) / np.sqrt(np.square(terms).sum(0))
     if terms.size > _MOST_WORK:
-        return np.asarray(2.0 * norm.sf(z))
+        return 2.0 * normal_tail(z)
     generator = _generator(strata)
     extreme = np.zeros(len(z))
     for _ in range(0, FLIPS, _CHUNK):
@@ -213,4 +213,4 @@ def units_needed(
 
 @lru_cache
 def _quantile(probability: float) -> float:
-    return float(norm.ppf(probability))
+    return normal_quantile(probability)

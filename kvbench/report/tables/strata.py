@@ -88,10 +88,10 @@ def as_text(value: object) -> str:
 
 def failures_of(records: pd.DataFrame) -> dict[str, int]:
     """Failed records by status; a record that is ok without a score counts as "no score"."""
-    status = records["status"].mask(
-        (records["status"] == "ok") & records["score"].isna(), "no score"
-    )
-    counts = status[status != "ok"].value_counts()
+    failed = records.loc[(records["status"] != "ok") | records["score"].isna(), "status"]
+    if failed.empty:
+        return {}
+    counts = failed.where(failed != "ok", "no score").value_counts()
     return {str(name): int(counts[name]) for name in sorted(counts.index)}
 
 
@@ -107,12 +107,13 @@ def _scores(group: Group, records: pd.DataFrame, unit: str, name: str) -> Scores
     named = records[unit].astype(str).to_numpy()
     of_pair = np.empty(len(keys), dtype=object)
     of_pair[codes[::-1]] = named[::-1]  # the first record of a pair names its unit
-    failed = dict(iter(records.groupby("variant")))
+    wrong = records[(records["status"] != "ok") | records["score"].isna()]
+    failed = {label: failures_of(part) for label, part in wrong.groupby("variant")}
     given = _stand_in(values, present, codes, records)
     statuses = []
     for i, label in enumerate(labels):
         missing = int((given[:, i] & ~present[:, i]).sum())
-        found = failures_of(failed[label]) if label in failed else {}
+        found = failed.get(label, {})
         statuses.append(found | ({"missing": missing} if missing else {}))
     return Scores(
         name=name,

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
-from scipy.stats import binom
 
 from kvbench.report.experiment import Group
 from kvbench.report.labels import Variant
+from kvbench.report.stats.distributions import heads_at_most
 from kvbench.report.stats.estimate import LEVEL, Estimate
 from kvbench.report.table import NOTHING, Column, Row, Table
 from kvbench.report.tables.strata import as_text, failures_of
@@ -79,7 +79,8 @@ def median_of(values: pd.Series) -> Estimate:
     known = np.sort(values.astype(float).dropna())
     if not len(known):
         return NOTHING
-    middle, k = float(np.median(known)), int(binom.ppf((1 - LEVEL) / 2, len(known), 0.5))
+    heads = heads_at_most(np.arange(len(known) + 1), len(known))
+    middle, k = float(np.median(known)), int((heads < (1 - LEVEL) / 2).sum())
     if k == 0:
         return Estimate(middle, np.nan, np.nan)
     return Estimate(middle, float(known[k - 1]), float(known[-k]))
@@ -192,14 +193,19 @@ def decoding_table(group: Group) -> Table | None:
     powers = tokens.clip(lower=1).map(lambda n: int(n).bit_length() - 1)
     rows = []
     for power in sorted(powers.unique().tolist()):
-        part = records[powers.eq(power)]
-        ms = part[part["status"].eq("ok")].set_index(["variant", "seed", "example_id"])["decode_ms"]
+        parts = dict(iter(records[powers.eq(power)].groupby("variant")))
+        good_parts = {label: part[part["status"].eq("ok")] for label, part in parts.items()}
+        ms = {
+            label: part.set_index(["seed", "example_id"])["decode_ms"]
+            for label, part in good_parts.items()
+        }
+        none = pd.Series(dtype=float, index=pd.MultiIndex.from_arrays([[], []]))
         for variant in group.variants:
-            mine = part[part["variant"].eq(variant.label)]
-            if mine.empty:
+            mine = parts.get(variant.label)
+            if mine is None:
                 continue
-            good = mine[mine["status"].eq("ok")]
-            ours, theirs = _of(ms, variant.label), _of(ms, group.baseline[variant.label])
+            good, ours = good_parts[variant.label], ms[variant.label]
+            theirs = ms.get(str(group.baseline[variant.label]), none)
             values = {
                 "model": group.model,
                 "task": group.task,
@@ -240,8 +246,3 @@ def decoding_table(group: Group) -> Table | None:
             " task=throughput, which measures each alone.",
         ),
     )
-
-
-def _of(ms: pd.Series, label: str | None) -> pd.Series:
-    """By seed and example; empty where the label has none."""
-    return ms[ms.index.get_level_values("variant") == label].droplevel("variant")
