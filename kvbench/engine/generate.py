@@ -35,7 +35,7 @@ from kvbench.engine.rows import (
 from kvbench.engine.sampling import GREEDY, Sampling
 from kvbench.engine.shared import is_shared
 from kvbench.engine.stopping import Stopping
-from kvbench.kv import Budget
+from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
 from kvbench.tasks.base import PromptEncoder
 
@@ -211,8 +211,11 @@ def _read(model: PreTrainedModel, prompt: Prompt, seed: int, chunk_tokens: int |
         for label, (method, budget) in prompt.methods.items()
     ]
     if chunk_tokens is None:
-        starts = [prefill(model, ids, forks, encoder=prompt.encoder)] * len(forks)
+        start = prefill(model, ids, forks, encoder=prompt.encoder, inputs=prompt.inputs)
+        starts = [start] * len(forks)
     else:
+        if prompt.inputs:
+            raise KVError("prefill is 'chunked' and the prompt shows images; allowed: shared")
         starts = [chunked_prefill(model, ids, fork, chunk_tokens) for fork in forks]
     compressible = compressible_layers(model)
     rows = [

@@ -15,6 +15,7 @@ import torch
 from annotated_types import Ge
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     PreTrainedConfig,
 )
@@ -23,6 +24,7 @@ from kvbench.engine.adapters import is_adapted
 from kvbench.engine.attention import UnsupportedModel
 from kvbench.engine.faults import is_out_of_memory
 from kvbench.engine.states import HYBRIDS, check_hybrid
+from kvbench.engine.vision import check_vision, reads_images
 from kvbench.errors import UserError, first_line, one_line, traceback_of
 from kvbench.errors.options import ADDED, Text, check_options
 from kvbench.tasks.hub import hub_answers, retries_said_once
@@ -319,10 +321,14 @@ def check_serves_interface(config: PreTrainedConfig) -> None:
     """Refuse architectures that compute attention themselves: nothing could be compressed there.
 
     Raises:
-        UnsupportedModel: naming the architecture.
+        UnsupportedModel: naming the architecture; see `check_vision`.
     """
+    mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    if reads_images(config):
+        check_vision(config)
+        mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     try:
-        architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        architecture = mapping[type(config)]
     except KeyError:
         return  # from_pretrained says what it is
     check_hybrid(config)

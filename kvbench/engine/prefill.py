@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,16 @@ from kvbench.engine.states import (
     states_in,
 )
 from kvbench.kernels.elapsed import Elapsed
-from kvbench.kv import NORMALISERS, WHOLE, BudgetExceeded, CompressedKV, LayerKV, Rotary, keep_all
+from kvbench.kv import (
+    NORMALISERS,
+    WHOLE,
+    BudgetExceeded,
+    CompressedKV,
+    KVError,
+    LayerKV,
+    Rotary,
+    keep_all,
+)
 from kvbench.tasks.base import PromptEncoder
 
 
@@ -296,9 +306,14 @@ def forward_rows(
     positions: Tensor,
     state: object,
     keep: int | Tensor | None = None,
+    inputs: Mapping[str, Any] | None = None,
 ) -> Tensor:
     """The same with the logits after more than the last token: [batch, t, vocab] after every one of
-    them, or after the last `keep`, or after those whose indices it holds."""
+    them, or after the last `keep`, or after those whose indices it holds.
+
+    Args:
+        inputs: what the model reads beside the ids (images).
+    """
     config = model.config.get_text_config()
     past = state.past(config) if is_hybrid(config) and isinstance(state, Stateful) else None
     output = model(
@@ -308,6 +323,7 @@ def forward_rows(
         use_cache=past is not None,
         logits_to_keep=ids.shape[1] if keep is None else keep,
         kvbench=state,
+        **(inputs or {}),
     )
     return output.logits
 
@@ -322,6 +338,7 @@ def prefill(
     *,
     always_compress: bool = False,
     encoder: PromptEncoder | None = None,
+    inputs: Mapping[str, Any] | None = None,
 ) -> Prefill:
     """Run the prompt once, exactly; every fork holds its compressed cache afterwards. A method that
     wrote to what the others read has failed, and the prompt is run again without it.
@@ -329,6 +346,7 @@ def prefill(
     Args:
         always_compress: call the methods even where the prompt is within their capacity, so that
             they can note the scores of what they keep (reading in chunks goes on from there).
+        inputs: what the model reads beside the ids (`ShownImages`).
         encoder: of the words in which a method asks for the prompt again (`Rescoring`).
     """
     device = input_device(model)
@@ -337,6 +355,15 @@ def prefill(
         fork.compressed = fork.method.uses_budget and (
             always_compress or len(ids) > fork.budget.capacity(len(ids))
         )
+    for fork in forks if inputs else ():
+        if fork.rescores:
+            fork.fail(
+                KVError(f"{fork.label!r} repeats the prompt, which shows images; allowed: text")
+            )
+    shown = {
+        name: part.to(device, model.dtype if part.is_floating_point() else None)
+        for name, part in (inputs or {}).items()
+    }
     tokens = torch.tensor([list(ids)], device=device)
     # One fork spoils nobody else's tensors: what a close look at each layer costs is one wait for a GPU
     # after the other, and a look at the end tells as much.
@@ -352,7 +379,8 @@ def prefill(
         synchronize(device)
         start = time.perf_counter()
         try:
-            logits = forward(model, tokens, torch.arange(len(ids), device=device), state)
+            positions = torch.arange(len(ids), device=device)
+            logits = forward_rows(model, tokens, positions, state, 1, shown)[:, -1]
             state.rescore(ids, encoder, feed)
             synchronize(device)
             compress_s = state.settle()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvbench.engine.stopping import Stopping
@@ -80,7 +80,7 @@ class Prompt:
             conversation of a copy of that cache, and within one each question after the answer to
             the one before. None: one question, where `run_batch` says it is read.
         note_kept: whether to say what every method kept of it.
-        encoder: see `kvbench.engine.prefill.prefill`.
+        encoder, inputs: see `kvbench.engine.prefill.prefill`.
     """
 
     context_ids: Sequence[int]
@@ -92,3 +92,4 @@ class Prompt:
     conversations: Sequence[Sequence[Question]] = ()
     note_kept: bool = False
     encoder: PromptEncoder | None = None
+    inputs: Mapping[str, Any] = field(default_factory=dict)

@@ -21,6 +21,7 @@ from kvbench.engine.loading import (
     told_in_one_line,
 )
 from kvbench.engine.quantized import gguf_options
+from kvbench.engine.vision import ImageEncoder, load_processor, reads_images
 from kvbench.errors import complain
 from kvbench.tasks.base import PromptEncoder, tokenizing
 
@@ -107,12 +108,25 @@ def with_model_facts(
     Raises:
         ModelError: a stop token that the tokenizer does not have.
     """
-    config = checked_config(spec).get_text_config()
+    whole = checked_config(spec)
+    config = whole.get_text_config()
+    chat = bool(getattr(tokenizer, "chat_template", None)) and spec.chat_template != "never"
+    images = None
+    if reads_images(whole):
+        with told_in_one_line("processor of model", spec):
+            processor = load_processor(
+                local_path(spec.path),
+                revision=spec.revision,
+                trust_remote_code=spec.trust_remote_code,
+                local_files_only=_only_local(spec.path),
+            )
+        images = ImageEncoder(processor, chat)
     positions = getattr(config, "max_position_embeddings", None)
     return replace(
         encoder,
         family=str(config.model_type),
-        chat=bool(getattr(tokenizer, "chat_template", None)) and spec.chat_template != "never",
+        chat=chat,
+        images=images,
         max_input=spec.max_input,
         max_positions=positions if isinstance(positions, int) else None,
         end_ids=stop_token_ids(tokenizer, spec),

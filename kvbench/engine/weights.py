@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -31,6 +32,7 @@ from kvbench.engine.memory import total_bytes
 from kvbench.engine.quantized import weight_options
 from kvbench.engine.quiet import without_reports
 from kvbench.engine.tokenizer import model_end_ids
+from kvbench.engine.vision import reads_images, text_attention
 
 Model = PreTrainedModel
 
@@ -49,14 +51,16 @@ def load_model(
     register()
     config = load_config(spec) if spec.random_weights else _config_of_path(spec)
     check_serves_interface(config)
-    implementation = None if is_adapted(config) else IMPLEMENTATION  # the library chooses
+    implementation: Any = None if is_adapted(config) else IMPLEMENTATION  # the library chooses
+    if reads_images(config):
+        implementation = text_attention(config)
     with told_in_one_line("model", spec):
         if spec.random_weights:
             _check_fits(config, spec, device, dtype)
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 torch.manual_seed(seed)
                 with device:
-                    model = AutoModelForCausalLM.from_config(
+                    model = _class_for(config).from_config(
                         config, dtype=dtype, attn_implementation=implementation
                     )
         else:
@@ -70,7 +74,7 @@ def load_model(
                     "max_memory": None if spec.max_memory is None else dict(spec.max_memory),
                     **packed,
                 }
-                loaded: Any = AutoModelForCausalLM.from_pretrained(
+                loaded: Any = _class_for(config).from_pretrained(
                     local_path(spec.path),
                     config=config,
                     revision=spec.revision or "main",  # converts what is not safetensors
@@ -93,6 +97,10 @@ def load_model(
     if is_adapted(config):
         attach(model)
     return model.eval()
+
+
+def _class_for(config: PreTrainedConfig) -> Any:
+    return AutoModelForImageTextToText if reads_images(config) else AutoModelForCausalLM
 
 
 def _check_safetensors(spec: ModelSpec, config: PreTrainedConfig) -> None:
@@ -133,7 +141,7 @@ def _check_fits(
         ModelError: how many bytes they have, and how many there are.
     """
     with torch.device("meta"):
-        shape = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        shape = _class_for(config).from_config(config, dtype=dtype)
     needed = sum(part.numel() * part.element_size() for part in shape.parameters())
     there = total_bytes(device)
     if there is not None and needed > there:

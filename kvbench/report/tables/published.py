@@ -17,7 +17,7 @@ beside the CSV files; a mapping with layout keys of its own does without
     sums: {code: [lcc, repobench-p]}   columns that are sums of datasets' scores
     fields: {decode_s: decode_s}       columns that are seconds: other record fields than the score
     field: latency_s           the record field that stands for the score, in seconds
-    unit: fraction             of that field, where it is not seconds
+    unit: fraction             of that field or those fields, where it is not seconds
     setting: {prompt_len: prompt_tokens, gen_len: asked_new_tokens}   columns and the record fields that
                                are the same: a column for each combination
     records: {asked_rate: 0.2}    only our records with this value, or with none
@@ -193,7 +193,7 @@ def _compare(
         source=str(spec["file"]).removesuffix(".csv"),
         task=group.task,
         model=group.model,
-        unit=spec.get("unit", "s") if spec.get("field") else table.unit,
+        unit=spec.get("unit", "s") if spec.get("field") or spec.get("fields") else table.unit,
         columns=columns,
         rows=(*rows, *best) if columns else (),
         field=spec.get("field"),
