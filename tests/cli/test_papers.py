@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from support.command import main
+from support.configs import composed
 from support.paths import ROOT
 
 from kvbench.cli.catalogue import catalogue
@@ -77,6 +78,14 @@ def test_every_command_composes_as_on_the_shipped_model(name: str) -> None:
         assert line[0] == lines[0][0] or line[0] in MADE[name].runs
         assert f"{limit_key(experiment_called(experiment)[0])}=2" in line
         assert check_overrides(line, sweep=True) is None, line
+
+
+def test_a_small_model_keeps_its_architecture() -> None:
+    """What H2O's Table 5 changes of OPT's is no architecture by itself."""
+    (line,) = command_lines("h2o_table5", ["model=recall_mini"])
+    assert composed(*line).model.architecture is None
+    (line, *_) = command_lines("h2o_table5", [])
+    assert composed(*line).model.architecture.model_type == "opt"
 
 
 def test_an_older_name_goes_on_in_its_folder(capsys: Any) -> None:
