@@ -17,7 +17,7 @@ KVBENCH = $(BIN)/python -m kvbench
 
 TARGETS = help setup demo test test-slow test-slurm test-references wheel lint results reproduce reproduce-all \
   reproduce-theory report site figures wandb-report notebook train-recall-mini bench bench-kvpress gpu-check \
-  bench-throughput clean
+  bench-throughput frontier clean
 .PHONY: $(TARGETS)
 
 help: ## show the targets
@@ -72,7 +72,7 @@ lint: setup ## ruff, mypy, and how large the house is
 RUN = $(KVBENCH) results_dir=$(RESULTS) batch_size=8
 OFFICIAL = experiment=demo_official 'task.files=[$(LONGEVAL)/200_lines.jsonl]'
 DRAWING = [uniform,subgen,balancekv,balancekv_needle]
-results reproduce-theory: RESULTS = results
+results reproduce-theory frontier: RESULTS = results
 results: setup ## results/ as committed: 200 examples a task, six draws, official cases, four rates; README's tables
 	$(RUN) experiment=demo limit=200
 	$(RUN) experiment=demo_seeds limit=200
@@ -90,6 +90,16 @@ THEORY = walk_discrepancy subgen_clusters error_scaling error_scaling_streaming 
 reproduce-theory: setup ## error against memory, discrepancy, clusters, ablation; results/theory/report.html
 	set -e; for name in $(THEORY); do $(KVBENCH) experiment=$$name results_dir=$(RESULTS); done
 	for name in theory balancekv_ablation; do $(BIN)/python -m kvbench.report --list $(RESULTS)/$$name; done
+
+TENSORS = $(KVBENCH) results_dir=$(RESULTS) logger=none experiment=frontier task.seeds=1
+MODELLED = $(KVBENCH) results_dir=$(RESULTS) logger=none experiment=frontier_model
+frontier: setup ## README's second figure: every method and combination on one axis of bytes; results/frontier
+	$(TENSORS) task_label=tensors_4096 task.synthetic.n=4096 'task.layers=[1,2,3,4]'
+	$(TENSORS) task_label=tensors_16384 task.synthetic.n=16384 'task.layers=[1,2,3,4]'
+	$(TENSORS) task_label=tensors_65536 task.synthetic.n=65536 'task.layers=[1,2,3]' task.synthetic.heads=2 task.synthetic.kv_heads=1
+	$(MODELLED) 'task.rates=[0.5,0.25,0.125]' task.num_prompts=12
+	$(MODELLED) -m task=longeval_lines_context 'task.num_lines=[50]' 'budget.rate=0.5,0.25,0.125' limit=40 batch_size=8
+	$(BIN)/python scripts/frontier.py $(RESULTS)/frontier --out $(RESULTS)/frontier/figures/frontier.png
 
 # make reproduce EXPERIMENT=balancekv_table1 MODEL=recall_mini LIMIT=2 ARGS='device=cpu'; kvbench list experiments has
 # the names. MODEL: of conf/model. LIMIT: examples of every dataset. ARGS: any further overrides. On a cluster:

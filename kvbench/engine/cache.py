@@ -17,7 +17,7 @@ from kvbench.engine.attention import capped, grown_range, signed_mean
 from kvbench.engine.guard import call
 from kvbench.engine.recompress import Recompressor
 from kvbench.kernels.position_bias import PositionBias
-from kvbench.kernels.quantize import Codec, Scheme, never
+from kvbench.kernels.quantize import Codecs, Scheme, never
 from kvbench.kv import CompressedKV, KVError, weighted_entries
 from kvbench.methods.base import Held, Method
 
@@ -87,7 +87,7 @@ class LayerCache:
         reserved = count + room
         self.base: LayerCache | None = None
         self.again: Recompressor | None = None
-        self.packed: tuple[Codec, Codec] | None = None
+        self.packed: Codecs | None = None
         if quantization is not None:
             self.packed = quantization.codecs(held.keys[0], held.values[0], layer=layer, seed=seed)
         if self.evicts and held.keys_only:

@@ -9,15 +9,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvbench.kernels.quantize import (
     CACHED,
-    Block,
     Codec,
+    Codecs,
     Quantization,
+    ValueBlock,
     pack,
     pack_bits,
     packed_bytes,
@@ -90,7 +92,7 @@ class QJL:
             return self.first_m, self.first_m_out
         return self.m, self.m_out
 
-    def codecs(self, keys: Tensor, values: Tensor, *, layer: int, seed: int) -> tuple[Codec, Codec]:
+    def codecs(self, keys: Tensor, values: Tensor, *, layer: int, seed: int) -> Codecs:
         """See `kvbench.kernels.quantize.Scheme`."""
         m_out = self.widths(layer)[1]
         made = sketch(keys.shape[-1], self.m, self.first_m, self.orthogonal, seed)
@@ -100,7 +102,7 @@ class QJL:
             partial(pack_keys, projection=projection, m_out=m_out, scheme=self),
             due=lambda _, waiting: waiting - waiting % self.buffer,
         )
-        second = Codec(
+        second: Codec[ValueBlock] = Codec(
             partial(pack, quantization=stored, by_channel=False),
             due=lambda _, waiting: max(0, waiting - self.buffer),
         )
@@ -195,15 +197,11 @@ class Signs:
             logits.append(found.transpose(0, 1).flatten(1))
         return torch.stack(logits) * (math.sqrt(math.pi / 2) / self.bias)
 
-    def mix(self, weights: Tensor) -> Tensor:
-        """Signs are no values."""
-        raise NotImplementedError("QJL stores keys")
-
     def without(self, places: Tensor) -> Signs:
         """Not of keys in groups."""
         raise ValueError("an entry of a group does not leave alone")
 
-    def joined(self, other: Block) -> Signs:
+    def joined(self, other: Any) -> Signs:
         """See `kvbench.kernels.quantize.Block`."""
         pairs = {name: (getattr(self, name), getattr(other, name)) for name in self._PARTS}
         parts = {name: torch.cat(pair, dim=1) for name, pair in pairs.items()}

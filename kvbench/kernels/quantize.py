@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Generic, Literal, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -41,16 +41,20 @@ class Block(Protocol):
         """query . row, [heads, q, d] -> [heads, q, n]."""
         ...
 
+    def joined(self, other: Any) -> Self:
+        """These rows and those of a block of the same kind that follow."""
+        ...
+
+    def without(self, places: Tensor) -> Self:
+        """Without one row of each head, places [heads], which the last one takes."""
+        ...
+
+
+class ValueBlock(Block, Protocol):
+    """Rows that can be averaged as well: signs of keys cannot."""
+
     def mix(self, weights: Tensor) -> Tensor:
         """Sum of weights times rows, [heads, q, n] -> [heads, q, d]."""
-        ...
-
-    def joined(self, other: Block) -> Block:
-        """These rows and those that follow."""
-        ...
-
-    def without(self, places: Tensor) -> Block:
-        """Without one row of each head, places [heads], which the last one takes."""
         ...
 
 
@@ -72,8 +76,11 @@ def moved(stored: Tensor, places: Tensor) -> Tensor:
     return kept
 
 
+B = TypeVar("B", bound=Block)
+
+
 @dataclass(frozen=True)
-class Codec:
+class Codec(Generic[B]):
     """The packed ones of the rows of one side (keys or values) of a layer, oldest first.
 
     Attributes:
@@ -82,10 +89,10 @@ class Codec:
         fixed_nbytes: bytes held beside the blocks.
     """
 
-    pack: Callable[[Tensor], Block]
+    pack: Callable[[Tensor], B]
     due: Callable[[int, int], int] = never
     fixed_nbytes: int = 0
-    blocks: tuple[Block, ...] = field(default=(), repr=False)
+    blocks: tuple[B, ...] = field(default=(), repr=False)
 
     @property
     def count(self) -> int:
@@ -97,7 +104,7 @@ class Codec:
         """Bytes as stored."""
         return self.fixed_nbytes + sum(block.nbytes for block in self.blocks)
 
-    def take(self, rows: Tensor) -> tuple[Codec, int]:
+    def take(self, rows: Tensor) -> tuple[Codec[B], int]:
         """Of the exact rows that follow [heads, t, d] take over what is due; how many that was."""
         taken = self.due(self.count, rows.shape[1])
         if not taken:
@@ -107,7 +114,7 @@ class Codec:
             return replace(self, blocks=(*self.blocks[:-1], self.blocks[-1].joined(block))), taken
         return replace(self, blocks=(*self.blocks, block)), taken
 
-    def without(self, places: Tensor) -> Codec:
+    def without(self, places: Tensor) -> Codec[B]:
         """See `Block.without`; what is held stays as it was packed."""
         (whole,) = self.whole
         return replace(self, blocks=(whole.without(places),))
@@ -121,11 +128,15 @@ class Codec:
         """query . row, [heads, q, d] -> [heads, q, count], in the query's dtype."""
         return torch.cat([block.dot(query) for block in self.blocks], dim=-1).to(query.dtype)
 
-    def mix(self, weights: Tensor) -> Tensor:
+    def mix(self: Codec[ValueBlock], weights: Tensor) -> Tensor:
         """Sum of weights times rows, [heads, q, count] -> [heads, q, d], in the weights' dtype."""
         parts = weights.split([block.count for block in self.blocks], dim=-1)
         mixed = [block.mix(part) for block, part in zip(self.blocks, parts, strict=True)]
         return torch.stack(mixed).sum(0).to(weights.dtype)
+
+
+Codecs = tuple[Codec[Any], Codec[ValueBlock]]
+"""Of keys and of values."""
 
 
 @runtime_checkable
@@ -137,7 +148,7 @@ class Scheme(Protocol):
         """Whether every entry is packed by itself, new ones at once, so that any of them may leave."""
         ...
 
-    def codecs(self, keys: Tensor, values: Tensor, *, layer: int, seed: int) -> tuple[Codec, Codec]:
+    def codecs(self, keys: Tensor, values: Tensor, *, layer: int, seed: int) -> Codecs:
         """Codecs of the prompt's keys and values [heads, n, d]; rows that stay exact are the last."""
         ...
 
@@ -179,7 +190,7 @@ class Quantization:
         """See `Scheme`."""
         return self.keys == "entry"
 
-    def codecs(self, keys: Tensor, values: Tensor, *, layer: int, seed: int) -> tuple[Codec, Codec]:
+    def codecs(self, keys: Tensor, values: Tensor, *, layer: int, seed: int) -> Codecs:
         """See `Scheme`: keys per channel or per entry, values per entry."""
         packed = (
             pack(keys, self, by_channel=not self.by_entry),

@@ -9,13 +9,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 import torch
 from scipy import special
 from torch import Tensor
 
-from kvbench.kernels.quantize import CACHED, Block, Codec, moved, pack_bits, unpack_bits
+from kvbench.kernels.quantize import CACHED, Codec, Codecs, moved, pack_bits, unpack_bits
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class TurboQuant:
         size = min(max(1, round(self.outlier_share * d)), d - 1)
         return [(size, self.outlier_bits), (d - size, self.bits)]
 
-    def codecs(self, keys: Tensor, values: Tensor, *, layer: int, seed: int) -> tuple[Codec, Codec]:
+    def codecs(self, keys: Tensor, values: Tensor, *, layer: int, seed: int) -> Codecs:
         """See `kvbench.kernels.quantize.Scheme`."""
         return self._codec(keys, self.keys, layer, seed), self._codec(
             values, self.values, layer, seed
@@ -339,7 +340,7 @@ class Rotated:
     def _split(self, x: Tensor) -> Sequence[Tensor]:
         return split_channels(x, self.order, [len(one.rotation) for one in self.coders])
 
-    def joined(self, other: Block) -> Rotated:
+    def joined(self, other: Any) -> Rotated:
         """See `kvbench.kernels.quantize.Block`."""
         assert isinstance(other, Rotated)
         pairs = zip(self.parts, other.parts, strict=True)

@@ -169,11 +169,16 @@ def _draw_rows(
     style_axes(ax, grid="x")
 
 
-def error_against_memory(group: Group) -> Drawn | None:
-    """The same for tasks whose records bear a rate each; None where there are no two rates."""
+def points_of(group: Group) -> dict[str, list[Point]]:
+    """By method its points, whether its rates are in the records or are variants."""
+    return _lines_by_rate(group) or _lines_of(score_table(group))
+
+
+def _lines_by_rate(group: Group) -> dict[str, list[Point]]:
+    """By method its points, of records that bear a rate each; none where there are no two rates."""
     records = group.records[group.records["status"].eq("ok") & group.records["score"].notna()]
     if "rate" not in records or records["rate"].nunique() < 2:
-        return None
+        return {}
     ratios = records.groupby(["variant", "rate"])["ratio"].mean()
     table = score_table(group, "rate")
     lines: dict[str, list[Point]] = {}
@@ -184,6 +189,12 @@ def error_against_memory(group: Group) -> Drawn | None:
             if not math.isnan(cell.score.value):
                 point = float(ratios[row.variant.label, float(rate)]), cell.score
                 lines.setdefault(row.variant.label, []).append(point)
+    return lines
+
+
+def error_against_memory(group: Group) -> Drawn | None:
+    """The same for tasks whose records bear a rate each; None where there are no two rates."""
+    lines = _lines_by_rate(group)
     if not lines:
         return None
     figure = new_figure(6.6, 3.7)
