@@ -96,9 +96,8 @@ MODELLED = $(KVBENCH) results_dir=$(RESULTS) logger=none experiment=frontier_mod
 frontier: setup ## README's second figure: every method and combination on one axis of bytes; results/frontier
 	$(TENSORS) task_label=tensors_4096 task.synthetic.n=4096 'task.layers=[1,2,3,4]'
 	$(TENSORS) task_label=tensors_16384 task.synthetic.n=16384 'task.layers=[1,2,3,4]'
-	$(TENSORS) task_label=tensors_65536 task.synthetic.n=65536 'task.layers=[1,2,3]' task.synthetic.heads=2 task.synthetic.kv_heads=1
 	$(MODELLED) 'task.rates=[0.5,0.25,0.125]' task.num_prompts=12
-	$(MODELLED) -m task=longeval_lines_context 'task.num_lines=[50]' 'budget.rate=0.5,0.25,0.125' limit=40 batch_size=8
+	$(MODELLED) -m task=longeval_lines_context 'task.num_lines=[50]' 'budget.rate=0.5,0.25' limit=16 batch_size=8
 	$(BIN)/python scripts/frontier.py $(RESULTS)/frontier --out $(RESULTS)/frontier/figures/frontier.png
 
 # make reproduce EXPERIMENT=balancekv_table1 MODEL=recall_mini LIMIT=2 ARGS='device=cpu'; kvbench list experiments has

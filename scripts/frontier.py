@@ -22,7 +22,7 @@ from kvbench.report.figures.style import style_of
 from kvbench.report.files import write_bytes
 
 UNITS = {"fraction": "score (%)", "relative_error": "relative error of a layer"}
-COLUMNS = 3
+COLUMNS = 2
 
 
 def draw(groups: Sequence[Group]) -> Drawn:

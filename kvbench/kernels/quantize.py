@@ -120,7 +120,7 @@ class Codec(Generic[B]):
         return replace(self, blocks=(whole.without(places),))
 
     @property
-    def whole(self) -> tuple[Block, ...]:
+    def whole(self) -> tuple[B, ...]:
         """All rows as one block; none where there is no row."""
         return (reduce(lambda one, other: one.joined(other), self.blocks),) if self.blocks else ()
 
