@@ -52,7 +52,7 @@ def reproduce(arguments: Sequence[str], run: Callable[[Sequence[str]], int]) -> 
             statuses.append(error.status)
         except SystemExit as stop:
             statuses.append(stop.code if isinstance(stop.code, int) else 1)
-    _index(overrides, list(made))
+    _index(overrides, list(reversed(made)))
     return max(statuses)
 
 

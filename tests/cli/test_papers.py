@@ -204,6 +204,12 @@ def test_a_failure_does_not_keep_the_others_from_being_run(
     page = (tmp_path / "index.html").read_text()
     linked = set(re.findall(r'href="(\w+)/report.html"', page))
     assert linked == {folder_of(name) for name in names[2:]}
+    order = re.findall(r'href="(\w+)/report.html"', page)
+    assert (
+        order.index("balancekv_theorem3_2")
+        < order.index("subgen_table2")
+        < order.index("h2o_table9")
+    )
 
 
 def test_reproduce_runs_what_it_says(capsys: Any, tmp_path: Path) -> None:
