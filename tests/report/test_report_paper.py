@@ -281,6 +281,37 @@ def test_seconds_are_compared_with_seconds(tmp_path: Path) -> None:
     assert "37.769" in build_report(tmp_path / "demo").page.read_text()
 
 
+@pytest.mark.parametrize(
+    ("experiment", "model", "new", "printed"),
+    [
+        ("h2o_table3", "OPT-6.7B", 512, "51.7"),
+        ("h2o_table4", "OPT-30B", 64, "6.7"),
+        ("h2o_table7", "OPT-6.7B", 512, "51.7"),
+        ("h2o_table7", "OPT-6.7B-bnb4", 512, "72.5"),
+    ],
+)
+def test_throughputs_stand_beside_the_name_that_records_have(
+    tmp_path: Path, experiment: str, model: str, new: int, printed: str
+) -> None:
+    """Records bear a model's own name, with how its weights are packed, not that of its file."""
+    file = Path(kvbench.__file__).parent / "conf" / "experiment" / f"{experiment}.yaml"
+    where = {"prompt_tokens": 512, "asked_new_tokens": new, "asked_batch": "largest"}
+    for method in ("exact", "h2o"):
+        write_run(
+            tmp_path,
+            task="throughput",
+            method=method,
+            model=model,
+            records=[{"example_id": "0", "dataset": "512", **where, "score": 40.0}],
+            task_meta=THROUGHPUT_META,
+            experiment=experiment,
+            options={"paper_table": yaml.safe_load(file.read_text())["paper_table"]},
+        )
+    (table,) = published_tables(load_experiment(tmp_path / experiment))
+    h2o = next(row for row in table.rows if row.label.startswith("h2o"))
+    assert [pair.printed for pair in h2o.pairs if pair.ours.value == 40.0] == [printed]
+
+
 def test_throughput_at_several_settings_is_compared_setting_by_setting(tmp_path: Path) -> None:
     """The specs of the two H2O experiments, on records as the probe writes them."""
     settings = {"h2o_table3": [(512, 32, 4), (512, 512, 4), (512, 1024, 4), (64, 8, 1)]}
