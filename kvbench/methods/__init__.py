@@ -56,8 +56,18 @@ def _folder() -> Path:
 
 
 def _options_of(variant: str) -> dict[str, Any]:
-    text = (_folder() / f"{variant}.yaml").read_text(encoding="utf-8")
-    return dict(yaml.safe_load(text))
+    """What a file composes to: the options that it inherits, and its own over them."""
+    own = yaml.safe_load((_folder() / f"{variant}.yaml").read_text(encoding="utf-8"))
+    options: dict[str, Any] = {}
+    for parent in own.pop("defaults", ()):
+        options = _merged(options, _options_of(parent.partition("@")[0]))
+    return _merged(options, own)
+
+
+def _merged(options: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    both = {key: value for key, value in over.items() if isinstance(options.get(key), dict)}
+    deeper = {key: _merged(options[key], value) for key, value in both.items() if value}
+    return {**options, **over, **deeper}
 
 
 def build_method(name: str, preset: str | None = None, **options: Any) -> Method:

@@ -112,7 +112,7 @@ def test_nobody_is_asked_but_on_a_terminal(monkeypatch, capsys):
 
     class Job:
         class spec:
-            name = "m"
+            label = "m"
 
         task = "t"
 
