@@ -563,7 +563,7 @@ def test_a_page_without_room_leaves_out_the_largest_figures_only(
     assert len(text.encode()) <= fewest - 10
     assert text.count("<svg") == len(figures) - 1
     assert largest not in text
-    assert text.count("1 figures more, for which this page has no room") == 1
+    assert text.count("1 figure more, for which this page has no room") == 1
 
 
 def test_lines_along_an_axis_keep_their_corners() -> None:
