@@ -277,6 +277,7 @@ def test_runs_go_to_an_ignored_folder_and_results_are_written_by_name_only() -> 
         told = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True).stdout
         written[target] = set(re.findall(r"results_dir=(\w+)", told))
     assert {name for name, folders in written.items() if "results" in folders} == {
+        "frontier",
         "results",
         "reproduce-theory",
     }

@@ -20,6 +20,7 @@ from support.jobs import Echo, make_job, records_of
 from support.tiny import prompt_ids, tiny_model
 
 from kvbench.engine import limits as interrupts
+from kvbench.engine import prefill
 from kvbench.engine import rows as engine_rows
 from kvbench.engine.faults import release_frames
 from kvbench.engine.generate import Prompt, run_batch
@@ -174,16 +175,15 @@ def test_memory_may_run_out_anywhere_and_the_next_example_goes_on(
                 raise MemoryError
             return super().score(prediction, example)
 
-    real = engine_rows.forward
+    real = prefill.forward_rows
 
-    def forward(model: Any, ids: Any, positions: Any, state: Any) -> Any:
+    def forward(model: Any, ids: Any, positions: Any, state: Any, *rest: Any, **more: Any) -> Any:
         forks = state.forks
         if forks[0].example_id == "e1" and place == ("prefill" if ids.shape[1] > 1 else "decode"):
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return real(model, ids, positions, state)
+        return real(model, ids, positions, state, *rest, **more)
 
-    monkeypatch.setattr(engine_rows, "forward", forward)
-    monkeypatch.setattr("kvbench.engine.prefill.forward", forward)
+    monkeypatch.setattr(prefill, "forward_rows", forward)
     result = run_job(make_job(tmp_path, echo=Tight(count=3)))
     for rows in records_of(result).values():
         assert [r["status"] for r in rows] == ["ok", "oom", "ok"]

@@ -33,10 +33,12 @@ from kvbench.cli.check import composer
 
 BASE = ["logger=none", "model=tiny_random", "device=cpu", "dry_run=true", "limit=1"]
 LONGBENCH = Path(__file__).parents[1] / "data" / "longbench"
+SUMMARIES = LONGBENCH.with_name("summaries")
 MOST_SECONDS = 60
 """Of CPU time, for one command line: what takes longer hangs."""
 
 _SHORT_LINES = ["task.num_lines=[5]", "task.max_new_tokens=4"]
+_ON_TEXT = ["task.prompts.tokens=64", "task.prompts.num_examples=1", "task.num_prompts=1"]
 _ON_LINES = ["task.prompts.num_lines=[20]", "task.num_prompts=1", "task.layers=[1]"]
 QUICK = {
     "longeval_lines": _SHORT_LINES,
@@ -73,6 +75,19 @@ QUICK = {
     "ruler": ["task.tasks=[niah_single_1]", "task.lengths=[1024]", "task.num_examples=1"],
     "lm_eval": ["task.source=local", "task.per_dataset=1"],
     "stream": ["task.tokens=64", "task.num_texts=1"],
+    "index": ["task.synthetic.n=64", "task.rates=[0.5]", "task.layers=[1]", "task.seeds=1"],
+    "text": ["task.tokens=64", "task.num_examples=1", "task.max_new_tokens=4"],
+    "norms": _ON_LINES,
+    "attention_mass": _ON_TEXT,
+    "attention_sparsity": _ON_TEXT,
+    "neuron_frequency": _ON_TEXT,
+    "neuron_dropping": [*_ON_TEXT, "task.num_prompts=2", "task.calibration=1"],
+    "neuron_overlap": ["task.contents={}"],
+    "neuron_overlap_texts": ["task.contents={}"],
+    "neuron_overlap_training": ["task.contents={}"],
+    "clusterability": ["task.generate=8", "task.counts=[1,2]", "task.centres=2"],
+    "h2o_summaries": [f"task.data={SUMMARIES}", "task.max_new_tokens=4"],
+    "captions": ["task.data=/nosuch.json"],
     **{
         key: ["task.dataset=null", "task.files=[/nosuch.jsonl]"]
         for key in (
