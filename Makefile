@@ -97,6 +97,7 @@ MODELLED = $(KVBENCH) results_dir=$(RESULTS) logger=none experiment=frontier_mod
 frontier: setup ## README's second figure: every method and combination on one axis of bytes; results/frontier
 	$(TENSORS) task_label=tensors_4096 task.synthetic.n=4096 'task.layers=[1,2,3,4]'
 	$(TENSORS) task_label=tensors_16384 task.synthetic.n=16384 'task.layers=[1,2,3,4]'
+	$(TENSORS) task_label=tensors_65536 task.synthetic.n=65536 'task.layers=[1]'
 	$(MODELLED) 'task.rates=[0.5,0.25,0.125]' task.num_prompts=12
 	$(MODELLED) -m task=longeval_lines_context 'task.num_lines=[50]' 'budget.rate=0.5,0.25' limit=16 batch_size=8
 	$(BIN)/python scripts/frontier.py $(RESULTS)/frontier --out $(RESULTS)/frontier/figures/frontier.png
@@ -108,7 +109,9 @@ frontier: setup ## README's second figure: every method and combination on one a
 # make reproduce-balancekv-table1 ARGS='method=[exact,streaming_llm,minference_pyramidkv,minference_snapkv,uniform,balancekv]'
 LAUNCHER ?= local
 LAUNCH = launcher=$(LAUNCHER) $(if $(PARTITION),launcher.partition=$(PARTITION)) $(if $(SHARDS),shards=$(SHARDS))
-REPRODUCE = $(KVBENCH) reproduce $(EXPERIMENT) results_dir=$(RESULTS) $(LAUNCH) $(if $(MODEL),model=$(MODEL)) \
+SEEING = $(and $(filter recall_mini tiny_random,$(MODEL)),$(filter all balancekv_table4,$(EXPERIMENT)))
+REPRODUCE = $(if $(SEEING),$(BIN)/python scripts/tiny_vision.py runs/tiny_vision &&) \
+  $(KVBENCH) reproduce $(EXPERIMENT) results_dir=$(RESULTS) $(LAUNCH) $(if $(MODEL),model=$(MODEL)) \
   $(if $(LIMIT),limit=$(LIMIT)) $(if $(task.data),task.data=$(task.data)) $(ARGS)
 export LONGEVAL ESSAYS
 

@@ -79,6 +79,8 @@ def command_lines(name: str, overrides: Sequence[str]) -> Iterator[list[str]]:
     small = shlex.split(item.small if given.get("model") in SMALL_MODELS else "")
     key = limit_key(experiment)
     own = [f"{key}={text[6:]}" if text.startswith("limit=") else text for text in overrides]
+    if any(word.startswith("model=") for word in small):  # another small model, which it needs
+        own = [text for text in own if not text.startswith("model=")]
     for line in item.runs:
         words = shlex.split(line)
         if line.startswith("experiment="):

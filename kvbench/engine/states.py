@@ -13,10 +13,12 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedConfig
-from transformers.cache_utils import LinearAttentionCacheLayerMixin as State
+from transformers import Cache, DynamicCache, PreTrainedConfig, __version__, cache_utils
 
 from kvbench.engine.attention import UnsupportedModel
+
+State: Any = getattr(cache_utils, "LinearAttentionCacheLayerMixin", None)
+"""The layer of transformers' caches that holds a state; None in versions (5.2) that have none."""
 
 States = Mapping[int, State]
 """By layer index."""
@@ -53,8 +55,13 @@ def check_hybrid(config: PreTrainedConfig) -> None:
     """Refuse hybrids that are not known to go on from a state.
 
     Raises:
-        UnsupportedModel: naming the type.
+        UnsupportedModel: naming the type, or the transformers that has no states in its caches.
     """
+    if is_hybrid(config) and State is None:
+        raise UnsupportedModel(
+            f"model type {config.model_type!r} has layers that carry a state (linear attention), and "
+            f"transformers {__version__} has no cache for it; allowed: a later one"
+        )
     if is_hybrid(config) and config.model_type not in HYBRIDS:
         raise UnsupportedModel(
             f"model type {config.model_type!r} has layers that carry a state (linear attention); "
@@ -78,7 +85,8 @@ class PassingCache(DynamicCache):
 
 def states_in(cache: Cache) -> dict[int, State]:
     """Those of all rows."""
-    return {i: layer for i, layer in enumerate(cache.layers) if isinstance(layer, State)}
+    layers = [] if State is None else cache.layers
+    return {i: layer for i, layer in enumerate(layers) if isinstance(layer, State)}
 
 
 @runtime_checkable

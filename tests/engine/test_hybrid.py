@@ -13,6 +13,7 @@ from support.forward import SMALL, generate, reference
 from support.tiny import GROUPED, Everything, on_kvbench, prompt_ids, tiny_model
 
 from kvbench import compress
+from kvbench.engine import states
 from kvbench.engine.attention import UnsupportedModel, register
 from kvbench.engine.capture import capture_layers
 from kvbench.engine.fork import Fork
@@ -198,6 +199,15 @@ def test_read_in_chunks():
     parts = generate(model, ids, {"e": (build_method("exact"), SMALL)}, chunk_tokens=32)["e"]
     assert parts.tokens == whole.tokens
     assert parts.exact_bytes == whole.exact_bytes
+
+
+def test_a_transformers_without_states_refuses_hybrids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers 5.2 has no cache layer for them; everything else goes on there."""
+    monkeypatch.setattr(states, "State", None)
+    with pytest.raises(UnsupportedModel, match="has no cache for it; allowed: a later one"):
+        states.check_hybrid(t.Qwen3NextConfig())
+    states.check_hybrid(t.LlamaConfig())
+    assert states.states_in(t.DynamicCache()) == {}
 
 
 def test_what_is_refused():
