@@ -10,6 +10,7 @@ touched; without a state, and after `attached_attention`, the module computes wh
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -33,22 +34,22 @@ def _slopes(table: Tensor) -> Tensor:
     return table[:, 0, 1] - table[:, 0, 0]
 
 
-class _Family:
+class _Family(ABC):
     """What one family's attention module does before and after attention itself."""
 
     scaling: str = "inv_norm_factor"
 
+    @abstractmethod
     def project(self, module: Any, hidden: Tensor, given: dict[str, Any]) -> Projected:
         """See `Projected`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def bias(self, module: Any, hidden: Tensor) -> PositionBias | None:
         """What a key's position adds to its logits."""
-        raise NotImplementedError
 
+    @abstractmethod
     def finish(self, module: Any, mixed: Tensor, given: dict[str, Any]) -> Tensor:
         """The module's output of attention's, [batch, t, heads * head_dim]."""
-        raise NotImplementedError
 
 
 class _Mpt(_Family):

@@ -34,13 +34,14 @@ REFERENCES = [
     ["two dogs play with a ball in the park", "dogs running after a ball"],
     ["a plate of food with rice and fish on it", "some rice and a fish on a white plate"],
 ]
+NEEDS = "needs the package pycocoevalcap"
 PREDICTIONS = ["a man riding a horse on the beach", "two dogs in a park with a red ball", "a plate"]
 
 
 def test_metrics_equal_cocos_own():
-    bleu = pytest.importorskip("pycocoevalcap.bleu.bleu")
-    cider = pytest.importorskip("pycocoevalcap.cider.cider")
-    rouge = pytest.importorskip("pycocoevalcap.rouge.rouge")
+    bleu = pytest.importorskip("pycocoevalcap.bleu.bleu", reason=NEEDS)
+    cider = pytest.importorskip("pycocoevalcap.cider.cider", reason=NEEDS)
+    rouge = pytest.importorskip("pycocoevalcap.rouge.rouge", reason=NEEDS)
     truth = dict(enumerate(REFERENCES))
     said = {place: [text] for place, text in enumerate(PREDICTIONS)}
     pairs = list(zip(PREDICTIONS, REFERENCES, strict=True))
