@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from kvbench.kv import Budget, LayerKV
-from kvbench.methods.base import Held
 
 
 def positions_between(layer: LayerKV, start: int, stop: int) -> Tensor:
@@ -34,14 +33,6 @@ def group_mean(scores: Tensor, kv_heads: int) -> Tensor:
 def top_positions(scores: Tensor, count: int) -> Tensor:
     """Positions of the `count` largest scores of each head, ascending: [batch, heads, count]."""
     return scores.topk(count, dim=-1, sorted=False).indices.sort(-1).values
-
-
-def oldest_leaves(held: Held, sink: int) -> Tensor | None:
-    """Index [kv_heads] of the oldest entry at position `sink` or later; None within capacity."""
-    if held.positions.shape[-1] <= held.capacity:
-        return None
-    never = torch.iinfo(held.positions.dtype).max
-    return held.positions.masked_fill(held.positions < sink, never).argmin(-1)
 
 
 def by_largest_remainder(wanted: Sequence[Fraction], total: int) -> list[int]:

@@ -15,6 +15,7 @@ from kvbench.kernels.qjl import QJL
 from kvbench.kernels.quantize import Quantization, Scheme
 from kvbench.kernels.turboquant import TurboQuant
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
+from kvbench.methods._eviction import Eviction
 
 SCHEMES: Mapping[str, type[Quantization] | type[QJL] | type[TurboQuant]] = {
     "affine": Quantization,
@@ -279,8 +280,15 @@ class Method:
         """
         return num_layers * (budget.capacity(n) if self.saves_memory else n)
 
+    def eviction(self, capacity: int, sink: int) -> Eviction | None:
+        """The rule by which `evict` goes, for a cache of `capacity` entries per head whose first `sink`
+        tokens are always kept; the engine then reads many tokens, or decodes many rows, at once. None:
+        an `evict` of its own, asked at every token."""
+        return None
+
     def evict(self, held: Held, attention: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """After one decoded token: new scores, and which entry leaves.
+        """After one decoded token: new scores, and which entry leaves. Goes by `eviction`; a method
+        with a rule that cannot be said so overrides it.
 
         Args:
             held: what the layer holds, the new token's entry last.
@@ -291,7 +299,15 @@ class Method:
             place), and the index [kv_heads] of the entry that leaves each head (None: nothing
             leaves). Called only when `evicts`.
         """
-        raise NotImplementedError(f"{type(self).__name__}.evict")
+        rule = self.eviction(held.capacity, held.sink)
+        if rule is None:
+            raise NotImplementedError(f"{type(self).__name__}.evict")
+        scores = held.scores
+        if rule.leaves != "oldest":
+            assert scores is not None
+            scores.add_(attention)
+        full = held.positions.shape[-1] > held.capacity
+        return scores, rule.choose(scores, held.positions) if full else None
 
     def band(self, budget: Budget) -> tuple[int, int | None] | None:
         """How many of the first and of the last tokens a cache holds that reads a stream, if that is all
@@ -365,3 +381,8 @@ def allowed_entries(
         return asked, None
     preset = preset_of(method)
     return (granted, None) if preset is None else (asked, preset)
+
+
+def rule_of(method: Method, capacity: int, sink: int) -> Eviction | None:
+    """`Method.eviction`, unless the method has an `evict` of its own."""
+    return method.eviction(capacity, sink) if type(method).evict is Method.evict else None

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from kvbench.errors.options import ADDED, Fraction
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
+from kvbench.methods._eviction import Eviction
 from kvbench.methods._select import group_mean, positions_between, top_positions
-from kvbench.methods.base import Held, Method
+from kvbench.methods.base import Method
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,20 +131,12 @@ class H2O(Method):
         kept = gather_entries(layer, positions)
         return replace(kept, scores=mass.gather(2, positions)) if self.evicts else kept
 
-    def evict(self, held: Held, attention: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Accumulate the step's attention; over capacity, the lightest non-recent entry leaves.
-
-        Recent are the largest positions, whatever the order of the entries in the cache. Tokens
-        come one position after the other and recent ones never leave, so they are those within
-        `recent` positions of the newest. The scores are brought up to date in place.
-        """
-        assert held.scores is not None
-        scores = held.scores.add_(attention)
-        if scores.shape[-1] <= held.capacity:
-            return scores, None
-        oldest_recent = held.positions[:, -1:] - self.recent(held.capacity) + 1
-        worth = self._worth(scores)
-        return scores, worth.masked_fill(held.positions >= oldest_recent, torch.inf).argmin(-1)
+    def eviction(self, capacity: int, sink: int) -> Eviction:
+        """Scores grow by each token's attention; the lightest entry that is not recent leaves."""
+        leaves: Literal["lightest", "heaviest"] = (
+            "lightest" if self.keeps == "heaviest" else "heaviest"
+        )
+        return Eviction(leaves, recent=self.recent(capacity))
 
 
 QUERY_ROWS = 512

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor
 
 from kvbench.errors.options import ADDED
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
-from kvbench.methods._select import oldest_leaves, positions_between
-from kvbench.methods.base import Held, Method
+from kvbench.methods._eviction import Eviction
+from kvbench.methods._select import positions_between
+from kvbench.methods.base import Method
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +59,6 @@ class Local(Method):
         n = layer.n
         return gather_entries(layer, positions_between(layer, n - budget.capacity(n), n))
 
-    def evict(self, held: Held, attention: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """The oldest entry leaves, once the cache is over its capacity."""
-        return None, oldest_leaves(held, sink=0)
+    def eviction(self, capacity: int, sink: int) -> Eviction:
+        """The oldest entry leaves."""
+        return Eviction("oldest")

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor
 
 from kvbench.kv import Budget, CompressedKV, LayerKV, gather_entries
-from kvbench.methods._select import oldest_leaves, positions_between
-from kvbench.methods.base import Held, Method
+from kvbench.methods._eviction import Eviction
+from kvbench.methods._select import positions_between
+from kvbench.methods.base import Method
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +46,6 @@ class StreamingLLM(Method):
         positions = torch.cat([sink, positions_between(layer, n - recent, n)], dim=-1)
         return gather_entries(layer, positions)
 
-    def evict(self, held: Held, attention: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """The oldest entry after the sink leaves, once the cache is over its capacity."""
-        return None, oldest_leaves(held, sink=held.sink)
+    def eviction(self, capacity: int, sink: int) -> Eviction:
+        """The oldest entry after the sink leaves."""
+        return Eviction("oldest", sink=sink)
