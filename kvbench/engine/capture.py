@@ -25,7 +25,7 @@ class CaptureState:
     rotary: Rotary | None = None
 
     def attend(self, call: LayerCall) -> Tensor:
-        """Exact attention; layers asked for are remembered."""
+        """Exact attention; queries, keys and values of the chosen layers are kept."""
         if call.layer in self.layers:
             if call.sliding_window is not None:
                 raise UnsupportedModel(

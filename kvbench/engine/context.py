@@ -1,4 +1,4 @@
-"""A prompt's compressed cache that is asked many things, each from the same cache."""
+"""A prompt that is compressed once and asked many questions, each from the same cache."""
 
 from __future__ import annotations
 
@@ -38,21 +38,20 @@ Message = Mapping[str, str]
 """One message of a chat: its role and content."""
 
 _REPLY = "reply-of-the-assistant"
-"""Stands for a reply while the chat template is put around it: what follows it is the next turn."""
+"""Placeholder of a reply when the chat template is rendered: the text after it is the next turn."""
 
 
 class Context:
-    """One prompt, prefilled once and compressed without having seen a question.
+    """One prompt, prefilled once and compressed before any question is known.
 
-    `ask` answers without changing the cache, so that no question changes what the next one finds; with
-    ``keep=True`` the question and its answer stay, as turns of a conversation do (`chat`). Draws depend
-    on the seed, the prompt and the layer, so the same document is compressed to the same cache every
-    time.
+    `ask` answers without changing the cache, so that answers do not depend on earlier questions; with
+    ``keep=True`` the question and its answer are added to the cache, as `chat` does. Draws depend on
+    the seed, the prompt and the layer, so that a document is always compressed to the same cache.
 
     Args:
-        recompress_every: when so many tokens have stayed since compression, everything said so far is
+        recompress_every: when so many tokens were added since compression, the whole conversation is
             read again, exactly, and compressed as one prompt; None: the cache grows.
-        read: the fork and the prefill of a prompt that was read already; then nothing is.
+        read: the fork and the prefill of a prompt that was read already, which is then not read.
 
     Attributes:
         entries: per layer and KV head after compression, mean and maximum.
@@ -82,21 +81,21 @@ class Context:
         with kvbench_attention_on(model):
             self._compressible = compressible_layers(model)
             if read is not None:
-                self._take_up(*read)
+                self._adopt(*read)
                 return
             self._read(Fork(label, method, budget, seed, "", room=0))
 
     def _read(self, fork: Fork) -> None:
-        """Prefill everything said so far with this fork, and compress it."""
+        """Prefill the whole conversation with this fork, and compress it."""
         fork.example_id = prompt_name(self._ids)
         with kvbench_attention_on(self.model), torch.inference_mode():
             encoder = None if self.tokenizer is None else PromptEncoder(self.tokenizer)
             start = prefill(self.model, self._ids, [fork], encoder=encoder)
         if fork.failure is not None:
             raise fork.failure
-        self._take_up(fork, start)
+        self._adopt(fork, start)
 
-    def _take_up(self, fork: Fork, start: Prefill) -> None:
+    def _adopt(self, fork: Fork, start: Prefill) -> None:
         self._fork, self._start = fork, start
         self.entries = fork.prompt_counts(self._compressible)
         self.cache_bytes, self.exact_bytes = fork.cache_bytes(), start.exact_bytes
@@ -109,12 +108,12 @@ class Context:
 
     @property
     def tokens(self) -> int:
-        """Tokens in the cache: of the prompt, and of the turns that stayed."""
+        """Tokens in the cache: the prompt's, and those of turns that were kept."""
         return self._start.n + self._fork.appended
 
     @property
     def token_ids(self) -> list[int]:
-        """All tokens read or said so far; the last one said is fed with the next turn."""
+        """Tokens of prompt, questions and answers; an answer's last one is fed with the next turn."""
         return list(self._ids)
 
     def ask(
@@ -130,11 +129,11 @@ class Context:
         Args:
             question: what follows the context, as text (tokenised without special tokens) or ids.
             stop: strings that end an answer, and are cut from it; need a tokenizer.
-            keep: let the question and its answer stay in the cache.
+            keep: add the question and its answer to the cache.
 
         Raises:
             KVError: an empty question, text without a tokenizer, a wrong `max_new_tokens`.
-            BudgetExceeded, and whatever the method raises: its cache is then as before.
+            BudgetExceeded, and whatever the method raises; the cache is then unchanged.
         """
         ids = self._ids_of(question)
         ((answer, row),) = self._answers([ids], max_new_tokens, stop)
@@ -149,8 +148,8 @@ class Context:
     def ask_all(
         self, questions: Sequence[Text], *, max_new_tokens: int = 64, stop: Sequence[str] = ()
     ) -> list[Any]:
-        """The answers to several questions, each as `ask` gives it; they are decoded together, and the
-        context's entries are read once for all of them."""
+        """The answers to several questions, each as `ask` gives it, decoded as one batch that reads the
+        context's entries once."""
         asked = [self._ids_of(question) for question in questions]
         return [answer for answer, _ in self._answers(asked, max_new_tokens, stop)]
 
@@ -161,12 +160,11 @@ class Context:
         max_new_tokens: int = 64,
         stop: Sequence[str] = (),
     ) -> Any:
-        """The reply to the next messages of a conversation about the context; they and the reply stay.
+        """The reply to the next messages of a conversation; messages and reply are added to the cache.
 
         Args:
-            messages: roles and contents, which the tokenizer's chat template is put around (what it
-                puts between the last reply and them included); or texts or token ids, which follow
-                one another as they stand.
+            messages: roles and contents, rendered by the tokenizer's chat template (with what it
+                writes between the last reply and them); or texts or token ids, fed as they are.
 
         Raises:
             KVError: no messages, roles where the tokenizer has no chat template; and as `ask`.
@@ -187,7 +185,7 @@ class Context:
         return reply
 
     def _rendered(self, messages: Sequence[Message]) -> str:
-        """The text that the chat template puts between what was said and the next reply."""
+        """The chat template's text from the end of the last reply to where the next one begins."""
         tokenizer = self.tokenizer
         if tokenizer is None or not getattr(tokenizer, "chat_template", None):
             raise KVError(
@@ -209,8 +207,8 @@ class Context:
         return text.removeprefix(str(tokenizer.decode(self._ids[-1:]))) if ended else text
 
     def recompress(self) -> None:
-        """Read everything said so far again, exactly, and compress it as one prompt: it takes a prefill
-        of so many tokens, and every method chooses with all of them before it."""
+        """Read the whole conversation again, exactly, and compress it as one prompt, at the cost of a
+        prefill of all its tokens."""
         fork = self._fork
         self._read(Fork(fork.label, fork.method, fork.budget, fork.seed, "", room=0))
         self._turns.clear()
@@ -220,14 +218,14 @@ class Context:
         self._turns.append((self.tokens, len(self._ids), len(self._messages)))
 
     def copy(self) -> Context:
-        """A context that goes on from here on its own. No entry is copied."""
+        """An independent context from here on; the entries are shared, not copied."""
         twin = copy.copy(self)
         for name in ("_ids", "_messages", "_turns"):
             setattr(twin, name, list(getattr(self, name)))
         return twin
 
     def crop(self, tokens: int) -> None:
-        """Take back what stayed, up to the first `tokens`; of a negative number, so many from the end.
+        """Keep the first `tokens` tokens, or with a negative number remove so many from the end.
 
         Raises:
             KVError: fewer tokens than were compressed, or more than there are; a method that evicts.
@@ -242,12 +240,12 @@ class Context:
             self._fork = self._fork.cropped(most - left)
         self._turns = [turn for turn in self._turns if turn[0] <= left]
         end, ids, messages = self._turns[-1] if self._turns else (least, least, 0)
-        self._ids = self._ids[: ids if end == left else left]  # a turn's last token is not fed yet
+        self._ids = self._ids[: ids if end == left else left]
         self._messages = self._messages[:messages]
 
     def cache(self) -> LiveCache:
-        """A cache for ``model.generate(input_ids, past_key_values=...)`` inside `compress`, that goes on
-        from here; ``input_ids`` begin with all of `token_ids`, as transformers wants it."""
+        """A cache for ``model.generate(input_ids, past_key_values=...)`` inside `compress`, to continue
+        from here; ``input_ids`` must begin with all of `token_ids`, as transformers requires."""
         fork, n, seen = self._fork.branch(), self._start.n, self.tokens
         row = Row(
             n, fork.compressed, self.entries, self.cache_bytes, self.exact_bytes, self.compress_s
@@ -255,12 +253,12 @@ class Context:
         return LiveCache(self.model, [fork], [n], [self._ids[:seen]], [row], seen=seen)
 
     def resume(self, messages: Sequence[Message]) -> None:
-        """Go on where a conversation stood: these are its messages so far."""
+        """Continue a conversation that has these messages so far."""
         self._messages = list(messages)
         self._end_turn()
 
     def save(self, path: str | Path) -> None:
-        """Write the cache to a safetensors file, for `Compression.load` in any process.
+        """Write the cache to a safetensors file, which `Compression.load` reads in any process.
 
         Raises:
             KVError: the method's options cannot be written, or the file cannot.
@@ -310,7 +308,7 @@ class Context:
 
 
 def check_recompress(every: int | None) -> None:
-    """Refuse what is no number of tokens.
+    """Refuse a value that is no number of tokens.
 
     Raises:
         KVError: it is neither None nor an integer >= 1.
@@ -322,7 +320,7 @@ def check_recompress(every: int | None) -> None:
 def token_ids(
     given: Text, tokenizer: PreTrainedTokenizerBase | None, what: str, *, special: bool = True
 ) -> list[int]:
-    """Token ids of a text, or of what stands for them.
+    """The token ids of a text, of ids, or of a tokenizer's output.
 
     Raises:
         KVError: no tokens, several texts, or text where there is no tokenizer.

@@ -1,4 +1,4 @@
-"""What a model's cache weighs, and whether trying it out is cheap: from its config, no weights."""
+"""The bytes of a model's cache, and whether the model is cheap to try, by its config alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvbench.engine.loading import ModelError, ModelSpec, load_config, local_pat
 from kvbench.kernels.quantize import Scheme
 
 CHEAP_BYTES = 512 * 2**20
-"""Weights up to this size are loaded for a quick measurement."""
+"""Models with weights up to this size are loaded for a quick measurement."""
 
 KINDS = ("*.safetensors", "*.gguf")
 
@@ -36,8 +36,8 @@ class CacheShape:
     windows: tuple[int, ...]
 
     def bytes(self, tokens: int, entries: int, quantization: Scheme | None = None) -> int:
-        """Held for a prompt of `tokens` when full-attention layers hold `entries` per head, as they are
-        or packed (sliding-window layers are never packed)."""
+        """Bytes for a prompt of `tokens` when full-attention layers hold `entries` per head, quantised
+        or not (sliding-window layers are never quantised)."""
         entry = 2 * self.kv_heads * self.head_dim * self.itemsize
         layers = self.full_layers * entry * entries
         if quantization is not None:
@@ -49,7 +49,7 @@ class CacheShape:
 
 
 def cache_shape(spec: ModelSpec, dtype: torch.dtype) -> CacheShape | None:
-    """The shape of the model's cache, None where its config is not at hand or says too little."""
+    """The shape of the model's cache; None if its config cannot be loaded or lacks a field."""
     try:
         config = load_config(spec).get_text_config()
     except ModelError:  # not on this machine, and no way to the Hub
@@ -58,7 +58,7 @@ def cache_shape(spec: ModelSpec, dtype: torch.dtype) -> CacheShape | None:
 
 
 def shape_of(config: PreTrainedConfig, dtype: torch.dtype) -> CacheShape | None:
-    """The same of a text config."""
+    """As `cache_shape`, of a text config."""
     try:
         heads = config.num_attention_heads
         held = kv_heads(config)

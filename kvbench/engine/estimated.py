@@ -1,4 +1,4 @@
-"""Streams through streaming algorithms (BalanceKV's, SubGen's), which hold samples of what they read."""
+"""Reading streams through streaming algorithms (BalanceKV's, SubGen's) and their estimators."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kvbench.kv import Budget, BudgetExceeded
 from kvbench.methods.base import LayerStream, Method
 
 MOST_WAITING = 64
-"""Tokens that gather before an algorithm reads them."""
+"""Most tokens that are collected before an algorithm reads them."""
 
 
 @dataclass
 class _Layer:
-    """What a layer holds: sink and recent tokens exactly [kv_heads, entries, d], and of the others what
-    the algorithm keeps, brought up to date when it has read."""
+    """What a layer holds: sink and recent tokens exactly [kv_heads, entries, d], and the algorithm's
+    estimators of the others, updated whenever it reads."""
 
     keys: Tensor
     values: Tensor
@@ -29,13 +29,13 @@ class _Layer:
 
     @property
     def entries(self) -> int:
-        """Of the head that holds most."""
+        """Entries of the head that holds most."""
         exact = self.keys.shape[1]
         return exact if self.algorithm is None else exact + self.algorithm.entries
 
     @property
     def nbytes(self) -> int:
-        """Bytes of it."""
+        """Bytes held."""
         exact = self.keys.nbytes + self.values.nbytes
         return exact if self.algorithm is None else exact + self.algorithm.nbytes
 
@@ -44,16 +44,15 @@ class EstimatedState:
     """Attention state that reads a stream through a method's `Method.layer_stream`.
 
     Everything is exact until ``budget.size`` has no room for another `waiting` tokens. Then the
-    algorithm reads all that lie between sink and window, and from there on those that leave the window,
-    up to `waiting` of them at a time: where it reads depends on the position alone, not on the chunks
-    of the model's passes. Attention is the quotient of its two estimators, sink and recent tokens
-    exactly in both.
+    algorithm reads all tokens between sink and window, and afterwards those that leave the window, up
+    to `waiting` at a time: when it reads depends on positions alone, not on the chunks of the model's
+    passes. Attention is the quotient of its two estimators; sink and recent tokens are exact in both.
 
     Args:
-        tokens: of the whole text, which BalanceKV has to know.
+        tokens: length of the whole text, which BalanceKV needs.
 
     Attributes:
-        most: entries held at a time, by the layer and head that held most.
+        most: largest number of entries held by any layer and head.
     """
 
     def __init__(
@@ -69,13 +68,13 @@ class EstimatedState:
         self._layers: dict[int, _Layer] = {}
 
     def attend(self, call: LayerCall) -> Tensor:
-        """Attention of the chunk's tokens to what is held when each comes, and to itself."""
+        """Attention of each of the chunk's tokens to the entries held when it is read, and to itself."""
         if call.sliding_window is not None:
             raise UnsupportedModel("a layer has a sliding window; allowed: full attention")
         key, value = call.key[0], call.value[0]
         layer = self._layers.setdefault(call.layer, _Layer(key[:, :0], value[:, :0]))
         out, begin, end = [], 0, key.shape[1]
-        while begin < end:  # up to the next place where the algorithm may read
+        while begin < end:  # up to the next token at which the algorithm may read
             step = min(end - begin, self.waiting - (self.seen + begin) % self.waiting)
             part = slice(begin, begin + step)
             layer.keys = torch.cat([layer.keys, key[:, part]], dim=1)
@@ -88,7 +87,7 @@ class EstimatedState:
         return torch.cat(out, dim=1)[None].to(call.query.dtype)
 
     def _attend(self, layer: _Layer, query: Tensor, call: LayerCall) -> Tensor:
-        """Of query [heads, t, d], whose own keys are the last that are held."""
+        """Attention of query [heads, t, d]; its own keys are the last `t` that are held."""
         heads, t, dim = query.shape
         kv_heads, held = layer.keys.shape[:2]
         rows = query.reshape(kv_heads, -1, dim).float()
@@ -114,10 +113,10 @@ class EstimatedState:
         return out.view(heads, t, -1)
 
     def _read(self, layer: _Layer, index: int) -> None:
-        """Let the algorithm read what has left the window, once the cache is full.
+        """Let the algorithm read the tokens that have left the window, once the cache is full.
 
         Raises:
-            BudgetExceeded: it holds more than its part.
+            BudgetExceeded: the layer holds more than the budget.
         """
         sink, held = self.budget.sink, layer.keys.shape[1]
         if layer.algorithm is None and held + self.waiting <= self.recent:
@@ -138,8 +137,10 @@ class EstimatedState:
             for part in (layer.keys, layer.values)
         )
         device = layer.keys.device
-        layer.numerator = _three(layer.algorithm.numerator(), device)
-        layer.denominator = _two(layer.algorithm.denominator(), device)
+        keys, values, log_weights = layer.algorithm.numerator()
+        layer.numerator = keys.to(device), values.to(device), log_weights.to(device)
+        keys, log_weights = layer.algorithm.denominator()
+        layer.denominator = keys.to(device), log_weights.to(device)
         if layer.entries + self.waiting > self.recent:
             raise BudgetExceeded(self.label, index, self.recent, layer.entries + self.waiting)
 
@@ -151,13 +152,3 @@ class EstimatedState:
     def held_bytes(self) -> int:
         """Bytes held."""
         return sum(layer.nbytes for layer in self._layers.values())
-
-
-def _three(
-    parts: tuple[Tensor, Tensor, Tensor], device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
-    return parts[0].to(device), parts[1].to(device), parts[2].to(device)
-
-
-def _two(parts: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
-    return parts[0].to(device), parts[1].to(device)

@@ -1,4 +1,4 @@
-"""What goes wrong while a model runs, and what is left of the device afterwards."""
+"""Failures while a model runs: non-finite logits, memory that runs out, a device that is unusable."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class NonFiniteLogits(ArithmeticError):
 
 
 def pick(logits: Tensor) -> Tensor:
-    """[2, rows] int64: the greedy token of each row of logits [rows, vocab], and 1 where it can be
-    trusted, else 0; on the device, so that one transfer tells both.
+    """[2, rows] int64: the greedy token of each row of logits [rows, vocab], and 1 where its logits are
+    sound, else 0; on the device, so that one transfer reads both.
 
-    NaN and +inf win every maximum, so the maximum tells; -inf beside a finite maximum is a token that
-    the model rules out, and no fault.
+    NaN and +inf are the maximum of any row they occur in, so that the maximum alone is checked; -inf
+    beside a finite maximum is a token that the model rules out, and no fault.
     """
     best, tokens = logits.max(-1)
     return torch.stack([tokens, torch.isfinite(best).long()])
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device or the host had no memory left."""
+    """Whether the error says that the device or the host ran out of memory."""
     text = text_of(error).lower()
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
         words in text for words in ("out of memory", "can't allocate memory", "_alloc_failed")
@@ -38,7 +38,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def release_frames(error: BaseException) -> None:
-    """Let go of the tensors that the error's traceback keeps alive; the traceback stays readable."""
+    """Release the tensors that the error's traceback keeps alive; the traceback stays readable."""
     seen: set[int] = set()
     each: BaseException | None = error
     while (
@@ -50,13 +50,13 @@ def release_frames(error: BaseException) -> None:
 
 
 def free_memory(device: torch.device) -> None:
-    """Give back what nothing refers to."""
+    """Collect garbage, and return cached blocks to the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def device_answers(device: torch.device) -> bool:
+def device_is_usable(device: torch.device) -> bool:
     """False after an error that leaves a CUDA context unusable (an illegal access, an assertion in a
     kernel): everything that follows in this process would fail with it."""
     if device.type != "cuda":

@@ -112,7 +112,7 @@ class Fork:
         self.carried.clear()
         self.unaudited.clear()
 
-    def begin_again(self) -> None:
+    def restart(self) -> None:
         """As before the prefill, but for a failure."""
         self._let_go()
         self.clocks.clear()

@@ -20,7 +20,7 @@ from kvbench.engine.chunked import chunked_prefill
 from kvbench.engine.fork import Fork
 from kvbench.engine.graphs import StepGraphs
 from kvbench.engine.kept import strips_of
-from kvbench.engine.limits import seconds_run
+from kvbench.engine.limits import active_seconds
 from kvbench.engine.prefill import compressible_layers, input_device, prefill
 from kvbench.engine.prompts import Generation, Prompt, Question
 from kvbench.engine.rows import (
@@ -132,16 +132,16 @@ def run_conversations(
         for turn in range(max(turns, default=0)):
             rows: list[DecodingRow] = []
             for reading, each in zip(readings, talks, strict=True):
-                begun = seconds_run()
+                begun = active_seconds()
                 going_on = [talk for talk in each if turn < len(talk.questions)]
                 rows += _ask(model, going_on, turn, seed, sampling)
-                reading.spent_s += seconds_run() - begun
+                reading.spent_s += active_seconds() - begun
                 for talk in going_on:
                     talk.row.spent_s = reading.spent_s
-            begun = seconds_run()
+            begun = active_seconds()
             decode_rows(model, [row for row in rows if row.chosen], graphs or StepGraphs())
             for reading in readings:
-                reading.spent_s += seconds_run() - begun
+                reading.spent_s += active_seconds() - begun
             for row in rows:
                 row.result.batch = len(prompts)
                 close_row(row, compressible)
@@ -152,7 +152,7 @@ def run_conversations(
 
 
 @dataclass
-class _Talk:
+class _Conversation:
     """One method's part in one conversation; `row` is that of its latest question."""
 
     questions: Sequence[Question]
@@ -177,7 +177,7 @@ class _Reading:
     spent_s: float
     said: dict[str, list[list[Generation]]]
 
-    def talks(self, first: int, last: int) -> list[_Talk]:
+    def talks(self, first: int, last: int) -> list[_Conversation]:
         """The conversations from `first` to before `last`; where there are several, each with a cache
         that goes on from what has been read."""
 
@@ -187,7 +187,7 @@ class _Reading:
             return replace(row, fork=row.fork.clone() if _copied(row) else row.fork.branch())
 
         return [
-            _Talk(
+            _Conversation(
                 self.prompt.conversations[number],
                 self.said[row.fork.label][number],
                 going_on(row),
@@ -200,7 +200,7 @@ class _Reading:
 
 def _read(model: PreTrainedModel, prompt: Prompt, seed: int, chunk_tokens: int | None) -> _Reading:
     """Prefill and compress one prompt."""
-    begun = seconds_run()
+    begun = active_seconds()
     ids = [*prompt.context_ids, *prompt.question_ids]
     room = max(
         sum(len(q.ids) + max(prompt.room or 0, q.stopping.max_new_tokens) for q in questions)
@@ -227,7 +227,7 @@ def _read(model: PreTrainedModel, prompt: Prompt, seed: int, chunk_tokens: int |
             row.result.kept = strips_of(row.fork, len(ids), compressible)
     logits = [start.logits for start in starts]
     said = {label: [list[Generation]() for _ in prompt.conversations] for label in prompt.methods}
-    return _Reading(prompt, rows, logits, seconds_run() - begun, said)
+    return _Reading(prompt, rows, logits, active_seconds() - begun, said)
 
 
 def _copied(row: DecodingRow) -> bool:
@@ -253,7 +253,7 @@ def _copies_at_once(readings: Sequence[_Reading], most: int, device: torch.devic
 
 def _ask(
     model: PreTrainedModel,
-    talks: Sequence[_Talk],
+    talks: Sequence[_Conversation],
     turn: int,
     seed: int,
     sampling: Sampling,

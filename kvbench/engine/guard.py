@@ -1,8 +1,8 @@
-"""The one door through which methods are called: what they share with others they leave as it was.
+"""Every call of a method goes through here, so that no method can change what another one reads.
 
 Methods of a job read the same keys, values, queries and shared results (`LayerKV.once`), and run in one
 process. A method that writes to one of them, or leaves a setting of the process changed, would change
-what every other method gets; here that is its own failure, and nobody else's.
+the other methods' results; here only that method fails.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Carried = dict[str, Tensor]
 
 
 class SharedStateChanged(RuntimeError):
-    """A method changed something that other methods use, in one line that names it.
+    """A method changed something that other methods use; the message names it in one line.
 
     Attributes:
-        tensors: whether tensors were written to that others go on reading.
+        tensors: whether it wrote to tensors that other methods read.
     """
 
     def __init__(self, message: str, *, tensors: bool) -> None:
@@ -56,29 +56,29 @@ _PROCESS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "numpy's global generator": (partial(np.random.get_state, legacy=False), np.random.set_state),
     "Python's global generator": (random.getstate, random.setstate),
 }
-"""What a call could leave changed for everything that runs after it in this process: by the name that
-a message calls it, how it is read and set."""
+"""Process-wide settings that a call could leave changed: by name (as in messages), how each is read
+and set."""
 
 GENERATORS = tuple(name for name in _PROCESS if name.endswith("generator"))
 SETTINGS = tuple(name for name in _PROCESS if name not in GENERATORS)
 QUICK = SETTINGS[:-1]
-"""What is read in a microsecond, so that it can be at every decoded token."""
+"""Settings that are read in a microsecond, which are checked at every decoded token."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Some of the process's settings and generators as they were."""
+    """Values of some of the process's settings and generators at one moment."""
 
     values: dict[str, Any]
 
     @classmethod
     def now(cls, names: Sequence[str] = (*SETTINGS, *GENERATORS)) -> Settings:
-        """Those of these names."""
+        """The present values of these settings."""
         on_cuda = torch.cuda.is_initialized()
         return cls({n: _PROCESS[n][0]() for n in names if on_cuda or not n.startswith("CUDA")})
 
-    def put_back(self) -> list[str]:
-        """Undo what was changed since; one phrase for each thing that was."""
+    def restore_changed(self) -> list[str]:
+        """Restore what was changed since; returns a phrase for each change."""
         changed = []
         for name, value in self.values.items():
             read, write = _PROCESS[name]
@@ -102,18 +102,18 @@ def _same(one: Any, other: Any) -> bool:
 
 
 @contextmanager
-def leaving_settings(label: str, settings: Settings) -> Iterator[None]:
-    """A method's code runs here; afterwards every one of these settings is as it was.
+def settings_unchanged(label: str, settings: Settings) -> Iterator[None]:
+    """A method's code runs within this context; afterwards these settings are restored.
 
     Raises:
-        SharedStateChanged: it was not, and the code raised nothing itself.
+        SharedStateChanged: the code changed one, and raised nothing itself.
     """
     try:
         yield
     except BaseException:
-        settings.put_back()
+        settings.restore_changed()
         raise
-    changed = settings.put_back()
+    changed = settings.restore_changed()
     if changed:
         hint = "its own generator" if "generator" in changed[0] else "to leave it as it was"
         raise SharedStateChanged(
@@ -122,23 +122,23 @@ def leaving_settings(label: str, settings: Settings) -> Iterator[None]:
 
 
 def call(label: str, hook: Callable[..., Any], *arguments: Any, closely: bool) -> Any:
-    """What a method's hook answers while decoding; it is asked at every token, so that only what is
-    read at once is looked at each time, and the generators only `closely`.
+    """Call a method's hook while decoding. It is called at every token, so only the quick settings are
+    checked each time; `closely` checks all, generators too.
 
     Raises:
-        SharedStateChanged: see `leaving_settings`.
+        SharedStateChanged: see `settings_unchanged`.
     """
     if closely:
-        with leaving_settings(label, Settings.now()):
+        with settings_unchanged(label, Settings.now()):
             return hook(*arguments)
     before = [_PROCESS[name][0]() for name in QUICK]
     try:
         answer = hook(*arguments)
     except BaseException:
-        Settings(dict(zip(QUICK, before, strict=True))).put_back()
+        Settings(dict(zip(QUICK, before, strict=True))).restore_changed()
         raise
     if before != [_PROCESS[name][0]() for name in QUICK]:
-        with leaving_settings(label, Settings(dict(zip(QUICK, before, strict=True)))):
+        with settings_unchanged(label, Settings(dict(zip(QUICK, before, strict=True)))):
             pass
     return answer
 
@@ -154,11 +154,11 @@ class Guard:
 
     Args:
         layer: what they read.
-        restores: put a changed layer right again. Needs a copy of the layer, made once; a prefill
-            that can run again needs none.
-        closely: look at everything after every call. Otherwise writes that torch does not count are
-            asked for once, after all calls, by `suspicions`, and the global generators are the caller's
-            to look at; who it was, a second run under a close look tells.
+        restores: restore a layer that a method wrote to. Needs a copy of the layer, made once; a
+            prefill that can run again needs none.
+        closely: check everything after every call. Otherwise writes that torch does not count are
+            checked once, after all calls, by `written_flags`, and the caller checks the global
+            generators; a second run with `closely` finds the method.
     """
 
     def __init__(self, layer: LayerKV, *, restores: bool = False, closely: bool = True) -> None:
@@ -170,9 +170,8 @@ class Guard:
             layer.pristine.update({name: x.clone() for name, x in self.tensors.items()})
         self.seals = {name: Seal(x) for name, x in self.tensors.items()}
 
-    def suspicions(self) -> list[Tensor | bool]:
-        """Of each tensor whether some call wrote to it, nobody being blamed; what a GPU has to say comes
-        as a tensor on it."""
+    def written_flags(self) -> list[Tensor | bool]:
+        """For each tensor, whether any call wrote to it; on a GPU as a tensor there, without waiting."""
         tensors = [(self.tensors[name], seal) for name, seal in self.seals.items()]
         tensors += [(entry.tensor, entry.seal) for entry in self.layer.shared.values()]
         return [seal.written(tensor) for tensor, seal in tensors]
@@ -185,19 +184,19 @@ class Guard:
         generator: torch.Generator,
         carried: Carried,
     ) -> tuple[CompressedKV, int, Elapsed]:
-        """What `method` holds instead of the layer, checked, the entries it may hold, and the clock of
-        its own work.
+        """Compress the layer by `method`: the checked result, the entries it may hold, and the clock of
+        the method's own work.
 
         Args:
-            carried: what this method, and no other, noted at earlier layers.
+            carried: what this method noted at earlier layers.
 
         Raises:
-            SharedStateChanged: it changed what others use; `tensors` says whether the layer's tensors
-                are spoiled (unless this guard restores them).
+            SharedStateChanged: it changed what others use; `tensors` says whether it wrote to the
+                layer's tensors (which this guard may have restored).
             TypeError, ValueError: see `check_held`; and whatever the method raises.
         """
         layer = self.layer
-        # Objects of its own, budget included: what is set on them reaches nobody else.
+        # A copy of the layer and of the budget: attributes set on them reach no other method.
         own = replace(layer, carried=carried, pristine={})
         with self._watched(label):
             capacity = method.layer_capacity(
@@ -223,24 +222,24 @@ class Guard:
 
     @contextmanager
     def _watched(self, label: str) -> Iterator[None]:
-        """A method's code runs here, and leaves what others use as it was."""
+        """A method's code runs within this context, which checks that shared state stays unchanged."""
         shared = dict(self.layer.shared)
         # Read anew for each call: other threads may draw from a generator, too.
         settings = Settings.now() if self.closely else Settings.now(SETTINGS)
         try:
-            with leaving_settings(label, settings):
+            with settings_unchanged(label, settings):
                 yield
         except Exception as failure:
             changed = self._changed(shared)
             if changed:
-                raise _wrote(label, changed, self.layer.layer_index) from failure
+                raise _write_error(label, changed, self.layer.layer_index) from failure
             raise
         changed = self._changed(shared)
         if changed:
-            raise _wrote(label, changed, self.layer.layer_index)
+            raise _write_error(label, changed, self.layer.layer_index)
 
     def _changed(self, before: dict[str, Any]) -> list[str]:
-        """Names of the tensors that were written to; those that can be are put right."""
+        """Names of the tensors that were written to; restores those it can."""
         closely = self.closely
         changed = [n for n, seal in self.seals.items() if seal.broken(self.tensors[n], closely)]
         shared = self.layer.shared
@@ -252,7 +251,7 @@ class Guard:
             for name in changed:
                 self.tensors[name].copy_(self.layer.pristine[name])
             self.seals = {name: Seal(x) for name, x in self.tensors.items()}
-        # Only what was there before and is whole stays; the rest is computed again when it is wanted.
+        # Keep shared results that existed before and are unchanged; others are computed again on demand.
         shared.clear()
         shared.update(
             {
@@ -264,7 +263,7 @@ class Guard:
         return [*changed, *dict.fromkeys([*replaced, *written])]
 
 
-def _wrote(label: str, names: list[str], layer: int) -> SharedStateChanged:
+def _write_error(label: str, names: list[str], layer: int) -> SharedStateChanged:
     return SharedStateChanged(
         f"method {label!r} wrote to {', '.join(names)} of layer {layer}, which other methods read; "
         "allowed: to write to copies (clone() first)",
@@ -273,7 +272,7 @@ def _wrote(label: str, names: list[str], layer: int) -> SharedStateChanged:
 
 
 def check_held(held: CompressedKV, layer: LayerKV) -> None:
-    """Refuse what cannot stand in the layer's place, before other methods' rows meet it.
+    """Refuse a result that cannot replace the layer, before it is batched with other methods' rows.
 
     Raises:
         TypeError: no `CompressedKV`.
@@ -309,7 +308,7 @@ def check_held(held: CompressedKV, layer: LayerKV) -> None:
 
 
 def check_finite(layer: LayerKV) -> None:
-    """Refuse keys or values that are not finite: no method can choose among them.
+    """Refuse keys or values that are not finite, among which no method can choose.
 
     Raises:
         KVError: naming the layer and the first KV head concerned.

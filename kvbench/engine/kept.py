@@ -1,4 +1,4 @@
-"""Which entries of a prompt a compressed cache holds, and how much each of them counts."""
+"""Which entries of a prompt a compressed cache holds, and their weights."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvbench.engine.fork import Fork
 from kvbench.engine.ragged import RaggedCache
 
 BINS, MOST_LAYERS = 128, 16
-"""What `strips_of` keeps at most: pieces of the prompt, and layers, evenly spread."""
+"""The most pieces of the prompt and layers (evenly spread) in the result of `strips_of`."""
 
 
 def weights_of(cache: LayerCache) -> Tensor:
-    """How many tokens each entry stands for, [kv_heads, entries] float32: exp(log-weight), times what it
-    counts in the denominator where that differs; 0 for padding."""
+    """The weight of each entry, [kv_heads, entries] float32: exp(log-weight), times the weight in the
+    denominator where that differs; 0 for padding."""
     weights = torch.ones(cache.positions.shape[0], cache.length)
     if cache.log_weights is not None:
         weights = cache.log_weights[:, : cache.length].exp().cpu()
@@ -28,8 +28,8 @@ def weights_of(cache: LayerCache) -> Tensor:
 
 
 def entries_of(fork: Fork, layers: Sequence[int]) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Each layer, its entries' positions (-1 for what is no single token's) and weights, both
-    [kv_heads, entries]."""
+    """Of each layer its number, and its entries' positions (-1 for entries that are no single token) and
+    weights, both [kv_heads, entries]."""
     for layer in layers:
         cache = fork.layers[layer]
         whole = cache.padded() if isinstance(cache, RaggedCache) else cache
@@ -37,14 +37,14 @@ def entries_of(fork: Fork, layers: Sequence[int]) -> Iterator[tuple[int, Tensor,
 
 
 def strips_of(fork: Fork, tokens: int, layers: Sequence[int]) -> dict[str, Any]:
-    """What is held of a prompt, small enough for a record: JSON values only.
+    """The weight held of each piece of the prompt, as JSON values small enough for a record.
 
-    The prompt is cut into `BINS` pieces of equally many tokens at most. A piece's number is the weight
-    held of it per token, mean over KV heads: 1 everywhere is the exact cache.
+    The prompt is cut into at most `BINS` pieces of equal length. A piece's value is the weight held of
+    it per token, averaged over KV heads; the exact cache has 1 everywhere.
 
     Returns:
-        tokens (of the prompt), width (tokens of a piece), layers: of each, hundredths of that weight;
-        and unplaced, the share of the entries that are no single token's.
+        tokens (of the prompt), width (tokens of a piece), layers (by layer, hundredths of the values),
+        unplaced (share of the entries that are no single token).
     """
     width = max(1, -(-tokens // BINS))
     pieces = -(-tokens // width)

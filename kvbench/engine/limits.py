@@ -1,4 +1,4 @@
-"""Time limits: what may cut an example short. Alarms are signals, which reach the main thread only."""
+"""Time limits of examples. Alarms are signals, which only the main thread receives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from types import FrameType
 
 HUNG_AFTER = 60.0
-"""Seconds that code which runs no Python may ignore an alarm before it counts as hung for good."""
+"""Seconds after an unhandled alarm at which code that runs no Python counts as hung."""
 
 TICK, LATE = 0.25, 0.75
 """Seconds between two ticks of a `RunClock`, and after how many the next one is late."""
@@ -24,8 +24,8 @@ def in_main_thread() -> bool:
 
 
 class RunClock:
-    """Seconds in which this process could run: those in which it was stopped (SIGSTOP, a frozen
-    container, a laptop that sleeps) do not count.
+    """A clock of the seconds in which this process could run. Seconds in which it was stopped (SIGSTOP,
+    a frozen container, a laptop that sleeps) do not count.
 
     A thread calls `tick` several times a second. A tick that comes far too late means that nothing ran
     meanwhile, or that one long call kept the interpreter to itself: then the CPU time says how long.
@@ -34,8 +34,8 @@ class RunClock:
     def __init__(self) -> None:
         self._state = (0.0, time.monotonic(), time.process_time())
 
-    def ran(self) -> float:
-        """Seconds so far; any thread may ask."""
+    def elapsed(self) -> float:
+        """Seconds so far. Thread-safe."""
         seconds, at, cpu = self._state
         gap = time.monotonic() - at
         if gap > LATE:
@@ -44,35 +44,34 @@ class RunClock:
 
     def tick(self) -> None:
         """Note that the process runs."""
-        self._state = (self.ran(), time.monotonic(), time.process_time())
+        self._state = (self.elapsed(), time.monotonic(), time.process_time())
 
 
 _CLOCK: ContextVar[RunClock | None] = ContextVar("_CLOCK", default=None)
-"""The clock of the time limit that is in force here."""
+"""The clock of the innermost time limit in force."""
 
 
-def seconds_run() -> float:
-    """A clock to take differences of: within a `time_limit`, the one it goes by."""
+def active_seconds() -> float:
+    """Seconds of a monotonic clock: within a `time_limit` the limit's own."""
     clock = _CLOCK.get()
-    return time.perf_counter() if clock is None else clock.ran()
+    return time.perf_counter() if clock is None else clock.elapsed()
 
 
 @contextmanager
 def time_limit(
     seconds: float | None, on_hang: Callable[[], None], what: str = "the example"
 ) -> Iterator[None]:
-    """Raise TimeoutError in what runs here too long; None: no limit.
+    """Raise TimeoutError in a body that runs longer than `seconds`; None: no limit.
 
     Time in which the process was stopped does not count (see `RunClock`). The alarm comes a tenth (at
-    least one second) late, so that a loop which looks at its own clock is the first to notice, and
-    again and again as long as something catches it and goes on. Code that runs no Python (a kernel
-    that never returns) sees no alarm: `HUNG_AFTER` seconds after one went unheard, `on_hang` is called
-    from another thread and the process ends with status 1. Within another limit, that one goes on
-    afterwards.
+    least one second) after the limit, so that a loop that checks the time itself notices first, and it
+    is repeated for as long as the body catches it and goes on. Code that runs no Python (a kernel that
+    never returns) is not interrupted by an alarm: `HUNG_AFTER` seconds after one that was not handled,
+    `on_hang` is called from another thread and the process ends with status 1. Limits can be nested.
 
     Args:
         on_hang: saves what can be saved; must not wait for this thread.
-        what: what the error says took too long.
+        what: named by the error.
     """
     if seconds is None:
         yield
@@ -85,7 +84,7 @@ def time_limit(
         heard.set()
         if over.is_set():
             return
-        left = period - clock.ran()
+        left = period - clock.elapsed()
         if left > 0:  # the process was stopped for a while
             signal.setitimer(signal.ITIMER_REAL, max(left, TICK), period)
             return
@@ -95,7 +94,7 @@ def time_limit(
         due = period + HUNG_AFTER
         while not over.wait(TICK):
             clock.tick()
-            if clock.ran() < due:
+            if clock.elapsed() < due:
                 continue
             if not heard.is_set():
                 try:
@@ -103,7 +102,7 @@ def time_limit(
                 finally:
                     os._exit(1)
             heard.clear()
-            due = clock.ran() + period
+            due = clock.elapsed() + period
 
     watcher = threading.Thread(target=watch, name="example_timeout", daemon=True)
     handler = signal.signal(signal.SIGALRM, alarm)

@@ -1,8 +1,8 @@
-"""transformers' own `generate` against fork caches: what `kvbench.compress` puts around a model.
+"""transformers' own `generate` with compressed caches: what `kvbench.compress` adds to a model.
 
-While it lasts, a hook on the model's forward replaces the cache that `generate` made by a `LiveCache`,
-which answers generate's bookkeeping (lengths, beams) and holds no keys or values itself: the attention
-function gives those to the forks, one per batch row, exactly as in the benchmark.
+Within it, a forward hook replaces the cache that `generate` made by a `LiveCache`, which does
+generate's bookkeeping (lengths, beams) and holds no keys or values itself: the attention function gives
+those to the forks, one per batch row, as in the benchmark.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from kvbench.methods.base import Method
 
 
 class _BatchPrefill:
-    """Attention state of a batch's prefill: every row alone, without its padding.
+    """Attention state of a batch's prefill: every row is read separately, without its padding.
 
     Args:
         forks: one per row.
@@ -138,11 +138,11 @@ class Compression:
         )
 
     def load(self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Context:
-        """A context that `Context.save` wrote, by this method and budget and of this model.
+        """Load a context that `Context.save` wrote with this method, this budget and this model.
 
         Raises:
-            KVError: naming the file and what is wrong with it: it is none of kvbench's, of another
-                model, method or budget, or its parts do not fit together.
+            KVError: the file is no saved context, is of another model, method or budget, or is
+                inconsistent; the message names it.
         """
         with kvbench_attention_on(self.model):
             saved = load_context(Path(path), self.model, self.method, self.budget, self.label)
@@ -186,7 +186,7 @@ class Compression:
     def before_forward(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Forward pre-hook: give the attention function its state, and generate its cache."""
+        """Forward pre-hook: pass the attention state to the model, and the cache to `generate`."""
         if "kvbench" in kwargs:  # the benchmark's own engine at work on the same model
             return args, kwargs
         tokens = kwargs.get("input_ids", args[0] if args else None)
@@ -212,11 +212,11 @@ class Compression:
             )
         given = kwargs.get("past_key_values")
         if isinstance(given, LiveCache):
-            self._take_up(given)
+            self._continue_with(given)
             if self.recompress_every:
                 self._recompress(given)
             state = ForkBatch(given.forks, self._positions(given, batch, count, mask))
-            given.go_on_from(state)
+            given.load_states(state)
             kwargs["kvbench"] = state
             return args, kwargs
         use_cache = kwargs.get("use_cache")
@@ -277,8 +277,8 @@ class Compression:
         rotary = rotary_of(self.model)
         self._prefill = _BatchPrefill(forks, padding, self._compressible, context, rotary)
 
-    def _take_up(self, cache: LiveCache) -> None:
-        """Go on with a cache: the one of this generation, or one that is given back.
+    def _continue_with(self, cache: LiveCache) -> None:
+        """Continue with a cache: this generation's, or one from an earlier generation.
 
         Raises:
             UnsupportedGeneration: it is another model's.
@@ -294,7 +294,7 @@ class Compression:
         self.rows.extend(row for row in cache.rows if not any(row is one for one in self.rows))
 
     def _recompress(self, cache: LiveCache) -> None:
-        """Read rows again that have grown by `recompress_every` tokens, and compress them whole."""
+        """Read rows again that have grown by `recompress_every` tokens, and compress them as prompts."""
         assert self.recompress_every is not None
         for i, old in enumerate(cache.forks):
             if old.appended < self.recompress_every or cache.tokens is None:
@@ -326,7 +326,7 @@ class Compression:
         kwargs: dict[str, Any],
         output: Any,
     ) -> None:
-        """Forward hook: count the tokens, report the rows, raise what a fork ran into."""
+        """Forward hook: count tokens, fill in the rows, raise a fork's failure."""
         cache: LiveCache | None = kwargs.get("past_key_values")
         if cache is None or cache is not self._cache:
             return
@@ -346,7 +346,7 @@ class Compression:
             fork.appended += count if starting is None else count - start - n
         if starting is None:
             return
-        cache.hand_on_states()
+        cache.store_states()
         cache.rows = [
             Row.of(fork, count - start, state.exact_bytes, self._compressible)
             for start, fork, state in zip(padding, cache.forks, starting.rows, strict=True)
@@ -356,7 +356,7 @@ class Compression:
         self._prefill = None
 
     def finish(self, *, audit: bool = True) -> None:
-        """The generation is over: count every row's entries again, and let go of them.
+        """End the generation: audit every row's entries, and release the cache.
 
         Raises:
             BudgetExceeded: a row holds more than its budget and the tokens since.
@@ -364,7 +364,7 @@ class Compression:
         cache, self._cache = self._cache, None
         if cache is not None:
             cache.open = False
-        if self._prefill is not None:  # a prefill that did not get through
+        if self._prefill is not None:  # the prefill failed
             self._prefill = None
             return
         if cache is None or not audit:

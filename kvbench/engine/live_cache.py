@@ -1,4 +1,4 @@
-"""The forks of a batch as a cache of transformers, and what such a cache cannot do."""
+"""The forks of a batch as a cache of transformers; operations it cannot serve are refused."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ _CLOSED = (
 
 @dataclass
 class Row:
-    """What became of one row of a batch: one prompt and its cache.
+    """Measurements of one row of a batch: one prompt and its cache.
 
     Attributes:
         prompt_tokens: without padding.
         compressed: False where the prompt is within its capacity, or the method keeps everything;
-            at the end of a generation true as well where entries were evicted since.
+            true at the end of a generation in which entries were evicted.
         entries: held per layer and KV head after compression, mean and maximum.
         cache_bytes, exact_bytes: after compression, and of the exact cache at the same point.
         cache_bytes_end: when the generation was over; None before.
         compress_s: seconds of compression.
-        recompressions: how often everything said so far was compressed again.
+        recompressions: how often the whole conversation was compressed again.
     """
 
     prompt_tokens: int
@@ -85,7 +85,7 @@ class LiveCache(Cache):
         forks: one per row.
         lengths: tokens of each row that were compressed, without padding.
         tokens: of each row, fed so far, without padding; None where embeddings were fed.
-        rows: what became of each; empty before the prefill.
+        rows: measurements of each; empty before the prefill.
         seen: tokens fed so far, padding included.
     """
 
@@ -110,7 +110,7 @@ class LiveCache(Cache):
         self.open = True  # until the generation that it belongs to is over
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LiveCache:
-        """A cache that goes on from here on its own; of a model that is copied too, the copy's."""
+        """An independent copy; if the model is copied too, it belongs to that copy."""
         return LiveCache(
             memo.get(id(self.model), self.model),
             [fork.clone() for fork in self.forks],
@@ -121,7 +121,7 @@ class LiveCache(Cache):
         )
 
     def check_continued(self, ids: Tensor, mask: Tensor | None) -> None:
-        """Refuse `input_ids` that do not go on where the cache ends.
+        """Refuse `input_ids` that do not continue the tokens of the cache.
 
         Args:
             ids: [rows, tokens], the whole conversation, or what is new with a mask of the whole.
@@ -154,13 +154,13 @@ class LiveCache(Cache):
 
     @property
     def is_croppable(self) -> bool:
-        """Tokens that came after compression can be taken back, those before cannot: see `crop`."""
+        """False: only tokens that came after compression can be removed, see `crop`."""
         return False
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """The new keys and values as they are: the attention function stores them.
+        """Return the new keys and values unchanged: the attention function stores them.
 
         Raises:
             UnsupportedGeneration: the generation is over, so that nothing would store them.
@@ -169,14 +169,14 @@ class LiveCache(Cache):
             raise UnsupportedGeneration(_CLOSED)
         return key_states, value_states
 
-    def go_on_from(self, state: ForkBatch) -> None:
-        """Hold the states of a hybrid model's forks, side by side, for a pass with this state."""
+    def load_states(self, state: ForkBatch) -> None:
+        """Load the recurrent states of a hybrid model's forks, batched, for a pass with this state."""
         config = self.model.config.get_text_config()
         if is_hybrid(config):
             self.layers = state.past(config).layers
 
-    def hand_on_states(self) -> None:
-        """After the prefill: to each fork those of its row."""
+    def store_states(self) -> None:
+        """After the prefill: store each row's recurrent states in its fork."""
         for number, fork in enumerate(self.forks):
             fork.states = row_of(states_in(self), number)
 
@@ -189,8 +189,8 @@ class LiveCache(Cache):
         count = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
         return self.seen + count, 0
 
-    def _pick(self, indices: Sequence[int]) -> None:
-        """Rows in a new order; a row that is wanted more than once is copied."""
+    def _reorder_rows(self, indices: Sequence[int]) -> None:
+        """Select rows by index; a row that is selected more than once is copied."""
         taken: set[int] = set()
         forks = []
         for index in indices:
@@ -204,23 +204,22 @@ class LiveCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Beam search: row i goes on from row ``beam_idx[i]``."""
-        self._pick(beam_idx.tolist())
+        self._reorder_rows(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times."""
-        self._pick([row for row in range(len(self.forks)) for _ in range(repeats)])
+        self._reorder_rows([row for row in range(len(self.forks)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep some rows."""
-        self._pick(torch.arange(len(self.forks))[indices.cpu()].tolist())
+        self._reorder_rows(torch.arange(len(self.forks))[indices.cpu()].tolist())
 
     def crop(self, tokens: int) -> None:
-        """Take back tokens that came after compression, up to the first `tokens` (padding included); of
-        a negative number, so many from the end.
+        """Keep the first `tokens` tokens (padding included), or with a negative number remove so many
+        from the end. Only tokens that came after compression can be removed.
 
         Raises:
-            UnsupportedGeneration: a token that was compressed would go, which cannot be put together
-                again, or the method evicts.
+            UnsupportedGeneration: a compressed token would have to be removed, or the method evicts.
         """
         drop = -tokens if tokens < 0 else self.seen - tokens
         if drop <= 0:

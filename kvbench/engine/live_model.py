@@ -1,4 +1,4 @@
-"""A transformers model inside `kvbench.compress`: its attention, its cache, what it refuses."""
+"""A transformers model inside `kvbench.compress`: its attention, its hooks, options it refuses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NO_THREADS = (
 
 
 def _refuse(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
-    """Refuse the options of `generate` that a compressed cache cannot serve, before anything runs."""
+    """Refuse, before anything runs, options of `generate` that a compressed cache cannot serve."""
 
     def option(name: str) -> Any:
         sources = (given.get("generation_config"), model.generation_config)
@@ -68,16 +68,16 @@ def _refuse(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
         raise UnsupportedGeneration(NO_ATTENTIONS)
 
 
-class _Guarded:
-    """`model.generate` that refuses what it must and ends each generation properly.
+class _CheckedGenerate:
+    """`model.generate`, with its options checked and every generation ended by `Compression.finish`.
 
-    An object, not a closure, so that a deep copy of the model has one of its own.
+    An object, not a closure, so that a deep copy of the model has its own.
     """
 
     def __init__(self, compression: Compression, original: Callable[..., Any]) -> None:
         self.compression = compression
         self.original = original
-        self.thread: dict[str, int] = {}  # whose generation is under way
+        self.thread: dict[str, int] = {}  # the thread that generates now
         update_wrapper(self, original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -99,7 +99,7 @@ class _Guarded:
 
 
 def _no_batches(*_: Any, **__: Any) -> NoReturn:
-    """In the place of `generate_batch`."""
+    """Replaces `generate_batch`."""
     raise UnsupportedGeneration(
         "generate_batch has a paged cache of its own; allowed: generate, with a batch of prompts"
     )
@@ -107,7 +107,7 @@ def _no_batches(*_: Any, **__: Any) -> NoReturn:
 
 @contextmanager
 def _attribute(model: PreTrainedModel, name: str, value: Any) -> Iterator[None]:
-    """An attribute of this one object, and afterwards whatever it had before."""
+    """Set an attribute of this object within the context; restored afterwards."""
     own = {name: model.__dict__[name]} if name in model.__dict__ else {}
     model.__dict__[name] = value
     try:
@@ -130,7 +130,7 @@ def compressed_generation(compression: Compression) -> Iterator[Compression]:
     )  # compiled
     with ExitStack() as stack:
         stack.enter_context(kvbench_attention_on(model))
-        if isinstance(model.__dict__.get("generate"), _Guarded):
+        if isinstance(model.__dict__.get("generate"), _CheckedGenerate):
             raise UnsupportedGeneration(
                 f"{type(model).__name__} is under compress already; allowed: one at a time"
             )
@@ -142,7 +142,7 @@ def compressed_generation(compression: Compression) -> Iterator[Compression]:
         after = model.register_forward_hook(compression.after_forward, with_kwargs=True)
         stack.callback(after.remove)
         generate: Any = model.generate
-        guarded = _Guarded(compression, generate)
+        guarded = _CheckedGenerate(compression, generate)
         stack.enter_context(_attribute(model, "generate", guarded))
         stack.enter_context(_attribute(model, "generate_batch", _no_batches))
         try:

@@ -27,7 +27,7 @@ from kvbench.engine.states import HYBRIDS, check_hybrid
 from kvbench.engine.vision import check_vision, reads_images
 from kvbench.errors import UserError, first_line, one_line, traceback_of
 from kvbench.errors.options import ADDED, Text, check_options
-from kvbench.tasks.hub import hub_answers, retries_said_once
+from kvbench.tasks.hub import hub_answers, retries_announced_once
 
 log = logging.getLogger(__name__)
 
@@ -123,11 +123,11 @@ class ModelSpec:
 
 
 GPU_FILES = ("/proc/driver/nvidia/version", "/dev/nvidia0", "/dev/dxg")
-"""What is there where the machine has an NVIDIA GPU and a driver of it."""
+"""Files that exist on a machine with an NVIDIA GPU and its driver."""
 
 
 def resolve_device(device: str) -> torch.device:
-    """``auto`` is the first CUDA device, or the CPU; says so where that leaves a GPU unused.
+    """``auto`` is the first CUDA device, or the CPU, with a warning if a GPU remains unused.
 
     Raises:
         ModelError: a device this machine does not have.
@@ -175,7 +175,7 @@ def resolve_dtype(dtype: str, device: torch.device, models: str = "auto") -> tor
 
 
 def local_path(path: str) -> str:
-    """Where `path` is on this machine; a Hub id comes back as it is.
+    """The folder of `path` on this machine; a Hub id is returned unchanged.
 
     Raises:
         ModelError: an asset or local folder that is not there.
@@ -197,8 +197,8 @@ def local_path(path: str) -> str:
 
 
 @contextmanager
-def told_in_one_line(what: str, spec: ModelSpec) -> Iterator[None]:
-    """Turn the failures of the Hub and of what cannot be loaded into one line that says what to do."""
+def one_line_failures(what: str, spec: ModelSpec) -> Iterator[None]:
+    """Turn failures of the Hub and of loading into one line that says what to do."""
     from huggingface_hub.errors import (
         GatedRepoError,
         RepositoryNotFoundError,
@@ -206,7 +206,7 @@ def told_in_one_line(what: str, spec: ModelSpec) -> Iterator[None]:
     )
 
     try:
-        with retries_said_once(f"{what} {spec.path!r}"):
+        with retries_announced_once(f"{what} {spec.path!r}"):
             yield
     except ModelError:
         raise
@@ -231,7 +231,7 @@ def told_in_one_line(what: str, spec: ModelSpec) -> Iterator[None]:
                 "knows, or model.trust_remote_code=true to run that code"
             ) from error
         raise ModelError(f"{what} {spec.path!r} cannot be loaded: {first_line(error)}") from error
-    except Exception as error:  # whatever the libraries make of files that are broken
+    except Exception as error:  # anything that libraries raise for damaged files
         if is_out_of_memory(error):
             raise ModelError(
                 f"{what} {spec.path!r} does not fit into memory; allowed: a smaller model, "
@@ -245,11 +245,11 @@ def load_config(spec: ModelSpec) -> PreTrainedConfig:
     """The model's transformers config: `architecture`, or the one of its path.
 
     Raises:
-        ModelError: it cannot be loaded, or its fields are no model's.
+        ModelError: it cannot be loaded, or its fields are not those of a model.
     """
     if spec.architecture is None:
         return _config_of_path(spec)
-    with told_in_one_line("model", spec):
+    with one_line_failures("model", spec):
         fields = {**spec.architecture, **spec.config}
         _check_layers(fields, spec)
         return AutoConfig.for_model(fields.pop("model_type"), **fields)
@@ -269,7 +269,7 @@ def _config_of_path(spec: ModelSpec) -> PreTrainedConfig:
         "local_files_only": _only_local(spec.path),
         **gguf_options(spec),
     }
-    with told_in_one_line("model", spec):
+    with one_line_failures("model", spec):
         fields, _ = PreTrainedConfig.get_config_dict(local_path(spec.path), **where)
         _check_layers({**fields, **spec.config}, spec)
         return AutoConfig.from_pretrained(
@@ -281,11 +281,11 @@ def _config_of_path(spec: ModelSpec) -> PreTrainedConfig:
 
 
 MOST_LAYERS = 10_000
-"""Of a model; its config lists each of them."""
+"""Most layers of a model; its config lists every layer."""
 
 
 def _check_layers(fields: Mapping[str, Any], spec: ModelSpec) -> None:
-    """Refuse a config of which making the lists of its layers alone would take for ever.
+    """Refuse a config whose list of layers alone would take very long to build.
 
     Raises:
         ModelError: naming the field.
@@ -300,13 +300,13 @@ def _check_layers(fields: Mapping[str, Any], spec: ModelSpec) -> None:
 
 
 def _only_local(path: str) -> bool:
-    """Whether what `path` names is to be looked for on this machine only: a folder, or a Hub that
-    cannot be reached, which the library would try for half a minute."""
+    """Whether to look for `path` on this machine only: it is a folder, or the Hub cannot be reached
+    (which the library would retry for half a minute)."""
     return local_path(path) != path or Path(path).exists() or not hub_answers()
 
 
 def checked_config(spec: ModelSpec) -> PreTrainedConfig:
-    """`load_config`, its failures as one line, and only of what can be run.
+    """`load_config` of a model that kvbench can run.
 
     Raises:
         ModelError: it cannot be loaded.
@@ -318,7 +318,7 @@ def checked_config(spec: ModelSpec) -> PreTrainedConfig:
 
 
 def check_serves_interface(config: PreTrainedConfig) -> None:
-    """Refuse architectures that compute attention themselves: nothing could be compressed there.
+    """Refuse architectures that compute attention themselves, where nothing could be compressed.
 
     Raises:
         UnsupportedModel: naming the architecture; see `check_vision`.

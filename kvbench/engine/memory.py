@@ -1,4 +1,4 @@
-"""How much memory there is, and how much of it a piece of work took at its peak.
+"""How much memory there is, and how much was used at the peak.
 
 On CUDA the numbers are the allocator's, summed over all GPUs (a model may lie on several; the sum of
 peaks is no less than what was in use at once). On a CPU they are the process's resident memory,
@@ -21,7 +21,7 @@ _CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
 def reset_peak(device: torch.device) -> bool:
-    """Start measuring the peak anew; False where it cannot be measured."""
+    """Reset the peak; False where it cannot be measured."""
     if device.type == "cuda":
         for index in range(torch.cuda.device_count()):
             torch.cuda.reset_peak_memory_stats(index)
@@ -41,14 +41,14 @@ def peak_bytes(device: torch.device) -> int | None:
 
 
 def used_bytes(device: torch.device) -> int | None:
-    """Memory in use now, by the same count as `peak_bytes`."""
+    """Memory in use now, counted as by `peak_bytes`."""
     if device.type == "cuda":
         return sum(map(torch.cuda.memory_allocated, range(torch.cuda.device_count())))
     return _kibibytes(_STATUS, "VmRSS")
 
 
 def total_bytes(device: torch.device) -> int | None:
-    """What this process may use in all: what it holds, and what is free."""
+    """Memory that this process may use: what it holds and what is free."""
     if device.type == "cuda":
         held = [torch.cuda.memory_reserved(i) for i in range(torch.cuda.device_count())]
         used_gpus = {i for i, size in enumerate(held) if size} | {device.index or 0}
@@ -64,7 +64,7 @@ def total_bytes(device: torch.device) -> int | None:
 
 
 def _kibibytes(path: Path, name: str) -> int | None:
-    """The bytes a line ``name: N kB`` of a file of /proc tells, None where there is none."""
+    """The bytes in a line ``name: N kB`` of a file of /proc; None if there is no such line."""
     try:
         lines = path.read_text().splitlines()
     except OSError:

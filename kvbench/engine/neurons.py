@@ -1,4 +1,4 @@
-"""The neurons of a model's MLPs, seen and dropped through forward hooks: no model code is changed."""
+"""Observing and dropping the neurons of a model's MLPs through forward hooks."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from kvbench.engine.attention import UnsupportedModel
 from kvbench.engine.capture import CaptureState
 from kvbench.engine.prefill import forward_rows, input_device
 
-Look = Callable[[int, Tensor], Tensor | None]
-"""Called with a layer's number from 0 and its activations [..., neurons]; what it returns takes their
-place, None leaves them."""
+ActivationHook = Callable[[int, Tensor], Tensor | None]
+"""Called with a layer's number from 0 and its activations [..., neurons]; may return a replacement, or
+None."""
 
 
 _KINDS = tuple({kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values()})
-"""Every activation that a config of transformers can name."""
+"""The classes of all activations that a config of transformers can name."""
 
 
 def activations_of(model: PreTrainedModel) -> dict[int, nn.Module]:
-    """By the layer's number from 0, the module whose output are the activations of its MLP's neurons:
-    after ReLU in OPT, the gate after SiLU in Llama.
+    """By layer, from 0, the module whose output is the activations of the MLP's neurons: after ReLU in
+    OPT, the gate after SiLU in Llama.
 
     Raises:
         UnsupportedModel: a layer has none or several (mixtures of experts), or layers share one.
@@ -49,11 +49,11 @@ def activations_of(model: PreTrainedModel) -> dict[int, nn.Module]:
 
 
 @contextmanager
-def watched(model: PreTrainedModel, look: Look) -> Iterator[None]:
-    """Within this, every forward pass shows the activations of every layer to `look`."""
+def watched(model: PreTrainedModel, hook: ActivationHook) -> Iterator[None]:
+    """Within the context, every forward pass calls `hook` with the activations of every layer."""
 
     def shown(layer: int, module: nn.Module, given: Any, out: Tensor) -> Tensor | None:
-        return look(layer, out)
+        return hook(layer, out)
 
     with ExitStack() as stack:
         for layer, module in activations_of(model).items():
@@ -64,10 +64,10 @@ def watched(model: PreTrainedModel, look: Look) -> Iterator[None]:
 def activation_counts(
     model: PreTrainedModel, texts: Sequence[Sequence[int]]
 ) -> tuple[dict[int, Tensor], int]:
-    """For how many of all tokens each neuron is active (its activation is above 0).
+    """Count the tokens for which each neuron is active (its activation is above 0).
 
     Returns:
-        [neurons] int64 on the CPU by the layer's number from 0, and the number of tokens.
+        By layer, from 0, counts [neurons] int64 on the CPU; and the number of tokens.
     """
     counts: dict[int, Tensor] = {}
 
@@ -85,7 +85,7 @@ def mean_nll(model: PreTrainedModel, ids: Sequence[int], dropped: dict[int, Tens
     """Mean negative log-likelihood in nats of every token but the first, with exact attention.
 
     Args:
-        dropped: [neurons] bool by layer, True for neurons whose activation is 0 throughout.
+        dropped: by layer, [neurons] bool; True sets the neuron's activation to 0.
     """
 
     def drop(layer: int, out: Tensor) -> Tensor | None:
@@ -101,7 +101,7 @@ def mean_nll(model: PreTrainedModel, ids: Sequence[int], dropped: dict[int, Tens
 
 @torch.no_grad()
 def _logits(model: PreTrainedModel, ids: Sequence[int], *, keep: int | None) -> Tensor:
-    """[tokens, vocab], of one exact pass."""
+    """Logits [tokens, vocab] of one exact pass."""
     device = input_device(model)
     state = CaptureState({}, model.config.get_text_config().num_hidden_layers)
     positions = torch.arange(len(ids), device=device)

@@ -15,7 +15,7 @@ from kvbench.engine.adapters import rotary_of
 from kvbench.engine.attention import AttentionState, LayerCall, UnsupportedModel
 from kvbench.engine.fork import Fork, layer_generator
 from kvbench.engine.guard import GENERATORS, Guard, Settings, check_finite
-from kvbench.engine.rescore import Feed, Rescorer, Spoiled, blame, forgive
+from kvbench.engine.rescore import Feed, Rescorer, TensorsWritten, clear_failures, mark_failed
 from kvbench.engine.states import (
     EMPTY,
     STATEFUL,
@@ -150,7 +150,7 @@ class PrefillState:
         self.later = Rescorer([fork for fork in forks if fork.rescores], forks)
         self.exact_bytes = 0
         self.clocks: list[Elapsed] = []
-        self.suspicions: list[Tensor | bool] = []
+        self.written_flags: list[Tensor | bool] = []
 
         self._past: PassingCache | None = None
 
@@ -164,7 +164,7 @@ class PrefillState:
         """Those after the prompt."""
         return {} if self._past is None else states_in(self._past)
 
-    def hand_on_states(self) -> None:
+    def store_states(self) -> None:
         """A copy to every fork."""
         self.exact_bytes += state_bytes(self.states)
         for fork in self.forks:
@@ -200,13 +200,13 @@ class PrefillState:
         whether a method wrote to what others read. Returns the seconds of all compression.
 
         Raises:
-            Spoiled: some method did.
+            TensorsWritten: some method did.
         """
-        said = [torch.as_tensor(one) for one in self.suspicions]
-        self.suspicions = []
+        said = [torch.as_tensor(one) for one in self.written_flags]
+        self.written_flags = []
         if said and bool(torch.stack([one.to(said[0].device) for one in said]).any()):
-            forgive(self.running)
-            raise Spoiled(whose=False)
+            clear_failures(self.running)
+            raise TensorsWritten(culprit_known=False)
         for fork in self.forks:
             try:
                 fork.audit_prompt()
@@ -222,26 +222,26 @@ class PrefillState:
             for fork in running:
                 self._compress(fork, layer, guard)
             if not self.closely:
-                self.suspicions += guard.suspicions()
+                self.written_flags += guard.written_flags()
                 if not kv.keys.is_cuda:
                     self.settle()
-        except Spoiled:
-            forgive(running)
+        except TensorsWritten:
+            clear_failures(running)
             raise
 
     def rescore(self, ids: Sequence[int], encoder: PromptEncoder | None, feed: Feed) -> None:
         """Have the prompt repeated for the methods that ask for it, and compress as they say then.
 
         Raises:
-            Spoiled: one of them wrote to what others read.
+            TensorsWritten: one of them wrote to what others read.
         """
         if not self.later.running:
             return
         self.later.states = self.states
         try:
             self.clocks.append(self.later.run(ids, encoder, feed, self._compress))
-        except Spoiled:
-            forgive(self.forks)
+        except TensorsWritten:
+            clear_failures(self.forks)
             raise
 
     def _compress(self, fork: Fork, layer: int, guard: Guard) -> None:
@@ -266,7 +266,7 @@ class PrefillState:
             fork.hold(layer, held, capacity, limit=limit, prompt=kv)
             clocks.append(clock.stop())
         except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
-            blame(fork, failure, self.forks)
+            mark_failed(fork, failure, self.forks)
         # Work that an earlier method of the job did for both is charged to both.
         fork.clocks += [*clocks, *charged()]
 
@@ -385,12 +385,12 @@ def prefill(
             synchronize(device)
             compress_s = state.settle()
             seconds = time.perf_counter() - start - compress_s
-            if closely or not generators.put_back():
+            if closely or not generators.restore_changed():
                 break
             closely = True  # somebody drew from a global generator: who?
-        except Spoiled as spoiled:
-            closely |= not spoiled.whose
+        except TensorsWritten as spoiled:
+            closely |= not spoiled.culprit_known
         for fork in forks:
-            fork.begin_again()
-    state.hand_on_states()
+            fork.restart()
+    state.store_states()
     return Prefill(logits[0], seconds, state.exact_bytes, len(ids))

@@ -1,4 +1,4 @@
-"""What the engine is asked to generate, and what comes of it."""
+"""Inputs and results of the engine: prompts, questions, generations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvbench.tasks.base import PromptEncoder
 
 @dataclass
 class Generation:
-    """What one fork produced, and what it cost.
+    """What one fork generated, and its costs.
 
     Attributes:
         tokens: new tokens, without the ending token.
@@ -23,14 +23,14 @@ class Generation:
         cache_bytes, exact_bytes: after compression, and of the exact cache at the same point.
         cache_bytes_end: after the last token.
         prefill_s, compress_s: seconds of this prompt's own prefill, and of this fork's compression;
-            the same for all questions that are asked of one compressed prompt.
+            the same for all questions about one compressed prompt.
         decode_s: seconds of the decode steps this fork took part in, divided by the rows of each
             (decoding is shared by methods and prompts; the throughput probe measures methods alone).
         batch: prompts that were decoded together.
-        failure: what stopped the fork, None if it ended well.
-        budget_preset: the preset that holds more than the budget, None where none does.
-        kept: what was held of the prompt after compression (`kvbench.engine.kept.strips_of`), where it
-            was asked for.
+        failure: what stopped the fork; None if it succeeded.
+        budget_preset: the preset that holds more than the budget, if any.
+        kept: what was held of the prompt after compression (`kvbench.engine.kept.strips_of`), if
+            requested.
     """
 
     tokens: list[int]
@@ -51,13 +51,13 @@ class Generation:
 
 @dataclass(frozen=True)
 class Question:
-    """One thing asked of a prompt that has been compressed.
+    """One question about a compressed prompt.
 
     Attributes:
-        ids: what is fed after the prompt; none where the prompt itself ends with the question.
+        ids: fed after the prompt; empty if the prompt itself ends with the question.
         stopping: when the answer ends.
-        name: what the draws of its tokens depend on beside the seed, where tokens are sampled.
-        sample: which of several samples it is; each has draws of its own.
+        name: seeds the draws of sampled tokens, together with the job's seed.
+        sample: its number among several samples; each has its own draws.
     """
 
     ids: Sequence[int]
@@ -74,12 +74,12 @@ class Prompt:
         context_ids, question_ids: the prompt is their concatenation.
         methods: by label, each with its budget; one fork each.
         stopping: when its generations end.
-        example_id: what the methods' draws depend on, beside seed and layer.
-        room: new tokens to reserve memory for, None: `stopping.max_new_tokens`.
-        conversations: what is asked once context and question have been read and compressed, each
-            conversation of a copy of that cache, and within one each question after the answer to
-            the one before. None: one question, where `run_batch` says it is read.
-        note_kept: whether to say what every method kept of it.
+        example_id: seeds the methods' draws, together with seed and layer.
+        room: new tokens to reserve memory for; None: `stopping.max_new_tokens`.
+        conversations: asked once context and question have been read and compressed: each conversation
+            continues a copy of that cache, and each of its questions follows the answer to the one
+            before. Empty: one question, see `run_batch`.
+        note_kept: whether to report what every method kept.
         encoder, inputs: see `kvbench.engine.prefill.prefill`.
     """
 

@@ -1,4 +1,4 @@
-"""Compression while decoding: what a layer holds is compressed again, every so many tokens."""
+"""Compression while decoding: a layer's entries are compressed again every so many tokens."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Recompressor:
     """One layer's state between two compressions.
 
     Attributes:
-        rule: when, and to how many entries. method, budget, label: of the fork.
-        layer: of the prompt, whose index, scaling, softcap and bias hold for what follows.
-        generator: goes on from one time to the next.
-        tokens: fed so far; with ``phase=tokens`` the prompt's count.
+        rule: when, and to how many entries. method, budget, label: those of the fork.
+        layer: the prompt's layer, for its index, scaling, softcap and bias.
+        generator: draws of all compressions, in order.
+        tokens: fed so far; with ``phase=tokens``, the prompt's included.
         queries: the last ones fed, [heads, at most rule.queries, head_dim].
-        times: how often it was compressed.
+        times: how often the layer was compressed.
     """
 
     rule: Recompression
@@ -44,13 +44,13 @@ class Recompressor:
     def begin(
         cls, label: str, method: Method, budget: Budget, layer: LayerKV, generator: torch.Generator
     ) -> Recompressor | None:
-        """State after the prefill of `layer`; None for a method that does not compress again."""
+        """The state after the prefill of `layer`; None for a method that does not recompress."""
         rule = method.recompression
         if rule is None or layer.queries is None:
             return None
         to = Budget(sink=budget.sink, window=budget.window, size=rule.to)
         last = layer.queries[0, :, -rule.queries :].clone()
-        none = layer.keys[:, :, :0]  # nothing of the prompt is kept alive here
+        none = layer.keys[:, :, :0]  # does not keep the prompt in memory
         shape = replace(
             layer, keys=none, values=none, queries=None, shared={}, carried={}, pristine={}
         )
@@ -63,14 +63,14 @@ class Recompressor:
         return self.queries.nbytes
 
     def clone(self) -> Recompressor:
-        """A copy that goes on separately."""
+        """An independent copy."""
         twin = copy.copy(self)
         twin.generator = torch.Generator()
         twin.generator.set_state(self.generator.get_state())
         return twin
 
     def after(self, cache: LayerCache, query: Tensor) -> None:
-        """A token was fed to `cache`, its query [heads, 1, head_dim]: compress if it is time.
+        """Note that a token with this query [heads, 1, head_dim] was fed to `cache`; compress if due.
 
         Raises:
             BudgetExceeded: the method holds more than it may; and whatever the method raises.
@@ -94,13 +94,13 @@ class Recompressor:
         )
         if held.charged > self.rule.to + 1:
             raise BudgetExceeded(self.label, kv.layer_index, self.rule.to, held.charged)
-        _take_over(cache, held)
+        _replace_entries(cache, held)
         self.times += 1
 
 
-def _take_over(cache: LayerCache, held: CompressedKV) -> None:
-    """`cache` holds what is left of its entries; positions of `held` are places among them, and its
-    weights are on top of theirs."""
+def _replace_entries(cache: LayerCache, held: CompressedKV) -> None:
+    """Replace the entries of `cache` by `held`, whose positions are places among these entries and whose
+    log-weights add to theirs."""
     places, count = held.positions[0], held.positions.shape[2]
     cache.positions[:, :count] = cache.positions.gather(1, places)
     if cache.log_weights is not None:

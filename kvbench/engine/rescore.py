@@ -22,32 +22,32 @@ Feed = Callable[[Sequence[int], AttentionState], object]
 """Runs the model on tokens that follow the prompt, with this attention state."""
 
 
-class Spoiled(Exception):
-    """A method changed what other forks of a prefill use: they have to begin again.
+class TensorsWritten(Exception):
+    """A method wrote to tensors that other forks of the prefill read, so the prefill must run again.
 
     Attributes:
-        whose: whether it is known, and its fork has failed.
+        culprit_known: whether the fork that did it is known, and marked as failed.
     """
 
-    def __init__(self, *, whose: bool) -> None:
+    def __init__(self, *, culprit_known: bool) -> None:
         super().__init__()
-        self.whose = whose
+        self.culprit_known = culprit_known
 
 
-def blame(fork: Fork, failure: Exception, others: Sequence[Fork]) -> None:
-    """This fork has failed.
+def mark_failed(fork: Fork, failure: Exception, others: Sequence[Fork]) -> None:
+    """Mark this fork as failed.
 
     Raises:
-        Spoiled: for what it did to tensors that others go on reading.
+        TensorsWritten: the failure is a write to tensors that other running forks read.
     """
     fork.fail(failure)
     spoiled = isinstance(failure, SharedStateChanged) and failure.tensors
     if spoiled and any(other.failure is None for other in others):
-        raise Spoiled(whose=True)
+        raise TensorsWritten(culprit_known=True)
 
 
-def forgive(forks: Sequence[Fork]) -> None:
-    """What failed may have failed for what another did."""
+def clear_failures(forks: Sequence[Fork]) -> None:
+    """Forget failures that another fork may have caused by writing to shared tensors."""
     for fork in forks:
         if not isinstance(fork.failure, SharedStateChanged):
             fork.failure = None
@@ -55,12 +55,13 @@ def forgive(forks: Sequence[Fork]) -> None:
 
 @dataclass
 class Rescorer:
-    """The exact cache of a prompt, kept for as long as the model repeats it.
+    """The exact cache of a prompt, kept while the model repeats the prompt.
 
     Attributes:
-        forks: those that look, and compress afterwards. others: whom they must not disturb.
-        held: keys and values by layer; of a sliding layer those in its window.
-        guards: of the layers that are compressed. states: of the others that carry one.
+        forks: those whose methods are shown the repetition, and compress afterwards. others: the
+            remaining forks of the prefill, which must not be disturbed.
+        held: keys and values by layer; for a sliding-window layer, those in its window.
+        guards: by layer that is compressed. states: by layer that is recurrent (hybrid models).
     """
 
     forks: Sequence[Fork]
@@ -70,13 +71,13 @@ class Rescorer:
     states: States = field(default_factory=dict)
 
     def keep(self, layer: int, kv: LayerKV) -> None:
-        """A layer that will be compressed. Its queries are let go."""
+        """Keep a layer that will be compressed, without its queries."""
         self.held[layer] = (kv.keys, kv.values)
         self.guards[layer] = Guard(replace(kv, queries=None, shared={}))
 
     @property
     def running(self) -> list[Fork]:
-        """Those that have not failed."""
+        """The forks that have not failed."""
         return [fork for fork in self.forks if fork.failure is None]
 
     def run(
@@ -86,14 +87,15 @@ class Rescorer:
         feed: Feed,
         compress: Callable[[Fork, int, Guard], None],
     ) -> Elapsed:
-        """Have the prompt `ids` repeated, once for all forks that ask for the same, and then compress
-        every layer of each. Returns the clock of it all.
+        """Repeat the prompt `ids`, once for all forks with the same `Rescoring`, then compress every
+        layer of each fork. Returns the clock of the whole.
 
         Args:
-            encoder: of the words that ask, and what the model's template puts before an answer.
+            encoder: encodes the instruction to repeat, and what the chat template puts before an
+                answer.
 
         Raises:
-            Spoiled: see `blame`.
+            TensorsWritten: see `mark_failed`.
         """
         device = next(iter(self.held.values()))[0].device
         whole = Elapsed(device)
@@ -106,7 +108,7 @@ class Rescorer:
             try:
                 for start, stop, tokens in sequences(rescoring, ids, sink, encoder):
                     feed(tokens, _Repeating(self, forks, start, stop))
-            except Spoiled:
+            except TensorsWritten:
                 raise
             except Exception as failure:  # noqa: BLE001 - a failure of theirs, not of the others
                 for fork in forks:
@@ -122,7 +124,7 @@ class Rescorer:
 
 @dataclass
 class _Repeating:
-    """Attention state of a sequence that follows the prompt and joins no cache."""
+    """Attention state of a sequence that follows the prompt and is not added to any cache."""
 
     rescorer: Rescorer
     forks: Sequence[Fork]
@@ -130,11 +132,11 @@ class _Repeating:
     stop: int
 
     def past(self, config: PreTrainedConfig) -> PassingCache:
-        """See `kvbench.engine.states.Stateful`: copies of those after the prompt."""
+        """See `kvbench.engine.states.Stateful`: copies of the states after the prompt."""
         return joined_cache(config, [clone_of(self.rescorer.states)])
 
     def attend(self, call: LayerCall) -> Tensor:
-        """Exact attention to the prompt and the sequence itself; then the forks look."""
+        """Exact attention to the prompt and the sequence itself; the methods are shown its queries."""
         keys, values = self.rescorer.held[call.layer]
         both = replace(
             call, key=torch.cat([keys, call.key], 2), value=torch.cat([values, call.value], 2)
@@ -151,18 +153,18 @@ class _Repeating:
             try:
                 guard.rescore(fork.label, fork.method, repeated, fork.budget, fork.carried)
             except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
-                blame(fork, failure, self.rescorer.others)
+                mark_failed(fork, failure, self.rescorer.others)
         return out
 
 
 def sequences(
     rescoring: Rescoring, ids: Sequence[int], sink: int, encoder: PromptEncoder | None
 ) -> Iterator[tuple[int, int, list[int]]]:
-    """What is fed after a prompt to have it repeated: start and stop of each chunk, and the words that
-    ask, what opens an answer, the chunk. Each piece is tokenised alone.
+    """What is fed after a prompt to have it repeated: of each chunk its start, its stop, and the tokens
+    of the instruction, of what opens an answer, and of the chunk. Each piece is tokenised alone.
 
     Raises:
-        KVError: words, and no tokenizer.
+        KVError: there is an instruction and no tokenizer.
     """
     words = rescoring.first or rescoring.following
     if words and encoder is None:

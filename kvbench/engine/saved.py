@@ -1,7 +1,7 @@
-"""A compressed context as a safetensors file: numbers and JSON, read with everything checked.
+"""A compressed context as a safetensors file: tensors and JSON, all checked when they are read.
 
-Nothing of a file is run or imported: the method is the reader's own, and must be the one that the file
-names. Shapes are compared with what the model's layers say of themselves before a tensor is read.
+Nothing in a file is run or imported: the method is the reader's own, and must equal the one that the
+file names. Shapes are checked against the model's layers before a tensor is read.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SAMPLED = 16
 
 @dataclass(frozen=True)
 class Saved:
-    """What a file holds: the fork, what its prefill gave, the tokens and the chat's messages so far."""
+    """Contents of a file: the fork, its prefill, the tokens, and the messages of the chat so far."""
 
     fork: Fork
     start: Prefill
@@ -46,8 +46,7 @@ class Saved:
 
 
 def model_fingerprint(model: PreTrainedModel) -> str:
-    """A digest of names, shapes and some numbers of every parameter: of other weights, or of the same
-    in another dtype, it is another."""
+    """A digest of the names, shapes, dtypes and a sample of the numbers of all parameters."""
     digest = hashlib.sha256(type(model).__name__.encode())
     for name, parameter in model.named_parameters():
         digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
@@ -61,7 +60,7 @@ def model_fingerprint(model: PreTrainedModel) -> str:
 
 
 def _description(method: Method, budget: Budget) -> dict[str, Any]:
-    """The method and its budget, as a file names them.
+    """The method and its budget as they are written to a file.
 
     Raises:
         KVError: an option that JSON cannot hold.
@@ -96,7 +95,7 @@ def save_context(
     token_ids: Sequence[int],
     messages: Sequence[Mapping[str, str]],
 ) -> None:
-    """Write a fork that holds all its entries itself.
+    """Write a fork, which must hold all its entries itself (not share them with a base).
 
     Raises:
         KVError: an option that no file can hold, or a file that cannot be written.
@@ -160,8 +159,8 @@ def save_context(
         raise KVError(f"context cannot be saved: {line}") from error
 
 
-class _Look:
-    """Attention state that notes what each layer's keys and values are like."""
+class _LayerCalls:
+    """Attention state that keeps each layer's call, for the shapes of its keys and values."""
 
     def __init__(self) -> None:
         self.calls: dict[int, LayerCall] = {}
@@ -187,7 +186,7 @@ def load_context(
     except OSError as error:
         raise KVError(f"context cannot be loaded: {disk_line(error)}") from error
     except (
-        # What a file from elsewhere can make of the lines below; nothing of it was used.
+        # Errors that a damaged or forged file can cause in `_read`; nothing of it was used.
         *(SafetensorError, BudgetExceeded, KeyError, TypeError, AttributeError, IndexError),
         *(RecursionError, OverflowError, RuntimeError),
     ) as error:
@@ -206,7 +205,7 @@ def _foreign(path: Path, why: str) -> KVError:
 
 
 def _read(path: Path, model: PreTrainedModel, method: Method, budget: Budget, label: str) -> Saved:
-    state, device = _Look(), input_device(model)
+    state, device = _LayerCalls(), input_device(model)
     with safe_open(path, framework="pt") as file:
         known = json.loads((file.metadata() or {})["kvbench"])
         _check_origin(path, known, model, method, budget)
@@ -302,7 +301,7 @@ class _Layer:
         return _tensor(self.file, f"{self.index}.{name}", shape, dtype, self.call.key.device)
 
     def cache(self, fork: Fork, compressible: bool) -> LayerCache:
-        """The layer's cache as it was."""
+        """The layer's cache as it was saved."""
         call, counts = self.call, self.counts
         length, first, first_value = (counts[n] for n in ("length", "first", "first_value"))
         stored, query_heads = call.key.shape[1], call.query.shape[1]

@@ -38,13 +38,13 @@ from kvbench.tasks.base import PromptEncoder
 CHUNK_LOGITS = 2**24
 """Logits that exist at a time (64 MB in float32), whatever the length of a continuation."""
 
-Look = Callable[[int, Tensor], None]
+LogitsHook = Callable[[int, Tensor], None]
 """Called with the place in the continuation of the first row of logits, and logits
 [rows, tokens, vocab] that predict the tokens from there on, as the model returns them."""
 
 
 @dataclass(frozen=True)
-class Reading:
+class CompressedPrompt:
     """A prompt that has been read, and compressed, up to where it is to be judged.
 
     Attributes:
@@ -74,7 +74,7 @@ def read(
     room: int,
     context_tokens: int | None = None,
     encoder: PromptEncoder | None = None,
-) -> Reading:
+) -> CompressedPrompt:
     """One exact prefill of all but the last prompt token, which every method compresses.
 
     Args:
@@ -108,7 +108,7 @@ def read(
     ]
     head = max(1, head)
     start = prefill(model, prompt_ids[:head], forks, encoder=encoder)
-    return Reading(forks, whole, list(prompt_ids[head:]), list(prompt_ids), start)
+    return CompressedPrompt(forks, whole, list(prompt_ids[head:]), list(prompt_ids), start)
 
 
 def chunks(rows: int, tokens: int, vocab: int) -> Iterator[range]:
@@ -124,11 +124,11 @@ def vocabulary(model: PreTrainedModel) -> int:
 
 
 @torch.inference_mode()
-def walk(
+def feed_continuations(
     model: PreTrainedModel,
-    reading: Reading,
+    reading: CompressedPrompt,
     rows: Sequence[tuple[Fork, Sequence[int]]],
-    look: Look,
+    on_logits: LogitsHook,
 ) -> None:
     """Feed every fork its continuation, all in one batch, and show the logits of every token.
 
@@ -138,11 +138,11 @@ def walk(
     """
     device, forks = input_device(model), [fork for fork, _ in rows]
     longest, lead = max(len(tokens) for _, tokens in rows), list(reading.lead)
-    fed = [[*lead, *filled(tokens, longest)[:-1]] for _, tokens in rows]
+    fed = [[*lead, *repeat_last(tokens, longest)[:-1]] for _, tokens in rows]
     ids = torch.tensor(fed, device=device).view(len(rows), -1)
     position, first = reading.start.n, 0
     if not lead:
-        look(0, reading.start.logits.expand(len(rows), 1, -1))
+        on_logits(0, reading.start.logits.expand(len(rows), 1, -1))
         first = 1
     elif len(lead) > 1:
         positions = torch.arange(position, position + len(lead) - 1, device=device)
@@ -151,7 +151,7 @@ def walk(
     for part in chunks(len(rows), ids.shape[1], vocabulary(model)):
         chunk = ids[:, part.start : part.stop]
         positions = torch.arange(position + part.start, position + part.stop, device=device)
-        look(
+        on_logits(
             first + part.start,
             forward_rows(model, chunk, positions, ForkBatch(forks, positions)),
         )
@@ -165,7 +165,7 @@ def walk(
                 fork.fail(failure)
 
 
-def filled(tokens: Sequence[int], length: int) -> list[int]:
+def repeat_last(tokens: Sequence[int], length: int) -> list[int]:
     """`tokens`, made longer by repeating the last one."""
     return [*tokens, *[tokens[-1]] * (length - len(tokens))]
 
@@ -207,12 +207,12 @@ class WholePass:
 
 
 @torch.inference_mode()
-def walk_whole(
+def run_masked_pass(
     model: PreTrainedModel,
     prompt_ids: Sequence[int],
     continuation: Sequence[int],
     rows: Sequence[tuple[Method, Budget] | None],
-    look: Look,
+    on_logits: LogitsHook,
 ) -> None:
     """The same for methods that mask one pass over prompt and continuation, the last token included.
 
@@ -224,10 +224,10 @@ def walk_whole(
     first = len(prompt_ids) - 1
     for part in chunks(len(rows), len(continuation), vocabulary(model)):
         wanted = torch.arange(first + part.start, first + part.stop, device=ids.device)
-        look(part.start, forward_rows(model, ids, positions, state, keep=wanted))
+        on_logits(part.start, forward_rows(model, ids, positions, state, keep=wanted))
 
 
-def imagined_cache(
+def masked_pass_cache(
     model: PreTrainedModel, pair: tuple[Method, Budget], tokens: int
 ) -> tuple[int, float]:
     """Of a method that masks a pass of so many tokens: the entries per head of a cache that held what a
@@ -255,16 +255,16 @@ class Scored:
 
 
 class LogProbs:
-    """A `Look` that keeps the log-probability of each row's own next token, and whether it is greedy."""
+    """A `LogitsHook` that keeps each row's log-probability of its next token, and if it is greedy."""
 
     def __init__(self, continuations: Sequence[Sequence[int]]) -> None:
         longest = max(map(len, continuations))
         self.continuations = continuations
-        self.targets = torch.tensor([filled(tokens, longest) for tokens in continuations])
+        self.targets = torch.tensor([repeat_last(tokens, longest) for tokens in continuations])
         self.found: list[Tensor] = []
 
     def __call__(self, begin: int, logits: Tensor) -> None:
-        """See `Look`."""
+        """See `LogitsHook`."""
         targets = self.targets[:, begin : begin + logits.shape[1]].to(logits.device)[..., None]
         logprobs = logits.float().log_softmax(-1)
         mine = logprobs.gather(-1, targets)[..., 0]
@@ -289,7 +289,7 @@ class LogProbs:
 
 def score(
     model: PreTrainedModel,
-    reading: Reading,
+    reading: CompressedPrompt,
     continuations: Sequence[Sequence[int]],
     *,
     batch_rows: int = 32,
@@ -312,9 +312,9 @@ def score(
             (fork if len(continuations) == 1 else fork.clone(), tokens)
             for fork, tokens in pairs[begin : begin + batch_rows]
         ]
-        look = LogProbs([tokens for _, tokens in batch])
-        walk(model, reading, batch, look)
-        for (fork, _), scored in zip(batch, look.scored(), strict=True):
+        on_logits = LogProbs([tokens for _, tokens in batch])
+        feed_continuations(model, reading, batch, on_logits)
+        for (fork, _), scored in zip(batch, on_logits.scored(), strict=True):
             failed = fork.failure is not None
             results[fork.label].append(Scored([], [], fork.failure) if failed else scored)
     for fork in reading.forks:
@@ -323,15 +323,15 @@ def score(
     for label, pair in reading.whole.items():
         results[label] = []
         for tokens in continuations:
-            look = LogProbs([tokens])
-            walk_whole(model, reading.prompt_ids, tokens, [pair], look)
-            results[label] += look.scored()
+            on_logits = LogProbs([tokens])
+            run_masked_pass(model, reading.prompt_ids, tokens, [pair], on_logits)
+            results[label] += on_logits.scored()
     return results
 
 
 @torch.inference_mode()
 def greedy_continuation(
-    model: PreTrainedModel, reading: Reading, fork: Fork, stopping: Stopping
+    model: PreTrainedModel, reading: CompressedPrompt, fork: Fork, stopping: Stopping
 ) -> list[int]:
     """What the fork answers when it decodes greedily, the ending token included; the fork itself stays
     as it is."""
@@ -344,6 +344,6 @@ def greedy_continuation(
     return row.chosen
 
 
-def twin_of(fork: Fork, label: str) -> Fork:
+def relabelled_copy(fork: Fork, label: str) -> Fork:
     """A copy of a fork under another name."""
     return replace(fork.clone(), label=label)

@@ -15,13 +15,13 @@ class Stopping:
 
     Attributes:
         max_new_tokens: at most so many tokens.
-        end_ids: any of these tokens ends it (and is not part of the text).
-        strings: any of these in the text ends it (and is cut, with what follows).
-        decode: token ids to text; needed for `strings`.
-        may_be_empty: False: as the first token, the best one that does not end the generation.
-        settled: of the text so far: what follows would change nothing, so it ends, uncut. Beyond 256
-            tokens it is asked some 100 times each time the answer has doubled.
-        timeout_s: seconds, prefill included, after which the forks still running fail; None: no limit.
+        end_ids: tokens that end it (not part of the text).
+        strings: stop strings, which end it and are cut from the text with all that follows.
+        decode: token ids to text; needed for `strings` and `settled`.
+        may_be_empty: False: the first token is chosen among those that do not end the generation.
+        settled: called with the text so far; True ends the generation, as nothing that follows would
+            change the score. Beyond 256 tokens it is called about 100 times per doubling of the answer.
+        timeout_s: seconds, prefill included, after which forks that still run fail; None: no limit.
     """
 
     max_new_tokens: int
@@ -33,7 +33,7 @@ class Stopping:
     settled: Callable[[str], bool] | None = None
 
     def first(self, logits: Tensor) -> Tensor:
-        """Logits [rows, vocab] of the first token, without what it may not be."""
+        """Logits [rows, vocab] of the first token, -inf for tokens it may not be."""
         ids = [one for one in sorted(self.end_ids) if 0 <= one < logits.shape[-1]]
         if self.may_be_empty or not ids:
             return logits

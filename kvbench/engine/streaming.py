@@ -1,7 +1,7 @@
-"""Texts of any length through a bounded cache of the first and the last tokens, a chunk at a time.
+"""Reading texts of any length through a bounded cache of the first and the last tokens, by chunks.
 
-The cache holds the first `start` and the last `recent` tokens. Every token sees what it would see if it
-came alone (those before it that are held, and itself), so that nothing depends on the chunks.
+The cache holds the first `start` and the last `recent` tokens. Every token attends to what it would
+attend to if tokens were fed one by one, so that results do not depend on the chunks.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from kvbench.kv import Budget, CompressedKV
 from kvbench.methods.base import Method
 
 CHUNK = 256
-"""Tokens that are read at a time."""
+"""Tokens per chunk."""
 CHUNK_LOGITS = 2**24
-"""Logits that exist at a time at most."""
+"""Most logits in memory at a time."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,11 @@ class _FirstLayer:
 def rotation_of(model: PreTrainedModel) -> Rotation | None:
     """The model's rotary encoding; None where positions enter with the embedding (OPT).
 
-    Whether the rotation is the model's is tried on its first layer: at position 0 a key is not rotated,
-    and rotated here to another position it must be what the model makes of it there.
+    The rotation is verified on the first layer: a key at position 0 is not rotated, and rotated here to
+    another position it must equal the model's own key there.
 
     Raises:
-        UnsupportedModel: another encoding, as frequencies that depend on the length.
+        UnsupportedModel: another encoding, such as frequencies that depend on the length.
     """
     name = type(model).__name__
     named = {
@@ -110,18 +110,18 @@ def rotation_of(model: PreTrainedModel) -> Rotation | None:
 
 @dataclass
 class _Held:
-    """What a layer holds: keys and values [kv_heads, entries, d], the first tokens and the last ones."""
+    """Keys and values [kv_heads, entries, d] that a layer holds, first tokens and last ones."""
 
     keys: Tensor
     values: Tensor
 
 
 class StreamState:
-    """Attention state that reads a stream; keys are held as they come.
+    """Attention state that reads a stream; keys are held as the model computes them.
 
     Args:
-        rotation: positions are re-indexed inside the cache, by this encoding; None: keys come with
-            the positions that they keep.
+        rotation: re-indexes positions inside the cache, by this encoding; None: keys keep their
+            positions.
     """
 
     def __init__(self, start: int, recent: int, rotation: Rotation | None = None) -> None:
@@ -131,13 +131,13 @@ class StreamState:
 
     @property
     def times(self) -> Tensor:
-        """When each entry that is held was read."""
+        """The time (token number) at which each held entry was read."""
         first = min(self.start, self.seen)
         last = range(max(first, self.seen - self.recent), self.seen)
         return torch.tensor([*range(first), *last], dtype=torch.int64)
 
     def attend(self, call: LayerCall) -> Tensor:
-        """Attention of the chunk's tokens to what is held when each comes, and to itself."""
+        """Attention of each of the chunk's tokens to the entries held when it is read, and to itself."""
         if call.sliding_window is not None:
             raise UnsupportedModel("a layer has a sliding window; allowed: full attention")
         key, value, device = call.key[0], call.value[0], call.key.device
@@ -164,9 +164,9 @@ class StreamState:
     def _logits(self, query: Tensor, key: Tensor, now: Tensor, times: Tensor) -> Tensor:
         """q.k of queries [kv_heads, group, t, d] at `now` and entries [kv_heads, 1, c, d] of `times`.
 
-        Places in the cache are counted from the oldest entry: a query has the place start + recent once
-        the cache is full, so that its distance to a recent entry is that of their times, and to a first
-        one that of their places.
+        Places in the cache are counted from the oldest entry: once the cache is full, a query has the
+        place start + recent, so that its distance to a recent entry is the difference of their times,
+        and to a first entry the difference of their places.
         """
         if self.rotation is None:
             return query @ key.mT
@@ -187,7 +187,7 @@ class StreamState:
         return sum(held.keys.nbytes + held.values.nbytes for held in self._layers.values())
 
 
-class Reading(Protocol):
+class StreamReader(Protocol):
     """Attention state that reads a stream; `seen` tokens so far."""
 
     seen: int
@@ -202,8 +202,8 @@ class Reading(Protocol):
 
 
 class PlacedCache(LayerCache):
-    """A cache that evicts, of keys that are not rotated: each attends as if it had the position of its
-    place among those held, by age.
+    """A cache of unrotated keys that evicts: each key is given the position of its place among the held
+    entries, by age.
 
     Attributes:
         table: cosines and sines of the places; None where positions enter with the embedding.
@@ -225,8 +225,8 @@ class PlacedCache(LayerCache):
 class PlacedState:
     """Attention state that reads a stream through a method that evicts, with positions in the cache.
 
-    Keys are held as they come. Every token is walked, the first ones too: it joins, attends, and another
-    one leaves, so that scores that add up (H2O's) are those of Algorithm 1.
+    Every token, from the first on, is added, attends, and evicts an entry, so that accumulated scores
+    (H2O's) are those of Algorithm 1.
     """
 
     def __init__(self, method: Method, budget: Budget, rotation: Rotation | None) -> None:
@@ -277,15 +277,15 @@ def stream(
     start: int,
     recent: int,
     positions: str = "cache",
-    state: Reading | None = None,
+    state: StreamReader | None = None,
 ) -> Iterator[Tensor]:
     """-log p of every token but the first, in chunks, each [tokens] float32 on the CPU.
 
     Args:
-        start, recent: first and last tokens that are held after each token.
+        start, recent: how many first and last tokens are held.
         positions: cache (as StreamingLLM: entries and query are counted by their place in the cache,
             so that the text may be longer than the model's positions) | absolute (each keeps its own).
-        state: goes on from an earlier text, whose cache it holds.
+        state: continues an earlier text, whose cache it holds.
 
     Raises:
         UnsupportedModel: sliding-window layers; with ``cache``, see `rotation_of`.
@@ -325,7 +325,7 @@ class _Exact:
 def recomputed(
     model: PreTrainedModel, ids: Sequence[int], *, recent: int, rows: int = 16
 ) -> Iterator[Tensor]:
-    """The same by sliding-window re-computation: each token from a fresh pass over the `recent` tokens
+    """As `stream`, by sliding-window re-computation: each token from a new pass over the `recent` tokens
     before it and itself. O(len(ids) * recent^2)."""
     device = input_device(model)
     tokens = torch.tensor(list(ids), dtype=torch.int64, device=device)
@@ -345,13 +345,12 @@ def recomputed(
 
 @torch.inference_mode()
 def stream_fork(model: PreTrainedModel, ids: Sequence[int], fork: Fork) -> list[Tensor]:
-    """The same through a fork whose method evicts while it reads, every entry at its own position.
+    """As `stream`, through a fork whose method evicts while it reads; every entry keeps its position.
 
-    The first `capacity` tokens are read exactly, and from there one entry leaves for every one that
-    comes.
+    The first `capacity` tokens are read exactly; after them one entry is evicted per token.
 
     Raises:
-        KVError: a method that does not evict. Whatever stopped the fork.
+        KVError: a method that does not evict. Whatever made the fork fail.
     """
     tokens = torch.tensor(list(ids), dtype=torch.int64)
     first = min(len(ids), fork.budget.capacity(len(ids)))

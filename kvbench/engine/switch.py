@@ -1,4 +1,4 @@
-"""A model on kvbench's attention function for a while."""
+"""Switching a model to kvbench's attention function and back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvbench.engine.attention import IMPLEMENTATION, UnsupportedModel, register
 
 
 def _of_text(model: PreTrainedModel) -> str | dict[str, str]:
-    """kvbench's attention for the language model alone: a vision tower keeps its own.
+    """The implementation to set: kvbench's, for the language model alone where there is a vision tower.
 
     Raises:
         UnsupportedModel: some tokens of a prompt attend to later ones.
@@ -30,7 +30,7 @@ def _of_text(model: PreTrainedModel) -> str | dict[str, str]:
 
 @contextmanager
 def kvbench_attention_on(model: PreTrainedModel) -> Iterator[None]:
-    """The model on kvbench's attention function; afterwards on whatever it was on before.
+    """The model uses kvbench's attention function within the context, and its own again afterwards.
 
     Raises:
         UnsupportedModel: the model is no causal language model that can be switched.

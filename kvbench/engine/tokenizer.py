@@ -1,4 +1,4 @@
-"""A model's tokenizer, what it puts around a prompt, and the tokens that end an answer."""
+"""A model's tokenizer, its chat template, and the tokens that end an answer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvbench.engine.loading import (
     _only_local,
     checked_config,
     local_path,
-    told_in_one_line,
+    one_line_failures,
 )
 from kvbench.engine.quantized import gguf_options
 from kvbench.engine.vision import ImageEncoder, load_processor, reads_images
@@ -32,12 +32,12 @@ _MARK = "KVBENCH_PROMPT_GOES_HERE"
 
 
 TEMPLATE_S = 5.0
-"""Seconds that a chat template may take for one message; some never end."""
+"""Time limit of a chat template for one message; some never end."""
 
 
 def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
     """The model's tokenizer, or the one `spec.tokenizer` names."""
-    with told_in_one_line("tokenizer of model", spec):
+    with one_line_failures("tokenizer of model", spec):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             local_path(spec.tokenizer or spec.path),
             revision=None if spec.tokenizer else spec.revision,
@@ -56,7 +56,7 @@ def prompt_encoder(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> Promp
     Raises:
         ModelError: `chat_template: always` and the tokenizer has none.
     """
-    with told_in_one_line("tokenizer of model", spec):
+    with one_line_failures("tokenizer of model", spec):
         return _prompt_encoder(tokenizer, spec)
 
 
@@ -75,7 +75,7 @@ def _prompt_encoder(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> Prom
         limit = TEMPLATE_S if in_main_thread() else None
         hung = partial(complain, f"the chat template of model {spec.path!r} never ends")
         with (
-            told_in_one_line("chat template of model", spec),
+            one_line_failures("chat template of model", spec),
             time_limit(limit, hung, "writing one message"),
         ):
             text = tokenizer.apply_chat_template(
@@ -103,7 +103,7 @@ def _prompt_encoder(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> Prom
 def with_model_facts(
     encoder: PromptEncoder, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec
 ) -> PromptEncoder:
-    """The encoder with what benchmark protocols ask about the model.
+    """The encoder with the facts about the model that benchmark protocols use.
 
     Raises:
         ModelError: a stop token that the tokenizer does not have.
@@ -113,7 +113,7 @@ def with_model_facts(
     chat = bool(getattr(tokenizer, "chat_template", None)) and spec.chat_template != "never"
     images = None
     if reads_images(whole):
-        with told_in_one_line("processor of model", spec):
+        with one_line_failures("processor of model", spec):
             processor = load_processor(
                 local_path(spec.path),
                 revision=spec.revision,
@@ -158,10 +158,10 @@ def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def model_end_ids(model: PreTrainedModel) -> frozenset[int]:
-    """Tokens that end a generation, as the model's folder says.
+    """Tokens that end a generation, by the model's configs.
 
     Raises:
-        ModelError: it names something else.
+        ModelError: a config names something that is no token.
     """
     ids: set[int] = set()
     for source in (model.generation_config, model.config):

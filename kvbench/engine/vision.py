@@ -1,5 +1,5 @@
-"""Prompts with images: the model's processor says which tokens stand for an image, and what its vision
-tower reads. Image tokens are part of the prompt like any other, and compressed with it."""
+"""Prompts with images: the model's processor makes the tokens of an image and the input of the vision
+tower. Image tokens are part of the prompt like any others, and are compressed with it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvbench.engine.attention import IMPLEMENTATION, UnsupportedModel
 from kvbench.tasks.base import ShownImages
 
 READ = ("pixel_values", "image_sizes")
-"""What a processor may give a model beside the tokens."""
+"""Inputs of a model beside the tokens that are supported."""
 
 
 def reads_images(config: PreTrainedConfig) -> bool:
@@ -32,8 +32,8 @@ def reads_images(config: PreTrainedConfig) -> bool:
 
 
 VISION = ("internvl", "llava")
-"""Model types that read a prompt as one row of causal tokens, each with one position, images among
-them. Not so Qwen2-VL (positions of three axes) and Gemma 3 (image tokens see each other both ways)."""
+"""Model types that read a prompt, images included, as one row of causal tokens with one position each.
+Not Qwen2-VL (positions on three axes) nor Gemma 3 (image tokens attend to each other both ways)."""
 
 
 def check_vision(config: PreTrainedConfig) -> None:
@@ -69,10 +69,10 @@ class ImageEncoder:
     chat: bool
 
     def __call__(self, text: str, files: Sequence[str]) -> ShownImages:
-        """Tokens of the images, in their order, and of the text behind them.
+        """Tokens of the images, in order, followed by those of the text.
 
         Raises:
-            UnsupportedModel: the processor gives the model more than is handed on.
+            UnsupportedModel: the processor makes inputs that are not supported.
         """
         images = [Image.open(file).convert("RGB") for file in files]
         processor = self.processor

@@ -1,4 +1,4 @@
-"""A model's weights: from safetensors or drawn at random, all of them or none."""
+"""Loading a model's weights, from safetensors files or drawn at random; incomplete files are refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvbench.engine.loading import (
     check_serves_interface,
     load_config,
     local_path,
-    told_in_one_line,
+    one_line_failures,
 )
 from kvbench.engine.memory import total_bytes
 from kvbench.engine.quantized import weight_options
@@ -54,7 +54,7 @@ def load_model(
     implementation: Any = None if is_adapted(config) else IMPLEMENTATION  # the library chooses
     if reads_images(config):
         implementation = text_attention(config)
-    with told_in_one_line("model", spec):
+    with one_line_failures("model", spec):
         if spec.random_weights:
             _check_fits(config, spec, device, dtype)
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -77,13 +77,13 @@ def load_model(
                 loaded: Any = _class_for(config).from_pretrained(
                     local_path(spec.path),
                     config=config,
-                    revision=spec.revision or "main",  # converts what is not safetensors
+                    revision=spec.revision or "main",  # else the library converts other formats
                     dtype=dtype,
                     attn_implementation=implementation,
                     trust_remote_code=spec.trust_remote_code,
                     local_files_only=_only_local(spec.path),
                     use_safetensors=True,
-                    ignore_mismatched_sizes=True,  # told, and refused below
+                    ignore_mismatched_sizes=True,  # reported in `found`, and refused below
                     output_loading_info=True,
                     **options,
                 )
@@ -104,9 +104,8 @@ def _class_for(config: PreTrainedConfig) -> Any:
 
 
 def _check_safetensors(spec: ModelSpec, config: PreTrainedConfig) -> None:
-    """Refuse a model whose files name weights of another kind. The library's ``use_safetensors`` looks
-    at no more than the name of the first file: what an index lists, or the config names in its place,
-    it would unpickle.
+    """Refuse a model whose index or config names weight files that are not safetensors. The library's
+    ``use_safetensors`` checks only the name of the first file, and would unpickle the others.
 
     Raises:
         ModelError: naming the file.
@@ -138,7 +137,7 @@ def _check_fits(
     """Refuse random weights that the device cannot hold, before any is drawn.
 
     Raises:
-        ModelError: how many bytes they have, and how many there are.
+        ModelError: naming the bytes needed and the bytes available.
     """
     with torch.device("meta"):
         shape = _class_for(config).from_config(config, dtype=dtype)
@@ -152,7 +151,7 @@ def _check_fits(
 
 
 def _check_shapes(mismatched: Collection[tuple[str, Any, Any]], spec: ModelSpec) -> None:
-    """Refuse weights of other shapes than the config says: the library would draw them at random.
+    """Refuse weights whose shapes are not the config's: the library would draw them at random.
 
     Raises:
         ModelError: naming the first of them.
@@ -165,7 +164,7 @@ def _check_shapes(mismatched: Collection[tuple[str, Any, Any]], spec: ModelSpec)
 
 
 def _check_whole(missing: Collection[str], spec: ModelSpec) -> None:
-    """Refuse a model of which weights are missing: the library would draw them at random.
+    """Refuse a model with missing weights: the library would draw them at random.
 
     Raises:
         ModelError: naming the first of them.

@@ -11,7 +11,7 @@ from lm_eval.api.model import TemplateLM
 
 from kvbench.engine.fork import Fork, prompt_name
 from kvbench.engine.prefill import compressible_layers
-from kvbench.engine.scoring import Reading, imagined_cache, read, score
+from kvbench.engine.scoring import CompressedPrompt, masked_pass_cache, read, score
 from kvbench.engine.tokenizer import Tokenizer
 from kvbench.engine.weights import Model
 from kvbench.errors import UserError
@@ -202,7 +202,7 @@ def answer_requests(
         held = {fork.label: _held(fork, reading, layers) for fork in reading.forks}
         for label in reading.whole:
             pair = reading.whole[label]
-            entries, ratio = imagined_cache(model, pair, len(context) + max(map(len, tails)))
+            entries, ratio = masked_pass_cache(model, pair, len(context) + max(map(len, tails)))
             nothing = _nothing(reading)
             held[label] = replace(
                 nothing,
@@ -226,7 +226,7 @@ def answer_requests(
     return answers
 
 
-def _nothing(reading: Reading) -> Answer:
+def _nothing(reading: CompressedPrompt) -> Answer:
     n = len(reading.prompt_ids)
     start = reading.start
     head = min(start.n, n - 1)
@@ -235,7 +235,7 @@ def _nothing(reading: Reading) -> Answer:
     )
 
 
-def _held(fork: Fork, reading: Reading, layers: Sequence[int]) -> Answer:
+def _held(fork: Fork, reading: CompressedPrompt, layers: Sequence[int]) -> Answer:
     """What a fork holds after compression, before anything is scored."""
     answer = _nothing(reading)
     if fork.failure is not None:

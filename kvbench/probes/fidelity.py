@@ -11,7 +11,15 @@ from torch import Tensor
 
 from kvbench.engine.fork import Fork
 from kvbench.engine.prefill import compressible_layers
-from kvbench.engine.scoring import Look, Reading, imagined_cache, read, twin_of, walk, walk_whole
+from kvbench.engine.scoring import (
+    CompressedPrompt,
+    LogitsHook,
+    feed_continuations,
+    masked_pass_cache,
+    read,
+    relabelled_copy,
+    run_masked_pass,
+)
 from kvbench.engine.switch import kvbench_attention_on
 from kvbench.engine.weights import Model
 from kvbench.kv import Budget
@@ -91,8 +99,8 @@ def divergence(exact: Tensor, other: Tensor) -> Tensor:
     return torch.where((kl < 0) & (kl > -ROUNDING), 0.0, kl)
 
 
-class _Compare:
-    """A `Look` that sets every row against the first."""
+class _CompareWithFirst:
+    """A `LogitsHook` that sets every row against the first."""
 
     def __init__(self, results: Sequence[Fidelity], continuation: Sequence[int]) -> None:
         self.results = results
@@ -154,7 +162,7 @@ def read_with_reference(
     room: int,
     context_tokens: int | None = None,
     encoder: PromptEncoder | None = None,
-) -> Reading:
+) -> CompressedPrompt:
     """`kvbench.engine.scoring.read`, with an exact fork before the others."""
     everyone = {REFERENCE: (Exact(), Budget()), **methods}
     return read(
@@ -170,18 +178,20 @@ def read_with_reference(
 
 
 @torch.inference_mode()
-def compare(model: Model, reading: Reading, continuation: Sequence[int]) -> dict[str, Fidelity]:
+def compare(
+    model: Model, reading: CompressedPrompt, continuation: Sequence[int]
+) -> dict[str, Fidelity]:
     """Every method of a reading against its first fork, which is exact."""
     layers = compressible_layers(model)
-    results = {fork.label: _begun(fork, reading, layers) for fork in reading.forks}
+    results = {fork.label: _after_compression(fork, reading, layers) for fork in reading.forks}
     sound = [fork for fork in reading.forks if fork.failure is None]
-    look: Look = _Compare([results[fork.label] for fork in sound], continuation)
-    walk(model, reading, [(fork, continuation) for fork in sound], look)
+    on_logits: LogitsHook = _CompareWithFirst([results[fork.label] for fork in sound], continuation)
+    feed_continuations(model, reading, [(fork, continuation) for fork in sound], on_logits)
     for fork in sound:
         results[fork.label].failure = fork.failure
         results[fork.label].compressed |= fork.failure is None and fork.evicted
     for label, pair in reading.whole.items():
-        entries, ratio = imagined_cache(model, pair, len(reading.prompt_ids) + len(continuation))
+        entries, ratio = masked_pass_cache(model, pair, len(reading.prompt_ids) + len(continuation))
         results[label] = Fidelity(
             compressed=True,
             imagined=True,
@@ -191,8 +201,12 @@ def compare(model: Model, reading: Reading, continuation: Sequence[int]) -> dict
             prefill_s=reading.start.prefill_s,
         )
         rows = [Fidelity(), results[label]]
-        walk_whole(
-            model, reading.prompt_ids, continuation, [None, pair], _Compare(rows, continuation)
+        run_masked_pass(
+            model,
+            reading.prompt_ids,
+            continuation,
+            [None, pair],
+            _CompareWithFirst(rows, continuation),
         )
     del results[REFERENCE]
     for result in results.values():
@@ -200,7 +214,7 @@ def compare(model: Model, reading: Reading, continuation: Sequence[int]) -> dict
     return results
 
 
-def _begun(fork: Fork, reading: Reading, layers: Sequence[int]) -> Fidelity:
+def _after_compression(fork: Fork, reading: CompressedPrompt, layers: Sequence[int]) -> Fidelity:
     """What is known of a fork after compression."""
     if fork.failure is not None:
         return Fidelity(failure=fork.failure)
@@ -215,14 +229,16 @@ def _begun(fork: Fork, reading: Reading, layers: Sequence[int]) -> Fidelity:
 
 
 @torch.inference_mode()
-def noise_floor(model: Model, reading: Reading, continuation: Sequence[int]) -> list[float]:
+def noise_floor(
+    model: Model, reading: CompressedPrompt, continuation: Sequence[int]
+) -> list[float]:
     """The KL divergence of the exact fork from itself, fed a second time in a batch of another size:
     what kernels alone make of rounding. To be called before `compare`, which uses the forks up."""
     reference = reading.forks[0]
     both: list[list[Tensor]] = [[], []]
     for found, rows in zip(both, (1, 2), strict=True):
-        twins = [(twin_of(reference, REFERENCE), continuation) for _ in range(rows)]
-        walk(model, reading, twins, _keep_first(found))
+        twins = [(relabelled_copy(reference, REFERENCE), continuation) for _ in range(rows)]
+        feed_continuations(model, reading, twins, _keep_first(found))
     floor = [
         divergence(*(logits.float().log_softmax(-1) for logits in pair))
         for pair in zip(*both, strict=False)
@@ -230,6 +246,6 @@ def noise_floor(model: Model, reading: Reading, continuation: Sequence[int]) -> 
     return torch.cat(floor).tolist()
 
 
-def _keep_first(found: list[Tensor]) -> Look:
-    """A `Look` that keeps the first row."""
+def _keep_first(found: list[Tensor]) -> LogitsHook:
+    """A `LogitsHook` that keeps the first row."""
     return lambda begin, logits: found.append(logits[0])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
-from kvbench.engine.scoring import Reading, greedy_continuation
+from kvbench.engine.scoring import CompressedPrompt, greedy_continuation
 from kvbench.engine.stopping import Stopping
 from kvbench.errors import one_line
 from kvbench.errors.options import Several, Share, check_options
@@ -248,7 +248,12 @@ class FidelityProbe:
                 yield Outcome(label, self._record_id(unit.id, rate), fields)
 
     def _about(
-        self, unit: Unit, case: Prompt, reading: Reading, tokens: Sequence[int], session: Session
+        self,
+        unit: Unit,
+        case: Prompt,
+        reading: CompressedPrompt,
+        tokens: Sequence[int],
+        session: Session,
     ) -> dict[str, Any]:
         """Record fields that are the same for every method."""
         return {

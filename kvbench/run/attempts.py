@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from kvbench.engine.faults import device_answers, free_memory
+from kvbench.engine.faults import device_is_usable, free_memory
 from kvbench.engine.limits import time_limit
 from kvbench.errors import FAILED, UserError, one_line, traceback_of
 from kvbench.run.plan import BatchPlan, Methods, Outcome, Plan, Unit, status_of
@@ -44,7 +44,7 @@ def outcomes_of(
     if not methods:
         return []
     outcomes, again = _attempt(plan, unit, methods, session, save, [])
-    if len(methods) == 1 or not again or not device_answers(session.device):
+    if len(methods) == 1 or not again or not device_is_usable(session.device):
         return outcomes
     log.info("%s: once more, one at a time: %s", unit.id, ", ".join(again))
     for label in again:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kvbench.engine import memory
-from kvbench.engine.faults import device_answers, free_memory, is_out_of_memory
+from kvbench.engine.faults import device_is_usable, free_memory, is_out_of_memory
 from kvbench.errors import is_integer, one_line
 from kvbench.kv import KVError
 from kvbench.run.attempts import RETRIED_ALONE, missing_outcomes, outcomes_of, outcomes_together
@@ -142,7 +142,7 @@ def run_group(
         out_of_memory = is_out_of_memory(failure)
         error = one_line(failure)
         log.info("batch of %d: %s", len(group), error)
-        if not device_answers(session.device):
+        if not device_is_usable(session.device):
             for unit, methods in group:
                 yield missing_outcomes(
                     unit, methods, "error", f"{error} (in a batch of {len(group)})"

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvbench.engine.faults import device_answers
+from kvbench.engine.faults import device_is_usable
 from kvbench.engine.limits import in_main_thread
 from kvbench.engine.loading import ModelSpec
 from kvbench.errors import redact
@@ -201,7 +201,7 @@ def run_job(
         raise KVError(
             f"example_timeout is {job.session.example_timeout}; allowed outside the main thread: null"
         )
-    if not device_answers(job.session.device):  # of an earlier job in this process
+    if not device_is_usable(job.session.device):  # of an earlier job in this process
         raise DeviceLost(f"{job.session.device} answers nothing any more; {GOES_ON}")
     every, units = job.units()
     beyond = beyond_positions(units, job.session)
@@ -255,7 +255,7 @@ def run_job(
                     failed_here |= _failed(outcomes)
                     progress.done += 1
                     report_progress(progress)
-            if failed_here and not device_answers(job.session.device):
+            if failed_here and not device_is_usable(job.session.device):
                 raise DeviceLost(
                     f"{job.session.device} answers nothing any more after example "
                     f"{group[-1][0].id!r}, whose records say why; {GOES_ON}"

@@ -48,7 +48,7 @@ def fetch(task: str, repository: str, file: str, revision: str | None, instead: 
     from huggingface_hub import hf_hub_download
 
     try:
-        with retries_said_once(f"{task}: {repository}"):
+        with retries_announced_once(f"{task}: {repository}"):
             return Path(
                 hf_hub_download(
                     repository,
@@ -76,7 +76,7 @@ def commit_of(task: str, repository: str, revision: str | None) -> str:
     try:
         if not hub_answers():
             raise ConnectionError("the Hub cannot be reached")
-        with retries_said_once(f"{task}: {repository}"):
+        with retries_announced_once(f"{task}: {repository}"):
             return str(HfApi().dataset_info(repository, revision=revision).sha)
     except Exception as problem:
         raise TaskError(
@@ -99,7 +99,7 @@ def hub_rows(
     try:
         if not hub_answers():
             raise ConnectionError("the Hub cannot be reached; allowed: a network, or local files")
-        with retries_said_once(f"{task}: {repository}"):
+        with retries_announced_once(f"{task}: {repository}"):
             rows = load_dataset(
                 repository, name=name, split=split, streaming=True, revision=revision
             )
@@ -120,7 +120,7 @@ _AGAIN = re.compile(
 
 
 @contextmanager
-def retries_said_once(what: str) -> Iterator[None]:
+def retries_announced_once(what: str) -> Iterator[None]:
     """One line of ours when the Hub does not answer and is asked again; the libraries' own warnings, a
     paragraph per attempt and file, are left out. Errors are raised as ever."""
     told = _Retries(what)

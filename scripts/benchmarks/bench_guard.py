@@ -67,7 +67,7 @@ def main() -> None:
         (Guard, "_changed"),
         (Guard, "suspicious"),
         (Settings, "now"),
-        (Settings, "put_back"),
+        (Settings, "restore_changed"),
         (Seal, "__init__"),
     ):
         meter.around(owner, name)

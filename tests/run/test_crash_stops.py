@@ -349,7 +349,7 @@ def test_a_disk_that_is_full_for_wandb_costs_its_copy_and_nothing_else(
 def test_after_a_lost_device_no_job_of_the_process_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "device_answers", lambda device: False)
+    monkeypatch.setattr(runner, "device_is_usable", lambda device: False)
     with pytest.raises(DeviceLost, match="answers nothing any more; the same command goes on"):
         run_job(make_job(tmp_path))
     assert not (tmp_path / "e").exists()

@@ -419,10 +419,10 @@ def test_one_long_call_that_keeps_the_interpreter_is_time_that_ran() -> None:
     begun = time.process_time()
     while time.process_time() - begun < 1.2:  # nobody ticks meanwhile
         sum(range(10_000))
-    assert clock.ran() >= 1.2
+    assert clock.elapsed() >= 1.2
     clock.tick()
     time.sleep(1.2)  # nothing runs, nobody ticks: as if stopped
-    assert clock.ran() < 1.2 + 1.0
+    assert clock.elapsed() < 1.2 + 1.0
 
 
 def test_a_hang_saves_what_the_unit_has_and_what_it_owes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -459,7 +459,7 @@ def test_a_lost_device_ends_the_job_and_the_next_start_goes_on_after_the_example
     before = iter([True])
     with monkeypatch.context() as patch:
         for module in (attempts, runner):
-            patch.setattr(module, "device_answers", lambda device: next(before, False))
+            patch.setattr(module, "device_is_usable", lambda device: next(before, False))
         with pytest.raises(DeviceLost, match="answers nothing any more after example 'e0'"):
             run_job(make_job(tmp_path, methods))
     result = run_job(make_job(tmp_path, {**methods, "bad": build_method("snapkv")}))
