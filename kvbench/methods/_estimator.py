@@ -36,7 +36,7 @@ def combine(
         exact: [c] int64, the prompt positions of R.
     """
     batch, heads = layer.keys.shape[:2]
-    numerator, denominator = _trimmed(*numerator), _trimmed(*denominator)
+    numerator, denominator = _trimmed(numerator, denominator)
     recent = exact.to(layer.keys.device).expand(batch, heads, -1)
     positions = torch.cat([denominator[0], numerator[0], recent], dim=-1)
     log_weights = torch.cat(
@@ -63,9 +63,16 @@ def combine(
     return CompressedKV(keys, values, log_weights, positions, keys_only=keys_only)
 
 
-def _trimmed(positions: Tensor, log_weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Without the room that no head uses, which would be held all the same: [batch, kv_heads, most]."""
-    padding = log_weights == -math.inf
-    most = int((~padding).sum(-1).max())
-    kept = padding.int().argsort(dim=-1, stable=True)[..., :most]
-    return positions.gather(-1, kept), log_weights.gather(-1, kept)
+def _trimmed(*samples: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Positions and log-weights without the room that no head uses, which would be held all the same:
+    [batch, kv_heads, most]. A GPU is asked once for all."""
+    padding = [log_weights == -math.inf for _, log_weights in samples]
+    most = torch.stack([(~empty).sum(-1).max() for empty in padding]).tolist()
+    kept = [
+        empty.int().argsort(dim=-1, stable=True)[..., :count]
+        for empty, count in zip(padding, most, strict=True)
+    ]
+    return [
+        (positions.gather(-1, order), log_weights.gather(-1, order))
+        for (positions, log_weights), order in zip(samples, kept, strict=True)
+    ]

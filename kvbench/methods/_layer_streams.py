@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from kvbench.kernels.online_clusters import BLOCK
+
 if TYPE_CHECKING:
     from kvbench.methods.balancekv_streaming import BalanceKVStream
     from kvbench.methods.subgen_streaming import SubGenStream
@@ -106,7 +108,7 @@ class SubGenLayer:
 
     @property
     def _clusters(self) -> int:
-        return int(self.stream.clusters.max())
+        return int(self.stream.found.clusters.max())
 
     @property
     def entries(self) -> int:
@@ -117,16 +119,15 @@ class SubGenLayer:
     def nbytes(self) -> int:
         """See `LayerStream`."""
         stream, m = self.stream, self._clusters
-        parts = (stream.representatives[:, :m], stream.slot_keys[:, :m], stream.counts[:, :m])
+        parts = (stream.found.points[:, :m], stream.slot_keys[:, :m], stream.counts[:, :m])
         return sum(part.nbytes for part in (*parts, stream.sampled_keys, stream.sampled_values))
 
     def extend(self, keys: Tensor, values: Tensor) -> None:
         """See `LayerStream`."""
-        keys, values = keys.float().cpu(), values.float().cpu()
-        heads, t, s = len(keys), self.stream.t, self.stream.s
-        for token in range(keys.shape[1]):
-            draws = torch.rand(heads, t + s, generator=self.generator)
-            self.stream.update(keys[:, token], values[:, token], *draws.split([t, s], dim=-1))
+        drawn = len(keys), self.stream.t + self.stream.s
+        for key, value in zip(keys.split(BLOCK, 1), values.split(BLOCK, 1), strict=True):
+            draws = torch.rand(key.shape[1], *drawn, generator=self.generator)
+            self.stream.extend(key.cpu(), value.cpu(), draws)
 
     def numerator(self) -> tuple[Tensor, Tensor, Tensor]:
         """See `LayerStream`."""

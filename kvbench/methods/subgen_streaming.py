@@ -11,9 +11,11 @@ from torch import Tensor
 
 from kvbench.errors.options import Count, NonNegative, Whole
 from kvbench.kernels.kcentre import greedy_k_centre, nearest_centre
-from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
+from kvbench.kernels.online_clusters import BLOCK, OnlineClusters, count_clusters
+from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, rows_at
 from kvbench.methods._estimator import combine
 from kvbench.methods._layer_streams import SubGenLayer
+from kvbench.methods._select import to_device
 from kvbench.methods.base import Method
 
 BISECTIONS = 6
@@ -23,9 +25,8 @@ BISECTIONS = 6
 class SubGenStream:
     """The state of Algorithm 1 for many heads that read their streams in step.
 
-    Attributes (h heads, m clusters so far in the head that has most):
-        clusters: [h] int64, clusters of each head.
-        representatives: [h, m, dim], the first key of each cluster.
+    Attributes (h heads, m clusters that there is room for):
+        found: the clusters and their representatives, each the first key of its cluster.
         counts: [h, m] keys that joined, the first included.
         slots: [h, m, t] int64, for each cluster t uniform samples of its keys, as stream positions.
         slot_keys: [h, m, t, dim], their keys.
@@ -45,65 +46,62 @@ class SubGenStream:
         s: int,
         most: int | None = None,
     ) -> None:
-        """`delta`: [heads], how far (l2) a key may be from the representative it joins. `most`: a head
-        with so many clusters starts no other, and a key joins the nearest."""
-        self.delta, self.t, self.s, self.seen = delta, t, s, 0
-        self.most = most
-        self.clusters = torch.zeros(heads, dtype=torch.int64)
-        self.representatives = torch.zeros(heads, 0, dim)
-        self.counts = torch.zeros(heads, 0)
-        self.slots = torch.zeros(heads, 0, t, dtype=torch.int64)
-        self.slot_keys = torch.zeros(heads, 0, t, dim)
-        self.mu = torch.zeros(heads, dtype=torch.float64)
-        self.sampled = torch.full((heads, s), -1)
-        self.sampled_keys = torch.zeros(heads, s, dim)
-        self.sampled_values = torch.zeros(heads, s, value_dim)
-        self._heads = torch.arange(heads)
+        """`delta` and `most`: see `OnlineClusters`. Everything is on the device of `delta`."""
+        device = delta.device
+        self.t, self.s, self.seen = t, s, 0
+        self.found = OnlineClusters(heads, dim, delta, most)
+        self.counts = torch.zeros(heads, 0, device=device)
+        self.slots = torch.zeros(heads, 0, t, dtype=torch.int64, device=device)
+        self.slot_keys = torch.zeros(heads, 0, t, dim, device=device)
+        self.mu = torch.zeros(heads, dtype=torch.float64, device=device)
+        self.sampled = torch.full((heads, s), -1, device=device)
+        self.sampled_keys = torch.zeros(heads, s, dim, device=device)
+        self.sampled_values = torch.zeros(heads, s, value_dim, device=device)
 
-    def update(self, key: Tensor, value: Tensor, slot_draws: Tensor, value_draws: Tensor) -> None:
-        """Read one token: key, value [h, dim], uniforms [h, t] and [h, s] in [0, 1)."""
-        self._cluster(key.float(), slot_draws)
-        weight = value.double().square().sum(-1)
-        self.mu += weight
-        chance = torch.where(self.mu > 0, weight / self.mu, 0.0)
-        replaced = value_draws < chance.unsqueeze(-1)
-        self.sampled[replaced] = self.seen
-        wide = replaced.unsqueeze(-1)
-        torch.where(wide, key.float().unsqueeze(1), self.sampled_keys, out=self.sampled_keys)
-        torch.where(wide, value.float().unsqueeze(1), self.sampled_values, out=self.sampled_values)
-        self.seen += 1
+    def extend(self, keys: Tensor, values: Tensor, draws: Tensor) -> None:
+        """Read at most `BLOCK` tokens, with the result of one after the other: keys [h, b, dim], values
+        [h, b, value_dim], draws [b, h, t + s] uniform in [0, 1)."""
+        keys, values = keys.float(), values.float()
+        order = torch.arange(1, keys.shape[1] + 1, dtype=torch.int16, device=keys.device)
+        slot_draws, value_draws = draws.split([self.t, self.s], dim=-1)
+        self._sample_clusters(keys, slot_draws.transpose(0, 1), order)
+        self._sample_values(keys, values, value_draws, order)
+        self.seen += keys.shape[1]
 
-    def _cluster(self, key: Tensor, draws: Tensor) -> None:
-        width = self.counts.shape[1]
-        distance = (self.representatives - key.unsqueeze(1)).square().sum(-1).sqrt_()
-        distance.masked_fill_(self.counts == 0, math.inf)
-        joined = torch.zeros_like(self.clusters, dtype=torch.bool)
-        nearest = torch.zeros_like(self.clusters)
-        if width:
-            best, nearest = distance.min(-1)
-            joined = best <= self.delta
-            if self.most is not None:
-                joined |= self.clusters >= self.most
-        where = torch.where(joined, nearest, self.clusters)
-        if not bool(joined.all()) and int(self.clusters[~joined].max()) == width:
-            self._widen(max(8, width))
-        fresh = ~joined
-        self.representatives[self._heads[fresh], where[fresh]] = key[fresh]
-        self.clusters += fresh
-        self.counts[self._heads, where] += 1
-        # A new cluster has count 1: every slot takes its key.
-        replaced = draws < (1.0 / self.counts[self._heads, where]).unsqueeze(-1)
-        mine = self.slots[self._heads, where]
-        self.slots[self._heads, where] = torch.where(replaced, self.seen, mine)
-        mine_keys = self.slot_keys[self._heads, where]
-        self.slot_keys[self._heads, where] = torch.where(
-            replaced.unsqueeze(-1), key.unsqueeze(1), mine_keys
-        )
+    def _sample_clusters(self, keys: Tensor, draws: Tensor, order: Tensor) -> None:
+        where = self.found.read(keys)
+        if self.found.room > self.counts.shape[1]:
+            self._widen(self.found.room - self.counts.shape[1])
+        # Keys of its cluster up to each key: those before this block, and those of the block.
+        same = where.unsqueeze(1) == where.unsqueeze(2)
+        size = self.counts.gather(1, where) + same.tril_().sum(-1)
+        self.counts.scatter_add_(1, where, torch.ones_like(size))
+        # Of a new cluster every slot takes the first key: its chance is 1.
+        replaced = draws < (1.0 / size).unsqueeze(-1)
+        position = torch.where(replaced, (self.seen - 1 + order.long()).view(1, -1, 1), -1)
+        index = where.unsqueeze(-1).expand_as(position)
+        self.slots.scatter_reduce_(1, index, position, "amax")
+        mine = (self.slots - self.seen).flatten(1)
+        _take(self.slot_keys.flatten(1, 2), mine >= 0, keys, mine)
+
+    def _sample_values(self, keys: Tensor, values: Tensor, draws: Tensor, order: Tensor) -> None:
+        weight = values.double().square().sum(-1)
+        mu = torch.cat([self.mu.unsqueeze(1), weight], 1).cumsum(1)[:, 1:]
+        self.mu = mu[:, -1].clone()
+        chance = torch.where(mu > 0, weight / mu, 0.0)
+        # The least float32 that is no smaller: a float32 is below the one where it is below the other.
+        above = chance.float()
+        above = torch.where(above < chance, above.nextafter(torch.ones_like(above)), above)
+        replaced = draws < above.T.unsqueeze(-1)
+        last = (replaced * order.view(-1, 1, 1)).amax(0).long() - 1
+        _take(self.sampled_keys, last >= 0, keys, last)
+        _take(self.sampled_values, last >= 0, values, last)
+        self.sampled = torch.where(last >= 0, self.seen + last, self.sampled)
 
     def _widen(self, more: int) -> None:
-        for name in ("representatives", "counts", "slots", "slot_keys"):
+        for name, empty in (("counts", 0), ("slots", -1), ("slot_keys", 0)):
             old = getattr(self, name)
-            room = old.new_zeros(old.shape[0], more, *old.shape[2:])
+            room = old.new_full((old.shape[0], more, *old.shape[2:]), empty)
             setattr(self, name, torch.cat([old, room], dim=1))
 
     def numerator(self) -> tuple[Tensor, Tensor]:
@@ -177,12 +175,11 @@ class SubGenStreaming(Method):
             (positions.view(batch, heads, -1), weights.view(batch, heads, -1))
             for positions, weights in (stream.numerator(), stream.denominator())
         )
-        device = layer.keys.device
         return combine(
             layer,
-            (numerator[0].to(device), numerator[1].to(device)),
-            (denominator[0].to(device), denominator[1].to(device)),
-            torch.arange(stream.seen, layer.n),
+            numerator,
+            denominator,
+            torch.arange(stream.seen, layer.n, device=layer.keys.device),
         )
 
     def layer_stream(
@@ -209,10 +206,7 @@ class SubGenStreaming(Method):
         return SubGenLayer(SubGenStream(len(keys), *dims, delta, self.t, s, most), generator)
 
     def stream(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> SubGenStream:
-        """Algorithm 1 after the older tokens of `layer`, its batch and KV heads flattened.
-
-        The stream runs on the CPU, where a step of many small operations is cheapest.
-        """
+        """Algorithm 1 after the older tokens of `layer`, its batch and KV heads flattened."""
         batch, heads, n, dim = layer.keys.shape
         recent = budget.window if self.recent is None else self.recent
         room = budget.capacity(n) - recent
@@ -225,17 +219,17 @@ class SubGenStreaming(Method):
             )
         older = n - recent
         keys = layer.keys[:, :, :older].reshape(batch * heads, older, dim).float()
-        delta = torch.full((batch * heads,), self.delta or 0.0)
+        values = layer.values[:, :, :older].reshape(batch * heads, older, -1)
+        delta, most = keys.new_full((batch * heads,), self.delta or 0.0), None
         if self.delta is None:
-            delta = _radius(keys, min(clusters, older)).cpu()
-        keys = keys.cpu()
-        values = layer.values[:, :, :older].reshape(batch * heads, older, -1).float().cpu()
-        stream = SubGenStream(batch * heads, dim, values.shape[-1], delta, self.t, s)
-        for token in range(older):
+            most = min(clusters, older)
+            delta = _radius(keys, most)
+        stream = SubGenStream(batch * heads, dim, values.shape[-1], delta, self.t, s, most)
+        for key, value in zip(keys.split(BLOCK, 1), values.split(BLOCK, 1), strict=True):
             # One draw for every row of a batch (see `draw_uniforms`).
-            draws = torch.rand(1, heads, self.t + s, generator=generator)
-            draws = draws.expand(batch, -1, -1).reshape(batch * heads, -1)
-            stream.update(keys[:, token], values[:, token], *draws.split([self.t, s], dim=-1))
+            draws = torch.rand(key.shape[1], 1, heads, self.t + s, generator=generator)
+            draws = to_device(draws, keys.device).expand(-1, batch, -1, -1)
+            stream.extend(key, value, draws.flatten(1, 2))
         return stream
 
 
@@ -255,28 +249,17 @@ def _radius(keys: Tensor, clusters: int) -> Tensor:
     target = clusters - 1 - clusters // 32
     for _ in range(BISECTIONS):
         middle = (enough + too_small) / 2
-        fits = _count_clusters(keys, middle, target) <= target
+        fits = count_clusters(keys, middle, target + 1) <= target
         enough = torch.where(fits, middle, enough)
         too_small = torch.where(fits, too_small, middle)
     return enough
 
 
-def _count_clusters(keys: Tensor, delta: Tensor, most: int) -> Tensor:
-    """Clusters that Algorithm 1 starts in each head, counted to `most` + 1: [h].
-
-    A key starts one unless a representative before it is within delta, so the next representative
-    is the first key that none so far covers.
-    """
-    place = torch.arange(keys.shape[1], device=keys.device)
-    uncovered = torch.ones(keys.shape[:2], dtype=torch.bool, device=keys.device)
-    count = torch.zeros(keys.shape[0], dtype=torch.int64, device=keys.device)
-    for _ in range(most + 1):
-        next_ = torch.where(uncovered, place, keys.shape[1]).amin(-1)
-        left = next_ < keys.shape[1]
-        if not bool(left.any()):
-            break
-        count += left
-        index = next_.clamp(max=keys.shape[1] - 1).view(-1, 1, 1).expand(-1, 1, keys.shape[2])
-        far = (keys - keys.gather(1, index)).square().sum(-1).sqrt() > delta.unsqueeze(-1)
-        uncovered &= far
-    return count
+def _take(kept: Tensor, taken: Tensor, source: Tensor, index: Tensor) -> None:
+    """Where `taken` [h, c], write rows of source [h, b, d] at index [h, c] into kept [h, c, d]."""
+    if kept.is_cuda:  # without asking the GPU how many there are
+        rows = rows_at(source[None], index.clamp(min=0)[None])[0]
+        kept.copy_(torch.where(taken.unsqueeze(-1), rows, kept))
+    else:
+        head, slot = taken.nonzero(as_tuple=True)
+        kept[head, slot] = source[head, index[head, slot]]

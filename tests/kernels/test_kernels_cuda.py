@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from support.interpreted import HAVE_TRITON
-from support.pretended import needs_cuda
+from support.pretended import counted, needs_cuda, needs_pretend
 
 from kvbench.kernels.attention_mass import attention_mass
 from kvbench.kernels.balanced_cut import halve
 from kvbench.kernels.balanced_walk import balanced_walk
 from kvbench.kernels.decode_attention import append_entries, entry_table, weighted_decode_attention
 from kvbench.kernels.kcentre import greedy_k_centre
+from kvbench.kv import Budget, LayerKV
+from kvbench.methods import build_method
 
 pytestmark = [
     pytest.mark.cuda,
@@ -79,3 +81,22 @@ def test_kernels_run_on_the_gpu_of_their_tensors(operation):
     assert torch.cuda.current_device() == current
     expected = operation("cpu", "torch").to(found.dtype)
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-5)
+
+
+@needs_pretend
+@pytest.mark.parametrize("n", [80, 600])
+def test_the_host_waits_once_for_the_clusters_of_a_stream(n):
+    """For how many entries there are, whatever the prompt's length."""
+    keys, values = randn(1, 2, n, 8), randn(1, 2, n, 8, seed=1)
+    layer = LayerKV(keys.cuda(), values.cuda(), None, 0, 1, 0.35)
+    method, budget = build_method("subgen_streaming"), Budget(rate=0.25, sink=0, window=4)
+    held = []
+    waits = counted(
+        lambda: held.append(method.compress(layer, budget, torch.Generator().manual_seed(0))),
+        "sync",
+    )
+    assert sum(waits.values()) == 1, waits
+    expected = method.compress(
+        LayerKV(keys, values, None, 0, 1, 0.35), budget, torch.Generator().manual_seed(0)
+    )
+    assert torch.equal(held[0].positions.cpu(), expected.positions)

@@ -7,11 +7,13 @@ import pytest
 import torch
 from support.interpreted import DEVICE, HAVE_TRITON
 
+from kvbench.kernels import _choice
 from kvbench.kernels.attention_mass import attention_mass
 from kvbench.kernels.balanced_cut import halve
 from kvbench.kernels.balanced_walk import balanced_walk
 from kvbench.kernels.decode_attention import append_entries, entry_table, weighted_decode_attention
 from kvbench.kernels.kcentre import greedy_k_centre
+from kvbench.kernels.online_clusters import OnlineClusters
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="the package triton is not installed")
 ON_GPU = DEVICE == "cuda"
@@ -344,12 +346,26 @@ def test_kcentre_of_equal_points():
     assert torch.equal(centres.sort(-1).values.cpu(), torch.arange(70).expand(1, 70))
 
 
+# --- online clusters ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("heads", "n", "most"), [(1, 1, None), (3, 300, None), (2, 90, 7)])
+def test_online_clusters(heads, n, most, monkeypatch):
+    points = torch.randn(heads, n, 3, generator=generator(n)).to(DEVICE)
+    delta = torch.linspace(0.8, 1.2, heads, device=DEVICE)
+    where = {}
+    for implementation in ("torch", "triton"):
+        monkeypatch.setenv(_choice.VARIABLE, implementation)
+        found = OnlineClusters(heads, 3, delta, most)
+        where[implementation] = torch.cat([found.read(part) for part in points.split(64, 1)], 1)
+    assert torch.equal(where["triton"], where["torch"])
+    assert most is None or int(found.clusters.max()) == most
+
+
 # --- the switch ---------------------------------------------------------------------------------
 
 
 def test_the_switch(monkeypatch, caplog):
-    from kvbench.kernels import _choice
-
     keys = torch.zeros(1, 1, 4, 8)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert not _choice.use_triton("x", "auto", keys)

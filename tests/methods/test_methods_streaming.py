@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from support.method_layers import attend, make_layer, run
 
 from kvbench.engine.cache import LayerCache
 from kvbench.engine.guard import check_held
+from kvbench.kernels.online_clusters import BLOCK
 from kvbench.kernels.quantize import unpack
 from kvbench.kernels.self_balancing import self_balancing_walk, softmax_balance, walk_bound
 from kvbench.kv import Budget, CompressedKV, KVError
@@ -29,16 +31,19 @@ from kvbench.methods.subgen_streaming import SubGenStream
 # -- SubGen, Algorithm 1 -------------------------------------------------------------------------
 
 
-def read(keys, values, delta, t, s, seed=0):
-    """A stream after all of keys, values [heads, n, dim], and the draws it was given."""
+def read(keys, values, delta, t, s, seed=0, blocks=(BLOCK,), most=None):
+    """A stream after all of keys, values [heads, n, dim], read in blocks of these sizes in turn, and the
+    draws it was given, [n, heads, t + s]."""
     heads, n, dim = keys.shape
-    stream = SubGenStream(heads, dim, values.shape[2], torch.full((heads,), delta), t, s)
-    generator = torch.Generator().manual_seed(seed)
-    draws = []
-    for token in range(n):
-        draws.append(tuple(torch.rand(heads, size, generator=generator) for size in (t, s)))
-        stream.update(keys[:, token], values[:, token], *draws[-1])
-    return stream, draws
+    stream = SubGenStream(heads, dim, values.shape[2], torch.full((heads,), delta), t, s, most)
+    draws = torch.rand(n, heads, t + s, generator=torch.Generator().manual_seed(seed))
+    start = 0
+    for size in itertools.cycle(blocks):
+        part = slice(start, start + size)
+        stream.extend(keys[:, part], values[:, part], draws[part])
+        start += size
+        if start >= n:
+            return stream, draws
 
 
 def data(heads, n, dim, seed=0, scale=1.0):
@@ -54,38 +59,49 @@ def data(heads, n, dim, seed=0, scale=1.0):
     heads=st.integers(1, 3),
     n=st.integers(1, 60),
     dim=st.integers(1, 4),
-    delta=st.floats(0.0, 4.0),
+    delta=st.floats(0.0, 4.0) | st.sampled_from([0.0, 1.0, 2.0]),
     t=st.integers(1, 3),
     s=st.integers(1, 4),
     seed=st.integers(0, 10**6),
+    blocks=st.lists(st.sampled_from([1, 2, 7, BLOCK]), min_size=1, max_size=3),
+    most=st.none() | st.integers(1, 9),
+    kind=st.sampled_from(["spread", "lattice", "far from the origin"]),
 )
-@settings(max_examples=40, deadline=None)
-def test_subgen_stream_is_the_algorithm(heads, n, dim, delta, t, s, seed):
-    """Against a plain loop per head over dictionaries, with the same draws; and the invariants."""
+@settings(max_examples=120, deadline=None)
+def test_subgen_stream_is_the_algorithm(heads, n, dim, delta, t, s, seed, blocks, most, kind):
+    """Against a plain loop per head over dictionaries, with the same draws; and the invariants. On a
+    lattice distances tie and are equal to delta; far from the origin products lose them in rounding."""
     keys, values = data(heads, n, dim, seed)
-    stream, draws = read(keys, values, delta, t, s, seed)
+    if kind == "lattice":
+        keys = keys.round()
+    if kind == "far from the origin":
+        keys = (4 * keys).round() / 4 + 3000
+    stream, draws = read(keys, values, delta, t, s, seed, blocks, most)
+    slot_draws, value_draws = draws.split([t, s], dim=-1)
     for head in range(heads):
         clusters: list[dict] = []
         mu, sampled = 0.0, [-1] * s
         for token in range(n):
             key, value = keys[head, token], values[head, token]
             distances = [float((c["key"] - key).square().sum().sqrt()) for c in clusters]
-            if distances and min(distances) <= delta:
+            if distances and (
+                min(distances) <= float(stream.found.delta[head]) or len(clusters) == most
+            ):
                 cluster = clusters[distances.index(min(distances))]
                 cluster["count"] += 1
             else:
                 cluster = {"key": key, "count": 1, "slots": [token] * t}
                 clusters.append(cluster)
             for slot in range(t):
-                if float(draws[token][0][head, slot]) < 1 / cluster["count"]:
+                if float(slot_draws[token, head, slot]) < 1 / cluster["count"]:
                     cluster["slots"][slot] = token
             weight = float(value.double().square().sum())
             mu += weight
             for slot in range(s):
-                if float(draws[token][1][head, slot]) < weight / mu:
+                if float(value_draws[token, head, slot]) < weight / mu:
                     sampled[slot] = token
         m = len(clusters)
-        assert int(stream.clusters[head]) == m
+        assert int(stream.found.clusters[head]) == m
         assert stream.counts[head, :m].tolist() == [c["count"] for c in clusters]
         assert stream.counts[head].sum() == n
         assert stream.slots[head, :m].tolist() == [c["slots"] for c in clusters]
@@ -95,10 +111,14 @@ def test_subgen_stream_is_the_algorithm(heads, n, dim, delta, t, s, seed):
             assert torch.equal(stream.sampled_keys[head, index], keys[head, position])
             assert torch.equal(stream.sampled_values[head, index], values[head, position])
         assert torch.equal(stream.slot_keys[head, :m], keys[head][stream.slots[head, :m]])
-        representatives = stream.representatives[head, :m]
+        representatives = stream.found.points[head, :m]
+        assert torch.equal(representatives, torch.stack([c["key"] for c in clusters]))
         apart = torch.cdist(representatives.double(), representatives.double())
         apart.fill_diagonal_(math.inf)
         assert apart.min() > delta * (1 - 1e-6)
+        if most is not None:
+            assert m <= most
+            continue
         covered = torch.cdist(keys[head].double(), representatives.double()).amin(1)
         assert covered.max() <= delta * (1 + 1e-6) + 1e-6
         held = stream.denominator()[0][head]
@@ -126,7 +146,7 @@ def test_subgen_stream_is_unbiased():
     seeds, n, dim = 2000, 50, 3
     keys, values = (part.expand(seeds, -1, -1) for part in data(1, n, dim, seed=4))
     stream, _ = read(keys, values, 1.2, 2, 6, seed=5)
-    assert 1 < int(stream.clusters[0]) < n / 2
+    assert 1 < int(stream.found.clusters[0]) < n / 2
     query = torch.tensor([0.7, -1.0, 0.4])
     exponentials = (keys[0] @ query).exp().double()
 

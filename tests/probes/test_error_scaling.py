@@ -178,9 +178,10 @@ def test_clusters_are_those_of_the_algorithm(delta):
     for i, key in enumerate(keys.double()):
         if not found or min(float((key - other).norm()) for other in found) > delta:
             found.append(key)
-        stream.update(keys[i : i + 1], keys[i : i + 1], torch.zeros(1, 1), torch.zeros(1, 1))
+        one = keys[i : i + 1].unsqueeze(0)
+        stream.extend(one, one, torch.zeros(1, 1, 2))
         if i + 1 in counts:
-            assert counts[i + 1] == len(found) == int(stream.clusters[0])
+            assert counts[i + 1] == len(found) == int(stream.found.clusters[0])
     assert set(counts) == {1, 270, 300}
 
 

@@ -27,7 +27,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from kvbench.kernels import _triton_decode, _triton_kcentre, _triton_mass, _triton_walk
+from kvbench.kernels import (
+    _triton_clusters,
+    _triton_decode,
+    _triton_kcentre,
+    _triton_mass,
+    _triton_walk,
+)
 
 
 class NamedTarget:
@@ -162,6 +168,13 @@ def kcentre(n: int, dim: int, dtype: torch.dtype, count: int | None = None) -> N
     _triton_kcentre.greedy_k_centre(points, empty(8, n), count or n // 4, first)
 
 
+def first_come(b: int, heads: int = 8) -> None:
+    free = empty(heads, b, dtype=torch.bool)
+    _triton_clusters.first_come(
+        empty(heads, b, b, dtype=torch.bool), free, empty(heads, dtype=torch.int64)
+    )
+
+
 def single() -> None:
     """Everything once: the compiler makes a constant of an argument that is 1."""
     one = empty(1, 1, 1, 16)
@@ -199,6 +212,7 @@ def single() -> None:
     )
     positive = empty(1, 2, dtype=torch.bool)
     _triton_walk.cut(positive, empty(1, 2, dtype=torch.int64), empty(1, 2))
+    first_come(1, 1)
 
 
 def variants() -> Iterator[tuple[str, int]]:
@@ -224,6 +238,7 @@ def launches(size: str) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "walk bf16 b=256 d=128", lambda: walk(256, 128, brain)
     yield "cut", cut
     yield "mass bf16 d=128", lambda: mass(16384, 32, 8, 128, brain)
+    yield "first come", lambda: first_come(256)
     yield "kcentre bf16 d=128", lambda: kcentre(16384, 128, brain)
     if size == "quick":
         return

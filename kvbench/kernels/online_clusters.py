@@ -1,0 +1,195 @@
+"""Online clustering (ClusterGen, arXiv 2402.06082): a point within a radius of a representative joins
+the nearest one, any other point becomes a representative. In blocks, with the result of one by one."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvbench.kernels._choice import use_triton
+
+BLOCK = 256
+"""Points read together."""
+PAIRS = 1 << 22
+"""Numbers that the repair of close calls holds at a time."""
+
+
+class OnlineClusters:
+    """The representatives of many heads that read their points in step.
+
+    Attributes:
+        delta: [h] float32, how far (l2) a point may be from the representative it joins.
+        most: a head with so many clusters starts no other, and a point joins the nearest; None: no end.
+        clusters: [h] int64, of each head so far.
+        room: clusters that the tensors of this object have places for.
+        points: [h, room + 1, dim] float32, the representatives in order; the last place is scratch.
+    """
+
+    def __init__(self, heads: int, dim: int, delta: Tensor, most: int | None = None) -> None:
+        self.delta, self.most = delta, most
+        self.clusters = torch.zeros(heads, dtype=torch.int64, device=delta.device)
+        self.room = 0 if most is None else most
+        self.points = torch.zeros(heads, self.room + 1, dim, device=delta.device)
+
+    @property
+    def width(self) -> int:
+        """Clusters of the head that has most; on a GPU with `most`, which needs no wait, that."""
+        if self.most is not None and self.clusters.is_cuda:
+            return self.most
+        return int(self.clusters.max())
+
+    def read(self, points: Tensor) -> Tensor:
+        """The cluster of each point [h, b, dim], float32, in order: [h, b] int64."""
+        places = torch.arange(points.shape[1], device=points.device)
+        before = self.clusters[:, None]
+        best, where, rows, order, new = self._start(points)
+        if not order.shape[1]:
+            return where
+        known = new.unsqueeze(1) & (order.unsqueeze(1) <= places[:, None])
+        apart, nearer = nearest(points, rows, known)
+        return torch.where(apart < best, before + nearer, where)
+
+    def count(self, points: Tensor) -> None:
+        """As `read`, for the number of clusters alone."""
+        self._start(points)
+
+    def _start(self, points: Tensor) -> tuple[Tensor, ...]:
+        """Start the clusters that these points start. Returns the distance to the nearest representative
+        of before and which that is [h, b]; the new ones, [h, u, dim], where among the points they are
+        [h, u], and which of these are real (a head may have fewer) [h, u]."""
+        b, width = points.shape[1], self.width
+        places = torch.arange(max(width, b), device=points.device)
+        there = (places[:width] < self.clusters[:, None]).unsqueeze(1)
+        best, where = nearest(points, self.points[:, :width], there)
+        order, left = _true_ones(best > self.delta[:, None])
+        rows = _rows(points, order)
+        new = places[: order.shape[1]] < left
+        if order.shape[1]:
+            first, count = _true_ones(_first_come(rows, new, self))
+            order = order.gather(1, first)
+            rows, u = _rows(points, order), order.shape[1]
+            new = places[:u] < count
+            if self.most is None and self.room < width + u:
+                more = max(width, u, 8)
+                empty = rows.new_zeros(len(rows), more + 1, rows.shape[2])
+                self.points = torch.cat([self.points[:, :-1], empty], 1)
+                self.room += more
+            into = torch.where(new, self.clusters[:, None] + places[:u], self.room)
+            self.points.scatter_(1, into.unsqueeze(-1).expand_as(rows), rows)
+            self.clusters = self.clusters + count.squeeze(-1)
+        return best, where, rows, order, new
+
+
+def count_clusters(points: Tensor, delta: Tensor, most: int) -> Tensor:
+    """Clusters that arise of points [h, n, dim] float32 within delta [h], counted to `most`: [h]."""
+    found = OnlineClusters(len(points), points.shape[2], delta, most)
+    for block in points.split(BLOCK, dim=1):
+        found.count(block)
+        if not points.is_cuda and int(found.clusters.min()) == most:
+            break
+    return found.clusters
+
+
+def nearest(points: Tensor, others: Tensor, among: Tensor) -> tuple[Tensor, Tensor]:
+    """Distance (l2) to the nearest of `others`, and which that is, the first on a tie.
+
+    Distances are roots of summed squares of differences, in float32, as if one pair were looked at
+    after the other. On a CPU a matrix product finds who may be nearest, and only what its rounding
+    leaves open is compared so.
+
+    Args:
+        points: [h, b, dim]. others: [h, m, dim].
+        among: [h, 1 or b, m] bool, the others that a point is compared with.
+
+    Returns:
+        [h, b] float32, infinite where there is none, and [h, b] int64.
+    """
+    heads, b, dim = points.shape
+    if not others.shape[1]:
+        return points.new_full((heads, b), math.inf), among.new_zeros(heads, b, dtype=torch.int64)
+    if points.is_cuda:
+        apart = torch.cdist(points, others, compute_mode="donot_use_mm_for_euclid_dist")
+        distance, index = apart.masked_fill(~among, math.inf).min(-1)
+        return distance, index
+    own, theirs = _squared_norm(points), _squared_norm(others)
+    squares = torch.baddbmm(theirs.unsqueeze(1), points, others.mT, alpha=-2)  # less `own`
+    squares.masked_fill_(~among, math.inf)
+    least, index = squares.min(-1)
+    limit = least + _rounding(dim) * (own + theirs.amax(-1, keepdim=True))
+    rows = others.gather(1, index.unsqueeze(-1).expand_as(points))
+    distance = _apart(points, rows).masked_fill_(least == math.inf, math.inf)
+    close = (squares <= limit.unsqueeze(-1)).sum(-1) > 1
+    for part in (close & (least < math.inf)).nonzero().split(max(1, PAIRS // others[0].numel())):
+        head, row = part.T
+        apart = _apart(points[head, row].unsqueeze(1), others[head])
+        apart.masked_fill_(~among.expand(-1, b, -1)[head, row], math.inf)
+        distance[head, row], index[head, row] = apart.min(-1)
+    return distance, index
+
+
+def _apart(a: Tensor, b: Tensor) -> Tensor:
+    return (a - b).square().sum(-1).sqrt()
+
+
+def _squared_norm(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dim=-1).square_()
+
+
+def _rounding(dim: int) -> float:
+    """By what share of |a|^2 + |b|^2 the order of two squared distances may be wrong, where one of
+    them is from a product and one from differences: each of these is off by at most half of this."""
+    return 8 * (dim + 4) * 2.0**-24
+
+
+def _true_ones(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Where mask [h, b] is true: [h, u] the places in order, then others, for the head that has most (b
+    on a GPU, which is not asked); and [h, 1] how many."""
+    count = mask.sum(-1, keepdim=True)
+    most = mask.shape[1] if mask.is_cuda else int(count.max())
+    return (~mask).to(torch.int8).argsort(dim=-1, stable=True)[:, :most], count
+
+
+def _rows(points: Tensor, index: Tensor) -> Tensor:
+    return points.gather(1, index.unsqueeze(-1).expand(-1, -1, points.shape[2]))
+
+
+def _first_come(points: Tensor, free: Tensor, found: OnlineClusters) -> Tensor:
+    """Which of points [h, u, dim] become representatives, [h, u] bool: of those that are free the ones
+    that no earlier representative among them covers, while there is room."""
+    u, dim = points.shape[1:]
+    room = torch.full_like(found.clusters, u) if found.most is None else found.most - found.clusters
+    radius = found.delta.view(-1, 1, 1)
+    if use_triton("online_clusters", "auto", points, rows_on_chip=False):
+        from kvbench.kernels import _triton_clusters
+
+        apart = torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist")
+        return _triton_clusters.first_come(apart <= radius, free, room)
+    norms = _squared_norm(points)
+    norms = norms.unsqueeze(1) + norms.unsqueeze(2)
+    over = torch.baddbmm(norms, points, points.mT, alpha=-2).sub_(radius.square())
+    near = over <= 0
+    doubt = (over.abs_() <= norms.add_(radius.square()).mul_(_rounding(dim))).triu_(1)
+    doubt &= free.unsqueeze(1)
+    for part in doubt.nonzero().split(max(1, PAIRS // dim)):
+        head, i, j = part.T
+        near[head, i, j] = _apart(points[head, i], points[head, j]) <= found.delta[head]
+    fresh = _first_come_numpy(*(x.cpu().numpy() for x in (near, free, room)))
+    return torch.from_numpy(fresh).to(points.device)
+
+
+def _first_come_numpy(near: np.ndarray, free: np.ndarray, room: np.ndarray) -> np.ndarray:
+    """See `_first_come`; near [h, u, u] is read above its diagonal."""
+    heads, places = np.arange(len(near)), np.arange(near.shape[1])
+    fresh = np.zeros_like(free)
+    while True:
+        free = free & (room > 0)[:, None]
+        first = free.argmax(1)
+        goes = free[heads, first]
+        if not goes.any():
+            return fresh
+        fresh[heads[goes], first[goes]] = True
+        room = room - goes
+        free = free & ~near[heads, first] & (places > first[:, None])
