@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 
 from kvbench.engine.attention import LayerCall
 from kvbench.engine.cache import LayerCache
+from kvbench.engine.chunk_reading import read_chunk, rule_in_turn
 from kvbench.engine.faults import release_frames
 from kvbench.engine.ragged import RaggedCache
 from kvbench.engine.recompress import Recompressor
@@ -315,9 +316,10 @@ class ForkBatch:
             if fork.failure is not None or i in done:
                 continue
             try:
-                out[i] = fork.layers[call.layer].step(
-                    query[i], key[i], value[i], positions[i], call.scaling, call.softcap
-                )
+                cache = fork.layers[call.layer]
+                given = (query[i], key[i], value[i], positions[i], call.scaling, call.softcap)
+                rule = rule_in_turn(cache) if query.shape[2] > 1 else None
+                out[i] = cache.step(*given) if rule is None else read_chunk(cache, rule, *given)
             except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
                 fork.fail(failure)
         return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from support.variants import VARIANTS, label
 
 import kvbench
 from kvbench.engine import attention
+from kvbench.engine import fork as fork_module
 from kvbench.engine.attention import exact_attention
 from kvbench.engine.fork import Fork
 from kvbench.engine.generate import run_batch
@@ -149,6 +151,21 @@ def test_a_decode_step_waits_for_its_token_only(name, monkeypatch):
 
     (few, _), (many, found) = waits(2), waits(5)
     assert many - few == 3, found
+
+
+@needs_pretend
+@pytest.mark.parametrize("name", ["h2o", "streaming_llm"])
+def test_reading_a_chunk_launches_a_tenth_of_walking_its_tokens(name, monkeypatch):
+    monkeypatch.setenv("KVBENCH_KERNELS", "auto")
+    model = model_on(CUDA)
+
+    def launches():
+        read = partial(answers, model, [name], n=170, new=1, chunk_tokens=128)
+        return sum(counted(read, "launch").values())
+
+    at_once = launches()
+    monkeypatch.setattr(fork_module, "rule_in_turn", lambda cache: None)
+    assert 10 * at_once <= launches()
 
 
 @needs_pretend

@@ -8,6 +8,7 @@ from support.forward import SMALL, generate, reference
 from support.tiny import prompt_ids, tiny_model
 
 from kvbench.engine.cache import LayerCache
+from kvbench.engine.fork import ForkBatch
 from kvbench.kernels.quantize import Quantization, pack, unpack
 from kvbench.kernels.turboquant import TurboQuant
 from kvbench.kv import Budget, CompressedKV, KVError
@@ -211,14 +212,15 @@ def test_topk_in_generation_is_exact_when_it_may_see_everything():
 def test_reading_in_chunks_never_holds_more_than_the_budget(chunk_tokens, monkeypatch):
     model = ready()
     n, most = 150, []
-    append = LayerCache._append_and_attend
+    attend = ForkBatch.attend
 
-    def watched(cache, *arguments):
-        out = append(cache, *arguments)
-        most.append(cache.length - cache.capacity)
+    def watched(state, call):
+        out = attend(state, call)
+        for cache in (fork.layers[call.layer] for fork in state.forks):
+            most.append(max(cache.length, cache.keys.shape[1] - 1) - cache.capacity)
         return out
 
-    monkeypatch.setattr(LayerCache, "_append_and_attend", watched)
+    monkeypatch.setattr(ForkBatch, "attend", watched)
     names = ("h2o", "streaming_llm", "local")
     methods = {name: (build_method(name, decode="evict"), SMALL) for name in names}
     results = generate(model, prompt_ids(n), methods, new_tokens=6, chunk_tokens=chunk_tokens)

@@ -28,6 +28,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from kvbench.kernels import (
+    _triton_chunk,
     _triton_clusters,
     _triton_decode,
     _triton_kcentre,
@@ -175,6 +176,19 @@ def first_come(b: int, heads: int = 8) -> None:
     )
 
 
+def chunk(count: int, group: int, tokens: int = 64) -> None:
+    """So many tokens through a cache of 8 KV heads."""
+    _triton_chunk.take_turns(
+        empty(8, group, tokens, count + 1),
+        empty(8, group, tokens, tokens),
+        empty(8, count + 1),
+        empty(8, count + tokens, dtype=torch.int64),
+        heaviest=False,
+        sink=0,
+        recent=count // 2,
+    )
+
+
 def single() -> None:
     """Everything once: the compiler makes a constant of an argument that is 1."""
     one = empty(1, 1, 1, 16)
@@ -225,6 +239,7 @@ def variants() -> Iterator[tuple[str, int]]:
         "kcentre": lambda n: kcentre(n, 64, half, count=n - 900),
         "walk": lambda n: walk(16, 64, half, n=16 * (n - 900)),
         "cut": lambda n: cut(n - 900),
+        "chunk": lambda n: chunk(n, n - 900, n - 900),
     }
     for name, launch in of.items():
         lengths = (partial(launch, n) for n in (902, 916, 917, 1008))
@@ -240,9 +255,11 @@ def launches(size: str) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "mass bf16 d=128", lambda: mass(16384, 32, 8, 128, brain)
     yield "first come", lambda: first_come(256)
     yield "kcentre bf16 d=128", lambda: kcentre(16384, 128, brain)
+    yield "chunk", lambda: chunk(4096, 4)
     if size == "quick":
         return
     yield "ones", single
+    yield "chunk of few", lambda: chunk(1, 1, 1)
     for dtype in (half, full):
         for group, dim in ((71, 64), (128, 128)):  # one KV head for all
             yield (
