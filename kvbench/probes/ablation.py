@@ -32,7 +32,7 @@ class Ablation(LayerError):
     """
 
     name: ClassVar[str] = "ablation"
-    version: ClassVar[int] = 2
+    measures: ClassVar[tuple[str, ...]] = ()
 
     reference: str = "balancekv"
     parts: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -40,27 +40,22 @@ class Ablation(LayerError):
     series: str | None = "layer"
 
     def meta(self) -> dict[str, Any]:
-        """See `Plan.meta`; effects are shown by the score's metric and by the others."""
+        """See `Probe.meta`; effects are shown by the score's metric and by the others."""
         fields = [METRICS[name][0] for name in dict.fromkeys((self.metric, "per_query", "pooled"))]
-        return {
-            **super().meta(),
-            "measures": [],
-            "figures": [
-                {
-                    "kind": "ablation",
-                    "y": fields[0],
-                    "also": fields[1:],
-                    "by": "rate",
-                    "series": self.series,
-                    "unit": "prompt" if self.series else "layer",
-                    "reference": self.reference,
-                    "parts": {part: list(labels) for part, labels in self.parts.items()},
-                    "grid": {str(size): label for size, label in self.grid.items()},
-                    "grid_y": METRICS["released"][0],
-                    "grid_note": self._beside_figure3(),
-                }
-            ],
+        figure = {
+            "kind": "ablation",
+            "y": fields[0],
+            "also": fields[1:],
+            "by": "rate",
+            "series": self.series,
+            "unit": "prompt" if self.series else "layer",
+            "reference": self.reference,
+            "parts": {part: list(labels) for part, labels in self.parts.items()},
+            "grid": {str(size): label for size, label in self.grid.items()},
+            "grid_y": METRICS["released"][0],
+            "grid_note": self._beside_figure3(),
         }
+        return {**super().meta(), "figures": [figure]}
 
     def _beside_figure3(self) -> str:
         """What is alike and what differs between Figure 3 of BalanceKV and the numbers beside it."""

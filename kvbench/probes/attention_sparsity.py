@@ -8,7 +8,7 @@ law.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.attention import capped
-from kvbench.errors.options import Distinct, Share
-from kvbench.kv import KVError, LayerKV
+from kvbench.errors.options import Share
+from kvbench.kv import LayerKV
 from kvbench.methods.base import Method
-from kvbench.probes._options import Tokens, check_kind
+from kvbench.probes.base import StandIn, Tokens, of_kind
 from kvbench.probes.layers import LayerSource
+from kvbench.probes.ranked import Ranked
 from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
 
@@ -30,29 +31,21 @@ PAPER = "arXiv 2306.14048, section 3.1"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Threshold(Method):
-    """A weight counts as none where it is below `share` of the largest of its row.
+class Threshold(StandIn):
+    """A weight counts as none where it is below `share` of the largest of its row."""
 
-    It stands where a method stands in other experiments, but compresses nothing.
-    """
-
-    uses_budget: ClassVar[bool] = False
-    saves_memory: ClassVar[bool] = False
     paper: ClassVar[str] = PAPER
 
     share: Share = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
-class Accumulated(Method):
+class Accumulated(StandIn):
     """Attention that a key received from all queries: of every query head (`head`, as the paper shows
     it), or the mean over the query heads that share the key (`group`, what `h2o` here goes by).
 
-    It stands where a method stands in other experiments, but compresses nothing.
     """
 
-    uses_budget: ClassVar[bool] = False
-    saves_memory: ClassVar[bool] = False
     paper: ClassVar[str] = PAPER
 
     per: Literal["head", "group"] = "head"
@@ -102,35 +95,14 @@ class AttentionSparsity(LayerSource):
     """
 
     name: ClassVar[str] = "attention_sparsity"
-    version: ClassVar[int] = 1
-
-    def meta(self) -> dict[str, Any]:
-        """See `kvbench.run.plan.Plan.meta`."""
-        return {
-            **self.source(),
-            "version": self.version,
-            "score_unit": "share of weights",
-            "lower_is_better": False,
-            "breakdown": ["layer"],
-            "figures": [{"kind": "measured"}],
-        }
-
-    def ids_at(self, prompt: str, layers: Sequence[int]) -> Iterator[str]:
-        """See `LayerSource.ids_at`."""
-        return (f"{prompt}/layer{layer}" for layer in layers)
-
-    def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
-        """See `LayerSource.units`.
-
-        Raises:
-            KVError: a method that is no `Threshold`.
-        """
-        check_kind(self.name, methods, Threshold)
-        return super().units(session, methods)
+    score_unit: ClassVar[str] = "share of weights"
+    breakdown: ClassVar[tuple[str, ...]] = ("layer",)
+    kind: ClassVar[type[Method]] = Threshold
+    figures: ClassVar[tuple[Mapping[str, Any], ...]] = ({"kind": "measured"},)
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
         """Every threshold over the same logits."""
-        shares = [m.share for m, _ in methods.values() if isinstance(m, Threshold)]
+        shares = [method.share for method in of_kind(self.name, methods, Threshold).values()]
         for layer, kv in self.captured(unit, session):
             for label, heads in zip(methods, sparsity(kv, shares), strict=True):
                 yield Outcome(
@@ -148,82 +120,38 @@ class AttentionSparsity(LayerSource):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionMass(LayerSource):
+class AttentionMass(Ranked):
     """Accumulated attention of the key of each rank, and the power law through it (Figure 2b).
 
     The score is the share of all attention that the key of a rank accumulates. The report fits
     log(share) against log(rank) by least squares.
 
     Attributes:
-        ranks: from 1, the key that accumulates most.
         fit_most: the last rank that is fitted; keys that come late are seen by few queries, so the
             end of the curve falls for that reason alone. None: all.
     """
 
     name: ClassVar[str] = "attention_mass"
-    version: ClassVar[int] = 1
+    score_unit: ClassVar[str] = "share of attention"
+    kind: ClassVar[type[Method]] = Accumulated
+    field: ClassVar[str] = "attention"
+    labels: ClassVar[tuple[str, str]] = ("rank of the key", "share of accumulated attention")
 
-    ranks: Distinct[Tokens] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
     fit_most: Tokens | None = None
 
     def meta(self) -> dict[str, Any]:
-        """See `kvbench.run.plan.Plan.meta`."""
-        return {
-            **self.source(),
-            "version": self.version,
-            "score_unit": "share of attention",
-            "lower_is_better": False,
-            "breakdown": ["rank"],
-            "figures": [
-                {
-                    "kind": "scaling",
-                    "x": "rank",
-                    "level": "rank",
-                    "y": "attention",
-                    "facet": "dataset",
-                    "unit": self.repetition,
-                    "xlabel": "rank of the key",
-                    "ylabel": "share of accumulated attention",
-                    "guides": [-1.0],
-                    "fit_most": self.fit_most,
-                    "finding": "power_law",
-                }
-            ],
-        }
+        """See `Probe.meta`."""
+        meta = super().meta()
+        meta["figures"][0] |= {"guides": [-1.0], "fit_most": self.fit_most}
+        return meta
 
-    def ids_at(self, prompt: str, layers: Sequence[int]) -> Iterator[str]:
-        """See `LayerSource.ids_at`."""
-        return (f"{prompt}/layer{layer}/rank{rank}" for layer in layers for rank in self.ranks)
-
-    def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
-        """See `LayerSource.units`.
-
-        Raises:
-            KVError: a method that is no `Accumulated`; a prompt with fewer keys than ranks.
-        """
-        check_kind(self.name, methods, Accumulated)
-        return super().units(session, methods)
-
-    def _unit(self, name: str, n: int, payload: Any, layers: Sequence[int]) -> Unit:
-        if n < max(self.ranks):
-            raise KVError(
-                f"task.ranks has {max(self.ranks)} and prompt {name!r} has {n} tokens; allowed: as many "
-                "at most"
-            )
-        return super()._unit(name, n, payload, layers)
+    def check_prompt(self, name: str, n: int) -> None:
+        """See `LayerSource.check_prompt`."""
+        self.check_count(n, f"prompt {name!r} has {n} tokens")
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
         """Both ways to accumulate, on the same attention."""
         for layer, kv in self.captured(unit, session):
-            for label, (method, _) in methods.items():
-                assert isinstance(method, Accumulated)
+            for label, method in of_kind(self.name, methods, Accumulated).items():
                 shares = sorted_mass(kv, per_group=method.per == "group")
-                for rank in self.ranks:
-                    share = float(shares[rank - 1])
-                    where = {"prompt": unit.id, "layer": layer, "dataset": f"layer {layer}"}
-                    fields = {**where, "prompt_tokens": kv.n, "rank": rank}
-                    yield Outcome(
-                        label,
-                        f"{unit.id}/layer{layer}/rank{rank}",
-                        {**fields, "attention": share, "score": share},
-                    )
+                yield from self.outcomes(label, shares, unit.id, layer, prompt_tokens=kv.n)

@@ -23,7 +23,7 @@ from kvbench.kernels.kcentre import greedy_k_centre
 from kvbench.kv import Budget, KVError, LayerKV
 from kvbench.methods.base import SEED_STRIDE, Method
 from kvbench.methods.exact import Exact
-from kvbench.probes._options import Repeats, Tokens, check_kind
+from kvbench.probes.base import Repeats, StandIn, Tokens, of_kind, scaling_figure
 from kvbench.probes.clusters import key_distance
 from kvbench.probes.layers import LayerSource
 from kvbench.run.plan import Methods, Outcome, Unit
@@ -32,15 +32,11 @@ from kvbench.tasks.base import TaskError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Embedding(Method):
+class Embedding(StandIn):
     """Keys or values of a layer; or Gaussian vectors with their mean and covariance, which have no
     clusters but what the covariance makes.
-
-    It stands where a method stands in other experiments, but compresses nothing.
     """
 
-    uses_budget: ClassVar[bool] = False
-    saves_memory: ClassVar[bool] = False
     paper: ClassVar[str] = "arXiv 2402.06082, Figure 1"
 
     of: Literal["keys", "values"] = "keys"
@@ -104,7 +100,10 @@ class Clusterability(LayerSource):
     """
 
     name: ClassVar[str] = "clusterability"
-    version: ClassVar[int] = 1
+    score_unit: ClassVar[str] = "radius"
+    lower_is_better: ClassVar[bool] = True
+    breakdown: ClassVar[tuple[str, ...]] = ("k",)
+    kind: ClassVar[type[Method]] = Embedding
 
     generate: Whole = 1024
     counts: Distinct[Tokens] = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -124,49 +123,23 @@ class Clusterability(LayerSource):
             )
 
     def meta(self) -> dict[str, Any]:
-        """See `kvbench.run.plan.Plan.meta`."""
-        return {
-            **self.source(),
-            "version": self.version,
-            "score_unit": "radius",
-            "lower_is_better": True,
-            "breakdown": ["k"],
-            "figures": [
-                {
-                    "kind": "scaling",
-                    "x": "k",
-                    "level": "k",
-                    "y": "radius",
-                    "facet": "dataset",
-                    "unit": self.repetition,
-                    "xlabel": "centres, k",
-                    "ylabel": "radius over the distance of two vectors",
-                    "finding": "power_law",
-                },
-                {"kind": "scatter", "x": "dataset", "value": "plane"},
-            ],
-        }
+        """See `Probe.meta`."""
+        meta = super().meta()
+        labels = ("centres, k", "radius over the distance of two vectors")
+        law = scaling_figure("k", "radius", *labels, meta["unit"], finding="power_law")
+        return {**meta, "figures": [law, {"kind": "scatter", "x": "dataset", "value": "plane"}]}
 
-    def ids_at(self, prompt: str, layers: Sequence[int]) -> Iterator[str]:
-        """See `LayerSource.ids_at`."""
-        return (f"{prompt}/layer{layer}/k{k}" for layer in layers for k in self.counts)
+    def endings(self, session: Session) -> Sequence[str]:
+        """See `LayerSource.endings`."""
+        return [f"/k{k}" for k in self.counts]
 
-    def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
-        """See `LayerSource.units`.
-
-        Raises:
-            KVError: a method that is no `Embedding`; fewer vectors than centres.
-        """
-        check_kind(self.name, methods, Embedding)
-        return super().units(session, methods)
-
-    def _unit(self, name: str, n: int, payload: Any, layers: Sequence[int]) -> Unit:
+    def check_prompt(self, name: str, n: int) -> None:
+        """See `LayerSource.check_prompt`."""
         if (self.generate or n) < max(self.counts):
             raise KVError(
                 f"task.counts has {max(self.counts)} and prompt {name!r} {self.generate or n} vectors; "
                 "allowed: as many at most"
             )
-        return super()._unit(name, n, payload, layers)
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
         """Keys, values and their Gaussian likes of the same tokens."""
@@ -176,8 +149,7 @@ class Clusterability(LayerSource):
             read_ids = (*unit.payload, *self._continuation(unit, session))
         drawn = self.drawn and unit.id in self._drawn(session)
         for layer, kv in self.captured(replace(unit, payload=read_ids), session):
-            for label, (method, _) in methods.items():
-                assert isinstance(method, Embedding)
+            for label, method in of_kind(self.name, methods, Embedding).items():
                 seed = SEED_STRIDE * session.seed
                 vectors = method.vectors(kv, first, layer_generator(seed, unit.id, layer))
                 found = [k_centre_radii(head, max(self.counts)) for head in vectors]

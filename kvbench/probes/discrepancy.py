@@ -12,9 +12,15 @@ from annotated_types import Gt, Lt
 from numpy.typing import NDArray
 
 from kvbench.errors.options import Distinct, NonNegative, check_options
-from kvbench.kv import KVError
-from kvbench.methods.base import Method
-from kvbench.probes._options import Repeats, Tokens
+from kvbench.probes.base import (
+    SYNTHETIC,
+    Probe,
+    Repeats,
+    StandIn,
+    Tokens,
+    of_kind,
+    scaling_figure,
+)
 from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
 from kvbench.tasks.base import TaskError
@@ -28,10 +34,8 @@ _CHUNK = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class Walk(Method):
+class Walk(StandIn):
     """A rule for signs: +1 with probability 1/2 - <w, v> / (2 c), w the signed sum so far.
-
-    It stands where a method stands in other experiments, but compresses nothing.
 
     Args:
         c: the walk's constant; "theory" for 30 log(n / delta), as in the paper's Algorithm 2; 0 for
@@ -41,7 +45,7 @@ class Walk(Method):
         delta: the failure probability "theory" allows.
     """
 
-    uses_budget: ClassVar[bool] = False
+    saves_memory: ClassVar[bool] = True  # as records have always said
     paper: ClassVar[str] = "arXiv 2502.07861, Algorithm 3"
 
     c: NonNegative | Literal["theory"] | None = "theory"
@@ -75,7 +79,7 @@ class UnitVectors:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WalkDiscrepancy:
+class WalkDiscrepancy(Probe):
     """How large the signed sum of n unit vectors grows: ||sum_i s_i v_i||_inf after every n.
 
     For vectors of norm at most 1 the walk promises |<sum, u>| = O(log(n / delta)) for every fixed
@@ -91,7 +95,10 @@ class WalkDiscrepancy:
     """
 
     name: ClassVar[str] = "walk_discrepancy"
-    version: ClassVar[int] = 1
+    score_unit: ClassVar[str] = "discrepancy"
+    lower_is_better: ClassVar[bool] = True
+    breakdown: ClassVar[tuple[str, ...]] = ("n",)
+    repetition: ClassVar[str] = "replicate"
 
     steps: Distinct[Tokens] = (64, 256, 1024, 4096, 16384, 65536, 262144)
     walks: Repeats = 16
@@ -99,36 +106,21 @@ class WalkDiscrepancy:
     compare: str = "random_signs"
 
     def __post_init__(self) -> None:
-        check_options(self, "task.", TaskError)
+        super().__post_init__()
         if not self.data:
             raise TaskError("task.data is empty; allowed: named distributions of vectors")
 
     def meta(self) -> dict[str, Any]:
-        """See `kvbench.run.plan.Plan.meta`."""
-        return {
-            "version": self.version,
-            "subject": "synthetic tensors",
-            "score_unit": "discrepancy",
-            "lower_is_better": True,
-            "breakdown": ["n"],
-            "unit": "replicate",
-            "figures": [
-                {
-                    "kind": "scaling",
-                    "x": "n",
-                    "level": "n",
-                    "y": "discrepancy",
-                    "facet": "dataset",
-                    "unit": "replicate",
-                    "xlabel": "vectors signed, n",
-                    "ylabel": "largest coordinate of the signed sum",
-                    "guides": [0.5],
-                    "fit_least": max(self.steps) / 64,
-                    "compare": self.compare,
-                    "finding": "discrepancy",
-                }
-            ],
+        """See `Probe.meta`."""
+        labels = ("vectors signed, n", "largest coordinate of the signed sum")
+        fit: dict[str, Any] = {
+            "guides": [0.5],
+            "fit_least": max(self.steps) / 64,
+            "finding": "discrepancy",
         }
+        curve = scaling_figure("n", "discrepancy", *labels, self.repetition, **fit)
+        figures = [{**curve, "compare": self.compare}]
+        return {**super().meta(), "subject": SYNTHETIC, "figures": figures}
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
         """One unit per distribution.
@@ -136,12 +128,7 @@ class WalkDiscrepancy:
         Raises:
             KVError: a method that is no `Walk`.
         """
-        for label, (method, _) in methods.items():
-            if not isinstance(method, Walk):
-                raise KVError(
-                    f"task walk_discrepancy has method {label!r}; allowed: rules of "
-                    "kvbench.probes.discrepancy.Walk"
-                )
+        of_kind(self.name, methods, Walk)
         return [
             Unit(
                 name,
@@ -155,7 +142,7 @@ class WalkDiscrepancy:
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
         """Every rule over the same vectors, all walks of a distribution side by side."""
-        rules = [method for method, _ in methods.values() if isinstance(method, Walk)]
+        rules = [*of_kind(self.name, methods, Walk).values()]
         for n, sums in self.walked(unit.payload, rules, session.seed):
             for label, found in zip(methods, np.abs(sums).max(-1), strict=True):
                 for walk, value in enumerate(found):

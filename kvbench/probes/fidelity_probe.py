@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
@@ -11,10 +11,10 @@ from typing import Any, ClassVar, Literal
 from kvbench.engine.scoring import CompressedPrompt, greedy_continuation
 from kvbench.engine.stopping import Stopping
 from kvbench.errors import one_line
-from kvbench.errors.options import Several, Share, check_options
+from kvbench.errors.options import Several, Share
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
-from kvbench.probes._options import Repeats, Tokens
+from kvbench.probes.base import Probe, Repeats, Tokens
 from kvbench.probes.fidelity import Fidelity, compare, noise_floor, read_with_reference
 from kvbench.run.encoding import encode_example
 from kvbench.run.plan import Methods, Outcome, Unit, status_of
@@ -63,7 +63,7 @@ def rounded(values: Sequence[float]) -> list[float]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FidelityProbe:
+class FidelityProbe(Probe):
     """KL divergence, agreement and likelihood of a continuation under every method's cache.
 
     No labels are needed: the continuation is what the exact model answers, or a text that is given.
@@ -86,7 +86,10 @@ class FidelityProbe:
     """
 
     name: ClassVar[str] = "fidelity"
-    version: ClassVar[int] = 1
+    score_unit: ClassVar[str] = "KL in nats"
+    repetition: ClassVar[str] = "prompt"
+    figures: ClassVar[tuple[Mapping[str, Any], ...]] = ({"kind": "fidelity"},)
+    lower_is_better: ClassVar[bool] = True
 
     prompts: Task | None = None
     files: Sequence[str] = ()
@@ -98,7 +101,7 @@ class FidelityProbe:
     floor: bool = True
 
     def __post_init__(self) -> None:
-        check_options(self, "task.", TaskError)
+        super().__post_init__()
         if (self.prompts is None) == (not self.files):
             raise TaskError(
                 "task.prompts and task.files: exactly one of them must be given "
@@ -106,16 +109,12 @@ class FidelityProbe:
             )
 
     def meta(self) -> dict[str, Any]:
-        """See `kvbench.run.plan.Plan.meta`."""
+        """See `Probe.meta`."""
         data = file_digests(self.files) if self.prompts is None else self.prompts.digests()
         return {
-            "version": self.version,
+            **super().meta(),
             "data": dict(data),
-            "score_unit": "KL in nats",
-            "lower_is_better": True,
             "breakdown": ["rate"] if self.rates else [],
-            "figures": [{"kind": "fidelity"}],
-            "unit": "prompt",
             "measures": [group_name(g, self.tokens) for g in position_groups(self.tokens)],
         }
 

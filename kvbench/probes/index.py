@@ -11,7 +11,7 @@ as large as they are.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from kvbench.engine.fork import layer_generator
 from kvbench.kv import Budget, CompressedKV, LayerKV, keep_all
 from kvbench.methods.base import Method
+from kvbench.probes.base import StandIn
 from kvbench.probes.layer_error import estimate
 from kvbench.probes.layers import LayerProbe, Look, SyntheticLayers
 from kvbench.run.plan import Methods, Outcome, Unit
@@ -56,10 +57,9 @@ class IndexLayers(SyntheticLayers):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limit(Method):
+class Limit(StandIn):
     """The share of bits that no method of a size can exceed on average.
 
-    It stands where a method stands in other experiments, but compresses nothing.
 
     Attributes:
         of: ``entries``: c of n rows are kept as they are, chosen without looking at the values, so
@@ -69,8 +69,6 @@ class Limit(Method):
             share p has N (1 - H(p)) <= M, H the binary entropy (Fano).
     """
 
-    uses_budget: ClassVar[bool] = False
-    saves_memory: ClassVar[bool] = False
     paper: ClassVar[str] = "arXiv 2502.07861, Theorem 3.2"
 
     of: Literal["entries", "bits"] = "entries"
@@ -90,6 +88,12 @@ def most_recovered(of: str, entries: int, layer: LayerKV) -> float:
     return 1.0 if known >= 1 else float(brentq(lacking, 0.5, 1 - 1e-15))
 
 
+_SAID = (
+    "Equation (2) of BalanceKV holds with an epsilon for which memory in bits times epsilon^2 is $least"
+    " to $most ($mean on average); Theorem 3.2 says that no method gets below a constant."
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Index(LayerProbe):
     """Share of Alice's bits that Bob reads from what a method holds, all rows and bits asked for.
@@ -101,7 +105,11 @@ class Index(LayerProbe):
     """
 
     name: ClassVar[str] = "index"
-    version: ClassVar[int] = 1
+    score_unit: ClassVar[str] = "share of bits"
+    breakdown: ClassVar[tuple[str, ...]] = ("rate",)
+    figures: ClassVar[tuple[Mapping[str, Any], ...]] = (
+        {"kind": "measured", "say": {"bits_epsilon_sq": _SAID}},
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -109,17 +117,6 @@ class Index(LayerProbe):
             raise TaskError(
                 f"task.synthetic is a {type(self.synthetic).__name__}; allowed: IndexLayers"
             )
-
-    def meta(self) -> dict[str, Any]:
-        """See `kvbench.run.plan.Plan.meta`."""
-        return {
-            **self.source(),
-            "version": self.version,
-            "score_unit": "share of bits",
-            "lower_is_better": False,
-            "breakdown": ["rate"],
-            "figures": [{"kind": "measured", "say": {"bits_epsilon_sq": _SAID}}],
-        }
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
         """The methods as `LayerProbe.draws` has it, the limits for as many entries."""
@@ -166,9 +163,3 @@ class Index(LayerProbe):
             }
 
         return replace(kv), read
-
-
-_SAID = (
-    "Equation (2) of BalanceKV holds with an epsilon for which memory in bits times epsilon^2 is $least"
-    " to $most ($mean on average); Theorem 3.2 says that no method gets below a constant."
-)

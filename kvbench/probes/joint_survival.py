@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvbench.errors.options import Distinct, Several, Share
 from kvbench.kv import CompressedKV, LayerKV
-from kvbench.probes._options import Layers, Tokens
+from kvbench.probes.base import Layers, Tokens
 from kvbench.probes.layers import LayerProbe, Look
 from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
@@ -77,7 +77,7 @@ class JointSurvival(LayerProbe):
     """
 
     name: ClassVar[str] = "joint_survival"
-    version: ClassVar[int] = 1
+    score_unit: ClassVar[str] = "joint survival over chance"
 
     rates: Several[Share] = (0.25,)
     layers: Layers = (1, 2, 3, 4)
@@ -91,22 +91,17 @@ class JointSurvival(LayerProbe):
             raise TaskError("task.among is 'numbers' and task.prompts is null; allowed: all")
 
     def meta(self) -> dict[str, Any]:
-        """See `kvbench.run.plan.Plan.meta`."""
-        within = "" if self.among == "all" else " in numbers"
-        return {
-            **self.source(),
-            "version": self.version,
-            "score_unit": f"joint survival{within} over chance",
-            "lower_is_better": False,
-            "breakdown": ["distance", *(["layer"] if self.prompts is not None else [])],
-            "figures": [],
-        }
+        """See `Probe.meta`."""
+        meta = super().meta()
+        if self.among == "numbers":
+            meta["score_unit"] = "joint survival in numbers over chance"
+        layers = [] if self.prompts is None else ["layer"]
+        return {**meta, "breakdown": ["distance", *layers]}
 
-    def record_ids(self, prompt: str) -> Iterator[str]:
-        """One for every draw and distance."""
-        for record_id in super().record_ids(prompt):
-            for distance in self.distances:
-                yield f"{record_id}/distance{distance}"
+    def endings(self, session: Session) -> Sequence[str]:
+        """See `LayerSource.endings`."""
+        draws = super().endings(session)
+        return [f"{draw}/distance{distance}" for draw in draws for distance in self.distances]
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
         """Every method at every layer, rate and seed; one record per distance."""

@@ -99,35 +99,30 @@ class LayerError(LayerProbe):
 
     name: ClassVar[str] = "layer_error"
     version: ClassVar[int] = 2
+    score_unit: ClassVar[str] = METRICS["per_query"][1]
+    lower_is_better: ClassVar[bool] = True
+    measures: ClassVar[tuple[str, ...]] = tuple(field for field, _ in METRICS.values())
 
     held_out: bool = True
     metric: Literal["per_query", "pooled", "released"] = "per_query"
 
     def meta(self) -> dict[str, Any]:
-        """See `kvbench.run.plan.Plan.meta`."""
+        """See `Probe.meta`."""
         unit = METRICS[self.metric][1]
         if not self.held_out:
             unit += ", measured on the queries that chose"
-        modelled = self.prompts is not None
-        bars: dict[str, Any] = {"facet": "layer"} if modelled else {}
-        return {
-            **self.source(),
-            "version": self.version,
-            "score_unit": unit,
-            "lower_is_better": True,
-            "breakdown": ["rate", "layer"] if modelled else ["rate"],
-            "measures": [field for field, _ in METRICS.values()],
-            "figures": [
-                {
-                    "kind": "bars",
-                    "x": "rate",
-                    "value": "score",
-                    "ylabel": f"{METRICS[self.metric][1]} of the attention output",
-                    "repeat": self.repetition,
-                    **bars,
-                }
-            ],
+        meta = super().meta()
+        bars = {
+            "kind": "bars",
+            "x": "rate",
+            "value": "score",
+            "ylabel": f"{METRICS[self.metric][1]} of the attention output",
+            "repeat": meta["unit"],
         }
+        by_layer = [] if self.prompts is None else ["layer"]
+        if by_layer:
+            bars["facet"] = "layer"
+        return {**meta, "score_unit": unit, "breakdown": ["rate", *by_layer], "figures": [bars]}
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
         """Every method at every layer, rate and seed, on one prompt's tensors."""

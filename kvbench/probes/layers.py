@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from annotated_types import Ge, Le
@@ -20,8 +20,15 @@ from kvbench.errors.options import ADDED, Fraction, Several, Share, check_option
 from kvbench.kernels.quantize import Scheme
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods.base import SEED_STRIDE, Method, allowed_entries
-from kvbench.probes._options import Layers, Repeats, Tokens
-from kvbench.run.encoding import encode_example
+from kvbench.probes.base import (
+    Layers,
+    Probe,
+    Repeats,
+    Tokens,
+    encoded_prompts,
+    of_kind,
+    origin,
+)
 from kvbench.run.plan import Methods, Unit, status_of
 from kvbench.run.session import Session
 from kvbench.tasks.base import Task, TaskError
@@ -96,14 +103,17 @@ class SyntheticLayers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerSource:
-    """Where the layers of a probe come from: a task's prompts, or random tensors.
+class LayerSource(Probe):
+    """A probe of layers, which come from a task's prompts or are random tensors.
 
     Attributes:
         layers: 1-based; None: every one with full attention.
         most_layers: where `layers` is None, so many of them, evenly from the first to the last.
         prompts: a task whose first `num_prompts` prompts are used; None with `synthetic`.
     """
+
+    kind: ClassVar[type[Method]] = Method
+    """Of the methods that the probe takes."""
 
     layers: Layers | None = None
     most_layers: Repeats | None = field(default=None, metadata=ADDED)
@@ -112,27 +122,18 @@ class LayerSource:
     synthetic: SyntheticLayers | None = None
 
     def __post_init__(self) -> None:
-        check_options(self, "task.", TaskError)
+        super().__post_init__()
         if (self.prompts is None) == (self.synthetic is None):
             raise TaskError(
                 "task.prompts and task.synthetic: exactly one of them must be given "
                 f"(got {'both' if self.prompts is not None else 'neither'})"
             )
 
-    @property
-    def repetition(self) -> str:
-        """The record field that names the independent repetitions, which intervals resample: the
-        prompt, whose draws say little about other prompts; of synthetic layers the layer, since each
-        is a draw of its own."""
-        return "layer" if self.prompts is None else "prompt"
-
-    def source(self) -> dict[str, Any]:
-        """What `meta` says about where the layers come from."""
-        return {
-            "data": dict(self.prompts.digests()) if self.prompts is not None else {},
-            "subject": "synthetic tensors" if self.prompts is None else None,
-            "unit": self.repetition,
-        }
+    def meta(self) -> dict[str, Any]:
+        """See `Probe.meta`. The repetition is the prompt, whose draws say little about other prompts; of
+        synthetic layers the layer, since each is a draw of its own."""
+        unit = "layer" if self.prompts is None else "prompt"
+        return {**super().meta(), **origin(self.prompts), "unit": unit}
 
     def layers_of(self, session: Session) -> Sequence[int]:
         """The layers asked for, 1-based. Loads no model."""
@@ -145,24 +146,38 @@ class LayerSource:
         return [every[i * (len(every) - 1) // gaps] for i in range(self.most_layers)]
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
-        """One unit per prompt: its layers are computed once for all that is measured of them."""
-        layers = self.layers_of(session)
+        """One unit per prompt: its layers are computed once for all that is measured of them.
+
+        Raises:
+            KVError: a method that is not of the `kind` measured; see `check_prompt`.
+        """
+        of_kind(self.name, methods, self.kind)
         if self.synthetic is not None:
-            return [self._unit("synthetic", self.synthetic.n, self.synthetic, layers)]
+            return [self._unit("synthetic", self.synthetic.n, self.synthetic, session)]
         assert self.prompts is not None
-        units = []
-        for example in self.prompts.examples(session.encoder)[: self.num_prompts]:
-            encoded = encode_example(example, session.encoder)
-            ids = (*encoded.context_ids, *encoded.question_ids)
-            units.append(self._unit(example.id, encoded.n, ids, layers))
-        return units
+        prompts = encoded_prompts(self.prompts, session, self.num_prompts)
+        return [self._unit(name, len(ids), ids, session) for name, ids in prompts]
 
-    def _unit(self, name: str, n: int, payload: Any, layers: Sequence[int]) -> Unit:
-        return Unit(name, tuple(self.ids_at(name, layers)), payload)
+    def _unit(self, name: str, n: int, payload: Any, session: Session) -> Unit:
+        self.check_prompt(name, n)
+        return Unit(name, tuple(self.ids_at(name, session)), payload)
 
-    def ids_at(self, prompt: str, layers: Sequence[int]) -> Iterator[str]:
+    def check_prompt(self, name: str, n: int) -> None:
+        """Refuse a prompt of n tokens with which nothing can be measured.
+
+        Raises:
+            KVError: naming it.
+        """
+
+    def ids_at(self, prompt: str, session: Session) -> Iterator[str]:
         """The ids of the records that one prompt ends in, for each method."""
-        raise NotImplementedError(f"{type(self).__name__}.ids_at")
+        for layer in self.layers_of(session):
+            for ending in self.endings(session):
+                yield f"{prompt}/layer{layer}{ending}"
+
+    def endings(self, session: Session) -> Sequence[str]:
+        """What the ids of one layer's records end in."""
+        return [""]
 
     def captured(self, unit: Unit, session: Session) -> Iterator[tuple[int, LayerKV]]:
         """The unit's layers in the order asked for, each with its 1-based number."""
@@ -195,24 +210,18 @@ class LayerProbe(LayerSource):
     seeds: Repeats = 2
     exact: Tokens = 256
 
-    def _unit(self, name: str, n: int, payload: Any, layers: Sequence[int]) -> Unit:
+    def check_prompt(self, name: str, n: int) -> None:
+        """See `LayerSource.check_prompt`."""
         if n <= 2 * self.exact:
             raise KVError(
                 f"task.exact is {self.exact} and prompt {name!r} has {n} tokens; allowed: less than "
                 "half of the prompt (sink + window may not be longer than the prompt)"
             )
-        return super()._unit(name, n, payload, layers)
 
-    def ids_at(self, prompt: str, layers: Sequence[int]) -> Iterator[str]:
-        """See `LayerSource.ids_at`."""
-        return self.record_ids(prompt)
-
-    def record_ids(self, prompt: str) -> Iterator[str]:
-        """The ids of the records that one prompt ends in, for each method."""
-        for layer in self.layers:
-            for rate in self.rates:
-                for seed in range(self.seeds):
-                    yield self.record_id(prompt, layer, rate, seed)
+    def endings(self, session: Session) -> Sequence[str]:
+        """See `LayerSource.endings`."""
+        seeds = range(self.seeds)
+        return [f"/rate{rate:g}/seed{seed}" for rate in self.rates for seed in seeds]
 
     @staticmethod
     def record_id(prompt: str, layer: int, rate: float, seed: int) -> str:
@@ -380,17 +389,3 @@ def stored(held: CompressedKV, scheme: Scheme, layer: int) -> tuple[CompressedKV
             exact = torch.cat([codec.dot(unit).mT.to(rows.dtype), exact], dim=1)
         sides.append(exact[None])
     return replace(held, keys=sides[0], values=sides[1]), packed
-
-
-def check_total(label: str, method: Method, budget: Budget, n: int, num_layers: int) -> None:
-    """Refuse a method whose layers may together hold more than the budget of n tokens allows.
-
-    Raises:
-        BudgetExceeded: they may.
-    """
-    allowed, _ = allowed_entries(method, budget, n, num_layers)
-    granted = sum(
-        method.layer_capacity(replace(budget), n, layer, num_layers) for layer in range(num_layers)
-    )
-    if granted > allowed:
-        raise BudgetExceeded(label, -1, allowed, granted)

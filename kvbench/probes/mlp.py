@@ -21,13 +21,13 @@ from kvbench.engine.loading import full_attention_layers
 from kvbench.engine.neurons import activation_counts, mean_nll
 from kvbench.engine.quiet import quiet_unless_terminal
 from kvbench.engine.weights import load_model
-from kvbench.errors.options import Distinct, Fraction, check_options
+from kvbench.errors.options import Fraction
 from kvbench.kv import KVError
 from kvbench.methods.base import SEED_STRIDE, Method
 from kvbench.methods.exact import Exact
-from kvbench.probes._options import Repeats, Tokens, check_kind
+from kvbench.probes.base import Probe, Repeats, StandIn, encoded_prompts, of_kind
 from kvbench.probes.layers import LayerSource
-from kvbench.run.encoding import encode_example
+from kvbench.probes.ranked import Ranked
 from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
 from kvbench.tasks.base import Task, TaskError
@@ -36,15 +36,11 @@ PAPER = "arXiv 2306.14048, appendix"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Heavy(Method):
+class Heavy(StandIn):
     """Neurons that are active at more than the share `above` of all tokens; or as many of each layer,
     drawn at random.
-
-    It stands where a method stands in other experiments, but compresses nothing.
     """
 
-    uses_budget: ClassVar[bool] = False
-    saves_memory: ClassVar[bool] = False
     paper: ClassVar[str] = PAPER
 
     above: Fraction = 0.2
@@ -73,6 +69,8 @@ class Heavy(Method):
 class _OfPrompts(LayerSource):
     """Of a task's prompts: there are no neurons without a model."""
 
+    kind: ClassVar[type[Method]] = Heavy
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.prompts is None:
@@ -82,56 +80,20 @@ class _OfPrompts(LayerSource):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NeuronFrequency(_OfPrompts):
+class NeuronFrequency(Ranked, _OfPrompts):
     """How often the neuron of each rank is active, and the power law through it (Figure 11).
 
     The score is the share of a prompt's tokens at which the neuron of a rank is active, the most active
     first. `heavy` of each record is the share of the layer's neurons that are heavy by its variant.
-
-    Attributes:
-        ranks: from 1, the neuron that is most often active.
     """
 
     name: ClassVar[str] = "neuron_frequency"
-    version: ClassVar[int] = 1
-
-    ranks: Distinct[Tokens] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-
-    def meta(self) -> dict[str, Any]:
-        """See `kvbench.run.plan.Plan.meta`."""
-        return {
-            **self.source(),
-            "version": self.version,
-            "score_unit": "share of tokens",
-            "lower_is_better": False,
-            "breakdown": ["rank"],
-            "figures": [
-                {
-                    "kind": "scaling",
-                    "x": "rank",
-                    "level": "rank",
-                    "y": "frequency",
-                    "facet": "dataset",
-                    "unit": self.repetition,
-                    "xlabel": "rank of the neuron",
-                    "ylabel": "share of tokens at which it is active",
-                    "finding": "power_law",
-                }
-            ],
-        }
-
-    def ids_at(self, prompt: str, layers: Sequence[int]) -> Iterator[str]:
-        """See `LayerSource.ids_at`."""
-        return (f"{prompt}/layer{layer}/rank{rank}" for layer in layers for rank in self.ranks)
-
-    def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
-        """See `LayerSource.units`.
-
-        Raises:
-            KVError: a method that is no `Heavy`.
-        """
-        check_kind(self.name, methods, Heavy)
-        return super().units(session, methods)
+    score_unit: ClassVar[str] = "share of tokens"
+    field: ClassVar[str] = "frequency"
+    labels: ClassVar[tuple[str, str]] = (
+        "rank of the neuron",
+        "share of tokens at which it is active",
+    )
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
         """One pass over the prompt.
@@ -142,21 +104,12 @@ class NeuronFrequency(_OfPrompts):
         counts, tokens = activation_counts(session.model, [unit.payload])
         for layer in self.layers_of(session):
             count = counts[layer - 1]
-            if len(count) < max(self.ranks):
-                raise KVError(
-                    f"task.ranks has {max(self.ranks)} and layer {layer} has {len(count)} neurons; "
-                    "allowed: as many at most"
-                )
+            self.check_count(len(count), f"layer {layer} has {len(count)} neurons")
             often = (count.double() / tokens).sort(descending=True).values
-            for label, (method, _) in methods.items():
-                assert isinstance(method, Heavy)
+            for label, method in of_kind(self.name, methods, Heavy).items():
                 heavy = float((count > method.above * tokens).double().mean())
-                for rank in self.ranks:
-                    share = float(often[rank - 1])
-                    where = {"prompt": unit.id, "layer": layer, "dataset": f"layer {layer}"}
-                    measured = {"rank": rank, "frequency": share, "heavy": heavy, "score": share}
-                    fields = {**where, "prompt_tokens": tokens, **measured}
-                    yield Outcome(label, f"{unit.id}/layer{layer}/rank{rank}", fields)
+                about = {"prompt_tokens": tokens, "heavy": heavy}
+                yield from self.outcomes(label, often, unit.id, layer, **about)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,26 +126,16 @@ class NeuronDropping(_OfPrompts):
     """
 
     name: ClassVar[str] = "neuron_dropping"
-    version: ClassVar[int] = 1
+    score_unit: ClassVar[str] = "nats per token"
+    lower_is_better: ClassVar[bool] = True
 
     calibration: Repeats = 4
     _known: dict[int, tuple[dict[int, Tensor], int]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    def meta(self) -> dict[str, Any]:
-        """See `kvbench.run.plan.Plan.meta`."""
-        return {
-            **self.source(),
-            "version": self.version,
-            "score_unit": "nats per token",
-            "lower_is_better": True,
-            "breakdown": [],
-            "figures": [],
-        }
-
-    def ids_at(self, prompt: str, layers: Sequence[int]) -> Iterator[str]:
-        """See `LayerSource.ids_at`."""
+    def ids_at(self, prompt: str, session: Session) -> Iterator[str]:
+        """See `LayerSource.ids_at`: the prompt's alone."""
         return iter([prompt])
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
@@ -202,8 +145,7 @@ class NeuronDropping(_OfPrompts):
             KVError: a method that is neither `Heavy` nor exact; no prompts beside the calibration's.
         """
         heavy = {label: pair for label, pair in methods.items() if not isinstance(pair[0], Exact)}
-        check_kind(self.name, heavy, Heavy)
-        units = super().units(session, methods)
+        units = super().units(session, heavy)
         if len(units) <= self.calibration:
             raise KVError(
                 f"task.calibration is {self.calibration} and there are {len(units)} prompts; allowed: "
@@ -251,7 +193,7 @@ def overlap(one: Tensor, other: Tensor) -> dict[str, float | None]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NeuronOverlap:
+class NeuronOverlap(Probe):
     """Whether the heavy neurons are the same on other texts (Figure 12) or at other checkpoints of the
     training (Figure 13).
 
@@ -266,14 +208,19 @@ class NeuronOverlap:
     """
 
     name: ClassVar[str] = "neuron_overlap"
-    version: ClassVar[int] = 1
+    score_unit: ClassVar[str] = "Jaccard index"
+    repetition: ClassVar[str] = "layer"
+    figures: ClassVar[tuple[Mapping[str, Any], ...]] = (
+        {"kind": "measured"},
+        {"kind": "heatmap", "x": "one", "y": "other"},
+    )
 
     contents: Mapping[str, Task] = field(default_factory=dict)
     checkpoints: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     num_prompts: Repeats = 4
 
     def __post_init__(self) -> None:
-        check_options(self, "task.", TaskError)
+        super().__post_init__()
         several = len(self.contents) > 1
         if several == bool(self.checkpoints) or not self.contents:
             raise TaskError(
@@ -282,18 +229,9 @@ class NeuronOverlap:
             )
 
     def meta(self) -> dict[str, Any]:
-        """See `kvbench.run.plan.Plan.meta`."""
-        found = {k: v for task in self.contents.values() for k, v in task.digests().items()}
-        return {
-            "version": self.version,
-            "data": found,
-            "subject": None,
-            "score_unit": "Jaccard index",
-            "lower_is_better": False,
-            "breakdown": [],
-            "unit": "layer",
-            "figures": [{"kind": "measured"}, {"kind": "heatmap", "x": "one", "y": "other"}],
-        }
+        """See `Probe.meta`."""
+        data = {k: v for task in self.contents.values() for k, v in task.digests().items()}
+        return {**super().meta(), "data": data}
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
         """One unit: every pair needs all of them.
@@ -301,13 +239,9 @@ class NeuronOverlap:
         Raises:
             KVError: a method that is no `Heavy`.
         """
-        check_kind(self.name, methods, Heavy)
+        of_kind(self.name, methods, Heavy)
         texts = {
-            name: tuple(
-                (*encoded.context_ids, *encoded.question_ids)
-                for example in task.examples(session.encoder)[: self.num_prompts]
-                for encoded in [encode_example(example, session.encoder)]
-            )
+            name: tuple(ids for _, ids in encoded_prompts(task, session, self.num_prompts))
             for name, task in self.contents.items()
         }
         names = list(self.checkpoints or self.contents)
@@ -319,8 +253,7 @@ class NeuronOverlap:
         """Count everywhere, then compare."""
         layers = full_attention_layers(session.spec)
         counted = dict(self._counted(unit.payload, session))
-        for label, (method, _) in methods.items():
-            assert isinstance(method, Heavy)
+        for label, method in of_kind(self.name, methods, Heavy).items():
             sets = {
                 name: method.chosen(counts, tokens, session.seed, name)
                 for name, (counts, tokens) in counted.items()

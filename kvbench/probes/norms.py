@@ -8,8 +8,8 @@ of queries.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -19,17 +19,16 @@ from kvbench.engine.adapters import kv_heads
 from kvbench.engine.loading import checked_config
 from kvbench.kv import LayerKV
 from kvbench.methods.base import Method
-from kvbench.probes._options import check_kind
+from kvbench.probes.base import StandIn, of_kind
 from kvbench.probes.layers import LayerSource
 from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
 
 
 @dataclass(frozen=True, kw_only=True)
-class Norm(Method):
+class Norm(StandIn):
     """The l2 norms of one kind of vector.
 
-    It stands where a method stands in other experiments, but compresses nothing.
 
     Attributes:
         of: ``queries``, ``keys`` (both after position encoding), ``keys_shifted`` (the same less the
@@ -38,8 +37,6 @@ class Norm(Method):
             theorems' r.
     """
 
-    uses_budget: ClassVar[bool] = False
-    saves_memory: ClassVar[bool] = False
     paper: ClassVar[str] = "arXiv 2502.07861, Table 3"
 
     of: Literal["queries", "keys", "keys_shifted", "values", "bound"] = "queries"
@@ -80,49 +77,27 @@ class Norms(LayerSource):
     """
 
     name: ClassVar[str] = "norms"
-    version: ClassVar[int] = 1
+    score_unit: ClassVar[str] = "l2 norm"
+    breakdown: ClassVar[tuple[str, ...]] = ("layer",)
+    measures: ClassVar[tuple[str, ...]] = ("norm_mean", "norm_max")
+    kind: ClassVar[type[Method]] = Norm
+    figures: ClassVar[tuple[Mapping[str, Any], ...]] = (
+        {"kind": "measured", "say": {"log10_factor": _SAID}},
+        {"kind": "heatmap", "x": "head", "y": "layer"},
+    )
 
-    def meta(self) -> dict[str, Any]:
-        """See `kvbench.run.plan.Plan.meta`."""
-        return {
-            **self.source(),
-            "version": self.version,
-            "score_unit": "l2 norm",
-            "lower_is_better": False,
-            "breakdown": ["layer"],
-            "measures": ["norm_mean", "norm_max"],
-            "figures": [
-                {"kind": "measured", "say": {"log10_factor": _SAID}},
-                {"kind": "heatmap", "x": "head", "y": "layer"},
-            ],
-        }
-
-    def ids_at(self, prompt: str, layers: Sequence[int]) -> Iterator[str]:
-        """See `LayerSource.ids_at`; `units` adds the heads."""
-        return (f"{prompt}/layer{layer}" for layer in layers)
-
-    def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
-        """See `LayerSource.units`.
-
-        Raises:
-            KVError: a method that is no `Norm`.
-        """
-        check_kind(self.name, methods, Norm)
+    def endings(self, session: Session) -> Sequence[str]:
+        """See `LayerSource.endings`: one for each KV head."""
         if self.synthetic is not None:
             heads = self.synthetic.kv_heads
         else:
             heads = kv_heads(checked_config(session.spec).get_text_config())
-        rows = [f"head{head}" for head in range(1, heads + 1)]
-        return [
-            replace(unit, record_ids=tuple(f"{i}/{row}" for i in unit.record_ids for row in rows))
-            for unit in super().units(session, methods)
-        ]
+        return [f"/head{head}" for head in range(1, heads + 1)]
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
         """Every kind of vector, head by head."""
         for layer, kv in self.captured(unit, session):
-            for label, (method, _) in methods.items():
-                assert isinstance(method, Norm)
+            for label, method in of_kind(self.name, methods, Norm).items():
                 for head, norms in enumerate(norms_of(kv, method.of), start=1):
                     mean, largest = float(norms.mean()), float(norms.max())
                     fields = {

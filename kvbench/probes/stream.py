@@ -11,10 +11,10 @@ from typing import Any, ClassVar, Literal
 from kvbench.engine.prefill import synchronize
 from kvbench.engine.streams import check_reads, read_text
 from kvbench.errors import one_line
-from kvbench.errors.options import Count, check_options
+from kvbench.errors.options import Count
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
-from kvbench.probes._options import Repeats, Tokens
+from kvbench.probes.base import Probe, Repeats, Tokens
 from kvbench.probes.fidelity_probe import group_name, position_groups
 from kvbench.run.plan import Methods, Outcome, Unit, status_of
 from kvbench.run.session import Session
@@ -40,7 +40,7 @@ class Text:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stream:
+class Stream(Probe):
     """Negative log-likelihood of texts that are read through a bounded cache, token by token.
 
     Every token but a text's first is predicted from what is held when it comes. The score is its mean,
@@ -63,7 +63,9 @@ class Stream:
     """
 
     name: ClassVar[str] = "stream"
-    version: ClassVar[int] = 1
+    score_unit: ClassVar[str] = "nats per token"
+    repetition: ClassVar[str] = "text"
+    lower_is_better: ClassVar[bool] = True
 
     files: Sequence[str] = ()
     dataset_name: str | None = None
@@ -77,22 +79,14 @@ class Stream:
     block: Count = 1000
 
     def __post_init__(self) -> None:
-        check_options(self, "task.", TaskError)
+        super().__post_init__()
         if self.files and self.dataset_name:
             raise TaskError("task.files and task.dataset_name: one of them at most may be given")
 
     def meta(self) -> dict[str, Any]:
-        """See `kvbench.run.plan.Plan.meta`."""
-        return {
-            "version": self.version,
-            "data": dict(file_digests(self.files)),
-            "score_unit": "nats per token",
-            "lower_is_better": True,
-            "breakdown": [],
-            "figures": [],
-            "unit": "text",
-            "measures": [group_name(g, self.tokens) for g in position_groups(self.tokens)],
-        }
+        """See `Probe.meta`."""
+        groups = [group_name(g, self.tokens) for g in position_groups(self.tokens)]
+        return {**super().meta(), "data": dict(file_digests(self.files)), "measures": groups}
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
         """One unit per text.

@@ -24,7 +24,7 @@ from kvbench.errors import one_line
 from kvbench.errors.options import Count, Several, Share, check_options
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
-from kvbench.probes._options import Repeats
+from kvbench.probes.base import Probe, Repeats
 from kvbench.probes.largest import largest_batch
 from kvbench.run.plan import Methods, Outcome, Unit, measured, status_of
 from kvbench.run.session import Session
@@ -61,7 +61,7 @@ class Setting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Throughput:
+class Throughput(Probe):
     """Random prompts, a fixed number of new tokens, every method with prefills of its own.
 
     Nothing is shared between methods, the device is synchronised before every clock reading, and one
@@ -85,6 +85,8 @@ class Throughput:
 
     name: ClassVar[str] = "throughput"
     version: ClassVar[int] = 3
+    score_unit: ClassVar[str] = "tokens/s"
+    figures: ClassVar[tuple[Mapping[str, Any], ...]] = ({"kind": "throughput"},)
 
     prompt_tokens: Several[Count] = (16384,)
     new_tokens: Several[Count] = (1024,)
@@ -105,7 +107,7 @@ class Throughput:
     )
 
     def __post_init__(self) -> None:
-        check_options(self, "task.", TaskError)
+        super().__post_init__()
         self._settings()
         baselines_of(self.baselines)
 
@@ -138,13 +140,11 @@ class Throughput:
         return runnable, {label: reason for label, reason in reasons.items() if reason is not None}
 
     def meta(self) -> dict[str, Any]:
-        """See `kvbench.run.plan.Plan.meta`; `left_out`: baselines that cannot run here, and why."""
+        """See `Probe.meta`; `left_out`: baselines that cannot run here, and why."""
+        several = len(self._settings()) > 1
         return {
-            "version": self.version,
-            "score_unit": "tokens/s",
-            "lower_is_better": False,
-            "breakdown": ["prompt_tokens"] if len(self._settings()) > 1 else [],
-            "figures": [{"kind": "throughput"}],
+            **super().meta(),
+            "breakdown": ["prompt_tokens"] if several else [],
             "reference": REFERENCE,
             "left_out": self.rows()[1],
         }

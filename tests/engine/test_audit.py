@@ -17,8 +17,9 @@ from kvbench.engine.guard import check_held
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, LayerKV, gather_entries, keep_all
 from kvbench.methods import build_method
 from kvbench.methods.base import Method
+from kvbench.probes.error_scaling import check_total
 from kvbench.probes.layer_error import LayerError
-from kvbench.probes.layers import SyntheticLayers, check_total
+from kvbench.probes.layers import SyntheticLayers
 from kvbench.report.experiment import load_experiment
 from kvbench.report.tables.score_notes import notes_of
 from kvbench.report.tables.scores import score_table

@@ -16,7 +16,6 @@ from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods import build_method
 from kvbench.methods._adapters import scaled_queries
 from kvbench.probes.layer_error import LayerError, estimate, relative_errors
-from kvbench.probes.throughput import Throughput
 from kvbench.report.experiment import load_experiment
 from kvbench.report.figures.bars import bars
 from kvbench.report.tables.score_tables import as_table
@@ -328,33 +327,6 @@ def test_layer_error_refuses_what_makes_no_sense(tmp_path):
     missing = LayerError(layers=(9,), exact=20, prompts=Echo(count=1))
     result = run_job(probe_job(tmp_path, missing, {"exact": METHODS["exact"]}))
     assert "layer 8 does not exist" in records_of(result)["exact"][0]["error"]
-
-
-def test_throughput_prefills_once_per_method_and_run(tmp_path):
-    probe = Throughput(prompt_tokens=(60, 80), new_tokens=3, runs=2)
-    job = probe_job(tmp_path, probe)
-    calls = []
-    job.session.model.register_forward_pre_hook(
-        lambda module, args, kwargs: calls.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
-    result = run_job(job)
-    assert result.failed == 0
-    prefills = [n for n in calls if n > 1]
-    # two runs and a warm-up, for each method and length
-    assert sorted(prefills) == [60] * 12 + [80] * 12
-    row = records_of(result, times=True)["uniform"][0]
-    total = row["prefill_s"] + row["compress_s"] + row["decode_s"]
-    assert row["tokens_per_s"] == row["score"] == pytest.approx(3 / total)
-    assert row["new_tokens"] == 3
-    assert row["cache_bytes"] < row["exact_bytes"]
-    assert row["peak_bytes"] > 0
-
-
-def test_throughput_refuses_prompts_shorter_than_sink_and_window(tmp_path):
-    job = probe_job(tmp_path, Throughput(prompt_tokens=(50,), new_tokens=2, runs=1))
-    wide = {name: (method, Budget(sink=40, window=40)) for name, (method, _) in job.methods.items()}
-    with pytest.raises(KVError, match=r"window is 80; the prompt has 50 tokens"):
-        run_job(replace(job, methods=wide))
 
 
 def test_a_probe_records_a_method_that_fails(tmp_path):

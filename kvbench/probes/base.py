@@ -1,0 +1,134 @@
+"""What probes share: what they tell reports, what stands where methods stand elsewhere, bounds far above
+what finishes, so that a typing error ends in one line."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from annotated_types import Ge, Le
+
+from kvbench.errors.options import Distinct, check_options
+from kvbench.kv import KVError
+from kvbench.methods.base import Method
+from kvbench.run.encoding import encode_example
+from kvbench.run.plan import Methods, Outcome, Unit
+from kvbench.run.session import Session
+from kvbench.tasks.base import Task, TaskError
+
+Repeats = Annotated[int, Ge(1), Le(100_000)]
+"""Repetitions, each of which is a record of its own."""
+Tokens = Annotated[int, Ge(1), Le(10_000_000)]
+"""Tokens or vectors of one layer."""
+Layers = Distinct[Annotated[int, Ge(1), Le(10_000)]]
+"""Numbers of layers, counted from 1."""
+
+SYNTHETIC = "synthetic tensors"
+"""What numbers are about that come from no model."""
+
+M = TypeVar("M", bound=Method)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StandIn(Method):
+    """What a probe measures, where other experiments have a method; it compresses nothing."""
+
+    uses_budget: ClassVar[bool] = False
+    saves_memory: ClassVar[bool] = False
+
+
+def of_kind(task: str, methods: Methods, kind: type[M]) -> dict[str, M]:
+    """The methods of a job by label, all of one kind.
+
+    Raises:
+        KVError: one is of another kind, which does not stand for what the task measures.
+    """
+    found: dict[str, M] = {}
+    for label, (method, _) in methods.items():
+        if not isinstance(method, kind):
+            raise KVError(
+                f"task {task} has method {label!r}; allowed: {kind.__module__}.{kind.__qualname__}"
+            )
+        found[label] = method
+    return found
+
+
+def encoded_prompts(
+    task: Task, session: Session, most: int | None = None
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Id and tokens, context and question together, of a task's prompts, or of its first `most`."""
+    for example in task.examples(session.encoder)[:most]:
+        encoded = encode_example(example, session.encoder)
+        yield example.id, (*encoded.context_ids, *encoded.question_ids)
+
+
+def origin(prompts: Task | None) -> dict[str, Any]:
+    """What `meta` says of layers that come from a task's prompts, or else are random tensors."""
+    if prompts is None:
+        return {"data": {}, "subject": SYNTHETIC}
+    return {"data": dict(prompts.digests())}
+
+
+def scaling_figure(
+    x: str, y: str, xlabel: str, ylabel: str, unit: str, **more: Any
+) -> Mapping[str, Any]:
+    """A curve of `y` against `x` for every data set on logarithmic axes, with its slope.
+
+    Args:
+        x, y: record fields.
+        unit: record field of the repetitions.
+        more: see `kvbench.report.tables.scaling`.
+    """
+    axes = {"x": x, "level": x, "y": y, "xlabel": xlabel, "ylabel": ylabel}
+    return {"kind": "scaling", "facet": "dataset", "unit": unit, **axes, **more}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe(ABC):
+    """A `kvbench.run.plan.Plan` that measures tensors or times: a frozen dataclass whose fields are its
+    options. The class attributes are what reports are told of its scores."""
+
+    name: ClassVar[str]
+    version: ClassVar[int] = 1
+    """Raised whenever scores change; part of the config hash."""
+    score_unit: ClassVar[str]
+    lower_is_better: ClassVar[bool] = False
+    breakdown: ClassVar[tuple[str, ...]] = ()
+    """Record fields that tables split by."""
+    measures: ClassVar[tuple[str, ...]] = ()
+    """Record fields that a table shows beside the score."""
+    figures: ClassVar[tuple[Mapping[str, Any], ...]] = ()
+    repetition: ClassVar[str] = "example_id"
+    """Record field of the independent repetitions, which intervals resample."""
+
+    def __post_init__(self) -> None:
+        """Check the options by their hints; a subclass with more to check calls this first.
+
+        Raises:
+            TaskError: one line that names the option, its value and what is allowed.
+        """
+        check_options(self, "task.", TaskError)
+
+    def meta(self) -> dict[str, Any]:
+        """See `kvbench.run.plan.Plan.meta`; a subclass changes what depends on its options."""
+        return {
+            "version": self.version,
+            "data": None,
+            "subject": None,
+            "score_unit": self.score_unit,
+            "lower_is_better": self.lower_is_better,
+            "breakdown": list(self.breakdown),
+            "measures": list(self.measures),
+            "figures": list(self.figures),
+            "unit": self.repetition,
+        }
+
+    @abstractmethod
+    def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
+        """See `kvbench.run.plan.Plan.units`."""
+
+    @abstractmethod
+    def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
+        """See `kvbench.run.plan.Plan.run`."""
