@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ SIGMA = 6.0
 
 BETA = 1.2
 """ROUGE-L: weight of recall."""
+
+LEAST = 1e-30
+"""BLEU: nltk gives less, and not 0, where an n-gram order has no match."""
 
 Grams = Counter[tuple[str, ...]]
 
@@ -92,64 +96,34 @@ class CiderD:
         return weights, norms, sum(times for gram, times in grams.items() if len(gram) == 2)
 
 
+class _Words:
+    """What rouge-score needs of a tokenizer."""
+
+    tokenize = staticmethod(words_of)
+
+
 def rouge_l(prediction: str, references: Sequence[str]) -> float:
     """F of the longest common subsequence; best precision and best recall over the references."""
-    mine = words_of(prediction)
-    precision = recall = 0.0
-    for reference in map(words_of, references):
-        common = _common(mine, reference)
-        precision = max(precision, common / max(1, len(mine)))
-        recall = max(recall, common / max(1, len(reference)))
+    from rouge_score.rouge_scorer import RougeScorer
+
+    scorer = RougeScorer(["rougeL"], tokenizer=_Words())
+    found = [scorer.score(reference, prediction)["rougeL"] for reference in references]
+    precision = max(one.precision for one in found)
+    recall = max(one.recall for one in found)
     if not precision or not recall:
         return 0.0
-    return (1 + BETA**2) * precision * recall / (recall + BETA**2 * precision)
+    return float((1 + BETA**2) * precision * recall / (recall + BETA**2 * precision))
 
 
-def _common(one: Sequence[str], other: Sequence[str]) -> int:
-    row = [0] * (len(other) + 1)
-    for word in one:
-        diagonal = 0
-        for at, each in enumerate(other, 1):
-            above = row[at]
-            row[at] = diagonal + 1 if word == each else max(above, row[at - 1])
-            diagonal = above
-    return row[-1]
+def bleu(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> list[float]:
+    """BLEU-1 to -4 of a set of captions: counts are added up, then divided (the length of the reference
+    that is nearest in length); 0 where an n-gram order has no match."""
+    from nltk.translate.bleu_score import corpus_bleu
 
-
-@dataclass
-class Bleu:
-    """BLEU of a set of captions: counts are added up, then divided (the length of the reference that is
-    nearest in length)."""
-
-    length: int = 0
-    reference_length: int = 0
-    matches: tuple[int, ...] = (0,) * MOST
-    guesses: tuple[int, ...] = (0,) * MOST
-
-    def add(self, prediction: str, references: Sequence[str]) -> Bleu:
-        """One more caption."""
-        mine = words_of(prediction)
-        theirs = [words_of(reference) for reference in references]
-        grams = grams_of(mine)
-        most: Grams = Counter()
-        for words in theirs:
-            most |= grams_of(words)
-        shared = grams & most
-        self.matches = tuple(
-            before + sum(times for gram, times in shared.items() if len(gram) == n)
-            for n, before in enumerate(self.matches, 1)
-        )
-        self.guesses = tuple(
-            before + max(0, len(mine) - n + 1) for n, before in enumerate(self.guesses, 1)
-        )
-        self.length += len(mine)
-        self.reference_length += min(map(len, theirs), key=lambda n: (abs(n - len(mine)), n))
-        return self
-
-    def score(self, n: int) -> float:
-        """BLEU-n; 0 where an n-gram order has no match."""
-        parts = list(zip(self.matches[:n], self.guesses[:n], strict=True))
-        if not all(match and guess for match, guess in parts):
-            return 0.0
-        mean = sum(math.log(match / guess) for match, guess in parts) / n
-        return math.exp(mean + min(0.0, 1 - self.reference_length / self.length))
+    said = [words_of(prediction) for prediction in predictions]
+    truth = [[words_of(reference) for reference in each] for each in references]
+    weights = [(1 / n,) * n for n in range(1, MOST + 1)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of orders without a match
+        found = corpus_bleu(truth, said, weights=weights)
+    return [float(value) if value > LEAST else 0.0 for value in found]

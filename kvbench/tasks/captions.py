@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +10,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from kvbench.tasks.base import Example, PromptEncoder, Task, TaskError
-from kvbench.tasks.caption_metrics import Bleu, CiderD, rouge_l
+from kvbench.tasks.caption_metrics import CiderD, bleu, rouge_l
+from kvbench.tasks.files import digests_of
 from kvbench.tasks.options import Many, NewTokens
 
 
@@ -20,7 +20,7 @@ class Captions(Task):
     """One image a prompt, and the question behind it; the image's tokens are compressed with the rest.
 
     The score is CIDEr-D, its document frequencies those of all references of the file. ROUGE-L and BLEU
-    stand beside it; a table's BLEU is the mean over captions, `kvbench.tasks.caption_metrics.Bleu` adds
+    stand beside it; a table's BLEU is the mean over captions, `kvbench.tasks.caption_metrics.bleu` adds
     up counts over a set, as COCO does.
 
     Attributes:
@@ -75,9 +75,7 @@ class Captions(Task):
 
     def digests(self) -> Mapping[str, str]:
         """See `Task.digests`: of the file of captions."""
-        if self.data is None or not Path(self.data).is_file():
-            return {}
-        return {Path(self.data).name: hashlib.sha256(Path(self.data).read_bytes()).hexdigest()}
+        return digests_of([] if self.data is None else [self.data])
 
     def examples(self, encoder: PromptEncoder) -> Sequence[Example]:
         """See `Task.examples`; the context ends with the image, the question follows.
@@ -122,12 +120,12 @@ class Captions(Task):
     def score(self, prediction: str, example: Example) -> Mapping[str, float]:
         """CIDEr-D, and the others."""
         cider = self._cider.score(prediction, example.answers)
-        bleu = Bleu().add(prediction, example.answers)
+        each = bleu([prediction], [example.answers])
         return {
             "score": cider,
             "cider": cider,
             "rouge_l": rouge_l(prediction, example.answers),
-            **{f"bleu_{n}": bleu.score(n) for n in range(1, 5)},
+            **{f"bleu_{n}": value for n, value in enumerate(each, start=1)},
         }
 
 

@@ -46,9 +46,9 @@ def _behind(encoder: PromptEncoder, prefix: str) -> tuple[int, ...]:
 
 
 def largest_fitting(
-    tokens: Callable[[int], int], room: int, *, least: int, most: int, guess: int, step: int
+    tokens: Callable[[int], int], room: int, *, least: int, most: int, guess: int
 ) -> int | None:
-    """The largest size whose prompt fits, to within one step; None where not even the least does.
+    """The largest size whose prompt fits; None where not even the least does.
 
     A prompt's tokens grow about evenly with its size, but every size may be another random draw. So the
     next size to try is where a line through the last two meets the room, and the middle where that
@@ -59,7 +59,6 @@ def largest_fitting(
         room: tokens that it may have.
         least, most: sizes that are allowed; least <= most.
         guess: where to begin.
-        step: sizes that may be left unused.
     """
     low, high = least - 1, most + 1  # fits, does not fit
     known: list[tuple[int, int]] = []
@@ -69,7 +68,7 @@ def largest_fitting(
         known.append((size, used))
         low, high = (size, high) if used <= room else (low, size)
         per_unit = _slope(known)
-        if low >= least and (high - low <= step or 0 <= room - used < per_unit):
+        if low >= least and 0 <= room - used < per_unit:
             break
         aim = size + math.floor((room - used) / per_unit)
         if low < least and len(known) > 2:

@@ -1,10 +1,12 @@
-"""Rows of data files: JSON lines, JSON lists and parquet, on disk or in a zip archive."""
+"""Data files: text, and rows of JSON lines, JSON lists and parquet, on disk or in a zip archive."""
 
 from __future__ import annotations
 
+import glob
+import hashlib
 import json
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,47 @@ def open_file(file: str) -> Any:
         return Path(file).open("rb")
     name, _, archive = file.removeprefix("zip://").partition("::")
     return zipfile.ZipFile(archive).open(name)
+
+
+def matching(patterns: Iterable[str]) -> list[str]:
+    """The files that globs match, each once, by path."""
+    return sorted({path for each in patterns for path in glob.glob(str(Path(each).expanduser()))})
+
+
+def read_text(task: str, path: str | Path) -> str:
+    """A text file.
+
+    Raises:
+        TaskError: it cannot be read.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise TaskError(f"{task}: cannot read {path}: {problem}") from problem
+
+
+def digests_of(files: Iterable[str]) -> dict[str, str]:
+    """sha256 of each file that is there, by file name."""
+    return {Path(file).name: sha256("data", [file]) for file in files if Path(file).is_file()}
+
+
+def sha256(task: str, files: Iterable[str]) -> str:
+    """Of files one behind the other, each as `open_file` takes it.
+
+    Raises:
+        TaskError: one cannot be read.
+    """
+    digest = hashlib.sha256()
+    for file in files:
+        try:
+            with open_file(file) as stream:
+                while block := stream.read(1 << 20):
+                    digest.update(block)
+        except OSError as problem:
+            raise TaskError(
+                f"{task}: cannot read {file}: {problem.strerror or problem}"
+            ) from problem
+    return digest.hexdigest()
 
 
 def file_rows(task: str, file: str) -> Iterator[tuple[int, Any]]:

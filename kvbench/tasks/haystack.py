@@ -9,8 +9,6 @@ a given seed is the same on every machine.
 
 from __future__ import annotations
 
-import glob
-import hashlib
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.tasks.base import PromptEncoder, TaskError
+from kvbench.tasks.files import digests_of, matching, read_text
 
 # fmt: off
 PEOPLE = (
@@ -116,16 +115,9 @@ def generated_haystack(seed: int | str, facts: int = 24) -> Iterator[str]:
     return Document(random.Random(f"kvbench haystack {seed}"), facts).sentences()
 
 
-def _paths(patterns: Sequence[str]) -> list[str]:
-    return sorted({path for each in patterns for path in glob.glob(each)})
-
-
 def file_digests(patterns: Sequence[str]) -> Mapping[str, str]:
     """sha256 of each file that matches, by file name."""
-    return {
-        Path(path).name: hashlib.sha256(Path(path).read_bytes()).hexdigest()
-        for path in _paths(patterns)
-    }
+    return digests_of(matching(patterns))
 
 
 def texts_of_files(patterns: Sequence[str]) -> list[tuple[str, str]]:
@@ -134,19 +126,13 @@ def texts_of_files(patterns: Sequence[str]) -> list[tuple[str, str]]:
     Raises:
         TaskError: there is none, or one cannot be read.
     """
-    paths = _paths(patterns)
+    paths = matching(patterns)
     if not paths:
         raise TaskError(
             f"needle: no file matches haystack_files={list(patterns)}; the protocol's essays come "
             "with: git clone https://github.com/gkamradt/LLMTest_NeedleInAHaystack"
         )
-    texts = []
-    for path in paths:
-        try:
-            texts.append((Path(path).name, Path(path).read_text(encoding="utf-8")))
-        except (OSError, UnicodeDecodeError) as problem:
-            raise TaskError(f"needle: cannot read {path}: {problem}") from problem
-    return texts
+    return [(Path(path).name, read_text("needle", path)) for path in paths]
 
 
 def texts_of_dataset(

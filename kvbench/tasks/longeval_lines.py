@@ -12,13 +12,13 @@ the cache redundant; the record is harder for a method the less redundant it is.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -26,6 +26,7 @@ from annotated_types import Ge, Le
 
 from kvbench.errors.options import Distinct, Whole
 from kvbench.tasks.base import Example, PromptEncoder, Task, TaskError
+from kvbench.tasks.files import digests_of, read_text
 from kvbench.tasks.options import Many, NewTokens, Repeats
 
 INTRODUCTION = (
@@ -128,11 +129,7 @@ class LongEvalLines(Task):
 
     def digests(self) -> Mapping[str, str]:
         """sha256 of each official file, by file name."""
-        return {
-            Path(file).name: hashlib.sha256(Path(file).read_bytes()).hexdigest()
-            for file in self.files
-            if Path(file).is_file()
-        }
+        return digests_of(self.files)
 
     def examples(self, encoder: PromptEncoder) -> Sequence[Example]:
         """Round robin over the lengths (or files), so that every prefix is balanced."""
@@ -191,11 +188,8 @@ class LongEvalLines(Task):
                 "https://github.com/DachengLi1/LongChat (longeval/evaluation/lines/testcases)"
             )
         found = []
-        try:
-            with path.open(encoding="utf-8") as stream:
-                rows = [(line, row) for line, row in enumerate(stream, 1) if row.strip()]
-        except (OSError, UnicodeDecodeError) as problem:
-            raise TaskError(f"longeval_lines: cannot read {path}: {problem}") from problem
+        lines = enumerate(StringIO(read_text("longeval_lines", path)), 1)
+        rows = [(line, row) for line, row in lines if row.strip()]
         for number, (line, row) in enumerate(rows):
             case = _test_case(row)
             if case is None:

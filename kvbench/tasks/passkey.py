@@ -103,7 +103,7 @@ class Passkey(Task):
             return len(context or ()) + max(len(one.question_ids or ()) for one in made)
 
         size = largest_fitting(
-            tokens, length, least=self.queries, most=max(length, self.queries), guess=guess, step=1
+            tokens, length, least=self.queries, most=max(length, self.queries), guess=guess
         )
         if size is None:
             raise TaskError(

@@ -177,7 +177,7 @@ CUT = json.dumps({**GOOD, "_id": "b"})[:-9]
         ("qasper_e", [GOOD, "", {"_id": "b"}], r"line 3: field context is missing; allowed: text"),
         ("qasper_e", [{**GOOD, "answers": []}], r"line 1: field answers is \[\]; allowed: a list"),
         ("qasper_e", [{**GOOD, "answers": "x"}], r"field answers is 'x'; allowed: a list"),
-        ("qasper_e", [{**GOOD, "length": None}], r"field length is None; allowed: a number"),
+        ("qasper_e", [{**GOOD, "length": None}], r"field length is None; allowed: an integer >= 0"),
         (
             "qasper_e",
             [{**GOOD, "context": " "}],

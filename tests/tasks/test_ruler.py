@@ -194,7 +194,7 @@ def test_the_search_ends_at_the_largest_size_that_fits(slope, wobble):
         fits = [size for size in range(3, 8001) if tokens(size) <= room]
         for guess in (1, 50, 9000):
             tokens.asked = 0
-            found = largest_fitting(tokens, room, least=3, most=8000, guess=guess, step=1)
+            found = largest_fitting(tokens, room, least=3, most=8000, guess=guess)
             assert tokens.asked <= 32
             if found is None:
                 assert not fits
@@ -206,7 +206,7 @@ def test_the_search_ends_at_the_largest_size_that_fits(slope, wobble):
 def test_a_search_without_order_ends():
     for seed in range(200):
         tokens = Measured(partial(_noise, seed))
-        found = largest_fitting(tokens, 500, least=1, most=10_000, guess=77, step=1)
+        found = largest_fitting(tokens, 500, least=1, most=10_000, guess=77)
         assert tokens.asked < 80
         assert found is None or tokens(found) <= 500
 

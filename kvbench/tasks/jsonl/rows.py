@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import glob
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ import regex
 
 from kvbench.errors import nearest
 from kvbench.tasks.base import TaskError
-from kvbench.tasks.files import file_rows, open_file
+from kvbench.tasks.files import file_rows, sha256
 from kvbench.tasks.hub import commit_of, fetch, hub_rows
 from kvbench.tasks.jsonl.template import PromptTemplate
 from kvbench.tasks.metrics import REGEX_SECONDS
@@ -96,7 +95,9 @@ class Source:
     def digests(self) -> dict[str, str]:
         """sha256 of each file by its name; of what `datasets` reads, its commit."""
         if self.paths:
-            return {Path(path.partition("::")[0]).name: _sha256(path) for path in self.paths}
+            return {
+                Path(path.partition("::")[0]).name: sha256("jsonl", [path]) for path in self.paths
+            }
         assert self.dataset is not None
         return {self.dataset: commit_of("jsonl", self.dataset, self.revision)}
 
@@ -133,17 +134,6 @@ def open_zip(path: Path) -> Any:
         return zipfile.ZipFile(path)
     except (OSError, zipfile.BadZipFile) as problem:
         raise TaskError(f"jsonl: {path} is no zip archive ({problem})") from problem
-
-
-def _sha256(path: str) -> str:
-    digest = hashlib.sha256()
-    try:
-        with open_file(path) as stream:
-            while block := stream.read(1 << 20):
-                digest.update(block)
-    except OSError as problem:
-        raise TaskError(f"jsonl: cannot read {path}: {problem.strerror or problem}") from problem
-    return digest.hexdigest()
 
 
 @dataclass(frozen=True)

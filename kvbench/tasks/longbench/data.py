@@ -6,24 +6,33 @@ holds one JSON-lines file per dataset, which is read here.
 
 from __future__ import annotations
 
-import hashlib
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from kvbench.errors import is_integer
+from kvbench.errors.options import Several, Text, Whole, allowed, fits
 from kvbench.tasks.base import TaskError
-from kvbench.tasks.files import file_rows, open_file
+from kvbench.tasks.files import file_rows, sha256
 from kvbench.tasks.hub import commit_of, fetch, hub_rows
 from kvbench.tasks.longbench.metrics import ANSWER_PATTERNS, CLASSIFIED
 
 REPOSITORY = "THUDM/LongBench"
 ARCHIVE = "data.zip"
 HUB = "hf://datasets/"
+TEXTS = Several[str]
+HINTS: Mapping[str, Any] = {
+    "_id": Text,
+    "context": Text,
+    "input": str,
+    "length": Whole,
+    "answers": TEXTS,
+    "all_classes": TEXTS,
+}
+"""What a row's fields must be."""
 
 
 @dataclass(frozen=True)
@@ -117,11 +126,7 @@ class Source:
         """
         if self.is_mirror:
             return commit_of("longbench", str(self.location).removeprefix(HUB), self.revision)
-        digest = hashlib.sha256()
-        for file in self.files(stem):
-            with open_file(file) as stream:
-                digest.update(stream.read())
-        return digest.hexdigest()
+        return sha256("longbench", self.files(stem))
 
     def rows(self, stem: str) -> list[Row]:
         """The examples of one dataset, checked, sorted by id.
@@ -134,9 +139,10 @@ class Source:
         if self.is_mirror:
             repository = str(self.location).removeprefix(HUB)
             raw = hub_rows("longbench", repository, stem, "test", self.revision)
-            rows = _checked(enumerate(raw, start=1), dataset, name)
+            sources: list[tuple[str, Iterator[Any]]] = [(name, iter(enumerate(raw, start=1)))]
         else:
-            rows = [row for file in self.files(stem) for row in _rows_of(file, dataset)]
+            sources = [(file, file_rows("longbench", file)) for file in self.files(stem)]
+        rows = [_row(r, dataset, f"{file} line {n}") for file, found in sources for n, r in found]
         if not rows:
             raise TaskError(f"longbench: {name} holds no example")
         rows.sort(key=lambda row: row.id)
@@ -144,14 +150,6 @@ class Source:
             if row.id == following.id:
                 raise TaskError(f"longbench: {name} has _id {row.id!r} twice; allowed: once")
         return rows
-
-
-def _rows_of(file: str, dataset: str) -> list[Row]:
-    return _checked(file_rows("longbench", file), dataset, file)
-
-
-def _checked(rows: Iterable[tuple[int, Any]], dataset: str, file: str) -> list[Row]:
-    return [_row(raw, dataset, f"{file} line {number}") for number, raw in rows]
 
 
 def _row(raw: Any, dataset: str, place: str) -> Row:
@@ -165,39 +163,21 @@ def _row(raw: Any, dataset: str, place: str) -> Row:
     fields = dict(raw)
     if "input" not in fields and "question" in fields:  # as parquet mirrors call it
         fields["input"] = fields["question"]
-    for name in ("_id", "context", "input"):
-        _expect(isinstance(fields.get(name), str), fields, name, place, "text")
-    for name in ("_id", "context"):
-        _expect(fields[name].strip() != "", fields, name, place, "text that is not empty")
-    length: Any = fields.get("length")
-    whole = is_integer(length, 0)
-    _expect(whole, fields, "length", place, "a number of words")
-    answers = _texts(fields, "answers", place)
     pattern = ANSWER_PATTERNS.get(dataset)
-    if pattern is not None:
-        found = all(pattern.search(answer) for answer in answers)
-        _expect(found, fields, "answers", place, f"text with {pattern.pattern}")
-    classes: tuple[str, ...] = ()
-    if dataset in CLASSIFIED:
-        classes = _texts(fields, "all_classes", place)
-    return Row(fields["_id"], fields["context"], fields["input"], answers, int(length), classes)
-
-
-def _texts(fields: Mapping[str, Any], name: str, place: str) -> tuple[str, ...]:
-    value = fields.get(name)
-    good = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
-    _expect(
-        good and all(isinstance(text, str) for text in value or ()),
-        fields,
-        name,
-        place,
-        "a list of at least one text",
+    hints = HINTS if dataset in CLASSIFIED else {**HINTS, "all_classes": Any}
+    for name, hint in hints.items():
+        value = fields.get(name)
+        fitting = fits(hint, value) and not (hint is TEXTS and isinstance(value, str))
+        if fitting and name == "answers" and pattern is not None:
+            fitting = all(pattern.search(answer) for answer in fields[name])
+            hint = Annotated[str, f"text with {pattern.pattern}"]
+        if not fitting:
+            shown = repr(value)[:60] if name in fields else "missing"
+            raise TaskError(
+                f"longbench: {place}: field {name} is {shown}; allowed: {allowed(hint)}"
+            )
+    classes = tuple(fields["all_classes"]) if dataset in CLASSIFIED else ()
+    answers = tuple(fields["answers"])
+    return Row(
+        fields["_id"], fields["context"], fields["input"], answers, fields["length"], classes
     )
-    return tuple(value or ())
-
-
-def _expect(good: bool, fields: Mapping[str, Any], name: str, place: str, allowed: str) -> None:
-    if good:
-        return
-    value = repr(fields[name])[:60] if name in fields else "missing"
-    raise TaskError(f"longbench: {place}: field {name} is {value}; allowed: {allowed}")

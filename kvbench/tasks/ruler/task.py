@@ -20,6 +20,7 @@ from kvbench.errors import nearest
 from kvbench.errors.options import Distinct
 from kvbench.tasks.base import Example, PromptEncoder, Task, TaskError
 from kvbench.tasks.encoding import SplitIds, encode_split, largest_fitting
+from kvbench.tasks.files import digests_of
 from kvbench.tasks.options import Many, Tokens
 from kvbench.tasks.order import balanced_order
 from kvbench.tasks.ruler.generators import (
@@ -34,9 +35,8 @@ from kvbench.tasks.ruler.generators import (
 from kvbench.tasks.ruler.words import (
     Collection,
     Essays,
-    digests_of,
+    files_of,
     hotpotqa,
-    matching,
     squad,
     words_version,
 )
@@ -126,7 +126,7 @@ class Ruler(Task):
         used |= {QA[task] for task in self.tasks if task in QA}
         for option in sorted(used):
             given = getattr(self, option)
-            found |= digests_of(option, given) if given else {}
+            found |= digests_of(map(str, files_of(option, given))) if given else {}
         return found
 
     @cached_property
@@ -138,7 +138,7 @@ class Ruler(Task):
         """Documents of the qa tasks that are asked for."""
         read: dict[str, Callable[[Path], Collection]] = {"squad": squad, "hotpotqa": hotpotqa}
         return {
-            task: read[QA[task]](matching(QA[task], getattr(self, QA[task]))[0])
+            task: read[QA[task]](files_of(QA[task], getattr(self, QA[task]))[0])
             for task in self.tasks
             if task in QA
         }
@@ -214,7 +214,7 @@ class Ruler(Task):
         bounds = {"least": generator.least, "most": generator.most}
         for draw in range(DRAWS):
             seed = f"kvbench ruler {self.seed} {task} {length} {number} {draw}"
-            size = largest_fitting(tokens, room, **bounds, guess=guess, step=1)
+            size = largest_fitting(tokens, room, **bounds, guess=guess)
             if size is not None:
                 return size, *fitting[size]
             if used > 1.2 * room:  # no draw is so much shorter
@@ -252,7 +252,7 @@ class Ruler(Task):
 
         least = VariableTracking(0).least
         room = min(VariableTracking.EXAMPLE_TOKENS, length // 2)
-        found = largest_fitting(tokens, room, least=least, most=room, guess=least, step=1)
+        found = largest_fitting(tokens, room, least=least, most=room, guess=least)
         return least if found is None else found
 
     def score(self, prediction: str, example: Example) -> Mapping[str, float]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import glob
-import hashlib
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from importlib.metadata import version
@@ -15,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.tasks.base import TaskError
+from kvbench.tasks.files import matching, read_text
 from kvbench.tasks.haystack import generated_haystack
 
 GENERATED_SENTENCES = 20_000
@@ -64,7 +63,7 @@ class Essays:
         if self.files is None:
             return _generated(self.seed)
         # joined as they are, with no separator
-        words = "".join(map(_essay, matching("essays", self.files))).split()
+        words = "".join(map(_essay, files_of("essays", self.files))).split()
         if not words:
             raise TaskError(f"ruler: essays={self.files!r} hold no words")
         return words
@@ -85,7 +84,7 @@ def _generated(seed: int) -> Sequence[str]:
 
 def _essay(path: Path) -> str:
     if path.suffix != ".json":
-        return _read(path)
+        return read_text("ruler", path)
     text = load_json(path)
     text = text.get("text") if isinstance(text, dict) else None
     if not isinstance(text, str):
@@ -95,31 +94,16 @@ def _essay(path: Path) -> str:
     return text
 
 
-def matching(option: str, pattern: str) -> list[Path]:
+def files_of(option: str, pattern: str) -> list[Path]:
     """The files that an option names, by path.
 
     Raises:
         TaskError: there is none.
     """
-    paths = [Path(name) for name in sorted(glob.glob(str(Path(pattern).expanduser())))]
+    paths = [Path(name) for name in matching([pattern])]
     if not paths:
         raise TaskError(f"ruler: no file matches {option}={pattern!r}; allowed: a file or a glob")
     return paths
-
-
-def digests_of(option: str, pattern: str) -> Mapping[str, str]:
-    """sha256 of each file that an option names, by file name."""
-    return {
-        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in matching(option, pattern)
-    }
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as problem:
-        raise TaskError(f"ruler: cannot read {path}: {problem}") from problem
 
 
 def load_json(path: Path) -> Any:
@@ -129,7 +113,7 @@ def load_json(path: Path) -> Any:
         TaskError: it cannot be read.
     """
     try:
-        return json.loads(_read(path))
+        return json.loads(read_text("ruler", path))
     except (ValueError, RecursionError) as problem:
         raise TaskError(f"ruler: {path} is not complete JSON ({problem})") from problem
 
