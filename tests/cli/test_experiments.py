@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from hydra.utils import instantiate
+from omegaconf import OmegaConf
 from scipy.stats import chisquare
 from support.command import main
 from support.configs import composed
@@ -34,7 +35,7 @@ from kvbench.records.read import load_runs
 
 EXPERIMENTS = {
     path.stem: yaml.safe_load(path.read_text())
-    for path in sorted((config_dir() / "experiment").glob("*.yaml"))
+    for path in sorted((config_dir() / "experiment").glob("[!_]*.yaml"))
 }
 PUBLISHED = sorted(name for name, config in EXPERIMENTS.items() if config.get("paper_table"))
 NEEDED = {
@@ -53,7 +54,7 @@ def methods_of(config: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_what_stands_beside_a_published_table_says_how_it_differs(name: str, capsys: Any) -> None:
-    specs = EXPERIMENTS[name]["paper_table"]
+    specs = OmegaConf.to_container(composed(f"experiment={name}").paper_table)
     specs = specs if isinstance(specs, list) else [specs]
     assert all(isinstance(spec, dict) and "differences" in spec for spec in specs)
     status, out, err = main(capsys, "show", f"experiment={name}", *NEEDED.get(name, []))
@@ -295,7 +296,7 @@ def test_every_layout_is_of_a_published_table_that_is_there() -> None:
         specs = EXPERIMENTS[name]["paper_table"]
         for spec in specs if isinstance(specs, list) else [specs]:
             kept = set(spec) - {"where"}
-            assert kept == {"file", "differences"}, "layouts stand beside the tables"
+            assert kept <= {"file", "differences"}, "layouts stand beside the tables"
 
 
 def minference_line() -> list[str]:
