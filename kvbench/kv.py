@@ -264,7 +264,7 @@ class LayerKV:
                 f"layer {self.layer_index} holds {have} prompt queries; "
                 f"the observation window needs {count}"
             )
-        known = self.shared.get(NORMALISERS) if count == self.n else None
+        known = self.shared.get(NORMALISERS) if have == self.n else None
         ours = known is not None and known.of[0] is self.keys and known.of[2] is queries
         return self.once(
             f"attention_mass of {count} queries",
@@ -275,7 +275,7 @@ class LayerKV:
                     scaling=self.scaling,
                     softcap=self.softcap,
                     bias=self.key_bias,
-                    normalisers=known.tensor if known and ours else None,
+                    normalisers=known.tensor[:, :, have - count :] if known and ours else None,
                 ),
                 (0, self.withheld),
             ),

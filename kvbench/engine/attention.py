@@ -81,19 +81,10 @@ class LayerCall:
 
     def exact_with_normalisers(self) -> tuple[Tensor, Tensor | None]:
         """The same output, and the logarithm of each query's sum of exponentials, [batch, heads, t]
-        float32, where torch's kernel tells it (on a CPU, in float32: of bfloat16 it tells four digits);
-        else None."""
-        query, key, value = self.query, self.key, self.value
+        float32, where torch's kernel tells it; else None."""
         plain = self.softcap is None and self.sliding_window is None and self.bias is None
-        if plain and query.device.type == "cpu" and query.dtype == torch.float32:
-            options = {"is_causal": True, "scale": self.scaling}
-            chosen = torch._fused_sdp_choice(query, key, value, enable_gqa=True, **options)  # type: ignore[arg-type]
-            if chosen == SDPBackend.FLASH_ATTENTION.value:
-                # the very kernel that scaled_dot_product_attention would run, which drops the second
-                flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-                out, normalisers = flash(query, key, value, **options)
-                return out, normalisers
-        return self.exact(), None
+        given = (self.query, self.key, self.value, self.scaling)
+        return (_fused_with_normalisers(*given) if plain else None) or (self.exact(), None)
 
     def of_rows(self, rows: Sequence[int]) -> LayerCall:
         """The call of some batch rows."""
@@ -219,6 +210,35 @@ def signed_mean(
     below = weights.to(denominators.dtype) @ denominators[..., None]
     mean = torch.where(below > 1e-20, mixed.to(below.dtype) / below, 0.0).to(mixed.dtype)
     return mean if value_range is None else torch.clamp(mean, *value_range)
+
+
+def _fused_with_normalisers(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float
+) -> tuple[Tensor, Tensor] | None:
+    """Causal attention by the very kernel that `scaled_dot_product_attention` would run, which drops the
+    second result; None where that kernel tells none, or too few digits."""
+    aten, options = torch.ops.aten, {"is_causal": True, "scale": scaling}
+    on_cpu = query.device.type == "cpu"
+    if not (on_cpu and query.dtype == torch.float32) and not _fuses_on_cuda(query, key):
+        return None  # on a CPU four digits of bfloat16
+    chosen = torch._fused_sdp_choice(query, key, value, enable_gqa=True, **options)  # type: ignore[arg-type]
+    if chosen == SDPBackend.FLASH_ATTENTION.value:
+        if on_cpu:
+            return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, **options)[
+                :2
+            ]
+        return aten._scaled_dot_product_flash_attention(query, key, value, **options)[:2]
+    if chosen == SDPBackend.EFFICIENT_ATTENTION.value and not on_cpu:
+        efficient = aten._scaled_dot_product_efficient_attention
+        out, logarithms, *_ = efficient(query, key, value, None, True, **options)
+        return out, logarithms[:, :, : query.shape[2]]  # padded to whole blocks
+    return None
+
+
+def _fuses_on_cuda(query: Tensor, key: Tensor) -> bool:
+    """Whether `exact_attention` asks for a fused kernel on CUDA, and torch pads no heads for it."""
+    grouped_float32 = query.dtype == torch.float32 and query.shape[1] != key.shape[1]
+    return query.is_cuda and not grouped_float32 and query.shape[-1] % 8 == 0
 
 
 Range = tuple[Tensor, Tensor]

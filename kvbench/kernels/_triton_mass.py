@@ -1,6 +1,7 @@
-"""Triton kernels of `attention_mass`: the logarithm of each query's normaliser, then column sums.
+"""Triton kernels of `attention_mass`: the logarithm of each query's normaliser, unless the attention
+itself has told it, then column sums.
 
-Two passes over the tiles of the causal half of q.k, nothing but [heads, m] and [heads, n] numbers
+A pass each over the tiles of the causal half of q.k, nothing but [heads, m] and [heads, n] numbers
 written. The second pass owns its columns (a program is one query head's block of keys and goes over
 the queries that see it), so nothing is added atomically and the sums are the same in every run.
 """
@@ -197,51 +198,58 @@ def mass_options(dim: int, itemsize: int) -> dict[str, Any]:
 
 @on_its_device
 def attention_mass(
-    queries: Tensor, keys: Tensor, *, scaling: float, softcap: float | None
+    queries: Tensor,
+    keys: Tensor,
+    *,
+    scaling: float,
+    softcap: float | None,
+    normalisers: Tensor | None = None,
 ) -> Tensor:
-    """`kernels.attention_mass` on CUDA: two launches and one reduction of [heads, parts, m]."""
+    """`kernels.attention_mass` on CUDA: one launch with normalisers, else two."""
     batch, heads, m, dim = queries.shape
     kv_heads, n = keys.shape[1:3]
     if queries.dtype != keys.dtype:
         queries = queries.to(keys.dtype)
     queries, keys = (x if x.stride(3) == 1 else x.contiguous() for x in (queries, keys))
     options = mass_options(dim, keys.element_size())
-    blocks = -(-m // options["QUERIES"])
-    # Few queries (an observation window) leave multiprocessors idle unless the keys are shared out.
-    wanted = 2 * multiprocessors(queries.device) // (batch * heads * blocks)
-    parts = max(1, min(wanted, -(-n // 1024)))
     options["SOFTCAP"] = softcap is not None
+    cap = 0.0 if softcap is None else float(softcap)
+    shapes = (heads, heads // kv_heads, m, n)
     strides = (*queries.stride()[:3], *keys.stride()[:3])
-    scaling, cap = float(scaling), 0.0 if softcap is None else float(softcap)
-    partial = queries.new_empty(batch * heads, parts, m, dtype=torch.float32)
-    normaliser_kernel[(blocks, parts, batch * heads)](
-        queries,
-        keys,
-        partial,
-        scaling,
-        cap,
-        heads,
-        heads // kv_heads,
-        m,
-        n,
-        parts,
-        *strides,
-        **options,
-    )
-    normaliser = partial[:, 0] if parts == 1 else partial.logsumexp(1)
-    mass = partial.new_empty(batch, heads, n)
+    if normalisers is None:
+        normalisers = _normalisers(queries, keys, float(scaling), cap, shapes, strides, options)
+    mass = queries.new_empty(batch, heads, n, dtype=torch.float32)
     column_kernel[(-(-n // options["KEYS"]), batch * heads)](
         queries,
         keys,
-        normaliser,
+        normalisers.float().contiguous(),
         mass,
-        scaling,
+        float(scaling),
         cap,
-        heads,
-        heads // kv_heads,
-        m,
-        n,
+        *shapes,
         *strides,
         **options,
     )
     return mass
+
+
+def _normalisers(
+    queries: Tensor,
+    keys: Tensor,
+    scaling: float,
+    softcap: float,
+    shapes: tuple[int, int, int, int],
+    strides: tuple[int, ...],
+    options: dict[str, Any],
+) -> Tensor:
+    """[batch, heads, m]: one launch and a reduction of [heads, parts, m]."""
+    batch, heads, m, n = queries.shape[0], shapes[0], shapes[2], shapes[3]
+    blocks = -(-m // options["QUERIES"])
+    # Few queries (an observation window) leave multiprocessors idle unless the keys are shared out.
+    wanted = 2 * multiprocessors(queries.device) // (batch * heads * blocks)
+    parts = max(1, min(wanted, -(-n // 1024)))
+    partial = queries.new_empty(batch, heads, parts, m, dtype=torch.float32)
+    normaliser_kernel[(blocks, parts, batch * heads)](
+        queries, keys, partial, scaling, softcap, *shapes, parts, *strides, **options
+    )
+    return partial[:, :, 0] if parts == 1 else partial.logsumexp(2)

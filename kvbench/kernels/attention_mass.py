@@ -37,7 +37,8 @@ def attention_mass(
         softcap: s of s * tanh(logit / s), applied after scaling; None for none.
         bias: [kv_heads, n or more] float32, added to the logits (no Triton kernel has it).
         normalisers: [batch, heads, m], the logarithm of each query's sum of exponentials, where the
-            attention itself has told it; it saves the torch form half of its time. None: unknown.
+            attention itself has told it; it saves half of the work (the torch form's with m = n).
+            None: unknown.
         implementation: auto (Triton on CUDA, torch elsewhere) | triton | torch.
 
     Returns:
@@ -55,7 +56,9 @@ def attention_mass(
     if use_triton("attention_mass", implementation, queries, keys, obstacle=biased):
         from kvbench.kernels import _triton_mass
 
-        return _triton_mass.attention_mass(queries, keys, scaling=scaling, softcap=softcap)
+        return _triton_mass.attention_mass(
+            queries, keys, scaling=scaling, softcap=softcap, normalisers=normalisers
+        )
     group = heads // kv_heads
     if normalisers is not None and softcap is None and bias is None and m == n:
         return _normalised_mass(queries, keys, scaling, normalisers)

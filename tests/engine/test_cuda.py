@@ -34,8 +34,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 METHODS = {label(variant): variant for variant in VARIANTS} | EVERY_METHOD
 
 
-def model_on(device, layers=2):
-    model = tiny_model("llama", layers=layers)
+def model_on(device, layers=2, kind="llama"):
+    model = tiny_model(kind, layers=layers)
     model.set_attn_implementation("kvbench")
     return model.to(device)
 
@@ -151,6 +151,15 @@ def test_a_decode_step_waits_for_its_token_only(name, monkeypatch):
 
     (few, _), (many, found) = waits(2), waits(5)
     assert many - few == 3, found
+
+
+@pytest.mark.parametrize("name", ["h2o", "snapkv"])
+def test_attention_mass_takes_the_normalisers_of_the_prefill(name, monkeypatch):
+    monkeypatch.setenv("KVBENCH_KERNELS", "auto")
+    first_pass = "kvbench.kernels._triton_mass.normaliser_kernel"
+    monkeypatch.setattr(first_pass, None)
+    on_cpu, on_cuda = model_on(CPU, kind="gpt_neox"), model_on(CUDA, kind="gpt_neox")
+    assert answers(on_cuda, [name], n=40, new=2) == answers(on_cpu, [name], n=40, new=2)
 
 
 @needs_pretend

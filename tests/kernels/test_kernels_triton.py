@@ -287,6 +287,23 @@ def test_mass(shape, softcap, dtype):
     torch.testing.assert_close(found.sum(-1).cpu(), torch.full((batch, heads), float(m)))
 
 
+@pytest.mark.parametrize("shape", MASS)
+def test_mass_of_known_normalisers_takes_one_launch(shape, monkeypatch):
+    from kvbench.kernels import _triton_mass
+
+    batch, heads, kv_heads, m, n, dim = shape
+    g = generator(m + n)
+    queries = torch.randn(batch, heads, m, dim, generator=g).to(DEVICE)
+    keys = torch.randn(batch, kv_heads, n, dim, generator=g).to(DEVICE)
+    logits = queries.double() @ keys.double().repeat_interleave(heads // kv_heads, 1).mT * 0.4
+    future = torch.ones(m, n, dtype=torch.bool, device=DEVICE).triu(n - m + 1)
+    known = logits.masked_fill(future, -torch.inf).logsumexp(-1).float()
+    expected = attention_mass(queries, keys, scaling=0.4, implementation="torch")
+    monkeypatch.setattr(_triton_mass, "normaliser_kernel", None)
+    found = attention_mass(queries, keys, scaling=0.4, normalisers=known, implementation="triton")
+    assert relative(found, expected) < 1e-4
+
+
 def test_mass_of_a_window_over_shared_out_keys(monkeypatch):
     """Few queries over many keys: the first pass is split over the keys."""
     from kvbench.kernels import _triton_mass

@@ -22,6 +22,15 @@ if os.environ.get("KVBENCH_PRETEND") and "pretend" not in sys.modules:
     sys.path.insert(0, str(TOOL.parent))
     import pretend  # type: ignore[import-not-found]
 
+    def flash(query, key, value, dropout=0.0, is_causal=False, debug=False, *, scale=None):  # type: ignore
+        """CUDA's operation, of which a CPU build has the schema only."""
+        run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, logarithms = run(query, key, value, dropout, is_causal, scale=scale)
+        none = query.new_empty(0)
+        return out, logarithms, none, none, query.shape[2], key.shape[2], none, none, none
+
+    CUDA_ONLY = torch.library.Library("aten", "IMPL")
+    CUDA_ONLY.impl("_scaled_dot_product_flash_attention", flash, "CPU")
     pretend.install()
     pretend.GPU.__enter__()
     pretend.API.__enter__()
