@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
+from support.golden import arrays_of, cases_of
 from support.method_layers import make_layer
 from support.tiny import prompt_ids, tiny_model
 
@@ -45,9 +45,8 @@ BUDGET = Budget(rate=0.3, sink=5, window=4)
 
 @pytest.mark.parametrize("name", ["two_chunks", "group4"])
 def test_scores_and_choice_as_released(shared_file, name):
-    with np.load(shared_file("golden/next/scores.npz"), allow_pickle=False) as file:
-        golden = dict(file)
-    case = next(c for c in json.loads(str(golden["kvzip_json"])) if c["name"] == name)
+    golden = arrays_of(shared_file("golden/next/scores.npz"))
+    case = cases_of(golden, "kvzip_json")[name]
     layers, hkv, hq, n, d, sink = (case[k] for k in ("layers", "hkv", "hq", "n", "d", "sink"))
     g = np.random.default_rng(case["seed"])
 

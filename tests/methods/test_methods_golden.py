@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 
 import numpy as np
 import pytest
 import torch
+from support.golden import arrays_of, cases_of, checked
 from support.method_layers import attend, exact_capacity, run
 
 from kvbench.kernels.balanced_walk import balanced_walk
@@ -23,36 +23,29 @@ BALANCE = [
 
 @pytest.fixture
 def balance(shared_file):
-    with np.load(shared_file("golden/balancekv.npz"), allow_pickle=False) as file:
-        return dict(file)
+    return arrays_of(shared_file("golden/balancekv.npz"))
 
 
 @pytest.fixture
 def selection(shared_file):
-    with np.load(shared_file("golden/selection.npz"), allow_pickle=False) as file:
-        return dict(file)
+    return arrays_of(shared_file("golden/selection.npz"))
 
 
-def arrays(config, seed_key, draws):
-    """The inputs of a case, redrawn; their hashes tell when the generator has changed."""
-    generator = np.random.default_rng(config[seed_key])
-    out = []
-    for name, shape, scale in draws:
-        array = generator.standard_normal(shape, dtype=np.float32) * np.float32(scale)
-        digest = config.get(f"{name}_sha256")
-        assert digest in (None, hashlib.sha256(array.tobytes()).hexdigest()), name
-        out.append(torch.from_numpy(array))
-    return out
+def drawn(case, seed_key, **draws):
+    """Inputs of a case: of each name a shape and a scale, drawn in that order."""
+    generator = np.random.default_rng(case[seed_key])
+    arrays = {
+        name: generator.standard_normal(shape, dtype=np.float32) * np.float32(scale)
+        for name, (shape, scale) in draws.items()
+    }
+    return checked(case, **arrays)
 
 
 def balance_case(balance, name):
-    config = next(c for c in json.loads(str(balance["configs_json"])) if c["name"] == name)
+    config = cases_of(balance)[name]
     shape = (config["b"], config["h"], config["n"], config["d"])
-    keys, values = arrays(
-        config,
-        "data_seed",
-        [("key", shape, config["key_scale"]), ("value", shape, config["value_scale"])],
-    )
+    scales = {"key": (shape, config["key_scale"]), "value": (shape, config["value_scale"])}
+    keys, values = drawn(config, "data_seed", **scales)
     uniforms = [torch.from_numpy(balance[f"{name}_u{t}"]) for t in range(config["itrs"])]
     method = build_method(
         "balancekv",
@@ -66,7 +59,7 @@ def balance_case(balance, name):
 
 
 def test_every_balance_configuration_is_listed(balance):
-    assert [c["name"] for c in json.loads(str(balance["configs_json"]))] == BALANCE
+    assert [*cases_of(balance)] == BALANCE
 
 
 @pytest.mark.parametrize("name", [name for name in BALANCE if name != "overflow"])
@@ -141,15 +134,9 @@ def test_balancekv_decode(balance):
     config = json.loads(str(balance["decode_json"]))
     shape = (config["b"], config["hkv"], config["n_total"], config["d"])
     one = (config["b"], config["hq"], 1, config["d"])
-    keys, values, query = arrays(
-        config,
-        "data_seed",
-        [
-            ("key", shape, config["key_scale"]),
-            ("value", shape, config["value_scale"]),
-            ("query", one, config["query_scale"]),
-        ],
-    )
+    scales = {"key": (shape, config["key_scale"]), "value": (shape, config["value_scale"])}
+    scales["query"] = (one, config["query_scale"])
+    keys, values, query = drawn(config, "data_seed", **scales)
     uniforms = [torch.from_numpy(balance[f"decode_u{t}"]) for t in range(config["itrs"])]
     method = build_method(
         "balancekv", "released", block_size=config["block_size"], gamma=config["gamma"]
@@ -202,17 +189,11 @@ def test_every_selection_case_is_listed(selection, kind):
 
 
 def selection_layer(selection, name, layer_index=0):
-    case = next(c for c in json.loads(str(selection["cases_json"])) if c["name"] == name)
+    case = cases_of(selection, "cases_json")[name]
     short = (case["b"], case["hkv"], case["n"], case["d"])
-    queries, keys, values = arrays(
-        case,
-        "seed",
-        [
-            ("q", (case["b"], case["hq"], case["n"], case["d"]), case["query_scale"]),
-            ("k", short, 1.0),
-            ("v", short, 1.0),
-        ],
-    )
+    wide = (case["b"], case["hq"], case["n"], case["d"])
+    scales = {"q": (wide, case["query_scale"]), "k": (short, 1.0), "v": (short, 1.0)}
+    queries, keys, values = drawn(case, "seed", **scales)
     num_layers = case.get("num_layers", 1)
     layer = LayerKV(keys, values, queries, layer_index, num_layers, case["d"] ** -0.5)
     return case, layer

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from support.golden import arrays_of, cases_of, checked
 from support.method_layers import attend, make_layer, run
 from support.tiny import prompt_ids, tiny_model
 
@@ -23,19 +23,7 @@ from kvbench.methods.rkv import redundancy
 
 @pytest.fixture
 def golden(shared_file):
-    with np.load(shared_file("golden/next/scores.npz"), allow_pickle=False) as file:
-        return dict(file)
-
-
-def case_of(file, listing, name):
-    return next(c for c in json.loads(str(file[listing])) if c["name"] == name)
-
-
-def checked(case, **arrays):
-    for name, array in arrays.items():
-        digest = case.get(f"{name}_sha256")
-        assert digest in (None, hashlib.sha256(array.tobytes()).hexdigest()), name
-    return [torch.from_numpy(array) for array in arrays.values()]
+    return arrays_of(shared_file("golden/next/scores.npz"))
 
 
 def rotary(dim, theta=10000.0):
@@ -55,7 +43,7 @@ def rotated(queries, table):
 
 
 def expected(golden, name):
-    case = case_of(golden, "expected_attention_json", name)
+    case = cases_of(golden, "expected_attention_json")[name]
     hkv, hq, n, d = (case[k] for k in ("hkv", "hq", "n", "d"))
     g = np.random.default_rng(case["seed"])
     q = g.standard_normal((1, n, hq, d), dtype=np.float32)
@@ -99,7 +87,7 @@ def test_adakv_as_released(golden, name):
 
 @pytest.mark.parametrize("name", ["budget64", "budget128", "first"])
 def test_rkv_as_released(golden, name):
-    case = case_of(golden, "rkv_json", name)
+    case = cases_of(golden, "rkv_json")[name]
     hkv, hq, n, d, window = (case[k] for k in ("hkv", "hq", "n", "d", "window"))
     g = np.random.default_rng(case["seed"])
     k = g.standard_normal((1, hkv, n, d), dtype=np.float32)

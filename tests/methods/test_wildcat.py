@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from scipy import stats
+from support.golden import arrays_of, assert_near, cases_of, checked
 from support.method_layers import attend, make_layer, run
 
 from kvbench.kernels.pivoted_cholesky import Gaussian, lambert_w, nystroem, pivoted_cholesky
@@ -23,32 +22,14 @@ PRESS = ("press_bin12", "press_bin3_remainder", "press_bin12_half")
 NATIVE = ("uneven", "one_bin", "half")
 
 
-def checked(case, **arrays):
-    for name, array in arrays.items():
-        assert hashlib.sha256(array.tobytes()).hexdigest() == case[f"{name}_sha256"], name
-    return [torch.from_numpy(array) for array in arrays.values()]
-
-
-def case_of(file, listing, name):
-    return next(c for c in json.loads(str(file[listing])) if c["name"] == name)
-
-
 @pytest.fixture
 def golden(shared_file):
-    with np.load(shared_file("golden/next/wildcat.npz"), allow_pickle=False) as file:
-        return dict(file)
+    return arrays_of(shared_file("golden/next/wildcat.npz"))
 
 
 @pytest.fixture
 def native(shared_file):
-    with np.load(shared_file("golden/next/wildcat_native.npz"), allow_pickle=False) as file:
-        return dict(file)
-
-
-def assert_near(found, wanted, tolerance):
-    wanted = torch.from_numpy(np.asarray(wanted)).double()
-    error = (found.double() - wanted).abs().max() / wanted.abs().max()
-    assert float(error) <= tolerance
+    return arrays_of(shared_file("golden/next/wildcat_native.npz"))
 
 
 def layer_of(keys, values, scaling=None):
@@ -56,14 +37,17 @@ def layer_of(keys, values, scaling=None):
 
 
 def test_every_case_is_listed(golden, native):
-    assert [c["name"] for c in json.loads(str(golden["kernel_json"]))] == [*KERNEL]
-    assert [c["name"] for c in json.loads(str(golden["press_json"]))] == [*PRESS]
-    assert [c["name"] for c in json.loads(str(native["configs_json"]))] == [*NATIVE]
+    assert [*cases_of(golden, "kernel_json")] == [*KERNEL]
+    assert [*cases_of(golden, "press_json")] == [*PRESS]
+    assert [*cases_of(native)] == [*NATIVE]
+    every = [cases_of(golden, "kernel_json"), cases_of(golden, "press_json"), cases_of(native)]
+    names = ("keys_sha256", "values_sha256", "uniforms_sha256")
+    assert all(name in case for cases in every for case in cases.values() for name in names)
 
 
 @pytest.mark.parametrize("name", KERNEL)
 def test_one_bin_as_released(golden, name):
-    case = case_of(golden, "kernel_json", name)
+    case = cases_of(golden, "kernel_json")[name]
     g, (bins, n, d, r) = (
         np.random.default_rng(case["seed"]),
         (case[k] for k in ("bins", "n", "d", "r")),
@@ -92,57 +76,55 @@ def test_one_bin_as_released(golden, name):
         assert_near(part[0], golden[key], near)
 
 
-@pytest.mark.parametrize("name", PRESS)
-def test_whole_heads_as_released(golden, name):
-    case = case_of(golden, "press_json", name)
+def heads_of(case, draws, shift):
+    """Keys, values, a query and uniforms of a case."""
     b, hkv, hq, n, d = (case[k] for k in ("b", "hkv", "hq", "n", "d"))
     g = np.random.default_rng(case["seed"])
     keys = g.standard_normal((b, hkv, n, d), dtype=np.float32) * np.float32(case["key_scale"])
     values = g.standard_normal((b, hkv, n, d), dtype=np.float32)
     query = g.standard_normal((b, hq, 1, d), dtype=np.float32)
-    uniforms = g.random((case["r"], b * hkv * case["bins"], case["bin_n"]), dtype=np.float32)
-    keys[..., 0] += 3
-    keys, values, query, uniforms = checked(
-        case, keys=keys, values=values, query=query, uniforms=uniforms
-    )
+    uniforms = g.random(draws, dtype=np.float32)
+    keys[..., 0] += np.float32(shift)
+    return checked(case, keys=keys, values=values, query=query, uniforms=uniforms)
+
+
+def assert_as_released(kept, query, file, name):
+    np.testing.assert_array_equal(kept.positions, file[f"{name}_idx"])
+    assert_near(kept.values, file[f"{name}_values"], 2e-5)
+    assert_near(kept.denominators, file[f"{name}_weights64"], 2e-5)
+    assert_near(attend(query, kept, query.shape[-1] ** -0.5), file[f"{name}_out"], 2e-5)
+
+
+@pytest.mark.parametrize("name", PRESS)
+def test_whole_heads_as_released(golden, name):
+    case = cases_of(golden, "press_json")[name]
+    b, hkv, n, d = (case[k] for k in ("b", "hkv", "n", "d"))
+    draws = (case["r"], b * hkv * case["bins"], case["bin_n"])
+    keys, values, query, uniforms = heads_of(case, draws, shift=3)
     method = build_method(
         "wildcat", "released", bin_size=case["bin_r"], temperature=case["temperature"]
     )
     budget = Budget(rate=case["rate"], sink=case["sink"], window=case["window"])
     layer = layer_of(keys, values)
     kept = method.select(layer, budget, uniforms.view(case["r"], b, hkv, case["bins"], -1))
-    np.testing.assert_array_equal(kept.positions, golden[f"{name}_idx"])
+    assert_as_released(kept, query, golden, name)
     assert kept.positions.shape[2] == case["n_kept"] == method.layer_capacity(budget, n, 0, 1)
     assert torch.equal(kept.keys, keys.gather(2, kept.positions[..., None].expand(-1, -1, -1, d)))
-    assert_near(kept.values, golden[f"{name}_values"], 2e-5)
-    assert_near(kept.denominators, golden[f"{name}_weights64"], 2e-5)
-    assert_near(attend(query, kept, d**-0.5), golden[f"{name}_out"], 2e-5)
 
 
 @pytest.mark.parametrize("name", NATIVE)
 def test_even_bins(native, name):
-    case = case_of(native, "configs_json", name)
-    b, hkv, hq, n, d = (case[k] for k in ("b", "hkv", "hq", "n", "d"))
-    g = np.random.default_rng(case["seed"])
-    keys = g.standard_normal((b, hkv, n, d), dtype=np.float32) * np.float32(case["key_scale"])
-    values = g.standard_normal((b, hkv, n, d), dtype=np.float32)
-    query = g.standard_normal((b, hq, 1, d), dtype=np.float32)
-    uniforms = g.random(tuple(case["draws_shape"]), dtype=np.float32)
-    keys[..., 0] += np.float32(case["shifted_channel_0"])
-    keys, values, query, uniforms = checked(
-        case, keys=keys, values=values, query=query, uniforms=uniforms
-    )
+    case = cases_of(native)[name]
+    draws = tuple(case["draws_shape"])
+    keys, values, query, uniforms = heads_of(case, draws, shift=case["shifted_channel_0"])
     size = 0 if name == "one_bin" else case["bin_r"]
     method = build_method("wildcat", bin_size=size, temperature=case["temperature"])
     budget = Budget(rate=case["rate"], sink=case["sink"], window=case["window"])
-    bins = method.cut(budget, n)
+    bins = method.cut(budget, case["n"])
     assert [*bins.edges] == case["edges"]
     assert [*bins.entries] == case["kept_per_bin"]
     kept = method.select(layer_of(keys, values), budget, uniforms)
-    np.testing.assert_array_equal(kept.positions, native[f"{name}_idx"])
-    assert_near(kept.values, native[f"{name}_values"], 2e-5)
-    assert_near(kept.denominators, native[f"{name}_weights64"], 2e-5)
-    assert_near(attend(query, kept, d**-0.5), native[f"{name}_out"], 2e-5)
+    assert_as_released(kept, query, native, name)
 
 
 # -- its mathematics ---------------------------------------------------------------------------

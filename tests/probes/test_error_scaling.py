@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -10,13 +9,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
+from support.configs import composed
+from support.jobs import records_of
 from support.report_runs import write_run
 from support.tables import frame, heads, shown
 
 from kvbench.cli.build import build_job
-from kvbench.cli.main import config_dir
 from kvbench.engine.fork import layer_generator
 from kvbench.engine.loading import ModelSpec
 from kvbench.kernels.self_balancing import self_balancing_walk
@@ -357,48 +355,28 @@ def test_an_ablation_is_paired_over_prompts(tmp_path):
         probe.units(SESSION, methods)
 
 
+LINES = "task.prompts.num_lines=[12]"
+LAYER = ["task.layers=[1]", "task.exact=16", "task.rates=[0.25]"]
+ONE_PROMPT = ["task.num_prompts=1", "task.prompts.num_lines=[25]"]
 TINY = {
     "error_scaling": ["task.draws=2", "task.n=512", "task.kept=[32,128]", "task.queries=4"],
     "error_scaling_model": [
-        *(
-            "task.num_prompts=1",
-            "task.draws=2",
-            "task.n=256",
-            "task.kept=[32,64]",
-            "task.queries=8",
-        ),
-        "task.prompts.num_lines=[25]",
+        *ONE_PROMPT, "task.draws=2", "task.n=256", "task.kept=[32,64]", "task.queries=8",
     ],
     "error_scaling_streaming": [
-        "task.draws=1",
-        "task.n=512",
-        "task.kept=[64,128]",
-        "task.queries=4",
+        "task.draws=1", "task.n=512", "task.kept=[64,128]", "task.queries=4",
     ],
     "error_scaling_streaming_model": [
-        *("task.num_prompts=1", "task.n=256", "task.kept=[64]", "task.queries=8"),
-        "task.prompts.num_lines=[25]",
+        *ONE_PROMPT, "task.n=256", "task.kept=[64]", "task.queries=8",
     ],
     "walk_discrepancy": ["task.steps=[16,64]", "task.walks=2"],
     "subgen_clusters": ["task.steps=[16,64]", "task.draws=1"],
-    "subgen_clusters_model": [
-        *("task.num_prompts=1", "task.steps=[16,64]", "task.prompts.num_lines=[25]"),
-    ],
-    "balancekv_ablation": [
-        *("task.num_prompts=1", "task.layers=[1]", "task.exact=16", "task.rates=[0.25]"),
-        "task.prompts.num_lines=[12]",
-    ],
-    "balancekv_ablation_synthetic": [
-        *("task.synthetic.n=256", "task.layers=[1]", "task.exact=16", "task.rates=[0.25]"),
-    ],
-}
-TINY["balancekv_needle_ablation"] = [
-    *("task.num_prompts=1", "task.exact=16", "task.rates=[0.5]", "task.prompts.num_lines=[12]"),
-]
-TINY["balancekv_confirm"] = [
-    *("task.num_prompts=1", "task.layers=[1]", "task.exact=16", "task.rates=[0.25]"),
-    "task.prompts.num_lines=[12]",
-]
+    "subgen_clusters_model": [*ONE_PROMPT, "task.steps=[16,64]"],
+    "balancekv_ablation": ["task.num_prompts=1", LINES, *LAYER],
+    "balancekv_ablation_synthetic": ["task.synthetic.n=256", *LAYER],
+    "balancekv_needle_ablation": ["task.num_prompts=1", LINES, "task.exact=16", "task.rates=[0.5]"],
+    "balancekv_confirm": ["task.num_prompts=1", LINES, *LAYER],
+}  # fmt: skip
 EXPERIMENTS = {
     "error_scaling": ("error_scaling", "error_scaling_model"),
     "error_scaling_streaming": ("error_scaling_streaming", "error_scaling_streaming_model"),
@@ -418,16 +396,9 @@ def test_every_experiment_runs_small(experiment, tmp_path):
         small = TINY[experiment if alone else task]
         overrides = [f"experiment={experiment}", f"task={task}", f"task_label={task}"]
         overrides += [f"results_dir={tmp_path}", *small]
-        GlobalHydra.instance().clear()
-        with initialize_config_dir(config_dir=str(config_dir().resolve()), version_base="1.3"):
-            config = compose("config", overrides=overrides)
-        job = build_job(config)
+        job = build_job(composed(*overrides))
         result = run_job(job)
-        records = [
-            json.loads(line)
-            for folder in result.folders.values()
-            for line in (folder / "records.jsonl").read_text().splitlines()
-        ]
+        records = [record for rows in records_of(result).values() for record in rows]
         assert records
         assert not result.failed, [r["error"] for r in records if r["error"]][:1]
         folders.add(tmp_path / job.experiment)
@@ -453,9 +424,7 @@ def test_what_another_seed_draws_anew_is_another_repetition(tmp_path):
         for seed in (0, 1):
             overrides = ["experiment=error_scaling", f"task={task}", f"task_label={task}"]
             overrides += [f"results_dir={tmp_path}", f"seed={seed}", *small]
-            GlobalHydra.instance().clear()
-            with initialize_config_dir(config_dir=str(config_dir().resolve()), version_base="1.3"):
-                run_job(build_job(compose("config", overrides=overrides)))
+            run_job(build_job(composed(*overrides)))
     units = {
         group.task: {curve.units for curve in scaling.curves}
         for group in load_experiment(tmp_path / "theory").groups

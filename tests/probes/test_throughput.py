@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from support.configs import composed
 from support.jobs import SMALL, make_job, records_of
 from support.tables import frame
 
@@ -359,8 +359,7 @@ def test_every_experiment_runs_small(experiment, tmp_path):
     overrides = [f"experiment={experiment}", "device=cpu", "task_label=throughput", *smaller]
     overrides += [f"model.architecture.{name}={value}" for name, value in architecture.items()]
     overrides += ["task.runs=1", "budget.sink=8", "budget.window=8", f"results_dir={tmp_path}"]
-    with initialize_config_dir(str(Path(__file__).parents[2] / "conf"), version_base=None):
-        result = run_job(build_job(compose("config", overrides=overrides)))
+    result = run_job(build_job(composed(*overrides)))
     assert result.failed == 0
     (group,) = load_experiment(tmp_path / experiment).groups
     table = frame(timing_table(group))

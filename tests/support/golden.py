@@ -1,7 +1,11 @@
-"""The tiny Llama of the golden likelihoods: weights drawn as their files say."""
+"""Golden values: files of arrays, inputs drawn again as they say, the tiny Llama of the likelihoods."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+
+import numpy as np
 import torch
 import transformers as t
 
@@ -25,3 +29,28 @@ def golden_model(golden):
         assert abs(float(weight.sum()) - total) < 1e-3
         assert abs(float(weight.abs().sum()) - absolute) < 1e-3
     return model
+
+
+def arrays_of(path):
+    """A file's arrays by name."""
+    with np.load(path, allow_pickle=False) as file:
+        return dict(file)
+
+
+def cases_of(golden, listing="configs_json"):
+    """The cases that a file lists, by name."""
+    return {case["name"]: case for case in json.loads(str(golden[listing]))}
+
+
+def checked(case, **arrays):
+    """The inputs of a case, redrawn; their hashes tell when the generator has changed."""
+    for name, array in arrays.items():
+        digest = case.get(f"{name}_sha256")
+        assert digest in (None, hashlib.sha256(array.tobytes()).hexdigest()), name
+    return [torch.from_numpy(array) for array in arrays.values()]
+
+
+def assert_near(found, wanted, tolerance):
+    """Equal to within a share of the largest value."""
+    wanted = torch.from_numpy(np.asarray(wanted)).double()
+    assert float((found.double() - wanted).abs().max() / wanted.abs().max()) <= tolerance

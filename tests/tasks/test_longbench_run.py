@@ -33,6 +33,14 @@ def run(folder: Path, experiment: str, *overrides: str) -> int:
     return int(stop.value.code or 0)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _short_answers():
+    """Of 8 tokens and not up to 512: the limits themselves are pinned beside the templates."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvbench.tasks.longbench.task.max_new_tokens", lambda dataset: 8)
+        yield
+
+
 @pytest.fixture(scope="module")
 def table1(tmp_path_factory):
     folder = tmp_path_factory.mktemp("results")
