@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvbench.errors import nearest
+from kvbench.errors import first_line, nearest
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods._adapters import held_entries
 from kvbench.methods._press_module import AttentionModule, ColumnSums
@@ -76,8 +76,8 @@ def _package() -> ModuleType:
             f"method 'kvpress' needs the package kvpress; install it: {INSTALL}"
         ) from error
     except ImportError as error:
-        first = str(error).strip().splitlines()[0]
-        raise KVError(f"method 'kvpress' cannot import its package: {first}; {INSTALL}") from error
+        reason = f"{first_line(error)}; {INSTALL}"
+        raise KVError(f"method 'kvpress' cannot import its package: {reason}") from error
 
 
 def available_presses() -> list[str]:
@@ -159,8 +159,7 @@ def make_press(name: object, options: Mapping[str, Any], budget: Budget) -> Any:
     except (AssertionError, TypeError, ValueError) as error:
         if isinstance(error, KVError):
             raise
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise KVError(f"press {name} rejects its options: {first}") from error
+        raise KVError(f"press {name} rejects its options: {first_line(error)}") from error
 
 
 def ratio_for(n: int, kept: int) -> float:
@@ -290,9 +289,7 @@ class KVPress(Method):
                     attention.forward_arguments(),
                 )
             except (AssertionError, KeyError, NotImplementedError) as error:
-                first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-                raise KVError(
-                    f"press {self.press} refuses layer {layer.layer_index}: {first}"
-                ) from error
+                where = f"press {self.press} refuses layer {layer.layer_index}"
+                raise KVError(f"{where}: {first_line(error)}") from error
         masked = attention.masked()
         return kept if masked is None else ~masked

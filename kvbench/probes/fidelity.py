@@ -25,7 +25,6 @@ from kvbench.engine.weights import Model
 from kvbench.kv import Budget
 from kvbench.methods.base import Method
 from kvbench.methods.exact import Exact
-from kvbench.tasks.base import PromptEncoder
 
 REFERENCE = "(reference)"
 """The label of the exact fork that all are compared with."""
@@ -146,35 +145,17 @@ def teacher_forced(
         label -> `Fidelity`, its lists as long as the continuation.
     """
     with kvbench_attention_on(model):
-        reading = read_with_reference(
-            model, prompt_ids, methods, seed=seed, example_id=example_id, room=len(continuation)
-        )
+        everyone = with_reference(methods)
+        room = len(continuation)
+        reading = read(model, prompt_ids, everyone, seed=seed, example_id=example_id, room=room)
         return compare(model, reading, continuation)
 
 
-def read_with_reference(
-    model: Model,
-    prompt_ids: Sequence[int],
+def with_reference(
     methods: Mapping[str, tuple[Method, Budget]],
-    *,
-    seed: int,
-    example_id: str,
-    room: int,
-    context_tokens: int | None = None,
-    encoder: PromptEncoder | None = None,
-) -> CompressedPrompt:
-    """`kvbench.engine.scoring.read`, with an exact fork before the others."""
-    everyone = {REFERENCE: (Exact(), Budget()), **methods}
-    return read(
-        model,
-        prompt_ids,
-        everyone,
-        seed=seed,
-        example_id=example_id,
-        room=room,
-        context_tokens=context_tokens,
-        encoder=encoder,
-    )
+) -> dict[str, tuple[Method, Budget]]:
+    """The methods to read a prompt with, an exact one before the others."""
+    return {REFERENCE: (Exact(), Budget()), **methods}
 
 
 @torch.inference_mode()

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
-from kvbench.engine.scoring import CompressedPrompt, greedy_continuation
+from kvbench.engine.scoring import CompressedPrompt, greedy_continuation, read
 from kvbench.engine.stopping import Stopping
 from kvbench.errors import one_line
 from kvbench.errors.options import Several, Share
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
 from kvbench.probes.base import Probe, Repeats, Tokens
-from kvbench.probes.fidelity import Fidelity, compare, noise_floor, read_with_reference
+from kvbench.probes.fidelity import Fidelity, compare, noise_floor, with_reference
 from kvbench.run.encoding import encode_example
 from kvbench.run.plan import Methods, Outcome, Unit, status_of
 from kvbench.run.session import Session
@@ -210,10 +210,10 @@ class FidelityProbe(Probe):
             for rate in rates if method.uses_budget else rates[:1]:
                 forks[_key(label, rate)] = method, _budget(budget, rate)
         after = session.compress_after == "context"
-        reading = read_with_reference(
+        reading = read(
             session.model,
             case.ids,
-            forks,
+            with_reference(forks),
             seed=session.seed,
             example_id=unit.id,
             room=most,

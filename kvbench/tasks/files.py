@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from kvbench.errors import first_line
 from kvbench.tasks.base import TaskError
 
 
@@ -119,6 +120,4 @@ def _parquet(task: str, file: str) -> list[dict[str, Any]]:
         rows = Parquet(data_files={"train": [file]}).as_streaming_dataset(split="train")
         return [dict(row) for row in rows]
     except Exception as problem:
-        text = str(problem).strip().splitlines()
-        reason = text[0] if text else type(problem).__name__
-        raise TaskError(f"{task}: cannot read {file}: {reason}") from problem
+        raise TaskError(f"{task}: cannot read {file}: {first_line(problem)}") from problem

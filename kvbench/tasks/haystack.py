@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvbench.errors import first_line
 from kvbench.tasks.base import PromptEncoder, TaskError
 from kvbench.tasks.files import digests_of, matching, read_text
 
@@ -158,8 +159,7 @@ def texts_of_dataset(
     except TaskError:
         raise
     except Exception as problem:
-        reason = str(problem).strip().splitlines()[0] if str(problem).strip() else "?"
-        raise TaskError(f"needle: cannot load dataset {where}: {reason}") from problem
+        raise TaskError(f"needle: cannot load dataset {where}: {first_line(problem)}") from problem
     return texts
 
 

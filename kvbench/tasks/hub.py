@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+from kvbench.errors import first_line
 from kvbench.tasks.base import TaskError
 
 log = logging.getLogger(__name__)
@@ -105,10 +106,7 @@ def hub_rows(
             )
             return [dict(row) for row in rows]
     except Exception as problem:
-        text = str(problem).strip().splitlines()
-        raise TaskError(
-            f"{task}: cannot read {where}: {text[0] if text else type(problem).__name__}"
-        ) from problem
+        raise TaskError(f"{task}: cannot read {where}: {first_line(problem)}") from problem
 
 
 _LIBRARIES = ("huggingface_hub", "datasets")

@@ -40,8 +40,6 @@ from kvbench.tasks.longeval_lines import word_lists
 from kvbench.tasks.options import Many, NewTokens, Repeats, Tokens
 from kvbench.tasks.order import balanced_order
 
-SCORES = ("containment", "word_recall", "released_recall", "rouge1")
-HAYSTACKS = ("generated", "files", "dataset")
 HAYSTACK, QUESTION = "{haystack}", "{question}"
 PARTS = {"needle": ("{key}", "{value}"), "question": ("{key}",), "answer": ("{value}",)}
 """What the texts of needles that are hidden together must hold."""
@@ -203,10 +201,19 @@ class Needle(Task):
                 for i, k in balanced_order((len(self.lengths), self.num_examples))
                 for example in self._together(encoder, fillers[k], k, self.lengths[i])
             ]
+        # Copies of the needle: the first at the depth, the others evenly over the rest.
+        others = range(self.repeats - 1)
+        copies = [100.0 * (copy + 0.5) / (self.repeats - 1) for copy in others]
+        needles = [self.needle] * self.repeats
+        asked = (self.question, self.answer)
         sizes = (len(self.lengths), len(self.depths), self.num_examples)
         return [
-            self._example(encoder, fillers[k], k, self.lengths[i], self.depths[j])
+            example
             for i, j, k in balanced_order(sizes)
+            for depth in [self.depths[j]]
+            for example in self._asked(
+                encoder, fillers[k], k, self.lengths[i], [depth, *copies], needles, {depth: asked}
+            )
         ]
 
     def score(self, prediction: str, example: Example) -> Mapping[str, float]:
@@ -238,23 +245,6 @@ class Needle(Task):
     def _begin_ids(self, encoder: PromptEncoder) -> list[int]:
         """Tokens that the tokenizer puts before any text; none unless `begin_tokens`."""
         return encoder.begin_ids if self.begin_tokens else []
-
-    def _example(
-        self,
-        encoder: PromptEncoder,
-        filling: tuple[str, Sequence[Sequence[int]]],
-        number: int,
-        length: int,
-        depth: float,
-    ) -> Example:
-        # Copies of the needle: the first at `depth`, the others evenly over the rest.
-        wanted = [depth]
-        wanted += [100.0 * (copy + 0.5) / (self.repeats - 1) for copy in range(self.repeats - 1)]
-        (example,) = self._asked(
-            encoder, filling, number, length, wanted, [self.needle] * self.repeats,
-            {depth: (self.question, self.answer)},
-        )  # fmt: skip
-        return example
 
     def _together(
         self,

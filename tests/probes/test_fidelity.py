@@ -18,7 +18,7 @@ from kvbench.engine.switch import kvbench_attention_on
 from kvbench.kv import Budget, KVError, gather_entries
 from kvbench.methods import build_method
 from kvbench.methods.base import Method
-from kvbench.probes.fidelity import compare, noise_floor, read_with_reference, teacher_forced
+from kvbench.probes.fidelity import compare, noise_floor, teacher_forced, with_reference
 from kvbench.probes.fidelity_probe import FidelityProbe
 from kvbench.report.experiment import load_experiment
 from kvbench.report.tables.fidelity import divergence_table, fidelity_table
@@ -147,7 +147,7 @@ def test_one_failure_stops_no_other_and_infinity_is_one():
 def test_floor_is_rounding():
     model, ids, continuation = tiny_model("llama"), prompt_ids(40), prompt_ids(6, seed=2)
     with kvbench_attention_on(model):
-        reading = read_with_reference(model, ids, {}, seed=0, example_id="x", room=6)
+        reading = read(model, ids, with_reference({}), seed=0, example_id="x", room=6)
         floor = noise_floor(model, reading, continuation)
         assert len(floor) == 6
         assert max(floor) < 1e-6

@@ -10,8 +10,9 @@ answer ends, and cuts the answer before it is scored.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from kvbench.tasks.base import PromptEncoder, TaskError
 from kvbench.tasks.longbench.metrics import FIRST_LINE
@@ -36,11 +37,13 @@ class EncodedPrompt:
     truncated: int
 
 
-class LongBenchProtocol(Protocol):
+@dataclass(frozen=True)
+class LongBenchProtocol(ABC):
     """How prompts and answers are treated."""
 
     name: ClassVar[str]
 
+    @abstractmethod
     def encode(
         self,
         encoder: PromptEncoder,
@@ -58,23 +61,22 @@ class LongBenchProtocol(Protocol):
             new_tokens: room that the answer needs.
             limit: prompt tokens (`task.max_input`), None for what the protocol says.
         """
-        ...
 
+    @abstractmethod
     def end_ids(self, encoder: PromptEncoder, dataset: str) -> tuple[frozenset[int] | None, bool]:
         """Tokens that end an answer (None: all that the model knows), and whether one may come first."""
-        ...
 
     def answer(self, encoder: PromptEncoder, dataset: str, prediction: str) -> str:
-        """The part of a prediction that is scored."""
-        ...
+        """The part of a prediction that is scored: all of it."""
+        return prediction
 
+    @abstractmethod
     def settled(self, encoder: PromptEncoder, dataset: str, text: str) -> bool:
         """Whether nothing that may follow `text` changes `answer`."""
-        ...
 
 
 @dataclass(frozen=True)
-class OfficialProtocol:
+class OfficialProtocol(LongBenchProtocol):
     """LongBench's own: chat template except on few-shot and code datasets, which go in plain.
 
     A prompt longer than the model's maximum is cut before the chat template goes around it: the
@@ -130,19 +132,13 @@ class OfficialProtocol:
             return encoder.end_ids | {encoder.encode_text("\n")[-1]}, False
         return None, True
 
-    def answer(self, encoder: PromptEncoder, dataset: str, prediction: str) -> str:
-        """The whole prediction."""
-        del encoder, dataset
-        return prediction
-
     def settled(self, encoder: PromptEncoder, dataset: str, text: str) -> bool:
         """Only the first line of few-shot answers is scored, leading newlines apart."""
-        del encoder
         return dataset in FIRST_LINE and "\n" in text.lstrip("\n")
 
 
 @dataclass(frozen=True)
-class BalanceKVProtocol:
+class BalanceKVProtocol(LongBenchProtocol):
     """BalanceKV's released evaluation.
 
     Up to 100,000 tokens, more are cut from the middle of the token ids, chat template included. Llama
@@ -169,7 +165,6 @@ class BalanceKVProtocol:
         limit: int | None,
     ) -> EncodedPrompt:
         """See `LongBenchProtocol.encode`."""
-        del new_tokens
         chat = self._chat(encoder, dataset)
         ids, boundary = _encoded(encoder, prompt, cut, chat=chat)
         known = [size for size in (limit, encoder.max_input) if size is not None]
@@ -189,7 +184,6 @@ class BalanceKVProtocol:
 
     def end_ids(self, encoder: PromptEncoder, dataset: str) -> tuple[frozenset[int] | None, bool]:
         """See `LongBenchProtocol.end_ids`."""
-        del dataset
         return encoder.end_ids, True
 
     def answer(self, encoder: PromptEncoder, dataset: str, prediction: str) -> str:
