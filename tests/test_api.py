@@ -7,6 +7,7 @@ import gc
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from kvbench.cli.catalogue import catalogue
 from kvbench.engine.attention import UnsupportedModel
 from kvbench.engine.cache import LayerCache
 from kvbench.engine.live import UnsupportedGeneration
+from kvbench.engine.loading import local_path
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError
 from kvbench.methods import build_method
 
@@ -322,28 +324,6 @@ def test_what_a_compressed_cache_cannot_serve_is_refused_in_one_line() -> None:
         model.generate(output.sequences, past_key_values=output.past_key_values)
 
 
-def test_wrong_arguments_are_refused_before_anything_is_touched() -> None:
-    model = tiny_model("llama")
-    with pytest.raises(KVError, match=r"unknown method 'snapkvv' \(did you mean 'snapkv'\?\)"):
-        compress(model, "snapkvv")
-    with pytest.raises(KVError, match=r"rate is 1.5; allowed: a number in \(0, 1\]"):
-        compress(model, "snapkv", rate=1.5)
-    with pytest.raises(KVError, match="has no option 'kernel'"):
-        compress(model, "snapkv", kernel=3)
-    with pytest.raises(KVError, match="made already"):
-        compress(model, Everything(), kernel=3)
-    with pytest.raises(KVError, match="a name or a kvbench Method"):
-        compress(model, 7)  # type: ignore[arg-type]
-    encoder = t.T5Config(vocab_size=9, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
-    for wrong, message in [
-        (t.T5ForConditionalGeneration(encoder), "encoder-decoder"),
-        (torch.nn.Linear(2, 2), "a transformers PreTrainedModel"),
-        (model.model, "no language-model head"),
-    ]:
-        with pytest.raises(UnsupportedModel, match=message), compress(wrong, "exact"):
-            pass
-
-
 class Letters:
     """A tokenizer of 94 printable characters."""
 
@@ -357,6 +337,54 @@ class Letters:
 
     def decode(self, tokens: Any, **options: Any) -> str:
         return "".join(chr(29 + i) for i in tokens if i >= 3)
+
+
+def _compress(*arguments: Any, **options: Any) -> Callable[[Any], Any]:
+    return lambda model: compress(model, *arguments, **options)
+
+
+def _compare(*arguments: Any, **options: Any) -> Callable[[Any], Any]:
+    return lambda model: compare(model, Letters(), *arguments, **options)
+
+
+CHAT = r"prompt is a \w+; allowed: one text, or the messages"
+WRONG: list[tuple[Callable[[Any], Any], str]] = [
+    (_compress("snapkvv"), r"unknown method 'snapkvv' \(did you mean 'snapkv'\?\)"),
+    (_compress("snapkv", rate=1.5), r"rate is 1.5; allowed: a number in \(0, 1\]"),
+    (_compress("snapkv", kernel=3), "has no option 'kernel'"),
+    (_compress(Everything(), kernel=3), "made already"),
+    (_compress(7), "a name or a kvbench Method"),
+    (_compress("snapkv", compression_ratio=1), "compression_ratio is 1; allowed: the share"),
+    (_compress("snapkv", compression_ratio=0.5, total_rate=0.5), "allowed: one of the two"),
+    (lambda model: compress("snapkv", model), "model is 'snapkv'; allowed: first the model"),
+    (lambda model: compare(Letters(), model, "a", ["exact"]), "model and tokenizer are swapped"),
+    *((_compare(thing, ["exact"]), CHAT) for thing in (["a", 1], {"ids": [1]}, torch.ones(1, 3))),
+    (_compare("x", []), "methods is empty"),
+    (_compare("x", ["exact", "exact"]), "names 'exact' twice"),
+    (_compare("x", ["exat"]), "did you mean 'exact'"),
+    (_compare("", ["exact"]), "prompt is empty"),
+    (_compare("x", ["exact"], max_new_tokens=0), "max_new_tokens is 0"),
+    (_compare(["x", "y"], ["exact"], reference=["a"]), "2 prompts; allowed: one of each"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), WRONG, ids=lambda value: str(value)[:30])
+def test_wrong_arguments_are_refused_before_anything_is_touched(
+    call: Callable[[Any], Any], message: str
+) -> None:
+    with pytest.raises(KVError, match=message):
+        call(tiny_model("llama"))
+
+
+def test_models_that_cannot_be_compressed_are_refused() -> None:
+    encoder = t.T5Config(vocab_size=9, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    for wrong, message in [
+        (t.T5ForConditionalGeneration(encoder), "encoder-decoder"),
+        (torch.nn.Linear(2, 2), "a transformers PreTrainedModel"),
+        (tiny_model("llama").model, "no language-model head"),
+    ]:
+        with pytest.raises(UnsupportedModel, match=message), compress(wrong, "exact"):
+            pass
 
 
 def test_compare_gives_what_compress_gives_from_one_prefill() -> None:
@@ -404,20 +432,6 @@ def test_compare_takes_several_rates_and_prompts() -> None:
         model, Letters(), prompts["fox"], ["snapkv"], rate=[0.5, 0.25], **SMALL, max_new_tokens=2
     )
     assert list(rates.index.names) == ["rate", "method"]
-    with pytest.raises(KVError, match="2 prompts; allowed: one of each"):
-        compare(model, Letters(), list(prompts.values()), names, reference=["a"])
-
-
-def test_what_is_swapped_or_given_twice_is_one_line() -> None:
-    model: Any = tiny_model("llama")
-    with pytest.raises(KVError, match="model is 'snapkv'; allowed: first the model"):
-        compress("snapkv", model)
-    with pytest.raises(KVError, match="model and tokenizer are swapped"):
-        compare(Letters(), model, "a", ["exact"])
-    with pytest.raises(KVError, match="compression_ratio is 1; allowed: the share removed"):
-        compress(model, "snapkv", compression_ratio=1)
-    with pytest.raises(KVError, match="allowed: one of the two"):
-        compress(model, "snapkv", compression_ratio=0.5, total_rate=0.5)
 
 
 def test_compression_ratio_is_the_share_removed_and_a_session_is_one_line() -> None:
@@ -455,20 +469,6 @@ def test_compare_takes_chats_labels_and_failures() -> None:
     assert frame.loc["mine", "ratio"] == 1.0
     assert "holds 61 entries" in frame.loc["over", "error"]
     assert frame["text"].isna().tolist() == [False, True, False]
-    for thing in (["one text", 1], {"input_ids": [1, 2]}, torch.ones(1, 3)):
-        with pytest.raises(KVError, match=r"prompt is a \w+; allowed: one text, or the messages"):
-            compare(model, Letters(), thing, ["exact"])  # type: ignore[arg-type]
-    for wrong, message in [
-        ([], "methods is empty"),
-        (["exact", "exact"], "names 'exact' twice"),
-        (["exat"], "did you mean 'exact'"),
-    ]:
-        with pytest.raises(KVError, match=message):
-            compare(model, Letters(), "x", wrong)
-    with pytest.raises(KVError, match="prompt is empty"):
-        compare(model, Letters(), "", ["exact"])
-    with pytest.raises(KVError, match="max_new_tokens is 0"):
-        compare(model, Letters(), "x", ["exact"], max_new_tokens=0)
     with compress(model, "snapkv", **SMALL):  # one inside the other
         assert (
             compare(model, Letters(), "x" * 50, "exact", max_new_tokens=3).loc["exact", "ratio"]
@@ -476,12 +476,16 @@ def test_compare_takes_chats_labels_and_failures() -> None:
         )
 
 
-def test_a_pipeline_batches_pads_and_stops_as_usual() -> None:
-    from kvbench.engine.loading import local_path
-
+@pytest.fixture
+def shipped() -> tuple[Any, Any]:
+    """The shipped model and its tokenizer, as transformers loads them."""
     path = local_path("asset:recall_mini")
-    model = t.AutoModelForCausalLM.from_pretrained(path).eval()
-    tokenizer = t.AutoTokenizer.from_pretrained(path, padding_side="left")
+    model = t.AutoModelForCausalLM.from_pretrained(path, device_map="cpu").eval()
+    return model, t.AutoTokenizer.from_pretrained(path, padding_side="left")
+
+
+def test_a_pipeline_batches_pads_and_stops_as_usual(shipped: Any) -> None:
+    model, tokenizer = shipped
     pipe = t.pipeline("text-generation", model=model, tokenizer=tokenizer)
     prompts = ["line one: the value is 7. " * 8, "a short one: " * 3, "and another " * 5]
     options = {"max_new_tokens": 6, "do_sample": False, "return_full_text": False}
@@ -495,12 +499,8 @@ def test_a_pipeline_batches_pads_and_stops_as_usual() -> None:
     assert pipe(prompts, batch_size=2, **options) == plain
 
 
-def test_a_text_streamer_in_a_thread_gives_the_text_as_it_comes() -> None:
-    from kvbench.engine.loading import local_path
-
-    path = local_path("asset:recall_mini")
-    model: Any = t.AutoModelForCausalLM.from_pretrained(path).eval()
-    tokenizer = t.AutoTokenizer.from_pretrained(path)
+def test_a_text_streamer_in_a_thread_gives_the_text_as_it_comes(shipped: Any) -> None:
+    model, tokenizer = shipped
     inputs = tokenizer("line one: the value is 7. " * 8, return_tensors="pt")
     options = {"max_new_tokens": 6, "do_sample": False}
     with compress(model, "snapkv", **SMALL) as session:
@@ -541,10 +541,7 @@ def test_hidden_states_stop_strings_and_decorators_work() -> None:
     @compress(model, "snapkv", **SMALL)
     def generated() -> Any:
         return model.generate(
-            **inputs,
-            output_hidden_states=True,
-            output_logits=True,
-            return_dict_in_generate=True,
+            **inputs, output_hidden_states=True, output_logits=True, return_dict_in_generate=True
         )
 
     before = state_of(model)
@@ -588,12 +585,8 @@ def test_a_deep_copy_made_inside_generates_with_itself_and_compressed() -> None:
     assert "generate" not in vars(model)
 
 
-def test_chats_work_in_pipelines_and_in_compare() -> None:
-    from kvbench.engine.loading import local_path
-
-    path = local_path("asset:recall_mini")
-    model: Any = t.AutoModelForCausalLM.from_pretrained(path, device_map="cpu").eval()
-    tokenizer = t.AutoTokenizer.from_pretrained(path)
+def test_chats_work_in_pipelines_and_in_compare(shipped: Any) -> None:
+    model, tokenizer = shipped
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     chat = [{"role": "user", "content": "line one: the value is 7. " * 8}]
     pipe = t.pipeline("text-generation", model=model, tokenizer=tokenizer)

@@ -49,8 +49,8 @@ def test_compress_and_the_default_task_need_no_extra() -> None:
     names = ("hydra_plugins.hydra_submitit_launcher", "submitit", "lm_eval", "wandb_workspaces")
     code = without(*names) + (
         "import kvbench.api, kvbench.cli.build, kvbench.tasks.needle, kvbench.tasks.longeval_lines\n"
-        "from kvbench.cli.check import check_overrides\n"
-        "assert check_overrides(['experiment=demo']) is None\n"
+        "from kvbench.cli.check import check_command\n"
+        "check_command(['experiment=demo'], sweep=False)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -64,11 +64,12 @@ def test_only_the_engine_knows_transformers():
 
 def test_usage_errors_come_without_importing_torch():
     script = (
-        "import sys; from kvbench.cli.check import check_overrides; "
-        "assert 'snapkv' in check_overrides(['method=snapkvv']); "
-        "assert 'torch' not in sys.modules and 'wandb' not in sys.modules"
+        "import sys; from kvbench.cli.main import main\n"
+        "try: main(['method=snapkvv'])\n"
+        "finally: assert 'torch' not in sys.modules and 'wandb' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", script], check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
 
 
 NOT_ROOMS = ("assets", "conf", "README.md", "py.typed")

@@ -16,9 +16,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.command import refusal_of
 
 from kvbench.cli.catalogue import catalogue
-from kvbench.cli.check import check_overrides
 from kvbench.cli.papers import experiment_called
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,7 +73,7 @@ def test_commands_work_as_typed(path: Path) -> None:
         if overrides and "=" in overrides[-1]:
             sweep = "-m" in overrides
             keys = [word for word in overrides if word not in ("show", "-m")]
-            assert check_overrides(keys, sweep=sweep) is None, command
+            assert refusal_of(keys, sweep=sweep) is None, command
 
 
 def blocks(section: str) -> list[tuple[str, str, str]]:

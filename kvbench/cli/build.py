@@ -41,10 +41,9 @@ from kvbench.records.store import safe_name
 from kvbench.report.wandb.send import check_logger
 from kvbench.run import provenance
 from kvbench.run.batching import check_batch_size
-from kvbench.run.confirm import go_on
 from kvbench.run.encoding import EncodedExample
 from kvbench.run.plan import BringsRows, Plan, TaskPlan
-from kvbench.run.preview import print_briefly, print_dry_run
+from kvbench.run.preview import go_on, print_briefly, print_dry_run
 from kvbench.run.progress import progress_display
 from kvbench.run.runner import Job, JobResult, run_job
 from kvbench.run.session import Session
@@ -158,11 +157,6 @@ def build_job(config: DictConfig, made: Made | None = None) -> Job:
     for key in plain:
         if key not in KEYS:
             raise KVError(f"unknown key {key!r}{nearest(key, KEYS)}; allowed: {', '.join(KEYS)}")
-    limit = config.limit
-    if limit is not None and (not isinstance(limit, int) or limit < 1):
-        raise KVError(f"limit is {limit!r}; allowed: a positive integer or null")
-    if not config.get("methods"):
-        raise KVError("method is empty; allowed: one or more of conf/method, e.g. method=[exact]")
     if config.logger.name == "wandb":
         try:
             check_logger(config.logger.mode, config.logger.timeout_s)
@@ -229,7 +223,7 @@ def build_job(config: DictConfig, made: Made | None = None) -> Job:
         method_configs=method_configs,
         task_config=task_config,
         budget_config=budget_config,
-        limit=limit,
+        limit=config.limit,
         shard=Shard.parse(config.shard),
         batch_size=check_batch_size(config.batch_size),
         retry_failed=config.retry_failed,

@@ -14,7 +14,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.cli.catalogue import config_dir
 from kvbench.cli.compose import Compositions, SharingLoader, job_config, plain_values
-from kvbench.cli.jobs import explained
 from kvbench.cli.meant import as_meant
 from kvbench.cli.overrides import (
     COMPOSING,
@@ -25,12 +24,8 @@ from kvbench.cli.overrides import (
     job_count,
     sample_overrides,
 )
-from kvbench.errors import UserError, complain, first_line
+from kvbench.errors import UserError, first_line
 from kvbench.run.progress import counted
-
-
-class UsageError(UserError):
-    """A command line that cannot be followed: one line that says what is allowed."""
 
 
 @contextmanager
@@ -72,7 +67,7 @@ def check_command(
     """Compose every value of every sweep, and check it.
 
     Raises:
-        UsageError: what is wrong, and what is allowed.
+        UserError: what is wrong, and what is allowed.
     """
     kept = kept or Compositions()
     overrides = as_meant(overrides)
@@ -84,24 +79,25 @@ def check_command(
         # before them.
         asking = ("experiment=", "launcher=", "hydra.searchpath=")
         chosen = [text for text in overrides if text.startswith(asking)]
-        refuse_if(check_syntax(chosen, sweep=sweep) or check_groups(chosen))
+        check_syntax(chosen, sweep=sweep)
+        check_groups(chosen)
         try:
             mode, params = _own_sweep(chosen)
         except COMPOSING as error:
-            raise UsageError(explain(error, chosen)) from error
-        refuse_if(check_syntax(overrides, sweep=sweep or mode == "MULTIRUN"))
+            raise UserError(explain(error, chosen)) from error
+        check_syntax(overrides, sweep=sweep or mode == "MULTIRUN")
         given = {text.partition("=")[0] for text in overrides}
         params = [text for text in params if text.partition("=")[0] not in given]
         samples = list(sample_overrides([*params, *overrides]))
         jobs = job_count([*params, *overrides])
         for sample in counted(samples, "values checked"):
-            refuse_if(check_groups(sample))
+            check_groups(sample)
             try:
                 whole = compose("config", overrides=sample, return_hydra_config=True)
-                refuse_if(check_values(job_config(whole)))
+                check_values(job_config(whole))
                 _check_hydra(whole)
             except COMPOSING as error:
-                raise UsageError(explain(error, sample)) from error
+                raise UserError(explain(error, sample)) from error
             first = first or whole
             shards.add(OmegaConf.select(whole, "shards"))
     assert first is not None
@@ -113,17 +109,17 @@ def _check_hydra(config: DictConfig) -> None:
     interpolations lead nowhere yet), and the launcher's options, which have types of their own.
 
     Raises:
-        UsageError: naming the option.
+        UserError: naming the option.
     """
     verbose = plain_values(config.hydra._get_node("verbose"))
     chdir = plain_values(config.hydra.job._get_node("chdir"))
     names = verbose if isinstance(verbose, list) else [verbose]
     if chdir is not None and not isinstance(chdir, bool):
-        raise UsageError(f"hydra.job.chdir is {chdir!r}; allowed: true or false")
+        raise UserError(f"hydra.job.chdir is {chdir!r}; allowed: true or false")
     if not isinstance(verbose, bool) and not all(
         isinstance(name, str) and "${" not in name for name in names
     ):
-        raise UsageError(
+        raise UserError(
             f"hydra.verbose is {verbose!r}; allowed: true, false, or names of loggers, e.g. kvbench"
         )
     launcher = copy.deepcopy(config.hydra.launcher)
@@ -133,12 +129,7 @@ def _check_hydra(config: DictConfig) -> None:
         try:
             launcher[key] = launcher[key]
         except OmegaConfBaseException as error:
-            raise UsageError(f"launcher.{key} cannot be used: {first_line(error)}") from error
-
-
-def refuse_if(problem: str | None) -> None:
-    if problem is not None:
-        raise UsageError(problem)
+            raise UserError(f"launcher.{key} cannot be used: {first_line(error)}") from error
 
 
 def _own_sweep(chosen: Sequence[str]) -> tuple[str, list[str]]:
@@ -148,29 +139,6 @@ def _own_sweep(chosen: Sequence[str]) -> tuple[str, list[str]]:
     config = compose("config", overrides=list(chosen), return_hydra_config=True)
     params = config.hydra.sweeper.get("params") or {}
     return str(config.hydra.mode).rpartition(".")[2], [f"{k}={v}" for k, v in params.items()]
-
-
-def check_overrides(overrides: Sequence[str], *, sweep: bool = False) -> str | None:
-    """Compose what the overrides ask for, every value of a sweep included; None, or what is wrong."""
-    try:
-        check_command(overrides, sweep=sweep)
-    except UsageError as error:
-        return str(error)
-    return None
-
-
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Errors that name a thing, its value and what is allowed end the process with one line; anything
-    else is a bug and keeps its traceback."""
-    try:
-        yield
-    except Exception as error:
-        known = explained(error)
-        if known is None:
-            raise
-        complain(known[0])
-        raise SystemExit(known[1]) from error
 
 
 def resolved(config: DictConfig) -> dict[str, object]:

@@ -12,10 +12,9 @@ import copy
 import os
 import pickle
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any, TypeVar, cast
 
 from hydra import __version__, version
@@ -70,13 +69,11 @@ class Base:
     Attributes:
         choices: what was chosen of each group, by default or by an override.
         sources: where its files were looked for.
-        aliases: keys of what stands for something elsewhere in it.
         copy: gives a copy of the config.
     """
 
     choices: dict[str, Any]
     sources: list[ConfigSourceInfo]
-    aliases: frozenset[str]
     copy: Callable[[], DictConfig] = lambda: DictConfig({})
 
     def note_origin(self, config: DictConfig) -> None:
@@ -96,8 +93,6 @@ class Compositions:
         self.groups: dict[tuple[Key, str], bool] = {}
         self.options: dict[Key, list[str]] = {}
         self.bases: dict[Key, Base] = {}
-        self.fitting: dict[Key, set[str]] = {}
-        """Overrides that were applied to a base, and could be."""
 
     def __reduce__(self) -> tuple[type[Compositions], tuple[()]]:
         return Compositions, ()
@@ -109,20 +104,6 @@ class SharingLoader(ConfigLoaderImpl):
     def __init__(self, like: ConfigLoader, kept: Compositions) -> None:
         super().__init__(like.get_search_path())
         self.kept = kept
-
-    def check_sweep_config(self, master: DictConfig, overrides: Sequence[str]) -> None:
-        """Raise what composing this job would raise.
-
-        A job is composed for this unless every one of its overrides has been applied to the same base
-        before, and none of them can depend on the others: then there is nothing new in it.
-        """
-        line = [*master.hydra.overrides.hydra, *overrides]
-        parsed = [parse(text) for text in line]
-        key, choosing = self._base(master.hydra.job.config_name, parsed, RunMode.RUN)
-        setting = [override for override in parsed if override not in choosing]
-        known = self.kept.fitting.get(key, set())
-        if not (known.issuperset(line) and _independent(setting, self.kept.bases[key])):
-            self.load_sweep_config(master, list(overrides))
 
     def _load_configuration_impl(
         self,
@@ -162,7 +143,6 @@ class SharingLoader(ConfigLoaderImpl):
             exclude_keys=dirname.exclude_keys,
         )
         job.config_name = config_name
-        self.kept.fitting.setdefault(key, set()).update(overrides)
         assert isinstance(config, DictConfig)
         return config
 
@@ -216,7 +196,6 @@ class SharingLoader(ConfigLoaderImpl):
             base = Base(
                 dict(defaults.overrides.known_choices),
                 [ConfigSourceInfo(s.path, s.scheme(), s.provider) for s in files.get_sources()],
-                frozenset(_aliases(config)),
             )
             base.note_origin(config)
             base.copy = copies_of(config)
@@ -233,27 +212,12 @@ class SharingLoader(ConfigLoaderImpl):
         return self.kept.groups[name]
 
 
-def _independent(setting: Sequence[Override], base: Base) -> bool:
-    """Whether none of the overrides changes what another finds in the base: each replaces what is
-    there, at keys of which none lies in another nor in a node that stands for one elsewhere."""
-    keys = sorted(f"{override.key_or_group}." for override in setting)
-    apart = not any(after.startswith(before) for before, after in pairwise(keys))
-    replacing = not any(o.is_add() or o.is_force_add() or o.is_delete() for o in setting)
-    return apart and replacing and not any("[" in k or _within(k, base.aliases) for k in keys)
-
-
-def _within(key: str, nodes: frozenset[str]) -> bool:
-    parts = key.rstrip(".").split(".")
-    return any(".".join(parts[:depth]) in nodes for depth in range(1, len(parts)))
-
-
-def _aliases(config: DictConfig, prefix: str = "") -> Iterator[str]:
-    """Keys of the nodes that are interpolations."""
-    for key, node in config.items_ex(resolve=False):
-        if isinstance(node, Node) and node._is_interpolation():
-            yield f"{prefix}{key!s}"
-        elif isinstance(node, DictConfig) and not node._is_none() and not node._is_missing():
-            yield from _aliases(node, f"{prefix}{key!s}.")
+def flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key of a plain config and its value, those of inner mappings as ``a.b``."""
+    for key, value in values.items():
+        yield f"{prefix}{key}", value
+        if isinstance(value, Mapping):
+            yield from flattened(value, f"{prefix}{key}.")
 
 
 def job_config(config: DictConfig) -> DictConfig:

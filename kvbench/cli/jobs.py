@@ -55,6 +55,17 @@ def explained(error: BaseException) -> tuple[str, int] | None:
     return None
 
 
+def tell(error: BaseException) -> tuple[str, int]:
+    """Say on stderr what is wrong, in one line, before it the traceback if it is a bug; the line and the
+    exit status."""
+    known = explained(error)
+    if known is None:
+        print(traceback_of(error), file=sys.stderr, end="", flush=True)
+        known = one_line(error), FAILED
+    complain(known[0])
+    return known
+
+
 @dataclass(frozen=True)
 class JobOutcome:
     """What one job came to.
@@ -141,12 +152,8 @@ class Jobs:
         except BaseException as error:
             if asks_to_stop(error) or isinstance(error, SystemExit):
                 raise
-            known = explained(error)
-            if known is None:
-                print(traceback_of(error), file=sys.stderr, end="", flush=True)
-                known = one_line(error), FAILED
-            complain(known[0])
-            return JobOutcome(overrides, error=presentable(known[0]), status=known[1])
+            line, status = tell(error)
+            return JobOutcome(overrides, error=presentable(line), status=status)
         if done is None:  # a dry run
             return JobOutcome(overrides)
         folder, result = done

@@ -4,10 +4,8 @@ name, a key without the group it is in, a dtype's short name."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-
-from omegaconf import DictConfig
 
 from kvbench.cli.catalogue import catalogue
 from kvbench.cli.papers import experiment_called
@@ -79,17 +77,3 @@ def _is_folder(value: str) -> bool:
         return value not in ("", ".", "..") and Path(value).is_dir()
     except (OSError, ValueError):  # no name that a folder can have
         return False
-
-
-def keys_called(name: str, config: DictConfig) -> list[str]:
-    """Keys below the top whose last part is `name`, e.g. ``budget.rate`` for ``rate``."""
-    return [key for key in _keys(config) if key.endswith(f".{name}")]
-
-
-def _keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
-    for name in config:
-        key = f"{prefix}{name!s}"
-        yield key
-        node = config._get_node(name)
-        if isinstance(node, DictConfig) and not node._is_none() and not node._is_missing():
-            yield from _keys(node, f"{key}.")

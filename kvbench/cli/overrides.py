@@ -23,9 +23,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, Node
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench.cli.compose import parse, plain_values
-from kvbench.cli.meant import DTYPE_NAMES, keys_called
-from kvbench.errors import names_a_secret, nearest, needs_extra
+from kvbench.cli.compose import flattened, parse, plain_values
+from kvbench.cli.meant import DTYPE_NAMES
+from kvbench.errors import UserError, names_a_secret, nearest, needs_extra
 from kvbench.errors.options import (
     Count,
     NonNegative,
@@ -47,64 +47,72 @@ COMPOSING = (
     *(AssertionError, AttributeError, LookupError, RecursionError),
 )
 """What composing raises where Hydra did not think of an override."""
-MOST_SHARDS = 1000
+MOST_SHARDS = MOST_WORKERS = 1000
 MOST_VALUES = 1000
 """Of one key in a sweep."""
 DEEPEST = 20
 """Lists and mappings in one another."""
 
 
-def check_syntax(overrides: Sequence[str], *, sweep: bool) -> str | None:
-    """What is wrong with the overrides as text, None if nothing.
+def check_syntax(overrides: Sequence[str], *, sweep: bool) -> None:
+    """Refuse overrides that are wrong as text.
 
     Args:
         sweep: whether the jobs of a sweep are asked for (``-m``).
+
+    Raises:
+        UserError: naming the override.
     """
     keys: dict[str, str] = {}
     for text in overrides:
         if "=" not in text and not text.startswith("~"):
-            return (
+            raise UserError(
                 f"{text!r} is not an override{nearest(text, COMMANDS)}; allowed: key=value, or "
                 "first of all list, show or released"
             )
         try:
             override = _parse(text)
-        except (HydraException, ValueError, RecursionError):  # also numbers and lists without end
-            return (
+        except (HydraException, ValueError, RecursionError) as error:  # also numbers without end
+            raise UserError(
                 f"cannot read {text!r}; allowed: key=value, key=[a,b], and quotes around what has "
                 "brackets, blanks or = in it"
-            )
+            ) from error
         value: Any = override.value()
         sweeps = isinstance(value, Sweep | Glob)
         for each in getattr(value, "list", None) or [] if sweeps else [value]:
             if _depth(each) > DEEPEST:
-                return f"{text!r} has a sweep, or lists without end, in lists; allowed: values"
+                raise UserError(
+                    f"{text!r} has a sweep, or lists without end, in lists; allowed: values"
+                )
         if override.is_sweep_override():
             if not sweep:
-                return (
+                raise UserError(
                     f"{text!r} has several values; allowed: -m for one job each, or "
                     f"{override.key_or_group}=[...] for a list"
                 )
             if not override.is_discrete_sweep() or not _values(override):
-                return f"{text!r} is no list of values; allowed: {override.key_or_group}=a,b,c"
+                raise UserError(
+                    f"{text!r} is no list of values; allowed: {override.key_or_group}=a,b,c"
+                )
             if len(_values(override)) > MOST_VALUES:
-                return f"{text!r} has too many values; allowed: at most {MOST_VALUES}"
+                raise UserError(f"{text!r} has too many values; allowed: at most {MOST_VALUES}")
         key = override.get_key_element()
         if names_a_secret(override.key_or_group):
-            return (
+            raise UserError(
                 f"{key} is given a value, which the results would keep; allowed: the environment "
                 "(HF_TOKEN, WANDB_API_KEY)"
             )
         if key == "methods":
-            return (
+            raise UserError(
                 f"methods has the methods' options, e.g. methods.snapkv.kernel_size=7{_meant(value)}; "
                 "allowed: method=[...] to choose them"
             )
         if key in keys:
             together = f"; several as {key}=[...]" if override.key_or_group in _groups() else ""
-            return f"{key} is given twice ({keys[key]} and {text}); allowed: once{together}"
+            raise UserError(
+                f"{key} is given twice ({keys[key]} and {text}); allowed: once{together}"
+            )
         keys[key] = text
-    return None
 
 
 def _meant(value: object) -> str:
@@ -205,7 +213,8 @@ def _explain_key(key: str, overrides: Sequence[str]) -> str | None:
             allowed = sorted({*allowed, *_groups()})
         if part not in allowed:
             where = f" of {'.'.join(walked)}" if walked else ""
-            inner = [] if walked else keys_called(key, composed)
+            keys = [name for name, _ in flattened(plain_values(composed))]
+            inner = [] if walked else [name for name in keys if name.endswith(f".{key}")]
             meant = f" (did you mean {' or '.join(inner)}?)" if inner else nearest(part, allowed)
             return (
                 f"unknown key {part!r}{where}{meant}; allowed: "
@@ -221,8 +230,12 @@ def _groups() -> list[str]:
     return [g for g in loader.get_group_options("", ObjectType.GROUP) if not g.startswith("hydra")]
 
 
-def check_groups(overrides: Sequence[str]) -> str | None:
-    """What is wrong with the values of group overrides (``model=``, ``method=[...]``)."""
+def check_groups(overrides: Sequence[str]) -> None:
+    """Refuse wrong values of groups (``model=``, ``method=[...]``).
+
+    Raises:
+        UserError: naming the group.
+    """
     for override in map(_parse, overrides):
         group, value = override.key_or_group, override.value()
         if group not in _groups() or override.is_delete() or override.is_sweep_override():
@@ -233,56 +246,56 @@ def check_groups(overrides: Sequence[str]) -> str | None:
             names = Counter(str(name) for name in value)
             twice = [name for name, count in names.items() if count > 1]
             if not names:
-                return f"method is empty; allowed: one or more of {allowed}"
+                raise UserError(f"method is empty; allowed: one or more of {allowed}")
             if twice:
-                return f"method names {twice[0]!r} twice; allowed: each once"
+                raise UserError(f"method names {twice[0]!r} twice; allowed: each once")
         elif isinstance(value, str) and value.startswith("_"):  # what others of its group share
-            return f"unknown {group} {value!r}; allowed: {allowed}"
+            raise UserError(f"unknown {group} {value!r}; allowed: {allowed}")
         elif not isinstance(value, str) or not value:
             how = "one or more" if several else "one"
-            return f"{override.input_line!r} names no {group}; allowed: {how} of {allowed}"
-    return None
+            raise UserError(
+                f"{override.input_line!r} names no {group}; allowed: {how} of {allowed}"
+            )
 
 
-def check_values(config: DictConfig) -> str | None:
-    """What is wrong with the values of the common keys, None if nothing."""
+def check_values(config: DictConfig) -> None:
+    """Refuse wrong values of the common keys.
+
+    Raises:
+        UserError: naming the key.
+    """
     values: Any = plain_values(config, without=("hydra",))
-    for key in _missing(values):
-        return f"{key} has no value; allowed: {key}=..."
+    for key, value in flattened(values):
+        if value == "???":
+            raise UserError(f"{key} has no value; allowed: {key}=...")
     for key, hint in _RULES.items():
         head, _, last = key.rpartition(".")
         place = values.get(head) if head else values
         if head and not isinstance(place, Mapping):
-            return f"{head} is {place!r}; allowed: its keys, e.g. {key}={_EXAMPLES[key]}"
+            raise UserError(f"{head} is {place!r}; allowed: its keys, e.g. {key}={_EXAMPLES[key]}")
         if last in place and not fits(hint, place[last]):
             meant = DTYPE_NAMES.get(str(place[last])) if last == "dtype" else None
             nearby = f" (did you mean {meant!r}?)" if meant else ""
-            return f"{key} is {place[last]!r}{nearby}; allowed: {allowed(hint)}"
+            raise UserError(f"{key} is {place[last]!r}{nearby}; allowed: {allowed(hint)}")
     for group in ("model", "task", "launcher"):
         if not isinstance(values.get(group), Mapping):
-            return f"{group} is {values.get(group)!r}; allowed: {', '.join(_group_choices(group))}"
+            raise UserError(
+                f"{group} is {values.get(group)!r}; allowed: {', '.join(_group_choices(group))}"
+            )
     launcher, chosen = values["launcher"], HydraConfig.get().runtime.choices["launcher"]
     if launcher.get("name") != chosen:
-        return f"launcher.name is {launcher.get('name')!r}; allowed: launcher=..."
+        raise UserError(f"launcher.name is {launcher.get('name')!r}; allowed: launcher=...")
     for key, hint in _LAUNCHER.items():
         if key in launcher and not fits(hint, launcher[key]):
-            return refusal(f"launcher.{key}", launcher[key], hint)
+            raise UserError(refusal(f"launcher.{key}", launcher[key], hint))
     methods = values.get("methods")
     if not isinstance(methods, Mapping) or not methods:
-        return "method is empty; allowed: one or more of conf/method, e.g. method=[exact]"
+        raise UserError("method is empty; allowed: one or more of conf/method, e.g. method=[exact]")
     for label, method in methods.items():
         if not isinstance(method, Mapping):
-            return f"methods.{label} is {method!r}; allowed: its keys, e.g. methods.h2o.decode=grow"
-    return None
-
-
-def _missing(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Keys that wait for a value (``???`` in the YAML)."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _missing(value, f"{prefix}{key}.")
-        elif value == "???":
-            yield f"{prefix}{key}"
+            raise UserError(
+                f"methods.{label} is {method!r}; allowed: its keys, e.g. methods.h2o.decode=grow"
+            )
 
 
 def _parses(parse: Callable[[Any], object], value: Any) -> bool:
@@ -347,8 +360,11 @@ _LAUNCHER: dict[str, Any] = {
     ),
     "sbatch": Annotated[Mapping[str, Any] | None, "options of sbatch, e.g. {reservation: x}"],
     "poll_s": Positive,
+    "workers": Annotated[int, Ge(1), Le(MOST_WORKERS), f"a positive integer up to {MOST_WORKERS}"]
+    | None,
+    "gpus_per_worker": Count,
 }
-"""Of launcher=slurm; those of launcher=gpus are `kvbench.cli.launch.devices`'s."""
+"""Of launcher=slurm and, from `workers` on, launcher=gpus."""
 _EXAMPLES = {
     **{"budget.rate": 0.25, "budget.sink": 32, "budget.window": 32},
     **{"budget.size": 2000, "budget.total_rate": 0.2},

@@ -17,8 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvbench.cli.check import UsageError
-from kvbench.errors import nearest, printable
+from kvbench.errors import UserError, nearest, printable
 from kvbench.records.durable import read_file
 from kvbench.records.read import MANIFEST, read_manifest, read_records
 from kvbench.records.store import RecordStore, write_manifest
@@ -35,27 +34,27 @@ def pair_released(arguments: Sequence[str]) -> int:
     """Write the paired run; print where it is and how much was matched.
 
     Raises:
-        UsageError: unknown or missing arguments, no such run or predictions, or nothing that matches.
+        UserError: unknown or missing arguments, no such run or predictions, or nothing that matches.
         StoreError: the run cannot be read, or the new one cannot be written.
     """
     given = dict(text.partition("=")[::2] for text in arguments)
     for key in given:
         if key not in KEYS:
-            raise UsageError(
+            raise UserError(
                 f"released has no argument {key!r}{nearest(key, KEYS)}; allowed: run=, predictions="
             )
     if set(given) != set(KEYS) or not all(given.values()):
-        raise UsageError("released takes run=<run folder> and predictions=<folder>")
+        raise UserError("released takes run=<run folder> and predictions=<folder>")
     run, folder = Path(given["run"]), Path(given["predictions"])
     if not (run / MANIFEST).is_file():
-        raise UsageError(f"run is {given['run']!r}; allowed: a run's folder, with its {MANIFEST}")
+        raise UserError(f"run is {given['run']!r}; allowed: a run's folder, with its {MANIFEST}")
     if not folder.is_dir():
-        raise UsageError(f"predictions is {given['predictions']!r}; allowed: a folder")
+        raise UserError(f"predictions is {given['predictions']!r}; allowed: a folder")
     manifest = read_manifest(run / MANIFEST)
     ours = [record for record in read_records(run) if record["status"] == "ok"]
     paired = list(paired_records(ours, folder))
     if not paired:
-        raise UsageError(f"no line of {folder} has the answers and length of a record of {run}")
+        raise UserError(f"no line of {folder} has the answers and length of a record of {run}")
     experiment = f"{manifest['experiment']}_released"
     place = run.parents[2].with_name(experiment).joinpath(*run.parts[-3:])
     command = f"kvbench released run={run} predictions={folder}"
@@ -92,7 +91,7 @@ def _lines_of(folder: Path, dataset: str) -> dict[Key, deque[dict[str, Any]]]:
     """The released lines of a dataset by their answers and length; empty where there is no file.
 
     Raises:
-        UsageError: a line that is no prediction.
+        UserError: a line that is no prediction.
     """
     found: dict[Key, deque[dict[str, Any]]] = defaultdict(deque)
     paths = [folder / f"{dataset}{suffix}.jsonl" for suffix in ("", "_e")]
@@ -103,7 +102,7 @@ def _lines_of(folder: Path, dataset: str) -> dict[Key, deque[dict[str, Any]]]:
                 if not isinstance(line["pred"], str) or not isinstance(line["answers"], list):
                     raise ValueError
             except (ValueError, KeyError, TypeError, RecursionError) as error:
-                raise UsageError(
+                raise UserError(
                     f"{path}, line {number} is no prediction; allowed: JSON with pred (text) and "
                     "answers (a list)"
                 ) from error

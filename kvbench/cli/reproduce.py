@@ -14,9 +14,9 @@ from pathlib import Path
 from string import Template
 
 from kvbench.cli.catalogue import catalogue
-from kvbench.cli.check import UsageError
+from kvbench.cli.jobs import tell
 from kvbench.cli.papers import PaperItem, experiment_called, folder_name, limit_key, paper_items
-from kvbench.errors import complain, nearest
+from kvbench.errors import UserError, nearest
 
 ALL = "all"
 SMALL_MODELS = ("recall_mini", "tiny_random")
@@ -34,7 +34,7 @@ def reproduce(arguments: Sequence[str], run: Callable[[Sequence[str]], int]) -> 
         The largest exit status; of ``all``, every experiment is tried.
 
     Raises:
-        UsageError: no such experiment, or a folder that it reads was not named.
+        UserError: no such experiment, or a folder that it reads was not named.
     """
     name, *overrides = arguments or [""]
     if name != ALL:
@@ -47,11 +47,8 @@ def reproduce(arguments: Sequence[str], run: Callable[[Sequence[str]], int]) -> 
         print(f"\n{name}", flush=True)
         try:
             statuses += map(run, command_lines(name, overrides))
-        except UsageError as error:
-            complain(f"{name}: {error}")
-            statuses.append(error.status)
-        except SystemExit as stop:
-            statuses.append(stop.code if isinstance(stop.code, int) else 1)
+        except Exception as error:  # noqa: BLE001 - the others are tried all the same
+            statuses.append(tell(error)[1])
     _index(overrides, list(reversed(made)))
     return max(statuses)
 
@@ -63,7 +60,7 @@ def command_lines(name: str, overrides: Sequence[str]) -> Iterator[list[str]]:
     """The overrides of every run that an experiment takes.
 
     Raises:
-        UsageError: see `reproduce`.
+        UserError: see `reproduce`.
     """
     experiment, _ = experiment_called(name)
     known = catalogue("experiments")
@@ -71,9 +68,9 @@ def command_lines(name: str, overrides: Sequence[str]) -> Iterator[list[str]]:
     if experiment not in known:
         item = items.get(experiment)
         if item is not None:
-            raise UsageError(f"{name} has no experiment: {item.no_data or item.status}")
+            raise UserError(f"{name} has no experiment: {item.no_data or item.status}")
         hint = nearest(name, [*known, *items])
-        raise UsageError(f"unknown experiment {name!r}{hint}; allowed: {', '.join([*known, ALL])}")
+        raise UserError(f"unknown experiment {name!r}{hint}; allowed: {', '.join([*known, ALL])}")
     item = items.get(name) or items.get(experiment) or PaperItem("", experiment, "", "")
     given = dict(text.partition("=")[::2] for text in overrides)
     small = shlex.split(item.small if given.get("model") in SMALL_MODELS else "")
@@ -100,12 +97,12 @@ def _expanded(word: str, item: PaperItem) -> str:
     """A word of a run with the folders that the environment names.
 
     Raises:
-        UsageError: one is not named.
+        UserError: one is not named.
     """
     try:
         return Template(word).substitute(os.environ)
     except KeyError as error:
-        raise UsageError(
+        raise UserError(
             f"{error.args[0]} is not set; {item.name} needs {item.needs}: allowed:"
             f" {error.args[0]}=<folder> in the environment or of make"
         ) from error

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from functools import cache, partial
+from functools import cache
 from numbers import Integral, Real
 from os import PathLike, fspath
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from annotated_types import Ge, Gt, Le, Lt, MinLen
-from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
+from annotated_types import Ge, Gt, Le, Lt, MinLen, Predicate
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from kvbench.errors import UserError
 
@@ -32,46 +32,17 @@ ADDED = {"added": True}
 its default it is left out of that hash, so that old folders are found."""
 
 
-def _odd(value: int) -> int:
-    if value % 2 == 0:
-        raise ValueError
-    return value
-
-
-def _distinct(values: Sequence[T]) -> Sequence[T]:
-    if not values or len(set(values)) < len(values):
-        raise ValueError
-    return values
-
-
-def _written(text: str) -> str:
-    text.encode()  # the command line can bring halves of characters
-    return text
-
-
-def _worded(text: str) -> str:
-    if not text.strip():
-        raise ValueError
-    return text
-
-
-def _an_instance(of: type, value: object) -> object:
-    if not isinstance(value, of):
-        raise ValueError
-    return value
-
-
 Count = Annotated[int, Ge(1)]
 Whole = Annotated[int, Ge(0)]
-Odd = Annotated[int, Ge(1), AfterValidator(_odd), "an odd integer >= 1"]
+Odd = Annotated[int, Ge(1), Predicate(lambda value: value % 2 == 1), "an odd integer >= 1"]
 Share = Annotated[float, Gt(0), Le(1)]
 Fraction = Annotated[float, Ge(0), Le(1)]
 Positive = Annotated[float, Gt(0)]
 NonNegative = Annotated[float, Ge(0)]
-Text = Annotated[str, AfterValidator(_worded), "text that is not empty"]
+Text = Annotated[str, Predicate(lambda text: bool(text.strip())), "text that is not empty"]
 Several = Annotated[Sequence[T], MinLen(1)]
 """A list of one or more values."""
-Distinct = Annotated[Sequence[T], AfterValidator(_distinct), "each once"]
+Distinct = Annotated[Sequence[T], Predicate(lambda v: len(set(v)) == len(v) > 0), "each once"]
 """A list of one or more values, none of them twice."""
 
 
@@ -135,13 +106,7 @@ def fits(hint: Any, value: Any) -> bool:
 
 def passing(test: Callable[[Any], bool], words: str) -> Any:
     """A hint for what passes a test, and the words for it."""
-
-    def check(value: Any) -> Any:
-        if not test(value):
-            raise ValueError
-        return value
-
-    return Annotated[Any, AfterValidator(check), words]
+    return Annotated[Any, Predicate(test), words]
 
 
 def refusal(key: str, value: object, hint: Any) -> str:
@@ -228,6 +193,11 @@ def _adapter(hint: Any) -> TypeAdapter[Any]:
     return TypeAdapter(_instances(hint), config=config)
 
 
+def _is_whole(text: str) -> bool:
+    """Whether no character is a half, which the command line can bring."""
+    return text.encode(errors="ignore").decode() == text
+
+
 def _instances(hint: Any) -> Any:
     """The hint with "an instance of" for every class of ours: what is inside has checked itself."""
     origin, parts = get_origin(hint), get_args(hint)
@@ -238,9 +208,9 @@ def _instances(hint: Any) -> Any:
     if origin in (Sequence, list):
         return tuple.__class_getitem__((_instances(parts[0]), ...))
     if hint is str:
-        return Annotated[str, AfterValidator(_written)]
+        return Annotated[str, Predicate(_is_whole)]
     if isinstance(hint, type) and is_dataclass(hint):
-        return Annotated[Any, AfterValidator(partial(_an_instance, hint))]
+        return Annotated[Any, Predicate(lambda value: isinstance(value, hint))]
     return hint
 
 

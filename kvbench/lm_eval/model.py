@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import lm_eval.models  # noqa: F401 - before registering: it fills an empty registry only
@@ -99,6 +100,9 @@ class KVBenchLM(TemplateLM):
             place.
     """
 
+    max_gen_toks = 256
+    """New tokens where a task does not say."""
+
     def __init__(
         self,
         pretrained: str,
@@ -158,8 +162,8 @@ class KVBenchLM(TemplateLM):
         self._model = load_model(
             spec, device=self._device, dtype=resolve_dtype(dtype, self._device), seed=seed
         )
-        self._max_length = max_length or positions_of(self._model)
-        self._batch_size = batch_size if isinstance(batch_size, int) else 8
+        self.max_length = max_length or positions_of(self._model)
+        self.batch_size = int(batch_size) if isinstance(batch_size, int) else 8
         self.think_end_token = think_end_token
         self.chat_template_args = (
             {} if enable_thinking is None else {"enable_thinking": enable_thinking}
@@ -175,36 +179,6 @@ class KVBenchLM(TemplateLM):
     def prefix_token_id(self) -> int:
         """The context of a text that has none: BOS where there is one, else EOS."""
         return self.codec.prefix_token_id
-
-    @property
-    def max_length(self) -> int:
-        """Tokens of context and continuation."""
-        return self._max_length
-
-    @property
-    def max_gen_toks(self) -> int:
-        """New tokens where a task does not say."""
-        return 256
-
-    @property
-    def batch_size(self) -> int:
-        """Prompts that generate together."""
-        return int(self._batch_size)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model is."""
-        return self._device
-
-    @property
-    def rank(self) -> int:
-        """Of one process."""
-        return 0
-
-    @property
-    def world_size(self) -> int:
-        """One process."""
-        return 1
 
     @property
     def tokenizer_name(self) -> str:
@@ -378,9 +352,4 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-ARGUMENTS = tuple(
-    name
-    for name in KVBenchLM.__init__.__code__.co_varnames[
-        1 : KVBenchLM.__init__.__code__.co_argcount + KVBenchLM.__init__.__code__.co_kwonlyargcount
-    ]
-)
+_, *ARGUMENTS, _ = signature(KVBenchLM.__init__).parameters  # without self and **dotted

@@ -17,6 +17,8 @@ from __future__ import annotations
 import errno
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -175,10 +177,8 @@ def whole_lines(path: Path) -> tuple[list[bytes], int]:
     Raises:
         StoreError: the file cannot be read.
     """
-    try:
+    with disk_errors(path):
         content = read_file(path)
-    except OSError as error:
-        raise StoreError(explain_os_error(error, path)) from error
     lines = content.split(b"\n")[:-1]
     if lines and not _is_json(lines[-1]):
         lines.pop()
@@ -203,6 +203,22 @@ def parse_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
         return parse_record(line)
     except Wrong as error:
         raise StoreError(f"{path}, line {number}: {error}") from error
+
+
+@contextmanager
+def disk_errors(path: Path, kept: int | None = None) -> Iterator[None]:
+    """What the file system refuses about `path`, as one line.
+
+    Args:
+        kept: records that are there whatever happens.
+
+    Raises:
+        StoreError: in place of an `OSError`.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(explain_os_error(error, path, kept)) from error
 
 
 def explain_os_error(error: OSError, path: Path, kept: int | None = None) -> str:

@@ -26,7 +26,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from filelock import FileLock, Timeout
@@ -44,6 +43,7 @@ from kvbench.records.read import (
     FORMAT,
     MANIFEST,
     StoreError,
+    disk_errors,
     explain_os_error,
     parse_line,
     read_records,
@@ -85,11 +85,9 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> Path:
     path = folder / MANIFEST
     manifest = {"format": FORMAT, **manifest}
     text = json.dumps(_jsonable(manifest, "manifest"), indent=2) + "\n"
-    try:
+    with disk_errors(path):
         make_folder(folder)
         replace(path, text.encode())
-    except OSError as error:
-        raise StoreError(explain_os_error(error, path)) from error
     return path
 
 
@@ -103,13 +101,12 @@ def manifest_lock(folder: Path, timeout: float = 60.0) -> Iterator[None]:
     """
     path = folder / MANIFEST
     lock = FileLock(str(folder / ".lock-manifest"))
-    try:
+    with disk_errors(path):
         make_folder(folder)
-        lock.acquire(timeout=timeout)
-    except Timeout:
-        raise StoreError(f"{path} is locked by another process for {timeout:g} s") from None
-    except OSError as error:
-        raise StoreError(explain_os_error(error, path)) from error
+        try:
+            lock.acquire(timeout=timeout)
+        except Timeout:
+            raise StoreError(f"{path} is locked by another process for {timeout:g} s") from None
     try:
         yield
     finally:
@@ -163,26 +160,17 @@ class RecordStore:
 
     def __enter__(self) -> RecordStore:
         self._files = self._shared or AppendedFiles()
-        try:
+        with disk_errors(self.path):
             make_folder(self.folder, self._root)
             self._acquire()
-        except OSError as error:
-            raise StoreError(explain_os_error(error, self.path)) from error
-        try:
-            self._open()
-        except BaseException as error:
-            self._close()
-            if isinstance(error, OSError):
-                raise StoreError(explain_os_error(error, self.path)) from error
-            raise
+            try:
+                self._open()
+            except BaseException:
+                self._close()
+                raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             self._files.finish(self.path)
             if kind is None:
@@ -219,16 +207,12 @@ class RecordStore:
             for number, line in enumerate(lines, 1)
             if parse_line(line, self.path, number)["example_id"] not in failed
         ]
-        try:
+        with disk_errors(self.path, len(self._done)):
             replace(self.path, b"".join(line + b"\n" for line in kept))
-        except OSError as error:
-            raise StoreError(explain_os_error(error, self.path, len(self._done))) from error
         self._found = None
         self._done = {}
-        try:
+        with disk_errors(self.path):
             self._open()
-        except OSError as error:
-            raise StoreError(explain_os_error(error, self.path)) from error
         for example_id in self.failed:
             del self._done[example_id]
 
@@ -255,17 +239,13 @@ class RecordStore:
             raise StoreError(str(error)) from error
         if example_id in self._done:
             return False
-        try:
+        with disk_errors(self.path, len(self._done)):
             file = self._handle(self._found)
-        except OSError as error:
-            raise StoreError(explain_os_error(error, self.path, len(self._done))) from error
-        try:
-            write_all(file, line)
-        except BaseException as error:
-            self._take_back(file)
-            if isinstance(error, OSError):
-                raise StoreError(explain_os_error(error, self.path, len(self._done))) from error
-            raise
+            try:
+                write_all(file, line)
+            except BaseException:
+                self._take_back(file)
+                raise
         self._size += len(line)
         self._done[example_id] = record["status"]
         self._files.wake(self.path)

@@ -1,7 +1,9 @@
-"""``dry_run=true``: what a job would do, and what it would take. Writes nothing."""
+"""What a job would do and what it would take: for ``dry_run=true``, which writes nothing, and for
+``confirm=true``, which asks on a terminal."""
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvbench.engine.estimate import CacheShape, cache_shape
-from kvbench.errors import printable
+from kvbench.errors import presentable, printable
 from kvbench.kv import Budget
 from kvbench.methods.base import Method
 from kvbench.records.read import StoreError, load_run, read_records
@@ -34,7 +36,7 @@ def print_dry_run(job: Job, console: Console | None = None) -> None:
     folders = {label: job.folder(label) for label in job.methods}
     done = {label: _done(folder, units) for label, folder in folders.items()}
     wanted = sum(len(unit.record_ids) for unit in units)
-    todo = [unit for unit in units if any(not set(unit.record_ids) <= d for d in done.values())]
+    todo = _without_records(units, done)
     lengths = [n for n in map(prompt_tokens, units) if n is not None]
     new = [each.example.max_new_tokens for u in units for each in examples_of(u.payload)]
     shape = cache_shape(job.spec, job.session.dtype)
@@ -81,6 +83,34 @@ def print_dry_run(job: Job, console: Console | None = None) -> None:
         )
 
 
+def go_on(job: Job, *, ask: bool = True) -> bool:
+    """Print examples, tokens and time of what is still to run; False if the user would rather not.
+
+    Args:
+        ask: whether to wait for an answer, which is done on a terminal only, and never under CI.
+
+    Raises:
+        KVError, TaskError, ModelError: what the job itself would be refused for.
+    """
+    todo = units_to_run(job)
+    title = presentable(f"{job.spec.label} x {job.task}")
+    if not todo:
+        print(f"{title}: everything is on disk", flush=True)
+        return True
+    asked = [unit.payload for unit in todo if isinstance(unit.payload, Asked)]
+    tokens, most = sum(each.n for each in asked), sum(each.new_tokens for each in asked)
+    print(
+        f"{title}: {len(todo)} examples to run with {len(job.methods)} methods on "
+        f"{job.session.device}; {tokens:,} prompt tokens, up to {most:,} new ones per method",
+        flush=True,
+    )
+    print(f"{title}: time {estimate(job, todo, any_model=True)}", flush=True)
+    terminal = sys.stdin.isatty() and sys.stdout.isatty() and not os.environ.get("CI")
+    if not ask or not terminal:
+        return True
+    return input("Go on? [Y/n] ").strip().lower() in ("", "y", "yes")
+
+
 def print_briefly(job: Job, title: str, planned: set[str]) -> None:
     """Print one line: a job of many, how many records it has on disk, and where.
 
@@ -116,8 +146,11 @@ def _seedless(value: object) -> object:
 def units_to_run(job: Job) -> list[Unit]:
     """The job's units of which some method has no record yet."""
     _, units = job.units()
-    done = [_done(job.folder(label), units) for label in job.methods]
-    return [unit for unit in units if any(not set(unit.record_ids) <= d for d in done)]
+    return _without_records(units, {m: _done(job.folder(m), units) for m in job.methods})
+
+
+def _without_records(units: Sequence[Unit], done: Mapping[str, set[str]]) -> list[Unit]:
+    return [unit for unit in units if any(not d.issuperset(unit.record_ids) for d in done.values())]
 
 
 def _done(folder: Path, units: Sequence[Unit]) -> set[str]:

@@ -19,11 +19,7 @@ from kvbench.kv import KVError
 from kvbench.records.durable import AppendedFiles
 from kvbench.records.read import COMMON_FIELDS, MANIFEST, read_manifest, read_records
 from kvbench.records.shards import Shard
-from kvbench.records.store import (
-    RecordStore,
-    manifest_lock,
-    write_manifest,
-)
+from kvbench.records.store import RecordStore, manifest_lock, write_manifest
 from kvbench.run.attempts import DeviceLost
 from kvbench.run.batching import BatchSize, groups, run_group
 from kvbench.run.identity import folder_of
@@ -141,6 +137,17 @@ class Job:
             "seed": self.session.seed,
         }
 
+    def names(self, label: str) -> dict[str, Any]:
+        """What its records and its manifest call the run of method `label`."""
+        return {
+            "experiment": self.experiment,
+            "model": self.spec.label,
+            "task": self.task,
+            "method": label,
+            "config_hash": self.folder(label).name.rpartition("-")[2],
+            "seed": self.session.seed,
+        }
+
     def folder(self, label: str) -> Path:
         """Where the records of method `label` are."""
         names = (self.experiment, self.spec.label, self.task, label)
@@ -208,6 +215,7 @@ def run_job(
     if beyond is not None:
         log.warning("%s x %s: %s", job.spec.label, job.task, beyond)
     folders = {label: job.folder(label) for label in job.methods}
+    names = {label: job.names(label) for label in job.methods}
     _load_model(job, units, folders)
     failed = written = 0
     part = None if job.shard is None else job.shard.suffix
@@ -229,7 +237,7 @@ def run_job(
         def save(outcomes: Sequence[Outcome]) -> None:
             nonlocal written
             for outcome in outcomes:
-                record = _record(job, outcome, folders[outcome.method])
+                record = _record(job, outcome, names[outcome.method])
                 written += stores[outcome.method].append(record)
                 progress.add(outcome.method, record["score"])
 
@@ -290,22 +298,17 @@ def _load_model(job: Job, units: Sequence[Unit], folders: Mapping[str, Path]) ->
         job.session.model  # noqa: B018 - loaded when first asked for
 
 
-def _record(job: Job, outcome: Outcome, folder: Path) -> dict[str, Any]:
+def _record(job: Job, outcome: Outcome, names: Mapping[str, Any]) -> dict[str, Any]:
     method, _ = job.methods[outcome.method]
-    record: dict[str, Any] = dict.fromkeys(COMMON_FIELDS)
-    record |= {
-        "experiment": job.experiment,
-        "model": job.spec.label,
-        "task": job.task,
+    return {
+        **dict.fromkeys(COMMON_FIELDS),
+        **names,
         "dataset": job.task,
         "example_id": outcome.example_id,
-        "method": outcome.method,
-        "config_hash": folder.name.rpartition("-")[2],
-        "seed": job.session.seed,
         "status": "ok",
         "saves_memory": method.saves_memory or getattr(method, "quantize", None) is not None,
+        **outcome.fields,
     }
-    return record | dict(outcome.fields)
 
 
 EACH_START = ("started", "command", "shard", "code_revision", "versions", "hardware")
@@ -321,13 +324,8 @@ def _manifest(job: Job, label: str, folder: Path) -> dict[str, Any]:
         earlier = [*before.get("earlier_starts", []), start]
     manifest = {
         "earlier_starts": earlier,
-        "experiment": job.experiment,
-        "model": job.spec.label,
-        "task": job.task,
-        "method": label,
-        "config_hash": job.folder(label).name.rpartition("-")[2],
+        **job.names(label),
         "identity": job.identity(label),
-        "seed": job.session.seed,
         "shard": None if job.shard is None else str(job.shard),
         "batch_size": job.batch_size,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),

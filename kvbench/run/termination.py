@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType, TracebackType
+from types import FrameType
 
 from kvbench.engine.limits import in_main_thread
 
@@ -50,12 +50,7 @@ class Termination:
         outer = getattr(before, "__self__", None)
         return outer if isinstance(outer, Termination) else self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._ours:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

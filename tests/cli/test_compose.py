@@ -79,20 +79,6 @@ def _timeless(text: str) -> str:
     return re.sub(r"\b\d{8}-\d{6}\b", "NOW", text)
 
 
-SWEEPS = (
-    ["seed=0,1,2", "budget.rate=0.5,0.25"],
-    ["task=needle,longeval_lines", "method=[exact],[exact,snapkv]", "seed=range(3)"],
-    ["model=glob(*hf*)", "budget={rate: 0.5},{rate: 0.25}", "budget.sink=1,2"],
-    ["experiment=demo", "seed=0,1", "launcher=local"],
-    ["task=needle,nosuch", "seed=0,1"],
-    ["model=hf,tiny_random", "model.architecture.hidden_size=8,16"],
-    ["+budget.extra=1,2", "budget.extra=3,4"],
-    ["budget=null,{rate: 0.5}", "budget.rate=0.1,0.2"],
-    ["method=[exact],[exact,snapkv]", "methods.snapkv.kernel_size=5,7"],
-    ["seed=1,2", "~limit", "limit=3,4"],
-)
-
-
 def _jobs(sweep: Sequence[str]) -> list[list[str]]:
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -102,45 +88,25 @@ def _jobs(sweep: Sequence[str]) -> list[list[str]]:
     return BasicSweeper.split_arguments(parsed, None)[0]
 
 
-@pytest.mark.parametrize("sweep", SWEEPS, ids=str)
-def test_a_sweep_is_refused_as_hydra_refuses_it(loaders, sweep):
-    theirs, ours = loaders
-    master = theirs.load_configuration("config", [], RunMode.RUN)
-    for job in _jobs(sweep):
-        said = []
-        for check in (theirs.load_sweep_config, ours.check_sweep_config):
-            try:
-                check(master, job)
-                said.append("")
-            except Exception as error:  # noqa: BLE001 - see above
-                said.append(f"{type(error).__name__}: {error}")
-        assert said[0] == said[1], job
-
-
 class Counting(SharingLoader):
-    """Counts the jobs that are composed and the bases that are merged from files."""
+    """Counts the bases that are merged from files."""
 
-    jobs = bases = 0
-
-    def _load_configuration_impl(self, *arguments, **options) -> DictConfig:
-        self.jobs += 1
-        return super()._load_configuration_impl(*arguments, **options)
+    bases = 0
 
     def _compose_config_from_defaults_list(self, *arguments, **options) -> DictConfig:
         self.bases += 1
         return super()._compose_config_from_defaults_list(*arguments, **options)
 
 
-def test_a_sweep_composes_each_value_once_and_each_choice_of_groups_once(loaders):
+def test_a_sweep_composes_each_choice_of_groups_once(loaders):
     loader = Counting(loaders[0], Compositions())
     master = loader.load_configuration("config", [], RunMode.RUN)
-    loader.jobs = loader.bases = 0
-    jobs = _jobs(["task=needle,longeval_lines", "seed=range(40)", "budget.rate=0.5,0.25"])
+    loader.bases = 0
+    jobs = _jobs(["task=needle,longeval_lines", "seed=range(10)", "budget.rate=0.5,0.25"])
     for job in jobs:
-        loader.check_sweep_config(master, job)
-    assert len(jobs) == 160
+        loader.load_sweep_config(master, job)
+    assert len(jobs) == 40
     assert loader.bases == 2
-    assert loader.jobs == 2 * (40 + 1), "each seed, and the second rate, of each task"
 
 
 VALUES = (

@@ -18,14 +18,13 @@ import yaml
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from scipy.stats import chisquare
-from support.command import main
+from support.command import main, refusal_of
 from support.configs import composed
 from support.method_layers import make_layer, run
 from support.paths import DATA, ROOT
 
 from kvbench.cli.build import build_job
 from kvbench.cli.catalogue import config_dir
-from kvbench.cli.check import check_overrides
 from kvbench.cli.papers import paper_items
 from kvbench.engine.generate import run_forks
 from kvbench.engine.stopping import Stopping
@@ -38,10 +37,7 @@ EXPERIMENTS = {
     for path in sorted((config_dir() / "experiment").glob("[!_]*.yaml"))
 }
 PUBLISHED = sorted(name for name, config in EXPERIMENTS.items() if config.get("paper_table"))
-NEEDED = {
-    "balancekv_figure4": ["task.haystack_files=[x]"],
-    "subgen_table1": ["task.files=[x]"],
-}
+NEEDED = {"balancekv_figure4": ["task.haystack_files=[x]"], "subgen_table1": ["task.files=[x]"]}
 
 
 def methods_of(config: Any) -> dict[str, Any]:
@@ -310,7 +306,7 @@ def minference_line() -> list[str]:
 
 def test_the_line_for_minferences_choice_composes() -> None:
     line = minference_line()
-    assert check_overrides(["experiment=balancekv_table1", "model=recall_mini", *line]) is None
+    assert refusal_of(["experiment=balancekv_table1", "model=recall_mini", *line]) is None
     config = composed("experiment=balancekv_table1", "model=recall_mini", *line)
     for cluster in ("snapkv", "pyramidkv"):
         node = config.methods[f"minference_{cluster}"]

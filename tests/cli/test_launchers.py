@@ -88,47 +88,6 @@ def test_shards_split_every_job_of_a_sweep(capsys, tmp_path):
     assert not (tmp_path / "dry").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["shards=0"], "shards is 0; allowed: an integer from 1 to 1000, or null"),
-        (["shards=2", "shard=1/2"], "shards is 2 and shard is given, too; allowed: one of the two"),
-        (["-m", "shards=2,3"], "shards has several values (2, 3); allowed: one"),
-        (["launcher=slurms"], "unknown launcher 'slurms' (did you mean 'slurm'?)"),
-        (["launcher=slurm", "launcher.partitoin=x"], "unknown key 'partitoin' of launcher"),
-        (["launcher=gpus", "device=cpu"], "launcher=gpus finds no GPU; allowed:"),
-        (["launcher=gpus", "device=cpu", "launcher.workers=0"], "launcher.workers is 0; allowed:"),
-        (["launcher=gpus", "device=cuda:1"], "device is 'cuda:1'; allowed with launcher=gpus:"),
-        (["launcher=slurm", "methods.h2o.nope=1"], "unknown key 'nope'"),
-        (["launcher=slurm", "launcher.name=gpus"], "launcher.name is 'gpus'; allowed: launcher="),
-        (["launcher=slurm", "launcher.timeout_min=1"], "launcher.timeout_min is 1; allowed: min"),
-        (
-            ["launcher=slurm", "launcher.setup=module"],
-            "launcher.setup is 'module'; allowed: a list",
-        ),
-        (["launcher=slurm", "launcher.sbatch=x"], "launcher.sbatch is 'x'; allowed: options of"),
-        (
-            ["launcher=slurm", "launcher.poll_s=0"],
-            "launcher.poll_s is 0; allowed: a finite number > 0",
-        ),
-        (
-            ["launcher=slurm", "launcher.mem_gb=1.5"],
-            "launcher.mem_gb is 1.5; allowed: an integer >= 1",
-        ),
-        (
-            ["launcher=slurm", "launcher.partition=[a]"],
-            "launcher.partition is ['a']; allowed: text that",
-        ),
-        (["launcher=slurm", "hydra.launcher.nope=1"], "Could not override 'hydra.launcher.nope'"),
-    ],
-)
-def test_wrong_usage_of_sweeps_is_one_line(capsys, arguments, said):
-    status, out, err = main(capsys, "logger=none", "method=[h2o]", *arguments)
-    assert (status, out) == (USAGE, "")
-    assert said in err
-    assert err.count("\n") == 1
-
-
 def test_without_slurm_launcher_slurm_says_so(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     status, _, err = main(capsys, *SMALL, "launcher=slurm", f"results_dir={tmp_path / 'r'}")

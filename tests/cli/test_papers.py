@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 import yaml
-from support.command import main
+from support.command import main, refusal_of
 from support.configs import composed
 from support.paths import ROOT
 
 from kvbench.cli.catalogue import catalogue
-from kvbench.cli.check import UsageError, check_overrides
 from kvbench.cli.meant import with_experiments
 from kvbench.cli.papers import experiment_called, folder_name, limit_key, paper_items
 from kvbench.cli.reproduce import command_lines, reproduce
+from kvbench.errors import UserError
 from kvbench.records.read import load_runs
 from kvbench.report.tables.differences import specs_of
 
@@ -77,7 +77,7 @@ def test_every_command_composes_as_on_the_shipped_model(name: str) -> None:
         experiment = line[0].partition("=")[2]
         assert line[0] == lines[0][0] or line[0] in MADE[name].runs
         assert f"{limit_key(experiment_called(experiment)[0])}=2" in line
-        assert check_overrides(line, sweep=True) is None, line
+        assert refusal_of(line, sweep=True) is None, line
 
 
 def test_a_small_model_keeps_its_architecture() -> None:
@@ -125,7 +125,7 @@ def test_several_runs_and_what_they_read(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert [line[1] for line in lines] == [f"task_label=longeval_{n}" for n in (200, 300, 400)]
     assert all(f"task.files=[{tmp_path}/" in line[2] for line in lines)
     monkeypatch.delenv("LONGEVAL")
-    with pytest.raises(UsageError, match="LONGEVAL is not set; subgen_table1 needs LongChat"):
+    with pytest.raises(UserError, match="LONGEVAL is not set; subgen_table1 needs LongChat"):
         list(command_lines("subgen_table1", []))
     small = list(command_lines("subgen_table1", ["model=recall_mini"]))
     assert all("task.files=[]" in line and not any("LONGEVAL" in w for w in line) for line in small)
@@ -139,10 +139,7 @@ def test_several_runs_and_what_they_read(monkeypatch: pytest.MonkeyPatch, tmp_pa
     ("words", "said"),
     [
         (["h2o_figure3"], "h2o_figure3 has no experiment: an illustration"),
-        (
-            ["balancekv_tabel1"],
-            "unknown experiment 'balancekv_tabel1' (did you mean",
-        ),
+        (["balancekv_tabel1"], "unknown experiment 'balancekv_tabel1' (did you mean"),
         ([], "unknown experiment ''; allowed: "),
         (["model=x"], "unknown experiment 'model=x'; allowed: "),
         (["figure4"], "ESSAYS is not set; balancekv_figure4 needs"),
@@ -194,9 +191,9 @@ def test_a_failure_does_not_keep_the_others_from_being_run(
     def run(line: Any) -> int:
         asked.append(line[0])
         if len(asked) == 1:
-            raise UsageError("no")
+            raise UserError("no")
         if len(asked) == 2:
-            raise SystemExit(1)
+            raise OSError("full")
         folder = tmp_path / folder_of(line[0].partition("=")[2])
         folder.mkdir(exist_ok=True)
         (folder / "report.html").write_text("<p>")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from support.report_runs import LONGBENCH_META, write_run
 
-from kvbench.cli.check import UsageError
 from kvbench.cli.main import main
 from kvbench.cli.released import pair_released
+from kvbench.errors import UserError
 from kvbench.records.read import load_runs
 from kvbench.report.experiment import load_experiment
 from kvbench.report.tables.compare import compare
@@ -90,7 +90,7 @@ def test_what_cannot_be_paired_is_one_line(tmp_path: Path) -> None:
         ([f"run={run}", f"predictions={other}"], "no line of"),
         ([f"run={run}", f"predictions={broken}"], "line 1 is no prediction"),
     ):
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UserError, match=said):
             pair_released(words)
     with pytest.raises(SystemExit) as stop:
         main(["released", f"run={run}"])

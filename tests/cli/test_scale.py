@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from support.command import FAST, main
 
 from kvbench.records import read as records
 from kvbench.report.build import build_report
@@ -60,20 +60,18 @@ def test_flips_are_the_examples_whose_score_changed(results):
         assert wanted, "the experiments differ"
 
 
-def test_a_large_dry_run_is_a_line_per_job_and_still_refuses(tmp_path):
+def test_a_large_dry_run_is_a_line_per_job_and_still_refuses(capsys, tmp_path):
     """The first ten jobs whole, five in a line, and five whose budget no prompt is long enough for."""
-    words = ["model=tiny_random", "method=[exact,streaming_llm]", "logger=none", "dry_run=true"]
+    words = [*FAST, "task.num_examples=1", "task.max_new_tokens=2", "dry_run=true"]
     words += ["budget.sink=1,2,3,100000", "seed=range(5)", "limit=1", f"results_dir={tmp_path}/r"]
-    done = subprocess.run(
-        [sys.executable, "-m", "kvbench", "-m", *words], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert done.stdout.count("dry run, nothing written") == 10
+    status, out, err = main(capsys, "-m", *words)
+    assert status == 2
+    assert out.count("dry run, nothing written") == 10
     for number in range(10, 15):
         line = f"job {number}: budget.sink=3 seed={number - 10}: 2 methods, 0 records on disk; default/"
-        assert line in done.stdout
-    assert done.stderr.count("budget.sink + budget.window is 100032; the longest prompt") == 5
-    assert done.stdout.endswith("20 jobs; launcher=local\n")
+        assert line in out
+    assert err.count("budget.sink + budget.window is 100032; the longest prompt") == 5
+    assert out.endswith("20 jobs; launcher=local\n")
     assert not (tmp_path / "r").exists()
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from support.attacks import PACKAGE, RUN, SECRETS, SMALL, TYPED, leaks, model_folder, written
 from support.chromium import BROWSER, Chromium
 from support.cli_cases import ended
@@ -72,12 +71,6 @@ def test_the_package_unpickles_and_evaluates_nothing() -> None:
                 trusted = given.get("trust_remote_code", "")
                 assert trusted in ("", "spec.trust_remote_code") or called == "ModelSpec", file
     assert seen > 50
-
-
-def test_the_check_above_would_see_it() -> None:
-    tree = ast.parse("import pickle\nfrom joblib import load\neval('1')\ntorch.load(f)")
-    calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    assert calls == {"eval", "torch.load"}
 
 
 def test_a_pickled_model_is_refused_in_one_line_and_not_opened(tmp_path: Path) -> None:
@@ -348,8 +341,3 @@ def test_a_foreign_results_folder_cannot_write_outside_itself(tmp_path: Path) ->
         assert path.resolve().is_relative_to(inside.resolve()), path
         assert path.exists()
     assert not Path("/tmp/escape").exists()
-
-
-def test_transformers_still_has_the_switches_this_relies_on() -> None:
-    assert "use_safetensors" in (PACKAGE / "engine" / "weights.py").read_text()
-    assert int(transformers.__version__.partition(".")[0]) >= 5

@@ -19,6 +19,7 @@ pyte = pytest.importorskip("pyte", reason="needs the pyte package: pip install '
 
 COMMAND = [
     *("task=longeval_lines", "task.num_lines=[20]", "method=[exact,snapkv,streaming_llm]"),
+    *("model=tiny_random", "task.max_new_tokens=4"),
     *("limit=4", "logger=none", "device=cpu", "experiment_name=e"),
 ]
 BAR = re.compile(r"[━╸╺─]{5,} .*\b(\d)/4 \S+ left \S+")

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from support.crashes import rows
 from support.fork_server import ForkServer
+from support.stores import rows_below
 
 from kvbench.records.read import load_runs
 
@@ -28,7 +28,7 @@ def survives(server: ForkServer, folder: Path, count: int, seed: int) -> tuple[i
     begun = time.monotonic()
     assert server.job(whole).wait() == 0
     seconds = time.monotonic() - begun
-    expected = rows(whole)
+    expected = rows_below(whole)
     kills = finished = 0
     torn = folder / "0"
     torn.mkdir()
@@ -45,7 +45,7 @@ def survives(server: ForkServer, folder: Path, count: int, seed: int) -> tuple[i
         status = child.wait()
         assert status in (0, -signal.SIGKILL), child.err.read_text()
         kills += status != 0
-        found = rows(torn)
+        found = rows_below(torn)
         for name, some in found.items():
             assert some == expected[name][: len(some)], "a record is there as it should be, or not"
         for run in load_runs(torn / "e") if (torn / "e").is_dir() else []:
@@ -90,7 +90,7 @@ def test_every_change_of_the_disk_in_turn(server: ForkServer, tmp_path: Path) ->
         assert status == -signal.SIGKILL
         step += 3
     assert step > 30
-    assert rows(torn) == rows(whole)
+    assert rows_below(torn) == rows_below(whole)
 
 
 def test_what_was_killed_says_nothing_else(server: ForkServer, tmp_path: Path) -> None:

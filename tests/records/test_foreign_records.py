@@ -332,8 +332,7 @@ def test_nothing_unseen_reaches_the_terminal(tmp_path: Path, mark: str) -> None:
         assert not unseen(found.out + found.err), found
     out = io.StringIO()
     print_tables(
-        tables_of(load_experiment(folder)),
-        Console(file=out, force_terminal=False, width=200),
+        tables_of(load_experiment(folder)), Console(file=out, force_terminal=False, width=200)
     )
     assert "model" in out.getvalue()
     assert not unseen(out.getvalue())

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.jobs import TIMES, make_job
+from support.jobs import make_job
+from support.stores import TIMES
 
 from kvbench.cli import build as app
 from kvbench.methods import build_method

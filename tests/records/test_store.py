@@ -7,8 +7,6 @@ import json
 import math
 import os
 import queue
-import random
-import signal
 import subprocess
 import sys
 import threading
@@ -186,34 +184,6 @@ def test_manifest_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert json.loads((tmp_path / "manifest.json").read_text()) == {"format": 1, "a": 1}
 
 
-@pytest.mark.parametrize("written", [0, 20])
-def test_no_space_left_keeps_earlier_records(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: int
-) -> None:
-    real = os.write
-
-    with RecordStore(tmp_path) as records:
-        records.append(make_record("a"))
-        before = records.path.read_bytes()
-        calls = iter([written])
-
-        def short_then_full(file: int, data: bytes) -> int:
-            if next(calls, 0):
-                return real(file, data[:written])
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        monkeypatch.setattr(store.os, "write", short_then_full)
-        with pytest.raises(
-            StoreError, match=r"no space left .*1 earlier records are intact"
-        ) as error:
-            records.append(make_record("b"))
-        assert "\n" not in str(error.value)
-        assert records.path.read_bytes() == before
-        monkeypatch.setattr(store.os, "write", real)
-        assert records.append(make_record("b"))  # space is back
-    assert records.path.read_bytes().count(b"\n") == 2
-
-
 def test_an_interrupt_while_writing_leaves_no_half_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,47 +200,6 @@ def test_an_interrupt_while_writing_leaves_no_half_line(
                 records.append(make_record("a"))
         assert records.path.read_bytes() == b""
         assert records.append(make_record("a"))
-
-
-def test_a_disk_that_refuses_to_sync_is_told_by_the_next_record_or_on_leaving(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(_file: int) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    def write(again: bool) -> None:
-        with monkeypatch.context() as patch, RecordStore(tmp_path / str(again)) as records:
-            patch.setattr(store.os, "fsync", broken)
-            records.append(make_record("a"))
-            if again:
-                records._files.finish(records.path)
-                records.append(make_record("b"))
-
-    for again in (True, False):
-        with pytest.raises(StoreError, match=r"Input/output error; the latest records may be lost"):
-            write(again)
-        with RecordStore(tmp_path / str(again)) as records:
-            assert records.done == {"a"}
-
-
-def test_leaving_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced = []
-    real = os.fsync
-
-    def slow(file: int) -> None:
-        size = os.fstat(file).st_size
-        time.sleep(0.05)
-        real(file)
-        synced.append(size)
-
-    with RecordStore(tmp_path) as records:
-        monkeypatch.setattr(store.os, "fsync", slow)
-        begun = time.monotonic()
-        for number in range(20):
-            records.append(make_record(str(number)))
-        assert time.monotonic() - begun < 0.5, "nobody waited for the disk"
-    assert synced[-1] == (tmp_path / "records.jsonl").stat().st_size
-    assert len(synced) < 20
 
 
 def test_records_are_synced_without_leaving_and_together(
@@ -338,26 +267,6 @@ def writer(folder: Path, timeout: float, count: int) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def test_killed_writers_lose_nothing_and_repeat_nothing(tmp_path: Path) -> None:
-    chance = random.Random(0)
-    total, before = 400, 0
-    for _ in range(6):
-        process = writer(tmp_path, 5, total)
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        time.sleep(chance.uniform(0.0, 0.05))
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        with RecordStore(tmp_path, lock_timeout=1) as records:  # the dead hold no lock
-            assert len(records.done) >= before
-            before = len(records.done)
-    process = writer(tmp_path, 5, total)
-    process.communicate("go\n")
-    assert process.returncode == 0
-    lines = (tmp_path / "records.jsonl").read_text().splitlines()
-    assert [json.loads(line)["example_id"] for line in lines] == [f"{i:04d}" for i in range(total)]
 
 
 def test_a_second_writer_is_told_who_holds_the_folder(tmp_path: Path) -> None:

@@ -181,8 +181,10 @@ def test_nobody_waits_for_a_slow_disk_until_leaving(
     assert set(synced) == {str(one.path) for one in some}
 
 
-def test_a_sync_that_fails_is_told_by_the_store_it_is_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize("count", [4, 40])
+def test_a_sync_that_fails_is_told_by_its_stores_next_record_or_on_leaving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, again: bool
 ) -> None:
     def broken(file: int) -> None:
         if "m003" in os.readlink(f"/proc/self/fd/{file}"):
@@ -190,7 +192,7 @@ def test_a_sync_that_fails_is_told_by_the_store_it_is_of(
 
     with (  # noqa: PT012
         pytest.raises(StoreError, match=r"m003.*Input/output error; the latest records may be"),
-        stores(tmp_path, 40) as some,
+        stores(tmp_path, count) as some,
     ):
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", broken)
@@ -199,10 +201,11 @@ def test_a_sync_that_fails_is_told_by_the_store_it_is_of(
         for number, one in enumerate(some):
             if number != 3:
                 one.append(make_record("b"))
-        some[3].append(make_record("b"))
+        if again:
+            some[3].append(make_record("b"))
     assert {len(read_records(path)) for path in tmp_path.iterdir()} == {1, 2}
-    with stores(tmp_path, 40) as some:
-        assert [one.done for one in some] == [{"a"} if i == 3 else {"a", "b"} for i in range(40)]
+    with stores(tmp_path, count) as some:
+        assert [one.done for one in some] == [{"a"} if i == 3 else {"a", "b"} for i in range(count)]
 
 
 def remove(path: Path) -> None:
@@ -248,25 +251,29 @@ def test_a_file_that_goes_while_it_is_closed_is_not_made_anew(
     assert not path.is_file() or path.is_symlink() or path.read_text() == ""
 
 
-def test_a_full_disk_takes_back_what_was_begun_in_a_file_opened_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("written", [0, 20])
+@pytest.mark.parametrize("count", [1, 40])
+def test_no_space_left_keeps_earlier_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, written: int
 ) -> None:
-    real = os.write
+    """In a file that stayed open (of 1), and in one that is opened again (of 40)."""
+    real, calls = os.write, iter([written])
 
-    def full(file: int, data: bytes) -> int:
-        if len(data) < 50:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real(file, data[: len(data) - 40])
+    def short_then_full(file: int, data: bytes) -> int:
+        if next(calls, 0):
+            return real(file, data[:written])
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    with stores(tmp_path, 40) as some:
+    with stores(tmp_path, count) as some:
         append_to_all(some, "a")
         before = some[0].path.read_bytes()
         with monkeypatch.context() as patch:
-            patch.setattr(os, "write", full)
-            with pytest.raises(StoreError, match=r"no space left .*1 earlier records are intact"):
+            patch.setattr(os, "write", short_then_full)
+            with pytest.raises(StoreError, match=r"no space left .*1 earlier records are") as error:
                 some[0].append(make_record("b"))
+        assert "\n" not in str(error.value)
         assert some[0].path.read_bytes() == before
-        append_to_all(some, "b")
+        append_to_all(some, "b")  # space is back
     assert all(len(read_records(path)) == 2 for path in tmp_path.iterdir())
 
 

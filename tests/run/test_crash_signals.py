@@ -18,9 +18,9 @@ from support.signals import (
     first_of_each,
     mounted,
     one_line,
-    records,
     wait_for_records,
 )
+from support.stores import rows_below
 
 from kvbench.engine.limits import time_limit
 from kvbench.records.read import load_runs
@@ -38,21 +38,24 @@ def test_terminated_killed_interrupted_the_next_start_goes_on(
     assert one_line(child.err.read_text().replace(WAITS, "")) == (
         "kvbench: terminated; what is done is on disk, the same command goes on from there"
     )
-    counts = {len(rows) for rows in records(tmp_path).values()}
+    counts = {len(rows) for rows in rows_below(tmp_path).values()}
     assert len(counts) == 1, "an example that was begun is finished with every method"
     done = counts.pop()
     assert 2 <= done < EXAMPLES
-    assert records(tmp_path) == first_of_each(undisturbed, done)
+    assert rows_below(tmp_path) == first_of_each(undisturbed, done)
     for number, status in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)):
-        before = sum(map(len, records(tmp_path).values()))
+        before = sum(map(len, rows_below(tmp_path).values()))
         child = server.kvbench(tmp_path, *JOB)
         wait_for_records(tmp_path, child, before + 5)
         child.signal(number)
         assert child.wait() == status
         assert "Traceback" not in child.err.read_text()
+    assert one_line(child.err.read_text()) == (
+        "kvbench: interrupted; what is done is on disk, the same command goes on from there"
+    )
     assert not (tmp_path / "runs/default/report.html").exists(), "nobody waited for a page"
     assert server.kvbench(tmp_path, *JOB).wait() == 0
-    assert records(tmp_path) == undisturbed
+    assert rows_below(tmp_path) == undisturbed
     assert (tmp_path / "runs/default/report.html").exists()
 
 
@@ -70,7 +73,7 @@ def test_two_at_once_share_nothing_and_lose_nothing(
     first.signal(signal.SIGCONT)
     assert first.wait() == 0
     assert patient.wait() == 0
-    assert records(tmp_path) == undisturbed
+    assert rows_below(tmp_path) == undisturbed
 
 
 def test_termination_waits_for_the_example_once() -> None:
@@ -142,7 +145,7 @@ def test_a_full_disk_is_one_line_and_the_records_stay(
             child = server.kvbench(tmp_path, *FEW)
             assert child.wait() == 1
             said.append(one_line(child.err.read_text()))
-            kept.append(sum(map(len, records(tmp_path).values())))
+            kept.append(sum(map(len, rows_below(tmp_path).values())))
             if (disk / "default").exists():
                 for run in load_runs(disk / "default"):
                     assert set(run.records["status"]) <= {"ok"}
@@ -150,14 +153,14 @@ def test_a_full_disk_is_one_line_and_the_records_stay(
         assert kept == sorted(kept), "nothing written is lost"
         assert kept[0] == 0
         assert "cannot write the report" in said[-1], "the records were there, the page was not"
-        assert records(tmp_path) == first_of_each(undisturbed, 3)
+        assert rows_below(tmp_path) == first_of_each(undisturbed, 3)
 
 
 def test_a_read_only_results_folder_is_one_line_and_nothing_is_lost(
     server: ForkServer, tmp_path: Path, undisturbed: Records
 ) -> None:
     assert server.kvbench(tmp_path, *JOB, "limit=1").wait() == 0
-    before = records(tmp_path)
+    before = rows_below(tmp_path)
     results = tmp_path / "runs"
     with mounted(results, "--bind", str(results)):
         done = subprocess.run(["mount", "-o", "remount,bind,ro", str(results)], capture_output=True)
@@ -171,6 +174,6 @@ def test_a_read_only_results_folder_is_one_line_and_nothing_is_lost(
                 assert line.startswith("kvbench: "), err
                 assert "Read-only file system" in line
         assert server.kvbench(tmp_path, *FEW, "dry_run=true").wait() == 0
-    assert records(tmp_path) == before
+    assert rows_below(tmp_path) == before
     assert server.kvbench(tmp_path, *FEW).wait() == 0
-    assert records(tmp_path) == first_of_each(undisturbed, 3)
+    assert rows_below(tmp_path) == first_of_each(undisturbed, 3)

@@ -17,19 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.crashes import rows
 from support.fork_server import Child, ForkServer
 from support.jobs import make_job
-from support.signals import (
-    FEW,
-    JOB,
-    first_of_each,
-    mounted,
-    one_line,
-    records,
-    wait_for_records,
-)
-from support.stores import make_record
+from support.signals import FEW, JOB, first_of_each, mounted, one_line, wait_for_records
+from support.stores import make_record, rows_below
 
 from kvbench.records import durable
 from kvbench.records.read import StoreError, read_records
@@ -64,10 +55,7 @@ STALLS = {
 
 @pytest.mark.parametrize("moment", STALLS)
 def test_terminated_at_any_moment_of_a_command(
-    server: ForkServer,
-    tmp_path: Path,
-    undisturbed: Any,
-    moment: str,
+    server: ForkServer, tmp_path: Path, undisturbed: Any, moment: str
 ) -> None:
     words = [*FEW, *(["-m", "seed=0,1"] if "sweep" in moment else [])]
     child = server.kvbench(tmp_path, *words, stall=STALLS[moment])
@@ -76,13 +64,11 @@ def test_terminated_at_any_moment_of_a_command(
     assert child.wait() == 143
     assert one_line(child.err.read_text()) == TERMINATED
     assert server.kvbench(tmp_path, *words[: len(FEW)]).wait() == 0
-    assert records(tmp_path) == first_of_each(undisturbed, 3)
+    assert rows_below(tmp_path) == first_of_each(undisturbed, 3)
 
 
 def test_an_example_without_end_takes_two_signals(
-    server: ForkServer,
-    tmp_path: Path,
-    undisturbed: Any,
+    server: ForkServer, tmp_path: Path, undisturbed: Any
 ) -> None:
     child = server.kvbench(tmp_path, *FEW, stall=("kvbench.run.plan.run_conversations", 2))
     wait_until_stalled(child)
@@ -93,7 +79,7 @@ def test_an_example_without_end_takes_two_signals(
     child.signal(signal.SIGTERM)
     assert child.wait() == 143
     assert one_line(child.err.read_text().removeprefix(WAITS)) == TERMINATED
-    assert records(tmp_path) == first_of_each(undisturbed, 1)
+    assert rows_below(tmp_path) == first_of_each(undisturbed, 1)
 
 
 def test_interrupted_twice_is_no_traceback(server: ForkServer, tmp_path: Path) -> None:
@@ -105,19 +91,17 @@ def test_interrupted_twice_is_no_traceback(server: ForkServer, tmp_path: Path) -
     child.signal(signal.SIGINT)
     assert child.wait() == -signal.SIGINT
     assert "Traceback" not in child.err.read_text()
-    assert any(records(tmp_path).values())
+    assert any(rows_below(tmp_path).values())
 
 
 def test_a_closed_terminal_loses_nothing(
-    server: ForkServer,
-    tmp_path: Path,
-    undisturbed: Any,
+    server: ForkServer, tmp_path: Path, undisturbed: Any
 ) -> None:
     child = server.kvbench(tmp_path, *FEW, stall=("kvbench.run.plan.run_conversations", 3))
     wait_until_stalled(child)
     child.signal(signal.SIGHUP)
     assert child.wait() == -signal.SIGHUP
-    assert records(tmp_path) == first_of_each(undisturbed, 2)
+    assert rows_below(tmp_path) == first_of_each(undisturbed, 2)
 
 
 def test_a_termination_within_another_is_the_same() -> None:
@@ -183,7 +167,8 @@ def test_a_kernel_that_never_returns_is_recorded_and_the_next_start_goes_on_afte
 def statuses(folder: Path) -> dict[str, str]:
     """The status of every example, the same with both methods."""
     one, other = (
-        {row["example_id"][-3:]: row["status"] for row in some} for some in records(folder).values()
+        {row["example_id"][-3:]: row["status"] for row in some}
+        for some in rows_below(folder).values()
     )
     assert one == other
     return one
@@ -204,7 +189,9 @@ def spoil(folder: Path) -> None:
 
 
 def by_id(folder: Path) -> dict[str, dict[str, Any]]:
-    return {name: {row["example_id"]: row for row in some} for name, some in rows(folder).items()}
+    return {
+        name: {row["example_id"]: row for row in some} for name, some in rows_below(folder).items()
+    }
 
 
 def test_killed_while_failed_records_are_dropped_and_run_again(
@@ -240,7 +227,7 @@ def test_two_at_once_with_retry_failed(server: ForkServer, tmp_path: Path) -> No
     children = [server.job(both, retry_failed=True) for _ in range(2)]
     assert [child.wait() for child in children] == [0, 0]
     assert by_id(both) == by_id(whole)
-    assert {len(some) for some in rows(both).values()} == {4}, "nobody repeated anything"
+    assert {len(some) for some in rows_below(both).values()} == {4}, "nobody repeated anything"
 
 
 def test_what_cannot_be_opened_again_after_dropping_is_one_line(
@@ -317,9 +304,7 @@ def test_half_a_page_takes_no_room_of_a_full_disk(
 
 @pytest.mark.slow
 def test_a_disk_that_is_full_for_wandb_costs_its_copy_and_nothing_else(
-    server: ForkServer,
-    tmp_path: Path,
-    undisturbed: Any,
+    server: ForkServer, tmp_path: Path, undisturbed: Any
 ) -> None:
     wandb = ["logger=wandb", "logger.mode=offline"]
     words = [*(word for word in FEW if not word.startswith("logger=")), *wandb]
@@ -335,7 +320,7 @@ def test_a_disk_that_is_full_for_wandb_costs_its_copy_and_nothing_else(
             err = child.err.read_text()
             assert "was not logged: [Errno 28] No space left on device" in err
             assert "Traceback" not in err
-            found = {k: v for k, v in records(tmp_path).items() if k != "records"}  # W&B's copy
+            found = {k: v for k, v in rows_below(tmp_path).items() if k != "records"}  # W&B's copy
             assert found == first_of_each(undisturbed, 3)
         (disk / "ballast").unlink()
         child = server.kvbench(tmp_path, *words)

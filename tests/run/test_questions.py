@@ -232,13 +232,7 @@ def test_what_stands_between_turns_comes_from_the_chat_template() -> None:
     encoder = PromptEncoder(Chat(), (1,), (2,), chat=True)
     found = encode_examples(Quiz(contexts=1, history="golden").examples(encoder), encoder)
     code = Letters().encode
-    assert found[1].question_ids == (
-        *code(ASKED[0]),
-        2,
-        *code("A0<e><u>"),
-        *code(ASKED[1]),
-        2,
-    )
+    assert found[1].question_ids == (*code(ASKED[0]), 2, *code("A0<e><u>"), *code(ASKED[1]), 2)
     own = encode_examples(Quiz(contexts=1, history="own").examples(encoder), encoder)
     assert own[0].question_ids == (*code(ASKED[0]), 2)
     assert own[1].question_ids == (*code("<e><u>"), *code(ASKED[1]), 2)

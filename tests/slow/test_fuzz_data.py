@@ -6,12 +6,12 @@ from __future__ import annotations
 import json
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvbench.engine.sampling import GREEDY
@@ -31,8 +31,6 @@ COMMON: dict[str, Any] = {
     "database": None,
     "suppress_health_check": list(HealthCheck),
 }
-FEW = settings(max_examples=30, derandomize=True, phases=[Phase.explicit, Phase.generate], **COMMON)
-MANY = settings(max_examples=400, **COMMON)
 
 
 class Bytes:
@@ -97,6 +95,11 @@ def files_like(draw: st.DrawFn, row: Mapping[str, Any]) -> bytes:
     return content.replace(b"\n", b"\r\n") if damage == "crlf" else content
 
 
+def lines_of(row: Mapping[str, Any], *changes: Mapping[str, Any]) -> list[bytes]:
+    """A row as a line of a file, with each of the changes."""
+    return [json.dumps({**row, **change}).encode() for change in changes]
+
+
 def one_line(error: Exception, *names: str) -> None:
     assert "\n" not in str(error)
     assert any(name in str(error) for name in names), error
@@ -145,34 +148,19 @@ def lines_task(content: bytes) -> None:
 
 
 BAD_LINES = [
-    b"",
-    b"\n\n",
-    json.dumps(LINE | {"prompt": 3}).encode(),
-    json.dumps(LINE | {"prompt": None}).encode(),
-    json.dumps(LINE | {"random_idx": ["a", 1e400]}).encode(),
-    json.dumps(LINE | {"random_idx": [["a"], 0]}).encode(),
-    json.dumps(LINE | {"random_idx": ["a", -3]}).encode(),
-    json.dumps(LINE | {"num_lines": "many"}).encode(),
-    json.dumps(LINE | {"expected_number": 1e400}).encode(),
-    json.dumps(LINE | {"prompt": "\ud800" + LINE["prompt"]}).encode(),
-    json.dumps([LINE]).encode(),
-    b"[" * 100_000,
-    b"\xff\xfe",
+    *lines_of(
+        LINE,
+        {"prompt": 3},
+        {"prompt": None},
+        {"random_idx": ["a", 1e400]},
+        {"random_idx": [["a"], 0]},
+        {"random_idx": ["a", -3]},
+        {"num_lines": "many"},
+        {"expected_number": 1e400},
+        {"prompt": "\ud800" + LINE["prompt"]},
+    ),
+    *(b"", b"\n\n", json.dumps([LINE]).encode(), b"[" * 100_000, b"\xff\xfe"),
 ]
-
-
-@FEW
-@given(files_like(LINE))
-@example(json.dumps(LINE | {"prompt": "x" * 10_000_000 + str(LINE["prompt"])}).encode())
-def test_files_of_lines(content: bytes) -> None:
-    lines_task(content)
-
-
-@pytest.mark.slow
-@MANY
-@given(files_like(LINE))
-def test_many_files_of_lines(content: bytes) -> None:
-    lines_task(content)
 
 
 @pytest.mark.parametrize("content", BAD_LINES, ids=range(len(BAD_LINES)))
@@ -216,24 +204,6 @@ ESSAYS = st.one_of(
 )
 
 
-@FEW
-@given(ESSAYS)
-@example(b"")
-@example(b" \n\t ")
-@example(b"no sentence ends here " * 500_000)
-@example(b"\xff")
-@example(b"a")
-def test_haystack_files(content: bytes) -> None:
-    needle_task(content)
-
-
-@pytest.mark.slow
-@MANY
-@given(ESSAYS)
-def test_many_haystack_files(content: bytes) -> None:
-    needle_task(content)
-
-
 LONGBENCH = {
     "_id": "0a",
     "context": "Some text.",
@@ -264,13 +234,9 @@ def longbench_rows(content: bytes, stem: str) -> None:
 
 
 BAD_ROWS = [
-    b"",
-    json.dumps(LONGBENCH).encode()[:-9],
-    json.dumps(LONGBENCH | {"answers": []}).encode(),
-    json.dumps(LONGBENCH | {"answers": None}).encode(),
-    json.dumps(LONGBENCH | {"context": 3}).encode(),
+    *lines_of(LONGBENCH, {"answers": []}, {"answers": None}, {"context": 3}),
+    *(b"", json.dumps(LONGBENCH).encode()[:-9], b"[" * 50_000),
     json.dumps(LONGBENCH).encode().replace(b"Some", b"\xff\xfe"),
-    b"[" * 50_000,
 ]
 
 
@@ -310,13 +276,6 @@ def test_json_lines_are_read_without_the_reader_that_broken_files_crash(
         longbench_rows(bad, "hotpotqa")
     (tmp_path / "1_lines.jsonl").write_text(json.dumps(LINE))
     assert len(LongEvalLines(files=[str(tmp_path / "1_lines.jsonl")]).examples(ENCODER)) == 1
-
-
-@pytest.mark.slow
-@settings(max_examples=200, **COMMON)
-@given(files_like(LONGBENCH), st.sampled_from(["hotpotqa", "trec"]))
-def test_many_longbench_files(content: bytes, stem: str) -> None:
-    longbench_rows(content, stem)
 
 
 def test_two_examples_of_one_id_are_refused() -> None:
@@ -393,24 +352,37 @@ def _nested(content: bytes) -> bytes:
         return content
 
 
-def _cases() -> Iterator[st.SearchStrategy[bytes]]:
-    yield files_like(_record() | {"depth": 0, "length": 5, "score": 1.0, "entries": {"mean": 1.0}})
-    yield st.one_of(
-        st.just(b"{}"),
-        files_like(_manifest()).map(lambda lines: _nested(lines.split(b"\n")[0])),
-        JSON.map(lambda value: json.dumps(value).encode()),
-        st.binary(),
-    )
+RECORD_FILES = files_like(
+    _record() | {"depth": 0, "length": 5, "score": 1.0, "entries": {"mean": 1.0}}
+)
+MANIFESTS = st.one_of(
+    st.just(b"{}"),
+    files_like(_manifest()).map(lambda lines: _nested(lines.split(b"\n")[0])),
+    JSON.map(lambda value: json.dumps(value).encode()),
+    st.binary(),
+)
+KINDS: dict[str, tuple[Callable[..., None], list[st.SearchStrategy[Any]]]] = {
+    "lines": (lines_task, [files_like(LINE)]),
+    "haystacks": (needle_task, [ESSAYS]),
+    "longbench": (longbench_rows, [files_like(LONGBENCH), st.sampled_from(["hotpotqa", "trec"])]),
+    "results": (results_folder, [RECORD_FILES, MANIFESTS]),
+}
 
 
-@FEW
-@given(*_cases())
-def test_results_folders(records: bytes, manifest: bytes) -> None:
-    results_folder(records, manifest)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [30, pytest.param(400, marks=pytest.mark.slow)])
+def test_any_file_is_read_or_one_line(kind: str, count: int) -> None:
+    check, given_files = KINDS[kind]
+    settings(max_examples=count, derandomize=count == 30, **COMMON)(given(*given_files)(check))()
 
 
-@pytest.mark.slow
-@MANY
-@given(*_cases())
-def test_many_results_folders(records: bytes, manifest: bytes) -> None:
-    results_folder(records, manifest)
+HAYSTACKS = [b"", b" \n\t ", b"no sentence ends here " * 500_000, b"\xff", b"a"]
+
+
+def test_a_line_of_megabytes() -> None:
+    lines_task(json.dumps(LINE | {"prompt": "x" * 10_000_000 + str(LINE["prompt"])}).encode())
+
+
+@pytest.mark.parametrize("content", HAYSTACKS, ids=len)
+def test_haystacks_that_hardly_are_any(content: bytes) -> None:
+    needle_task(content)

@@ -40,12 +40,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     records = [{"example_id": f"e{i}", "score": 1.0, "prediction": "x"} for i in range(2)]
     for name in ("good", "other", "broken", "torn", "manifest"):
         write_run(
-            root,
-            experiment=name,
-            task="t",
-            method="snapkv",
-            records=records,
-            task_meta=LINES_META,
+            root, experiment=name, task="t", method="snapkv", records=records, task_meta=LINES_META
         )
     for path in root.glob("broken/*/*/*/records.jsonl"):
         path.write_text("{\n[]\n3\n")
@@ -74,15 +69,10 @@ def check(results: Path, words: list[str]) -> None:
     )
 
 
-def test_a_sample_of_arguments(results: Path) -> None:
-    settings(max_examples=60, derandomize=True, **COMMON)(
-        given(arguments())(lambda words: check(results, words))
-    )()
-
-
-@pytest.mark.slow
-def test_many_arguments(results: Path) -> None:
-    settings(max_examples=300, **COMMON)(given(arguments())(lambda words: check(results, words)))()
+@pytest.mark.parametrize("count", [60, pytest.param(300, marks=pytest.mark.slow)])
+def test_any_arguments(results: Path, count: int) -> None:
+    run = settings(max_examples=count, derandomize=count == 60, **COMMON)
+    run(given(arguments())(lambda words: check(results, words)))()
 
 
 ODD_VALUES: list[Any] = [
@@ -179,12 +169,7 @@ def check_damaged(task: str, damages: list[Any]) -> None:
             assert again.problem() is None, f"{task} {damages!r:.2000}\n{again.err[-3000:]}"
 
 
-def test_a_sample_of_damaged_results() -> None:
-    few = settings(max_examples=12, derandomize=True, **COMMON)
-    few(given(st.sampled_from(list(TASKS)), damage())(check_damaged))()
-
-
-@pytest.mark.slow
-def test_many_damaged_results() -> None:
-    many = settings(max_examples=300, **COMMON)
-    many(given(st.sampled_from(list(TASKS)), damage())(check_damaged))()
+@pytest.mark.parametrize("count", [12, pytest.param(300, marks=pytest.mark.slow)])
+def test_any_damaged_results(count: int) -> None:
+    run = settings(max_examples=count, derandomize=count == 12, **COMMON)
+    run(given(st.sampled_from(list(TASKS)), damage())(check_damaged))()

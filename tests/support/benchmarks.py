@@ -40,11 +40,7 @@ def infinitebench(folder: Path) -> Path:
             "9c-1",
             [],
         ),
-        "code_run": (
-            "Please give me the exact number of the return value of func_1(4).",
-            "-7",
-            [],
-        ),
+        "code_run": ("Please give me the exact number of the return value of func_1(4).", "-7", []),
         "code_debug": ("Which funtion has deliberate error?", "func_c", options),
         "math_find": ("You should answer: The largest number of the list is: ", "97", []),
         "math_calc": ("", ["1", "4", "9"], []),

@@ -18,7 +18,6 @@ from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from random import Random
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
@@ -30,6 +29,7 @@ from omegaconf import OmegaConf
 from kvbench.cli import main as cli
 from kvbench.cli.catalogue import KINDS, catalogue
 from kvbench.cli.check import composer
+from kvbench.cli.compose import flattened
 
 BASE = ["logger=none", "model=tiny_random", "device=cpu", "dry_run=true", "limit=1"]
 LONGBENCH = Path(__file__).parents[1] / "data" / "longbench"
@@ -237,25 +237,12 @@ def names(kind: str) -> list[str]:
 
 @lru_cache
 def keys_of(*choices: str) -> Mapping[str, Any]:
-    """Every key, inner ones included, of the config that these choices compose to, and what it is; of
+    """Every key of the config that these choices compose to, inner ones included, and its value; of
     those that Hydra's grammar cannot name, what they are in."""
     with composer():
-        config = OmegaConf.to_container(compose("config", overrides=list(choices)), resolve=False)
-    return {key: value for key, value in _keys(config) if not LEFT_OUT.match(key)}
-
-
-def _keys(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, inner in node.items():
-        if re.fullmatch(r"\w+", str(name)):
-            yield f"{prefix}{name}", inner
-            if isinstance(inner, Mapping):
-                yield from _keys(inner, f"{prefix}{name}.")
-
-
-def texts_of(known: Mapping[str, Any]) -> tuple[str, ...]:
-    """The values of a config as overrides have them: right for one key and wrong for others."""
-    texts = {str(value).replace("'", "").replace(" ", "") for value in known.values()}
-    return tuple(sorted(text for text in texts if len(text) < 60 and "{" not in text))
+        config: Any = OmegaConf.to_container(compose("config", overrides=[*choices]), resolve=False)
+    found = {key: value for key, value in flattened(config) if re.fullmatch(r"[\w.]+", key)}
+    return {key: value for key, value in found.items() if not LEFT_OUT.match(key)}
 
 
 TOP = [
@@ -272,134 +259,90 @@ TOP = [
 ]
 """Keys that no YAML has, and changes of the config's form."""
 
-INNER = [
-    *("head_dim", "key_norm", "query_norm", "value_norm", "heads", "clusters", "spread", "zzz"),
-    *("_target_", "_partial_"),
-]
-
-
-def text_of(rng: Random) -> str:
-    """Up to a dozen characters: plain, of any script, beyond the basic plane, control characters."""
-    spans = [(32, 126), (32, 126), (0, 255), (256, 0xD7FF), (0xE000, 0x10FFFF)]
-    return "".join(chr(rng.randint(*rng.choice(spans))) for _ in range(rng.randint(0, 12)))
-
 
 def quoted(text: str) -> str:
     """As Hydra takes any text."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-def value_of(rng: Random, *more: str) -> str:
-    """A value: of the lists, a number, any text; or a list, mapping or node that holds one."""
+PLAIN = st.one_of(
+    *[st.sampled_from(VALUES)] * 4,
+    st.integers(-1000, 1000).map(str),  # what a job of a legal size costs is no matter here
+    st.text(max_size=12).map(quoted),
+)
+KEYS = ["head_dim", "key_norm", "query_norm", "heads", "clusters", "spread", "zzz", "_partial_"]
+NODE = st.builds(
+    "{{_target_: kvbench.probes.error_scaling.BoundedData, {}: {}}}".format,
+    st.sampled_from(KEYS),
+    PLAIN,
+)
+VALUE = st.one_of(
+    *[PLAIN] * 4,
+    st.lists(PLAIN, min_size=1, max_size=2).map(lambda values: f"[{','.join(values)}]"),
+    st.builds("{{a:{}}}".format, PLAIN | NODE),
+    st.builds("[[{}]]".format, PLAIN),
+    NODE,
+)
+WORD = st.one_of(st.text(max_size=12), *[st.sampled_from(FLAGS)] * 3)
 
-    def plain() -> str:
-        kind = rng.randrange(8)
-        if kind == 0:  # what a job of a legal size costs is no matter here
-            return str(rng.randint(-1000, 1000))
-        if kind == 1:
-            return quoted(text_of(rng))
-        return rng.choice(VALUES) if kind < 5 else rng.choice(more or VALUES)
 
-    def node() -> str:
-        target = "_target_: kvbench.probes.error_scaling.BoundedData"
-        return f"{{{target}, {rng.choice(INNER)}: {plain()}}}"
-
-    forms = ["{0}"] * 10 + [
-        "[{0}]",
-        "[{0}]",
-        "[{0},{1}]",
-        "[[{0}]]",
-        "{{a:{0}}}",
-        "{2}",
-        "{{x:{2}}}",
+def overrides(known: Mapping[str, Any]) -> st.SearchStrategy[str]:
+    """A key, of a task in most cases, with any value or one that is right for some other key."""
+    texts = {str(value).replace("'", "").replace(" ", "") for value in known.values()}
+    fitting = sorted(text for text in texts if len(text) < 60 and "{" not in text)
+    parts = [
+        [k for k in known if k.startswith(part)] for part in ("task.", "task.", "methods.", "")
     ]
-    return rng.choice(forms).format(plain(), plain(), node())
+    keys = [st.sampled_from(part) for part in [*parts, TOP] if part]
+    return st.builds("{}={}".format, st.one_of(keys), st.one_of(VALUE, st.sampled_from(fitting)))
 
 
-def like(rng: Random, default: Any) -> str:
-    """A value of the default's type, in most cases one that is allowed."""
-    if isinstance(default, bool):
-        return rng.choice(["true", "false"])
-    if isinstance(default, int | float):
-        return str(rng.choice([rng.randint(0, 9), round(rng.uniform(0, 1), 2), default]))
-    if isinstance(default, list) and default:
-        several = rng.choices(default, k=rng.choice([0, 1, 1, 2]))
-        return f"[{','.join(like(rng, each) for each in several)}]"
-    return rng.choice(["null", "[]", "1", "x", quoted(str(default))])
-
-
-def override_of(rng: Random, known: Mapping[str, Any], *more: str) -> str:
-    """One argument: mostly a key that exists with a value that may be wrong."""
-    groups = [[key for key in known if key.startswith(part)] for part in ("task.", "methods.")]
-    others = [key for key in known if not key.startswith(("task.", "methods."))]
-    key = rng.choice(rng.choice([groups[0], groups[0], groups[1] or others, others, TOP]))
-    default = known.get(key, {})
-    if isinstance(default, Mapping) or rng.random() < 0.6:
-        return f"{key}={value_of(rng, *more)}"
-    return f"{key}={like(rng, default)}"
-
-
-def odd_word(rng: Random) -> str:
-    """An argument that is no override of anything."""
-    return rng.choice([text_of(rng), f"{text_of(rng)}={value_of(rng)}", *[rng.choice(FLAGS)] * 4])
-
-
-def command_line(rng: Random) -> list[str]:
+@st.composite
+def command_lines(draw: st.DrawFn) -> list[str]:
     """A dry run of a small job, with a few arguments of any kind."""
-    task = rng.choice([*names("tasks"), "longeval_lines", "needle", "longbench"])
+    task = draw(st.sampled_from([*names("tasks"), "longeval_lines", "needle", "longbench"]))
     if task in EXPERIMENTS:  # what takes other things than methods
         job = [f"experiment={EXPERIMENTS[task]}", f"task={task}"]
-        known = keys_of(*job)
     else:
-        methods = rng.sample(names("methods"), rng.choice([1, 1, 2, 3]))
+        methods = draw(
+            st.lists(st.sampled_from(names("methods")), min_size=1, max_size=3, unique=True)
+        )
         job = [f"task={task}", f"method=[{','.join(methods)}]"]
-        known = keys_of(job[0], "method=exact", "model=tiny_random", "logger=wandb")
-        known = {key: known[key] for key in known if not key.startswith("methods.")}
-        options = keys_of("method=" + methods[0])
-        known |= {key: options[key] for key in options if key.startswith("methods.")}
-    chosen = [override_of(rng, known, *texts_of(known)) for _ in range(rng.choice([1, 1, 1, 2, 3]))]
-    if rng.random() < 0.1:
-        chosen.append(odd_word(rng))
-    base = [*BASE, *job, *QUICK[task]]
-    return [*_not_given(base, chosen), *chosen]
+    known = keys_of(*job, "model=tiny_random", "logger=wandb")
+    chosen = draw(st.lists(overrides(known), min_size=1, max_size=3))
+    chosen += draw(st.one_of(*[st.just([])] * 9, st.lists(WORD, min_size=1, max_size=1)))
+    return with_base([*BASE, *job, *QUICK[task]], chosen)
 
 
-def other_line(rng: Random) -> list[str]:
+@st.composite
+def other_lines(draw: st.DrawFn) -> list[str]:
     """The other commands: list, show, experiments, launchers, sweeps, and Hydra's own options."""
-    task = rng.choice(list(QUICK))
-    base = [*BASE, "method=exact", f"task={task}", *QUICK[task]]
+    task = draw(st.sampled_from(list(QUICK)))
     known = keys_of("method=exact", f"task={task}", "model=tiny_random")
-    chosen = [override_of(rng, known) for _ in range(rng.choice([0, 1, 1, 2]))]
-    kind = rng.choice(["list", "show", "experiment", "launcher", "sweep", "option"])
+    chosen = draw(st.lists(overrides(known), max_size=2))
+    job = ["method=exact", f"task={task}", *QUICK[task]]
+    experiment = f"experiment={draw(st.sampled_from(names('experiments')))}"
+    kind = draw(st.sampled_from(["list", "show", "experiment", "launcher", "sweep", "option"]))
     if kind == "list":
-        words = [rng.choice([*KINDS, *KINDS, "method", "s", "", odd_word(rng)]) for _ in range(2)]
-        return ["list", *words[: rng.choice([0, 1, 1, 1, 2])]]
+        return ["list", *draw(st.lists(st.sampled_from(KINDS) | WORD, max_size=2))]
     if kind == "show":
-        experiment = f"experiment={rng.choice(names('experiments'))}"
-        return ["show", *rng.choice([[experiment], [f"task={task}"], []]), *chosen]
+        return ["show", draw(st.sampled_from([experiment, f"task={task}"])), *chosen]
     if kind == "experiment":
-        base = [f"experiment={rng.choice(names('experiments'))}", *base]
-        base = [word for word in base if word != "method=exact" or rng.random() < 0.5]
+        job = [experiment, *job[draw(st.integers(0, 1)) :]]
     elif kind == "launcher":
-        launcher = rng.choice(["slurm", "gpus"])
+        launcher = draw(st.sampled_from(["slurm", "gpus"]))
         keys = [key for key in keys_of(f"launcher={launcher}") if "launcher." in key]
-        base += [f"launcher={launcher}", *["launcher.workers=2"][launcher == "slurm" :]]
-        chosen = [f"{rng.choice(keys)}={value_of(rng)}" for _ in range(rng.choice([1, 1, 2]))]
+        job += [f"launcher={launcher}", *["launcher.workers=2"][launcher == "slurm" :]]
+        chosen = draw(st.lists(st.builds("{}={}".format, st.sampled_from(keys), VALUE), max_size=2))
     elif kind == "sweep":
-        values = ",".join(value_of(rng) for _ in range(rng.choice([1, 2, 3])))
-        chosen.append(f"{rng.choice(list(known))}={values}")
-        base.append("-m")
+        values = ",".join(draw(st.lists(VALUE, min_size=1, max_size=3)))
+        chosen += ["-m", f"{draw(st.sampled_from(list(known)))}={values}"]
     else:
-        base += rng.choices(FLAGS, k=rng.choice([1, 1, 2]))
-    return [*_not_given(base, chosen), *chosen]
+        chosen += draw(st.lists(st.sampled_from(FLAGS), min_size=1, max_size=2))
+    return with_base([*BASE, *job], chosen)
 
 
-def _not_given(base: Sequence[str], chosen: Sequence[str]) -> list[str]:
-    """Of the base what the chosen arguments do not give themselves."""
+def with_base(base: Sequence[str], chosen: Sequence[str]) -> list[str]:
+    """The chosen arguments, after those of the base that they do not give themselves."""
     given = {text.partition("=")[0] for text in chosen}
-    return [text for text in base if text.partition("=")[0] not in given]
-
-
-def lines_of(make: Callable[[Random], list[str]]) -> st.SearchStrategy[list[str]]:
-    """Of one seed each: nothing here needs to be made smaller when it fails."""
-    return st.randoms(use_true_random=True).map(make)
+    return [*(text for text in base if text.partition("=")[0] not in given), *chosen]

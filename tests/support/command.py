@@ -4,14 +4,31 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from kvbench.cli import main as cli
+from kvbench.cli.check import check_command
+from kvbench.cli.compose import Compositions
+from kvbench.errors import UserError
 
 FAST = ["logger=none", "model=tiny_random", "method=[exact,snapkv]", "task=longeval_lines"]
 FAST += ["task.num_lines=[20]"]
+
+
+COMPOSED = Compositions()
+"""What the refusals that tests ask for have in common."""
+
+
+def refusal_of(overrides: Sequence[str], *, sweep: bool = False) -> str | None:
+    """The line that refuses these overrides, None where they are let through."""
+    try:
+        check_command(overrides, sweep=sweep, kept=COMPOSED)
+    except UserError as error:
+        return str(error)
+    return None
 
 
 SHORT = [*FAST, "task.num_examples=2", "task.max_new_tokens=2"]

@@ -155,10 +155,7 @@ def mass(
     m: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, softcap=None, n: int = 16384
 ) -> None:
     """The last m of 16k queries."""
-    queries, keys = (
-        empty(1, heads, m, dim, dtype=dtype),
-        empty(1, kv_heads, n, dim, dtype=dtype),
-    )
+    queries, keys = (empty(1, heads, m, dim, dtype=dtype), empty(1, kv_heads, n, dim, dtype=dtype))
     _triton_mass.attention_mass(queries, keys, scaling=dim**-0.5, softcap=softcap)
 
 

@@ -13,10 +13,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
@@ -64,12 +63,7 @@ class ForkServer:
         self.ask({"ready": True})  # imports take seconds
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(60)
@@ -226,18 +220,6 @@ def _prepare(name: str, left: list[int], share: float) -> None:
         return real(*arguments, **named)
 
     setattr(os, name, deadly)
-
-
-def whole_rows(files: Sequence[Path], without: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
-    """Records by the name of their run's folder, complete lines only, without some fields."""
-    found = {}
-    for path in sorted(files):
-        content = path.read_bytes()
-        rows = [json.loads(line) for line in content[: content.rfind(b"\n") + 1].splitlines()]
-        found[path.parent.name] = [
-            {key: value for key, value in row.items() if key not in without} for row in rows
-        ]
-    return found
 
 
 if __name__ == "__main__":

@@ -16,12 +16,10 @@ from kvbench.run.plan import TaskPlan
 from kvbench.run.runner import Job
 from kvbench.run.session import Session
 from kvbench.tasks.base import Example, PromptEncoder, Task
+from support.stores import TIMES
 from support.tiny import tiny_model
 
 SMALL = Budget(rate=0.25, sink=4, window=4)
-
-
-TIMES = ("prefill_s", "compress_s", "decode_s")
 
 
 class Letters:

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from support.command import FAST
-from support.fork_server import Child, ForkServer, whole_rows
+from support.fork_server import Child, ForkServer
+from support.stores import rows_below
 
 EXAMPLES = 40
 
@@ -27,18 +28,10 @@ FEW = [*JOB, "limit=3"]
 Records = Mapping[str, list[dict[str, Any]]]
 
 
-TIMES = ("prefill_s", "compress_s", "decode_s")
-
-
-def records(folder: Path) -> Records:
-    """Records by run folder, without what a clock measured."""
-    return whole_rows(list(folder.glob("runs/**/records.jsonl")), TIMES)
-
-
 def wait_for_records(folder: Path, child: Child, count: int) -> None:
     end = time.monotonic() + 120
     while time.monotonic() < end and child.running():
-        if sum(map(len, records(folder).values())) >= count:
+        if sum(map(len, rows_below(folder).values())) >= count:
             return
         time.sleep(0.002)
     raise AssertionError(child.err.read_text())
@@ -74,7 +67,7 @@ def undisturbed(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) ->
     """What `JOB` gives when nothing happens."""
     folder = tmp_path_factory.mktemp("undisturbed")
     assert server.kvbench(folder, *JOB).wait() == 0
-    return records(folder)
+    return rows_below(folder)
 
 
 def first_of_each(whole: Records, count: int) -> Records:

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 from kvbench.records.read import COMMON_FIELDS
 from kvbench.records.store import RecordStore
+
+TIMES = ("prefill_s", "compress_s", "decode_s")
+
+
+def rows_below(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Records by the name of their run's folder, those of all its shards, whole lines only, without what
+    a clock measured."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted(folder.rglob("records*.jsonl")):
+        content = path.read_bytes()
+        for line in content[: content.rfind(b"\n") + 1].splitlines():
+            row = {key: value for key, value in json.loads(line).items() if key not in TIMES}
+            found.setdefault(path.parent.name, []).append(row)
+    return found
 
 
 def make_record(example_id: str, **changes: object) -> dict:

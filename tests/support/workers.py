@@ -12,8 +12,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-TIMES = ("prefill_s", "compress_s", "decode_s")
-
+from support.stores import rows_below
 
 SMALL = ["logger=none", "device=cpu", "task=longeval_lines", "task.num_lines=[20]"]
 SMALL += ["method=[exact,h2o]", "task.num_examples=8"]
@@ -25,11 +24,7 @@ TINY += ["task.num_examples=5"]
 
 def records(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """All records below a folder by run, without seconds, by example."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for path in sorted(folder.rglob("records*.jsonl")):
-        rows = found.setdefault(path.parent.name, [])
-        for line in path.read_text().splitlines():
-            rows.append({k: v for k, v in json.loads(line).items() if k not in TIMES})
+    found = rows_below(folder)
     return {run: sorted(rows, key=lambda row: row["example_id"]) for run, rows in found.items()}
 
 

@@ -17,7 +17,7 @@ from kvbench.engine.loading import ModelSpec, checked_config
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
 from kvbench.records.read import load_runs
-from kvbench.run.confirm import go_on
+from kvbench.run.preview import go_on
 from kvbench.tasks.longbench import BUCKETS, E_DATASETS
 
 MODELS = sorted(
@@ -116,7 +116,7 @@ def test_sums_by_category_and_a_cache_of_one_size(tmp_path, capsys):
 
 
 def test_nobody_is_asked_but_on_a_terminal(monkeypatch, capsys):
-    monkeypatch.setattr("kvbench.run.confirm.units_to_run", lambda job: [])
+    monkeypatch.setattr("kvbench.run.preview.units_to_run", lambda job: [])
 
     class Job:
         class spec:

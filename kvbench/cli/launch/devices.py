@@ -6,11 +6,10 @@ import os
 
 from omegaconf import DictConfig
 
-from kvbench.errors import UserError, is_integer
+from kvbench.errors import UserError
 
 CPU = ""
 """The device of a worker without a GPU, as CUDA_VISIBLE_DEVICES has it."""
-MOST_WORKERS = 1000
 
 
 class DeviceError(UserError, ValueError):
@@ -41,15 +40,6 @@ def worker_devices(workers: int | None, device: str, gpus_per_worker: int = 1) -
         DeviceError: no GPU and no number of workers on the CPU; a device that names one GPU; fewer
             GPUs than one worker needs.
     """
-    if workers is not None and not is_integer(workers, 1, MOST_WORKERS):
-        raise DeviceError(
-            f"launcher.workers is {workers!r}; allowed: a positive integer up to {MOST_WORKERS}, "
-            "or null"
-        )
-    if not is_integer(gpus_per_worker, 1):
-        raise DeviceError(
-            f"launcher.gpus_per_worker is {gpus_per_worker!r}; allowed: a positive integer"
-        )
     if device not in ("auto", "cpu", "cuda"):
         raise DeviceError(f"device is {device!r}; allowed with launcher=gpus: auto, cuda, cpu")
     gpus = [] if device == "cpu" else visible_gpus()

@@ -39,9 +39,9 @@ class GpuLauncher(Launcher):
             device = self._free.popleft()
             # A folder for each: submitit names jobs by process ids, which come again.
             folder = f"{self.params['submitit_folder']}/{index}"
-            call = _OnDevice(self._clean(), device, self._workers, os.getpid())
+            where = (self._clean(), device, self._workers, os.getpid())
             with _interrupts_ignored():
-                running[index] = self.executor(folder).submit(call, *job)
+                running[index] = self.executor(folder).submit(_run_on, *where, *job)
             self._at[index] = device
 
     def _clean(self) -> BaseSubmititLauncher:
@@ -82,20 +82,14 @@ class GpuLauncher(Launcher):
                 time.sleep(0.1)
 
 
-class _OnDevice:
-    """A job that sees one device only. submitit calls it in the worker's process."""
-
-    def __init__(
-        self, launcher: BaseSubmititLauncher, device: str, workers: int, command: int
-    ) -> None:
-        self.launcher, self.device, self.workers = launcher, device, workers
-        self.command = command
-
-    def __call__(self, *job: Any) -> JobReturn:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # submitit ignores it
-        _end_when_gone(self.command)
-        see_only(self.device, self.workers)
-        return self.launcher(*job)
+def _run_on(
+    launcher: BaseSubmititLauncher, device: str, workers: int, command: int, *job: Any
+) -> JobReturn:
+    """Run a job that sees one device only. submitit calls this in the worker's process."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # submitit ignores it
+    _end_when_gone(command)
+    see_only(device, workers)
+    return launcher(*job)
 
 
 def _end_when_gone(command: int) -> None:

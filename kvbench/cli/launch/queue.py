@@ -55,10 +55,7 @@ def states(arrays: Collection[str]) -> dict[str, JobState] | None:
     found: dict[str, JobState] = {}
     for array in arrays:
         said = subprocess.run(
-            [*_SQUEUE, f"--jobs={array}"],
-            capture_output=True,
-            text=True,
-            check=False,
+            [*_SQUEUE, f"--jobs={array}"], capture_output=True, text=True, check=False
         )
         if said.returncode and "Invalid job id" not in said.stderr:
             return None

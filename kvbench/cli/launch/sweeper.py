@@ -38,7 +38,7 @@ class SharingSweeper(BasicSweeper):
         """Raise what composing any of the jobs would raise."""
         assert self.config is not None
         for overrides in counted(batch, "jobs composed"):
-            self.loader.check_sweep_config(self.config, overrides)
+            self.loader.load_sweep_config(self.config, list(overrides))
 
 
 class DryLauncher(BasicLauncher):
