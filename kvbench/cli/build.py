@@ -24,10 +24,10 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from kvbench.cli.arguments import wrong_argument
 from kvbench.cli.check import resolved
 from kvbench.cli.main import INTERRUPTED
 from kvbench.cli.overrides import is_folder_name
-from kvbench.cli.typed import wrong_argument
 from kvbench.engine.loading import ModelSpec, resolve_device, resolve_dtype
 from kvbench.engine.sampling import Sampling
 from kvbench.errors import complain, nearest, presentable, printable
@@ -75,7 +75,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class Made:
+class SharedParts:
     """What the checked or planned jobs of a sweep have in common, made once. No job that runs has any
     of it.
 
@@ -90,7 +90,7 @@ class Made:
     plans: set[str] = field(default_factory=set)
 
 
-def _made(node: DictConfig, key: str, kind: type[T], made: Made | None, plain: object) -> T:
+def _part(node: DictConfig, key: str, kind: type[T], made: SharedParts | None, plain: object) -> T:
     """What a config's ``_target_`` makes.
 
     Args:
@@ -101,18 +101,18 @@ def _made(node: DictConfig, key: str, kind: type[T], made: Made | None, plain: o
         InstantiationException: the constructor's own refusal.
     """
     if made is None:
-        return _make(node, key, kind)
+        return _instantiated(node, key, kind)
     said = repr((key, plain))
     if said not in made.objects:
-        made.objects[said] = _make(node, key, kind, plain)
+        made.objects[said] = _instantiated(node, key, kind, plain)
     found = made.objects[said]
     assert isinstance(found, kind)
     return found
 
 
-def _make(node: DictConfig, key: str, kind: type[T], plain: object = None) -> T:
+def _instantiated(node: DictConfig, key: str, kind: type[T], plain: object = None) -> T:
     try:
-        made = _called(plain) or instantiate(node, _convert_="all")
+        made = _constructed(plain) or instantiate(node, _convert_="all")
     except InstantiationException as error:
         problem = wrong_argument(OmegaConf.to_container(node, resolve=True), key)
         if problem is not None:  # with the whole key, which the object itself does not know
@@ -131,7 +131,7 @@ def _make(node: DictConfig, key: str, kind: type[T], plain: object = None) -> T:
     return made
 
 
-def _called(plain: object) -> object | None:
+def _constructed(plain: object) -> object | None:
     """What Hydra's `instantiate` makes of a node in which only the node itself has a target, sooner;
     None where it has more to do, or something to say."""
     if not isinstance(plain, Mapping) or repr(plain).count("'_") > 1:
@@ -144,7 +144,7 @@ def _called(plain: object) -> object | None:
         return None
 
 
-def build_job(config: DictConfig, made: Made | None = None) -> Job:
+def build_job(config: DictConfig, made: SharedParts | None = None) -> Job:
     """Instantiate what the config names and check what can be checked without loading a model.
 
     Args:
@@ -167,7 +167,7 @@ def build_job(config: DictConfig, made: Made | None = None) -> Job:
         raise KVError(f"experiment_name is {experiment!r}; allowed: a folder's name")
     results_dir = results_folder(plain["results_dir"])
     device = resolve_device(config.device)
-    spec = _made(config.model, "model", ModelSpec, made, plain["model"])
+    spec = _part(config.model, "model", ModelSpec, made, plain["model"])
     for key, name in (("model.name", spec.label), ("task_label", plain["task_label"])):
         try:
             safe_name(str(name))
@@ -175,15 +175,15 @@ def build_job(config: DictConfig, made: Made | None = None) -> Job:
             raise KVError(
                 f"{key} is {name!r}; allowed: text with a letter or digit in it"
             ) from error
-    budget = _made(config.budget, "budget", Budget, made, plain["budget"])
+    budget = _part(config.budget, "budget", Budget, made, plain["budget"])
     written: Any = plain["methods"]
     methods = {
-        str(label): (_made(node, f"methods.{label}", Method, made, written[str(label)]), budget)
+        str(label): (_part(node, f"methods.{label}", Method, made, written[str(label)]), budget)
         for label, node in config.methods.items()
     }
     for method, _ in methods.values():
         method.quantization()
-    task: Any = _made(config.task, "task", object, made, plain["task"])
+    task: Any = _part(config.task, "task", object, made, plain["task"])
     if not isinstance(task, Task) and not all(hasattr(task, part) for part in _PLAN):
         raise KVError(f"task is a {type(task).__name__}; allowed: a task or a probe")
     plan: Plan = task
@@ -207,7 +207,7 @@ def build_job(config: DictConfig, made: Made | None = None) -> Job:
         prefill=config.prefill,
         chunk_tokens=config.chunk_tokens,
         decode=config.decode,
-        sampling=_made(config.sampling, "sampling", Sampling, made, plain["sampling"]),
+        sampling=_part(config.sampling, "sampling", Sampling, made, plain["sampling"]),
     )
     task_config: Any = plain["task"]
     if isinstance(task, Task):
@@ -228,11 +228,11 @@ def build_job(config: DictConfig, made: Made | None = None) -> Job:
         batch_size=check_batch_size(config.batch_size),
         retry_failed=config.retry_failed,
         lock_timeout=config.lock_timeout,
-        extra={} if made is not None else _origin(plain, device),
+        extra={} if made is not None else _provenance(plain, device),
     )
 
 
-def _origin(config: Mapping[str, object], device: torch.device) -> dict[str, Any]:
+def _provenance(config: Mapping[str, object], device: torch.device) -> dict[str, Any]:
     """What a job's manifest says about where its records came from."""
     return {
         "config": config,
@@ -266,7 +266,7 @@ def run_config(config: DictConfig) -> tuple[Path, JobResult] | None:
     """Run one job; print its tables. Returns the experiment's folder and what the job left, None for
     a dry run."""
     if config.dry_run:
-        print_dry_run(build_job(config, Made()))
+        print_dry_run(build_job(config, SharedParts()))
         return None
     from kvbench.report.experiment import Experiment, group_runs
     from kvbench.report.render.terminal import print_tables as show_tables
@@ -296,7 +296,7 @@ def run_config(config: DictConfig) -> tuple[Path, JobResult] | None:
     return folder, result
 
 
-def glance_at(config: DictConfig, made: Made, number: int, name: str) -> None:
+def check_briefly(config: DictConfig, made: SharedParts, number: int, name: str) -> None:
     """Check a job of a large dry run; print one line."""
     print_briefly(build_job(config, made), f"job {number}: {name}", made.plans)
 

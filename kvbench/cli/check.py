@@ -12,9 +12,9 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from kvbench.cli.aliases import expand_aliases
 from kvbench.cli.catalogue import config_dir
 from kvbench.cli.compose import Compositions, SharingLoader, job_config, plain_values
-from kvbench.cli.meant import as_meant
 from kvbench.cli.overrides import (
     COMPOSING,
     check_groups,
@@ -25,7 +25,7 @@ from kvbench.cli.overrides import (
     sample_overrides,
 )
 from kvbench.errors import UserError, first_line
-from kvbench.run.progress import counted
+from kvbench.run.progress import with_progress
 
 
 @contextmanager
@@ -70,7 +70,7 @@ def check_command(
         UserError: what is wrong, and what is allowed.
     """
     kept = kept or Compositions()
-    overrides = as_meant(overrides)
+    overrides = expand_aliases(overrides)
     first: DictConfig | None = None
     shards: set[int | None] = set()
     with composer(kept):
@@ -90,7 +90,7 @@ def check_command(
         params = [text for text in params if text.partition("=")[0] not in given]
         samples = list(sample_overrides([*params, *overrides]))
         jobs = job_count([*params, *overrides])
-        for sample in counted(samples, "values checked"):
+        for sample in with_progress(samples, "values checked"):
             check_groups(sample)
             try:
                 whole = compose("config", overrides=sample, return_hydra_config=True)

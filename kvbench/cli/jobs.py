@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from kvbench.run.runner import JobResult
 
 
-def explained(error: BaseException) -> tuple[str, int] | None:
+def explanation_of(error: BaseException) -> tuple[str, int] | None:
     """One line and an exit status for an error that names a thing, its value and what is allowed:
     2 for usage, 1 for the disk, the device or another process. None: the error is a bug."""
     if isinstance(error, InstantiationException):
@@ -55,10 +55,10 @@ def explained(error: BaseException) -> tuple[str, int] | None:
     return None
 
 
-def tell(error: BaseException) -> tuple[str, int]:
+def report_error(error: BaseException) -> tuple[str, int]:
     """Say on stderr what is wrong, in one line, before it the traceback if it is a bug; the line and the
     exit status."""
-    known = explained(error)
+    known = explanation_of(error)
     if known is None:
         print(traceback_of(error), file=sys.stderr, end="", flush=True)
         known = one_line(error), FAILED
@@ -118,7 +118,7 @@ class Jobs:
         self.elsewhere = False
         self.outcomes = [] if outcomes is None else outcomes
         self.compositions = Compositions()
-        self._made: Any = None
+        self._parts: Any = None
 
     def __call__(self, config: DictConfig) -> JobOutcome:
         """Run one job. An error that can be explained is one line; another is a bug, and a traceback
@@ -130,13 +130,13 @@ class Jobs:
         self.outcomes.append(outcome)
         return outcome
 
-    def glance(self, config: DictConfig, number: int, name: str) -> None:
+    def check_briefly(self, config: DictConfig, number: int, name: str) -> None:
         """Check one of many jobs of a dry run, and say in a line what it is."""
-        from kvbench.cli.build import Made, glance_at
+        from kvbench.cli.build import SharedParts, check_briefly
 
-        self._made = self._made or Made()
+        self._parts = self._parts or SharedParts()
         self.outcomes.append(
-            self._run(config, (name,), lambda job: glance_at(job, self._made, number, name))
+            self._run(config, (name,), lambda job: check_briefly(job, self._parts, number, name))
         )
 
     def _run(
@@ -152,7 +152,7 @@ class Jobs:
         except BaseException as error:
             if asks_to_stop(error) or isinstance(error, SystemExit):
                 raise
-            line, status = tell(error)
+            line, status = report_error(error)
             return JobOutcome(overrides, error=presentable(line), status=status)
         if done is None:  # a dry run
             return JobOutcome(overrides)

@@ -26,15 +26,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kvbench import __version__
+from kvbench.cli.aliases import expand_aliases
 from kvbench.cli.catalogue import config_dir
 from kvbench.cli.check import Checked, check_command, composer
 from kvbench.cli.compose import job_config
 from kvbench.cli.info import SHORT_HELP, announce, list_kind, show_config
-from kvbench.cli.jobs import FAILED, JobOutcome, Jobs, tell
-from kvbench.cli.meant import as_meant
+from kvbench.cli.jobs import FAILED, JobOutcome, Jobs, report_error
 from kvbench.cli.reproduce import reproduce
 from kvbench.errors import UserError, complain, nearest, redact
-from kvbench.run.progress import counted
+from kvbench.run.progress import with_progress
 from kvbench.run.termination import TERMINATED, Terminated, Termination
 
 INTERRUPTED = 130
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None, outcomes: list[JobOutcome] | None = 
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = FAILED
     except Exception as error:  # noqa: BLE001 - what is wrong is told, whatever it is
-        _, status = tell(error)
+        _, status = report_error(error)
     sys.exit(status)
 
 
@@ -159,7 +159,7 @@ def _run(arguments: Sequence[str], outcomes: list[JobOutcome] | None = None) -> 
         searched = Path(options.config_dir).resolve()
         options.overrides.append(f"hydra.searchpath=['file://{searched}']")
         options.config_dir = None
-    options.overrides = as_meant(options.overrides)
+    options.overrides = expand_aliases(options.overrides)
     checked = check_command(options.overrides, sweep=options.multirun, kept=jobs.compositions)
     if options.help or options.cfg or options.info:
         _check_shown(checked.first, options)
@@ -309,11 +309,11 @@ def _check_jobs(checked: Checked) -> None:
 
     The jobs of a cluster run on its devices, not on this machine's.
     """
-    from kvbench.cli.build import Made, build_job
+    from kvbench.cli.build import SharedParts, build_job
 
-    made = Made()
+    made = SharedParts()
     with composer(checked.kept):
-        for sample in counted(checked.samples, "jobs checked"):
+        for sample in with_progress(checked.samples, "jobs checked"):
             job = job_config(compose("config", overrides=sample, return_hydra_config=True))
             if job.launcher.name == "slurm":
                 job.device = "cpu"

@@ -176,17 +176,17 @@ def kvpress_runs(folder: Path) -> Iterator[OtherRun]:
         run = OtherRun(model, task, press, options, path.parent)
         seen: Counter[str] = Counter()
         for row in _rows(path):
-            run.records.append(_answered(row, dataset, path, seen))
+            run.records.append(_record_of(row, dataset, path, seen))
         _compare_means(run, path.parent / METRICS)
         yield run
 
 
-def _answered(
+def _record_of(
     row: Mapping[str, str], dataset: str, path: Path, seen: Counter[str]
 ) -> dict[str, Any]:
     """A row of predictions as the fields of a record; equal questions are told apart by their order."""
     name = row.get("task") or dataset
-    answers = listed(row.get("answers") or row.get("answer") or "")
+    answers = parse_list(row.get("answers") or row.get("answer") or "")
     prediction = row["predicted_answer"]
     if not answers:
         raise StoreError(f"{path} has a row without answers; allowed: a column answer or answers")
@@ -199,7 +199,9 @@ def _answered(
             value = match(clean(prediction), answers)
         else:
             short = name.removesuffix("-e").removesuffix("_e")
-            value = longbench_score(short, prediction, answers, listed(row.get("all_classes", "")))
+            value = longbench_score(
+                short, prediction, answers, parse_list(row.get("all_classes", ""))
+            )
     except TaskError as error:
         raise StoreError(f"{path}: {error}") from error
     return {
@@ -211,7 +213,7 @@ def _answered(
     }
 
 
-def listed(text: str) -> list[str]:
+def parse_list(text: str) -> list[str]:
     """The strings or numbers of a list as a CSV file has it: Python's or numpy's way, with commas or
     without; text that is no list is one answer."""
     if not text.strip().startswith("["):

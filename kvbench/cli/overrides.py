@@ -23,8 +23,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, Node
 from omegaconf.errors import OmegaConfBaseException
 
+from kvbench.cli.aliases import DTYPE_NAMES
 from kvbench.cli.compose import flattened, parse, plain_values
-from kvbench.cli.meant import DTYPE_NAMES
 from kvbench.errors import UserError, names_a_secret, nearest, needs_extra
 from kvbench.errors.options import (
     Count,
@@ -104,8 +104,8 @@ def check_syntax(overrides: Sequence[str], *, sweep: bool) -> None:
             )
         if key == "methods":
             raise UserError(
-                f"methods has the methods' options, e.g. methods.snapkv.kernel_size=7{_meant(value)}; "
-                "allowed: method=[...] to choose them"
+                "methods has the methods' options, e.g. methods.snapkv.kernel_size=7"
+                f"{_suggestion(value)}; allowed: method=[...] to choose them"
             )
         if key in keys:
             together = f"; several as {key}=[...]" if override.key_or_group in _groups() else ""
@@ -115,7 +115,7 @@ def check_syntax(overrides: Sequence[str], *, sweep: bool) -> None:
         keys[key] = text
 
 
-def _meant(value: object) -> str:
+def _suggestion(value: object) -> str:
     values = value if isinstance(value, list) else [value]
     names = [name for name in values if isinstance(name, str) and name]
     if not names or len(names) < len(values):

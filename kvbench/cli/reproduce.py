@@ -14,7 +14,7 @@ from pathlib import Path
 from string import Template
 
 from kvbench.cli.catalogue import catalogue
-from kvbench.cli.jobs import tell
+from kvbench.cli.jobs import report_error
 from kvbench.cli.papers import PaperItem, experiment_called, folder_name, limit_key, paper_items
 from kvbench.errors import UserError, nearest
 
@@ -48,7 +48,7 @@ def reproduce(arguments: Sequence[str], run: Callable[[Sequence[str]], int]) -> 
         try:
             statuses += map(run, command_lines(name, overrides))
         except Exception as error:  # noqa: BLE001 - the others are tried all the same
-            statuses.append(tell(error)[1])
+            statuses.append(report_error(error)[1])
     _index(overrides, list(reversed(made)))
     return max(statuses)
 

@@ -30,7 +30,7 @@ from kvbench.records.schema import (
     COMMON_FIELDS,
     LARGEST,
     NUMBER_FIELDS,
-    Wrong,
+    SchemaError,
     parse_manifest,
     parse_record,
 )
@@ -154,7 +154,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise StoreError(f"{path.parent} has records but no {MANIFEST}") from None
     except OSError as error:
         raise StoreError(explain_os_error(error, path)) from error
-    except Wrong as error:
+    except SchemaError as error:
         raise StoreError(f"{path} cannot be read: {error}; {_MOVE_AWAY}") from error
     written = manifest.get("format", FORMAT)
     if isinstance(written, bool) or not isinstance(written, int) or not 1 <= written <= FORMAT:
@@ -201,7 +201,7 @@ def parse_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
     """
     try:
         return parse_record(line)
-    except Wrong as error:
+    except SchemaError as error:
         raise StoreError(f"{path}, line {number}: {error}") from error
 
 

@@ -176,7 +176,7 @@ class PaperTable(TypedDict, total=False):
     models: dict[str, Short] | None
 
 
-class Wrong(UserError, ValueError):
+class SchemaError(UserError, ValueError):
     """What is wrong with a record or a manifest: one line that names the key and what it may hold."""
 
 
@@ -184,7 +184,7 @@ def parse_record(line: bytes) -> dict[str, Any]:
     """A record from its line; common fields that are numbers come as floats.
 
     Raises:
-        Wrong: it is no record.
+        SchemaError: it is no record.
     """
     return _parsed(_RECORD, line)
 
@@ -193,13 +193,13 @@ def parse_manifest(content: bytes) -> dict[str, Any]:
     """A manifest from the content of its file.
 
     Raises:
-        Wrong: it is no manifest.
+        SchemaError: it is no manifest.
     """
     manifest = _parsed(_MANIFEST, content)
     for number, figure in enumerate((manifest.get("task_meta") or {}).get("figures") or ()):
         for key in NEEDED.get(figure.get("kind"), ()):
             if figure.get(key) is None:
-                raise Wrong(f"task_meta.figures.{number} lacks {key}")
+                raise SchemaError(f"task_meta.figures.{number} lacks {key}")
     return manifest
 
 
@@ -207,7 +207,7 @@ def check_paper_table(spec: Mapping[str, Any]) -> None:
     """Check the types of what ``paper_table`` says of one published table.
 
     Raises:
-        Wrong: a key holds what it may not.
+        SchemaError: a key holds what it may not.
     """
     _parsed(_PAPER_TABLE, json.dumps(spec, default=str).encode())
 
@@ -221,11 +221,11 @@ def _parsed(kind: TypeAdapter[Any], content: bytes) -> dict[str, Any]:
     try:
         found: dict[str, Any] = kind.validate_json(content)
     except ValidationError as error:
-        raise Wrong(_explained(error, content)) from error
+        raise SchemaError(_explanation(error, content)) from error
     return found
 
 
-def _explained(error: ValidationError, content: bytes) -> str:
+def _explanation(error: ValidationError, content: bytes) -> str:
     """The first thing that is wrong, or all keys that are missing."""
     found = error.errors(include_url=False)
     first, where = found[0], found[0]["loc"]

@@ -49,7 +49,7 @@ from kvbench.records.read import (
     read_records,
     whole_lines,
 )
-from kvbench.records.schema import Wrong, parse_record
+from kvbench.records.schema import SchemaError, parse_record
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
@@ -235,7 +235,7 @@ class RecordStore:
         line = text.encode(errors="replace")  # half a surrogate pair has no UTF-8 form
         try:
             example_id = parse_record(line)["example_id"]
-        except Wrong as error:
+        except SchemaError as error:
             raise StoreError(str(error)) from error
         if example_id in self._done:
             return False

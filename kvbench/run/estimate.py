@@ -57,9 +57,9 @@ def estimate(job: Job, todo: Sequence[Unit], *, any_model: bool) -> Estimate:
     middle = known[len(known) // 2] if known else todo[0]
     patience = math.inf if any_model else LONGEST_TRIAL
     try:
-        if _tried(job, few_tokens(middle), patience)[0] > patience:  # warms the device up
+        if _run_once(job, with_short_answer(middle), patience)[0] > patience:  # warms the device up
             return Estimate(None, f"unknown (example {middle.id} takes too long to try)")
-        seconds, outcomes = _tried(job, middle)
+        seconds, outcomes = _run_once(job, middle)
     except Exception as failure:  # noqa: BLE001 - the job will record it
         return Estimate(None, f"unknown (example {middle.id} fails: {one_line(failure)})")
     failed = [str(o.fields.get("error")) for o in outcomes if o.fields.get("status", "ok") != "ok"]
@@ -95,7 +95,7 @@ def _column(outcomes: Sequence[Outcome], name: str) -> list[float]:
     return [float(outcome.fields.get(name) or 0.0) for outcome in outcomes]
 
 
-def _tried(job: Job, unit: Unit, patience: float = math.inf) -> tuple[float, list[Outcome]]:
+def _run_once(job: Job, unit: Unit, patience: float = math.inf) -> tuple[float, list[Outcome]]:
     """How long a unit takes, and its outcomes; soon after `patience` seconds it is given up."""
     start, outcomes = time.perf_counter(), []
     limit = patience if math.isfinite(patience) and in_main_thread() else None
@@ -118,7 +118,7 @@ def prompt_tokens(unit: Unit) -> int | None:
     return n if isinstance(n, int) else None
 
 
-def few_tokens(unit: Unit) -> Unit:
+def with_short_answer(unit: Unit) -> Unit:
     """The same unit, with a short answer."""
     if not isinstance(unit.payload, Asked):
         return unit

@@ -33,7 +33,7 @@ MANY = 100
 T = TypeVar("T")
 
 
-def counted(things: Sequence[T], title: str) -> Iterator[T]:
+def with_progress(things: Sequence[T], title: str) -> Iterator[T]:
     """The things, with a bar that counts them; where there is no terminal, a line now and then. Few
     things come without."""
     console = Console(stderr=True)

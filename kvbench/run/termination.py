@@ -14,7 +14,7 @@ from kvbench.engine.limits import in_main_thread
 TERMINATED = 143
 """Exit status after SIGTERM, as a shell reports it."""
 
-WAITS = "kvbench: SIGTERM: finishing this example first; another one ends it at once\n"
+WAIT_NOTICE = "kvbench: SIGTERM: finishing this example first; another one ends it at once\n"
 """What a first SIGTERM is answered with on stderr."""
 
 
@@ -59,7 +59,7 @@ class Termination:
             self._asked = True
             if sys.__stderr__ is not None:  # else 2 may be any file
                 with suppress(OSError):  # past Python's own buffer, which this may have interrupted
-                    os.write(2, WAITS.encode())
+                    os.write(2, WAIT_NOTICE.encode())
             return
         raise Terminated
 

@@ -123,10 +123,10 @@ def test_verbose_logs_show_no_secrets(capsys, monkeypatch, tmp_path):
 
 def test_why_jobs_wait_is_one_line():
     jobs = [JobState("RUNNING", "None"), JobState("COMPLETED"), JobState("PENDING", "Resources")]
-    assert slurm.waiting(jobs) == "1 run, 1 wait: Resources"
+    assert slurm.describe_waiting(jobs) == "1 run, 1 wait: Resources"
     jobs += [JobState("PENDING", "launch failed requeued held"), JobState("PENDING", "Resources")]
-    assert slurm.waiting(jobs) == "1 run, 3 wait: Resources, launch failed requeued held"
-    assert slurm.waiting([JobState("PENDING", "None"), JobState("RUNNING")]) is None
+    assert slurm.describe_waiting(jobs) == "1 run, 3 wait: Resources, launch failed requeued held"
+    assert slurm.describe_waiting([JobState("PENDING", "None"), JobState("RUNNING")]) is None
     assert not JobState("PREEMPTED").alive, "one that goes back into the queue is pending"
 
 
@@ -175,7 +175,7 @@ def test_the_end_of_a_jobs_time_is_no_failure_of_an_example(fault, raised):
         raise fault
 
     with pytest.raises(raised) as stop:
-        slurm.stopping(submitits)(signal.SIGUSR2, None)
+        slurm.stop_instead(submitits)(signal.SIGUSR2, None)
     assert asks_to_stop(stop.value)
     assert getattr(stop.value, "why", "out of time: too") == "out of time: too"
 

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import yaml
 
-from kvbench.cli.others import experiment_of, listed, main
+from kvbench.cli.others import experiment_of, main, parse_list
 from kvbench.records.read import load_runs
 
 
@@ -156,4 +156,4 @@ def test_ours_are_not_touched(tmp_path):
     ],
 )
 def test_lists_in_a_csv_file(text, wanted):
-    assert listed(text) == wanted
+    assert parse_list(text) == wanted

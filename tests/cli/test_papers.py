@@ -15,8 +15,8 @@ from support.command import main, refusal_of
 from support.configs import composed
 from support.paths import ROOT
 
+from kvbench.cli.aliases import expand_experiments
 from kvbench.cli.catalogue import catalogue
-from kvbench.cli.meant import with_experiments
 from kvbench.cli.papers import experiment_called, folder_name, limit_key, paper_items
 from kvbench.cli.reproduce import command_lines, reproduce
 from kvbench.errors import UserError
@@ -110,11 +110,11 @@ def test_an_older_name_goes_on_in_its_folder(capsys: Any) -> None:
         "balancekv_table6",
     )
     assert old == new
-    assert with_experiments(["experiment=table6", "experiment_name=mine"]) == [
+    assert expand_experiments(["experiment=table6", "experiment_name=mine"]) == [
         "experiment=balancekv_table6",
         "experiment_name=mine",
     ]
-    assert with_experiments(["experiment=table5,table6,demo"]) == [
+    assert expand_experiments(["experiment=table5,table6,demo"]) == [
         "experiment=balancekv_table5,balancekv_table6,demo"
     ]
 

@@ -24,7 +24,7 @@ from support.stores import rows_below
 
 from kvbench.engine.limits import time_limit
 from kvbench.records.read import load_runs
-from kvbench.run.termination import WAITS, Terminated, Termination
+from kvbench.run.termination import WAIT_NOTICE, Terminated, Termination
 
 
 def test_terminated_killed_interrupted_the_next_start_goes_on(
@@ -35,7 +35,7 @@ def test_terminated_killed_interrupted_the_next_start_goes_on(
     wait_for_records(tmp_path, child, 3)
     child.signal(signal.SIGTERM)
     assert child.wait() == 143
-    assert one_line(child.err.read_text().replace(WAITS, "")) == (
+    assert one_line(child.err.read_text().replace(WAIT_NOTICE, "")) == (
         "kvbench: terminated; what is done is on disk, the same command goes on from there"
     )
     counts = {len(rows) for rows in rows_below(tmp_path).values()}

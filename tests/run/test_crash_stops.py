@@ -31,7 +31,7 @@ from kvbench.run import runner
 from kvbench.run.attempts import DeviceLost
 from kvbench.run.plan import TaskPlan
 from kvbench.run.runner import run_job
-from kvbench.run.termination import WAITS, Terminated, Termination
+from kvbench.run.termination import WAIT_NOTICE, Terminated, Termination
 
 TERMINATED = "kvbench: terminated; what is done is on disk, the same command goes on from there"
 
@@ -75,10 +75,10 @@ def test_an_example_without_end_takes_two_signals(
     child.signal(signal.SIGTERM)
     time.sleep(0.2)
     assert child.running(), "the first waits for the example"
-    assert child.err.read_text() == WAITS
+    assert child.err.read_text() == WAIT_NOTICE
     child.signal(signal.SIGTERM)
     assert child.wait() == 143
-    assert one_line(child.err.read_text().removeprefix(WAITS)) == TERMINATED
+    assert one_line(child.err.read_text().removeprefix(WAIT_NOTICE)) == TERMINATED
     assert rows_below(tmp_path) == first_of_each(undisturbed, 1)
 
 

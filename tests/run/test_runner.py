@@ -187,7 +187,7 @@ def test_a_dry_run_scales_the_example_of_median_length(tmp_path, monkeypatch):
         reading = {"prefill_s": 2.0, "compress_s": 0.5, "new_tokens": 5, "decode_s": 1.0}
         return 9.0, [Outcome(label, record, dict(reading)) for label in job.methods]
 
-    monkeypatch.setattr(estimates, "_tried", measured)
+    monkeypatch.setattr(estimates, "_run_once", measured)
     monkeypatch.setattr(estimates, "is_cheap", lambda spec: True)
     job = make_job(tmp_path)
     todo = dry_run.units_to_run(job)
@@ -208,10 +208,10 @@ def test_a_dry_run_scales_the_example_of_median_length(tmp_path, monkeypatch):
     def fails(job, unit, patience=0.0):
         raise ValueError("no")
 
-    monkeypatch.setattr(estimates, "_tried", fails)
+    monkeypatch.setattr(estimates, "_run_once", fails)
     found = estimates.estimate(job, todo, any_model=False)
     assert str(found) == "unknown (example e2 fails: ValueError: no)"
-    monkeypatch.setattr(estimates, "_tried", lambda *_: (99.0, []))
+    monkeypatch.setattr(estimates, "_run_once", lambda *_: (99.0, []))
     found = estimates.estimate(job, todo, any_model=False)
     assert str(found) == "unknown (example e2 takes too long to try)"
     monkeypatch.setattr(estimates, "is_cheap", lambda spec: False)

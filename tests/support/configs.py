@@ -6,10 +6,10 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 
+from kvbench.cli.aliases import expand_experiments
 from kvbench.cli.catalogue import config_dir
-from kvbench.cli.meant import with_experiments
 
 
 def composed(*overrides: str) -> Any:
     with initialize_config_dir(str(config_dir().resolve()), version_base=None):
-        return compose("config", overrides=with_experiments(overrides))
+        return compose("config", overrides=expand_experiments(overrides))

@@ -65,7 +65,7 @@ def states(arrays: Collection[str]) -> dict[str, JobState] | None:
     return found
 
 
-def still_there(arrays: Collection[str]) -> list[str]:
+def jobs_left(arrays: Collection[str]) -> list[str]:
     """Those of the jobs and arrays that wait or run."""
     return [
         array
@@ -74,7 +74,7 @@ def still_there(arrays: Collection[str]) -> list[str]:
     ]
 
 
-def waiting(jobs: Collection[JobState]) -> str | None:
+def describe_waiting(jobs: Collection[JobState]) -> str | None:
     """One line on jobs that wait in the queue, e.g. "3 run, 5 wait: Resources"; None if none waits for
     a reason."""
     counts = Counter(job.name == "PENDING" for job in jobs if job.alive)
@@ -94,7 +94,7 @@ def largest_array() -> int:
 
 
 @contextmanager
-def outside_of_jobs() -> Iterator[None]:
+def without_job_environment() -> Iterator[None]:
     """Within a job of Slurm (an interactive one, say), without the variables that describe it, which
     sbatch would take for wishes. SLURM_CONF and the user's own SBATCH_* stay."""
     hidden = {}
@@ -132,14 +132,14 @@ def requeued_in_time() -> Iterator[None]:
     before = signal.getsignal(number)
     if not callable(before):
         raise RuntimeError(f"{number.name} has no handler of submitit's")
-    signal.signal(number, stopping(before))
+    signal.signal(number, stop_instead(before))
     try:
         yield
     finally:
         signal.signal(number, before)
 
 
-def stopping(
+def stop_instead(
     requeue: Callable[[int, FrameType | None], Any],
 ) -> Callable[[int, FrameType | None], None]:
     """submitit's handler `requeue`, with its exit and its errors as wishes to stop."""

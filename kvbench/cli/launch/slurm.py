@@ -70,7 +70,7 @@ class SlurmLauncher(Launcher):
             size = queue.largest_array()
             while waiting:
                 some = [waiting[at] for at in range(min(size, len(waiting)))]
-                with redirect_stderr(said_by_sbatch), queue.outside_of_jobs():
+                with redirect_stderr(said_by_sbatch), queue.without_job_environment():
                     jobs = executor.map_array(self, *zip(*(job for _, job in some), strict=True))
                 for (index, _), job in zip(some, jobs, strict=True):
                     running[index] = job
@@ -92,7 +92,7 @@ class SlurmLauncher(Launcher):
         """Jobs of a command that was interrupted may still run, and hold what these would wait for."""
         assert self.config is not None
         submissions = Path(self.config.hydra.sweep.dir).parent.glob("*/*_submitted.pkl")
-        earlier = queue.still_there({path.name.partition("_")[0] for path in submissions})
+        earlier = queue.jobs_left({path.name.partition("_")[0] for path in submissions})
         if earlier:
             complain(
                 "Slurm still has jobs of an earlier command for these results; where both have the "
@@ -123,7 +123,7 @@ class SlurmLauncher(Launcher):
 
     def _say_what_waits(self, found: Mapping[int, queue.JobState]) -> None:
         """Once for every set of reasons why jobs wait: some never go away."""
-        line = queue.waiting(found.values())
+        line = queue.describe_waiting(found.values())
         reasons = line and line.partition(": ")[2]
         if line and reasons != self._waited:
             complain(line)

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from kvbench.cli.compose import SharingLoader, job_config
 from kvbench.cli.jobs import Jobs, names
-from kvbench.run.progress import counted
+from kvbench.run.progress import with_progress
 
 WHOLE = 10
 """Jobs of a dry run that are printed with examples, tokens, memory and time."""
@@ -37,7 +37,7 @@ class SharingSweeper(BasicSweeper):
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
         """Raise what composing any of the jobs would raise."""
         assert self.config is not None
-        for overrides in counted(batch, "jobs composed"):
+        for overrides in with_progress(batch, "jobs composed"):
             self.loader.load_sweep_config(self.config, list(overrides))
 
 
@@ -57,16 +57,16 @@ class DryLauncher(BasicLauncher):
         called = names(job_overrides)
         for place in range(whole, len(job_overrides)):
             returns.append(
-                self._glance(job_overrides[place], initial_job_idx + place, called[place])
+                self._check(job_overrides[place], initial_job_idx + place, called[place])
             )
         return returns
 
-    def _glance(self, overrides: Sequence[str], number: int, name: str) -> JobReturn:
+    def _check(self, overrides: Sequence[str], number: int, name: str) -> JobReturn:
         assert self.config is not None
         assert isinstance(self.task_function, Jobs)
         config = self.loader.load_sweep_config(self.config, list(overrides))
         with open_dict(config):
             config.hydra.job.id = config.hydra.job.num = number
         with env_override(OmegaConf.to_container(config.hydra.job.env_set)):  # type: ignore[arg-type]
-            self.task_function.glance(job_config(config), number, name)
+            self.task_function.check_briefly(job_config(config), number, name)
         return JobReturn(overrides=overrides, status=JobStatus.COMPLETED)

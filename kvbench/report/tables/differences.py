@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.errors import UserError
-from kvbench.records.schema import Wrong, check_paper_table
+from kvbench.records.schema import SchemaError, check_paper_table
 
 HEADING = "differs from the paper"
 
@@ -49,7 +49,7 @@ def specs_of(paper_table: Any) -> list[dict[str, Any]]:
             )
         try:
             check_paper_table(spec)
-        except Wrong as error:
+        except SchemaError as error:
             raise PaperError(f"paper_table {name}: {error}") from error
     return specs
 

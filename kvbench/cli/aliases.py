@@ -17,12 +17,12 @@ DTYPE_NAMES = {
 }
 
 
-def as_meant(overrides: Sequence[str]) -> list[str]:
-    """The overrides with what their values stand for: see `with_model_paths`, `with_experiments`."""
-    return with_model_paths(with_experiments(overrides))
+def expand_aliases(overrides: Sequence[str]) -> list[str]:
+    """The overrides with what their values stand for: see `expand_model_paths`, `expand_experiments`."""
+    return expand_model_paths(expand_experiments(overrides))
 
 
-def with_experiments(overrides: Sequence[str]) -> list[str]:
+def expand_experiments(overrides: Sequence[str]) -> list[str]:
     """The overrides with experiments by their names. An older name keeps the folder that it had, so
     that the runs in it go on."""
     found: list[str] = []
@@ -39,7 +39,7 @@ def with_experiments(overrides: Sequence[str]) -> list[str]:
     return found
 
 
-def with_model_paths(overrides: Sequence[str]) -> list[str]:
+def expand_model_paths(overrides: Sequence[str]) -> list[str]:
     """The overrides with ``model=<Hub id or folder>`` as ``model=hf model.path=<...>``; several of them
     make a sweep of paths. Names of conf/model stay."""
     found: list[str] = []
