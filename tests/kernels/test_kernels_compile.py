@@ -52,7 +52,10 @@ def check(kernels: list[dict], capability: int) -> None:
                 WALK_ON_BLACKWELL if capability == 120 and kernel["kernel"] == "walk_kernel" else 0
             )
             assert kernel["spills"] <= (most if "bf16" in kernel["launch"] else SPILLED), kernel
-    products = {"walk_kernel", "normaliser_kernel", "column_kernel", "kcentre_kernel"}
+    products = {
+        "walk_kernel", "normaliser_kernel", "column_kernel",
+        "visit_kernel", "compare_kernel", "finish_kernel",
+    }  # fmt: skip
     for kernel in kernels:
         single = "float32" in kernel["launch"] or kernel["launch"] == "ones"
         if capability == 90 and kernel["kernel"] in products and not single:
@@ -64,8 +67,8 @@ def test_the_main_configurations_build_for_hopper(tmp_path):
     kernels = [kernel for kernel in told if "kernel" in kernel]
     assert {kernel["kernel"] for kernel in kernels} >= {
         "walk_kernel", "cut_kernel", "split_kernel", "reduce_kernel", "mass_kernel",
-        "append_kernel", "normaliser_kernel", "column_kernel", "kcentre_kernel", "first_come_kernel",
-        "turns_kernel",
+        "append_kernel", "normaliser_kernel", "column_kernel", "visit_kernel",
+        "compare_kernel", "choose_kernel", "finish_kernel", "first_come_kernel", "turns_kernel",
     }  # fmt: skip
     check(kernels, 90)
     split = next(kernel for kernel in kernels if kernel["kernel"] == "split_kernel")
@@ -73,7 +76,7 @@ def test_the_main_configurations_build_for_hopper(tmp_path):
 
     # Whatever the lengths: else a kernel is compiled in the middle of a measured example.
     variants = {one["launch"]: one["variants"] for one in told if "variants" in one}
-    kernels_of = {"decode": 3, "mass": 2, "kcentre": 1, "walk": 1, "cut": 1, "chunk": 1}
+    kernels_of = {"decode": 3, "mass": 2, "kcentre": 4, "walk": 1, "cut": 1, "chunk": 1}
     assert variants == kernels_of
 
 

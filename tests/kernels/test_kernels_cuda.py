@@ -84,6 +84,19 @@ def test_kernels_run_on_the_gpu_of_their_tensors(operation):
 
 
 @needs_pretend
+def test_the_host_does_not_wait_for_centres(monkeypatch):
+    from kvbench.kernels import _triton_kcentre
+
+    options = _triton_kcentre.kcentre_options
+    small = {"POINTS": 16, "CENTRES": 16}
+    monkeypatch.setattr(_triton_kcentre, "kcentre_options", lambda *a: {**options(*a), **small})
+    points, first = randn(1, 150, 16).cuda(), torch.tensor([3]).cuda()
+    assert not counted(lambda: greedy_k_centre(points, 12, first), "sync")
+    launches = counted(lambda: greedy_k_centre(points, 12, first), "launch triton")
+    assert sum(launches.values()) == 3 * _triton_kcentre.passes(12, 16) + 1
+
+
+@needs_pretend
 @pytest.mark.parametrize("n", [80, 600])
 def test_the_host_waits_once_for_the_clusters_of_a_stream(n):
     """For how many entries there are, whatever the prompt's length."""

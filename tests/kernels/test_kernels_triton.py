@@ -355,6 +355,37 @@ def test_kcentre(batch, n, dim, count, dtype):
             distance = distance.minimum((x - x[step]).square().sum(1))
 
 
+@pytest.mark.parametrize("passes", [5, 20])
+@pytest.mark.parametrize("kind", ["spread", "clustered"])
+def test_kcentre_by_passes_of_many_programs(kind, passes, monkeypatch):
+    """The same centres in the same order, whether the passes find all or one program has to finish."""
+    from kvbench.kernels import _triton_kcentre
+
+    options, finish, filled = _triton_kcentre.kcentre_options, _triton_kcentre.finish_kernel, []
+
+    class Finish:
+        def __getitem__(self, grid):
+            def launch(*args, **kwargs):
+                filled.extend(args[4].tolist())
+                finish[grid](*args, **kwargs)
+
+            return launch
+
+    small = {"POINTS": 16, "CENTRES": 16}
+    monkeypatch.setattr(_triton_kcentre, "kcentre_options", lambda *a: {**options(*a), **small})
+    monkeypatch.setattr(_triton_kcentre, "passes", lambda count, candidates: passes)
+    monkeypatch.setattr(_triton_kcentre, "finish_kernel", Finish())
+    g = generator(1)
+    points = torch.randn(2, 150, 5, generator=g)
+    if kind == "clustered":
+        hubs = 4 * torch.randn(2, 6, 5, generator=g)
+        points = hubs[:, torch.randint(6, (150,), generator=g)] + 0.3 * points
+    first = torch.tensor([3, 149])
+    found = greedy_k_centre(points.to(DEVICE), 24, first.to(DEVICE), implementation="triton").cpu()
+    assert torch.equal(found, greedy_k_centre(points, 24, first, implementation="torch"))
+    assert filled == [24, 24] if passes == 20 else 1 < max(filled) < 24
+
+
 def test_kcentre_of_equal_points():
     centres = greedy_k_centre(
         torch.ones(1, 70, 3, device=DEVICE), 70, torch.tensor([7], device=DEVICE),

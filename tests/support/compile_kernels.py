@@ -54,13 +54,13 @@ class NamedTarget:
 
 
 def compiled(launch: Callable[[], object]) -> list:
-    """Kernels that `launch` would have started."""
-    kernels = []
+    """Kernels that `launch` would have started, each once."""
+    kernels = {}
     run = JITFunction.run
 
     def warm(self, *args, **kwargs):
         kernel = run(self, *args, **{**kwargs, "warmup": True})
-        kernels.append(kernel)
+        kernels[kernel.hash] = kernel
         return kernel
 
     JITFunction.run = warm  # type: ignore[method-assign]
@@ -68,7 +68,7 @@ def compiled(launch: Callable[[], object]) -> list:
         launch()
     finally:
         JITFunction.run = run  # type: ignore[method-assign]
-    return kernels
+    return list(kernels.values())
 
 
 def resources(kernel) -> dict[str, int | str]:
@@ -160,10 +160,10 @@ def mass(
 
 
 def kcentre(n: int, dim: int, dtype: torch.dtype, count: int | None = None) -> None:
-    """A quarter of n points of 8 heads."""
+    """Of n points of 8 heads; as many as need few passes."""
     first = empty(8, dtype=torch.int64)
     points = empty(8, n, dim, dtype=dtype)
-    _triton_kcentre.greedy_k_centre(points, empty(8, n), count or n // 4, first)
+    _triton_kcentre.greedy_k_centre(points, empty(8, n), count or 65, first)
 
 
 def first_come(b: int, heads: int = 8) -> None:
