@@ -190,7 +190,7 @@ class Throughput(Probe):
         for label in labels[start:] + labels[:start]:
             method, budget = methods[label]
             budgets[label] = budget = setting.budget(budget)
-            rows[label] = self._measure(setting, label, method, budget, session)
+            rows[label] = self._measure(_Row(session, setting, label, method, budget))
         n = setting.prompt_tokens
         for turn, (label, fields) in enumerate(rows.items()):
             method, budget = methods[label][0], budgets[label]
@@ -212,123 +212,117 @@ class Throughput(Probe):
                 },
             )
 
-    def _measure(
-        self, setting: Setting, label: str, method: Method, budget: Budget, session: Session
-    ) -> dict[str, Any]:
+    def _measure(self, row: _Row) -> dict[str, Any]:
         """One measured run; what failed once in this process is not tried again."""
-        key = (setting, label)
+        key = (row.setting, row.label)
+        device = row.session.device
         if key in self._failed:
             return dict(self._failed[key])
         try:
-            batch = self._batch(setting, label, method, budget, session)
+            batch = self._batch(row)
             if key not in self._warm:
-                few = setting.new_tokens
-                if not isinstance(method, Baseline):  # a static cache is compiled for its length
-                    few = min(few, WARM_UP_TOKENS)
-                _generate(session, setting, batch, label, method, budget, new_tokens=few)
+                row.generate(batch, row.few(WARM_UP_TOKENS))
                 self._warm.add(key)
-            free_memory(session.device)
-            known = memory.reset_peak(session.device)
-            before = memory.used_bytes(session.device)
-            fields = _generate(session, setting, batch, label, method, budget)
+            free_memory(device)
+            known = memory.reset_peak(device)
+            before = memory.used_bytes(device)
+            fields = row.generate(batch)
         except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
             self._failed[key] = {"status": status_of(failure), "error": one_line(failure)}
             failed = True
         else:
             failed = False
         if failed:
-            free_memory(session.device)  # out of the except block: the traceback is gone
+            free_memory(device)  # out of the except block: the traceback is gone
             return dict(self._failed[key])
-        peak = memory.peak_bytes(session.device) if known else None
-        seconds = fields["prefill_s"] + (fields["compress_s"] or 0.0) + fields["decode_s"]
-        rate = batch * fields["new_tokens"] / seconds
+        prefill = fields["prefill_s"] + (fields["compress_s"] or 0.0)
+        rate = batch * fields["new_tokens"] / (prefill + fields["decode_s"])
         return fields | {
             "batch": batch,
-            "latency_s": seconds,
-            "prefill_compress_s": fields["prefill_s"] + (fields["compress_s"] or 0.0),
+            "latency_s": prefill + fields["decode_s"],
+            "prefill_compress_s": prefill,
             "tokens_per_s": rate,
             "score": rate,
             "decode_tokens_per_s": _over(batch * (fields["new_tokens"] - 1), fields["decode_s"]),
-            "peak_bytes": peak,
+            "peak_bytes": memory.peak_bytes(device) if known else None,
             "bytes_before": before,
-            "peak_is": "allocated" if session.device.type == "cuda" else "resident",
+            "peak_is": "allocated" if device.type == "cuda" else "resident",
         }
 
-    def _batch(
-        self, setting: Setting, label: str, method: Method, budget: Budget, session: Session
-    ) -> int:
+    def _batch(self, row: _Row) -> int:
         """How many prompts at once."""
-        if isinstance(setting.batch, int):
-            return setting.batch
-        key = (setting, label)
+        if isinstance(row.setting.batch, int):
+            return row.setting.batch
+        key = (row.setting, row.label)
         if key not in self._largest:
-            few = setting.new_tokens if isinstance(method, Baseline) else 2
-
-            def trial(batch: int) -> object:
-                return _generate(session, setting, batch, label, method, budget, new_tokens=few)
-
-            self._largest[key] = largest_batch(trial, session.device, self.most_batch)
+            device = row.session.device
+            self._largest[key] = largest_batch(
+                lambda batch: row.generate(batch, row.few(2)), device, self.most_batch
+            )
         return self._largest[key]
 
 
-def _generate(
-    session: Session,
-    setting: Setting,
-    batch: int,
-    label: str,
-    method: Method,
-    budget: Budget,
-    *,
-    new_tokens: int | None = None,
-) -> dict[str, Any]:
-    """Generate once; record fields of the whole batch, its bytes summed over the rows.
+@dataclass(frozen=True)
+class _Row:
+    """One method at one setting, by itself."""
 
-    Raises:
-        Exception: whatever stopped any of the rows.
-    """
-    ids = _random_ids(session, setting.prompt_tokens, batch)
-    new = setting.new_tokens if new_tokens is None else new_tokens
-    if isinstance(method, Baseline):
-        times = method.generate(session.model, ids.to(input_device(session.model)), new, budget)
-        return {
-            "prefill_s": times.prefill_s,
-            "compress_s": None,
-            "decode_s": times.decode_s,
-            "new_tokens": times.new_tokens,
-            "cache_bytes_end": times.cache_bytes,
-        }
-    prompts = [
-        Prompt(
-            row,
-            [],
-            {label: (method, budget)},
-            Stopping(new),
-            f"throughput{i}",
-            setting.new_tokens,
-            encoder=None if method.rescoring is None else session.encoder,
+    session: Session
+    setting: Setting
+    label: str
+    method: Method
+    budget: Budget
+
+    def few(self, tokens: int) -> int:
+        """So many new tokens, where fewer will do; a static cache is compiled for its length."""
+        new = self.setting.new_tokens
+        return new if isinstance(self.method, Baseline) else min(new, tokens)
+
+    def generate(self, batch: int, new_tokens: int | None = None) -> dict[str, Any]:
+        """Generate once; record fields of the whole batch, its bytes summed over the rows.
+
+        Raises:
+            Exception: whatever stopped any of the rows.
+        """
+        session, method = self.session, self.method
+        ids = _random_ids(session, self.setting.prompt_tokens, batch)
+        new = self.setting.new_tokens if new_tokens is None else new_tokens
+        if isinstance(method, Baseline):
+            there = ids.to(input_device(session.model))
+            times = method.generate(session.model, there, new, self.budget)
+            return {
+                "prefill_s": times.prefill_s,
+                "compress_s": None,
+                "decode_s": times.decode_s,
+                "new_tokens": times.new_tokens,
+                "cache_bytes_end": times.cache_bytes,
+            }
+        prompts = [
+            Prompt(
+                row,
+                [],
+                {self.label: (method, self.budget)},
+                Stopping(new),
+                f"throughput{i}",
+                self.setting.new_tokens,
+                encoder=None if method.rescoring is None else session.encoder,
+            )
+            for i, row in enumerate(ids.tolist())
+        ]
+        answers = run_batch(
+            session.model,
+            prompts,
+            seed=session.seed,
+            chunk_tokens=session.chunk_tokens if session.prefill == "chunked" else None,
+            graphs=session.graphs,
         )
-        for i, row in enumerate(ids.tolist())
-    ]
-    answers = run_batch(
-        session.model,
-        prompts,
-        seed=session.seed,
-        chunk_tokens=session.chunk_tokens if session.prefill == "chunked" else None,
-        graphs=session.graphs,
-    )
-    results = [answer[label] for answer in answers]
-    for result in results:
-        if result.failure is not None:
-            raise result.failure
-    first = measured(results[0])
-    summed = {
-        name: sum(getattr(result, name) for result in results)
-        for name in (
-            *("prefill_s", "compress_s", "decode_s"),
-            *("cache_bytes", "cache_bytes_end", "exact_bytes"),
-        )
-    }
-    return first | summed
+        results = [answer[self.label] for answer in answers]
+        for result in results:
+            if result.failure is not None:
+                raise result.failure
+        summed = ("prefill_s", "compress_s", "decode_s")
+        summed += ("cache_bytes", "cache_bytes_end", "exact_bytes")
+        whole = {name: sum(getattr(result, name) for result in results) for name in summed}
+        return measured(results[0]) | whole
 
 
 def _random_ids(session: Session, n: int, batch: int) -> Tensor:

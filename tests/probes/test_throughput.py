@@ -122,14 +122,14 @@ def test_ratios_are_to_the_exact_cache_of_the_same_run(tmp_path):
 def test_every_run_begins_with_another_method(tmp_path, monkeypatch):
     """By what is generated, warm-ups left out: each method has each turn once in three runs."""
     order = []
-    real = throughput._generate
+    real = throughput._Row.generate
 
-    def generate(session, setting, batch, label, method, budget, *, new_tokens=None):
+    def generate(row, batch, new_tokens=None):
         if new_tokens is None:
-            order.append(label)
-        return real(session, setting, batch, label, method, budget, new_tokens=new_tokens)
+            order.append(row.label)
+        return real(row, batch, new_tokens)
 
-    monkeypatch.setattr(throughput, "_generate", generate)
+    monkeypatch.setattr(throughput._Row, "generate", generate)
     probe = Throughput(prompt_tokens=(60,), new_tokens=2, runs=4)
     records = rows_of(run_job(job(tmp_path, probe)))
     runs = [order[i : i + 3] for i in range(0, 12, 3)]
