@@ -22,6 +22,7 @@ from kvbench.cli.reproduce import command_lines, reproduce
 from kvbench.errors import UserError
 from kvbench.records.read import load_runs
 from kvbench.report.tables.differences import specs_of
+from kvbench.run.termination import Terminated
 
 ITEMS = paper_items()
 PAPERS = {item.paper for item in ITEMS.values()}
@@ -215,6 +216,18 @@ def test_a_failure_does_not_keep_the_others_from_being_run(
         < order.index("subgen_table2")
         < order.index("h2o_table9")
     )
+
+
+def test_a_termination_ends_all_of_them(tmp_path: Path) -> None:
+    asked: list[Any] = []
+
+    def run(line: Any) -> int:
+        asked.append(line)
+        raise Terminated
+
+    with pytest.raises(Terminated):
+        reproduce(["all", "model=recall_mini", f"results_dir={tmp_path}"], run)
+    assert len(asked) == 1
 
 
 def test_reproduce_runs_what_it_says(capsys: Any, tmp_path: Path) -> None:

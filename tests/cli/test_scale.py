@@ -75,6 +75,7 @@ def test_a_large_dry_run_is_a_line_per_job_and_still_refuses(capsys, tmp_path):
     assert not (tmp_path / "r").exists()
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_scale_prints_seconds_and_ratios(capsys):
     bench_scale.main(["records", "--most", "64"])
     lines = capsys.readouterr().out.splitlines()

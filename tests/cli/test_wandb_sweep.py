@@ -30,7 +30,7 @@ def test_a_trial_of_the_sweep_file_returns_its_score(
     sweep = yaml.safe_load(FILE.read_text())
     changes = {"limit=20": "limit=2", "${args_no_hyphens}": "task.num_lines=[20]"}
     words = [changes.get(word, word) for word in sweep["command"]]
-    words += ["${args_no_hyphens}", f"results_dir={tmp_path}"]
+    words += ["${args_no_hyphens}", f"results_dir={tmp_path}", *FAST[1:2]]
     for name, value in {
         "WANDB_MODE": "offline",
         "WANDB_DIR": str(tmp_path),

@@ -17,7 +17,6 @@ from support.stores import fill, make_record
 from kvbench.methods import build_method
 from kvbench.records import store
 from kvbench.records.read import (
-    COMMON_FIELDS,
     FORMAT,
     StoreError,
     load_runs,
@@ -265,9 +264,3 @@ def test_no_duration_and_no_order_is_taken_from_the_wall_clock() -> None:
         assert "time.time(" not in file.read_text(), file
     uses = {file.name for file in package.rglob("*.py") if "datetime.now" in file.read_text()}
     assert uses <= {"store.py", "runner.py"}, "only notes of when something began"
-
-
-def test_every_common_field_is_there_in_a_record_of_ours(tmp_path: Path) -> None:
-    result = run_job(make_job(tmp_path, limit=1))
-    for rows in records_of(result, times=True).values():
-        assert set(COMMON_FIELDS) <= set(rows[0])

@@ -146,7 +146,7 @@ def test_terminated_while_wandb_sends_its_client_ends_too(
 def test_a_kernel_that_never_returns_is_recorded_and_the_next_start_goes_on_after_it(
     server: ForkServer, tmp_path: Path, batch: int, timeouts: set[str]
 ) -> None:
-    words = [*FEW, "example_timeout=0.2", f"batch_size={batch}"]
+    words = [*FEW, "example_timeout=1", f"batch_size={batch}"]
     call = 2 if batch == 1 else 1
     child = server.kvbench(
         tmp_path, *words, stall=("kvbench.run.plan.run_conversations", call), deaf=True

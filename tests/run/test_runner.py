@@ -12,7 +12,7 @@ from support.tiny import Broken, Greedy, tiny_model
 
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
-from kvbench.records.read import load_run
+from kvbench.records.read import COMMON_FIELDS, load_run
 from kvbench.report.build import build_report
 from kvbench.run import estimate as estimates
 from kvbench.run import preview as dry_run
@@ -37,6 +37,7 @@ def test_one_record_per_example_and_method_with_every_field(tmp_path):
     result = run_job(make_job(tmp_path))
     assert (result.failed, result.written) == (0, 12)
     records = records_of(result, times=True)
+    assert all(set(COMMON_FIELDS) <= set(rows[0]) for rows in records.values())
     first = records["snapkv"][0]
     assert first["prompt_tokens"] == 64 + len("what next? ")
     assert first["capacity"] == first["entries"]["max"] == SMALL.capacity(75)
