@@ -33,7 +33,7 @@ from kvbench.engine.sampling import Sampling
 from kvbench.errors import complain, nearest, presentable, printable
 from kvbench.errors.options import check_options
 from kvbench.kv import Budget, KVError
-from kvbench.methods.base import Method
+from kvbench.methods.base import DRAWS, Method
 from kvbench.records.durable import read_file, replace
 from kvbench.records.read import StoreError, load_run, record_files
 from kvbench.records.shards import Shard
@@ -65,7 +65,7 @@ KEYS = (
     ),
     *("seed", "limit", "device", "dtype", "compress_after", "example_timeout", "retry_failed"),
     *("lock_timeout", "dry_run", "prefill", "chunk_tokens", "batch_size", "decode", "paper_table"),
-    *("shard", "shards", "launcher", "confirm", "sampling"),
+    *("shard", "shards", "launcher", "confirm", "sampling", "draws"),
 )
 """Top-level keys of a composed config; Hydra's ``+key=value`` could add others that nothing reads."""
 
@@ -177,19 +177,21 @@ def build_job(config: DictConfig, made: SharedParts | None = None) -> Job:
             ) from error
     budget = _part(config.budget, "budget", Budget, made, plain["budget"])
     written: Any = plain["methods"]
-    methods = {
-        str(label): (_part(node, f"methods.{label}", Method, made, written[str(label)]), budget)
-        for label, node in config.methods.items()
-    }
-    for method, _ in methods.values():
-        method.quantization()
+    if config.draws not in DRAWS:
+        raise KVError(f"draws is {config.draws!r}; allowed: {', '.join(DRAWS)}")
+    methods: dict[str, tuple[Method, Budget]] = {}
+    method_configs: dict[str, Any] = {}
+    for label, node in config.methods.items():
+        one = _part(node, f"methods.{label}", Method, made, written[str(label)])
+        methods[str(label)] = (one.drawing(config.draws), budget)
+        method_configs[str(label)] = {**written[str(label)], **one.draws_as(config.draws)}
+        one.quantization()
     task: Any = _part(config.task, "task", object, made, plain["task"])
     if not isinstance(task, Task) and not all(hasattr(task, part) for part in _PLAN):
         raise KVError(f"task is a {type(task).__name__}; allowed: a task or a probe")
     plan: Plan = task
     if isinstance(task, Task):
         plan = TaskPlan(task, None if made is None else made.examples)
-    method_configs: dict[str, Any] = dict(written)
     if isinstance(plan, BringsRows):  # ways to generate that are no methods of ours
         rows, left_out = plan.rows()
         for label, row in rows.items():

@@ -20,8 +20,8 @@ from kvbench.engine.recompress import Recompressor
 from kvbench.engine.shared import attend_branches, branch_of, cropped, merged, rows_by_base
 from kvbench.engine.states import PassingCache, State, clone_of, joined_cache, state_bytes
 from kvbench.kernels.elapsed import Elapsed
+from kvbench.kernels.philox import to_device
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV
-from kvbench.methods._select import to_device
 from kvbench.methods.base import Method, allowed_entries
 
 

@@ -1,4 +1,4 @@
-"""What several methods share: positions of sink and window, averages over a group, even draws."""
+"""What several methods share: positions of sink and window, averages over a group."""
 
 from __future__ import annotations
 
@@ -46,19 +46,3 @@ def by_largest_remainder(wanted: Sequence[Fraction], total: int) -> list[int]:
     for i in order[: total - sum(rounded)]:
         rounded[i] += 1
     return rounded
-
-
-def draw_uniforms(generator: torch.Generator, *shape: int, dtype: torch.dtype) -> Tensor:
-    """Uniforms in [0, 1) on the CPU, [1, *shape]: one draw that every row of a batch shares.
-
-    Rows of a batch are different prompts; sharing the draw makes a prompt's result independent of
-    the batch it travels in.
-    """
-    return torch.rand(1, *shape, generator=generator, dtype=dtype)
-
-
-def to_device(draws: Tensor, device: torch.device) -> Tensor:
-    """Draws made on the CPU, on `device`; without waiting for what a GPU has still to do."""
-    if device.type == "cuda" and draws.device.type == "cpu":
-        return draws.pin_memory().to(device, non_blocking=True)
-    return draws.to(device)

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from kvbench.errors.options import ADDED, NonNegative, Several
 from kvbench.kernels.balanced_walk import balanced_walk
+from kvbench.kernels.philox import to_device
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
+from kvbench.methods._draws import Drawing
 from kvbench.methods._halving import (
     PADDING,
     Survivors,
@@ -23,20 +25,14 @@ from kvbench.methods._halving import (
     plan_halvings,
     smaller_classes,
 )
-from kvbench.methods._select import (
-    draw_uniforms,
-    positions_between,
-    to_device,
-    with_sink_and_window,
-)
-from kvbench.methods.base import Method
+from kvbench.methods._select import positions_between, with_sink_and_window
 
 Block = Annotated[int, Ge(2)]
 """Entries of a block of a walk."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class BalanceKV(Method):
+class BalanceKV(Drawing):
     """Keeps sink, window, and of the middle the subset that self-balancing walks leave.
 
     A halving cuts the entries into blocks, signs them with `kernels.balanced_walk` and keeps half;
@@ -117,7 +113,7 @@ class BalanceKV(Method):
             plan = [(middle >> t, middle >> t) for t in range(len(plan))]
         sizes = per_halving(self, "block_size", len(plan))
         draws = [
-            draw_uniforms(generator, heads, math.ceil(size / b), b, dtype=torch.float32)
+            self.uniforms(generator, layer.keys.device, heads, math.ceil(size / b), b)
             for (_, size), b in zip(plan, sizes, strict=True)
         ]
         order = positions_between(layer, budget.sink, n - budget.window)

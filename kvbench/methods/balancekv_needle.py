@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from kvbench.errors.options import Whole
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
 from kvbench.methods._halving import PADDING, plan_halvings
-from kvbench.methods._select import draw_uniforms
 from kvbench.methods.balancekv import BalanceKV, per_halving
 
 
@@ -57,8 +56,9 @@ class BalanceKVNeedle(BalanceKV):
         batch, heads, middle = means.shape
         kept = budget.middle_kept(layer.n)
         # One draw for every halving any head may need, shared by the rows of a batch.
+        device = layer.keys.device
         draws = [
-            draw_uniforms(generator, heads, math.ceil((middle >> step) / b), b, dtype=torch.float32)
+            self.uniforms(generator, device, heads, math.ceil((middle >> step) / b), b)
             for step, b in enumerate(per_halving(self, "block_size", middle.bit_length()))
         ]
         chosen = [

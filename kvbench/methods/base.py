@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ SCHEMES: Mapping[str, type[Quantization] | type[QJL] | type[TurboQuant]] = {
     "turboquant": TurboQuant,
 }
 """What `Method.quantize` may name as its scheme."""
+
+DRAWS = ("v1", "v2")
+"""Versions of what methods draw at random (`kvbench.methods._draws`)."""
 
 SEED_STRIDE = 1_000_003
 """Draws of two seeds lie this far apart: more than any seed has draws."""
@@ -158,6 +161,16 @@ class Method:
 
     uses_budget: ClassVar[bool] = True
     """False when `compress` does not look at the budget (exact): one record serves every rate."""
+
+    def draws_as(self, version: str) -> Mapping[str, Any]:
+        """Options that a job with ``draws=v1`` or ``draws=v2`` changes; none, unless the method draws at
+        random through `kvbench.methods._draws`."""
+        return {}
+
+    def drawing(self, version: str) -> Self:
+        """The method with those options."""
+        changed = self.draws_as(version)
+        return replace(self, **changed) if changed else self
 
     def __post_init__(self) -> None:
         """Check the options by their hints; a subclass with more to check calls this first.

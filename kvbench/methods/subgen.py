@@ -10,12 +10,12 @@ import torch
 from kvbench.errors.options import Whole
 from kvbench.kernels.kcentre import greedy_k_centre, nearest_centre
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
-from kvbench.methods._select import draw_uniforms, positions_between
-from kvbench.methods.base import Method
+from kvbench.methods._draws import Drawing
+from kvbench.methods._select import positions_between
 
 
 @dataclass(frozen=True, kw_only=True)
-class SubGen(Method):
+class SubGen(Drawing):
     """Keeps the last `recent` tokens and capacity - recent centres of the other keys.
 
     The centres are chosen per KV head by greedy k-centre in squared l2, starting from a random key.
@@ -44,8 +44,8 @@ class SubGen(Method):
         if recent > capacity:
             raise KVError(f"subgen.recent is {recent}; allowed: at most the capacity, {capacity}")
         older, count = n - recent, capacity - recent
-        draws = draw_uniforms(generator, heads, dtype=torch.float64)
-        first = (draws * older).long().to(layer.keys.device).expand(batch, heads).flatten()
+        first = self.place(generator, heads, older, layer.keys.device)
+        first = first.expand(batch, heads).flatten()
         points = layer.keys[:, :, :older].reshape(batch * heads, older, dim)
         centres = greedy_k_centre(points, count, first).sort(-1).values
         window = positions_between(layer, older, n)

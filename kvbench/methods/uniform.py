@@ -9,13 +9,13 @@ from typing import ClassVar, Literal
 import torch
 
 from kvbench.kv import Budget, CompressedKV, LayerKV, gather_entries
-from kvbench.methods._select import draw_uniforms, top_positions, with_sink_and_window
+from kvbench.methods._draws import Drawing
+from kvbench.methods._select import with_sink_and_window
 from kvbench.methods.balancekv import BalanceKV
-from kvbench.methods.base import Method
 
 
 @dataclass(frozen=True, kw_only=True)
-class Uniform(Method):
+class Uniform(Drawing):
     """Keeps sink, window and a uniformly random subset of the middle.
 
     Exactly round(rate * middle) entries per head, drawn without replacement and independently per
@@ -39,13 +39,13 @@ class Uniform(Method):
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """Sink, the drawn entries of the middle, window: ascending; log_weights float32 or None."""
         if self.scope == "subset":
-            coin = BalanceKV(gamma=0.0, weights="entry" if self.weighted else "none")
+            coin = BalanceKV(
+                gamma=0.0, weights="entry" if self.weighted else "none", draws=self.draws
+            )
             return coin.compress(layer, budget, generator)
         batch, heads = layer.keys.shape[:2]
         middle, kept = budget.middle(layer.n), budget.middle_kept(layer.n)
-        # float64: float32 draws of a long prompt would tie.
-        draws = draw_uniforms(generator, heads, middle, dtype=torch.float64)
-        chosen = top_positions(draws, kept).to(layer.keys.device) + budget.sink
+        chosen = self.places(generator, heads, middle, kept, layer.keys.device) + budget.sink
         positions = with_sink_and_window(layer, budget, chosen.expand(batch, heads, kept))
         log_weights = None
         if self.weighted and kept:

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from kvbench.errors.options import Positive, Whole
+from kvbench.kernels.philox import to_device
 from kvbench.kernels.pivoted_cholesky import Gaussian, lambert_w, nystroem, pivoted_cholesky
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries, rows_at
-from kvbench.methods._select import draw_uniforms, positions_between, to_device
-from kvbench.methods.base import Method
+from kvbench.methods._draws import Drawing
+from kvbench.methods._select import positions_between
 
 CONSTANT = 3.94582
 """tau^2 Q / K of one of the two released temperatures; where the number comes from is not known."""
@@ -86,7 +87,7 @@ class Coresets:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WildCat(Method):
+class WildCat(Drawing):
     """Keeps sink and window, and of every bin of the middle a coreset of its keys with general weights.
 
     Keys are centred by their mean over the whole prompt; a bin's pivots are drawn by randomly pivoted
@@ -169,8 +170,8 @@ class WildCat(Method):
         for the t-th pivot of every bin, shared by the rows of a batch."""
         bins = self.cut(budget, layer.n)
         shape = (max(bins.entries), layer.keys.shape[1], len(bins.entries), max(bins.token_counts))
-        uniforms = draw_uniforms(generator, *shape, dtype=torch.float32)[0][:, None]
-        return self.select(layer, budget, uniforms)
+        uniforms = self.uniforms(generator, layer.keys.device, *shape)
+        return self.select(layer, budget, uniforms[0][:, None])
 
     def select(self, layer: LayerKV, budget: Budget, uniforms: Tensor) -> CompressedKV:
         """What `compress` holds, as a pure function of the draws.

@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from support.jobs import SMALL
-from support.pretended import counted, needs_cuda, needs_pretend
+from support.pretended import PRETEND, counted, needs_cuda, needs_pretend
 from support.probing import SYNTHETIC
 from support.prompts import EVERY_METHOD, facts
 from support.tiny import prompt_ids, tiny_model
@@ -32,6 +32,9 @@ from kvbench.run.session import Session
 pytestmark = [pytest.mark.cuda, needs_cuda]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 METHODS = {label(variant): variant for variant in VARIANTS} | EVERY_METHOD
+METHODS |= {
+    f"{name}-v2": (name, {"draws": "v2"}) for name in ("subgen", "balancekv", "uniform", "wildcat")
+}
 
 
 def model_on(device, layers=2, kind="llama"):
@@ -56,7 +59,10 @@ def test_every_method_answers_as_on_the_cpu(compress_after, monkeypatch):
     assert found == answers(model_on(CPU), METHODS, compress_after=compress_after)
 
 
-THROUGH_KERNELS = ("exact", "h2o", "snapkv", "subgen", "balancekv", "uniform")
+THROUGH_KERNELS = (
+    *("exact", "h2o", "snapkv", "subgen", "balancekv", "uniform"),
+    *("subgen-v2", "balancekv-v2", "uniform-v2", "wildcat-v2"),
+)
 
 
 def test_methods_with_kernels_of_their_own_answer_as_on_the_cpu(monkeypatch):
@@ -117,18 +123,46 @@ def test_synthetic_layers_are_on_the_device_of_the_session(monkeypatch):
         assert outcome.fields["score"] == pytest.approx(expected[outcome.method], rel=1e-4)
 
 
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("name", ["uniform", "balancekv", "balancekv_needle", "subgen", "wildcat"])
+def test_draws_are_those_of_the_cpu_whatever_draws_them(name, kernels, monkeypatch):
+    """And of v2 the host neither copies nor waits for one."""
+    monkeypatch.setenv("KVBENCH_KERNELS", kernels)
+    method = build_method(name, draws="v2")
+
+    def drawn(device):
+        generator = torch.Generator().manual_seed(4)
+        return (
+            method.uniforms(generator, device, 2, 33),
+            method.place(generator, 2, 50, device),
+            method.places(generator, 2, 50, 20, device),
+        )
+
+    on_gpu = drawn(CUDA)
+    assert {x.device for x in on_gpu} == {CUDA}
+    for here, there in zip(drawn(CPU), on_gpu, strict=True):
+        assert torch.equal(here, there.cpu())
+    if PRETEND:
+        assert not counted(lambda: drawn(CUDA), "sync")
+        assert not counted(lambda: drawn(CUDA), "pin") or kernels == "torch"
+        assert sum(counted(lambda: drawn(CUDA), "launch").values()) <= 12
+
+
 # --- what the host waits for, counted -------------------------------------------------------------
 
 
 @needs_pretend
-@pytest.mark.parametrize("name", ["exact", "streaming_llm", "snapkv", "h2o", "pyramidkv"])
+@pytest.mark.parametrize(
+    "name", ["exact", "streaming_llm", "snapkv", "h2o", "pyramidkv", "uniform", "uniform-v2"]
+)
 def test_compression_waits_once_per_layer(name, monkeypatch):
     """For whether its keys are finite, which no method may be asked to choose among otherwise. Entries,
     seals and clocks are read once per prompt."""
     monkeypatch.setenv("KVBENCH_KERNELS", "torch")
 
     def waits(layers):
-        model, fork = model_on(CUDA, layers), Fork(name, build_method(name), SMALL, 0, "x", room=2)
+        method = build_method(METHODS[name][0], **METHODS[name][1])
+        model, fork = model_on(CUDA, layers), Fork(name, method, SMALL, 0, "x", room=2)
         found = counted(lambda: prefill(model, prompt_ids(72), [fork]), "sync")
         assert fork.failure is None
         assert fork.compress_s > 0

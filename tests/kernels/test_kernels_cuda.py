@@ -12,6 +12,7 @@ from kvbench.kernels.balanced_cut import halve
 from kvbench.kernels.balanced_walk import balanced_walk
 from kvbench.kernels.decode_attention import append_entries, entry_table, weighted_decode_attention
 from kvbench.kernels.kcentre import greedy_k_centre
+from kvbench.kernels.philox import philox
 from kvbench.kv import Budget, LayerKV
 from kvbench.methods import build_method
 
@@ -72,7 +73,12 @@ def decoded(device, implementation):
     return torch.cat([out.flatten(), received.flatten(), keys.flatten()])
 
 
-@pytest.mark.parametrize("operation", [mass, centres, walk, survivors, decoded])
+def draws(device, implementation):
+    how = {"device": torch.device(device), "implementation": implementation}
+    return philox(7, 2, 25, dtype=torch.float64, **how)
+
+
+@pytest.mark.parametrize("operation", [mass, centres, walk, survivors, decoded, draws])
 def test_kernels_run_on_the_gpu_of_their_tensors(operation):
     device = another()
     current = torch.cuda.current_device()

@@ -153,7 +153,7 @@ def test_balancekv_decode(balance):
     queue = [draw[:1] for draw in uniforms]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "kvbench.methods.balancekv.draw_uniforms", lambda *args, **kwargs: queue.pop(0)
+            "kvbench.methods._draws.Drawing.uniforms", lambda *args, **kwargs: queue.pop(0)
         )
         kept = method.compress(layer, budget, torch.Generator())
     out = attend(query, kept, config["d"] ** -0.5)

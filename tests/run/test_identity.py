@@ -48,7 +48,7 @@ def test_an_option_that_is_added_with_its_default_changes_no_name(monkeypatch: A
 
 @pytest.mark.parametrize("name", sorted(HASHES))
 def test_the_whole_identity_still_has_the_hash_that_folders_were_named_by(name: str) -> None:
-    extra = ["device=cpu", "task_label=t"]
+    extra = ["device=cpu", "task_label=t", "draws=v1"]
     job = build_job(composed(f"experiment={name}", *extra))
     found = {}
     for label in job.methods:

@@ -33,6 +33,7 @@ from kvbench.kernels import (
     _triton_decode,
     _triton_kcentre,
     _triton_mass,
+    _triton_philox,
     _triton_walk,
 )
 
@@ -186,6 +187,10 @@ def chunk(count: int, group: int, tokens: int = 64) -> None:
     )
 
 
+def philox(dtype: torch.dtype, n: int = 16384, key: int = 2**61) -> None:
+    _triton_philox.fill(empty(8, n, dtype=dtype), key)
+
+
 def single() -> None:
     """Everything once: the compiler makes a constant of an argument that is 1."""
     one = empty(1, 1, 1, 16)
@@ -229,7 +234,7 @@ def single() -> None:
 def variants() -> Iterator[tuple[str, int]]:
     """How many kernels each operation compiles for lengths that differ in what Triton makes constants
     of (1, multiples of 16) and in nothing else."""
-    half = torch.float16
+    half, full = torch.float16, torch.float32
     of: dict[str, Callable[[int], object]] = {
         "decode": lambda n: decode(8, 2, 64, half, longest=n, return_mass=True),
         "mass": lambda n: mass(n - 900, 4, 4, 64, half, n=n),
@@ -237,6 +242,7 @@ def variants() -> Iterator[tuple[str, int]]:
         "walk": lambda n: walk(16, 64, half, n=16 * (n - 900)),
         "cut": lambda n: cut(n - 900),
         "chunk": lambda n: chunk(n, n - 900, n - 900),
+        "philox": lambda n: philox(full, n, 2**32 + n),
     }
     for name, launch in of.items():
         lengths = (partial(launch, n) for n in (902, 916, 917, 1008))
@@ -249,6 +255,8 @@ def launches(size: str) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "append bf16 d=128", lambda: append(128, brain)
     yield "walk bf16 b=256 d=128", lambda: walk(256, 128, brain)
     yield "cut", cut
+    for dtype in (full, torch.float64, torch.int64):
+        yield f"philox {dtype}", lambda dtype=dtype: philox(dtype)
     yield "mass bf16 d=128", lambda: mass(16384, 32, 8, 128, brain)
     yield "first come", lambda: first_come(256)
     yield "kcentre bf16 d=128", lambda: kcentre(16384, 128, brain)

@@ -1,0 +1,96 @@
+"""Philox's numbers against published ones, and the same on every device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from support.interpreted import DEVICE, HAVE_TRITON
+
+from kvbench.kernels.philox import philox
+
+CPU = torch.device("cpu")
+KEY = 3 << 60
+LARGEST = 2**64 - 1
+DTYPES = (torch.int64, torch.float64, torch.float32)
+KNOWN = {
+    0: (0x16554D9ECA36314C, 0xDB20FE9D672D0FDC, 0xD7E772CEE186176B, 0x7E68B68AEC7BA23B),
+    LARGEST: (0x87B092C3013FE90B, 0x438C3C67BE8D0224, 0x9CC7D7C69CD777B6, 0xA09CAEBF594F0BA0),
+}
+"""Random123's known answers (kat_vectors, philox4x64 with 10 rounds): every word of counter and key is
+this one."""
+
+
+def rounds(counter: tuple[int, ...], key: tuple[int, int]) -> tuple[int, ...]:
+    """Ten rounds as the paper has them (section 3.2), in Python's integers."""
+    a, b, c, d = counter
+    k, m = key
+    for _ in range(10):
+        low, high = 0xD2E7470EE14C6C93 * a, 0xCA5A826395121157 * c
+        a, b = (high >> 64) ^ b ^ k, high & LARGEST
+        c, d = (low >> 64) ^ d ^ m, low & LARGEST
+        k, m = (k + 0x9E3779B97F4A7C15) & LARGEST, (m + 0xBB67AE8584CAA73B) & LARGEST
+    return a, b, c, d
+
+
+@pytest.mark.parametrize("word", KNOWN)
+def test_the_rounds_give_the_published_answers(word):
+    assert rounds((word,) * 4, (word,) * 2) == KNOWN[word]
+
+
+def test_words_are_those_of_the_rounds():
+    words = philox(KEY, 5, 3, dtype=torch.int64, device=CPU).flatten().tolist()
+    expected = [word for block in range(1, 5) for word in rounds((block, 0, 0, 0), (KEY, 0))]
+    assert [word % 2**64 for word in words] == expected[:15]
+
+
+def test_numbers_are_the_upper_bits_of_words():
+    words = philox(KEY, 9, dtype=torch.int64, device=CPU).numpy().view(np.uint64).tolist()
+    doubles = philox(KEY, 9, dtype=torch.float64, device=CPU).tolist()
+    singles = philox(KEY, 17, dtype=torch.float32, device=CPU).tolist()
+    assert doubles == [(word >> 11) / 2**53 for word in words]
+    halves = [half for word in words for half in (word & 0xFFFFFFFF, word >> 32)]
+    assert singles == [(half >> 8) / 2**24 for half in halves[:17]]
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="the package triton is not installed")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1,), (3, 7), (2, 1025), (4, 0)])
+@pytest.mark.parametrize("key", [0, 1, 2**32, KEY])
+def test_the_kernel_gives_the_same_bits(key, shape, dtype):
+    here = philox(key, *shape, dtype=dtype, device=CPU, implementation="torch")
+    there = philox(key, *shape, dtype=dtype, device=torch.device(DEVICE), implementation="triton")
+    assert there.dtype == here.dtype == dtype
+    assert there.shape == here.shape == shape
+    assert torch.equal(there.cpu(), here)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_begin_the_same_whatever_their_count(dtype):
+    few, many = (philox(KEY, n, dtype=dtype, device=CPU) for n in (7, 100))
+    assert torch.equal(many[:7], few)
+
+
+def test_numbers_are_uniform_and_keys_independent():
+    """Fixed keys, so that nothing is left to chance: quantiles of about 1 in 10,000."""
+    n = 1 << 16
+    x, y = (philox(key, n, dtype=torch.float64, device=CPU) for key in (KEY, KEY + 1))
+    single = philox(KEY, n, dtype=torch.float32, device=CPU).double()
+    for numbers in (x, y, single):
+        assert 0 <= float(numbers.min()) < float(numbers.max()) < 1
+        counts = torch.histc(numbers, 256, 0, 1)
+        assert 180 < float((counts - n / 256).square().sum() / (n / 256)) < 345  # 255 degrees
+        assert abs(float(numbers.mean()) - 1 / 2) < 4 * (1 / 12 / n) ** 0.5
+        assert abs(float(numbers.var()) - 1 / 12) < 4 * (1 / 180 / n) ** 0.5
+        assert abs(float(torch.corrcoef(torch.stack([numbers[1:], numbers[:-1]]))[0, 1])) < 4 / 256
+    assert abs(float(torch.corrcoef(torch.stack([x, y]))[0, 1])) < 4 / 256
+    bits = philox(KEY, n, dtype=torch.int64, device=CPU)[:, None] >> torch.arange(64) & 1
+    assert bool(((bits.double().mean(0) - 1 / 2).abs() < 4.5 / 2 / 256).all())
+
+
+def test_what_is_not_allowed():
+    with pytest.raises(ValueError, match="float16"):
+        philox(KEY, 3, dtype=torch.float16, device=CPU)
+    if DEVICE == "cpu" and HAVE_TRITON:
+        with pytest.raises(ValueError, match="implementation is 'numpy'"):
+            philox(KEY, 3, dtype=torch.int64, device=CPU, implementation="numpy")
