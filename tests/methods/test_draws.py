@@ -89,6 +89,13 @@ def test_v2_is_philox_under_a_key_of_the_generator():
     assert torch.equal(method.place(going_on, 2, 50, CPU), method.place(copy, 2, 50, CPU))
 
 
+def test_a_halved_subset_is_drawn_alike():
+    subset, coin = build_method("uniform", scope="subset"), build_method("balancekv", gamma=0.0)
+    for draws in ("v1", "v2"):
+        found, expected = (run(m.drawing(draws), make_layer(300), BUDGET) for m in (subset, coin))
+        assert torch.equal(found.positions, expected.positions)
+
+
 @pytest.mark.parametrize("draws", ["v1", "v2"])
 def test_places_are_a_fair_sample_without_replacement(draws):
     """Each place of 40 is drawn 10 of 40 times, each pair as often as independence less one allows."""

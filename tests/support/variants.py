@@ -11,7 +11,6 @@ VARIANTS: list[tuple[str, dict[str, object]]] = [
     ("uniform", {}),
     ("uniform", {"weighted": False}),
     ("uniform", {"draws": "v2"}),
-    ("uniform", {"scope": "subset", "draws": "v2"}),
     ("snapkv", {}),
     ("snapkv", {"granularity": "query_head", "pooling": "maxpool", "kernel_size": 1}),
     ("pyramidkv", {}),
