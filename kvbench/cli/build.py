@@ -33,7 +33,7 @@ from kvbench.engine.sampling import Sampling
 from kvbench.errors import complain, nearest, presentable, printable
 from kvbench.errors.options import check_options
 from kvbench.kv import Budget, KVError
-from kvbench.methods.base import DRAWS, Method
+from kvbench.methods.base import Method
 from kvbench.records.durable import read_file, replace
 from kvbench.records.read import StoreError, load_run, record_files
 from kvbench.records.shards import Shard
@@ -70,6 +70,8 @@ KEYS = (
 """Top-level keys of a composed config; Hydra's ``+key=value`` could add others that nothing reads."""
 
 
+DRAWS = ("v1", "v2")
+"""Versions of what methods draw at random (`kvbench.methods._draws`)."""
 _PLAN = ("meta", "units", "run")
 T = TypeVar("T")
 

@@ -24,9 +24,6 @@ SCHEMES: Mapping[str, type[Quantization] | type[QJL] | type[TurboQuant]] = {
 }
 """What `Method.quantize` may name as its scheme."""
 
-DRAWS = ("v1", "v2")
-"""Versions of what methods draw at random (`kvbench.methods._draws`)."""
-
 SEED_STRIDE = 1_000_003
 """Draws of two seeds lie this far apart: more than any seed has draws."""
 

@@ -26,10 +26,9 @@ from kvbench.run.runner import Job
 
 CPU = torch.device("cpu")
 BUDGET = Budget(rate=0.25, sink=4, window=4)
-DRAWING = ("uniform", "subgen", "balancekv", "balancekv_needle", "wildcat")
+DRAWING = ("uniform", "subgen", "subgen_streaming", "balancekv", "balancekv_needle", "wildcat")
 OTHERWISE = {
     "balancekv_streaming": "an algorithm of the CPU, which seeds a generator for each of its structures",
-    "subgen_streaming": "an algorithm of the CPU",
     "kvpress": "that package's own code draws, from torch's generator",
 }
 """Methods that draw, in one version."""
@@ -162,7 +161,7 @@ def test_a_job_draws_anew_unless_it_says_otherwise():
     labels = "method=[exact,snapkv,h2o,uniform,balancekv_released,subgen_streaming,recompress]"
     more = ["methods.recompress.of=uniform", "+methods.recompress.options.weighted=false"]
     new, old = (job_of(labels, *more, *said) for said in ([], ["draws=v1"]))
-    drawing = {"uniform", "balancekv_released", "recompress"}
+    drawing = {"uniform", "balancekv_released", "subgen_streaming", "recompress"}
     assert new.methods["uniform"][0].draws == "v2"
     assert new.methods["recompress"][0].options == {"weighted": False, "draws": "v2"}
     assert old.methods["uniform"][0].draws is None
