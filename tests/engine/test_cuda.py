@@ -33,7 +33,8 @@ pytestmark = [pytest.mark.cuda, needs_cuda]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 METHODS = {label(variant): variant for variant in VARIANTS} | EVERY_METHOD
 METHODS |= {
-    f"{name}-v2": (name, {"draws": "v2"}) for name in ("subgen", "subgen_streaming", "balancekv", "uniform", "wildcat")
+    f"{name}-v2": (name, {"draws": "v2"})
+    for name in ("subgen", "subgen_streaming", "balancekv", "uniform", "wildcat")
 }
 
 
