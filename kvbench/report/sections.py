@@ -10,7 +10,7 @@ from string import Template
 
 from kvbench.report.experiment import Experiment, Group, by_measure
 from kvbench.report.figures.bars import bars
-from kvbench.report.figures.canvas import MAX_PANELS, Drawn
+from kvbench.report.figures.canvas import Drawn
 from kvbench.report.figures.heatmap import heatmaps, heatmaps_alone
 from kvbench.report.figures.intervals import (
     breakdown,
@@ -19,6 +19,7 @@ from kvbench.report.figures.intervals import (
 )
 from kvbench.report.figures.kept import kept_figures
 from kvbench.report.figures.memory import error_against_memory, score_against_ratio, score_on_tasks
+from kvbench.report.figures.names import MAX_PANELS
 from kvbench.report.figures.throughput import throughput, throughput_scaling
 from kvbench.report.table import Table, number
 from kvbench.report.tables.differences import PaperError

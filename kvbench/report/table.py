@@ -8,7 +8,7 @@ W&B); no renderer knows where a table comes from.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,7 +28,6 @@ MARKS = {
 """Marks behind a value, and what each means."""
 
 NOTHING = Estimate(math.nan, math.nan, math.nan)
-
 
 INTERVAL = "[low, high]"
 """What a note is about that explains intervals."""
@@ -60,6 +59,7 @@ class Column:
         remark: small print below the heading.
         ascending: the smallest value is the best, and comes first where a reader sorts.
         optional: whether a terminal without room may leave it out.
+        of: its value of an item (see `Table.of`); None: the item's attribute, or entry, named `key`.
     """
 
     key: str
@@ -72,6 +72,13 @@ class Column:
     remark: str = ""
     ascending: bool = False
     optional: bool = False
+    of: Callable[[Any], Any] | None = None
+
+    def value(self, item: Any) -> Any:
+        """What stands in the row of an item."""
+        if self.of is not None:
+            return self.of(item)
+        return item.get(self.key) if isinstance(item, Mapping) else getattr(item, self.key)
 
     def text(self, value: Any) -> tuple[str, str]:
         """A value as readers see it: the value itself, and its interval (or an empty string)."""
@@ -150,6 +157,7 @@ class Table:
         notes: what the marks mean, and more.
         long: the same as one row per value, which files hold in its place.
         sortable: whether rows stand for themselves, so that the page may reorder them.
+        filed: whether its numbers are written as CSV.
     """
 
     name: str
@@ -159,6 +167,26 @@ class Table:
     notes: tuple[str, ...] = ()
     long: Table | None = None
     sortable: bool = True
+    filed: bool = True
+
+    @staticmethod
+    def of(
+        name: str,
+        title: str,
+        columns: Iterable[Column],
+        items: Iterable[Any],
+        notes: Iterable[str] = (),
+        row: Callable[[Any], Mapping[str, Any]] = lambda _: {},
+        **more: Any,
+    ) -> Table:
+        """One row for each item, with each column's value of it.
+
+        Args:
+            row: further attributes of an item's `Row`. more: those of the table.
+        """
+        columns = tuple(columns)
+        rows = tuple(Row({c.key: c.value(item) for c in columns}, **row(item)) for item in items)
+        return Table(name, title, columns, rows, tuple(notes), **more)
 
     @property
     def shown(self) -> list[Column]:
@@ -168,7 +196,7 @@ class Table:
     @property
     def saved(self) -> bool:
         """Whether there are numbers to write."""
-        return self.long is not None or any(column.saved for column in self.columns)
+        return self.long is not None or (self.filed and any(c.saved for c in self.columns))
 
     def only(self, columns: Collection[str]) -> Table:
         """The table with these of its columns alone."""
@@ -197,6 +225,16 @@ class Table:
             {key: x for c in kept for key, x in c.numbers(row.values.get(c.key)).items()}
             for row in self.rows
         ]
+
+
+def long_table(lines: Sequence[Mapping[str, Any]], unit: str = "", **kinds: str) -> Table:
+    """A row for each line, for files alone; its keys are the columns.
+
+    Args:
+        unit: of the scores. kinds: by key, where values are not written as they are.
+    """
+    keys = lines[0] if lines else ()
+    return Table.of("", "", [Column(k, kind=kinds.get(k, "text"), unit=unit) for k in keys], lines)
 
 
 @dataclass(frozen=True)

@@ -72,13 +72,13 @@ def test_the_same_examples_are_paired(both: tuple[Path, Path]) -> None:
     scores = [load_experiment(path).groups[0].records for path in both]
     before, after = (r[r["method"] == "snapkv"]["score"].to_numpy() for r in scores)
     assert snapkv.paired
-    assert snapkv.common == 80
+    assert snapkv.common_examples == 80
     assert snapkv.first.value == pytest.approx(before.mean())
     assert snapkv.second.value == pytest.approx(after.mean())
     assert snapkv.difference.value == pytest.approx((after - before).mean())
     error = (after - before).std(ddof=1) / math.sqrt(80)
     assert snapkv.difference.high - snapkv.difference.low == pytest.approx(3.92 * error, rel=0.1)
-    assert snapkv.adjusted < 0.001
+    assert snapkv.p_holm < 0.001
     assert (snapkv.better, snapkv.worse) == ((after > before).sum(), (after < before).sum())
     assert snapkv.ratio == (0.25, 0.25)
     assert snapkv.seconds == (1.5, 1.5)
@@ -87,7 +87,7 @@ def test_the_same_examples_are_paired(both: tuple[Path, Path]) -> None:
 def test_only_what_both_scored_enters_a_difference(both: tuple[Path, Path]) -> None:
     (task,) = compared(*both).tasks
     h2o = next(match for match in task.matches if match.method == "h2o")
-    assert h2o.total.common == 2  # the first and the last
+    assert h2o.total.common_examples == 2  # the first and the last
     assert h2o.total.difference.value == 0
     assert h2o.total.failed == ({"oom": 1}, {"oom": 1})
     assert h2o.flips == ()
@@ -115,7 +115,7 @@ def test_other_prompts_are_other_examples(tmp_path: Path) -> None:
     )
     change = compared(a, b).tasks[0].matches[0].total
     assert not change.paired
-    assert change.common == 0
+    assert change.common_examples == 0
     assert change.difference.value == pytest.approx(-0.5)
     assert math.isnan(change.p)
     view = change_tables(compared(a, b))[-1]
@@ -137,7 +137,7 @@ def test_a_seed_of_draws_alone_does_not_part_examples(tmp_path: Path) -> None:
     a = write(tmp_path / "a", {"snapkv": [1.0, 0.0]}, seed=0)
     b = write(tmp_path / "b", {"snapkv": [1.0, 1.0]}, seed=1)
     found = compared(a, b)
-    assert found.tasks[0].matches[0].total.common == 2
+    assert found.tasks[0].matches[0].total.common_examples == 2
     assert {"seed"} <= {setting.key for setting in found.settings}
 
 
@@ -153,7 +153,7 @@ def test_one_shared_example_pairs_nothing(tmp_path: Path) -> None:
         sides.append(np.array([record["score"] for record in records]))
     change = compared(tmp_path / "a" / "demo", tmp_path / "b" / "demo").tasks[0].matches[0].total
     assert not change.paired
-    assert change.common == 1
+    assert change.common_examples == 1
     assert math.isnan(change.p)
     assert change.difference.value == pytest.approx(sides[1].mean() - sides[0].mean())
     assert change.difference.high - change.difference.low > 0.3
@@ -166,7 +166,7 @@ def test_half_of_the_smaller_side_is_enough_to_pair(tmp_path: Path) -> None:
     b = write(tmp_path / "b", {"snapkv": scores})
     change = compared(a, b).tasks[0].matches[0].total
     assert change.paired
-    assert (change.common, change.difference.value) == (20, 0.0)
+    assert (change.common_examples, change.difference.value) == (20, 0.0)
 
 
 def test_repeats_under_seeds_the_other_lacks_are_averaged(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_repeats_under_seeds_the_other_lacks_are_averaged(tmp_path: Path) -> Non
     write(tmp_path / "a", {"snapkv": [0.0, 0.0, 1.0, 1.0]}, seed=1)
     b = write(tmp_path / "b", {"snapkv": [1.0, 1.0, 1.0, 1.0]}, seed=2)
     change = compared(a, b).tasks[0].matches[0].total
-    assert change.common == 4
+    assert change.common_examples == 4
     assert change.first.value == pytest.approx(0.5)
     assert change.difference.value == pytest.approx(0.5)
     assert (change.better, change.worse) == (3, 0)

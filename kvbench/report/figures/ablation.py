@@ -6,19 +6,10 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from matplotlib.artist import Artist
 
-from kvbench.report.figures.canvas import (
-    Drawn,
-    draw_estimates,
-    extremes,
-    label_axes,
-    new_figure,
-    stem,
-    style_axes,
-    tick_text,
-    words,
-)
+from kvbench.report.figures import canvas, names
+from kvbench.report.figures.canvas import Drawn
+from kvbench.report.figures.names import words
 from kvbench.report.figures.style import SERIES, Style
 from kvbench.report.table import Column
 from kvbench.report.tables.ablation import Ablation, Effect
@@ -32,8 +23,8 @@ def ablation_figure(ablation: Ablation) -> Drawn:
     series = sorted({s for e in effects for _, s in e.cells})
     places = _places(effects)
     height = max(places) + 1
-    figure = new_figure(1.7 + 2.6 * len(panels), 1.1 + 0.205 * height)
-    axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    count = len(panels)
+    figure, axes = canvas.new_panels(count, count, (2.6, 0.205 * height), (1.7, 1.1), sharey=True)
     limit = _limit(effects)
     lowest = max(0.0, *(-e.low for effect in effects for e in effect.cells.values()))
     for ax, panel in zip(axes, panels, strict=True):
@@ -61,7 +52,7 @@ def ablation_figure(ablation: Ablation) -> Drawn:
                         color=color,
                     )
                     continue
-                draw_estimates(
+                canvas.draw_estimates(
                     ax,
                     [y],
                     [estimate],
@@ -73,14 +64,14 @@ def ablation_figure(ablation: Ablation) -> Drawn:
                     capsize=0,
                     label=label,
                     says=[
-                        f"{effect.label}, {words(spec['by'])} {tick_text(panel, spec['by'])}"
+                        f"{effect.label}, {words(spec['by'])} {names.tick_text(panel, spec['by'])}"
                         + (f", {label}" if label else "")
                         + f": {' '.join(Column('', '', 'change').text(estimate))} %"
                     ],
                 )
-        ax.set_title(f"{words(spec['by'])} {tick_text(panel, spec['by'])}", fontsize=9)
+        ax.set_title(f"{words(spec['by'])} {names.tick_text(panel, spec['by'])}", fontsize=9)
         ax.set_xlim(-min(limit, 105 * lowest) - 1, limit * 1.04)
-        style_axes(ax, grid="x")
+        canvas.style_axes(ax, grid="x")
     for place, before in zip(places[1:], places, strict=False):
         if place - before > 1:
             for ax in axes:
@@ -88,11 +79,8 @@ def ablation_figure(ablation: Ablation) -> Drawn:
     axes[0].set_yticks(places, [effect.label for effect in effects])
     axes[0].set_ylim(height - 0.3, -0.8)
     what = words(spec["y"])
-    label_axes(figure, list(axes), f"change of {what} against {spec['reference']} (%)", "")
-    handles: dict[str, Artist] = {}
-    for ax in axes:
-        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
-            handles.setdefault(str(label), handle[0])
+    canvas.label_axes(figure, list(axes), f"change of {what} against {spec['reference']} (%)", "")
+    handles = canvas.handles_of(axes)
     if handles:
         figure.legend(
             handles=[handles[label] for label in sorted(handles)],
@@ -103,13 +91,13 @@ def ablation_figure(ablation: Ablation) -> Drawn:
             fontsize=8,
         )
     return Drawn(
-        f"{stem(group)}-ablation",
+        f"{names.stem(group)}-ablation",
         f"{group.task}: one option changed at a time",
         f"Change of {what} against {spec['reference']} on the same tensors (left is better), geometric"
         f" mean with 95 % bootstrap intervals over {ablation.units}; a triangle at the edge"
         " stands for a larger change.",
         figure,
-        extremes(
+        names.extremes(
             {
                 effect.label: float(np.mean([e.value for e in effect.cells.values()]))
                 for effect in effects

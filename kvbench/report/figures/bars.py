@@ -10,19 +10,9 @@ import numpy as np
 import pandas as pd
 
 from kvbench.report.experiment import Group
-from kvbench.report.figures.canvas import (
-    TEXT,
-    Drawn,
-    axis_name,
-    extremes,
-    label_axes,
-    name_lines,
-    new_figure,
-    stem,
-    style_axes,
-    tick_text,
-    words,
-)
+from kvbench.report.figures import canvas, names
+from kvbench.report.figures.canvas import Drawn
+from kvbench.report.figures.names import words
 from kvbench.report.figures.style import style_of
 from kvbench.report.figures.vector import add_spot
 from kvbench.report.table import number
@@ -54,13 +44,10 @@ def bars(group: Group, spec: Mapping[str, Any]) -> list[Drawn]:
     )
     facets = sorted(good[facet].unique()) if facet else [None]
     ticks = sorted(good[x].unique(), reverse=x == "rate")
-    columns = min(3, len(facets))
-    rows = math.ceil(len(facets) / columns)
-    figure = new_figure(1.0 + 2.9 * columns, 0.9 + 2.4 * rows)
-    axes = figure.subplots(rows, columns, squeeze=False, sharey=True)
+    figure, axes = canvas.new_panels(len(facets), 3, (2.9, 2.4), (1.0, 0.9), sharey=True)
     variants = [variant for variant in group.variants if (good["variant"] == variant.label).any()]
     width = 0.8 / len(variants)
-    for ax, name in zip(axes.flat, facets, strict=False):
+    for ax, name in zip(axes, facets, strict=True):
         part = good if name is None else good[good[facet] == name]
         for i, variant in enumerate(variants):
             repeats = part[part["variant"] == variant.label].groupby([x, "repeat"])["value"].mean()
@@ -75,25 +62,21 @@ def bars(group: Group, spec: Mapping[str, Any]) -> list[Drawn]:
                 label=variant.label,
                 error_kw={"elinewidth": 0.9, "capsize": 1.6, "ecolor": "#333333"},
             )
+            where = "" if name is None else f", {words(facet or '')} {as_text(name)}"
             for place, tick in zip(at, ticks, strict=True):
-                mean = float(means.get(tick, math.nan))
+                mean, around = (float(of.get(tick, math.nan)) for of in (means, spread))
                 if math.isfinite(mean):
-                    where = "" if name is None else f", {words(facet or '')} {as_text(name)}"
-                    said = (
-                        f"{variant.label}{where}, {words(x)} {tick_text(tick, x)}: {number(mean)}"
-                    )
-                    around = float(spread.get(tick, math.nan))
+                    said = f"{variant.label}{where}, {words(x)} {names.tick_text(tick, x)}"
+                    said += f": {number(mean)}"
                     said += f" ± {number(around)}" if math.isfinite(around) else ""
                     add_spot(ax, place, mean / 2, said, (width, mean))
-        ax.set_xticks(np.arange(len(ticks)), [tick_text(tick, x) for tick in ticks])
-        style_axes(ax)
+        ax.set_xticks(np.arange(len(ticks)), [names.tick_text(tick, x) for tick in ticks])
+        canvas.style_axes(ax)
         if name is not None:
-            ax.set_title(f"{words(facet or '')} {as_text(name)}", fontsize=TEXT)
-    for ax in list(axes.flat)[len(facets) :]:
-        ax.remove()
+            ax.set_title(f"{words(facet or '')} {as_text(name)}", fontsize=canvas.TEXT)
     ylabel = str(spec.get("ylabel", words(value)))
-    label_axes(figure, list(axes.flat)[: len(facets)], axis_name(x), ylabel)
-    name_lines(figure, list(axes.flat)[: len(facets)])
+    canvas.label_axes(figure, axes, names.axis_name(x), ylabel)
+    canvas.name_lines(figure, axes)
     count = good["repeat"].nunique()
     caption = ("Mean over prompts; " if over == "seed" else "") + (
         f"error bars are the standard deviation over {count} {words(over)}s."
@@ -104,5 +87,5 @@ def bars(group: Group, spec: Mapping[str, Any]) -> list[Drawn]:
     overall = {
         v.label: float(good.loc[good["variant"] == v.label, "value"].mean()) for v in variants
     }
-    finding = extremes(overall, group.meta.score_unit, lower=group.meta.lower_is_better)
-    return [Drawn(f"{stem(group)}-bars", title, caption, figure, finding)]
+    finding = names.extremes(overall, group.meta.score_unit, lower=group.meta.lower_is_better)
+    return [Drawn(f"{names.stem(group)}-bars", title, caption, figure, finding)]

@@ -5,7 +5,6 @@ Figures are built as objects, without pyplot and without changing matplotlib's s
 
 from __future__ import annotations
 
-import hashlib
 import io
 import math
 import re
@@ -31,14 +30,10 @@ from matplotlib.ticker import Formatter, FuncFormatter, LogLocator, NullFormatte
 from numpy.typing import ArrayLike
 
 from kvbench.errors import printable
-from kvbench.report.experiment import BASELINE, Group
 from kvbench.report.figures.style import Style
 from kvbench.report.figures.vector import Canvas, add_spot, svg_of
 from kvbench.report.files import file_stem, write_bytes
-from kvbench.report.labels import Variant
 from kvbench.report.stats.estimate import Estimate
-from kvbench.report.table import unit_text, value_text
-from kvbench.report.tables.strata import as_text
 
 TEXT, SMALL = 9.0, 8.0
 _DPI = 160
@@ -46,18 +41,8 @@ _MOST_PIXELS = 32_000
 """Along either side of a figure; the drawing library has a limit."""
 GREY = "#666666"
 MOST_IN_LEGEND = 10
-MAX_PANELS = 16
-"""Variants that one picture holds."""
 _LONGEST_TICK = 60
 _GRID = "#DDDDDD"
-_AXES = {
-    "length": "context length (tokens)",
-    "depth": "depth (%)",
-    "num_lines": "number of lines",
-    "prompt_tokens": "prompt length (tokens)",
-    "rate": "rate (fraction of the middle that is kept)",
-    "layer": "layer",
-}
 
 
 @dataclass(frozen=True)
@@ -129,6 +114,24 @@ def new_figure(width: float, height: float) -> Figure:
     figure.spots = []
     FigureCanvasAgg(figure)
     return figure
+
+
+def new_panels(
+    count: int, columns: int, size: tuple[float, float], around: tuple[float, float], **share: Any
+) -> tuple[Figure, list[Axes]]:
+    """A figure of so many axes, side by side in at most so many columns.
+
+    Args:
+        size: inches of each panel. around: inches beside and above all of them.
+        share: for `Figure.subplots`.
+    """
+    columns = min(columns, count)
+    rows = math.ceil(count / columns)
+    figure = new_figure(around[0] + size[0] * columns, around[1] + size[1] * rows)
+    axes = list(figure.subplots(rows, columns, squeeze=False, **share).flat)
+    for ax in axes[count:]:
+        ax.remove()
+    return figure, axes[:count]
 
 
 def show_as_text(figure: Figure) -> None:
@@ -235,19 +238,13 @@ def style_axes(ax: Axes, grid: Literal["x", "y"] = "y") -> None:
 
 def name_lines(figure: Figure, axes: Sequence[Axes]) -> None:
     """Say which line is which: a legend of at most ten entries, else names at the lines' ends."""
-    handles: dict[str, Any] = {}
-    for ax in axes:
-        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
+    handles = handles_of(axes)
     if len(handles) > MOST_IN_LEGEND:
         for ax in axes:
             label_ends(ax)
         return
     figure.legend(
-        [
-            handle[0] if isinstance(handle, ErrorbarContainer) else handle
-            for handle in handles.values()
-        ],
+        list(handles.values()),
         list(handles),
         loc="outside upper center",
         ncols=min(len(handles), 5),
@@ -256,6 +253,35 @@ def name_lines(figure: Figure, axes: Sequence[Axes]) -> None:
         columnspacing=1.3,
         handletextpad=0.5,
     )
+
+
+def list_rows(ax: Axes, names: Sequence[str], foot: float = 0.4) -> None:
+    """Named rows from the top, with a grid of their values."""
+    ax.set_yticks(range(len(names)), names)
+    ax.set_ylim(len(names) - foot, foot - 1)
+    style_axes(ax, grid="x")
+
+
+def write_beside(ax: Axes, text: str, place: tuple[float, float]) -> None:
+    """A text to the right of the axes; `place`: as a share of their width, and a row."""
+    ax.annotate(
+        text,
+        place,
+        xycoords=("axes fraction", "data"),
+        va="center",
+        fontsize=SMALL,
+        annotation_clip=False,
+    )
+
+
+def handles_of(axes: Sequence[Axes]) -> dict[str, Any]:
+    """What the legend of several axes shows, by label."""
+    found: dict[str, Any] = {}
+    for ax in axes:
+        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
+            line = handle[0] if isinstance(handle, ErrorbarContainer) else handle
+            found.setdefault(str(label), line)
+    return found
 
 
 def label_ends(ax: Axes) -> None:
@@ -309,54 +335,9 @@ def _apart(heights: Sequence[float], gap: float) -> list[float]:
     ]
 
 
-def extremes(values: Mapping[str, float], unit: str, *, lower: bool, signed: bool = False) -> str:
-    """Who is best and who is last, for who cannot see the figure."""
-    known = {name: value for name, value in values.items() if math.isfinite(value)}
-    if not known:
-        return ""
-    ranked = sorted(known, key=lambda name: known[name], reverse=not lower)
-    texts = [f"{name} {value_text(known[name], unit, signed=signed)}" for name in ranked]
-    what = f"{'difference' if signed else 'mean'}{unit_text(unit)}"
-    return f"Best {what}: {texts[0]}" + (f"; last: {texts[-1]}." if len(texts) > 1 else ".")
-
-
-def percent(unit: str) -> float:
-    return 100.0 if unit == "fraction" else 1.0
-
-
-def axis_unit(group: Group) -> str:
-    return " (%)" if group.meta.score_unit == "fraction" else f" ({words(group.meta.score_unit)})"
-
-
-def axis_name(name: str) -> str:
-    return _AXES.get(name, words(name))
-
-
-def words(name: str) -> str:
-    return name.replace("_", " ")
-
-
-def tick_text(value: object, axis: str) -> str:
-    if axis == "rate" and isinstance(value, float) and 0 < value < 1 and (1 / value).is_integer():
-        return f"1/{int(1 / value)}"
-    return as_text(value)
-
-
 def marker_size(marker: str) -> float:
     """Stars and crosses look smaller than they are."""
     return {"*": 8.5, "P": 6.0, "X": 6.0}.get(marker, 4.8)
-
-
-def slug(name: str) -> str:
-    """A part of a file's name; of a long one the beginning and a digest of the whole."""
-    safe = "".join(c if c.isalnum() or c in "._" else "-" for c in name).strip("-")
-    if len(safe) <= 80:
-        return safe
-    return f"{safe[:60].rstrip('-')}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
-
-
-def stem(group: Group) -> str:
-    return f"{slug(group.task)}-{slug(group.model)}"
 
 
 def plain_ticks(axis: Axis, locator: LogLocator) -> None:
@@ -364,19 +345,3 @@ def plain_ticks(axis: Axis, locator: LogLocator) -> None:
     axis.set_major_locator(locator)
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
-
-
-def pages(
-    group: Group, variants: Sequence[Variant], per_rate: bool = False
-) -> list[tuple[str, list[Variant]]]:
-    """Variants split by rate, each with the baselines, where one picture cannot hold them all."""
-    rates = sorted({a.rate for a in variants if a.rate is not None and a.options}, reverse=True)
-    if len(rates) < 2 or (not per_rate and len(variants) <= MAX_PANELS):
-        return [("", list(variants))]
-    return [
-        (
-            f"-rate-{rate:g}",
-            [a for a in variants if a.rate == rate or a.method == BASELINE],
-        )
-        for rate in rates
-    ]

@@ -12,21 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.colorbar import Colorbar
 
 from kvbench.report.experiment import Group
-from kvbench.report.figures.canvas import (
-    GREY,
-    SMALL,
-    TEXT,
-    Drawn,
-    axis_name,
-    axis_unit,
-    extremes,
-    new_figure,
-    pages,
-    percent,
-    slug,
-    stem,
-    words,
-)
+from kvbench.report.figures import canvas, names
+from kvbench.report.figures.canvas import Drawn
+from kvbench.report.figures.names import words
 from kvbench.report.figures.vector import add_spot
 from kvbench.report.labels import Variant
 from kvbench.report.table import value_text
@@ -42,35 +30,31 @@ def heatmaps(group: Group, spec: Mapping[str, Any]) -> list[Drawn]:
     """All methods side by side (one figure per rate where there are many), and each alone."""
     grids = {label: grid for label, grid in grids_of(group, spec).items() if grid.size}
     low, high = _scale(group, grids)
-    unit = axis_unit(group)
+    unit = names.axis_unit(group)
     variants = [variant for variant in group.variants if variant.label in grids]
     caption = (
         f"Mean {spec.get('value', 'score')} by {words(spec['x'])} and {words(spec['y'])} on one"
         " colour scale; grey cells have no scored example."
     )
     figures = []
-    for suffix, page in pages(group, variants):
-        columns = min(4, len(page))
-        rows = math.ceil(len(page) / columns)
-        figure = new_figure(0.9 + 2.3 * columns, 0.6 + 2.05 * rows)
-        axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
-        for ax, variant in zip(axes.flat, page, strict=False):
+    for suffix, page in names.pages(group, variants):
+        share = {"sharex": True, "sharey": True}
+        figure, axes = canvas.new_panels(len(page), 4, (2.3, 2.05), (0.9, 0.6), **share)
+        for ax, variant in zip(axes, page, strict=True):
             image = _heat(ax, grids[variant.label], low, high, group, variant.label)
-            ax.set_title(variant.label, fontsize=TEXT)
-        for ax in list(axes.flat)[len(page) :]:
-            ax.remove()
-        figure.supxlabel(axis_name(spec["x"]), fontsize=TEXT)
-        figure.supylabel(axis_name(spec["y"]), fontsize=TEXT)
+            ax.set_title(variant.label, fontsize=canvas.TEXT)
+        figure.supxlabel(names.axis_name(spec["x"]), fontsize=canvas.TEXT)
+        figure.supylabel(names.axis_name(spec["y"]), fontsize=canvas.TEXT)
         bar = figure.colorbar(image, ax=list(figure.axes), fraction=0.03, pad=0.02)
         _style_bar(bar, f"{spec.get('value', 'score')}{unit}")
         figures.append(
             Drawn(
-                f"{stem(group)}-heatmap{suffix}",
+                f"{names.stem(group)}-heatmap{suffix}",
                 f"{group.task}: {spec.get('value', 'score')} by {words(spec['x'])} and"
                 f" {words(spec['y'])}",
                 caption,
                 figure,
-                extremes(
+                names.extremes(
                     {v.label: float(np.nanmean(grids[v.label])) for v in page},
                     group.meta.score_unit,
                     lower=group.meta.lower_is_better,
@@ -86,19 +70,19 @@ def heatmaps_alone(
     """A heatmap of each variant, on the scale that all variants share; laid out once for all."""
     grids = grids_of(group, spec)
     low, high = _scale(group, grids)
-    figure = new_figure(4.4, 3.2)
+    figure = canvas.new_figure(4.4, 3.2)
     ax = figure.subplots()
     found = []
     for number, variant in enumerate(variants):
         ax.clear()
         image = _heat(ax, grids[variant.label], low, high, group)
-        ax.set_title(f"{group.task}, {group.model}: {variant.label}", fontsize=TEXT)
-        ax.set_xlabel(axis_name(spec["x"]), fontsize=TEXT)
-        ax.set_ylabel(axis_name(spec["y"]), fontsize=TEXT)
+        ax.set_title(f"{group.task}, {group.model}: {variant.label}", fontsize=canvas.TEXT)
+        ax.set_xlabel(names.axis_name(spec["x"]), fontsize=canvas.TEXT)
+        ax.set_ylabel(names.axis_name(spec["y"]), fontsize=canvas.TEXT)
         if number == 0:
             bar = figure.colorbar(image, ax=ax, fraction=0.046, pad=0.03)
-            _style_bar(bar, f"{spec.get('value', 'score')}{axis_unit(group)}")
-        name = f"{stem(group)}-heatmap-{slug(variant.label)}"
+            _style_bar(bar, f"{spec.get('value', 'score')}{names.axis_unit(group)}")
+        name = f"{names.stem(group)}-heatmap-{names.slug(variant.label)}"
         drawn = Drawn(name, f"{group.task}: {variant.label}", "", figure)
         if len(variants) > 1:
             assert drawn.png
@@ -110,8 +94,8 @@ def heatmaps_alone(
 def _style_bar(bar: Colorbar, label: str) -> None:
     if bar.solids is not None:
         bar.solids.set_rasterized(True)  # hundreds of shades, one picture
-    bar.ax.tick_params(labelsize=SMALL, length=2.5, color=GREY)
-    bar.ax.set_ylabel(label, fontsize=TEXT)
+    bar.ax.tick_params(labelsize=canvas.SMALL, length=2.5, color=canvas.GREY)
+    bar.ax.set_ylabel(label, fontsize=canvas.TEXT)
 
 
 def grids_of(group: Group, spec: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
@@ -144,7 +128,7 @@ def _heat(
     ax: Axes, grid: pd.DataFrame, low: float, high: float, group: Group, says: str = ""
 ) -> Any:
     """Cells of one colour each; `says`: with a spot on each, whose text begins so."""
-    scale = percent(group.meta.score_unit)
+    scale = names.percent(group.meta.score_unit)
     values = grid.to_numpy(float) * scale
     ax.set_facecolor(_MISSING)
     rows, columns = values.shape
@@ -162,7 +146,7 @@ def _heat(
     xs, ys = ([as_text(one) for one in names] for names in (grid.columns, grid.index))
     _thin_ticks(ax, "x", xs)
     _thin_ticks(ax, "y", ys)
-    ax.tick_params(labelsize=SMALL, length=0)
+    ax.tick_params(labelsize=canvas.SMALL, length=0)
     for spine in ax.spines.values():
         spine.set_visible(False)
     middle = (low + high) / 2 * scale

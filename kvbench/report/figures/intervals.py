@@ -1,4 +1,4 @@
-"""Means and paired differences with their intervals: by dataset, by a record field, against memory."""
+"""Means and paired differences with their intervals: by dataset, by a record field."""
 
 from __future__ import annotations
 
@@ -7,26 +7,9 @@ import math
 import numpy as np
 
 from kvbench.report.experiment import Group
-from kvbench.report.figures.canvas import (
-    GREY,
-    SMALL,
-    TEXT,
-    Drawn,
-    axis_name,
-    axis_unit,
-    draw_estimates,
-    extremes,
-    label_axes,
-    label_ends,
-    name_lines,
-    new_figure,
-    pages,
-    percent,
-    slug,
-    stem,
-    style_axes,
-    words,
-)
+from kvbench.report.figures import canvas, names
+from kvbench.report.figures.canvas import Drawn
+from kvbench.report.figures.names import words
 from kvbench.report.figures.style import style_of
 from kvbench.report.table import estimate_text, value_text
 from kvbench.report.tables.scores import AVERAGE, ScoreTable, VariantScores
@@ -43,44 +26,37 @@ def by_dataset(group: Group, table: ScoreTable) -> Drawn:
         if row.total.difference is not None:
             named = row.variant.label if single else row.variant.method
             panels.setdefault(named, []).append(row)
-    names = sorted(table.columns, key=lambda name: name == AVERAGE)
-    width = min(5, len(panels))
-    height = math.ceil(len(panels) / width)
-    figure = new_figure(1.4 + 1.75 * width, 0.7 + height * (0.35 + 0.19 * len(names)))
-    axes = figure.subplots(height, width, squeeze=False, sharex=True, sharey=True)
-    for ax, (title, rows) in zip(axes.flat, panels.items(), strict=False):
-        ax.axvline(0, color=GREY, linewidth=0.9)
-        if AVERAGE in names:
-            ax.axhline(len(names) - 1.5, color=GREY, linewidth=0.6, linestyle=":")
+    columns = sorted(table.columns, key=lambda name: name == AVERAGE)
+    size = (1.75, 0.35 + 0.19 * len(columns))
+    share = {"sharex": True, "sharey": True}
+    figure, axes = canvas.new_panels(len(panels), 5, size, (1.4, 0.7), **share)
+    for ax, (title, rows) in zip(axes, panels.items(), strict=True):
+        ax.axvline(0, color=canvas.GREY, linewidth=0.9)
+        if AVERAGE in columns:
+            ax.axhline(len(columns) - 1.5, color=canvas.GREY, linewidth=0.6, linestyle=":")
         for i, row in enumerate(rows):
-            known = [(k, d) for k, name in enumerate(names) if (d := row.cells[name].difference)]
-            draw_estimates(
+            known = [(k, d) for k, name in enumerate(columns) if (d := row.cells[name].difference)]
+            canvas.draw_estimates(
                 ax,
                 [k for k, _ in known],
                 [difference for _, difference in known],
                 style_of(row.variant.method),
-                scale=percent(table.unit),
+                scale=names.percent(table.unit),
                 horizontal=True,
                 size=0.85,
                 alpha=0.3 + 0.7 * (i + 1) / len(rows),
                 says=[
-                    f"{row.variant.label}, {names[k]}:"
+                    f"{row.variant.label}, {columns[k]}:"
                     f" {estimate_text(difference, table.unit, signed=True)}"
                     for k, difference in known
                 ],
             )
-        ax.set_yticks(range(len(names)), names)
-        ax.set_ylim(len(names) - 0.4, -0.6)
-        ax.set_title(title, fontsize=TEXT)
-        style_axes(ax, grid="x")
-    for ax in list(axes.flat)[len(panels) :]:
-        ax.remove()
+        ax.set_title(title, fontsize=canvas.TEXT)
+        canvas.list_rows(ax, columns)
     unit = "percentage points" if table.unit == "fraction" else words(table.unit)
-    label_axes(
-        figure, list(axes.flat)[: len(panels)], f"difference to {table.baseline} ({unit})", ""
-    )
+    canvas.label_axes(figure, axes, f"difference to {table.baseline} ({unit})", "")
     return Drawn(
-        f"{stem(group)}-by-dataset",
+        f"{names.stem(group)}-by-dataset",
         f"{group.task}: paired difference to {table.baseline} by dataset",
         "Over examples that both scored, with 95 % intervals; the average counts every"
         " dataset alike." + ("" if single else " Paler: higher rates."),
@@ -91,23 +67,22 @@ def by_dataset(group: Group, table: ScoreTable) -> Drawn:
 
 def breakdown(group: Group, table: ScoreTable) -> Drawn:
     """Score against a record field, one line per method, a panel per rate."""
-    panels = pages(group, list(group.variants), per_rate=True)
-    columns = min(3, len(panels))
-    rows = math.ceil(len(panels) / columns)
-    figure = new_figure(1.0 + (5.6 if columns == 1 else 3.2 * columns), 0.9 + 2.7 * rows)
-    axes = figure.subplots(rows, columns, squeeze=False, sharey=True)
+    panels = names.pages(group, list(group.variants), per_rate=True)
+    several = len(panels) > 1
+    size = (3.2 if several else 5.6, 2.7)
+    figure, axes = canvas.new_panels(len(panels), 3, size, (1.0, 0.9), sharey=True)
     at = range(len(table.columns))
-    for ax, (suffix, variants) in zip(axes.flat, panels, strict=False):
+    for ax, (suffix, variants) in zip(axes, panels, strict=True):
         for row in (row for row in table.rows if row.variant in variants):
             cells = [row.cells[c].score for c in table.columns]
-            draw_estimates(
+            canvas.draw_estimates(
                 ax,
                 at,
                 cells,
                 style_of(row.variant.method),
-                scale=percent(table.unit),
+                scale=names.percent(table.unit),
                 line=1.3,
-                label=row.variant.label if len(panels) == 1 else row.variant.method,
+                label=row.variant.method if several else row.variant.label,
                 clip_on=False,
                 says=[
                     f"{row.variant.label}, {words(table.by)} {name}:"
@@ -116,29 +91,26 @@ def breakdown(group: Group, table: ScoreTable) -> Drawn:
                 ],
             )
         ax.set_xticks(at, list(table.columns))
-        if len(panels) > 1:
-            ax.set_title(suffix.lstrip("-").replace("-", " "), fontsize=TEXT)
-        style_axes(ax)
+        if several:
+            ax.set_title(suffix.lstrip("-").replace("-", " "), fontsize=canvas.TEXT)
+        canvas.style_axes(ax)
     if table.unit == "fraction":
-        axes.flat[0].set_ylim(*_limits(table))
-    for ax in list(axes.flat)[len(panels) :]:
-        ax.remove()
-    shown = list(axes.flat)[: len(panels)]
-    label_axes(figure, shown, axis_name(table.by), f"score{axis_unit(group)}")
-    if len(panels) == 1:
-        label_ends(shown[0])
+        axes[0].set_ylim(*_limits(table))
+    canvas.label_axes(figure, axes, names.axis_name(table.by), f"score{names.axis_unit(group)}")
+    if several:
+        canvas.name_lines(figure, axes)
     else:
-        name_lines(figure, shown)
+        canvas.label_ends(axes[0])
     means = {
         row.variant.label: float(np.mean([cell.score.value for cell in row.cells.values()]))
         for row in table.rows
     }
     return Drawn(
-        f"{stem(group)}-by-{slug(table.by)}",
+        f"{names.stem(group)}-by-{names.slug(table.by)}",
         f"{group.task}: score by {words(table.by)}",
         "Mean and 95 % interval over examples. Values are evenly spaced.",
         figure,
-        extremes(means, table.unit, lower=table.lower_is_better),
+        names.extremes(means, table.unit, lower=table.lower_is_better),
     )
 
 
@@ -156,48 +128,37 @@ def _limits(table: ScoreTable) -> tuple[float, float]:
 
 def differences(table: ScoreTable) -> Drawn:
     """Paired difference to the baseline with its interval, one line per variant, best first."""
-    rows = sorted(
-        (row for row in table.rows if row.total.difference is not None),
-        key=lambda row: _rank(table, row),
-    )
-    scale = percent(table.unit)
-    figure = new_figure(6.2, 0.9 + 0.27 * len(rows))
-    ax = figure.subplots()
-    ax.axvline(0, color=GREY, linewidth=0.9)
+    rows = [row for row in table.rows if row.total.difference is not None]
+    rows.sort(key=lambda row: _rank(table, row))
+    figure, (ax,) = canvas.new_panels(1, 1, (6.2, 0.27 * len(rows)), (0.0, 0.9))
+    ax.axvline(0, color=canvas.GREY, linewidth=0.9)
     for i, row in enumerate(reversed(rows)):
         difference = row.total.difference
         if difference is None or math.isnan(difference.value):
             continue
-        draw_estimates(
+        said = estimate_text(difference, table.unit, signed=True)
+        canvas.draw_estimates(
             ax,
             [i],
             [difference],
             style_of(row.variant.method),
-            scale=scale,
+            scale=names.percent(table.unit),
             horizontal=True,
             elinewidth=1.6,
             capsize=2.5,
-            says=[
-                f"{row.variant.label}: {estimate_text(difference, table.unit, signed=True)} to"
-                f" {table.baseline}"
-            ],
+            says=[f"{row.variant.label}: {said} to {table.baseline}"],
         )
-        ax.annotate(
-            value_text(difference.value, table.unit, signed=True),
-            (1.01, i),
-            xycoords=("axes fraction", "data"),
-            va="center",
-            fontsize=SMALL,
-            annotation_clip=False,
-        )
+        canvas.write_beside(ax, value_text(difference.value, table.unit, signed=True), (1.01, i))
     ax.set_yticks(range(len(rows)), [row.variant.label for row in reversed(rows)])
     ax.set_ylim(-0.6, len(rows) - 0.4)
-    unit = " (percentage points)" if table.unit == "fraction" else f" ({words(table.unit)})"
+    unit = "percentage points" if table.unit == "fraction" else words(table.unit)
     better = "left" if table.lower_is_better else "right"
-    ax.set_xlabel(f"difference to {table.baseline}{unit}; {better} is better", fontsize=TEXT)
-    style_axes(ax, grid="x")
+    ax.set_xlabel(
+        f"difference to {table.baseline} ({unit}); {better} is better", fontsize=canvas.TEXT
+    )
+    canvas.style_axes(ax, grid="x")
     return Drawn(
-        f"{slug(table.task)}-{slug(table.model)}-difference",
+        f"{names.slug(table.task)}-{names.slug(table.model)}-difference",
         f"{table.task}: paired difference to {table.baseline}",
         "Over examples that both scored, with 95 % intervals.",
         figure,
@@ -214,6 +175,7 @@ def _rank(table: ScoreTable, row: VariantScores) -> float:
 
 
 def _difference_extremes(table: ScoreTable) -> str:
-    known = [row for row in table.rows if math.isfinite(_rank(table, row))]
-    found = {row.variant.label: row.total.difference.value for row in known if row.total.difference}
-    return extremes(found, table.unit, lower=table.lower_is_better, signed=True)
+    found = {
+        row.variant.label: row.total.difference.value for row in table.rows if row.total.difference
+    }
+    return names.extremes(found, table.unit, lower=table.lower_is_better, signed=True)

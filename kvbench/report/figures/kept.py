@@ -15,17 +15,8 @@ from numpy.typing import NDArray
 
 from kvbench.errors import UserError, is_integer, is_number, printable
 from kvbench.report.experiment import BASELINE, Group
-from kvbench.report.figures.canvas import (
-    GREY,
-    SMALL,
-    TEXT,
-    Drawn,
-    new_figure,
-    pages,
-    slug,
-    stem,
-    style_axes,
-)
+from kvbench.report.figures import canvas, names
+from kvbench.report.figures.canvas import Drawn
 from kvbench.report.figures.style import style_of
 from kvbench.report.figures.vector import add_spot
 
@@ -141,7 +132,7 @@ def kept_figures(group: Group) -> list[Drawn]:
     (_, example), strips = [item for item in examples.items() if len(item[1]) == most][-1]
     shown = [v for v in group.variants if v.label in strips and v.method != BASELINE]
     drawn = []
-    for suffix, page in pages(group, shown):
+    for suffix, page in names.pages(group, shown):
         named = {variant.label: (variant.method, strips[variant.label]) for variant in page}
         if not named:
             continue
@@ -158,7 +149,7 @@ def kept_figures(group: Group) -> list[Drawn]:
             caption += f" Not shown: entries that are no single token's, of {', '.join(unplaced)}."
         drawn.append(
             Drawn(
-                f"kept-{stem(group)}{slug(suffix) and '-' + slug(suffix)}",
+                f"kept-{names.stem(group)}{names.slug(suffix) and '-' + names.slug(suffix)}",
                 f"What each method kept: {group.task} on {group.model}",
                 caption,
                 figure,
@@ -196,13 +187,12 @@ def draw_kept(*frames: pd.DataFrame) -> Figure:
 
 def draw_strips(named: Mapping[str, tuple[str, Strip]]) -> Figure:
     """One row of strips per label, each with its method's colour; the layers from top to bottom."""
-    rows = len(named)
     layers = max(min(_MOST_LAYERS, len(strip.layers)) for _, strip in named.values())
-    figure = new_figure(7.4, 0.55 + rows * (0.34 + 0.17 * layers))
-    axes = figure.subplots(rows, 1, squeeze=False, sharex=True)[:, 0]
+    size = (7.4, 0.34 + 0.17 * layers)
+    figure, axes = canvas.new_panels(len(named), 1, size, (0.0, 0.55), sharex=True)
     for ax, (label, (method, strip)) in zip(axes, named.items(), strict=True):
         _draw(ax, label, method, strip.coarser(_MOST_PIECES))
-    axes[-1].set_xlabel("token of the prompt", fontsize=TEXT)
+    axes[-1].set_xlabel("token of the prompt", fontsize=canvas.TEXT)
     return figure
 
 
@@ -224,14 +214,14 @@ def _draw(ax: Axes, label: str, method: str, strip: Strip) -> None:
         )
     if strip.answer is not None:
         ax.axvspan(*strip.answer, facecolor=_ANSWER, alpha=0.55, linewidth=0, zorder=0)
-    style_axes(ax)
+    canvas.style_axes(ax)
     ax.grid(visible=False)
     ax.set_xlim(0, strip.tokens)
     ax.set_ylim(1 - len(shown), 1)
     ax.set_yticks([0.43 - row for row in range(len(shown))], [f"layer {one}" for one in shown])
-    ax.tick_params(axis="y", length=0, labelsize=SMALL - 1.5)
-    ax.set_title(f"{label}   ×{top:.1f}", fontsize=TEXT, loc="left", pad=2, color="black")
-    ax.spines["bottom"].set_color(GREY)
+    ax.tick_params(axis="y", length=0, labelsize=canvas.SMALL - 1.5)
+    ax.set_title(f"{label}   ×{top:.1f}", fontsize=canvas.TEXT, loc="left", pad=2, color="black")
+    ax.spines["bottom"].set_color(canvas.GREY)
     for place, held in enumerate(strip.mean):
         first, last = int(edges[place]), int(edges[place + 1]) - 1
         text = strip.texts[place] if strip.texts else ""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -11,24 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from kvbench.report.experiment import BASELINE, Group
-from kvbench.report.figures.canvas import (
-    SMALL,
-    TEXT,
-    Drawn,
-    axis_unit,
-    draw_estimates,
-    extremes,
-    label_axes,
-    label_ends,
-    name_lines,
-    new_figure,
-    percent,
-    plain_ticks,
-    slug,
-    stem,
-    style_axes,
-    words,
-)
+from kvbench.report.figures import canvas, names
+from kvbench.report.figures.canvas import Drawn
+from kvbench.report.figures.names import words
 from kvbench.report.figures.style import style_of
 from kvbench.report.stats.estimate import Estimate
 from kvbench.report.table import estimate_text, number
@@ -43,23 +29,24 @@ def score_against_ratio(group: Group, table: ScoreTable) -> Drawn:
     all hold about as much, one row per method."""
     lines = _lines_of(table)
     alike = _is_alike(lines)
-    figure = new_figure(6.6, 0.9 + 0.27 * len(lines) if alike else 3.7)
-    ax = figure.subplots()
+    height = 0.9 + 0.27 * len(lines) if alike else 3.7
+    figure, (ax,) = canvas.new_panels(1, 1, (6.6, height), (0.0, 0.0))
     if alike:
-        _draw_rows(ax, lines, table.unit, _order(lines, table), ratios=True)
+        sign = 1.0 if table.lower_is_better else -1.0
+        best_first = sorted(lines, key=lambda name: sign * lines[name][0][1].value)
+        _draw_rows(ax, lines, table.unit, best_first, ratios=True)
     else:
         _draw_lines(ax, group, lines, BASELINE)
-        label_ends(ax)
+        canvas.label_ends(ax)
     averaged = f" over {len(table.columns) - 1} datasets" if AVERAGE in table.columns else ""
     return _memory_figure(
         group,
         figure,
         lines,
         title=f"{group.task}: score {'at equal' if alike else 'against'} memory",
-        caption=f"Mean score{averaged} with 95 % intervals "
-        + ("and" if alike else "against")
-        + " the ratio that was measured, not the one that was asked for; dashed with its band: the"
-        " baseline." + ("" if alike else PARETO),
+        caption=f"Mean score{averaged} with 95 % intervals {'and' if alike else 'against'}"
+        " the ratio that was measured, not the one that was asked for; dashed with its band: the"
+        f" baseline.{'' if alike else PARETO}",
         alike=alike,
     )
 
@@ -68,34 +55,28 @@ def score_on_tasks(tasks: Sequence[tuple[Group, ScoreTable]]) -> Drawn:
     """The same on several tasks of one model: a panel each."""
     lines = [_lines_of(table) for _, table in tasks]
     alike = all(map(_is_alike, lines))
-    named = dict.fromkeys(name for found in lines for name in found)
-    columns = min(3 + 2 * alike, len(tasks))
-    rows = math.ceil(len(tasks) / columns)
-    height = 0.45 + 0.2 * len(named) if alike else 2.5
-    figure = new_figure(1.2 + (2.1 if alike else 3.2) * columns, 0.7 + height * rows)
-    axes = list(figure.subplots(rows, columns, squeeze=False, sharey=True).flat)
+    named = list(dict.fromkeys(name for found in lines for name in found))
+    size = (2.1, 0.45 + 0.2 * len(named)) if alike else (3.2, 2.5)
+    columns = 5 if alike else 3
+    figure, axes = canvas.new_panels(len(tasks), columns, size, (1.2, 0.7), sharey=True)
     finding = []
-    for ax, (group, table), found in zip(axes, tasks, lines, strict=False):
+    for ax, (group, table), found in zip(axes, tasks, lines, strict=True):
         if alike:
-            _draw_rows(ax, found, table.unit, list(named), ratios=False)
+            _draw_rows(ax, found, table.unit, named, ratios=False)
             ax.set_xlim(-3, 103)
         else:
             _draw_lines(ax, group, found, BASELINE)
             ax.set_ylim(0, 103)
-        ax.set_title(group.task, fontsize=TEXT)
+        ax.set_title(group.task, fontsize=canvas.TEXT)
         means = {name: points[0][1].value for name, points in found.items()}
-        finding.append(f"{group.task}: {extremes(means, table.unit, lower=table.lower_is_better)}")
-    for ax in axes[len(tasks) :]:
-        ax.remove()
-    shown = axes[: len(tasks)]
-    if alike:
-        label_axes(figure, shown, "score (%)", "")
-    else:
-        label_axes(figure, shown, _RATIO, "score (%)")
-        name_lines(figure, shown)
+        best = names.extremes(means, table.unit, lower=table.lower_is_better)
+        finding.append(f"{group.task}: {best}")
+    canvas.label_axes(figure, axes, *(("score (%)", "") if alike else (_RATIO, "score (%)")))
+    if not alike:
+        canvas.name_lines(figure, axes)
     model = tasks[0][0].model
     return Drawn(
-        f"overview-{slug(model)}-memory",
+        f"overview-{names.slug(model)}-memory",
         f"{model}: score {'at equal' if alike else 'against'} memory",
         "Mean score with 95 % intervals; dashed with its band: the baseline.",
         figure,
@@ -103,6 +84,7 @@ def score_on_tasks(tasks: Sequence[tuple[Group, ScoreTable]]) -> Drawn:
     )
 
 
+PARETO = " Ringed: the Pareto set, no other point has fewer bytes and a better mean."
 _RATIO = "measured ratio (bytes held / bytes of the exact cache)"
 _ALIKE = 1.5
 """Ratios within this factor are no axis."""
@@ -127,46 +109,52 @@ def _is_alike(lines: Mapping[str, Sequence[Point]]) -> bool:
     return single and bool(ratios) and max(ratios) < _ALIKE * min(ratios)
 
 
-def _order(lines: Mapping[str, Sequence[Point]], table: ScoreTable) -> list[str]:
-    """Names, the best first."""
-    sign = 1.0 if table.lower_is_better else -1.0
-    return sorted(lines, key=lambda name: sign * lines[name][0][1].value)
-
-
 def _draw_rows(
     ax: Axes,
     lines: Mapping[str, Sequence[Point]],
     unit: str,
-    names: Sequence[str],
+    order: Sequence[str],
     *,
     ratios: bool,
 ) -> None:
     """A row per method from the top; `ratios`: with its ratio at the right."""
-    scale = percent(unit)
-    for i, name in enumerate(names):
+    scale = names.percent(unit)
+    for i, name in enumerate(order):
         for ratio, score in lines.get(name, ()):
             style = style_of(name.split(",")[0])
             if name == BASELINE:
-                ax.axvline(scale * score.value, color=style.color, linestyle="--", linewidth=1)
-                if not math.isnan(score.low):
-                    low, high = scale * score.low, scale * score.high
-                    ax.axvspan(low, high, color=style.color, alpha=0.07, lw=0)
-            said = f"{name} at ratio {number(ratio)}: {estimate_text(score, unit)}"
-            draw_estimates(
-                ax, [i], [score], style, scale=scale, horizontal=True, elinewidth=1.6, says=[said]
+                _draw_baseline(ax.axvline, ax.axvspan, score, scale, style.color)
+            canvas.draw_estimates(
+                ax,
+                [i],
+                [score],
+                style,
+                scale=scale,
+                horizontal=True,
+                elinewidth=1.6,
+                says=[_said(name, ratio, score, unit)],
             )
             if ratios:
-                ax.annotate(
-                    f"ratio {ratio:.2f}",
-                    (1.02, i),
-                    xycoords=("axes fraction", "data"),
-                    va="center",
-                    fontsize=SMALL,
-                    annotation_clip=False,
-                )
-    ax.set_yticks(range(len(names)), names)
-    ax.set_ylim(len(names) - 0.4, -0.6)
-    style_axes(ax, grid="x")
+                canvas.write_beside(ax, f"ratio {ratio:.2f}", (1.02, i))
+    canvas.list_rows(ax, order)
+
+
+def _draw_baseline(
+    line: Callable[..., Any],
+    span: Callable[..., Any],
+    score: Estimate,
+    scale: float,
+    color: str,
+    label: str | None = None,
+) -> None:
+    """A dashed line across the axes, and its interval as a band."""
+    line(scale * score.value, color=color, linestyle="--", linewidth=1, label=label)
+    if not math.isnan(score.low):
+        span(scale * score.low, scale * score.high, color=color, alpha=0.07, lw=0)
+
+
+def _said(name: str, ratio: float, score: Estimate, unit: str) -> str:
+    return f"{name} at ratio {number(ratio)}: {estimate_text(score, unit)}"
 
 
 def points_of(group: Group) -> dict[str, list[Point]]:
@@ -197,13 +185,12 @@ def error_against_memory(group: Group) -> Drawn | None:
     lines = _lines_by_rate(group)
     if not lines:
         return None
-    figure = new_figure(6.6, 3.7)
-    ax = figure.subplots()
+    figure, (ax,) = canvas.new_panels(1, 1, (6.6, 3.7), (0.0, 0.0))
     _draw_lines(ax, group, lines)
     if group.meta.lower_is_better:
         ax.set_yscale("log")
-        plain_ticks(ax.yaxis, LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
-    label_ends(ax)
+        canvas.plain_ticks(ax.yaxis, LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
+    canvas.label_ends(ax)
     return _memory_figure(
         group,
         figure,
@@ -244,54 +231,39 @@ def _mark_pareto(
     ax.scatter(ratios, scores, s=80, facecolors="none", edgecolors="0.25", lw=0.8, zorder=5)
 
 
-PARETO = " Ringed: the Pareto set, no other point has fewer bytes and a better mean."
-
-
 def _draw_lines(
     ax: Axes, group: Group, lines: Mapping[str, Sequence[Point]], baseline: str | None = None
 ) -> None:
-    scale, unit = percent(group.meta.score_unit), group.meta.score_unit
+    scale, unit = names.percent(group.meta.score_unit), group.meta.score_unit
     for label, points in lines.items():
         style = style_of(label.split(",")[0])
         ordered = sorted(points, key=lambda point: point[0])
-        scores = [score for _, score in ordered]
         if label == baseline:
-            first = scores[0]
-            ax.axhline(
-                scale * first.value, color=style.color, linestyle="--", linewidth=1, label=label
-            )
-            if not math.isnan(first.low):
-                low, high = scale * first.low, scale * first.high
-                ax.axhspan(low, high, color=style.color, alpha=0.07, lw=0)
+            _draw_baseline(ax.axhline, ax.axhspan, ordered[0][1], scale, style.color, label)
             continue
-        draw_estimates(
+        canvas.draw_estimates(
             ax,
             [ratio for ratio, _ in ordered],
-            scores,
+            [score for _, score in ordered],
             style,
             scale=scale,
             line=1.5,
             label=label,
-            says=[
-                f"{label} at ratio {number(ratio)}: {estimate_text(score, unit)}"
-                for ratio, score in ordered
-            ],
+            says=[_said(label, ratio, score, unit) for ratio, score in ordered],
         )
     _mark_pareto(ax, lines, baseline, scale, group.meta.lower_is_better)
     ax.set_xscale("log", base=2)
-    ratios = [
-        ratio for label, points in lines.items() for ratio, _ in points if label != baseline
-    ] or [1.0]
+    others = [points for label, points in lines.items() if label != baseline]
+    ratios = [ratio for points in others for ratio, _ in points] or [1.0]
     low, high = min(ratios), max(ratios)
-    few = high < 4 * low
     if high < 2 * low:
         ax.set_xlim(low / 1.6, high * 1.6)
-    plain_ticks(ax.xaxis, LogLocator(base=2, subs=(1.0, 1.5) if few else (1.0,)))
-    if unit == "fraction" and not any(
-        score.value > 0 for points in lines.values() for _, score in points
-    ):
+    subs = (1.0, 1.5) if high < 4 * low else (1.0,)
+    canvas.plain_ticks(ax.xaxis, LogLocator(base=2, subs=subs))
+    scores = [score.value for points in lines.values() for _, score in points]
+    if unit == "fraction" and not any(score > 0 for score in scores):
         ax.set_ylim(0, 103)
-    style_axes(ax)
+    canvas.style_axes(ax)
 
 
 def _memory_figure(
@@ -304,11 +276,11 @@ def _memory_figure(
     alike: bool = False,
 ) -> Drawn:
     unit = group.meta.score_unit
-    named = f"score{axis_unit(group)}" if unit == "fraction" else words(unit)
-    label_axes(figure, figure.axes, *((named, "") if alike else (_RATIO, named)))
+    named = f"score{names.axis_unit(group)}" if unit == "fraction" else words(unit)
+    canvas.label_axes(figure, figure.axes, *((named, "") if alike else (_RATIO, named)))
     means = {
         label: float(np.mean([score.value for _, score in points]))
         for label, points in lines.items()
     }
-    finding = extremes(means, unit, lower=group.meta.lower_is_better)
-    return Drawn(f"{stem(group)}-ratio", title, caption, figure, finding)
+    finding = names.extremes(means, unit, lower=group.meta.lower_is_better)
+    return Drawn(f"{names.stem(group)}-ratio", title, caption, figure, finding)

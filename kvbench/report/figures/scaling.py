@@ -9,17 +9,9 @@ from typing import Any
 import numpy as np
 
 from kvbench.report.experiment import Group
-from kvbench.report.figures.canvas import (
-    Drawn,
-    draw_estimates,
-    extremes,
-    label_axes,
-    name_lines,
-    new_figure,
-    stem,
-    style_axes,
-    words,
-)
+from kvbench.report.figures import canvas, names
+from kvbench.report.figures.canvas import Drawn
+from kvbench.report.figures.names import words
 from kvbench.report.figures.style import SPARE, Style, order_of, style_of
 from kvbench.report.figures.vector import add_spot
 from kvbench.report.labels import Variant
@@ -50,11 +42,12 @@ def scaling_figures(scaling: Scaling) -> list[Drawn]:
 def _curves_figure(group: Group, spec: Mapping[str, Any], curves: Sequence[Curve]) -> Drawn:
     facets = list(dict.fromkeys(curve.facet for curve in curves))
     columns = 2 if len(facets) == 4 else min(3, len(facets))
-    rows = math.ceil(len(facets) / columns)
-    figure = new_figure(1.0 + (4.6 if columns == 1 else 2.55 * columns), 1.0 + 2.15 * rows)
-    axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
+    size = (4.6 if columns == 1 else 2.55, 2.15)
+    figure, axes = canvas.new_panels(
+        len(facets), columns, size, (1.0, 1.0), sharex=True, sharey=True
+    )
     looks = _looks(group.variants)
-    for ax, facet in zip(axes.flat, facets, strict=False):
+    for ax, facet in zip(axes, facets, strict=True):
         for curve in (c for c in curves if c.facet == facet):
             look = looks[curve.variant.label]
             ax.fill_between(curve.x, curve.low, curve.high, color=look.color, alpha=0.15, lw=0)
@@ -73,25 +66,22 @@ def _curves_figure(group: Group, spec: Mapping[str, Any], curves: Sequence[Curve
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")
         ax.set_title(facet, fontsize=9)
-        style_axes(ax)
-    low, high = axes.flat[0].get_ylim()
-    for ax, facet in zip(axes.flat, facets, strict=False):
+        canvas.style_axes(ax)
+    low, high = axes[0].get_ylim()
+    for ax, facet in zip(axes, facets, strict=True):
         _guides(ax, [c for c in curves if c.facet == facet], spec)
-    axes.flat[0].set_ylim(low, high)
-    for ax in list(axes.flat)[len(facets) :]:
-        ax.remove()
-    shown = list(axes.flat)[: len(facets)]
+    axes[0].set_ylim(low, high)
     xlabel, ylabel = (str(spec.get(f"{a}label", words(spec[a]))) for a in "xy")
-    label_axes(figure, shown, xlabel, ylabel)
-    name_lines(figure, shown)
+    canvas.label_axes(figure, axes, xlabel, ylabel)
+    canvas.name_lines(figure, axes)
     slopes = " and ".join(signed_text(slope) for slope in spec.get("guides") or ())
     return Drawn(
-        f"{stem(group)}-scaling",
+        f"{names.stem(group)}-scaling",
         f"{group.task}: {words(spec['y'])} against {words(spec['x'])}",
         f"Means {interval_text(curves, spec)}; both axes logarithmic"
         + (f"; dashed in grey: slope {slopes}." if slopes else "."),
         figure,
-        extremes(
+        names.extremes(
             {f"{c.variant.label}, {c.facet}": float(c.mean[-1]) for c in curves},
             "",
             lower=True,
@@ -113,7 +103,7 @@ def _slopes_figure(group: Group, spec: Mapping[str, Any], fits: Sequence[Fit]) -
     facets = list(dict.fromkeys(fit.curve.facet for fit in fits))
     looks = _looks(group.variants)
     variants = [a for a in group.variants if any(f.curve.variant == a for f in fits)]
-    figure = new_figure(6.4, 1.2 + len(facets) * max(0.34, 0.085 * len(variants) + 0.12))
+    figure = canvas.new_figure(6.4, 1.2 + len(facets) * max(0.34, 0.085 * len(variants) + 0.12))
     ax = figure.subplots()
     for slope in spec.get("guides", ()):
         ax.axvline(slope, color=_GREY, linestyle=(0, (4, 3)), linewidth=0.9)
@@ -121,7 +111,7 @@ def _slopes_figure(group: Group, spec: Mapping[str, Any], fits: Sequence[Fit]) -
         look = looks[variant.label]
         mine = [f for f in fits if f.curve.variant == variant and math.isfinite(f.slope.value)]
         shift = (k - (len(variants) - 1) / 2) * 0.78 / len(variants)
-        draw_estimates(
+        canvas.draw_estimates(
             ax,
             [facets.index(f.curve.facet) + shift for f in mine],
             [f.slope for f in mine],
@@ -132,16 +122,14 @@ def _slopes_figure(group: Group, spec: Mapping[str, Any], fits: Sequence[Fit]) -
             label=variant.label,
             says=[f"{variant.label}, {f.curve.facet}: slope {slope_text(f.slope)}" for f in mine],
         )
-    ax.set_yticks(range(len(facets)), facets)
-    ax.set_ylim(len(facets) - 0.5, -0.5)
+    canvas.list_rows(ax, facets, foot=0.5)
     for edge in np.arange(0.5, len(facets) - 1):
         ax.axhline(edge, color="#DDDDDD", linewidth=0.6)
     across = str(spec.get("xlabel", words(spec["x"])))
     ax.set_xlabel(f"slope of log {words(spec['y'])} against log {across}", fontsize=9)
-    style_axes(ax, grid="x")
-    name_lines(figure, [ax])
+    canvas.name_lines(figure, [ax])
     return Drawn(
-        f"{stem(group)}-slopes",
+        f"{names.stem(group)}-slopes",
         f"{group.task}: fitted slopes",
         f"Least-squares slopes on logarithmic axes{reach_text(fits)}, {interval_text(fits, spec)};"
         " dashed: the slopes of the papers' bounds.",

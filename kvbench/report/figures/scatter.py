@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 
 from kvbench.errors import is_integer, is_number
 from kvbench.report.experiment import Group
-from kvbench.report.figures.canvas import SMALL, TEXT, Drawn, new_figure, stem, words
+from kvbench.report.figures import canvas, names
+from kvbench.report.figures.canvas import Drawn
+from kvbench.report.figures.names import words
 from kvbench.report.figures.style import SPARE
 from kvbench.report.tables.strata import as_text
 
@@ -52,7 +54,7 @@ def scatters(group: Group, spec: Mapping[str, Any]) -> list[Drawn]:
     columns = list(dict.fromkeys(column for _, column in found))
     if not found:
         return []
-    figure = new_figure(0.4 + 1.75 * len(columns), 0.4 + 1.75 * len(rows))
+    figure = canvas.new_figure(0.4 + 1.75 * len(columns), 0.4 + 1.75 * len(rows))
     axes = figure.subplots(len(rows), len(columns), squeeze=False)
     for i, row in enumerate(rows):
         for j, column in enumerate(columns):
@@ -64,13 +66,13 @@ def scatters(group: Group, spec: Mapping[str, Any]) -> list[Drawn]:
                 ax.scatter(*points.T, s=1.5, color=SPARE[0], linewidths=0, rasterized=True)
                 ax.scatter(*points[marked].T, s=16, color=_MARK, marker="*", linewidths=0)
             if i == 0:
-                ax.set_title(column, fontsize=TEXT)
+                ax.set_title(column, fontsize=canvas.TEXT)
             if j == 0:
-                ax.set_ylabel(row, fontsize=SMALL)
+                ax.set_ylabel(row, fontsize=canvas.SMALL)
     n, marks = max((len(points), len(marked)) for points, marked in found.values())
     return [
         Drawn(
-            f"{stem(group)}-{field}",
+            f"{names.stem(group)}-{field}",
             f"{group.task}: {', '.join(rows)} in the plane",
             f"t-SNE of {n} vectors of one head and one prompt; stars: {marks} centres of greedy "
             "k-centre, chosen among the vectors themselves. Distances in such a picture say little; the"

@@ -8,19 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator
 
 from kvbench.report.experiment import Group
-from kvbench.report.figures.canvas import (
-    GREY,
-    SMALL,
-    TEXT,
-    Drawn,
-    draw_estimates,
-    extremes,
-    name_lines,
-    new_figure,
-    plain_ticks,
-    stem,
-    style_axes,
-)
+from kvbench.report.figures import canvas, names
+from kvbench.report.figures.canvas import Drawn
 from kvbench.report.figures.style import style_of
 from kvbench.report.figures.vector import add_spot
 from kvbench.report.stats.estimate import Estimate
@@ -34,7 +23,7 @@ def throughput(group: Group) -> Drawn:
     timings = timings_of(group)
     settings = list(dict.fromkeys(timing.setting for timing in timings))
     memory = any(math.isfinite(timing.number("peak_bytes")) for timing in timings)
-    figure = new_figure(10.5 if memory else 9.0, 1.1 + max(1.6, 0.26 * len(timings)))
+    figure = canvas.new_figure(10.5 if memory else 9.0, 1.1 + max(1.6, 0.26 * len(timings)))
     panels: list[Axes] = list(figure.subplots(1, 3 if memory else 2, sharey=True))
     labels = []
     decoding: dict[str, float] = {}
@@ -60,25 +49,27 @@ def throughput(group: Group) -> Drawn:
         if timing.failures:
             failed = f" {failures_text(timing.failures)}"
             at = prefill + decode if timing.runs else 0.0
-            panels[0].annotate(failed, (at, i), va="center", fontsize=SMALL, color=GREY)
+            panels[0].annotate(
+                failed, (at, i), va="center", fontsize=canvas.SMALL, color=canvas.GREY
+            )
         labels.append(timing.variant.label + (f" ({timing.setting})" if len(settings) > 1 else ""))
     panels[0].set_yticks(range(len(labels)), labels)
     panels[0].set_ylim(-0.6, len(labels) - 0.4)
-    panels[0].set_xlabel("seconds: prefill + compress (pale), decode (full)", fontsize=TEXT)
-    panels[1].set_xlabel("new tokens per second while decoding", fontsize=TEXT)
+    panels[0].set_xlabel("seconds: prefill + compress (pale), decode (full)", fontsize=canvas.TEXT)
+    panels[1].set_xlabel("new tokens per second while decoding", fontsize=canvas.TEXT)
     if memory:
-        panels[2].set_xlabel("peak memory (GiB)", fontsize=TEXT)
+        panels[2].set_xlabel("peak memory (GiB)", fontsize=canvas.TEXT)
     for ax in panels:
         ax.set_xlim(left=0)
-        style_axes(ax, grid="x")
+        canvas.style_axes(ax, grid="x")
     per_setting = len(timings) // max(1, len(settings))
     for k in range(1, len(settings)):
         for ax in panels:
-            ax.axhline(k * per_setting - 0.5, color=GREY, linewidth=0.5)
+            ax.axhline(k * per_setting - 0.5, color=canvas.GREY, linewidth=0.5)
     counts = sorted({timing.runs for timing in timings if timing.runs})
     runs = " to ".join(str(count) for count in dict.fromkeys(counts[:1] + counts[-1:])) or "0"
     return Drawn(
-        f"{stem(group)}-throughput",
+        f"{names.stem(group)}-throughput",
         f"{group.task}: time and memory" if memory else f"{group.task}: time",
         f"Medians over {runs} runs"
         + (
@@ -88,7 +79,7 @@ def throughput(group: Group) -> Drawn:
         )
         + (f"; prompt + new tokens: {settings[0]}." if len(settings) == 1 else "."),
         figure,
-        extremes(decoding, "tokens per second", lower=False),
+        names.extremes(decoding, "tokens per second", lower=False),
     )
 
 
@@ -109,8 +100,7 @@ def throughput_scaling(group: Group) -> Drawn | None:
     panels = [p for p in _SCALING if p[0] in records and records[p[0]].notna().any()]
     if lengths < 3 or records["dataset"].nunique() != lengths or not panels:
         return None
-    figure = new_figure(0.8 + 3.1 * len(panels), 3.3)
-    axes: list[Axes] = list(figure.subplots(1, len(panels), squeeze=False)[0])
+    figure, axes = canvas.new_panels(len(panels), len(panels), (3.1, 3.3), (0.8, 0.0))
     variants = [
         variant for variant in group.variants if (records["variant"] == variant.label).any()
     ]
@@ -125,7 +115,7 @@ def throughput_scaling(group: Group) -> Drawn | None:
                     found = Estimate(found.value, float(part.min()), float(part.max()))
                 if math.isfinite(found.value):
                     lines[length] = found
-            draw_estimates(
+            canvas.draw_estimates(
                 ax,
                 list(lines),
                 list(lines.values()),
@@ -141,14 +131,14 @@ def throughput_scaling(group: Group) -> Drawn | None:
         ax.set_yscale("log")
         span = records.loc[records["status"] == "ok", "prompt_tokens"]
         few = span.max() < 32 * span.min()
-        plain_ticks(ax.xaxis, LogLocator(base=2 if few else 4))
-        plain_ticks(ax.yaxis, LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
-        ax.set_xlabel("prompt length (tokens)", fontsize=TEXT)
-        ax.set_ylabel(label, fontsize=TEXT)
-        style_axes(ax)
-    name_lines(figure, axes)
+        canvas.plain_ticks(ax.xaxis, LogLocator(base=2 if few else 4))
+        canvas.plain_ticks(ax.yaxis, LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
+        ax.set_xlabel("prompt length (tokens)", fontsize=canvas.TEXT)
+        ax.set_ylabel(label, fontsize=canvas.TEXT)
+        canvas.style_axes(ax)
+    canvas.name_lines(figure, axes)
     return Drawn(
-        f"{stem(group)}-scaling",
+        f"{names.stem(group)}-scaling",
         f"{group.task}: time and memory against the prompt's length",
         "Medians, with 95 % intervals between order statistics, below six runs the range; a line ends"
         " where a method failed. Both axes are logarithmic.",
@@ -166,6 +156,6 @@ def _bar(ax: Axes, at: int, value: float, color: str) -> None:
             xytext=(3, 0),
             textcoords="offset points",
             va="center",
-            fontsize=SMALL,
+            fontsize=canvas.SMALL,
         )
     ax.margins(x=0.16)

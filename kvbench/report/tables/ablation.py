@@ -26,11 +26,11 @@ import numpy as np
 import pandas as pd
 
 from kvbench.report.experiment import Group
-from kvbench.report.figures.canvas import tick_text, words
+from kvbench.report.figures.names import tick_text, words
 from kvbench.report.stats.distributions import t_test
 from kvbench.report.stats.estimate import LEVEL, Estimate, Stratum, estimates, widened
 from kvbench.report.stats.significance import holm
-from kvbench.report.table import Column, Row, Table, number, percent_text
+from kvbench.report.table import Column, Table, long_table, number, percent_text
 from kvbench.report.tables.published_files import published_frame
 from kvbench.report.tables.strata import as_text
 
@@ -186,36 +186,27 @@ def effect_table(ablation: Ablation) -> Table:
     """One row per variant: overall change, cells better and worse, seconds."""
     group, spec, units = ablation.group, ablation.spec, ablation.units
     others = {y: {e.label: e for e in of} for y, of in ablation.effects.items() if y != spec["y"]}
-    return Table(
-        name=f"{group.task}-{group.model}-ablation",
-        title=f"{group.task} on {group.model}: change of {words(spec['y'])} against"
-        f" {spec['reference']}",
-        columns=(
-            Column("variant", "variant", "label"),
-            Column("changed", "changed", "label"),
-            Column("change", "change, %", "change"),
+
+    def change_of(y: str) -> Column:
+        found = others[y]
+        heading = f"change of {words(y)}, %"
+        return Column(y, heading, "change", of=lambda e: found[e.label].overall)
+
+    return Table.of(
+        f"{group.task}-{group.model}-ablation",
+        f"{group.task} on {group.model}: change of {words(spec['y'])} against {spec['reference']}",
+        (
+            Column("variant", "variant", "label", of=lambda e: e.label),
+            Column("changed", "changed", "label", of=lambda e: e.part),
+            Column("change", "change, %", "change", of=lambda e: e.overall),
             Column("p", "p", "p"),
-            Column("better", "better", "label"),
-            Column("worse", "worse", "label"),
-            *(Column(y, f"change of {words(y)}, %", "change") for y in others),
+            Column("better", "better", "label", of=lambda e: f"{e.better}/{len(e.cells)}"),
+            Column("worse", "worse", "label", of=lambda e: f"{e.worse}/{len(e.cells)}"),
+            *map(change_of, others),
             Column("seconds", "seconds", "times"),
         ),
-        rows=tuple(
-            Row(
-                {
-                    "variant": e.label,
-                    "changed": e.part,
-                    "change": e.overall,
-                    "p": e.p,
-                    "better": f"{e.better}/{len(e.cells)}",
-                    "worse": f"{e.worse}/{len(e.cells)}",
-                    **{y: of[e.label].overall for y, of in others.items() if e.label in of},
-                    "seconds": e.seconds,
-                }
-            )
-            for e in ablation.first
-        ),
-        notes=(
+        ablation.first,
+        (
             f"Geometric mean over {ablation.cells} cells ({ablation.crossed}), with 95 % bootstrap"
             f" intervals over {units}, the same ones drawn for every cell, widened by"
             " Student's t; negative is less error.",
@@ -230,39 +221,25 @@ def effect_table(ablation: Ablation) -> Table:
 
 def _every_effect(ablation: Ablation) -> Table:
     """One row per variant, metric and cell, and one overall."""
-    group, spec = ablation.group, ablation.spec
-    series = spec.get("series") or "series"
-    rows = []
-    for y, effects in ablation.effects.items():
-        for e in effects:
-            for (by, one), change in {("all", "all"): e.overall, **e.cells}.items():
-                rows.append(
-                    Row(
-                        {
-                            "model": group.model,
-                            "task": group.task,
-                            "metric": y,
-                            "part": e.part,
-                            "variant": e.label,
-                            spec["by"]: by,
-                            series: one,
-                            "change": change,
-                            "p_holm": e.p if by == "all" else math.nan,
-                            "seconds_ratio": e.seconds,
-                        }
-                    )
-                )
-    return Table(
-        name="",
-        title="",
-        columns=(
-            *map(Column, ("model", "task", "metric", "part", "variant", spec["by"], series)),
-            Column("change", kind="change"),
-            Column("p_holm"),
-            Column("seconds_ratio"),
-        ),
-        rows=tuple(rows),
-    )
+    spec = ablation.spec
+    lines = [
+        {
+            "model": ablation.group.model,
+            "task": ablation.group.task,
+            "metric": y,
+            "part": e.part,
+            "variant": e.label,
+            spec["by"]: by,
+            spec.get("series") or "series": one,
+            "change": change,
+            "p_holm": e.p if by == "all" else math.nan,
+            "seconds_ratio": e.seconds,
+        }
+        for y, effects in ablation.effects.items()
+        for e in effects
+        for (by, one), change in {("all", "all"): e.overall, **e.cells}.items()
+    ]
+    return long_table(lines, change="change")
 
 
 def grid_table(ablation: Ablation, folder: Path) -> Table | None:
@@ -279,47 +256,41 @@ def grid_table(ablation: Ablation, folder: Path) -> Table | None:
     published = published_frame(folder, _PUBLISHED)
     theirs = published.set_index(["layer", "quantity", "block_size", "rate"])["value"]
     rates = sorted(good[spec["by"]].unique(), reverse=True)
-    rows = []
+    lines: list[list[str]] = []
     series = good[spec["series"]] if spec.get("series") else pd.Series("all", good.index)
     for layer in sorted(series.unique()):
+        named = f"ours, {words(spec.get('series') or 'layers')} {as_text(layer)}"
         for size, label in sorted(grid.items(), reverse=True):
-            mine = good[good["method"].eq(label) & series.eq(layer)]
-            by = mine.groupby(spec["by"])
-            rows.append(
-                (
-                    f"ours, {words(spec.get('series') or 'layers')} {as_text(layer)}",
-                    str(size),
-                    *(f"{by[y].mean()[r]:.4f} ± {by[y].std()[r]:.4f}" for r in rates),
-                    *(number(float(by["compress_s"].median()[r])) for r in rates),
-                )
-            )
+            by = good[good["method"].eq(label) & series.eq(layer)].groupby(spec["by"])
+            errors = [f"{by[y].mean()[r]:.4f} ± {by[y].std()[r]:.4f}" for r in rates]
+            seconds = [number(float(by["compress_s"].median()[r])) for r in rates]
+            lines.append([named, str(size), *errors, *seconds])
     for layer in sorted(published["layer"].unique()):
         for size in sorted(grid, reverse=True):
             found = [
-                [theirs.get((layer, quantity, size, float(r)), math.nan) for r in rates]
+                number(float(theirs.get((layer, quantity, size, float(r)), math.nan)))
                 for quantity in ("relative_error", "runtime_s")
+                for r in rates
             ]
-            rows.append(
-                (
-                    f"published, layer {layer}",
-                    str(size),
-                    *(number(float(value)) for values in found for value in values),
-                )
-            )
-    heads = ["layer", "block size"]
-    heads += [f"error, rate {tick_text(float(r), 'rate')}" for r in rates]
-    heads += [f"seconds, rate {tick_text(float(r), 'rate')}" for r in rates]
-    return Table(
-        name=f"{group.task}-{group.model}-figure3",
-        title=f"{group.task} on {group.model}: block size x rate, as in Figure 3 of BalanceKV",
-        columns=tuple(Column(head, head, "label", saved=False) for head in heads),
-        rows=tuple(Row(dict(zip(heads, row, strict=True))) for row in rows),
-        notes=(
+            lines.append([f"published, layer {layer}", str(size), *found])
+    named_rates = [f"rate {tick_text(float(r), 'rate')}" for r in rates]
+    heads = [
+        "layer",
+        "block size",
+        *(f"{w}, {r}" for w in ("error", "seconds") for r in named_rates),
+    ]
+    return Table.of(
+        f"{group.task}-{group.model}-figure3",
+        f"{group.task} on {group.model}: block size x rate, as in Figure 3 of BalanceKV",
+        [Column(head, head, "label") for head in heads],
+        [dict(zip(heads, line, strict=True)) for line in lines],
+        (
             "Ours: mean ± standard deviation over prompts and draws (over layers if they share a row),"
             " median seconds of one layer's compression. What can be compared is how the numbers change"
             " with block size and rate.",
             *([str(spec["grid_note"])] if "grid_note" in spec else []),
         ),
+        filed=False,
     )
 
 

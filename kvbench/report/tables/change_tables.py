@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from kvbench.report.stats.significance import ALPHA
-from kvbench.report.table import UNPAIRED, Column, Row, Table, unit_text
-from kvbench.report.tables.compare import Change, Comparison, Setting, TaskComparison
+from kvbench.report.table import UNPAIRED, Column, Table, long_table, unit_text
+from kvbench.report.tables.compare import Change, Comparison, Match, Setting, TaskComparison
 from kvbench.report.tables.score_notes import INTERVAL_NOTE
 from kvbench.report.tables.scores import AVERAGE
 
 _LONG_VALUE = 160
+_METHOD = Column("variant", "method", "label", of=lambda match: match.label)
 
 
 def change_tables(comparison: Comparison) -> list[Table]:
@@ -22,21 +26,16 @@ def change_tables(comparison: Comparison) -> list[Table]:
 
 
 def _settings_table(comparison: Comparison) -> Table:
-    return Table(
-        name="settings",
-        title="What changed in the runs that both have",
-        columns=tuple(Column(name, name) for name in ("key", "first", "second", "where")),
-        rows=tuple(
-            Row(
-                {
-                    "key": s.key,
-                    "first": _short(s.first),
-                    "second": _short(s.second),
-                    "where": _where(s),
-                }
-            )
-            for s in comparison.settings
+    return Table.of(
+        "settings",
+        "What changed in the runs that both have",
+        (
+            Column("key", "key"),
+            Column("first", "first", of=lambda setting: _short(setting.first)),
+            Column("second", "second", of=lambda setting: _short(setting.second)),
+            Column("where", "where", of=_where),
         ),
+        comparison.settings,
     )
 
 
@@ -52,7 +51,6 @@ def _short(value: str) -> str:
 
 
 def _task_table(task: TaskComparison) -> Table:
-    totals = [match.total for match in task.matches]
     notes = [
         INTERVAL_NOTE,
         "change: second minus first, paired over the examples that both scored; bold where it"
@@ -60,112 +58,82 @@ def _task_table(task: TaskComparison) -> Table:
         " wrong, else over the signs of the differences), adjusted by Holm's method for all methods and"
         " tasks shown. seconds: median of compressing and decoding.",
     ]
-    if any(not total.paired for total in totals):
+    if any(not match.total.paired for match in task.matches):
         notes.append(
             "* unpaired: fewer than half of the examples are the same in both (in some dataset), so the"
             " interval is that of two independent samples, and there is no paired test."
         )
-    return Table(
-        name=f"compare-{task.task}-{task.model}",
-        title=f"{task.task} on {task.model}: score{unit_text(task.unit)}",
-        columns=(
-            Column("variant", "method", "label"),
-            Column("first", "first", "score", task.unit),
-            Column("second", "second", "score", task.unit),
-            Column("difference", "change", "difference", task.unit),
-            Column("p_holm", "p, adjusted", "p"),
-            Column("common_examples", "common", "label"),
-            Column("better", "better", "label"),
-            Column("worse", "worse", "label"),
-            Column("ratio", "ratio", "both"),
-            Column("seconds", "seconds", "both"),
-            Column("failed", "failed", "failed"),
+
+    def total(key: str, heading: str, kind: str = "label") -> Column:
+        return Column(key, heading, kind, task.unit, of=lambda match: getattr(match.total, key))
+
+    def look(match: Match) -> Mapping[str, Any]:
+        return {
+            "marks": {"difference": "" if match.total.paired else UNPAIRED},
+            "bold": frozenset({"difference"} if match.total.p_holm < ALPHA else ()),
+            "method": match.method,
+        }
+
+    return Table.of(
+        f"compare-{task.task}-{task.model}",
+        f"{task.task} on {task.model}: score{unit_text(task.unit)}",
+        (
+            _METHOD,
+            total("first", "first", "score"),
+            total("second", "second", "score"),
+            total("difference", "change", "difference"),
+            total("p_holm", "p, adjusted", "p"),
+            total("common_examples", "common"),
+            total("better", "better"),
+            total("worse", "worse"),
+            total("ratio", "ratio", "both"),
+            total("seconds", "seconds", "both"),
+            total("failed", "failed", "failed"),
         ),
-        rows=tuple(
-            Row(
-                line,
-                marks={"difference": "" if match.total.paired else UNPAIRED},
-                bold=frozenset({"difference"} if match.total.adjusted < ALPHA else ()),
-                method=match.method,
-            )
-            for match, line in ((m, _values(m.total) | {"variant": m.label}) for m in task.matches)
-        ),
-        notes=tuple(notes),
+        task.matches,
+        notes,
+        row=look,
     )
-
-
-def _values(change: Change) -> dict[str, object]:
-    return {
-        "first": change.first,
-        "second": change.second,
-        "difference": change.difference,
-        "paired": change.paired,
-        "p": change.p,
-        "p_holm": change.adjusted,
-        "common_examples": change.common,
-        "better": change.better,
-        "worse": change.worse,
-        "failed": change.failed,
-        "ratio": change.ratio,
-        "seconds": change.seconds,
-    }
 
 
 def _dataset_table(task: TaskComparison) -> Table:
     names = list(dict.fromkeys(c.dataset for match in task.matches for c in match.changes))
     names.sort(key=lambda name: name == AVERAGE)
-    rows = []
-    for match in task.matches:
-        found = {change.dataset: change for change in match.changes}
-        rows.append(
-            Row(
-                {"variant": match.label, **{name: c.difference for name, c in found.items()}},
-                marks={name: "" if c.paired else UNPAIRED for name, c in found.items()},
-                bold=frozenset(name for name, c in found.items() if c.p < ALPHA),
-                method=match.method,
-            )
-        )
-    return Table(
-        name=f"compare-{task.task}-{task.model}-by-dataset",
-        title=f"{task.task} on {task.model}: change by dataset{unit_text(task.unit)}",
-        columns=(
-            Column("variant", "method", "label"),
-            *(Column(n, n, "difference", task.unit, total=n == AVERAGE) for n in names),
-        ),
-        rows=tuple(rows),
-        notes=(f"Bold: p of this change is below {ALPHA:.2f} (not adjusted for their number).",),
+
+    def change_on(name: str) -> Column:
+        total = name == AVERAGE
+        return Column(name, name, "difference", task.unit, total=total, of=lambda m: _on(m, name))
+
+    def look(match: Match) -> Mapping[str, Any]:
+        return {
+            "marks": {c.dataset: "" if c.paired else UNPAIRED for c in match.changes},
+            "bold": frozenset(c.dataset for c in match.changes if c.p < ALPHA),
+            "method": match.method,
+        }
+
+    return Table.of(
+        f"compare-{task.task}-{task.model}-by-dataset",
+        f"{task.task} on {task.model}: change by dataset{unit_text(task.unit)}",
+        (_METHOD, *map(change_on, names)),
+        task.matches,
+        (f"Bold: p of this change is below {ALPHA:.2f} (not adjusted for their number).",),
+        row=look,
     )
+
+
+def _on(match: Match, dataset: str) -> Any:
+    return next((c.difference for c in match.changes if c.dataset == dataset), None)
 
 
 def every_change(task: TaskComparison) -> Table:
     """Every change of a task in long form: one row per variant and dataset."""
-    unit = task.unit
-    return Table(
-        name="",
-        title="",
-        columns=(
-            *map(Column, ("model", "task", "method", "variant", "dataset", "unit")),
-            Column("first", kind="score", unit=unit),
-            Column("second", kind="score", unit=unit),
-            Column("difference", kind="difference", unit=unit),
-            *map(Column, ("paired", "p", "p_holm", "common_examples", "better", "worse")),
-            Column("failed", kind="failed"),
-            Column("ratio", kind="both"),
-            Column("seconds", kind="both"),
-        ),
-        rows=tuple(
-            Row(
-                {
-                    "model": task.model,
-                    "task": task.task,
-                    "method": match.method,
-                    "variant": match.label,
-                    "dataset": change.dataset,
-                    "unit": "%" if unit == "fraction" else unit,
-                }
-                | _values(change)
-            )
-            for match in task.matches
-            for change in match.changes
-        ),
-    )
+    unit = "%" if task.unit == "fraction" else task.unit
+    lines = [
+        {"model": task.model, "task": task.task, "method": match.method, "variant": match.label}
+        | {"dataset": change.dataset, "unit": unit}
+        | {key: getattr(change, key) for key in Change.__dataclass_fields__}
+        for match in task.matches
+        for change in match.changes
+    ]
+    kinds = {"difference": "difference", "failed": "failed", "ratio": "both", "seconds": "both"}
+    return long_table(lines, task.unit, first="score", second="score", **kinds)

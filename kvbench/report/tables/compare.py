@@ -33,14 +33,13 @@ _LEAST_COMMON = 0.5
 
 @dataclass(frozen=True)
 class Change:
-    """One method on one dataset (or over all of a task's) in both experiments.
+    """One method on one dataset (or over all of a task's) in both experiments; files have its fields.
 
     Attributes:
         difference: second minus first; over the examples that both scored where `paired`.
-        p, adjusted: of the paired test, adjusted for all totals; NaN unpaired.
-        common: examples that both scored.
-        better, worse: of these, whose score rose or fell in the sense of the task.
-        failed: failed examples by status, of each.
+        p, p_holm: of the paired test, adjusted for all totals; NaN unpaired.
+        better, worse: of the common examples, whose score rose or fell in the sense of the task.
+        failed: of each: failed examples by status.
         ratio, seconds: of each: measured ratio, median seconds of compressing and decoding.
     """
 
@@ -50,8 +49,8 @@ class Change:
     difference: Estimate
     paired: bool
     p: float
-    adjusted: float
-    common: int
+    p_holm: float
+    common_examples: int
     better: int
     worse: int
     failed: tuple[Mapping[str, int], Mapping[str, int]]
@@ -277,8 +276,8 @@ def _change(
         difference=difference,
         paired=enough,
         p=p_values(strata[2])[0] if enough else math.nan,
-        adjusted=math.nan,
-        common=common,
+        p_holm=math.nan,
+        common_examples=common,
         better=better,
         worse=worse,
         failed=(failures_of(sides[0]), failures_of(sides[1])),
@@ -334,7 +333,7 @@ def _adjusted(tasks: Sequence[TaskComparison]) -> tuple[TaskComparison, ...]:
     for task in tasks:
         matches = []
         for match in task.matches:
-            total = replace(match.total, adjusted=next(p))
+            total = replace(match.total, p_holm=next(p))
             matches.append(replace(match, changes=(*match.changes[:-1], total)))
         found.append(replace(task, matches=tuple(matches)))
     return tuple(found)

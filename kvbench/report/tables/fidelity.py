@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ import pandas as pd
 
 from kvbench.report.experiment import Group
 from kvbench.report.stats.estimate import estimates
-from kvbench.report.table import NOTHING, Column, Row, Table
+from kvbench.report.table import NOTHING, Column, Table
 from kvbench.report.tables.strata import as_text, strata_of
 
 MEASURES = (
@@ -44,7 +45,7 @@ def _by_rate(group: Group) -> Iterator[tuple[str, Group]]:
 def fidelity_table(group: Group) -> Table:
     """Mean over prompts of every distance, with bootstrap intervals; the same prompts are drawn for all
     methods."""
-    rows = []
+    lines: list[dict[str, Any]] = []
     for heading, part in _by_rate(group):
         found = {}
         for column in MEASURES:
@@ -54,16 +55,17 @@ def fidelity_table(group: Group) -> Table:
         for i, variant in enumerate(group.variants):
             mine = part.records[part.records["variant"] == variant.label]
             good = mine[mine["status"] == "ok"]
-            values: dict[str, Any] = {
-                "model": group.model,
-                "task": group.task,
-                "variant": variant.label,
-                "rate": heading,
-                **{c.key: found[c.key][i] if len(good) else NOTHING for c in MEASURES},
-                "ratio": float(good["ratio"].mean()),
-                "compressed": f"{int(good['compressed'].eq(True).sum())}/{len(mine)}",
-            }
-            rows.append(Row(values, group=heading, method=variant.method))
+            named = {"model": group.model, "task": group.task, "rate": heading}
+            lines.append(
+                named
+                | {c.key: found[c.key][i] if len(good) else NOTHING for c in MEASURES}
+                | {
+                    "variant": variant.label,
+                    "method": variant.method,
+                    "ratio": float(good["ratio"].mean()),
+                    "compressed": f"{int(good['compressed'].eq(True).sum())}/{len(mine)}",
+                }
+            )
     floor = pd.to_numeric(group.records.get("kl_floor", pd.Series(dtype=float)), errors="coerce")
     notes = [
         "Every method reads the same continuation, token by token. KL is of the exact model's next-token"
@@ -77,10 +79,10 @@ def fidelity_table(group: Group) -> Table:
             f"Rounding alone comes to a KL of {floor.max():.1e} at most (the exact cache fed twice, in"
             " batches of different size)."
         )
-    return Table(
-        name=f"{group.task}-{group.model}-fidelity",
-        title=f"{group.task} on {group.model}: distance from the exact model, per token",
-        columns=(
+    return Table.of(
+        f"{group.task}-{group.model}-fidelity",
+        f"{group.task} on {group.model}: distance from the exact model, per token",
+        (
             Column("model"),
             Column("task"),
             Column("variant", "method", "label"),
@@ -89,8 +91,9 @@ def fidelity_table(group: Group) -> Table:
             Column("ratio", "ratio", "number"),
             Column("compressed", "compressed", "label"),
         ),
-        rows=tuple(rows),
-        notes=tuple(notes),
+        lines,
+        notes,
+        row=lambda line: {"group": line["rate"], "method": line["method"]},
     )
 
 
@@ -102,38 +105,41 @@ def divergence_table(group: Group) -> Table | None:
         return None
     some = records[records["diverges"].map(lambda value: isinstance(value, dict))]
     some = some.sort_values(["prompt", "seed"], kind="stable").head(SHOWN)
-    rows = [
-        Row(
-            {
-                "prompt": str(one["prompt"]) + (f", rate {one['rate']:g}" if "rate" in one else ""),
-                "variant": one["variant"],
-                "at": f"{one['diverges_at']:.0f} of {one['new_tokens']:.0f}",
-                "before": f"…{one['diverges'].get('before', '')}",
-                "exact": repr(one["diverges"].get("exact", "")),
-                "other": repr(one["diverges"].get("method", "")),
-                "kl": float(one["diverges"].get("kl", float("nan"))),
-            },
-            method=str(one["method"]),
-        )
-        for _, one in some.iterrows()
-    ]
-    if not rows:
+    if some.empty:
         return None
-    return Table(
-        name=f"{group.task}-{group.model}-first-differences",
-        title=f"{group.task} on {group.model}: where a method begins to differ",
-        columns=(
-            Column("prompt", "prompt"),
-            Column("variant", "method", "label"),
-            Column("at", "token", "label"),
-            Column("before", "text before it"),
-            Column("exact", "exact"),
-            Column("other", "method's own"),
-            Column("kl", "KL there", "number"),
+
+    def said(one: pd.Series, key: str) -> str:
+        return repr(one["diverges"].get(key, ""))
+
+    def prompt(one: pd.Series) -> str:
+        return str(one["prompt"]) + (f", rate {one['rate']:g}" if "rate" in one else "")
+
+    def place(one: pd.Series) -> str:
+        return f"{one['diverges_at']:.0f} of {one['new_tokens']:.0f}"
+
+    return Table.of(
+        f"{group.task}-{group.model}-first-differences",
+        f"{group.task} on {group.model}: where a method begins to differ",
+        (
+            Column("prompt", "prompt", of=prompt),
+            Column("variant", "method", "label", of=lambda one: one["variant"]),
+            Column("at", "token", "label", of=place),
+            Column(
+                "before", "text before it", of=lambda one: f"…{one['diverges'].get('before', '')}"
+            ),
+            Column("exact", "exact", of=lambda one: said(one, "exact")),
+            Column("other", "method's own", of=lambda one: said(one, "method")),
+            Column(
+                "kl",
+                "KL there",
+                "number",
+                of=lambda one: float(one["diverges"].get("kl", math.nan)),
+            ),
         ),
-        rows=tuple(rows),
-        notes=(
+        [one for _, one in some.iterrows()],
+        (
             "The first token of the continuation at which the method's most likely token is not the"
             f" exact model's; the first {SHOWN} rows.",
         ),
+        row=lambda one: {"method": str(one["method"])},
     )

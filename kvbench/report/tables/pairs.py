@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -15,7 +15,7 @@ from kvbench.report.stats.estimate import Array, Estimate, Stratum
 from kvbench.report.stats.intervals import difference_intervals
 from kvbench.report.stats.marks import common_means, paired_tests
 from kvbench.report.stats.significance import ALPHA, POWER, units_needed, variances
-from kvbench.report.table import Column, Row, Table, unit_text
+from kvbench.report.table import Column, Table, unit_text
 from kvbench.report.tables.strata import Scores, peers_of, strata_of
 
 PLANNED = (0.02, 0.05)
@@ -165,63 +165,60 @@ def _units(strata: Sequence[Stratum]) -> Array:
 def pairs_table(group: Group, pairs: Sequence[VariantPair]) -> Table:
     """Every pair; of many, readers see those with the best and those of neighbouring rank."""
     unit = group.meta.score_unit
-    models = list(dict.fromkeys(model for pair in pairs for model in pair.published))
+    models = dict.fromkeys(model for pair in pairs for model in pair.published)
     each = " per dataset" if any(pair.datasets > 1 for pair in pairs) else ""
-    columns = [
-        *map(Column, ("model", "task", "first", "second")),
-        Column("methods", "methods", "label", saved=False),
-        Column("difference", "difference", "difference", unit),
-        Column("p", "p", "p"),
-        Column("p_adjusted", "p, adjusted", "p"),
-        Column("paired_deviation", "σ of a pair", "deviation", unit),
-        Column("datasets"),
-        Column("examples", "examples", "label"),
-    ]
-    for planned in PLANNED:
+
+    def names(pair: VariantPair) -> str:
+        return f"{pair.first.label} − {pair.second.label}"
+
+    def needed(planned: float) -> Column:
         key = f"needed_per_dataset_for_{_planned_text(planned, unit, word=True)}"
-        columns.append(Column(key, f"needed{each} for {_planned_text(planned, unit)}", "needed"))
-    columns += [Column("neighbours"), Column("to_best")]
-    for model in models:
-        suffix = f" ({model})" if model else ""
-        columns.append(
-            Column(f"published_difference{suffix}", f"published{suffix}", "published", unit)
+        heading = f"needed{each} for {_planned_text(planned, unit)}"
+        return Column(key, heading, "needed", of=lambda pair: pair.needed[planned])
+
+    def published(model: str) -> Iterator[Column]:
+        suffix, none = f" ({model})" if model else "", Gap(math.nan, math.nan)
+        yield Column(
+            f"published_difference{suffix}",
+            f"published{suffix}",
+            "published",
+            unit,
+            of=lambda pair: pair.published.get(model, none).difference,
         )
-        columns.append(Column(f"needed_per_dataset_published{suffix}", "needed for that", "needed"))
-    return Table(
-        name=f"{group.task}-{group.model}-pairs",
-        title=f"{group.task} on {group.model}: which compressed methods are shown to differ"
+        yield Column(
+            f"needed_per_dataset_published{suffix}",
+            "needed for that",
+            "needed",
+            of=lambda pair: pair.published.get(model, none).needed,
+        )
+
+    return Table.of(
+        f"{group.task}-{group.model}-pairs",
+        f"{group.task} on {group.model}: which compressed methods are shown to differ"
         f"{unit_text(unit)}",
-        columns=tuple(columns),
-        rows=tuple(_pair_row(group, pair, models, many=len(pairs) > _SHOWN) for pair in pairs),
-        notes=(PAIRS_NOTE, NEEDED_NOTE),
+        (
+            Column("model", of=lambda _: group.model),
+            Column("task", of=lambda _: group.task),
+            Column("first", of=lambda pair: pair.first.label),
+            Column("second", of=lambda pair: pair.second.label),
+            Column("methods", "methods", "label", saved=False, of=names),
+            Column("difference", "difference", "difference", unit),
+            Column("p", "p", "p"),
+            Column("p_adjusted", "p, adjusted", "p", of=lambda pair: pair.adjusted),
+            Column(
+                "paired_deviation", "σ of a pair", "deviation", unit, of=lambda pair: pair.deviation
+            ),
+            Column("datasets"),
+            Column("examples", "examples", "label"),
+            *map(needed, PLANNED),
+            Column("neighbours"),
+            Column("to_best"),
+            *(column for model in models for column in published(model)),
+        ),
+        pairs,
+        (PAIRS_NOTE, NEEDED_NOTE),
+        row=lambda pair: {"shown": len(pairs) <= _SHOWN or pair.neighbours or pair.to_best},
     )
-
-
-def _pair_row(group: Group, pair: VariantPair, models: Sequence[str], *, many: bool) -> Row:
-    unit = group.meta.score_unit
-    values: dict[str, object] = {
-        "model": group.model,
-        "task": group.task,
-        "first": pair.first.label,
-        "second": pair.second.label,
-        "methods": f"{pair.first.label} − {pair.second.label}",
-        "difference": pair.difference,
-        "p": pair.p,
-        "p_adjusted": pair.adjusted,
-        "paired_deviation": pair.deviation,
-        "datasets": pair.datasets,
-        "examples": pair.examples,
-        "neighbours": pair.neighbours,
-        "to_best": pair.to_best,
-    }
-    for planned, needed in pair.needed.items():
-        values[f"needed_per_dataset_for_{_planned_text(planned, unit, word=True)}"] = needed
-    for model in models:
-        suffix = f" ({model})" if model else ""
-        gap = pair.published.get(model, Gap(math.nan, math.nan))
-        values[f"published_difference{suffix}"] = gap.difference
-        values[f"needed_per_dataset_published{suffix}"] = gap.needed
-    return Row(values, shown=not many or pair.neighbours or pair.to_best)
 
 
 def _planned_text(planned: float, unit: str, *, word: bool = False) -> str:

@@ -14,6 +14,7 @@ from kvbench.report.table import (
     Column,
     Row,
     Table,
+    long_table,
     unit_text,
     value_text,
 )
@@ -93,11 +94,6 @@ class Published:
     part_of: str | None = None
     differences: tuple[str, ...] | None = None
     rescored: float | None = None
-
-    @property
-    def other_models(self) -> bool:
-        """Whether a published row is about another model than ours."""
-        return any(row.model != self.model for row in self.rows)
 
     @property
     def averages(self) -> dict[str, dict[str, float]]:
@@ -301,39 +297,26 @@ def _unscaled(estimate: Estimate, unit: str) -> Estimate:
 
 def _long(tables: Sequence[Published]) -> Table:
     """One row per variant, published row and column."""
-    keys = ("source", "task", "model", "published_model", "method", "variant", "column", "unit")
-    return Table(
-        name="",
-        title="",
-        columns=(
-            *map(Column, keys),
-            Column("published", kind="number"),
-            Column("score", kind="median"),
-            *(Column(name, kind="number") for name in ("difference", "margin")),
-            *map(Column, ("beyond_margin", "scored", "expected")),
-        ),
-        rows=tuple(
-            Row(
-                {
-                    "source": table.source,
-                    "task": table.task,
-                    "model": table.model,
-                    "published_model": row.model,
-                    "method": row.method,
-                    "variant": row.label,
-                    "column": column,
-                    "unit": table.unit,
-                    "published": pair.published,
-                    "score": pair.ours,
-                    "difference": pair.difference,
-                    "margin": pair.margin,
-                    "beyond_margin": pair.beyond,
-                    "scored": pair.cell.scored,
-                    "expected": pair.cell.expected,
-                }
-            )
-            for table in tables
-            for row in table.rows
-            for column, pair in zip(table.columns, row.pairs, strict=True)
-        ),
-    )
+    lines = [
+        {
+            "source": table.source,
+            "task": table.task,
+            "model": table.model,
+            "published_model": row.model,
+            "method": row.method,
+            "variant": row.label,
+            "column": column,
+            "unit": table.unit,
+            "published": pair.published,
+            "score": pair.ours,
+            "difference": pair.difference,
+            "margin": pair.margin,
+            "beyond_margin": pair.beyond,
+            "scored": pair.cell.scored,
+            "expected": pair.cell.expected,
+        }
+        for table in tables
+        for row in table.rows
+        for column, pair in zip(table.columns, row.pairs, strict=True)
+    ]
+    return long_table(lines, score="median")

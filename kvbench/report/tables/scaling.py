@@ -26,10 +26,10 @@ import numpy as np
 import pandas as pd
 
 from kvbench.report.experiment import Group
-from kvbench.report.figures.canvas import words
+from kvbench.report.figures.names import words
 from kvbench.report.labels import Variant
 from kvbench.report.stats.estimate import LEVEL, RESAMPLES, Array, Estimate, widened
-from kvbench.report.table import NOTHING, Column, Row, Table, signed_text
+from kvbench.report.table import NOTHING, Column, Table, long_table, signed_text
 
 NEAR = 0.1
 """A slope is as predicted where its whole interval is this close to the prediction."""
@@ -237,84 +237,65 @@ def slope_table(scaling: Scaling) -> Table:
     group, spec, fits = scaling.group, scaling.spec, scaling.fits
     facets = list(dict.fromkeys(fit.curve.facet for fit in fits))
     predicted = any(math.isfinite(f.expected) for f in fits)
-    rows = []
-    for variant in dict.fromkeys(fit.curve.variant for fit in fits):
-        mine = {f.curve.facet: f for f in fits if f.curve.variant == variant}
-        slopes = {facet: mine[facet].slope if facet in mine else NOTHING for facet in facets}
-        expected = next(iter(mine.values())).expected
-        rows.append(
-            Row({"variant": variant.label, "predicted": expected, **slopes}, method=variant.method)
-        )
-    return Table(
-        name=f"{group.task}-{group.model}-slopes",
-        title=f"{group.task} on {group.model}: log-log slopes",
-        columns=(
-            Column("variant", "method", "label"),
-            *([Column("predicted", "predicted", "slope")] * predicted),
-            *(Column(facet, facet, "slope") for facet in facets),
-        ),
-        rows=tuple(rows),
-        notes=(
+    by_variant: dict[Variant, dict[str, Fit]] = {}
+    for fit in fits:
+        by_variant.setdefault(fit.curve.variant, {})[fit.curve.facet] = fit
+
+    def slope_on(facet: str) -> Column:
+        return Column(facet, facet, "slope", of=lambda one: _slope(one[1].get(facet)))
+
+    first = Column("variant", "method", "label", of=lambda one: one[0].label)
+    expected = Column(
+        "predicted", "predicted", "slope", of=lambda one: next(iter(one[1].values())).expected
+    )
+    return Table.of(
+        f"{group.task}-{group.model}-slopes",
+        f"{group.task} on {group.model}: log-log slopes",
+        (first, *[expected] * predicted, *map(slope_on, facets)),
+        by_variant.items(),
+        (
             f"Least-squares slopes of log {words(spec['y'])} against log {words(spec['x'])}"
             f"{reach_text(fits)}, {interval_text(fits, spec)}.",
         ),
+        row=lambda one: {"method": one[0].method},
         long=_every_slope(scaling),
     )
+
+
+def _slope(fit: Fit | None) -> Estimate:
+    return NOTHING if fit is None else fit.slope
 
 
 def _every_slope(scaling: Scaling) -> Table:
     """One row per data set and variant."""
     group, spec = scaling.group, scaling.spec
-    rows = []
+    lines = []
     for fit in scaling.fits:
-        at = int(np.flatnonzero(fit.curve.levels == fit.most)[0])
-        last = Estimate(*(float(x[at]) for x in (fit.curve.mean, fit.curve.low, fit.curve.high)))
-        rows.append(
-            Row(
-                {
-                    "model": group.model,
-                    "task": group.task,
-                    spec["facet"]: fit.curve.facet,
-                    "variant": fit.curve.variant.label,
-                    "fitted_from": fit.least,
-                    "fitted_to": fit.most,
-                    "expected": fit.expected,
-                    "verdict": fit.verdict,
-                    "slope": fit.slope,
-                    "slope_lower": fit.lower,
-                    "slope_upper": fit.upper,
-                    "r_squared": fit.r_squared,
-                    "last": last,
-                    "last_ratio": fit.ratio,
-                    "held_last": fit.curve.x[at],
-                    "bytes_ratio_last": _bytes_ratio(group, spec, fit),
-                    "repetitions": fit.curve.units,
-                }
-            )
+        curve = fit.curve
+        at = int(np.flatnonzero(curve.levels == fit.most)[0])
+        lines.append(
+            {
+                "model": group.model,
+                "task": group.task,
+                spec["facet"]: curve.facet,
+                "variant": curve.variant.label,
+                "fitted_from": fit.least,
+                "fitted_to": fit.most,
+                "expected": fit.expected,
+                "verdict": fit.verdict,
+                "slope": fit.slope,
+                "slope_lower": fit.lower,
+                "slope_upper": fit.upper,
+                "r_squared": fit.r_squared,
+                "last": Estimate(*(float(x[at]) for x in (curve.mean, curve.low, curve.high))),
+                "last_ratio": fit.ratio,
+                "held_last": curve.x[at],
+                "bytes_ratio_last": _bytes_ratio(group, spec, fit),
+                "repetitions": curve.units,
+            }
         )
-    plain = (
-        "model",
-        "task",
-        spec["facet"],
-        "variant",
-        "fitted_from",
-        "fitted_to",
-        "expected",
-        "verdict",
-    )
-    return Table(
-        name="",
-        title="",
-        columns=(
-            *map(Column, plain),
-            *(Column(k, kind="slope") for k in ("slope", "slope_lower", "slope_upper")),
-            Column("r_squared", kind="number"),
-            Column("last", kind="median"),
-            Column("last_ratio", kind="median"),
-            *map(Column, ("held_last", "bytes_ratio_last", "repetitions")),
-        ),
-        rows=tuple(rows),
-    )
+    estimates = ("slope", "slope_lower", "slope_upper", "last", "last_ratio")
+    return long_table(lines, **dict.fromkeys(estimates, "slope"))
 
 
 def _bytes_ratio(group: Group, spec: Mapping[str, Any], fit: Fit) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvbench.report.experiment import Group
-from kvbench.report.figures.canvas import words
+from kvbench.report.figures.names import words
 from kvbench.report.table import number, ratio_text, signed_text
 from kvbench.report.tables.scaling import (
     AS_PREDICTED,

@@ -9,17 +9,13 @@ from dataclasses import replace
 import numpy as np
 
 from kvbench.report.experiment import Group
-from kvbench.report.table import (
-    MISSING,
-    NOTHING,
-    Column,
-    Row,
-    Table,
-    unit_text,
-)
+from kvbench.report.table import MISSING, NOTHING, Column, Row, Table, long_table, unit_text
 from kvbench.report.tables.score_notes import INTERVAL_NOTE, notes_of
 from kvbench.report.tables.scores import AVERAGE, COSTS, NO_CELL, ScoreTable, VariantScores
 from kvbench.report.tables.strata import natural_order
+
+METHOD = Column("variant", "method", "label", of=lambda row: row.variant.label)
+"""Who a row is about."""
 
 _WIDE = 4
 """With more columns than this, intervals are shown for the average only."""
@@ -33,10 +29,17 @@ def as_table(table: ScoreTable, *, narrow: bool = False) -> Table:
     """
     whole, wide = table.by == "dataset", len(table.columns) > _WIDE
     shown = (AVERAGE,) if narrow and wide and AVERAGE in table.columns else table.columns
-    columns = [Column("variant", "method", "label"), *_score_columns(table, shown, wide)]
+    columns = [METHOD, *_score_columns(table, shown, wide)]
+    lower = table.lower_is_better
+    if whole and table.baseline is not None:
+        heading = f"Δ {table.baseline}"
+        columns.append(Column("difference", heading, "difference", table.unit, ascending=lower))
     if whole:
-        columns += _difference_column(table)
-        columns += [c for c in _cost_columns(table) if c.heading]
+        columns += [
+            Column(m.key, m.heading, m.kind, ascending=True, optional=m.key != "ratio")
+            for m in COSTS
+            if m.heading and not all(np.isnan(row.costs[m.key]) for row in table.rows)
+        ]
     columns += [
         Column("scored", "scored", "label", optional=True),
         Column("failures", "failed", "failures", optional=True),
@@ -45,11 +48,11 @@ def as_table(table: ScoreTable, *, narrow: bool = False) -> Table:
     if shown != table.columns:
         title += f"; average of {len(table.columns) - 1} datasets"
     return Table(
-        name=f"{table.task}-{table.model}" + ("" if whole else f"-by-{table.by}"),
-        title=title if whole else f"{title} by {table.by}",
-        columns=tuple(columns),
-        rows=tuple(_table_row(table, row, shown) for row in table.rows),
-        notes=tuple(notes_of([table])),
+        f"{table.task}-{table.model}" + ("" if whole else f"-by-{table.by}"),
+        title if whole else f"{title} by {table.by}",
+        tuple(columns),
+        tuple(_table_row(table, row, shown) for row in table.rows),
+        tuple(notes_of([table])),
         long=_long(table),
     )
 
@@ -66,51 +69,48 @@ def paper_layout(tables: Sequence[ScoreTable], order: Sequence[str] = ()) -> Tab
     names = list(dict.fromkeys([*(c for c in order if c in found), *found]))
     names += [AVERAGE] * any(AVERAGE in table.columns for table in tables)
     failed = any(row.total.failures for table in tables for row in table.rows)
-    scores = _score_columns(first, names, len(names) > _WIDE)
     return Table(
-        name=f"{first.task}-paper",
-        title=f"{first.task}: score{unit_text(first.unit)}",
-        columns=(
-            Column("variant", "method", "label", saved=False),
-            *scores,
-            Column("ratio", "ratio", "number", saved=False),
-            *([Column("failures", "failed", "failures", saved=False)] * failed),
+        f"{first.task}-paper",
+        f"{first.task}: score{unit_text(first.unit)}",
+        (
+            METHOD,
+            *_score_columns(first, names, len(names) > _WIDE),
+            Column("ratio", "ratio", "number"),
+            *([Column("failures", "failed", "failures")] * failed),
         ),
-        rows=tuple(
+        tuple(
             replace(_table_row(table, row, names), group=table.model)
             for table in tables
             for row in table.rows
         ),
-        notes=tuple(notes_of(tables)),
+        tuple(notes_of(tables)),
+        filed=False,
     )
 
 
 def difference_table(table: ScoreTable) -> Table:
     """The paired difference to the baseline, per column."""
     named = "" if table.by == "dataset" else f" by {table.by}"
-    return Table(
-        name=f"{table.task}-{table.model}{named.replace(' ', '-')}-difference",
-        title=f"{table.task} on {table.model}: paired difference to"
+
+    def change(name: str) -> Column:
+        return Column(
+            name,
+            name,
+            "difference",
+            table.unit,
+            total=name == AVERAGE,
+            of=lambda row: row.cells[name].difference,
+        )
+
+    return Table.of(
+        f"{table.task}-{table.model}{named.replace(' ', '-')}-difference",
+        f"{table.task} on {table.model}: paired difference to"
         f" {table.baseline}{unit_text(table.unit)}{named}",
-        columns=(
-            Column("variant", "method", "label", saved=False),
-            *(
-                Column(c, c, "difference", table.unit, saved=False, total=c == AVERAGE)
-                for c in table.columns
-            ),
-        ),
-        rows=tuple(
-            Row(
-                {
-                    "variant": row.variant.label,
-                    **{c: row.cells[c].difference for c in table.columns},
-                },
-                method=row.variant.method,
-            )
-            for row in table.rows
-            if row.total.difference is not None
-        ),
-        notes=(INTERVAL_NOTE, "Differences are over the examples that both scored."),
+        (METHOD, *map(change, table.columns)),
+        [row for row in table.rows if row.total.difference is not None],
+        (INTERVAL_NOTE, "Differences are over the examples that both scored."),
+        row=lambda row: {"method": row.variant.method},
+        filed=False,
     )
 
 
@@ -127,48 +127,45 @@ def _overview(model: str, tables: Sequence[ScoreTable]) -> Table:
         {row.variant for t in tables for row in t.rows}, key=lambda variant: variant.sort_key
     )
     labels = Counter(variant.label for variant in variants)
-    columns = [Column("variant", "method", "label", saved=False)]
-    for table in tables:
-        remark = "lower is better" if table.lower_is_better else ""
-        heading = f"{table.task}{unit_text(table.unit)}"
-        columns.append(
-            Column(
-                table.task,
-                heading,
-                "score",
-                table.unit,
-                saved=False,
-                remark=remark,
-                ascending=table.lower_is_better,
-            )
-        )
-    columns.append(
-        Column("ratio", "ratio", "label", saved=False, total=True, ascending=True, optional=True)
-    )
     rows = []
     for variant in variants:
         # of the same label: tasks may have been run at different rates
         named = labels[variant.label] > 1 and variant.rate is not None
-        values: dict[str, object] = {
-            "variant": f"{variant.label}, rate {variant.rate:g}" if named else variant.label
-        }
-        marks, bold, ratios = {}, set(), []
-        for table in tables:
-            row = table.row(variant)
-            values[table.task] = NOTHING
-            if row is not None:
-                values[table.task] = row.total.score
-                ratios.append(row.ratio)
-                marks[table.task] = row.total.marks
-                bold |= {table.task} if row.total.best else set()
-        values["ratio"] = span_text(ratios)
-        rows.append(Row(values, marks, frozenset(bold), method=variant.method))
+        found = {table.task: row for table in tables if (row := table.row(variant)) is not None}
+        rows.append(
+            Row(
+                {
+                    "variant": f"{variant.label}, rate {variant.rate:g}"
+                    if named
+                    else variant.label,
+                    **{table.task: NOTHING for table in tables},
+                    **{task: row.total.score for task, row in found.items()},
+                    "ratio": span_text([row.ratio for row in found.values()]),
+                },
+                marks={task: row.total.marks for task, row in found.items()},
+                bold=frozenset(task for task, row in found.items() if row.total.best),
+                method=variant.method,
+            )
+        )
+    scores = [
+        Column(
+            table.task,
+            f"{table.task}{unit_text(table.unit)}",
+            "score",
+            table.unit,
+            remark="lower is better" if table.lower_is_better else "",
+            ascending=table.lower_is_better,
+        )
+        for table in tables
+    ]
+    ratio = Column("ratio", "ratio", "label", total=True, ascending=True, optional=True)
     return Table(
-        name=f"overview-{model}",
-        title=f"{model}: all tasks",
-        columns=tuple(columns),
-        rows=tuple(rows),
-        notes=tuple(notes_of(tables)),
+        f"overview-{model}",
+        f"{model}: all tasks",
+        (METHOD, *scores, ratio),
+        tuple(rows),
+        tuple(notes_of(tables)),
+        filed=False,
     )
 
 
@@ -200,25 +197,15 @@ def split_table(group: Group, by: str) -> Table:
             natural_order(line[by]),
         ),
     )
-    unit = group.meta.score_unit
-    return Table(
-        name=f"{group.task}-{group.model}-by-{by}-and-dataset",
-        title="",
-        columns=(
-            *(Column(name) for name in ("model", "task", *keys, by)),
-            Column("scored"),
-            Column("score", kind="deviation", unit=unit),
-            Column("mean_of_parts", kind="deviation", unit=unit),
-        ),
-        rows=tuple(
-            Row(
-                {"model": group.model, "task": group.task}
-                | {str(key): value for key, value in line.items()}
-                | {"score": line["mean"], "mean_of_parts": line["whole"], "scored": line["count"]}
-            )
-            for line in lines
-        ),
-    )
+    named = {"model": group.model, "task": group.task}
+    found = [
+        named
+        | {key: line[key] for key in (*keys, by)}
+        | {"scored": line["count"], "score": line["mean"], "mean_of_parts": line["whole"]}
+        for line in lines
+    ]
+    table = long_table(found, group.meta.score_unit, score="deviation", mean_of_parts="deviation")
+    return replace(table, name=f"{group.task}-{group.model}-by-{by}-and-dataset")
 
 
 def _score_columns(table: ScoreTable, names: Sequence[str], wide: bool) -> list[Column]:
@@ -230,27 +217,10 @@ def _score_columns(table: ScoreTable, names: Sequence[str], wide: bool) -> list[
             "score",
             table.unit,
             bounds=not wide or name == AVERAGE,
-            saved=False,
             total=name == AVERAGE,
             ascending=table.lower_is_better,
         )
         for name in names
-    ]
-
-
-def _difference_column(table: ScoreTable) -> list[Column]:
-    if table.baseline is None:
-        return []
-    heading, ascending = f"Δ {table.baseline}", table.lower_is_better
-    return [Column("difference", heading, "difference", table.unit, ascending=ascending)]
-
-
-def _cost_columns(table: ScoreTable) -> list[Column]:
-    """The costs that any row has."""
-    return [
-        Column(m.key, m.heading, m.kind, ascending=True, optional=m.key != "ratio")
-        for m in COSTS
-        if not all(np.isnan(row.costs[m.key]) for row in table.rows)
     ]
 
 
@@ -281,43 +251,29 @@ def _table_row(table: ScoreTable, row: VariantScores, names: Sequence[str]) -> R
 
 def _long(table: ScoreTable) -> Table:
     """One row per variant and column."""
-    unit = table.unit
-    return Table(
-        name="",
-        title="",
-        columns=(
-            *map(Column, ("model", "task", "method", "variant", table.by, "unit")),
-            Column("score", kind="score", unit=unit),
-            Column("baseline"),
-            Column("difference", kind="difference", unit=unit),
-            *map(Column, ("best", "not_shown_to_differ", "shown_worse", "scored", "expected")),
-            Column("failures", kind="failures"),
-            *(Column(m.key, kind=m.kind) for m in COSTS),
-            Column("uncompressed"),
-        ),
-        rows=tuple(
-            Row(
-                {
-                    "model": table.model,
-                    "task": table.task,
-                    "method": row.variant.method,
-                    "variant": row.variant.label,
-                    table.by: column,
-                    "unit": "%" if unit == "fraction" else unit,
-                    "score": cell.score,
-                    "baseline": None if cell.difference is None else table.baseline,
-                    "difference": cell.difference,
-                    "best": cell.best,
-                    "not_shown_to_differ": cell.tied,
-                    "shown_worse": cell.worse,
-                    "scored": cell.scored,
-                    "expected": cell.expected,
-                    "failures": cell.failures,
-                    **row.costs,
-                    "uncompressed": row.uncompressed,
-                }
-            )
-            for row in table.rows
-            for column, cell in row.cells.items()
-        ),
+    lines = [
+        {
+            "model": table.model,
+            "task": table.task,
+            "method": row.variant.method,
+            "variant": row.variant.label,
+            table.by: column,
+            "unit": "%" if table.unit == "fraction" else table.unit,
+            "score": cell.score,
+            "baseline": None if cell.difference is None else table.baseline,
+            "difference": cell.difference,
+            "best": cell.best,
+            "not_shown_to_differ": cell.tied,
+            "shown_worse": cell.worse,
+            "scored": cell.scored,
+            "expected": cell.expected,
+            "failures": cell.failures,
+            **row.costs,
+            "uncompressed": row.uncompressed,
+        }
+        for row in table.rows
+        for column, cell in row.cells.items()
+    ]
+    return long_table(
+        lines, table.unit, score="score", difference="difference", failures="failures"
     )

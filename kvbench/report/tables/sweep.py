@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvbench.report.table import Column, Row, Table, unit_text
 from kvbench.report.tables.score_notes import notes_of
-from kvbench.report.tables.score_tables import span_text
+from kvbench.report.tables.score_tables import METHOD, span_text
 from kvbench.report.tables.scores import AVERAGE, ScoreTable, VariantScores
 
 
@@ -34,27 +34,24 @@ def sweep_table(table: ScoreTable) -> Table | None:
             )
         )
     averaged = f"; average of {len(table.columns) - 1} datasets" if AVERAGE in table.columns else ""
+    columns = [
+        Column(
+            _key(rate),
+            _key(rate),
+            "score",
+            table.unit,
+            remark=f"ratio {span_text([r.ratio for r in table.rows if r.variant.rate == rate])}",
+            ascending=table.lower_is_better,
+        )
+        for rate in rates
+    ]
     return Table(
-        name=f"{table.task}-{table.model}-rates",
-        title=f"{table.task} on {table.model}: score{unit_text(table.unit)}, by rate{averaged}",
-        columns=(
-            Column("variant", "method", "label", saved=False),
-            *(
-                Column(
-                    _key(rate),
-                    f"rate {rate:g}",
-                    "score",
-                    table.unit,
-                    saved=False,
-                    remark="ratio "
-                    + span_text([r.ratio for r in table.rows if r.variant.rate == rate]),
-                    ascending=table.lower_is_better,
-                )
-                for rate in rates
-            ),
-        ),
-        rows=tuple(rows),
-        notes=tuple(notes_of([table])),
+        f"{table.task}-{table.model}-rates",
+        f"{table.task} on {table.model}: score{unit_text(table.unit)}, by rate{averaged}",
+        (METHOD, *columns),
+        tuple(rows),
+        tuple(notes_of([table])),
+        filed=False,
     )
 
 

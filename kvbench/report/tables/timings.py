@@ -12,7 +12,7 @@ from kvbench.report.experiment import Group
 from kvbench.report.labels import Variant
 from kvbench.report.stats.distributions import heads_at_most
 from kvbench.report.stats.estimate import LEVEL, Estimate
-from kvbench.report.table import NOTHING, Column, Row, Table
+from kvbench.report.table import NOTHING, Column, Table
 from kvbench.report.tables.strata import as_text, failures_of
 
 
@@ -100,10 +100,10 @@ def timings_of(group: Group) -> list[Timing]:
 
 def timing_table(group: Group) -> Table:
     """Minimum and median seconds, memory and rate of generation, with intervals."""
-    return Table(
-        name=f"{group.task}-{group.model}-timing",
-        title=f"{group.task} on {group.model}: minimum / median over runs",
-        columns=(
+    return Table.of(
+        f"{group.task}-{group.model}-timing",
+        f"{group.task} on {group.model}: minimum / median over runs",
+        (
             Column("method"),
             Column("variant", "method", "label"),
             Column("prompt_and_new_tokens", "prompt + new", "label"),
@@ -111,21 +111,12 @@ def timing_table(group: Group) -> Table:
             Column("runs", "runs", "label"),
             Column("failures", "failed", "failures"),
         ),
-        rows=tuple(
-            Row(
-                {
-                    "method": t.variant.method,
-                    "variant": t.variant.label,
-                    "prompt_and_new_tokens": t.setting,
-                    **t.values,
-                    "runs": t.runs,
-                    "failures": t.failures,
-                },
-                method=t.variant.method,
-            )
+        [
+            {**t.values, "method": t.variant.method, "variant": t.variant.label}
+            | {"prompt_and_new_tokens": t.setting, "runs": t.runs, "failures": t.failures}
             for t in timings_of(group)
-        ),
-        notes=(
+        ],
+        (
             "No prefill is shared; its seconds include compression. tokens/s are medians: new tokens"
             " of the whole batch over the time of prefill and decoding, and over decoding alone."
             " x: times the exact cache's in the same run, median. [low, high]: 95 % intervals of"
@@ -133,6 +124,7 @@ def timing_table(group: Group) -> Table:
             " runs there are none. runs: those that succeeded; failed: those that did not. peak:"
             " allocated on the GPU; on a CPU the whole process, weights and libraries included.",
         ),
+        row=lambda line: {"method": line["method"]},
     )
 
 
@@ -191,7 +183,7 @@ def decoding_table(group: Group) -> Table | None:
     records = group.records.dropna(subset=["prompt_tokens"])
     tokens = pd.to_numeric(records["prompt_tokens"])
     powers = tokens.clip(lower=1).map(lambda n: int(n).bit_length() - 1)
-    rows = []
+    lines = []
     for power in sorted(powers.unique().tolist()):
         parts = dict(iter(records[powers.eq(power)].groupby("variant")))
         good_parts = {label: part[part["status"].eq("ok")] for label, part in parts.items()}
@@ -200,31 +192,30 @@ def decoding_table(group: Group) -> Table | None:
             for label, part in good_parts.items()
         }
         none = pd.Series(dtype=float, index=pd.MultiIndex.from_arrays([[], []]))
-        for variant in group.variants:
-            mine = parts.get(variant.label)
-            if mine is None:
-                continue
+        for variant in (variant for variant in group.variants if variant.label in parts):
             good, ours = good_parts[variant.label], ms[variant.label]
             theirs = ms.get(str(group.baseline[variant.label]), none)
-            values = {
-                "model": group.model,
-                "task": group.task,
-                "variant": variant.label,
-                "prompt_tokens": f"{2**power:,}–{2 ** (power + 1) - 1:,}",
-                "prompt_tokens_from": 2**power,
-                "prompt_tokens_below": 2 ** (power + 1),
-                "new_tokens_median": float(pd.to_numeric(good["new_tokens"]).median()),
-                "decode_ms_per_token": median_of(ours),
-                "baseline": group.baseline[variant.label],
-                "over_baseline": median_of((ours / theirs.reindex(ours.index)).dropna()),
-                "timed": int(ours.notna().sum()),
-                "failures": failures_of(mine),
-            }
-            rows.append(Row(values, method=variant.method))
-    return Table(
-        name=f"{group.task}-{group.model}-decoding",
-        title=f"{group.task} on {group.model}: decoding per token, by length of the prompt",
-        columns=(
+            lines.append(
+                {
+                    "model": group.model,
+                    "task": group.task,
+                    "method": variant.method,
+                    "variant": variant.label,
+                    "prompt_tokens": f"{2**power:,}–{2 ** (power + 1) - 1:,}",
+                    "prompt_tokens_from": 2**power,
+                    "prompt_tokens_below": 2 ** (power + 1),
+                    "new_tokens_median": float(pd.to_numeric(good["new_tokens"]).median()),
+                    "decode_ms_per_token": median_of(ours),
+                    "baseline": group.baseline[variant.label],
+                    "over_baseline": median_of((ours / theirs.reindex(ours.index)).dropna()),
+                    "timed": int(ours.notna().sum()),
+                    "failures": failures_of(parts[variant.label]),
+                }
+            )
+    return Table.of(
+        f"{group.task}-{group.model}-decoding",
+        f"{group.task} on {group.model}: decoding per token, by length of the prompt",
+        (
             Column("model"),
             Column("task"),
             Column("variant", "method", "label"),
@@ -238,11 +229,12 @@ def decoding_table(group: Group) -> Table | None:
             Column("timed", "timed", "label"),
             Column("failures", "failed", "failures"),
         ),
-        rows=tuple(rows),
-        notes=(
+        lines,
+        (
             "Medians over examples, with 95 % intervals between order statistics (below six examples:"
             " none). x: over the baseline's on the same example, median. In a job of several methods"
             " all decode together and share each step's time by rows: to compare times, use"
             " task=throughput, which measures each alone.",
         ),
+        row=lambda line: {"method": line["method"]},
     )

@@ -13,10 +13,11 @@ import pandas as pd
 
 from kvbench.records.read import Run
 from kvbench.report.experiment import Group
-from kvbench.report.figures.canvas import Drawn, axis_name
+from kvbench.report.figures.canvas import Drawn
 from kvbench.report.figures.heatmap import grid_of, heatmaps, heatmaps_alone
 from kvbench.report.figures.kept import kept_figures
 from kvbench.report.figures.memory import error_against_memory, score_against_ratio
+from kvbench.report.figures.names import axis_name
 from kvbench.report.labels import Variant
 from kvbench.report.render.answers import clip, sample_of
 from kvbench.report.table import Table, unit_text
