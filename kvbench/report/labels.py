@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -18,29 +18,14 @@ from kvbench.report.figures.style import order_of
 
 _NOT_IN_LABELS = frozenset(
     (
-        "command",
-        "device",
-        "dry_run",
-        "experiment",
-        "hydra",
-        "launcher",
-        "limit",
-        "lock_timeout",
-        "logger",
-        "name",
-        "results_dir",
-        "seed",
-        "shard",
-        "shards",
-        "verbose",
+        *("command", "device", "dry_run", "experiment", "hydra", "launcher", "limit", "name"),
+        *("lock_timeout", "logger", "results_dir", "seed", "shard", "shards", "verbose"),
     )
 )
 """Config keys that say how a run was made rather than what was compared."""
 
-
 _DATA = "data"
 """The key of an identity under which a task notes the content of its files."""
-
 
 _LONGEST = 40
 """Characters of an option's value in a label."""
@@ -171,16 +156,11 @@ def _in_short(value: str | None) -> str:
 
 def _add_hashes(variants: dict[int, Variant], runs: Sequence[Run], indices: Sequence[int]) -> None:
     """Runs with one seed and one label but different hashes were made by different versions."""
-    twins: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for i in indices:
-        twins[variants[i].label, str(runs[i].manifest.get("seed"))].append(i)
-    for same in twins.values():
-        if len(same) > 1:
-            for i in same:
-                tag = str(runs[i].manifest.get("config_hash"))
-                variants[i] = Variant(
-                    variants[i].method, (*variants[i].options, tag), variants[i].rate
-                )
+    named = {i: (variants[i].label, str(runs[i].manifest.get("seed"))) for i in indices}
+    shared = Counter(named.values())
+    for i in (i for i in indices if shared[named[i]] > 1):
+        tag = str(runs[i].manifest.get("config_hash"))
+        variants[i] = replace(variants[i], options=(*variants[i].options, tag))
 
 
 def _identity(manifest: Mapping[str, Any]) -> Mapping[str, Any]:

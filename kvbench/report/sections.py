@@ -12,11 +12,7 @@ from kvbench.report.experiment import Experiment, Group, by_measure
 from kvbench.report.figures.bars import bars
 from kvbench.report.figures.canvas import Drawn
 from kvbench.report.figures.heatmap import heatmaps, heatmaps_alone
-from kvbench.report.figures.intervals import (
-    breakdown,
-    by_dataset,
-    differences,
-)
+from kvbench.report.figures.intervals import breakdown, by_dataset, differences
 from kvbench.report.figures.kept import kept_figures
 from kvbench.report.figures.memory import error_against_memory, score_against_ratio, score_on_tasks
 from kvbench.report.figures.names import MAX_PANELS
@@ -95,15 +91,20 @@ def section_of(group: Group, folder: Path, published: Sequence[Published] = ()) 
     several = [table for table in scores if table.baseline and len(table.columns) > 1]
     changes = list(map(difference_table, several))
     section = Section(
-        group, tuple(scores), (), notes=tuple(_sample_notes(group)), warnings=warnings
+        group,
+        tuple(scores),
+        (),
+        notes=tuple(_sample_notes(group)),
+        ranked=not (timed or study or group.meta.figure("measured")),
+        warnings=warnings,
     )
+    whole = as_table(scores[0])
     if timed:
         return replace(
             section,
             lead=(timing_table(group),),
-            filed=(as_table(scores[0]), *split, *changes, *_splits(group, scores)),
+            filed=(whole, *split, *changes, *_splits(group, scores)),
             figures=(*figures_of(group, scores), *_timing_figures(group)),
-            ranked=False,
         )
     if study is not None:
         unit = group.meta.score_unit.replace("_", " ")
@@ -113,21 +114,19 @@ def section_of(group: Group, folder: Path, published: Sequence[Published] = ()) 
             lead=study.tables,
             verdict=study.verdict,
             folded=tuple(zip(headings, split, strict=True)),
-            filed=(as_table(scores[0]), *changes),
+            filed=(whole, *changes),
             findings=study.findings,
             figures=study.figures,
-            ranked=False,
         )
     if group.meta.figure("measured"):
         return replace(
             section,
-            lead=tuple(split) or (as_table(scores[0]),),
-            folded=(("Over all of them", as_table(scores[0])),) if split else (),
+            lead=tuple(split) or (whole,),
+            folded=(("Over all of them", whole),) if split else (),
             findings=tuple(_measured_findings(group)),
             figures=tuple(figures_of(group, scores)),
-            ranked=False,
         )
-    whole, rates = as_table(scores[0]), sweep_table(scores[0])
+    rates = sweep_table(scores[0])
     folded: list[tuple[str, Table]] = [("Every number: entries, seconds, examples", whole)]
     pairs = pairs_of(group, _published_averages(group, published))
     if pairs:
@@ -149,10 +148,7 @@ def section_of(group: Group, folder: Path, published: Sequence[Published] = ()) 
     shown |= {"self_bleu"}  # of answers that were drawn
     return replace(
         section,
-        lead=(
-            rates or whole.only(shown),
-            *([fidelity_table(group)] if is_fidelity(group) else []),
-        ),
+        lead=(rates or whole.only(shown), *([fidelity_table(group)] if is_fidelity(group) else [])),
         verdict=verdict_of(group),
         memory=_memory(group, scores[0]),
         folded=tuple(folded),

@@ -111,8 +111,7 @@ class Column:
                 return {self.key: failures_text(value)}
             return {self.key: value * factor if factor != 1.0 and value is not None else value}
         found = NOTHING if value is None else value
-        ends = {"": found.value, "_low": found.low, "_high": found.high}
-        return {f"{self.key}{end}": x * factor for end, x in ends.items()}
+        return {name: x * factor for name, x in found.named(self.key).items()}
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import random
 
 import pytest
 from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu
-from support.report_runs import LINES_META, write_run
+from support.report_runs import write_run
 
 from kvbench.report.experiment import load_experiment
 from kvbench.report.stats.diversity import self_bleu, words_of
@@ -55,7 +55,6 @@ def written(folder, temperature):
                 {"example_id": f"x{i}", "dataset": "xsum", "score": 0.1, "prediction": text}
                 for i, text in enumerate(texts)
             ],
-            task_meta=LINES_META,
             options={"sampling.temperature": temperature, "paper_table": "h2o_diversity"},
         )
     return load_experiment(folder / "demo")
@@ -88,14 +87,7 @@ def test_a_budget_of_entries_has_no_rate(tmp_path):
     for size in (64, 256):
         options = {"budget.size": size}
         record = {"example_id": "x", "dataset": "d", "score": 0.5}
-        write_run(
-            tmp_path,
-            task="t",
-            method="h2o",
-            records=[record],
-            task_meta=LINES_META,
-            options=options,
-        )
+        write_run(tmp_path, method="h2o", records=[record], options=options)
     (group,) = load_experiment(tmp_path / "demo").groups
     assert {variant.rate for variant in group.variants} == {None}
     assert {variant.label for variant in group.variants} == {"h2o, size 64", "h2o, size 256"}

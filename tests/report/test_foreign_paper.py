@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.cli_cases import ended
-from support.report_runs import LINES_META, write_run
+from support.report_runs import write_run
 
 from kvbench.report.__main__ import main
 from kvbench.report.build import build_report
@@ -31,9 +31,7 @@ def one_experiment(root: Path, spec: object, table: str | bytes = TABLE) -> Path
         for i in range(4)
     ]
     options = {"paper_table": spec}
-    write_run(
-        root, task="t", method="exact", records=records, task_meta=LINES_META, options=options
-    )
+    write_run(root, records=records, options=options)
     return root / "demo"
 
 

@@ -72,8 +72,7 @@ def test_a_name_that_is_allowed_is_the_folders(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "value",
-    ["~nosuchuser/x", "a\udcff", "a\0b", "x" * 256, "é" * 128, "", None, 5, ["a"]],
+    "value", ["~nosuchuser/x", "a\udcff", "a\0b", "x" * 256, "é" * 128, "", None, 5, ["a"]]
 )
 def test_a_results_folder_that_cannot_be_is_one_line(value: object) -> None:
     with pytest.raises(KVError, match=r"^results_dir is [^\n]*; allowed: a folder") as error:

@@ -126,7 +126,7 @@ def test_what_does_not_fit_a_phone_says_so(browser: Chromium, page: Path) -> Non
         "new Promise(done => setTimeout(() => done(Array.from(document.querySelectorAll('main *'))"
         ".filter(e => !(e instanceof SVGElement) && e.scrollWidth > e.clientWidth + 1"
         " && ['auto', 'scroll', 'hidden'].includes(getComputedStyle(e).overflowX)"
-        " && !e.classList.contains('more')).map(e => e.outerHTML.slice(0, 80))), 300))",
+        " && !e.classList.contains('more')).map(e => e.outerHTML.slice(0, 80))), 300))"
     )
     assert hidden == []
     cues = browser.evaluate("document.querySelectorAll('.scroll.more').length")

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from support.page import Page
-from support.report_runs import HOSTILE, LINES_META, write_run
+from support.report_runs import HOSTILE, write_run
 from support.tables import bold, frame, heads, shown
 
 from kvbench.records.read import StoreError
@@ -43,7 +43,7 @@ def write(folder: Path, methods: Mapping[str, Sequence[float | None]], **options
     fields = options.pop("fields", {})
     for method, scores in methods.items():
         records = records_of(scores, **fields)
-        write_run(folder, task="t", method=method, records=records, task_meta=LINES_META, **options)
+        write_run(folder, method=method, records=records, **options)
     return folder / "demo"
 
 
@@ -102,10 +102,7 @@ def test_what_one_lacks_and_what_changed_is_told(both: tuple[Path, Path]) -> Non
     assert (settings["budget.rate"].first, settings["budget.rate"].second) == ("0.25", "0.5")
     assert "code_revision" not in settings
     texts = [view.title for view in change_tables(found)]
-    assert texts == [
-        "What changed in the runs that both have",
-        "t on recall_mini: score, %",
-    ]
+    assert texts == ["What changed in the runs that both have", "t on recall_mini: score, %"]
 
 
 def test_other_prompts_are_other_examples(tmp_path: Path) -> None:
@@ -149,7 +146,7 @@ def test_one_shared_example_pairs_nothing(tmp_path: Path) -> None:
         records = records_of([float(x) for x in rng.random(40) < level])
         for i, record in enumerate(records):
             record["prompt_tail"] = "shared" if i == 0 else f"{name} {i}"
-        write_run(tmp_path / name, task="t", method="x", records=records, task_meta=LINES_META)
+        write_run(tmp_path / name, method="x", records=records)
         sides.append(np.array([record["score"] for record in records]))
     change = compared(tmp_path / "a" / "demo", tmp_path / "b" / "demo").tasks[0].matches[0].total
     assert not change.paired
@@ -200,7 +197,7 @@ def test_datasets_count_alike_and_each_is_shown(tmp_path: Path) -> None:
             for d, s, n in (("lcc", 0.5, 3), ("trec", 0.2, 9))
             for i in range(n)
         ]
-        write_run(tmp_path / name, task="t", method="x", records=records, task_meta=LINES_META)
+        write_run(tmp_path / name, method="x", records=records)
     found = compared(tmp_path / "a" / "demo", tmp_path / "b" / "demo")
     changes = found.tasks[0].matches[0].changes
     assert [change.dataset for change in changes] == ["lcc", "trec", "average"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.page import Page
-from support.report_runs import LINES_META, lines_records, write_run
+from support.report_runs import lines_records, write_run
 
 from kvbench.report.__main__ import main
 from kvbench.report.render.summary import SUMMARY, read_summary
@@ -22,7 +22,6 @@ def write_small(results: Path, name: str) -> Path:
             task="longeval_lines",
             method=method,
             records=lines_records(method)[:10],
-            task_meta=LINES_META,
         )
     return results / name
 

@@ -25,7 +25,6 @@ from support.page import Page
 from support.report_runs import (
     DATASETS,
     HOSTILE,
-    LINES_META,
     NEEDLE_META,
     THROUGHPUT_META,
     lines_records,
@@ -289,7 +288,7 @@ def test_time_and_memory_are_bars_and_what_failed_is_named(tmp_path: Path) -> No
         if method == "exact":
             for record in records:
                 record |= {"status": "oom", "score": None, "error": "out of memory"}
-        write_run(tmp_path, task="t", method=method, records=records, task_meta=THROUGHPUT_META)
+        write_run(tmp_path, method=method, records=records, task_meta=THROUGHPUT_META)
     (group,) = load_experiment(tmp_path / "demo").groups
     figure = throughput(group).figure
     assert [ax.get_xlabel().split(" (")[0] for ax in figure.axes] == [
@@ -317,7 +316,7 @@ def test_time_against_length_ends_where_a_method_failed(tmp_path: Path) -> None:
             for n in (1024, 2048, 4096)
             for run in range(3)
         ]
-        write_run(tmp_path, task="t", method=method, records=records, task_meta=THROUGHPUT_META)
+        write_run(tmp_path, method=method, records=records, task_meta=THROUGHPUT_META)
     (group,) = load_experiment(tmp_path / "demo").groups
     drawn = throughput_scaling(group)
     assert drawn is not None
@@ -341,7 +340,7 @@ def test_a_narrow_range_of_scores_fills_the_figure(tmp_path: Path) -> None:
             for n in (10, 20)
             for i in range(9)
         ]
-        write_run(tmp_path, task="t", method=method, records=records, task_meta=LINES_META)
+        write_run(tmp_path, method=method, records=records)
     (group,) = load_experiment(tmp_path / "demo").groups
     figures = figures_of(group, [score_table(group), score_table(group, "num_lines")])
     low, high = figures[0].figure.axes[0].get_ylim()
@@ -353,12 +352,12 @@ def test_a_column_without_one_scored_example_still_draws(tmp_path: Path) -> None
     for record in records:
         if record["length"] == 2048:
             record |= {"status": "oom", "score": None, "error": "out of memory"}
-    write_run(tmp_path, task="needle", method="exact", records=records, task_meta=NEEDLE_META)
+    write_run(tmp_path, task="needle", records=records, task_meta=NEEDLE_META)
     failed = [
         {"example_id": "x", "status": "error", "error": "<b>boom</b>", "length": 1, "depth": 0}
     ]
-    write_run(tmp_path, task="all_failed", method="exact", records=failed, task_meta=NEEDLE_META)
-    write_run(tmp_path, task="nothing_yet", method="exact", records=[], task_meta=LINES_META)
+    write_run(tmp_path, task="all_failed", records=failed, task_meta=NEEDLE_META)
+    write_run(tmp_path, task="nothing_yet", records=[])
     text = build_report(tmp_path / "demo").page.read_text(encoding="utf-8")
     assert "&lt;b&gt;boom&lt;/b&gt;" in text
 
@@ -540,7 +539,7 @@ def test_a_card_shows_where_the_prompt_holds_the_answer(tmp_path: Path) -> None:
     held = "line brave-otter: REGISTER_CONTENT is <41077>"
     for method in ("exact", "snapkv"):
         records = [r | {"evidence": held} for r in lines_records(method)[:4]]
-        write_run(tmp_path, task="t", method=method, records=records, task_meta=LINES_META)
+        write_run(tmp_path, method=method, records=records)
     (group,) = load_experiment(tmp_path / "demo").groups
     shown, _ = sample_of(group)
     pieces = shown[0].evidence

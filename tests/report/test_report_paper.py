@@ -13,7 +13,6 @@ import pytest
 import yaml
 from support.report_runs import (
     DATASETS,
-    LINES_META,
     THROUGHPUT_META,
     lines_records,
     throughput_records,
@@ -43,15 +42,7 @@ def compared(folder: Path, spec: Any, method: str = "exact", model: str = "m") -
         for name in ("qasper", "hotpotqa")
         for i in range(3)
     ]
-    write_run(
-        folder,
-        task="t",
-        method=method,
-        model=model,
-        records=records,
-        task_meta=LINES_META,
-        options={"paper_table": spec},
-    )
+    write_run(folder, method=method, model=model, records=records, options={"paper_table": spec})
     return published_tables(load_experiment(folder / "demo"))
 
 
@@ -139,10 +130,7 @@ def published_by_length(folder: Path, **spec: object) -> Published:
     ]
     write_run(
         folder,
-        task="t",
-        method="exact",
         records=records,
-        task_meta=LINES_META,
         options={"paper_table": {"file": "mine", "value": "accuracy", "by": "num_lines", **spec}},
     )
     (table,) = published_tables(load_experiment(folder / "demo"), folder / "paper")
@@ -203,7 +191,7 @@ def test_two_honest_runs_measure_the_share(
         for i in range(20)
     ]
     records[0]["score"], records[1]["score"] = 1.0, 0.0
-    write_run(tmp_path / "b", task="t", method="exact", records=records, task_meta=LINES_META)
+    write_run(tmp_path / "b", records=records)
     first = tmp_path / "demo"
     assert main([str(first), "--rescored", str(tmp_path / "b" / "demo")]) == 0
     assert "5.0 % of 40 scores changed" in capsys.readouterr().out
@@ -227,13 +215,7 @@ def test_some_of_the_examples_are_no_run_of_the_same(tmp_path: Path) -> None:
     options = {"paper_table": spec, "limit": 10}
     records = [{"example_id": f"q{i}", "dataset": "qasper", "score": i % 2} for i in range(10)]
     write_run(
-        tmp_path,
-        task="longbench",
-        method="exact",
-        model="Qwen2.5-14B-Instruct",
-        records=records,
-        task_meta=LINES_META,
-        options=options,
+        tmp_path, task="longbench", model="Qwen2.5-14B-Instruct", records=records, options=options
     )
     (table,) = published_tables(load_experiment(tmp_path / "demo"))
     assert table.rescored is None
@@ -388,10 +370,8 @@ def test_columns_may_be_methods_and_rates_are_matched(tmp_path: Path) -> None:
         ]
         write_run(
             tmp_path,
-            task="t",
             method=method,
             records=records,
-            task_meta=LINES_META,
             options={"paper_table": spec, "budget.rate": rate},
         )
     (table,) = published_tables(load_experiment(tmp_path / "demo"))
@@ -429,7 +409,6 @@ def test_tasks_may_be_columns_of_one_table_each_at_its_own_rate(tmp_path: Path) 
                     {"example_id": f"{lines}-{i}", "num_lines": lines, "score": score}
                     for i in range(4)
                 ],
-                task_meta=LINES_META,
                 options={"paper_table": spec, "budget.rate": rate},
             )
     tables = published_tables(load_experiment(tmp_path / "demo"))
@@ -472,7 +451,6 @@ def test_a_method_that_one_of_the_tasks_lacks_leaves_a_gap(tmp_path: Path) -> No
                 task=f"longeval_{lines}",
                 method=method,
                 records=[{"example_id": f"{lines}", "num_lines": lines, "score": 0.5}],
-                task_meta=LINES_META,
                 options={"paper_table": spec, "budget.rate": rate},
             )
 
@@ -490,7 +468,6 @@ def test_a_method_that_one_of_the_tasks_lacks_leaves_a_gap(tmp_path: Path) -> No
         task="longeval_200",
         method="subgen",
         records=[{"example_id": "200", "num_lines": 200, "score": 0.25}],
-        task_meta=LINES_META,
         options={"paper_table": spec, "budget.rate": 0.65, "method.recent": 9},
     )
     assert published() == [
@@ -508,7 +485,6 @@ def test_the_average_of_figure_4_is_of_the_variant_that_protects_tokens(tmp_path
             task="needle",
             method=method,
             records=[{"example_id": f"n{i}", "score": 0.5} for i in range(2)],
-            task_meta=LINES_META,
             options={"paper_table": published_spec("balancekv_figure4")},
         )
     (table,) = published_tables(load_experiment(tmp_path / "demo"))
@@ -585,9 +561,7 @@ def test_the_page_shows_both(tmp_path: Path) -> None:
     write_run(
         tmp_path,
         task="longeval_lines",
-        method="exact",
         records=[r | {"num_lines": 200} for r in lines_records("exact")],
-        task_meta=LINES_META,
         options={
             "paper_table": {
                 "file": "subgen_table1",
@@ -615,7 +589,6 @@ def test_known_differences_from_the_paper_go_with_its_numbers(tmp_path: Path) ->
                 task="longeval_lines",
                 method=("exact", "subgen")[i],
                 records=[r | {"num_lines": 200} for r in lines_records("exact")],
-                task_meta=LINES_META,
                 options={"paper_table": {**spec, **said}},
             )
         paths = build_report(tmp_path / name / "demo")
@@ -667,7 +640,6 @@ def test_the_best_of_several_settings_stands_beside_a_number_that_is_the_best(
                     }
                     for i in range(4)
                 ],
-                task_meta=LINES_META,
                 options={
                     "paper_table": published_spec("subgen_table1"),
                     "budget.rate": {200: 0.65, 300: 0.58, 400: 0.5}[lines],

@@ -50,7 +50,7 @@ def group_from(folder: Path, **scores: list[float | None]) -> Group:
             {"example_id": f"e{i}", "score": value, "status": "ok" if value is not None else "oom"}
             for i, value in enumerate(values)
         ]
-        write_run(folder, task="t", method=method, records=records, task_meta=LINES_META)
+        write_run(folder, method=method, records=records)
     return group_runs(load_runs(folder / "demo"))[0]
 
 
@@ -134,7 +134,7 @@ def test_failures_are_shown_and_never_dropped(tmp_path: Path) -> None:
 
 def test_a_score_that_is_no_number_counts_as_failed(tmp_path: Path) -> None:
     records = [{"example_id": "a", "score": float("nan")}, {"example_id": "b", "score": 1.0}]
-    write_run(tmp_path, task="t", method="exact", records=records, task_meta=LINES_META)
+    write_run(tmp_path, records=records)
     (row,) = score_table(load_experiment(tmp_path / "demo").groups[0]).rows
     assert row.total.failures == {"no score": 1}
 
@@ -170,11 +170,7 @@ def test_only_means_over_the_same_examples_are_ranked(tmp_path: Path) -> None:
     best = {row.variant.method: row.total.best for row in score_table(group).rows}
     assert best == {"exact": False, "snapkv": True, "h2o": False}
     # each lacks some: the examples that all scored decide
-    both = group_from(
-        tmp_path / "both",
-        h2o=[1, 0.2, 0.3, None],
-        snapkv=[None, 0.3, 0.4, 0],
-    )
+    both = group_from(tmp_path / "both", h2o=[1, 0.2, 0.3, None], snapkv=[None, 0.3, 0.4, 0])
     best = {row.variant.method: row.total.best for row in score_table(both).rows}
     assert best == {"snapkv": True, "h2o": False}
 
@@ -190,7 +186,7 @@ def test_an_oracle_that_keeps_all_does_not_compete(tmp_path: Path) -> None:
             {"example_id": str(i), "score": score, "saves_memory": not keeps}
             for i, score in enumerate(scores)
         ]
-        write_run(tmp_path, task="t", method=method, records=records, task_meta=LINES_META)
+        write_run(tmp_path, method=method, records=records)
     (group,) = load_experiment(tmp_path / "demo").groups
     best = {row.variant.method: row.total.best for row in score_table(group).rows}
     assert best == {"exact": False, "topk": False, "snapkv": True, "uniform": False}
@@ -236,14 +232,7 @@ def test_a_baseline_is_drawn_at_its_own_rates_only(tmp_path: Path) -> None:
                 for d in ("qasper", "trec")
                 for i in range(6)
             ]
-            write_run(
-                tmp_path,
-                task="t",
-                method=method,
-                records=records,
-                task_meta=LINES_META,
-                options={"budget.rate": rate},
-            )
+            write_run(tmp_path, method=method, records=records, options={"budget.rate": rate})
     (group,) = load_experiment(tmp_path / "demo").groups
     axes = by_dataset(group, score_table(group)).figure.axes
     assert [len(ax.containers) for ax in axes if ax.get_visible()] == [2, 2]
@@ -301,14 +290,7 @@ def test_one_seed_of_a_method_without_draws_stands_beside_three(tmp_path: Path) 
                     }
                     for i in range(40)
                 ]
-                write_run(
-                    folder,
-                    task="t",
-                    method=method,
-                    records=records,
-                    task_meta=LINES_META,
-                    seed=seed,
-                )
+                write_run(folder, method=method, records=records, seed=seed)
         return load_experiment(folder / "demo").groups[0]
 
     same = runs(tmp_path / "same", "prompt {i}")
@@ -337,14 +319,7 @@ def test_several_datasets_and_seeds(tmp_path: Path) -> None:
                 for name, base, count in (("qasper", 0.5, 4), ("hotpotqa", 0.9, 12))
                 for i in range(count)
             ]
-            write_run(
-                tmp_path,
-                task="longbench",
-                method=method,
-                records=records,
-                task_meta=LINES_META,
-                seed=seed,
-            )
+            write_run(tmp_path, task="longbench", method=method, records=records, seed=seed)
     (group,) = load_experiment(tmp_path / "demo").groups
     table = score_table(group)
     assert table.columns == ("qasper", "hotpotqa", AVERAGE)  # as the task gives them
@@ -376,10 +351,8 @@ def test_files_are_told_apart_by_their_names_or_by_what_is_in_them(tmp_path: Pat
             for method in ("exact", "snapkv"):
                 write_run(
                     folder,
-                    task="t",
                     method=method,
                     records=[{"example_id": "a", "score": 1.0}],
-                    task_meta=LINES_META,
                     options={"task.files": [file], "data": {file.split("/")[-1]: content * 64}},
                 )
         (group,) = load_experiment(folder / "demo").groups
@@ -406,10 +379,8 @@ def test_long_values_do_not_make_long_labels_and_stay_apart(tmp_path: Path) -> N
         for value in values[:count]:
             write_run(
                 tmp_path / str(count),
-                task="t",
                 method="snapkv",
                 records=[{"example_id": "a", "score": 1.0, "depth": 0}],
-                task_meta=LINES_META,
                 options={"task.text": value},
             )
         (group,) = load_experiment(tmp_path / str(count) / "demo").groups
@@ -423,7 +394,6 @@ def test_what_an_earlier_report_wrote_and_this_one_does_not_is_removed(tmp_path:
     def run(rate: float) -> set[str]:
         write_run(
             tmp_path,
-            task="t",
             method="snapkv",
             records=needle_records("snapkv"),
             task_meta=NEEDLE_META,
@@ -450,10 +420,8 @@ def test_runs_that_nothing_tells_apart_bear_their_hash(tmp_path: Path) -> None:
     for version in (1, 2):
         write_run(
             tmp_path,
-            task="t",
             method="snapkv",
             records=[{"example_id": "a", "score": 1.0}],
-            task_meta=LINES_META,
             options={"verbose": version},
         )
     (group,) = load_experiment(tmp_path / "demo").groups
@@ -465,14 +433,14 @@ def test_runs_that_nothing_tells_apart_bear_their_hash(tmp_path: Path) -> None:
 
 def test_breakdown_columns_are_in_their_natural_order(tmp_path: Path) -> None:
     records = lines_records("exact")
-    write_run(tmp_path, task="t", method="exact", records=records, task_meta=LINES_META)
+    write_run(tmp_path, records=records)
     (group,) = load_experiment(tmp_path / "demo").groups
     assert score_table(group, "num_lines").columns == ("10", "20", "30", "40", "50")
 
 
 def test_a_task_that_breaks_down_by_dataset_has_that_table_once(tmp_path: Path) -> None:
     meta = LINES_META | {"breakdown": ["dataset", "num_lines"]}
-    write_run(tmp_path, task="t", method="exact", records=lines_records("exact"), task_meta=meta)
+    write_run(tmp_path, records=lines_records("exact"), task_meta=meta)
     (group,) = load_experiment(tmp_path / "demo").groups
     assert [table.by for table in section_of(group, tmp_path).scores] == ["dataset", "num_lines"]
 
@@ -482,7 +450,7 @@ def test_prompts_kept_whole_are_told(tmp_path: Path) -> None:
         {"example_id": "short", "score": 1.0, "compressed": False, "saves_memory": True},
         {"example_id": "long", "score": 1.0, "compressed": True, "saves_memory": True},
     ]
-    write_run(tmp_path, task="t", method="snapkv", records=records, task_meta=LINES_META)
+    write_run(tmp_path, method="snapkv", records=records)
     (group,) = load_experiment(tmp_path / "demo").groups
     assert any("uncompressed: snapkv (1)" in note for note in as_table(score_table(group)).notes)
 

@@ -51,7 +51,7 @@ def findings(
             for level in LEVELS
             for unit in range(4)
         ]
-        write_run(folder, task="t", method=method, records=records, task_meta=meta)
+        write_run(folder, method=method, records=records, task_meta=meta)
     (group,) = load_experiment(folder / "demo").groups
     study = study_of(group, folder / "demo")
     assert study is not None
@@ -166,7 +166,7 @@ def fit_of(folder: Path, slopes: Sequence[float], draws: int = 1, expected: floa
         for prompt, slope in enumerate(slopes)
         for draw in range(draws)
     ]
-    write_run(folder, task="t", method="uniform", records=records, task_meta=meta)
+    write_run(folder, method="uniform", records=records, task_meta=meta)
     (group,) = load_experiment(folder / "demo").groups
     scaling = scaling_of(group)
     assert scaling is not None

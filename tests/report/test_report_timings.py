@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from support.report_runs import LINES_META, THROUGHPUT_META, throughput_records, write_run
+from support.report_runs import THROUGHPUT_META, throughput_records, write_run
 from support.tables import frame, heads, shown
 
 from kvbench.report.build import build_report
@@ -51,7 +51,7 @@ def test_runs_that_failed_are_counted_and_not_timed(tmp_path: Path) -> None:
     for i in (7, 8):
         failed = {"status": "oom", "score": None, "error": "out of memory", "decode_s": None}
         records.append(dict(records[0]) | failed | {"example_id": f"run-{i}", "speedup": None})
-    write_run(tmp_path, task="t", method="snapkv", records=records, task_meta=THROUGHPUT_META)
+    write_run(tmp_path, method="snapkv", records=records, task_meta=THROUGHPUT_META)
     (group,) = load_experiment(tmp_path / "demo").groups
     (timing,) = timings_of(group)
     assert (timing.runs, dict(timing.failures)) == (7, {"oom": 2})
@@ -88,7 +88,7 @@ def test_longer_answers_are_not_slower_tokens(tmp_path: Path) -> None:
         records = answers(method, tokens, ms, lengths)
         if method == "snapkv":
             records[-1] |= {"status": "oom", "score": None, "decode_s": None, "new_tokens": None}
-        write_run(tmp_path, task="lines", method=method, records=records, task_meta=LINES_META)
+        write_run(tmp_path, task="lines", method=method, records=records)
     (group,) = load_experiment(tmp_path / "demo").groups
     exact, snapkv = score_table(group).rows
     assert snapkv.costs["decode_s"] > exact.costs["decode_s"]
@@ -132,13 +132,6 @@ def test_a_question_read_after_compression_is_a_step_of_decoding(tmp_path: Path)
             "score": 1.0,
         }
         options = {"compress_after": compress_after}
-        write_run(
-            folder,
-            task="t",
-            method="snapkv",
-            records=[record],
-            task_meta=LINES_META,
-            options=options,
-        )
+        write_run(folder, method="snapkv", records=[record], options=options)
         (group,) = load_experiment(folder / "demo").groups
         assert group.records["decode_ms"].tolist() == pytest.approx([56 / steps])

@@ -19,15 +19,7 @@ from support.report_runs import (
     write_run,
     write_sweep,
 )
-from support.wandb_files import (
-    history,
-    isolated,
-    metrics,
-    offline_run,
-    start_of,
-    table_of,
-    updates,
-)
+from support.wandb_files import history, isolated, metrics, offline_run, start_of, table_of, updates
 
 from kvbench.records.read import Run, load_runs
 from kvbench.report.build import build_report
@@ -212,13 +204,7 @@ def test_logging_again_replaces_and_the_report_ignores_it(experiment: Path) -> N
 
 def test_long_tables_are_capped_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wandb_media, "MAX_PREDICTIONS", 7)
-    write_run(
-        tmp_path,
-        task="needle",
-        method="exact",
-        records=needle_records("exact"),
-        task_meta=NEEDLE_META,
-    )
+    write_run(tmp_path, task="needle", records=needle_records("exact"), task_meta=NEEDLE_META)
     (run,) = load_runs(tmp_path / "demo")
     log_runs([run])
     folder, messages = offline_run(tmp_path / "demo", run_id(run.manifest))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.report_runs import LINES_META, SKILL, lines_records, write_demo, write_run, write_sweep
+from support.report_runs import SKILL, lines_records, write_demo, write_run, write_sweep
 from support.wandb_files import isolated
 from support.wandb_server import ENTITY, StandIn
 
@@ -146,7 +146,6 @@ def test_published_numbers_stand_beside_ours(tmp_path: Path) -> None:
             task="longeval_lines",
             method=method,
             records=lines_records(method),
-            task_meta=LINES_META,
             options={"paper_table": "made_up"},
         )
     assert wandb_report.main([str(tmp_path / "demo")]) == 0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from support.report_runs import LINES_META, lines_records, write_demo, write_run
+from support.report_runs import lines_records, write_demo, write_run
 
 from kvbench.report.experiment import load_experiment
 from kvbench.report.render.terminal import print_tables
@@ -65,7 +65,7 @@ def test_a_failure_is_seen_at_every_width(tmp_path: Path) -> None:
         records = lines_records(method)
         if method == "snapkv":
             records[0] |= {"status": "oom", "score": None}
-        write_run(tmp_path, task="lines", method=method, records=records, task_meta=LINES_META)
+        write_run(tmp_path, task="lines", method=method, records=records)
     tables = tables_of(load_experiment(tmp_path / "demo"))
     for width in (60, 80, 160):
         assert any("1 oom" in line for line in shown(tables, width)), width

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from support.report_runs import ERROR_META, LINES_META, error_records, write_run
+from support.report_runs import ERROR_META, error_records, write_run
 
 from kvbench.report.experiment import Group, load_experiment
 from kvbench.report.tables.scores import score_table
@@ -19,7 +19,7 @@ def group_with(tmp_path: Path, shares: dict[str, float], count: int = 100) -> Gr
             {"example_id": f"{i:03d}", "num_lines": 20, "score": float(i < share * count)}
             for i in range(count)
         ]
-        write_run(tmp_path, task="t", method=method, records=records, task_meta=LINES_META)
+        write_run(tmp_path, method=method, records=records)
     (group,) = load_experiment(tmp_path / "demo").groups
     return group
 

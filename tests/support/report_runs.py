@@ -28,10 +28,10 @@ SKILL = {
 def write_run(
     results: Path,
     *,
-    task: str,
-    method: str,
     records: Sequence[Mapping[str, Any]],
-    task_meta: Mapping[str, Any],
+    task: str = "t",
+    method: str = "exact",
+    task_meta: Mapping[str, Any] | None = None,
     experiment: str = "demo",
     model: str = "recall_mini",
     seed: int = 0,
@@ -84,7 +84,7 @@ def write_run(
         "code_revision": "0123abcd",
         "hardware": {"cpu": "2 cores", "gpu": None},
         "started": "2026-11-20T12:00:00+00:00",
-        "task_meta": task_meta,
+        "task_meta": LINES_META if task_meta is None else task_meta,
     }
     write_manifest(folder, manifest)
     return folder
@@ -259,7 +259,6 @@ def write_sweep(
                 task="longeval_lines",
                 method=method,
                 records=lines_records(method, rate if method != "exact" else 1.0),
-                task_meta=LINES_META,
                 options={"budget.rate": rate},
             )
     return results / "sweep"

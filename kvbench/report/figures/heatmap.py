@@ -106,7 +106,8 @@ def grids_of(group: Group, spec: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
 def grid_of(group: Group, variant: Variant, spec: Mapping[str, Any]) -> pd.DataFrame:
     """y x x means of one variant over the cells that any variant has; NaN where nothing was scored."""
     x, y, value = spec["x"], spec["y"], spec.get("value", "score")
-    records = group.records.dropna(subset=[x, y])
+    records = group.records[list(dict.fromkeys(["variant", "status", x, y, value]))]
+    records = records.dropna(subset=[x, y])
     mine = records[(records["variant"] == variant.label) & (records["status"] == "ok")]
     if mine.empty:
         return pd.DataFrame()
@@ -167,6 +168,7 @@ def _heat(
                 va="center",
                 fontsize=6.5,
                 color=_ON_DARK if value < middle else _ON_BRIGHT,
+                in_layout=False,  # within the axes: measuring it takes long and changes nothing
             )
     return image
 

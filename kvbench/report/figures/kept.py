@@ -122,10 +122,11 @@ def kept_figures(group: Group) -> list[Drawn]:
         return []
     records = group.records[group.records["kept"].notna()]
     examples: dict[tuple[Any, Any], dict[str, Strip]] = {}
-    for _, row in records.iterrows():
-        strip = strip_of(row["kept"])
+    columns = records[["seed", "example_id", "variant", "kept"]]
+    for seed, example, variant, kept in columns.itertuples(index=False):
+        strip = strip_of(kept)
         if strip is not None:
-            examples.setdefault((row["seed"], row["example_id"]), {})[str(row["variant"])] = strip
+            examples.setdefault((seed, example), {})[str(variant)] = strip
     if not examples:
         return []
     most = max(map(len, examples.values()))

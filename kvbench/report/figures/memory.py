@@ -110,12 +110,7 @@ def _is_alike(lines: Mapping[str, Sequence[Point]]) -> bool:
 
 
 def _draw_rows(
-    ax: Axes,
-    lines: Mapping[str, Sequence[Point]],
-    unit: str,
-    order: Sequence[str],
-    *,
-    ratios: bool,
+    ax: Axes, lines: Mapping[str, Sequence[Point]], unit: str, order: Sequence[str], *, ratios: bool
 ) -> None:
     """A row per method from the top; `ratios`: with its ratio at the right."""
     scale = names.percent(unit)

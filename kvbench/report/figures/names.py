@@ -76,9 +76,6 @@ def pages(
     if len(rates) < 2 or (not per_rate and len(variants) <= MAX_PANELS):
         return [("", list(variants))]
     return [
-        (
-            f"-rate-{rate:g}",
-            [a for a in variants if a.rate == rate or a.method == BASELINE],
-        )
+        (f"-rate-{rate:g}", [a for a in variants if a.rate == rate or a.method == BASELINE])
         for rate in rates
     ]

@@ -16,14 +16,7 @@ from kvbench.report.figures.style import SPARE, Style, order_of, style_of
 from kvbench.report.figures.vector import add_spot
 from kvbench.report.labels import Variant
 from kvbench.report.table import number, signed_text
-from kvbench.report.tables.scaling import (
-    Curve,
-    Fit,
-    Scaling,
-    interval_text,
-    reach_text,
-    slope_text,
-)
+from kvbench.report.tables.scaling import Curve, Fit, Scaling, interval_text, reach_text, slope_text
 from kvbench.report.tables.strata import as_text
 
 _GREY = "#888888"
@@ -82,9 +75,7 @@ def _curves_figure(group: Group, spec: Mapping[str, Any], curves: Sequence[Curve
         + (f"; dashed in grey: slope {slopes}." if slopes else "."),
         figure,
         names.extremes(
-            {f"{c.variant.label}, {c.facet}": float(c.mean[-1]) for c in curves},
-            "",
-            lower=True,
+            {f"{c.variant.label}, {c.facet}": float(c.mean[-1]) for c in curves}, "", lower=True
         ).replace("mean", f"{words(spec['y'])} at the last {words(spec['x'])}"),
     )
 

@@ -55,11 +55,9 @@ def throughput(group: Group) -> Drawn:
         labels.append(timing.variant.label + (f" ({timing.setting})" if len(settings) > 1 else ""))
     panels[0].set_yticks(range(len(labels)), labels)
     panels[0].set_ylim(-0.6, len(labels) - 0.4)
-    panels[0].set_xlabel("seconds: prefill + compress (pale), decode (full)", fontsize=canvas.TEXT)
-    panels[1].set_xlabel("new tokens per second while decoding", fontsize=canvas.TEXT)
-    if memory:
-        panels[2].set_xlabel("peak memory (GiB)", fontsize=canvas.TEXT)
-    for ax in panels:
+    labels_below = ("seconds: prefill + compress (pale), decode (full)", _DECODING, _PEAK)
+    for ax, label in zip(panels, labels_below, strict=False):
+        ax.set_xlabel(label, fontsize=canvas.TEXT)
         ax.set_xlim(left=0)
         canvas.style_axes(ax, grid="x")
     per_setting = len(timings) // max(1, len(settings))
@@ -68,25 +66,23 @@ def throughput(group: Group) -> Drawn:
             ax.axhline(k * per_setting - 0.5, color=canvas.GREY, linewidth=0.5)
     counts = sorted({timing.runs for timing in timings if timing.runs})
     runs = " to ".join(str(count) for count in dict.fromkeys(counts[:1] + counts[-1:])) or "0"
+    known = any(math.isfinite(timing.estimate("decode_tokens_per_s").low) for timing in timings)
+    lines = ", lines: 95 % intervals between order statistics" if known else ""
+    setting = f"; prompt + new tokens: {settings[0]}" if len(settings) == 1 else ""
     return Drawn(
         f"{names.stem(group)}-throughput",
-        f"{group.task}: time and memory" if memory else f"{group.task}: time",
-        f"Medians over {runs} runs"
-        + (
-            ", lines: 95 % intervals between order statistics"
-            if any(math.isfinite(timing.estimate("decode_tokens_per_s").low) for timing in timings)
-            else ""
-        )
-        + (f"; prompt + new tokens: {settings[0]}." if len(settings) == 1 else "."),
+        f"{group.task}: time{' and memory' if memory else ''}",
+        f"Medians over {runs} runs{lines}{setting}.",
         figure,
         names.extremes(decoding, "tokens per second", lower=False),
     )
 
 
+_DECODING, _PEAK = "new tokens per second while decoding", "peak memory (GiB)"
 _SCALING = (
     ("latency_s", "seconds in all", 1.0),
-    ("decode_tokens_per_s", "new tokens per second while decoding", 1.0),
-    ("peak_bytes", "peak memory (GiB)", 2.0**-30),
+    ("decode_tokens_per_s", _DECODING, 1.0),
+    ("peak_bytes", _PEAK, 2.0**-30),
 )
 
 

@@ -87,10 +87,8 @@ def sample_of(group: Group, limit: int = LIMIT) -> tuple[list[Shown], int]:
     index = pd.MultiIndex.from_frame(records[["seed", "example_id"]])
     keys = list(index)
     strata: dict[tuple[str, str], dict[tuple[object, object], None]] = {}
-    for kind, key in zip(
-        zip(records["dataset"].astype(str).tolist(), buckets, strict=True), keys, strict=True
-    ):
-        strata.setdefault(kind, {})[key] = None
+    for dataset, bucket, key in zip(records["dataset"].astype(str), buckets, keys, strict=True):
+        strata.setdefault((dataset, bucket), {})[key] = None
     chosen = _chosen([list(stratum) for stratum in strata.values()], limit)
     some = records[index.isin(chosen)]
     rows = dict(iter(some.groupby(["seed", "example_id"], dropna=False)))
@@ -113,9 +111,8 @@ def bucket_of(tokens: float) -> str:
     """The length bucket of a prompt, in thousands of tokens; empty where it is not known."""
     if not tokens > 0:
         return ""
-    edges = (1, 2, 4, 8, 16, 32, 64, 128)
     low = 0
-    for high in edges:
+    for high in (1, 2, 4, 8, 16, 32, 64, 128):
         if tokens < high * 1000:
             return f"{low}–{high}k" if low else f"below {high}k"
         low = high

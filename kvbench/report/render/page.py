@@ -134,16 +134,10 @@ def page_parts() -> dict[str, str]:
 
 
 def _section(section: Section, place: str, limit: int, without: frozenset[str]) -> dict[str, Any]:
+    """The section with what its template needs besides."""
     shown, examples = sample_of(section.group, limit)
-    return {
+    return vars(section) | {
         "id": place,
-        "group": section.group,
-        "memory": section.memory,
-        "lead": section.lead,
-        "folded": section.folded,
-        "findings": section.findings,
-        "ranked": section.ranked,
-        "notes": section.notes,
         "figures": [drawn for drawn in section.figures if drawn.name not in without],
         "kept": [drawn for drawn in section.kept if drawn.name not in without],
         "left_out": sum(drawn.name in without for drawn in (*section.figures, *section.kept)),
@@ -166,9 +160,8 @@ def _notes(table: Table) -> list[str]:
     """The notes on what the table shows."""
     shown = {column.key for column in table.shown}
     shown |= {INTERVAL} if any(column.bounds for column in table.shown) else set()
-    shown |= (
-        {"ratio"} if any(column.remark.startswith("ratio") for column in table.shown) else set()
-    )
+    if any(column.remark.startswith("ratio") for column in table.shown):
+        shown.add("ratio")
     return [n for n in table.notes if not isinstance(n, Note) or not n.about or n.about & shown]
 
 
@@ -203,18 +196,12 @@ def _as_text(manifest: Mapping[str, Any]) -> Markup:
 
 def how_to_reproduce(experiment: Experiment) -> list[tuple[str, list[str]]]:
     """What the runs were made with: one line per distinct value."""
-    manifests = [run.manifest for run in experiment.runs]
+    keys = ("command", "seed", "code_revision", "versions", "hardware")
+    found = {key: [run.manifest.get(key) for run in experiment.runs] for key in keys}
     return [
-        ("command", _distinct(manifests, "command")),
-        ("seed", _distinct(manifests, "seed")),
-        ("code revision", _distinct(manifests, "code_revision")),
-        ("versions", _distinct(manifests, "versions")),
-        ("hardware", _distinct(manifests, "hardware")),
+        (key.replace("_", " "), list(dict.fromkeys(_plain(v) for v in values if v is not None)))
+        for key, values in found.items()
     ]
-
-
-def _distinct(manifests: Sequence[Mapping[str, Any]], key: str) -> list[str]:
-    return list(dict.fromkeys(_plain(m[key]) for m in manifests if m.get(key) is not None))
 
 
 def _plain(value: object) -> str:

@@ -45,29 +45,21 @@ class Summary:
 def summary_of(experiment: Experiment, sections: Sequence[Section]) -> Summary:
     """All of an experiment; sections get the ids ``section-1``, ``section-2`` ..."""
     groups = experiment.groups
-    statuses: Counter[str] = Counter()
-    for group in groups:
-        statuses.update(group.records["status"].astype(str).tolist())
+    statuses = Counter(s for group in groups for s in group.records["status"].astype(str).tolist())
     manifests = [run.manifest for run in experiment.runs]
-    rates = {
-        variant.rate: f"{variant.rate:g}"
-        for group in groups
-        for variant in group.variants
-        if variant.rate is not None
-    }
+    variants = [variant for group in groups for variant in group.variants]
+    rates = sorted({v.rate for v in variants if v.rate is not None}, reverse=True)
     dates = sorted(str(m["started"])[:10] for m in manifests if m.get("started"))
-    methods = dict.fromkeys(v.method for g in groups for v in g.variants)
+    methods = dict.fromkeys(variant.method for variant in variants)
+    revisions = [str(m["code_revision"])[:12] for m in manifests if m.get("code_revision")]
     facts = [
         ("model", _listed(group.model for group in groups)),
         ("tasks", _listed(group.task for group in groups)),
         ("methods", _listed(methods, most=len(methods))),
-        ("rate", _listed(rates[rate] for rate in sorted(rates, reverse=True))),
+        ("rate", _listed(f"{rate:g}" for rate in rates)),
         ("device", _listed(map(_device, manifests))),
         ("date", " to ".join(dict.fromkeys(dates[:1] + dates[-1:]))),
-        (
-            "code revision",
-            _listed(str(m["code_revision"])[:12] for m in manifests if m.get("code_revision")),
-        ),
+        ("code revision", _listed(revisions)),
         ("records", f"{sum(statuses.values()):,}"),
     ]
     several = len({group.model for group in groups}) > 1

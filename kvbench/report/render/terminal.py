@@ -125,10 +125,7 @@ class _Part:
     def rendered(self) -> rich.table.Table:
         """The part as rich's table."""
         made = rich.table.Table(
-            box=box.SIMPLE_HEAD,
-            show_edge=False,
-            pad_edge=False,
-            padding=(0, _GAP - 1, 0, 0),
+            box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, _GAP - 1, 0, 0)
         )
         heads = [_folded(column.heading or "", self._content(column)) for column in self.columns]
         height = max(map(len, heads))

@@ -351,9 +351,7 @@ def _manifests(
     return list(zip(*sides, strict=False))
 
 
-def _settings(
-    pairs: Sequence[tuple[str, Mapping[str, Any], Mapping[str, Any]]],
-) -> list[Setting]:
+def _settings(pairs: Sequence[tuple[str, Mapping[str, Any], Mapping[str, Any]]]) -> list[Setting]:
     """What changed between matched runs: config, versions, code, hardware."""
     changed: dict[tuple[str, str, str], dict[str, None]] = defaultdict(dict)
     for where, first, second in pairs:

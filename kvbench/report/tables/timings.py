@@ -180,7 +180,8 @@ def decoding_table(group: Group) -> Table | None:
     """
     if not group.records["decode_ms"].gt(0).any():
         return None
-    records = group.records.dropna(subset=["prompt_tokens"])
+    needed = ["variant", "seed", "example_id", "status", "score", "new_tokens", "decode_ms"]
+    records = group.records[[*needed, "prompt_tokens"]].dropna(subset=["prompt_tokens"])
     tokens = pd.to_numeric(records["prompt_tokens"])
     powers = tokens.clip(lower=1).map(lambda n: int(n).bit_length() - 1)
     lines = []

@@ -15,7 +15,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from filelock import FileLock
 
@@ -26,17 +26,7 @@ from kvbench.report.experiment import BASELINE, Group, group_runs
 from kvbench.report.objective import scalars_of
 from kvbench.report.tables.scores import ScoreTable, VariantScores, score_table
 from kvbench.report.tables.timings import timings_of
-from kvbench.report.wandb.media import (
-    cap_note,
-    comparison_media,
-    curves,
-    field_tables,
-    run_media,
-)
-from kvbench.report.wandb.send import NotSent, check_logger, not_taken, send
-
-if TYPE_CHECKING:
-    pass
+from kvbench.report.wandb.media import cap_note, comparison_media, curves, field_tables, run_media
 from kvbench.report.wandb.runs import (
     clipped_tags,
     config_of,
@@ -51,6 +41,7 @@ from kvbench.report.wandb.runs import (
     tags_of,
     unheard_logging,
 )
+from kvbench.report.wandb.send import NotSent, check_logger, not_taken, send
 
 log = logging.getLogger(__name__)
 
@@ -93,14 +84,11 @@ def log_runs(
     for run in runs:
         if not run.records.empty:
             tasks.setdefault(run.folder.parent, []).append(run.folder)
-    logged, written = 0, []
-    for task, folders in tasks.items():
-        runs_written, comparisons = _log_task(task, folders, project, entity)
-        logged += len(runs_written)
-        written += [*runs_written, *comparisons]
+    found = [_log_task(task, folders, project, entity) for task, folders in tasks.items()]
+    written = [folder for both in found for folders in both for folder in folders]
     if mode == "online" and written:
         send_written(written, timeout_s)
-    return logged
+    return sum(len(logged) for logged, _ in found)
 
 
 def run_id(manifest: Mapping[str, Any]) -> str:
@@ -118,24 +106,13 @@ def summary_of(table: ScoreTable, row: VariantScores) -> dict[str, Any]:
     """Scores per dataset with intervals, differences, memory, time and failures."""
     summary: dict[str, Any] = {"score_unit": table.unit, "lower_is_better": table.lower_is_better}
     for column, cell in row.cells.items():
-        summary[f"{column}/score"] = cell.score.value
-        summary[f"{column}/score_low"] = cell.score.low
-        summary[f"{column}/score_high"] = cell.score.high
+        summary |= cell.score.named(f"{column}/score")
         summary[f"{column}/scored"] = cell.scored
         if cell.difference is not None:
-            summary[f"{column}/difference"] = cell.difference.value
-            summary[f"{column}/difference_low"] = cell.difference.low
-            summary[f"{column}/difference_high"] = cell.difference.high
+            summary |= cell.difference.named(f"{column}/difference")
             summary["baseline"] = table.baseline
-    total = row.total
-    summary |= {
-        "score": total.score.value,
-        "score_low": total.score.low,
-        "score_high": total.score.high,
-        **row.costs,
-        "failures": dict(total.failures),
-        "uncompressed": row.uncompressed,
-    }
+    summary |= {**row.total.score.named("score"), **row.costs}
+    summary |= {"failures": dict(row.total.failures), "uncompressed": row.uncompressed}
     return {key: value for key, value in summary.items() if not is_nan(value)}
 
 
@@ -176,15 +153,15 @@ def _log_run(run: Run, runs: Sequence[Run], project: str, entity: str | None) ->
     manifest = run.manifest
     group, table, row = _compared(run, runs)
     name = run_id(manifest)
-    count = len(run.records)
     rate = f" {rate_text(row)}" if rate_text(row) else ""
-    note = cap_note(count, f"the artifact records-{name}")
+    note = cap_note(len(run.records), f"the artifact records-{name}")
+    about = f"{group.model}/{manifest['task']}/{row.variant.label}{rate}/seed{manifest.get('seed')}"
     with offline_run(
         run.folder.parents[2],
         project=project,
         entity=entity,
         id=name,
-        name=f"{group.model}/{manifest['task']}/{row.variant.label}{rate}/seed{manifest.get('seed')}",
+        name=about,
         group=str(manifest["experiment"]),
         job_type=str(manifest["task"]),
         tags=tags_of(manifest, row),
@@ -203,25 +180,27 @@ def _log_run(run: Run, runs: Sequence[Run], project: str, entity: str | None) ->
 def _log_comparison(group: Group, folder: Path, project: str, entity: str | None) -> Path:
     """All variants of a group side by side; returns the W&B run's folder."""
     manifest = group.manifests[-1]
-    experiment = str(manifest["experiment"])
     table = score_table(group)
     count = len(group.records[["seed", "example_id"]].drop_duplicates())
     note = cap_note(count, "the artifacts of the runs that are compared")
+    about = {
+        "experiment": str(manifest["experiment"]),
+        "model": group.model,
+        "task": group.task,
+        "method": COMPARISON,
+    }
     with offline_run(
         folder,
         project=project,
         entity=entity,
-        id=comparison_id(experiment, group),
+        id=comparison_id(about["experiment"], group),
         name=f"{group.model}/{group.task}/{COMPARISON}",
-        group=experiment,
+        group=about["experiment"],
         job_type=COMPARISON,
-        tags=clipped_tags([experiment, group.model, group.task, COMPARISON]),
+        tags=clipped_tags([*about.values()]),
         notes=notes_of(manifest, note),
         config={
-            "experiment": experiment,
-            "model": group.model,
-            "task": group.task,
-            "method": COMPARISON,
+            **about,
             "variants": [variant.label for variant in group.variants],
             "compared_runs": [run_id(one) for one in group.manifests],
         },
@@ -281,17 +260,18 @@ def resolved(mode: Mode) -> Mode:
 
 
 def _compared(run: Run, runs: Sequence[Run]) -> tuple[Group, ScoreTable, VariantScores]:
-    """The run beside its baseline of the same seed, where there is one."""
-    keys = ("model", "task", "seed")
+    """The run beside its baseline of the same model, task and seed, where there is one."""
+
+    def place(manifest: Mapping[str, Any]) -> list[Any]:
+        return [manifest.get(key) for key in ("model", "task", "seed")]
+
+    mine = run.manifest
     peers = [
         other
         for other in runs
-        if other.manifest.get("method") == BASELINE
-        and all(other.manifest.get(key) == run.manifest.get(key) for key in keys)
+        if mine.get("method") != BASELINE == other.manifest.get("method")
+        and place(other.manifest) == place(mine)
     ]
-    if run.manifest.get("method") == BASELINE:
-        peers = []
     group = group_runs([*peers[:1], run])[0]
     table = score_table(group)
-    row = next(r for r in table.rows if r.variant.method == run.manifest["method"])
-    return group, table, row
+    return group, table, next(r for r in table.rows if r.variant.method == mine["method"])

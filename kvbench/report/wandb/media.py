@@ -22,7 +22,7 @@ from kvbench.report.labels import Variant
 from kvbench.report.render.answers import clip, sample_of
 from kvbench.report.table import Table, unit_text
 from kvbench.report.tables.score_tables import as_table
-from kvbench.report.tables.scores import Cell, ScoreTable, VariantScores, score_table
+from kvbench.report.tables.scores import ScoreTable, score_table
 from kvbench.report.tables.strata import as_text
 
 if TYPE_CHECKING:
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 
 MAX_PREDICTIONS = 500
 """Rows of a predictions table; a note beside it says when there were more."""
-
-_ANSWER_COLUMNS = ("prompt_tail", "answer", "prediction")
-_MEASURED_COLUMNS = ("score", "ratio", "status", "error")
 
 
 @dataclass(frozen=True)
@@ -109,12 +106,14 @@ def curves(group: Group, tables: Sequence[ScoreTable], variant: Variant) -> Iter
         field = table.by
         values = pd.to_numeric(records[field], errors="coerce")
         ratios = records["ratio"].groupby(values).mean()
-        cells = _row_of(table, variant).cells
+        row = table.row(variant)
+        assert row is not None
         points = []
         for value in map(float, ratios.index):
-            cell = cells.get(as_text(records[field][values == value].iloc[0]))
+            cell = row.cells.get(as_text(records[field][values == value].iloc[0]))
             if cell is not None and not math.isnan(cell.score.value):
-                points.append({field: value, "ratio": float(ratios[value])} | _score(cell))
+                place = {field: value, "ratio": float(ratios[value])}
+                points.append(place | cell.score.named("score"))
         if len(points) > 1:
             x = "ratio" if field in _budget_fields(group) and ratios.nunique() > 1 else field
             yield Curve(f"by_{field}", x, tuple(sorted(points, key=lambda point: point[x])))
@@ -228,28 +227,20 @@ def examples(group: Group, run: Run) -> wandb.Table:
 
     fields = [name for name in group.meta.breakdown if name in run.records]
     predicted = run.records["prediction"].notna().any()
-    answer_columns = _ANSWER_COLUMNS if predicted else ()
-    table = wandb.Table(
-        columns=["example_id", "dataset", *fields, *answer_columns, *_MEASURED_COLUMNS]
-    )
+    lines = []
     for _, record in run.records.head(MAX_PREDICTIONS).iterrows():
         answers = record["answers"] if isinstance(record["answers"], list) else []
-        texts = (
-            clip(record["prompt_tail"], from_end=True),
-            " | ".join(map(str, answers)),
-            clip(record["prediction"]),
-        )
-        table.add_data(
-            str(record["example_id"]),
-            str(record["dataset"]),
-            *(as_text(record[name]) for name in fields),
-            *(texts if predicted else ()),
-            _number(record["score"]),
-            _number(record["ratio"]),
-            str(record["status"]),
-            clip(record["error"]),
-        )
-    return table
+        line: dict[str, Any] = {name: str(record[name]) for name in ("example_id", "dataset")}
+        line |= {name: as_text(record[name]) for name in fields}
+        if predicted:
+            line |= {
+                "prompt_tail": clip(record["prompt_tail"], from_end=True),
+                "answer": " | ".join(map(str, answers)),
+                "prediction": clip(record["prediction"]),
+            }
+        line |= {name: _number(record[name]) for name in ("score", "ratio")}
+        lines.append(line | {"status": str(record["status"]), "error": clip(record["error"])})
+    return wandb.Table(columns=list(lines[0]), data=[list(line.values()) for line in lines])
 
 
 def side_by_side(group: Group) -> wandb.Table | None:
@@ -261,36 +252,25 @@ def side_by_side(group: Group) -> wandb.Table | None:
     import wandb
 
     shown, _ = sample_of(group, MAX_PREDICTIONS)
-    if not shown:
-        return None
-    fields = list(shown[0].fields)
-    labels = [variant.label for variant in group.variants]
-    per_variant = [
-        f"{label}: {what}" for label in labels for what in ("prediction", "score", "ratio")
-    ]
-    table = wandb.Table(
-        columns=["example_id", "seed", "dataset", *fields, "prompt_tail", "answer", *per_variant]
-    )
+    lines = []
     for example in shown:
+        line: dict[str, Any] = {"example_id": example.example_id, "seed": example.seed}
+        line |= {"dataset": example.dataset, **example.fields}
+        line |= {"prompt_tail": example.prompt_tail, "answer": example.expected}
         answers = {answer.label: answer for answer in example.answers}
-        cells: list[Any] = []
-        for label in labels:
-            answer = answers.get(label)
-            if answer is None:
-                cells += [None, None, None]
-            else:
+        for label in (variant.label for variant in group.variants):
+            cells: list[Any] = [None, None, None]
+            if (answer := answers.get(label)) is not None:
                 failed = "" if answer.status == "ok" else f"({answer.status}) "
-                cells += [failed + answer.text, _number(answer.score), _number(answer.ratio)]
-        table.add_data(
-            example.example_id,
-            example.seed,
-            example.dataset,
-            *(example.fields[name] for name in fields),
-            example.prompt_tail,
-            example.expected,
-            *cells,
-        )
-    return table
+                cells = [failed + answer.text, _number(answer.score), _number(answer.ratio)]
+            line |= zip((f"{label}: {what}" for what in _ANSWERED), cells, strict=True)
+        lines.append(line)
+    if not lines:
+        return None
+    return wandb.Table(columns=list(lines[0]), data=[list(line.values()) for line in lines])
+
+
+_ANSWERED = ("prediction", "score", "ratio")
 
 
 def cap_note(count: int, where: str) -> dict[str, Any]:
@@ -333,17 +313,6 @@ def _budget_fields(group: Group) -> set[str]:
 def _scored(group: Group, variant: Variant) -> bool:
     mine = group.records[group.records["variant"] == variant.label]
     return bool(((mine["status"] == "ok") & mine["score"].notna()).any())
-
-
-def _row_of(table: ScoreTable, variant: Variant) -> VariantScores:
-    row = table.row(variant)
-    assert row is not None
-    return row
-
-
-def _score(cell: Cell) -> dict[str, float]:
-    score = cell.score
-    return {"score": score.value, "score_low": score.low, "score_high": score.high}
 
 
 def _number(value: Any) -> float | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from filelock import FileLock
 
 from kvbench.records.durable import make_folder
 from kvbench.report.objective import scalars_of
+from kvbench.report.table import NOTHING
 from kvbench.report.tables.scores import ScoreTable
 from kvbench.report.wandb.log import resolved, send_written
 from kvbench.report.wandb.runs import (
@@ -65,27 +65,23 @@ def overview_id(experiment: str) -> str:
 
 def lines_of(scores: Sequence[ScoreTable]) -> pd.DataFrame:
     """A line for each model, task and method: score with interval, difference, ratio, failures."""
-    lines = []
-    for table in scores:
-        for row in table.rows:
-            score, change = row.total.score, row.total.difference
-            lines.append(
-                {
-                    "model": table.model,
-                    "task": table.task,
-                    "method": row.variant.label,
-                    "rate": row.variant.rate,
-                    "unit": table.unit,
-                    "lower_is_better": table.lower_is_better,
-                    "score": score.value,
-                    "score_low": score.low,
-                    "score_high": score.high,
-                    "difference": math.nan if change is None else change.value,
-                    "ratio": row.ratio,
-                    "scored": row.total.scored,
-                    "failures": sum(row.total.failures.values()),
-                }
-            )
+    lines = [
+        {
+            "model": table.model,
+            "task": table.task,
+            "method": row.variant.label,
+            "rate": row.variant.rate,
+            "unit": table.unit,
+            "lower_is_better": table.lower_is_better,
+            **row.total.score.named("score"),
+            "difference": (row.total.difference or NOTHING).value,
+            "ratio": row.ratio,
+            "scored": row.total.scored,
+            "failures": sum(row.total.failures.values()),
+        }
+        for table in scores
+        for row in table.rows
+    ]
     return pd.DataFrame(lines)
 
 

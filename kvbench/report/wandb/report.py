@@ -184,13 +184,10 @@ def _run_sets(experiment: Experiment, group: Group) -> list[wr.Runset]:
     sets = []
     for method in methods:
         mine = [m for m in group.manifests if m.get("method") == method]
-        color = style_of(method).color
-        settings = {run_id(manifest): wr.RunSettings(color=color) for manifest in mine}
-        sets.append(
-            wr.Runset(
-                name=method, filters=_filters(experiment, mine, method), run_settings=settings
-            )
-        )
+        settings = wr.RunSettings(color=style_of(method).color)
+        looks = dict.fromkeys(map(run_id, mine), settings)
+        filters = _filters(experiment, mine, method)
+        sets.append(wr.Runset(name=method, filters=filters, run_settings=looks))
     return sets
 
 
@@ -198,12 +195,10 @@ def _filters(experiment: Experiment, manifests: Sequence[Any], method: str) -> A
     """The W&B runs of one method on what these manifests ran on."""
     from wandb_workspaces import expr
 
-    models = sorted({str(manifest["model"]) for manifest in manifests})
+    model, models = expr.Config("model"), sorted({str(m["model"]) for m in manifests})
     return expr.And(
         expr.Config("experiment") == str(manifests[0].get("experiment", experiment.name)),
-        expr.Config("model") == models[0]
-        if len(models) == 1
-        else expr.Config("model").isin(models),
+        model == models[0] if len(models) == 1 else model.isin(models),
         expr.Config("task") == str(manifests[0]["task"]),
         expr.Config("method") == method,
     )
@@ -217,15 +212,10 @@ def _panels(group: Group) -> list[Any]:
     if group.meta.score_unit == "fraction":
         unit = "score (1 is all right)"
     ratio = "measured ratio (bytes held / bytes of the exact cache)"
-    half = {"w": _HALF, "h": _LOW}
     panels: list[Any] = []
+    bars = {"score": unit}
     if group.meta.figure("throughput"):
-        for key, title in (
-            ("decode_tokens_per_s", "new tokens per second while decoding"),
-            ("tokens_per_s", "new tokens per second, prefill and compression included"),
-            ("peak_bytes", "peak memory (bytes)"),
-        ):
-            panels.append(wr.BarPlot(title=title, metrics=[key]))
+        bars = _THROUGHPUT
     else:
         panels.append(
             wr.ScatterPlot(
@@ -234,14 +224,10 @@ def _panels(group: Group) -> list[Any]:
                 y=wr.SummaryMetric("score"),
             )
         )
-        panels.append(wr.BarPlot(title=unit, metrics=["score"]))
-    for key, metric, title in (
-        ("prefill_s", "prefill_s", "prefill, median seconds per example"),
-        ("compress_s", "compress_s", "compression, median seconds per example"),
-        ("decode_s", "decode_ms_per_token", "decoding, median milliseconds per token"),
-    ):
-        if group.records[key].notna().any():
-            panels.append(wr.BarPlot(title=title, metrics=[metric]))
+    for field, (metric, title) in _SECONDS.items():
+        if group.records[field].notna().any():
+            bars = {**bars, metric: title}
+    panels += [wr.BarPlot(title=title, metrics=[metric]) for metric, title in bars.items()]
     tables = field_tables(group)
     found = {c.section: c for variant in group.variants for c in curves(group, tables, variant)}
     for curve in found.values():
@@ -255,18 +241,31 @@ def _panels(group: Group) -> list[Any]:
             )
         )
     for panel in panels:
-        panel.layout = wr.Layout(**half)
+        panel.layout = wr.Layout(w=_HALF, h=_LOW)
     if group.meta.figure("heatmap"):
         for key, title in (("heatmap", "heatmaps"), ("heatmap_chart", "heatmaps, interactive")):
-            panels.append(
-                wr.MediaBrowser(
-                    title=f"{title}, one per method",
-                    media_keys=[key],
-                    num_columns=4,
-                    layout=wr.Layout(w=_WIDE, h=_HIGH),
-                )
-            )
+            panels.append(_browser(key, title=f"{title}, one per method", num_columns=4))
     return panels
+
+
+def _browser(key: str, **more: Any) -> wr.MediaBrowser:
+    """A panel as wide as the report, of the media logged under `key`."""
+    import wandb_workspaces.reports.v2 as wr
+
+    return wr.MediaBrowser(media_keys=[key], layout=wr.Layout(w=_WIDE, h=_HIGH), **more)
+
+
+_THROUGHPUT = {
+    "decode_tokens_per_s": "new tokens per second while decoding",
+    "tokens_per_s": "new tokens per second, prefill and compression included",
+    "peak_bytes": "peak memory (bytes)",
+}
+_SECONDS = {
+    "prefill_s": ("prefill_s", "prefill, median seconds per example"),
+    "compress_s": ("compress_s", "compression, median seconds per example"),
+    "decode_s": ("decode_ms_per_token", "decoding, median milliseconds per token"),
+}
+"""Titles of bars by what W&B's runs are summed up with; of seconds by the record field."""
 
 
 def _side_by_side(experiment: Experiment, group: Group) -> wr.PanelGrid:
@@ -282,10 +281,7 @@ def _side_by_side(experiment: Experiment, group: Group) -> wr.PanelGrid:
     if "rate" in group.records and group.records["rate"].nunique() > 1:
         keys.append("error_against_memory_figure")
     keys += ["heatmaps"] if group.meta.figure("heatmap") else []
-    panels: list[Any] = [
-        wr.MediaBrowser(media_keys=[key], num_columns=1, layout=wr.Layout(w=_WIDE, h=_HIGH))
-        for key in keys
-    ]
+    panels: list[Any] = [_browser(key, num_columns=1) for key in keys]
     names = ["predictions"] if group.records["prediction"].notna().any() else []
     for table in ("scores", *names):
         layout = wr.Layout(w=_WIDE, h=_HIGH)

@@ -17,9 +17,7 @@ from kvbench.errors import first_line
 from kvbench.records.durable import read_file, replace
 from kvbench.records.read import MANIFEST, Run, record_files
 from kvbench.report.tables.scores import VariantScores
-from kvbench.report.wandb.media import (
-    Curve,
-)
+from kvbench.report.wandb.media import Curve
 from kvbench.report.wandb.send import QUIET
 
 if TYPE_CHECKING:
