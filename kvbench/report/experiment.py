@@ -113,12 +113,9 @@ class Group:
         if "beyond_positions" not in self.records:
             return None
         over = self.records[self.records["beyond_positions"].eq(True)]
-        numbers = [
-            pd.to_numeric(over[name], errors="coerce").max()
-            for name in ("prompt_tokens", "max_positions")
-            if name in over
-        ]
-        if len(numbers) < 2 or not np.isfinite(numbers).all():
+        named = over.reindex(columns=["prompt_tokens", "max_positions"])
+        numbers = named.apply(pd.to_numeric, errors="coerce").max().tolist()
+        if not np.isfinite(numbers).all():
             return None
         return over["example_id"].nunique(), int(numbers[0]), int(numbers[1])
 
@@ -182,11 +179,8 @@ def by_measure(group: Group) -> Group:
 
 def _entries(records: pd.DataFrame, which: str) -> list[float]:
     """The records' ``entries`` as one number each: "mean" or "max" over layers and heads."""
-    found = []
-    for entries in records["entries"]:
-        value = entries.get(which) if isinstance(entries, dict) else None
-        found.append(float(value) if isinstance(value, int | float) else math.nan)
-    return found
+    values = [e.get(which) if isinstance(e, dict) else None for e in records["entries"]]
+    return [float(value) if isinstance(value, int | float) else math.nan for value in values]
 
 
 def _decode_ms(
@@ -256,8 +250,10 @@ def _baselines(variants: Sequence[Variant]) -> dict[str, str | None]:
     """For each variant the exact variant that shares most of its options; None where none was run:
     no other method is what one would compare with."""
     exact = [variant for variant in variants if variant.method == BASELINE]
-    found: dict[str, str | None] = dict.fromkeys(variant.label for variant in variants)
-    for variant in variants if exact else ():
-        nearest = max(exact, key=lambda other: len(set(other.options) & set(variant.options)))
-        found[variant.label] = None if variant in exact else nearest.label
-    return found
+
+    def nearest(variant: Variant) -> str | None:
+        if variant in exact or not exact:
+            return None
+        return max(exact, key=lambda other: len(set(other.options) & set(variant.options))).label
+
+    return {variant.label: nearest(variant) for variant in variants}

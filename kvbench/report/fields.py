@@ -114,12 +114,11 @@ def _numbers(figure: Mapping[str, Any]) -> set[str]:
 
 def _beyond(column: pd.Series, *, text: bool) -> Any:
     """Where a value is neither a number that can be drawn nor, if `text`, a text."""
-    if pd.api.types.is_bool_dtype(column):
+    words = text and isinstance(column.dtype, pd.StringDtype)
+    if words or pd.api.types.is_bool_dtype(column):
         return [False] * len(column)
     if pd.api.types.is_numeric_dtype(column):
         return column.abs() > LARGEST
-    if text and isinstance(column.dtype, pd.StringDtype):
-        return [False] * len(column)
     return [not _fits(value, text=text) for value in column]
 
 

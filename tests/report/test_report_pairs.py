@@ -243,7 +243,7 @@ def test_pairs_are_ranked_paired_and_without_the_baseline(
     close, far = by_name["balancekv", "uniform"], by_name["balancekv", "streaming_llm"]
     assert close.difference.low <= 0 <= close.difference.high
     assert far.difference.low > 0 or far.difference.high < 0
-    assert far.adjusted < 0.01 < 0.05 < close.p <= close.adjusted
+    assert far.p_adjusted < 0.01 < 0.05 < close.p <= close.p_adjusted
     assert list(close.needed) == [0.02, 0.05]
     assert close.needed[0.02] > 4 * close.needed[0.05]  # for stated differences, not for those seen
     assert by_name["balancekv", "h2o"].examples == 118  # 120 but two that h2o failed
@@ -251,7 +251,9 @@ def test_pairs_are_ranked_paired_and_without_the_baseline(
     kept = wide[["balancekv", "h2o"]].dropna()
     split = kept["balancekv"].sub(kept["h2o"]).groupby(lambda name: name.split("-")[0])
     assert by_name["balancekv", "h2o"].difference.value == pytest.approx(split.mean().mean())
-    assert by_name["balancekv", "h2o"].deviation == pytest.approx(np.sqrt(split.var().mean()))
+    assert by_name["balancekv", "h2o"].paired_deviation == pytest.approx(
+        np.sqrt(split.var().mean())
+    )
     # 5 % / 6 pairs: z = 2.638257; two datasets
     spread = split.var().mean() / 2
     root = 2.638257 * math.sqrt(spread + 0.02**2 / 2) + 0.841621 * math.sqrt(spread)
@@ -281,7 +283,7 @@ def test_published_gaps_say_what_they_would_take(pairs: tuple[Group, list[Varian
     close = next(p for p in found if {p.first.method, p.second.method} == {"balancekv", "uniform"})
     gap = close.published["Llama"]
     assert abs(gap.difference) == pytest.approx(0.39)
-    spread = close.deviation**2 / 2
+    spread = close.paired_deviation**2 / 2
     root = 2.638257 * math.sqrt(spread + 0.0039**2 / 2) + 0.841621 * math.sqrt(spread)
     assert gap.needed == pytest.approx(root**2 / 0.0039**2, abs=1)
     text = pairs_table(group, found)
@@ -299,7 +301,7 @@ def test_published_gaps_say_what_they_would_take(pairs: tuple[Group, list[Varian
         ("difference", found[0].difference.value),
         ("difference_low", found[0].difference.low),
         ("difference_high", found[0].difference.high),
-        ("paired_deviation", found[0].deviation),
+        ("paired_deviation", found[0].paired_deviation),
     ):
         assert lines[column][0] == pytest.approx(100 * value)
 
@@ -318,8 +320,8 @@ def test_marks_and_pairs_of_one_page_agree(tmp_path: Path) -> None:
         shown = {row.variant.label: row.total for row in score_table(group).rows}
         for pair in pairs_of(group):
             if shown[pair.first.label].best and not shown[pair.second.label].best:
-                assert shown[pair.second.label].worse == (pair.adjusted < ALPHA)
-                assert shown[pair.second.label].tied == (pair.adjusted >= ALPHA)
+                assert shown[pair.second.label].worse == (pair.p_adjusted < ALPHA)
+                assert shown[pair.second.label].tied == (pair.p_adjusted >= ALPHA)
 
 
 def test_variants_that_share_no_example_are_ranked_by_their_own_means(tmp_path: Path) -> None:

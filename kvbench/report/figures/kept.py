@@ -92,9 +92,8 @@ def strip_of(value: object) -> Strip | None:
     found = {}
     for name, held in layers.items():
         sound = isinstance(held, list) and len(held) == count <= 1024
-        if not sound or not str(name).isdecimal() or len(str(name)) > 4:
-            return None
-        if not all(is_number(one) and 0 <= one <= _LARGEST for one in held):
+        sound = sound and str(name).isdecimal() and len(str(name)) <= 4
+        if not sound or not all(is_number(one) and 0 <= one <= _LARGEST for one in held):
             return None
         found[int(name)] = np.array(held, dtype=float) / 100
     if not found:

@@ -160,13 +160,9 @@ def variances(strata: Sequence[Stratum]) -> Array:
     found = []
     for stratum in strata:
         means = ratio(stratum.sums, stratum.counts)
-        known = ~np.isnan(means)
-        count = known.sum(0)
-        centre = ratio(np.nansum(means, axis=0), count.astype(float))
-        squares = np.where(known, np.square(means - centre), 0.0).sum(0)
-        found.append(
-            np.divide(squares, count - 1, out=np.full(len(count), np.nan), where=count > 1)
-        )
+        count = (stratum.counts > 0).sum(0)
+        centre = ratio(np.nansum(means, axis=0), count)
+        found.append(ratio(np.nansum(np.square(means - centre), axis=0), np.maximum(count - 1, 0)))
     return np.array(found)
 
 

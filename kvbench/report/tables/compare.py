@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -157,17 +157,12 @@ def compare(first: Experiment, second: Experiment) -> Comparison:
         raise StoreError(
             f"{first.folder} and {second.folder} have no model, task and method in common"
         )
-    names = _names(first, second)
-    only = tuple(
-        tuple(
-            n
-            for g in e.groups
-            for variant in g.variants
-            if (n := _run_name(g, variant)) not in known
-        )
-        for e, known in zip((first, second), seen, strict=True)
-    )
-    return Comparison(names, _adjusted(tasks), tuple(_settings(pairs)), (only[0], only[1]))
+    every = ([_run_name(g, v) for g in e.groups for v in g.variants] for e in (first, second))
+    only = [
+        tuple(n for n in names if n not in known) for names, known in zip(every, seen, strict=True)
+    ]
+    settings = tuple(_settings(pairs))
+    return Comparison(_names(first, second), _adjusted(tasks), settings, (only[0], only[1]))
 
 
 def _names(first: Experiment, second: Experiment) -> tuple[str, str]:
@@ -310,33 +305,32 @@ def _flips(one: pd.DataFrame, other: pd.DataFrame, label: str) -> list[Flip]:
     both = both[both["good"] != both["good_b"]]
     both = both.assign(size=(both["good_b"] - both["good"]).abs())
     both = both.sort_values("size", ascending=False, kind="stable")
-    named = ("dataset", "example_id", "answers", "prediction", "prediction_b", "good", "good_b")
+    rows: Iterable[Any] = both[list(_FLIP)].itertuples(index=False)
     return [
         Flip(
-            dataset=str(dataset),
-            example_id=str(example_id),
+            dataset=str(row.dataset),
+            example_id=str(row.example_id),
             method=label,
-            expected=" | ".join(map(str, answers)) if isinstance(answers, list) else "",
-            predictions=(str(before), str(after)),
-            scores=(float(first), float(second)),
+            expected=" | ".join(map(str, row.answers)) if isinstance(row.answers, list) else "",
+            predictions=(str(row.prediction), str(row.prediction_b)),
+            scores=(float(row.good), float(row.good_b)),
         )
-        for dataset, example_id, answers, before, after, first, second in zip(
-            *(both[name] for name in named), strict=True
-        )
+        for row in rows
     ]
+
+
+_FLIP = ("dataset", "example_id", "answers", "prediction", "prediction_b", "good", "good_b")
+"""Columns of two experiments' common examples that a `Flip` is made of."""
 
 
 def _adjusted(tasks: Sequence[TaskComparison]) -> tuple[TaskComparison, ...]:
     """The totals' p-values adjusted for their number."""
     p = iter(holm([match.total.p for task in tasks for match in task.matches]))
-    found = []
-    for task in tasks:
-        matches = []
-        for match in task.matches:
-            total = replace(match.total, p_holm=next(p))
-            matches.append(replace(match, changes=(*match.changes[:-1], total)))
-        found.append(replace(task, matches=tuple(matches)))
-    return tuple(found)
+
+    def adjusted(match: Match) -> Match:
+        return replace(match, changes=(*match.changes[:-1], replace(match.total, p_holm=next(p))))
+
+    return tuple(replace(task, matches=tuple(map(adjusted, task.matches))) for task in tasks)
 
 
 def _manifests(
@@ -366,20 +360,16 @@ def _settings(pairs: Sequence[tuple[str, Mapping[str, Any], Mapping[str, Any]]])
 
 def _facts(manifest: Mapping[str, Any]) -> dict[str, str]:
     """What a manifest says a run was made with, as dotted keys."""
-    facts: dict[str, str] = {}
     config = manifest.get("config") or manifest.get("identity") or {}
     others = {"methods", "method", "hydra"}  # a job's other methods are no part of this run
     own = {key: value for key, value in config.items() if key not in others}
-    method = str(manifest.get("method"))
-    mine = (config.get("methods") or {}).get(method) or (manifest.get("identity") or {}).get(
-        "method"
-    )
-    facts |= flat(own, everything=True)
+    method, identity = str(manifest.get("method")), manifest.get("identity") or {}
+    mine = (config.get("methods") or {}).get(method) or identity.get("method")
     if isinstance(mine, Mapping):
-        facts |= flat({f"methods.{method}": mine}, everything=True)
-    for key in ("seed", "code_revision", "versions", "hardware", "command"):
-        value = manifest.get(key)
-        facts |= flat({key: value}, everything=True) if value is not None else {}
-    for key in ("experiment_name", "results_dir", "dry_run"):
-        facts.pop(key, None)
-    return facts
+        own[f"methods.{method}"] = mine
+    keys = ("seed", "code_revision", "versions", "hardware", "command")
+    found = flat(own, everything=True)
+    found |= flat({k: manifest[k] for k in keys if manifest.get(k) is not None}, everything=True)
+    return {
+        k: v for k, v in found.items() if k not in ("experiment_name", "results_dir", "dry_run")
+    }

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvbench.report.experiment import Group
 from kvbench.report.labels import Variant
-from kvbench.report.stats.estimate import Array, Estimate, Stratum
+from kvbench.report.stats.estimate import Array, Estimate
 from kvbench.report.stats.intervals import difference_intervals
 from kvbench.report.stats.marks import common_means, paired_tests
 from kvbench.report.stats.significance import ALPHA, POWER, units_needed, variances
@@ -51,9 +51,9 @@ class VariantPair:
 
     Attributes:
         difference: first minus second, paired.
-        p, adjusted: of the paired test, and adjusted for all pairs of that rate.
-        deviation: standard deviation of one example's paired difference, pooled over datasets.
-        examples, datasets: independent units that both scored, and datasets they are from.
+        p, p_adjusted: of the paired test, and adjusted for all pairs of that rate.
+        paired_deviation: of one example's paired difference, pooled over datasets.
+        examples: independent units that both scored, of so many `datasets`.
         needed: by planned difference, units per dataset that would show it
             (`significance.units_needed`).
         neighbours: of adjacent rank. to_best: the first is the best of its rate.
@@ -64,8 +64,8 @@ class VariantPair:
     second: Variant
     difference: Estimate
     p: float
-    adjusted: float
-    deviation: float
+    p_adjusted: float
+    paired_deviation: float
     examples: int
     datasets: int
     needed: Mapping[float, float]
@@ -112,8 +112,12 @@ def _among(
     found = difference_intervals(tests.strata, fraction=fraction)
     spread = variances(tests.strata)
     deviations = np.sqrt(spread.mean(0))
-    differing = _shares_differing(tests.strata).mean(0)
-    units = _units(tests.strata)
+    counts = [(stratum.counts > 0).sum(0) for stratum in tests.strata]
+    changed = [(stratum.sums != 0).sum(0) for stratum in tests.strata]
+    differing = np.mean(
+        [c / np.maximum(n, 1) for c, n in zip(changed, counts, strict=True)], axis=0
+    )
+    units = np.sum(counts, axis=0)
     unit = 1.0 if fraction else float(abs(own[order[0]]))
     scale = 100.0 if fraction else 1.0
     rank = {variant: place for place, variant in enumerate(ranked)}
@@ -132,8 +136,8 @@ def _among(
                 second=second,
                 difference=found[k],
                 p=tests.p[k],
-                adjusted=tests.adjusted[k],
-                deviation=float(deviations[k]),
+                p_adjusted=tests.adjusted[k],
+                paired_deviation=float(deviations[k]),
                 examples=int(units[k]),
                 datasets=len(strata),
                 needed={planned: needed(planned * unit) for planned in PLANNED},
@@ -146,20 +150,10 @@ def _among(
 
 
 def _needed(variance: Array, share: float, effect: float, *, alpha: float) -> float:
-    """Units per dataset that would show `effect`. Scores that differ in fewer units than a share of
-    `effect` cannot differ by so much on average: then as many more are taken to."""
+    """Units per dataset that would show `effect`; as many more are taken to differ as it takes for the
+    scores to differ by so much on average."""
     more = max(1.0, min(1.0, abs(effect)) / share) if share else 1.0
     return units_needed(variance * more, effect, alpha=alpha, differing=min(1.0, share * more))
-
-
-def _shares_differing(strata: Sequence[Stratum]) -> Array:
-    """[strata, columns] share of units whose difference is not 0."""
-    return np.array([(s.sums != 0).sum(0) / np.maximum((s.counts > 0).sum(0), 1) for s in strata])
-
-
-def _units(strata: Sequence[Stratum]) -> Array:
-    """Per column, how many units have a difference."""
-    return np.sum([(stratum.counts > 0).sum(0) for stratum in strata], axis=0)
 
 
 def pairs_table(group: Group, pairs: Sequence[VariantPair]) -> Table:
@@ -204,10 +198,8 @@ def pairs_table(group: Group, pairs: Sequence[VariantPair]) -> Table:
             Column("methods", "methods", "label", saved=False, of=names),
             Column("difference", "difference", "difference", unit),
             Column("p", "p", "p"),
-            Column("p_adjusted", "p, adjusted", "p", of=lambda pair: pair.adjusted),
-            Column(
-                "paired_deviation", "σ of a pair", "deviation", unit, of=lambda pair: pair.deviation
-            ),
+            Column("p_adjusted", "p, adjusted", "p"),
+            Column("paired_deviation", "σ of a pair", "deviation", unit),
             Column("datasets"),
             Column("examples", "examples", "label"),
             *map(needed, PLANNED),

@@ -128,10 +128,10 @@ def _compare(
         kept = [column for column in frame if column not in spec["methods"]]
         frame = frame.melt(kept, spec["methods"], var_name="method", value_name="value")
         by, value = by or "dataset", "value"
-    if "method" not in frame:
-        frame = frame.assign(method=spec.get("method", ""))
-    if "model" not in frame and spec.get("model"):
-        frame = frame.assign(model=spec["model"])
+    given = {"method": spec.get("method", "")} | (
+        {"model": spec["model"]} if spec.get("model") else {}
+    )
+    frame = frame.assign(**{name: value for name, value in given.items() if name not in frame})
     ours = spec.get("names") or {}
     frame = frame.assign(method=[ours.get(name, name) for name in frame["method"]])
     frame = frame.explode("method", ignore_index=True)

@@ -301,10 +301,8 @@ def _every_slope(scaling: Scaling) -> Table:
 def _bytes_ratio(group: Group, spec: Mapping[str, Any], fit: Fit) -> float:
     """Mean bytes held over those of the exact cache at the last level fitted; NaN where not known."""
     records = group.records
-    mine = records["variant"].eq(fit.curve.variant.label) & records[spec["facet"]].eq(
-        fit.curve.facet
-    )
-    mine &= records[spec["level"]].eq(fit.most) & records["status"].eq("ok")
+    mine = records["status"].eq("ok") & records["variant"].eq(fit.curve.variant.label)
+    mine &= records[spec["facet"]].eq(fit.curve.facet) & records[spec["level"]].eq(fit.most)
     return float(pd.to_numeric(records["ratio"][mine]).mean())
 
 

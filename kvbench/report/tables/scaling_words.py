@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,40 +61,36 @@ def _error_words(
         expected = mine[0].expected
         if not math.isfinite(expected):
             continue
+        by_verdict = {verdict: [f for f in mine if f.verdict == verdict] for verdict in VERDICTS}
         parts = []
-        for verdict in VERDICTS:
-            chosen = [f for f in mine if f.verdict == verdict]
-            if chosen:
-                named = "; ".join(f"{f.curve.facet} ({slope_text(f.slope)})" for f in chosen)
-                parts.append(f"{verdict} on {named}")
-        text = f"{label}, predicted {signed_text(expected)}: {'. '.join(map(_capital, parts))}."
-        bent = [f for f in mine if _bends(f)]
-        if bent:
-            named = "; ".join(
-                f"{f.curve.facet} ({signed_text(f.lower.value)} up to {f.split:.0f} entries, "
-                f"{signed_text(f.upper.value)} beyond)"
-                for f in bent
-            )
-            text += f" The slope changes along the way: {named}."
-        found.append(text)
+        for verdict, chosen in by_verdict.items():
+            named = "; ".join(f"{f.curve.facet} ({slope_text(f.slope)})" for f in chosen)
+            parts += [_capital(f"{verdict} on {named}")] if chosen else []
+        text = f"{label}, predicted {signed_text(expected)}: {'. '.join(parts)}."
+        bent = "; ".join(
+            f"{f.curve.facet} ({signed_text(f.lower.value)} up to {f.split:.0f} entries, "
+            f"{signed_text(f.upper.value)} beyond)"
+            for f in mine
+            if _bends(f)
+        )
+        found.append(text + (f" The slope changes along the way: {bent}." if bent else ""))
     compare = spec.get("compare")
-    gains = [f for f in fits if f.curve.variant.method != compare and math.isfinite(f.ratio.value)]
-    if gains:
-        sentences = []
-        for label, mine in by_variant.items():
-            ratios = [f for f in mine if f in gains]
-            if not ratios:
-                continue
-            below = [f for f in ratios if f.ratio.high < 1]
-            above = [f for f in ratios if f.ratio.low > 1]
+    sentences = []
+    for label, mine in by_variant.items():
+        ratios = [
+            f for f in mine if f.curve.variant.method != compare and math.isfinite(f.ratio.value)
+        ]
+        if ratios:
+            below = sum(f.ratio.high < 1 for f in ratios)
+            above = sum(f.ratio.low > 1 for f in ratios)
             low, high = (pick(ratios, key=lambda f: f.ratio.value) for pick in (min, max))
             spread = f"from {ratio_text(low.ratio)} times on {low.curve.facet}"
             if high is not low:
                 spread += f" to {ratio_text(high.ratio)} on {high.curve.facet}"
             sentences.append(
-                f"{label} {spread} (interval below 1 on {len(below)}, above 1 on {len(above)} of "
-                f"{len(ratios)})"
+                f"{label} {spread} (interval below 1 on {below}, above 1 on {above} of {len(ratios)})"
             )
+    if sentences:
         found.append(
             f"Error relative to {compare}'s with {last:.0f} entries asked for: "
             f"{'; '.join(sentences)}."
@@ -146,39 +142,36 @@ def _reached(by_variant: Mapping[str, Sequence[Fit]]) -> str:
 def _discrepancy_words(
     by_variant: Mapping[str, Sequence[Fit]], spec: Mapping[str, Any]
 ) -> list[str]:
-    some = next(iter(by_variant.values()))[0]
+    some, compare = next(iter(by_variant.values()))[0], str(spec.get("compare"))
+
+    def growth(f: Fit) -> str:
+        at = float(f.curve.mean[np.flatnonzero(f.curve.levels == f.most)[0]])
+        text = f"{f.curve.facet} (slope {slope_text(f.slope)}, {number(at)} at the end"
+        if math.isfinite(f.ratio.value) and f.curve.variant.method != compare:
+            text += f", {ratio_text(f.ratio)} times {compare}"
+        return f"{text})"
+
+    base = {f.curve.facet: f.curve for f in by_variant.get(compare, [])}
+
+    def smaller(f: Fit) -> str:
+        start = _smaller_from(f, base[f.curve.facet])
+        return f"{f.curve.facet} {'nowhere' if start is None else f'from n = {start:.0f}'}"
+
+    beside = {
+        label: [smaller(f) for f in mine if f.curve.facet in base]
+        for label, mine in by_variant.items()
+        if label != compare
+    }
+    starts = [f"{label} ({', '.join(named)})" for label, named in beside.items() if named]
     found = [
         f"Growth of the largest coordinate of the signed sum as n^slope, fitted from n = "
         f"{some.least:.0f} to {some.most:.0f}, 95 % intervals over {count_text([some], spec)}. "
-        "Random signs must give 1/2, a logarithm something close to 0."
+        "Random signs must give 1/2, a logarithm something close to 0.",
+        *_of_each(by_variant, growth),
     ]
-    for label, mine in by_variant.items():
-        parts = []
-        for f in mine:
-            at = f.curve.mean[np.flatnonzero(f.curve.levels == f.most)[0]]
-            text = f"{f.curve.facet} (slope {slope_text(f.slope)}, {number(float(at))} at the end"
-            if math.isfinite(f.ratio.value) and f.curve.variant.method != spec.get("compare"):
-                text += f", {ratio_text(f.ratio)} times {spec['compare']}"
-            parts.append(f"{text})")
-        found.append(f"{label}: {'; '.join(parts)}.")
-    base = {f.curve.facet: f.curve for f in by_variant.get(str(spec.get("compare")), [])}
-    starts = []
-    for label, mine in by_variant.items():
-        if label == spec.get("compare"):
-            continue
-        named = []
-        for f in mine:
-            other = base.get(f.curve.facet)
-            if other is None:
-                continue
-            start = _smaller_from(f, other)
-            where = "nowhere" if start is None else f"from n = {start:.0f}"
-            named.append(f"{f.curve.facet} {where}")
-        if named:
-            starts.append(f"{label} ({', '.join(named)})")
     if starts:
         found.append(
-            f"Smaller than {spec['compare']}, the whole interval of the paired ratio below 1: "
+            f"Smaller than {compare}, the whole interval of the paired ratio below 1: "
             f"{'; '.join(starts)}."
         )
     return found
@@ -186,47 +179,51 @@ def _discrepancy_words(
 
 def _cluster_words(by_variant: Mapping[str, Sequence[Fit]]) -> list[str]:
     some = next(iter(by_variant.values()))[0]
-    found = [
+
+    def clusters(f: Fit) -> str:
+        last, share = float(f.curve.mean[-1]), f.curve.mean[-1] / f.curve.levels[-1]
+        return (
+            f"{f.curve.facet} (slope {slope_text(f.slope)}, m = {number(last)},"
+            f" {100 * share:.3g} % of n)"
+        )
+
+    return [
         f"Growth of the number of clusters m as n^slope, fitted from n = {some.least:.0f} to "
-        f"{some.most:.0f}; memory is sublinear in n only where the slope is below 1."
+        f"{some.most:.0f}; memory is sublinear in n only where the slope is below 1.",
+        *_of_each(by_variant, clusters),
     ]
-    for label, mine in by_variant.items():
-        parts = []
-        for f in mine:
-            share = f.curve.mean[-1] / f.curve.levels[-1]
-            parts.append(
-                f"{f.curve.facet} (slope {slope_text(f.slope)}, m = {number(float(f.curve.mean[-1]))},"
-                f" {100 * share:.3g} % of n)"
-            )
-        found.append(f"{label}: {'; '.join(parts)}.")
-    return found
 
 
 def _power_words(by_variant: Mapping[str, Sequence[Fit]], spec: Mapping[str, Any]) -> list[str]:
     """The exponent and how well a power law fits, of every curve."""
     some = next(iter(by_variant.values()))[0]
     x, y = (str(spec.get(f"{a}label", words(spec[a]))) for a in "xy")
-    found = [
-        f"Power law y = C x^slope of {y} (y) against {x} (x), by least squares on logarithmic axes, x "
-        f"from {some.least:.0f} to {some.most:.0f}, 95 % intervals over {count_text([some], spec)}; R² "
-        "is of the line through the means."
-    ]
-    for label, mine in by_variant.items():
-        parts = [
+
+    def power(f: Fit) -> str:
+        first, last = (number(float(f.curve.mean[at])) for at in (0, -1))
+        return (
             f"{f.curve.facet} (slope {slope_text(f.slope)}, R² {f.r_squared:.3f}, "
-            f"{number(float(f.curve.mean[0]))} at the first x and {number(float(f.curve.mean[-1]))} at "
-            "the last)"
-            for f in mine
-        ]
-        found.append(f"{label}: {'; '.join(parts)}.")
+            f"{first} at the first x and {last} at the last)"
+        )
+
     means = {
         label: float(np.mean([f.slope.value for f in mine])) for label, mine in by_variant.items()
     }
     named = ", ".join(
         f"{name} {signed_text(means[name])}" for name in sorted(means, key=means.__getitem__)
     )
-    found.append(f"Mean slope of {y} against {x}, the steepest fall first: {named}.")
-    return found
+    return [
+        f"Power law y = C x^slope of {y} (y) against {x} (x), by least squares on logarithmic axes, x "
+        f"from {some.least:.0f} to {some.most:.0f}, 95 % intervals over {count_text([some], spec)}; R² "
+        "is of the line through the means.",
+        *_of_each(by_variant, power),
+        f"Mean slope of {y} against {x}, the steepest fall first: {named}.",
+    ]
+
+
+def _of_each(by_variant: Mapping[str, Sequence[Fit]], text: Callable[[Fit], str]) -> list[str]:
+    """A sentence for each variant: what `text` says of its fits."""
+    return [f"{label}: {'; '.join(map(text, mine))}." for label, mine in by_variant.items()]
 
 
 def _smaller_from(fit: Fit, other: Curve) -> float | None:

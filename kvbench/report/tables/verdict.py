@@ -31,8 +31,7 @@ def verdict_of(group: Group) -> str:
         scored = [i for i in peers if all((~np.isnan(one.values[:, i])).any() for one in strata)]
         text = _sentence(group, strata, scored) if strata and scored else ""
         if text:
-            start = _where(group, scored)
-            whole = f"{start}{text}." if start else f"{text}."
+            whole = f"{_where(group, scored)}{text}."
             found.append(whole[:1].upper() + whole[1:])
     return "\n".join(found)
 
