@@ -28,10 +28,10 @@ from kvbench.report.tables.score_tables import (
     overview_tables,
     paper_layout,
     split_table,
+    sweep_table,
 )
 from kvbench.report.tables.scores import AVERAGE, ScoreTable, score_table
 from kvbench.report.tables.study import Study, study_of
-from kvbench.report.tables.sweep import sweep_table
 from kvbench.report.tables.timings import decoding_table, timing_table
 from kvbench.report.tables.verdict import verdict_of
 

@@ -94,8 +94,8 @@ def _slopes_figure(group: Group, spec: Mapping[str, Any], fits: Sequence[Fit]) -
     facets = list(dict.fromkeys(fit.curve.facet for fit in fits))
     looks = _looks(group.variants)
     variants = [a for a in group.variants if any(f.curve.variant == a for f in fits)]
-    figure = canvas.new_figure(6.4, 1.2 + len(facets) * max(0.34, 0.085 * len(variants) + 0.12))
-    ax = figure.subplots()
+    size = (6.4, len(facets) * max(0.34, 0.085 * len(variants) + 0.12))
+    figure, (ax,) = canvas.new_panels(1, 1, size, (0.0, 1.2))
     for slope in spec.get("guides", ()):
         ax.axvline(slope, color=_GREY, linestyle=(0, (4, 3)), linewidth=0.9)
     for k, variant in enumerate(variants):
@@ -139,9 +139,7 @@ def _looks(variants: Sequence[Variant]) -> dict[str, Style]:
     unknown = order_of("")[0]
     spare = zip(SPARE * 9, _SPARE_MARKERS * 9, strict=True)
     for variant in variants:
-        known = order_of(variant.method)[0] != unknown
-        taken = any(style_of(variant.method) == look for look in looks.values())
-        looks[variant.label] = (
-            style_of(variant.method) if known and not taken else Style(*next(spare))
-        )
+        own = style_of(variant.method)
+        free = order_of(variant.method)[0] != unknown and own not in looks.values()
+        looks[variant.label] = own if free else Style(*next(spare))
     return looks

@@ -172,10 +172,9 @@ def _ascends(column: Column, first: bool) -> bool:
 
 def _filters(shown: Sequence[Shown]) -> dict[str, list[str]]:
     """Fields to filter predictions by, each with its values in order of appearance."""
-    values: dict[str, dict[str, None]] = {"dataset": {}}
+    values: dict[str, dict[str, None]] = {}
     for example in shown:
-        values["dataset"][example.dataset] = None
-        for name, value in example.fields.items():
+        for name, value in {"dataset": example.dataset, **example.fields}.items():
             values.setdefault(name, {})[value] = None
     return {name: list(found) for name, found in values.items() if len(found) > 1}
 

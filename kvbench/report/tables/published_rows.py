@@ -261,31 +261,27 @@ def _comparison(tables: Sequence[Published]) -> Table:
 def _lines(line: PublishedRow, pairs: Mapping[str, Pair], unit: str, group: str) -> Iterable[Row]:
     """Four rows about one method: ours, interval, published, difference."""
     score, change = Column("", kind="score", unit=unit), Column("", kind="difference", unit=unit)
-    lines: dict[str, dict[str, str]] = {
-        "ours": {}, "95 % interval": {}, "published": {}, "difference": {}
-    }  # fmt: skip
-    marks: dict[str, dict[str, str]] = {"ours": {}, "published": {}}
+    texts: dict[str, tuple[str, ...]] = {}
     for name, pair in pairs.items():
-        scaled = _unscaled(pair.ours, unit)
-        text, interval = score.text(scaled)
-        lines["ours"][name] = text
-        lines["95 % interval"][name] = interval or MISSING
-        lines["published"][name] = pair.printed or MISSING
+        ours, interval = score.text(_unscaled(pair.ours, unit))
         difference = change.text(_unscaled(Estimate(pair.difference, math.nan, math.nan), unit))[0]
         if not math.isnan(pair.margin):
             apart = pair.margin / 100 if unit == "fraction" else pair.margin
             difference += f" (±{value_text(apart, unit)})"
-        lines["difference"][name] = difference
-        marks["ours"][name] = "" if pair.cell.complete else INCOMPLETE
-        marks["published"][name] = OUTSIDE if pair.beyond else ""
+        texts[name] = ours, interval or MISSING, pair.printed or MISSING, difference
+    marks = {
+        "ours": {name: INCOMPLETE * (not pair.cell.complete) for name, pair in pairs.items()},
+        "published": {name: OUTSIDE * pair.beyond for name, pair in pairs.items()},
+    }
     return [
         Row(
-            {"variant": line.label if head == "ours" else "", "line": head, **texts},
+            {"variant": line.label if head == "ours" else "", "line": head}
+            | {name: four[i] for name, four in texts.items()},
             marks=marks.get(head, {}),
             group=group,
             method=line.method if head == "ours" else None,
         )
-        for head, texts in lines.items()
+        for i, head in enumerate(("ours", "95 % interval", "published", "difference"))
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -198,10 +199,9 @@ def _cells(group: Group, strata: Sequence[Scores]) -> list[Cell]:
     )
     cells = []
     for i, label in enumerate(labels):
-        failures: dict[str, int] = {}
+        failures: Counter[str] = Counter()
         for one in strata:
-            for status, count in one.statuses[i].items():
-                failures[status] = failures.get(status, 0) + count
+            failures.update(one.statuses[i])
         given = [one.values[one.given[:, i], i] for one in strata]
         cells.append(
             Cell(
@@ -210,7 +210,7 @@ def _cells(group: Group, strata: Sequence[Scores]) -> list[Cell]:
                 worse=i in worse,
                 scored=sum(int((~np.isnan(values)).sum()) for values in given),
                 expected=sum(map(len, given)),
-                failures=failures,
+                failures=dict(failures),
                 best=i in best,
                 tied=i in tied,
                 units=sum(int((one.counts[:, i] > 0).sum()) for one in own),

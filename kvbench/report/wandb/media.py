@@ -80,13 +80,11 @@ def comparison_media(group: Group, table: ScoreTable) -> dict[str, Any]:
     spec = group.meta.figure("heatmap")
     variants = [variant for variant in group.variants if _scored(group, variant)]
     if spec and variants:
-        for i, drawn in enumerate(heatmaps(group, spec)):
-            media["heatmaps" if i == 0 else f"heatmaps_{i + 1}"] = image(drawn)
+        media |= _images("heatmaps", heatmaps(group, spec))
         media["heatmap_chart"] = heatmap_chart(group, variants, spec)
     if len({variant.rate for variant in group.variants if variant.rate is not None}) > 1:
         media["score_against_ratio_figure"] = image(score_against_ratio(group, table))
-    for i, drawn in enumerate(kept_figures(group)):
-        media["kept" if i == 0 else f"kept_{i + 1}"] = image(drawn)
+    media |= _images("kept", kept_figures(group))
     errors = error_against_memory(group)
     if errors is not None:
         media["error_against_memory_figure"] = image(errors)
@@ -298,6 +296,11 @@ def image(drawn: Drawn) -> wandb.Image:
 
     caption = f"{drawn.title}. {drawn.caption}" if drawn.caption else drawn.title
     return wandb.Image(Image.open(io.BytesIO(drawn.png)), caption=caption)
+
+
+def _images(name: str, figures: Sequence[Drawn]) -> dict[str, Any]:
+    """Figures by a name; from the second on it bears a number."""
+    return {f"{name}_{i}" if i > 1 else name: image(drawn) for i, drawn in enumerate(figures, 1)}
 
 
 def _fields(group: Group) -> list[str]:
