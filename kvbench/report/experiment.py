@@ -248,7 +248,7 @@ def _group(model: str, task: str, runs: Sequence[Run]) -> Group:
 
 def _baselines(variants: Sequence[Variant]) -> dict[str, str | None]:
     """For each variant the exact variant that shares most of its options; None where none was run:
-    no other method is what one would compare with."""
+    no other method takes its place."""
     exact = [variant for variant in variants if variant.method == BASELINE]
 
     def nearest(variant: Variant) -> str | None:

@@ -83,7 +83,7 @@ def variants_of(runs: Sequence[Run]) -> list[Variant]:
     variants: dict[int, Variant] = {}
     for method, indices in by_method.items():
         whole = all(_keeps_all(runs[i].records) for i in indices)
-        configs = {i: _told_of(runs[i].manifest) for i in indices}
+        configs = {i: _distinguishing_options(runs[i].manifest) for i in indices}
         if whole:
             configs = {i: _without_budget(config) for i, config in configs.items()}
         varied = _varied(list(configs.values()))
@@ -109,8 +109,8 @@ def _rate_of(manifest: Mapping[str, Any]) -> float | None:
     return None if share is None else float(share)
 
 
-def _told_of(manifest: Mapping[str, Any]) -> dict[str, str]:
-    """What may tell a run from another: its options, and one digest for the content of its data."""
+def _distinguishing_options(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """What may distinguish a run from others: its options, and one digest of its data's content."""
     identity = dict(_identity(manifest))
     data = identity.pop(_DATA, None)
     told = flat(identity)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from kvbench.records.read import load_run
 from kvbench.report.experiment import group_runs
 from kvbench.report.tables.scores import ScoreTable, score_table
+
+T = TypeVar("T")
 
 
 def objective_of(folders: Sequence[str | Path]) -> dict[str, float]:
@@ -43,7 +46,12 @@ def scalars_of(table: ScoreTable) -> dict[str, float]:
         found |= {f"{name}/score": total.score.value, f"{name}/ratio": row.ratio}
         if total.difference is not None:
             found[f"{name}/difference"] = total.difference.value
-    return {key: value for key, value in found.items() if not math.isnan(value)}
+    return without_nan(found)
+
+
+def without_nan(values: Mapping[str, T]) -> dict[str, T]:
+    """The entries that are known."""
+    return {k: v for k, v in values.items() if not isinstance(v, float) or not math.isnan(v)}
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -46,6 +46,11 @@ def compared(folder: Path, spec: Any, method: str = "exact", model: str = "m") -
     return published_tables(load_experiment(folder / "demo"))
 
 
+def published_spec(experiment: str) -> Any:
+    file = Path(kvbench.__file__).parent / "conf" / "experiment" / f"{experiment}.yaml"
+    return yaml.safe_load(file.read_text())["paper_table"]
+
+
 def test_every_published_table_can_be_read() -> None:
     files = sorted(PAPER.glob("*.csv"))
     assert len(files) >= 20
@@ -276,7 +281,6 @@ def test_throughputs_stand_beside_the_name_that_records_have(
     tmp_path: Path, experiment: str, model: str, new: int, printed: str
 ) -> None:
     """Records bear a model's own name, with how its weights are packed, not that of its file."""
-    file = Path(kvbench.__file__).parent / "conf" / "experiment" / f"{experiment}.yaml"
     where = {"prompt_tokens": 512, "asked_new_tokens": new, "asked_batch": "largest"}
     for method in ("exact", "h2o"):
         write_run(
@@ -287,7 +291,7 @@ def test_throughputs_stand_beside_the_name_that_records_have(
             records=[{"example_id": "0", "dataset": "512", **where, "score": 40.0}],
             task_meta=THROUGHPUT_META,
             experiment=experiment,
-            options={"paper_table": yaml.safe_load(file.read_text())["paper_table"]},
+            options={"paper_table": published_spec(experiment)},
         )
     (table,) = published_tables(load_experiment(tmp_path / experiment))
     h2o = next(row for row in table.rows if row.label.startswith("h2o"))
@@ -299,8 +303,7 @@ def test_throughput_at_several_settings_is_compared_setting_by_setting(tmp_path:
     settings = {"h2o_table3": [(512, 32, 4), (512, 512, 4), (512, 1024, 4), (64, 8, 1)]}
     settings["h2o_table5"] = [(2048, 2048, 24), (2048, 2048, 64)]
     for experiment, asked in settings.items():
-        file = Path(kvbench.__file__).parent / "conf" / "experiment" / f"{experiment}.yaml"
-        spec = yaml.safe_load(file.read_text())["paper_table"]
+        spec = published_spec(experiment)
         several = spec if isinstance(spec, list) else [spec]
         spec = [one | {"records": {"asked_rate": 0.2}} for one in several]  # of two that were run
         for method in ("exact", "h2o", "snapkv"):
@@ -387,11 +390,6 @@ def test_columns_may_be_methods_and_rates_are_matched(tmp_path: Path) -> None:
     assert ("snapkv", "qasper") not in published
     (exact,) = [row for row in table.rows if row.label == "exact"]  # of three rates, one row
     assert {pair.printed for pair in exact.pairs} == {"43.1", "47.8", "49.5"}
-
-
-def published_spec(experiment: str) -> Any:
-    file = Path(kvbench.__file__).parent / "conf" / "experiment" / f"{experiment}.yaml"
-    return yaml.safe_load(file.read_text())["paper_table"]
 
 
 def test_tasks_may_be_columns_of_one_table_each_at_its_own_rate(tmp_path: Path) -> None:

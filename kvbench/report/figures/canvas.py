@@ -52,7 +52,7 @@ class Drawn:
     Attributes:
         name: file name stem, unique within an experiment.
         caption: what is shown, how it was measured, what the marks mean.
-        finding: what it says in numbers, for who cannot see it.
+        finding: what it says in numbers, as its text alternative.
     """
 
     name: str

@@ -235,7 +235,7 @@ def _draw(ax: Axes, label: str, method: str, strip: Strip) -> None:
 
 
 def _finding(named: Mapping[str, tuple[str, Strip]]) -> str:
-    """How much of the answer each method holds, for who cannot see the figure."""
+    """How much of the answer each method holds, as its text alternative."""
     held = {label: strip.of_answer for label, (_, strip) in named.items()}
     known = {label: share for label, share in held.items() if share is not None}
     if not known:

@@ -24,7 +24,7 @@ _AXES = {
 
 
 def extremes(values: Mapping[str, float], unit: str, *, lower: bool, signed: bool = False) -> str:
-    """Who is best and who is last, for who cannot see the figure."""
+    """Who is best and who is last, as its text alternative."""
     known = {name: value for name, value in values.items() if math.isfinite(value)}
     if not known:
         return ""

@@ -63,7 +63,7 @@ def svg_of(figure: Figure, name: str, label: str) -> str:
 
     Args:
         name: unique on the page; ids within the figure are made from it.
-        label: what the figure shows, for who cannot see it.
+        label: what the figure shows, as its text alternative.
     """
     buffer = io.BytesIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):

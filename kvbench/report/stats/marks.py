@@ -56,7 +56,7 @@ def standing(strata: Sequence[Scores], peers: Sequence[int], *, lower: bool) -> 
     """How the variants `peers`, which compete with each other, stand on one dataset or on several.
 
     The best has the best mean. Means over different examples cannot be ranked: variants that lack
-    a score stand back where another has them all, and where each lacks some, the examples that all
+    a score are passed over where another has them all, and where each lacks some, the examples that all
     scored decide. Where every mean is 0 there is no best.
 
     Another variant is shown to be worse where its paired test against a best one, over the examples that

@@ -58,9 +58,9 @@ from kvbench.report.tables.published_rows import (
     Pair,
     Published,
     PublishedRow,
-    all_said,
     best_rows,
     joined_rows,
+    merged_differences,
 )
 from kvbench.report.tables.scores import AVERAGE, NO_CELL, Cell, ScoreTable, score_table
 from kvbench.report.tables.strata import as_text
@@ -85,7 +85,7 @@ def published_tables(experiment: Experiment, folder: Path | None = None) -> list
             said = differences_of(spec)
             key = str({name: value for name, value in spec.items() if name != "differences"})
             specs.setdefault(key, spec)
-            differences[key] = all_said([differences.get(key), said])
+            differences[key] = merged_differences([differences.get(key), said])
         for key, spec in specs.items():
             try:
                 f = rescored_share(experiment.folder, group.model, group.task, spec)

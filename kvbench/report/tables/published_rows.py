@@ -135,12 +135,12 @@ def _side_by_side(tables: Sequence[Published]) -> Published:
         task=first.part_of or first.task,
         columns=columns,
         rows=rows,
-        differences=all_said([table.differences for table in tables]),
+        differences=merged_differences([table.differences for table in tables]),
     )
 
 
-def all_said(lists: Sequence[Sequence[str] | None]) -> tuple[str, ...] | None:
-    """Every line of several lists once; None where none of them says anything."""
+def merged_differences(lists: Sequence[Sequence[str] | None]) -> tuple[str, ...] | None:
+    """Every known difference once; None where no list is given."""
     said = [lines for lines in lists if lines is not None]
     return tuple(dict.fromkeys(line for lines in said for line in lines)) if said else None
 

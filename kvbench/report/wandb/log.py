@@ -23,7 +23,7 @@ from kvbench.errors import first_line
 from kvbench.records.durable import make_folder, read_file, remove, replace
 from kvbench.records.read import MANIFEST, Run, StoreError, load_run
 from kvbench.report.experiment import BASELINE, Group, group_runs
-from kvbench.report.objective import scalars_of
+from kvbench.report.objective import scalars_of, without_nan
 from kvbench.report.tables.scores import ScoreTable, VariantScores, score_table
 from kvbench.report.tables.timings import timings_of
 from kvbench.report.wandb.media import cap_note, comparison_media, curves, field_tables, run_media
@@ -32,14 +32,13 @@ from kvbench.report.wandb.runs import (
     config_of,
     failure_warned,
     id_of,
-    is_nan,
     log_curve,
     notes_of,
     offline_run,
     rate_text,
     records_artifact,
+    silent_logging,
     tags_of,
-    unheard_logging,
 )
 from kvbench.report.wandb.send import NotSent, check_logger, not_taken, send
 
@@ -113,7 +112,7 @@ def summary_of(table: ScoreTable, row: VariantScores) -> dict[str, Any]:
             summary["baseline"] = table.baseline
     summary |= {**row.total.score.named("score"), **row.costs}
     summary |= {"failures": dict(row.total.failures), "uncompressed": row.uncompressed}
-    return {key: value for key, value in summary.items() if not is_nan(value)}
+    return without_nan(summary)
 
 
 def _log_task(
@@ -130,7 +129,7 @@ def _log_task(
     try:
         make_folder(place, place.parent)
         # several processes may work on one experiment
-        with FileLock(place / ".lock"), unheard_logging():
+        with FileLock(place / ".lock"), silent_logging():
             runs = [
                 load_run(path) for path in sorted({p.parent for p in task.glob(f"*/{MANIFEST}")})
             ]
@@ -220,7 +219,7 @@ def _timings(group: Group, row: VariantScores) -> dict[str, float]:
         prefix = f"{timing.setting}/" if len(mine) > 1 else ""
         for key in ("tokens_per_s", "decode_tokens_per_s", "peak_bytes", "cache_bytes"):
             found[prefix + key] = timing.number(key)
-    return {key: value for key, value in found.items() if not is_nan(value)}
+    return without_nan(found)
 
 
 def send_written(folders: Sequence[Path], timeout_s: float) -> None:

@@ -21,7 +21,7 @@ from kvbench.report.wandb.runs import (
     id_of,
     notes_of,
     offline_run,
-    unheard_logging,
+    silent_logging,
 )
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def log_overview(folder: Path, scores: Sequence[ScoreTable], manifest: Mapping[s
     with failure_warned(f"the overview of {experiment}"):
         place = folder / "wandb"
         make_folder(place, folder)
-        with FileLock(place / ".lock"), unheard_logging():
+        with FileLock(place / ".lock"), silent_logging():
             written = _write(folder, experiment, scores, manifest, logger)
     if written is not None and mode == "online":
         send_written([written], float(logger["timeout_s"]))

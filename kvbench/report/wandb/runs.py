@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -85,7 +84,7 @@ def failure_warned(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def unheard_logging() -> Iterator[None]:
+def silent_logging() -> Iterator[None]:
     """W&B keeps a log of its own; where that cannot be written (a full disk), `logging` would print a
     traceback for every line of it."""
     before, logging.raiseExceptions = logging.raiseExceptions, False
@@ -164,7 +163,3 @@ def _drop_copies(folder: Path, name: str) -> None:
 def id_of(names: Mapping[str, Any], keys: Sequence[str]) -> str:
     text = json.dumps([str(names.get(key)) for key in keys])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def is_nan(value: Any) -> bool:
-    return isinstance(value, float) and math.isnan(value)
