@@ -319,8 +319,8 @@ class _Row:
         for result in results:
             if result.failure is not None:
                 raise result.failure
-        summed = ("prefill_s", "compress_s", "decode_s")
-        summed += ("cache_bytes", "cache_bytes_end", "exact_bytes")
+        seconds = ("prefill_s", "compress_s", "decode_s")
+        summed = (*seconds, "cache_bytes", "cache_bytes_end", "exact_bytes")
         whole = {name: sum(getattr(result, name) for result in results) for name in summed}
         return measured(results[0]) | whole
 
