@@ -1,4 +1,4 @@
-"""Triton kernel of online clustering's one step that goes point by point: who starts a cluster."""
+"""Triton kernel of the sequential step of online clustering: which points become representatives."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def first_come_kernel(
 
 @on_its_device
 def first_come(near: Tensor, free: Tensor, room: Tensor) -> Tensor:
-    """[h, b] bool: of the free points [h, b] in order those that no earlier one of them is near to, near
-    [h, b, b] bool, at most room [h] of a head. One launch."""
+    """`online_clusters._first_come` in one launch: near [h, b, b] bool (within the radius), free [h, b]
+    bool, room [h] int64; [h, b] bool."""
     heads, b = free.shape
     fresh = torch.empty_like(free, dtype=torch.uint8)
     options = {"B": triton.next_power_of_2(b), "num_warps": 1}

@@ -17,9 +17,9 @@ def greedy_k_centre(
 ) -> Tensor:
     """Repeatedly take the point farthest (l2) from the centres chosen so far.
 
-    Both implementations make the greedy choice exactly, up to ties and rounding, in O(n) memory
-    beyond the points, by looking again only at points that may be the farthest: see `_torch_greedy`
-    and `_triton_kcentre`.
+    Both implementations make the greedy choice exactly, up to ties and rounding, with O(n) memory
+    beyond the points. They find many centres per pass over the points: see `_torch_greedy` and
+    `_triton_kcentre`, which on a GPU never waits on the host.
 
     Args:
         points: [batch, n, dim], any float dtype; distances are computed in float32.

@@ -1,5 +1,9 @@
-"""Online clustering (ClusterGen, arXiv 2402.06082): a point within a radius of a representative joins
-the nearest one, any other point becomes a representative. In blocks, with the result of one by one."""
+"""Online clustering (SubGen, arXiv 2402.06082, Algorithm 1): a point that is within a radius of some
+representative joins the nearest one; any other point becomes a representative.
+
+Points are read in blocks. The result is that of one point after the other: which points of a block
+become representatives is decided in their order (`_first_come`); all else is products of matrices.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from kvbench.kernels._choice import use_triton
 BLOCK = 256
 """Points read together."""
 PAIRS = 1 << 22
-"""Numbers that the repair of close calls holds at a time."""
+"""Numbers held at a time where distances are computed pair by pair."""
 
 
 class OnlineClusters:
@@ -36,7 +40,7 @@ class OnlineClusters:
 
     @property
     def width(self) -> int:
-        """Clusters of the head that has most; on a GPU with `most`, which needs no wait, that."""
+        """Clusters of the head that has most. A GPU is not asked where `most` bounds them."""
         if self.most is not None and self.clusters.is_cuda:
             return self.most
         return int(self.clusters.max())
@@ -57,9 +61,13 @@ class OnlineClusters:
         self._start(points)
 
     def _start(self, points: Tensor) -> tuple[Tensor, ...]:
-        """Start the clusters that these points start. Returns the distance to the nearest representative
-        of before and which that is [h, b]; the new ones, [h, u, dim], where among the points they are
-        [h, u], and which of these are real (a head may have fewer) [h, u]."""
+        """Add the representatives among these points.
+
+        Returns:
+            distance to the nearest earlier representative and its index, [h, b]; the new representatives
+            [h, u, dim], their places among the points [h, u], and [h, u] bool, False where a head has
+            fewer than u.
+        """
         b, width = points.shape[1], self.width
         places = torch.arange(max(width, b), device=points.device)
         there = (places[:width] < self.clusters[:, None]).unsqueeze(1)
@@ -96,9 +104,9 @@ def count_clusters(points: Tensor, delta: Tensor, most: int) -> Tensor:
 def nearest(points: Tensor, others: Tensor, among: Tensor) -> tuple[Tensor, Tensor]:
     """Distance (l2) to the nearest of `others`, and which that is, the first on a tie.
 
-    Distances are roots of summed squares of differences, in float32, as if one pair were looked at
-    after the other. On a CPU a matrix product finds who may be nearest, and only what its rounding
-    leaves open is compared so.
+    Distances are float32 roots of summed squared differences. On a CPU a matrix product finds the
+    nearest, and differences are taken to it and, where the product's rounding leaves several in
+    question, to all.
 
     Args:
         points: [h, b, dim]. others: [h, m, dim].
@@ -139,14 +147,14 @@ def _squared_norm(x: Tensor) -> Tensor:
 
 
 def _rounding(dim: int) -> float:
-    """By what share of |a|^2 + |b|^2 the order of two squared distances may be wrong, where one of
-    them is from a product and one from differences: each of these is off by at most half of this."""
+    """Error bound, as a share of |a|^2 + |b|^2, of the difference of two squared distances of which
+    each is from a product or from differences (float32, sums of `dim` terms)."""
     return 8 * (dim + 4) * 2.0**-24
 
 
 def _true_ones(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Where mask [h, b] is true: [h, u] the places in order, then others, for the head that has most (b
-    on a GPU, which is not asked); and [h, 1] how many."""
+    """Where mask [h, b] is true: places [h, u] in order, padded with places where it is not, and their
+    number [h, 1]. u is the largest number; on a GPU, which is not asked, b."""
     count = mask.sum(-1, keepdim=True)
     most = mask.shape[1] if mask.is_cuda else int(count.max())
     return (~mask).to(torch.int8).argsort(dim=-1, stable=True)[:, :most], count
@@ -157,8 +165,12 @@ def _rows(points: Tensor, index: Tensor) -> Tensor:
 
 
 def _first_come(points: Tensor, free: Tensor, found: OnlineClusters) -> Tensor:
-    """Which of points [h, u, dim] become representatives, [h, u] bool: of those that are free the ones
-    that no earlier representative among them covers, while there is room."""
+    """Which of the free points become representatives, [h, u] bool: those not within the radius of an
+    earlier one that does, as long as a head has room.
+
+    Args:
+        points: [h, u, dim]. free: [h, u] bool, not within the radius of any representative in `found`.
+    """
     u, dim = points.shape[1:]
     room = torch.full_like(found.clusters, u) if found.most is None else found.most - found.clusters
     radius = found.delta.view(-1, 1, 1)

@@ -31,7 +31,8 @@ class Gaussian:
 
     def __init__(self, keys: Tensor) -> None:
         self.keys = keys
-        self.place = torch.arange(len(keys), device=keys.device)
+        sets, n = keys.shape[:2]
+        self.first = torch.arange(0, sets * n, n, device=keys.device)
         small = keys.shape[1] <= GRAM_LIMIT
         self.dots = keys @ keys.mT if small else None
         self.norms = (
@@ -43,11 +44,13 @@ class Gaussian:
 
     def row(self, pivots: Tensor) -> Tensor:
         """Kernel of one token of each set [sets] with all of the set, [sets, n]."""
+        index = self.first + pivots
         if self.dots is None:
-            dots = (self.keys @ self.keys[self.place, pivots][..., None])[..., 0]
+            rows = self.keys.flatten(0, 1).index_select(0, index)
+            dots = (self.keys @ rows[..., None])[..., 0]
         else:
-            dots = self.dots[self.place, pivots]
-        own = self.norms[self.place, pivots][:, None]
+            dots = self.dots.flatten(0, 1).index_select(0, index)
+        own = self.norms.gather(1, pivots[:, None])
         exponents = torch.sub(dots, self.norms, alpha=0.5).sub_(own, alpha=0.5)
         return exponents.mul_(self.factors[:, None]).clamp_(max=0).exp_()
 
@@ -72,7 +75,7 @@ def pivoted_cholesky(
         found: [sets, r] bool. A set whose residual is exhausted (equal keys) has fewer than wanted.
     """
     sets, n = kernel.norms.shape
-    steps, device, place = uniforms.shape[0], kernel.norms.device, kernel.place
+    steps, device = uniforms.shape[0], kernel.norms.device
     # -log(-log u) is Gumbel noise; u = 0 gives -inf, which never wins.
     noise = uniforms.to(torch.float32).log().neg_().log_().neg_()
     noise += kernel.factors[:, None] * kernel.norms
@@ -84,21 +87,20 @@ def pivoted_cholesky(
     factor = torch.zeros(sets, steps, n, device=device)
     for step in range(steps):
         pivot = noise[step].add_(rho.log()).argmax(-1)
-        residual = rho[place, pivot]
+        residual = rho.gather(1, pivot[:, None])[:, 0]
         more = rho.amax(-1) > EXHAUSTED
         if wanted is not None:
             more &= wanted > step
         column = kernel.row(pivot)
         if step:
-            before = factor[place, :step, pivot]
-            column = torch.baddbmm(column[:, None], before[:, None], factor[:, :step], alpha=-1)[
-                :, 0
-            ]
+            done = factor[:, :step]
+            before = done.gather(2, pivot[:, None, None].expand(-1, step, 1)).mT
+            column = torch.baddbmm(column[:, None], before, done, alpha=-1)[:, 0]
         column *= (more / residual.clamp(min=EXHAUSTED).sqrt())[:, None]
         column *= rho > 0  # exactly nothing at the pivots before
         factor[:, step] = column
         rho = torch.addcmul(rho, column, column, value=-1).clamp_(min=0)
-        rho[place, pivot] *= ~more
+        rho.scatter_(1, pivot[:, None], (residual * ~more)[:, None])
         pivots[:, step] = pivot * more
         found[:, step] = more
     return pivots, factor, found

@@ -72,11 +72,11 @@ class SubGenStream:
         where = self.found.read(keys)
         if self.found.room > self.counts.shape[1]:
             self._widen(self.found.room - self.counts.shape[1])
-        # Keys of its cluster up to each key: those before this block, and those of the block.
+        # The size of its cluster when a key has joined: keys of earlier blocks and of this one.
         same = where.unsqueeze(1) == where.unsqueeze(2)
         size = self.counts.gather(1, where) + same.tril_().sum(-1)
         self.counts.scatter_add_(1, where, torch.ones_like(size))
-        # Of a new cluster every slot takes the first key: its chance is 1.
+        # The first key of a cluster has chance 1: it goes into every slot.
         replaced = draws < (1.0 / size).unsqueeze(-1)
         position = torch.where(replaced, (self.seen - 1 + order.long()).view(1, -1, 1), -1)
         index = where.unsqueeze(-1).expand_as(position)
@@ -89,7 +89,7 @@ class SubGenStream:
         mu = torch.cat([self.mu.unsqueeze(1), weight], 1).cumsum(1)[:, 1:]
         self.mu = mu[:, -1].clone()
         chance = torch.where(mu > 0, weight / mu, 0.0)
-        # The least float32 that is no smaller: a float32 is below the one where it is below the other.
+        # Rounded up to float32, which no comparison with a float32 draw can tell from the float64.
         above = chance.float()
         above = torch.where(above < chance, above.nextafter(torch.ones_like(above)), above)
         replaced = draws < above.T.unsqueeze(-1)
@@ -255,8 +255,8 @@ def _radius(keys: Tensor, clusters: int) -> Tensor:
 
 
 def _take(kept: Tensor, taken: Tensor, source: Tensor, index: Tensor) -> None:
-    """Where `taken` [h, c], write rows of source [h, b, d] at index [h, c] into kept [h, c, d]."""
-    if kept.is_cuda:  # without asking the GPU how many there are
+    """kept[h, c] = source[h, index[h, c]] where taken[h, c]; kept [h, c, d], source [h, b, d]."""
+    if kept.is_cuda:  # all of them, without asking the GPU how many are taken
         rows = rows_at(source[None], index.clamp(min=0)[None])[0]
         kept.copy_(torch.where(taken.unsqueeze(-1), rows, kept))
     else:

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -36,7 +37,7 @@ class Bins:
     edges: tuple[int, ...]
     entries: tuple[int, ...]
 
-    @property
+    @cached_property
     def token_counts(self) -> tuple[int, ...]:
         """Tokens of each bin."""
         return tuple(b - a for a, b in itertools.pairwise(self.edges))

@@ -2,6 +2,7 @@
 
     python scripts/benchmarks/bench_family.py    # n = 16384, 8 KV heads, head_dim 128, rate 1/4
     python scripts/benchmarks/bench_family.py --methods wildcat,turboquant --repeats 9
+    python scripts/benchmarks/bench_family.py --methods subgen_streaming --n 4096
 
 Compression is all that `compress` does, packing included for methods that store entries packed. Both are
 timed in turn in seconds of processor time, which other programs of the machine disturb less than the
@@ -51,6 +52,11 @@ def products(name: str, x: Tensor, kept: int) -> Callable[[], object]:
     if name == "rkv":
         out = x.new_empty(heads, 512, n)
         return lambda: [torch.bmm(x[:, i : i + 512], x.mT, out=out) for i in range(0, n, 512)]
+    if name == "subgen_streaming":  # keys with representatives, once; and the draws
+        s = (kept - 32) // 2
+        centres = x[:, : s // 4]
+        out = x.new_empty(heads, n, s // 4)
+        return lambda: (torch.bmm(x, centres.mT, out=out), torch.rand(n, heads, 4 + s))
     window, out = x[:, -32:], x.new_empty(heads, 32, n)
     return lambda: torch.bmm(window, x.mT, out=out)
 
