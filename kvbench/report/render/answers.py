@@ -74,12 +74,18 @@ class Shown:
         return len({answer.verdict for answer in self.answers}) > 1
 
 
-def sample_of(group: Group, limit: int = LIMIT) -> tuple[list[Shown], int]:
+def sample_of(
+    group: Group, limit: int = LIMIT, known: dict[object, Shown] | None = None
+) -> tuple[list[Shown], int]:
     """Examples spread evenly over the order of the records, and how many there are in all.
 
     Each dataset and length has its share: those with few examples show them all, the others as many
     as the limit leaves.
+
+    Args:
+        known: what other samples of this group hold, to which this one's is added.
     """
+    known = {} if known is None else known
     if group.records["prediction"].isna().all():
         return [], 0
     records = group.records[group.records["prediction"].notna() | (group.records["status"] != "ok")]
@@ -90,10 +96,11 @@ def sample_of(group: Group, limit: int = LIMIT) -> tuple[list[Shown], int]:
     for dataset, bucket, key in zip(records["dataset"].astype(str), buckets, keys, strict=True):
         strata.setdefault((dataset, bucket), {})[key] = None
     chosen = _chosen([list(stratum) for stratum in strata.values()], limit)
-    some = records[index.isin(chosen)]
+    some = records[index.isin(chosen - set(known))]
     rows = dict(iter(some.groupby(["seed", "example_id"], dropna=False)))
     order = [key for key in dict.fromkeys(keys) if key in chosen]
-    return [_shown(group, rows[key]) for key in order], index.nunique()
+    known.update((key, _shown(group, part)) for key, part in rows.items())
+    return [known[key] for key in order], index.nunique()
 
 
 def _chosen(strata: Sequence[Sequence[T]], limit: int) -> set[T]:

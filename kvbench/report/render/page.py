@@ -54,8 +54,9 @@ def render_page(experiment: Experiment, page: Page) -> str:
     """The page's HTML: at most `MOST_BYTES` where fewer answers, and then fewer figures, make it so. The
     figures of memory stay; of the others the largest go first."""
     text, over = "", 0
+    known: list[dict[object, Shown]] = [{} for _ in page.sections]
     for examples in _EXAMPLES:
-        text = _rendered(experiment, page, examples)
+        text = _rendered(experiment, page, examples, known)
         over = len(text.encode(errors="replace")) - MOST_BYTES
         if over <= 0:
             return text
@@ -65,7 +66,7 @@ def render_page(experiment: Experiment, page: Page) -> str:
         if over > 0:
             without.add(drawn.name)
             over -= len(drawn.svg.encode(errors="replace")) - _NOTE_BYTES
-    return _rendered(experiment, page, _EXAMPLES[-1], frozenset(without))
+    return _rendered(experiment, page, _EXAMPLES[-1], known, frozenset(without))
 
 
 _NOTE_BYTES = 200
@@ -73,9 +74,13 @@ _NOTE_BYTES = 200
 
 
 def _rendered(
-    experiment: Experiment, page: Page, examples: int, without: frozenset[str] = frozenset()
+    experiment: Experiment,
+    page: Page,
+    examples: int,
+    known: Sequence[dict[object, Shown]],
+    without: frozenset[str] = frozenset(),
 ) -> str:
-    """`examples`: of every section. `without`: names of figures that are left out."""
+    """`examples`: of every section; `known`: read before. `without`: figures that are left out."""
     return (
         environment()
         .get_template("page.html.j2")
@@ -85,8 +90,8 @@ def _rendered(
             summary=page.summary,
             several_models=len({section.group.model for section in page.sections}) > 1,
             sections=[
-                _section(section, f"section-{index}", examples, without)
-                for index, section in enumerate(page.sections, 1)
+                _section(section, f"section-{i}", sample_of(section.group, examples, of), without)
+                for i, (section, of) in enumerate(zip(page.sections, known, strict=True), 1)
             ],
             memory=page.memory,
             overview=page.overview,
@@ -133,9 +138,11 @@ def page_parts() -> dict[str, str]:
     }
 
 
-def _section(section: Section, place: str, limit: int, without: frozenset[str]) -> dict[str, Any]:
+def _section(
+    section: Section, place: str, sample: tuple[list[Shown], int], without: frozenset[str]
+) -> dict[str, Any]:
     """The section with what its template needs besides."""
-    shown, examples = sample_of(section.group, limit)
+    shown, examples = sample
     return vars(section) | {
         "id": place,
         "figures": [drawn for drawn in section.figures if drawn.name not in without],
