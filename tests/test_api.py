@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as t
+from support.attention import step
 from support.tiny import Broken, Everything, Greedy, prompt_ids
 from support.tiny import tiny_model as _tiny_model
 
@@ -196,9 +197,9 @@ def test_a_cache_grows_when_it_is_full_and_a_copy_goes_its_own_way() -> None:
         q, k, v = torch.randn(4, 1, 8), torch.randn(2, 1, 8), torch.randn(2, 1, 8)
         at = torch.tensor([5 + i])
         twin = tight.clone()
-        expected = roomy.step(q, k, v, at, 0.3, None)
-        assert torch.equal(tight.step(q, k, v, at, 0.3, None), expected)
-        twin.step(q, k, -v, at, 0.3, None)
+        expected = step(roomy, q, k, v, at, 0.3)
+        assert torch.equal(step(tight, q, k, v, at, 0.3), expected)
+        step(twin, q, k, -v, at, 0.3)
     assert tight.length == 11
     assert torch.equal(tight.values[:, :11], roomy.values[:, :11])
 
@@ -218,7 +219,7 @@ def test_a_new_entry_starts_at_score_zero_in_the_place_of_one_that_left() -> Non
     cache = LayerCache(kept, 4, Spy(), capacity=5)
     for i in range(3):
         new = torch.randn(2, 1, 8)
-        cache.step(new, new, new, torch.tensor([5 + i]), 0.3, None)
+        step(cache, new, new, new, torch.tensor([5 + i]), 0.3)
     assert [scores[:, -1].tolist() for scores in held] == [[0.0, 0.0]] * 3
 
 

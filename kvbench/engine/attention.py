@@ -86,11 +86,14 @@ class LayerCall:
         given = (self.query, self.key, self.value, self.scaling)
         return (_fused_with_normalisers(*given) if plain else None) or (self.exact(), None)
 
-    def of_rows(self, rows: Sequence[int]) -> LayerCall:
-        """The call of some batch rows."""
-        if list(rows) == list(range(self.query.shape[0])):
+    def of_rows(self, rows: Sequence[int] | Tensor) -> LayerCall:
+        """The call of some batch rows; of a tensor on the device without waiting for it."""
+        if isinstance(rows, Tensor):
+            index = rows
+        elif list(rows) == list(range(self.query.shape[0])):
             return self
-        index = torch.tensor(rows, device=self.query.device)
+        else:
+            index = torch.tensor(rows, device=self.query.device)
         query, key, value = (x.index_select(0, index) for x in (self.query, self.key, self.value))
         return replace(self, query=query, key=key, value=value)
 

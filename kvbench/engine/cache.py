@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.engine.attention import capped, grown_range, signed_mean
+from kvbench.engine.attention import LayerCall, capped, grown_range, signed_mean
 from kvbench.engine.guard import call
 from kvbench.engine.recompress import Recompressor
 from kvbench.kernels.position_bias import PositionBias
 from kvbench.kernels.quantize import Codecs, Scheme, never
 from kvbench.kv import CompressedKV, KVError, weighted_entries
-from kvbench.methods.base import Held, Method
+from kvbench.methods.base import Held, Method, rule_of
 
 GROWTH = 256
 """Entries by which a cache grows that has more to append than it was told."""
@@ -81,6 +81,7 @@ class LayerCache:
         self.method = method
         self.bias, self.active = bias, active
         self.evicts = method.evicts and active
+        self.rule = rule_of(method, self.granted, sink) if self.evicts else None
         self.restricts = method.restricts and active
         if self.evicts:  # it grows to what it was granted, and by the token that is being read
             room = min(room, max(0, self.granted - count) + 1)
@@ -236,15 +237,26 @@ class LayerCache:
         """Whether a single token can join through `kvbench.kernels.decode_attention`: all entries
         lie in the buffers with key and value and are seen, and their number grows by one a token or
         stays the same (a cache that evicts and is not full yet does first the one, then the other)."""
+        return self._is_plain and (not self.evicts or self.length == self.granted)
+
+    @property
+    def fills_by_kernel(self) -> bool:
+        """The same of a cache that evicts by a rule, whether it is full or not."""
+        if self.rule is None:
+            return False
+        return self._is_plain and (self.rule.leaves == "oldest" or self.scores is not None)
+
+    @property
+    def _is_plain(self) -> bool:
         plain = self.packed is None and self.window is None and not self.restricts
         plain = plain and not self.keys_only and self.denominators is None and self.base is None
-        plain = plain and self.again is None and self.bias is None
-        return plain and (not self.evicts or self.length == self.granted)
+        return plain and self.again is None and self.bias is None
 
     def expect(self, position: int, tokens: int) -> None:
         """Make ready for so many tokens, the first at `position`, that a kernel will append."""
         if self.evicts:
-            self._reserve(self.length + 1)
+            full = max(self.granted, self.length)
+            self._reserve(min(self.length + tokens, full + 1))
             return
         self._reserve(self.length + tokens)
         following = torch.arange(position, position + tokens, device=self.positions.device)
@@ -281,29 +293,17 @@ class LayerCache:
                 wider[:, : part.shape[1]] = part
                 setattr(self, name, wider)
 
-    def step(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        positions: Tensor,
-        scaling: float,
-        softcap: float | None,
-    ) -> Tensor:
-        """Append t tokens and attend: query [heads, t, d], key, value [kv_heads, t, d],
-        positions [t] -> [heads, t, d]. Causal among the t tokens."""
+    def step(self, call: LayerCall, positions: Tensor) -> Tensor:
+        """Append the t tokens of a call of one row, at positions [t], and attend, causally among them:
+        [heads, t, value_dim]."""
         if not self.evicts and self.again is None:
-            return self._append_and_attend(query, key, value, positions, scaling, softcap)
+            return self._append_and_attend(call, positions)
         outputs = []  # what evicts or compresses again changes after a token: a chunk is walked
-        for i in range(query.shape[1]):
-            one = slice(i, i + 1)
-            outputs.append(
-                self._append_and_attend(
-                    query[:, one], key[:, one], value[:, one], positions[one], scaling, softcap
-                )
-            )
+        for i in range(len(positions)):
+            one = call.of_row(0, i, i + 1)
+            outputs.append(self._append_and_attend(one, positions[i : i + 1]))
             if self.again is not None:
-                self.again.after(self, query[:, one])
+                self.again.after(self, one.query[0])
         return torch.cat(outputs, dim=1)
 
     def append(self, key: Tensor, value: Tensor, positions: Tensor) -> None:
@@ -324,15 +324,8 @@ class LayerCache:
             self.denominators[:, before:after] = 1
         self.length = after
 
-    def _append_and_attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        positions: Tensor,
-        scaling: float,
-        softcap: float | None,
-    ) -> Tensor:
+    def _append_and_attend(self, call: LayerCall, positions: Tensor) -> Tensor:
+        query, key, value = call.query[0], call.key[0], call.value[0]
         heads, tokens, dim = query.shape
         stored = self.keys.shape[0]
         self.append(key, value, positions)
@@ -345,7 +338,7 @@ class LayerCache:
             begin = max(0, after - self.window)
         group = heads // stored
         logits = self.dot_keys(query.reshape(stored, group * tokens, dim), begin)
-        logits = capped(logits.float().mul_(scaling), softcap)
+        logits = capped(logits.float().mul_(call.scaling), call.softcap)
         if self.bias is not None:
             logits += self.bias.at(self.positions[:, begin:after])[:, None]
         if self.log_weights is not None:

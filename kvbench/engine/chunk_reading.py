@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvbench.engine.attention import capped
+from kvbench.engine.attention import LayerCall, capped
 from kvbench.engine.cache import LayerCache
 from kvbench.kernels.chunk_eviction import attention_in_turn, oldest_in_turn, stays, take_turns
 from kvbench.methods._eviction import Eviction
@@ -24,39 +24,18 @@ def rule_in_turn(cache: LayerCache) -> Eviction | None:
     return cache.method.eviction(cache.granted, cache.sink)
 
 
-def read_chunk(
-    cache: LayerCache,
-    rule: Eviction,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    positions: Tensor,
-    scaling: float,
-    softcap: float | None,
-) -> Tensor:
-    """`LayerCache.step` of t tokens, one after the other in effect: query [heads, t, d], key, value
-    [kv_heads, t, d], positions [t] -> [heads, t, d]."""
-    most = max(1, LOGITS // (query.shape[0] * (cache.length + 1)))
-    given = (x.split(most, dim=1) for x in (query, key, value, positions[None]))
+def read_chunk(cache: LayerCache, rule: Eviction, call: LayerCall, positions: Tensor) -> Tensor:
+    """`LayerCache.step`, in effect one token after the other."""
+    most = max(1, LOGITS // (call.query.shape[1] * (cache.length + 1)))
+    begins = range(0, len(positions), most)
     return torch.cat(
-        [
-            _read(cache, rule, q, k, v, at[0], scaling, softcap)
-            for q, k, v, at in zip(*given, strict=True)
-        ],
+        [_read(cache, rule, call.of_row(0, i, i + most), positions[i : i + most]) for i in begins],
         dim=1,
     )
 
 
-def _read(
-    cache: LayerCache,
-    rule: Eviction,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    positions: Tensor,
-    scaling: float,
-    softcap: float | None,
-) -> Tensor:
+def _read(cache: LayerCache, rule: Eviction, call: LayerCall, positions: Tensor) -> Tensor:
+    query, key, value = call.query[0], call.key[0], call.value[0]
     heads, tokens, dim = query.shape
     stored, count = cache.keys.shape[0], cache.length
     cache.expect(0, 1)  # room for the token that is being read
@@ -64,7 +43,7 @@ def _read(
     weighs = rule.leaves != "oldest"
     sides = []
     for keys in (cache.keys[:, : count + weighs], key):
-        logits = capped((queries @ keys.mT).float().mul_(scaling), softcap)
+        logits = capped((queries @ keys.mT).float().mul_(call.scaling), call.softcap)
         sides.append(logits.view(stored, -1, tokens, keys.shape[1]))
     logits, among = sides
     if cache.log_weights is not None:

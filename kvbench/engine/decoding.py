@@ -26,27 +26,84 @@ from kvbench.kernels.decode_attention import (
     entry_table,
     weighted_decode_attention,
 )
+from kvbench.kernels.eviction import EvictionTable, evict_entries, eviction_table
+
+ENDLESS = (1 << 31) - 2
+"""Entries that no cache reaches."""
+
+
+class _Counters:
+    """What a step reads of its rows, on one device, and moves on there.
+
+    Attributes:
+        positions: [rows] int64, of the token that is fed; moves: what a step adds, 0 for rows that have
+            ended.
+        lengths: entries held before the step by the rows of all groups of the device, one after the
+            other, int32; grows: what a step adds, up to `limits`. held: one more than `lengths`.
+    """
+
+    def __init__(self, positions: Tensor) -> None:
+        self.positions, self.moves = positions, torch.ones_like(positions)
+        self._begin: list[int] = []
+        self._grows: list[int] = []
+        self._limits: list[int] = []
+
+    def join(self, lengths: Sequence[int], grows: int, limits: Sequence[int]) -> slice:
+        """A group's rows: where their lengths are."""
+        first = len(self._begin)
+        self._begin += lengths
+        self._grows += [grows] * len(lengths)
+        self._limits += limits
+        return slice(first, len(self._begin))
+
+    def begin(self) -> None:
+        """All groups have joined."""
+        self.lengths, self.grows, self.limits = (
+            torch.tensor(numbers, dtype=torch.int32, device=self.positions.device)
+            for numbers in (self._begin, self._grows, self._limits)
+        )
+        self.held = self.lengths + 1
+        self._tell()
+
+    def _tell(self) -> None:
+        on_host = not self.lengths.is_cuda  # there they are wanted as numbers
+        self.told = (self.lengths.tolist(), self.held.tolist()) if on_host else None
+
+    def of(self, rows: slice) -> tuple[Tensor | Sequence[int], Tensor | Sequence[int]]:
+        """Entries of a group's rows before and with the token that is fed."""
+        lengths, held = self.told or (self.lengths, self.held)
+        return lengths[rows], held[rows]
+
+    def move_on(self) -> None:
+        """The next token has the next position; all of it on the device."""
+        self.positions += self.moves
+        self.lengths.add_(self.grows).clamp_(max=self.limits)
+        torch.add(self.lengths, 1, out=self.held)
+        self._tell()
 
 
 @dataclass
 class _Group:
-    """Rows of one layer that go through the kernel together.
+    """Rows of one layer that go through the kernels together.
 
     Attributes:
         rows: their places in the batch; index: the same on the device, None where it is every row.
         table: where their entries are.
-        lengths: entries held before the step, [rows] int32 on the device.
-        grows: what a step adds to them, [rows] int32: 0 where one leaves for every one that comes,
-            and where the row has ended.
+        counters: of their device; slots: where in them their lengths are.
+        limits: entries that each holds at most.
+        evictions: the rules by which entries leave, None where none do or the methods are asked.
+        asks: whether each row's method is asked which entry leaves, at every token.
     """
 
     rows: list[int]
     caches: list[LayerCache]
     index: Tensor | None
     table: EntryTable
-    lengths: Tensor
-    grows: Tensor
-    evicts: bool
+    counters: _Counters
+    slots: slice
+    limits: list[int]
+    evictions: EvictionTable | None
+    asks: bool
 
 
 class DecodeState:
@@ -61,16 +118,18 @@ class DecodeState:
     def __init__(self, forks: Sequence[Fork], positions: Tensor, steps: Sequence[int]) -> None:
         self.forks = list(forks)
         self.positions = positions
-        self.moves = torch.ones_like(positions)
         self.taken = 0
         self._past: PassingCache | None = None
         self._ended: set[int] = set()
+        self._counters = {positions.device: _Counters(positions)}
         self._groups: dict[int, list[_Group]] = {}
         self._branches: dict[int, list[list[int]]] = {}
         self._alone: dict[int, list[int]] = {}
         first = positions.tolist()
         for layer in self.forks[0].layers:
             self._sort(layer, first, steps)
+        for counters in self._counters.values():
+            counters.begin()
 
     def past(self, config: PreTrainedConfig) -> PassingCache:
         """See `kvbench.engine.states.Stateful`."""
@@ -87,12 +146,20 @@ class DecodeState:
         for row, cache in enumerate(caches):
             if row in joined:
                 continue
-            if not cache.takes_one_by_kernel:
+            if not (cache.takes_one_by_kernel or cache.fills_by_kernel):
                 alone.append(row)
                 continue
             cache.expect(first[row], steps[row])
             keys, values = cache.keys, cache.values
-            kind = (keys.shape[0], keys.shape[2], values.shape[2], keys.dtype, cache.evicts)
+            how = cache.evicts if cache.rule is None else cache.rule.leaves == "oldest"
+            kind = (
+                keys.shape[0],
+                keys.shape[2],
+                values.shape[2],
+                keys.dtype,
+                how,
+                cache.rule is None,
+            )
             together.setdefault(kind, []).append(row)
         self._alone[layer] = alone
         self._groups[layer] = [self._group(layer, rows) for rows in together.values()]
@@ -100,20 +167,34 @@ class DecodeState:
     def _group(self, layer: int, rows: list[int]) -> _Group:
         caches = [self.forks[row].layers[layer] for row in rows]
         device = caches[0].keys.device
-        whole = len(rows) == len(self.forks)
-        grows = [0 if cache.evicts else 1 for cache in caches]
+        if device not in self._counters:
+            self._counters[device] = _Counters(self.positions.to(device))
+        counters = self._counters[device]
+        asks = caches[0].evicts and caches[0].rule is None
+        rules = [cache.rule for cache in caches if cache.rule is not None]
+        limits = [max(c.granted, c.length) if c.evicts else ENDLESS for c in caches]
         return _Group(
             rows,
             caches,
-            None if whole else torch.tensor(rows, device=device),
+            None if len(rows) == len(self.forks) else torch.tensor(rows, device=device),
             entry_table(
                 [cache.keys for cache in caches],
                 [cache.values for cache in caches],
                 [cache.log_weights for cache in caches],
             ),
-            torch.tensor([cache.length for cache in caches], dtype=torch.int32, device=device),
-            torch.tensor(grows, dtype=torch.int32, device=device),
-            caches[0].evicts,
+            counters,
+            counters.join([cache.length for cache in caches], int(not asks), limits),
+            limits,
+            eviction_table(
+                rules,
+                limits,
+                [cache.scores for cache in caches],
+                [cache.positions for cache in caches],
+                rows,
+            )
+            if rules
+            else None,
+            asks,
         )
 
     @property
@@ -136,12 +217,11 @@ class DecodeState:
         branches = self._branches[call.layer]
         if not alone and not branches and len(groups) == 1:
             return self._attend_group(groups[0], call)
-        query, key, value = call.query, call.key, call.value
-        out = query.new_zeros(*query.shape[:3], value.shape[-1])
+        query = call.query
+        out = query.new_zeros(*query.shape[:3], call.value.shape[-1])
         for group in groups:
             assert group.index is not None
-            mixed = self._attend_group(group, call.of_rows(group.rows))
-            out.index_copy_(0, group.index, mixed)
+            out.index_copy_(0, group.index, self._attend_group(group, call.of_rows(group.index)))
         for rows in branches:
             positions = self.positions[rows][:, None].to(query.device)
             caches = [self.forks[row].layers[call.layer] for row in rows]
@@ -152,9 +232,7 @@ class DecodeState:
                 continue
             try:
                 position = self.positions[row : row + 1].to(query.device)
-                out[row] = fork.layers[call.layer].step(
-                    query[row], key[row], value[row], position, call.scaling, call.softcap
-                )
+                out[row] = fork.layers[call.layer].step(call.of_row(row), position)
             except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
                 fork.fail(failure)
         return out
@@ -164,34 +242,37 @@ class DecodeState:
         repeats = group.table.kv_heads // key.shape[1]
         if repeats > 1:  # a method that repeats keys to query heads
             key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-        append_entries(group.table, group.lengths, key[:, :, 0], value[:, :, 0])
-        held = group.lengths + 1
+        counters, evictions = group.counters, group.evictions
+        lengths, held = counters.of(group.slots)
+        append_entries(group.table, lengths, key[:, :, 0], value[:, :, 0])
         out, mass = weighted_decode_attention(
             query[:, :, 0],
             group.table,
             held,
             scaling=call.scaling,
             softcap=call.softcap,
-            return_mass=group.evicts,
+            return_mass=group.asks or (evictions is not None and evictions.weighs),
         )
-        if mass is not None:
+        if evictions is not None:
+            evict_entries(group.table, evictions, lengths, mass, counters.positions, counters.moves)
+        elif mass is not None:
             for place, (row, cache) in enumerate(zip(group.rows, group.caches, strict=True)):
-                self._evict(self.forks[row], cache, mass[place], row)
-        group.lengths += group.grows
+                self._evict(self.forks[row], cache, mass[place], counters.positions[row])
         return out[:, :, None]
 
-    def _evict(self, fork: Fork, cache: LayerCache, mass: Tensor, row: int) -> None:
+    def _evict(self, fork: Fork, cache: LayerCache, mass: Tensor, position: Tensor) -> None:
         if fork.failure is None:
             try:
-                cache.evict_one(mass, self.positions[row].to(mass.device))
+                cache.evict_one(mass, position)
             except Exception as failure:
                 if mass.is_cuda and torch.cuda.is_current_stream_capturing():
                     raise  # nothing has run yet: the step cannot be captured, no method failed
                 fork.fail(failure)
 
     def move_on(self) -> None:
-        """The next token has the next position; part of the step, on the device."""
-        self.positions += self.moves
+        """The next token is to come; part of the step, on the devices."""
+        for counters in self._counters.values():
+            counters.move_on()
 
     def count(self) -> None:
         """A step is over."""
@@ -202,9 +283,10 @@ class DecodeState:
         its token to the same free place every time, and its position does not move."""
         self._settle(row)
         self._ended.add(row)
-        self.moves[row] = 0
+        for counters in self._counters.values():
+            counters.moves[row] = 0
         for group in self._groups_of(row):
-            group.grows[group.rows.index(row)] = 0
+            group.counters.grows[group.slots.start + group.rows.index(row)] = 0
 
     def _groups_of(self, row: int) -> list[_Group]:
         return [g for groups in self._groups.values() for g in groups if row in g.rows]
@@ -212,14 +294,16 @@ class DecodeState:
     def _settle(self, row: int) -> None:
         if row not in self._ended:
             for group in self._groups_of(row):
-                if not group.evicts:
-                    group.caches[group.rows.index(row)].length += self.taken
+                if not group.asks:
+                    place = group.rows.index(row)
+                    cache = group.caches[place]
+                    cache.length = min(cache.length + self.taken, group.limits[place])
 
     def restore(self) -> None:
         """Undo what an attempt to capture a step left of itself on the host."""
         for groups in self._groups.values():
             for group in groups:
-                if group.evicts:
+                if group.asks:
                     for cache in group.caches:
                         cache.length = cache.granted
 

@@ -301,11 +301,11 @@ class ForkBatch:
     def attend(self, call: LayerCall) -> Tensor:
         """Each row against its own cache; a row whose fork failed attends to nothing. Rows that share
         entries read those together."""
-        query, key, value = call.query, call.key, call.value
+        query = call.query
         if self.positions.device != query.device:  # once, not at every layer
             self.positions = to_device(self.positions, query.device)
         positions = self.positions.expand(len(self.forks), -1)
-        out = query.new_zeros(*query.shape[:3], value.shape[-1])
+        out = query.new_zeros(*query.shape[:3], call.value.shape[-1])
         caches = [fork.layers.get(call.layer) for fork in self.forks]
         joined = rows_by_base(caches)
         for rows in joined:
@@ -316,10 +316,12 @@ class ForkBatch:
             if fork.failure is not None or i in done:
                 continue
             try:
-                cache = fork.layers[call.layer]
-                given = (query[i], key[i], value[i], positions[i], call.scaling, call.softcap)
+                cache, one = fork.layers[call.layer], call.of_row(i)
                 rule = rule_in_turn(cache) if query.shape[2] > 1 else None
-                out[i] = cache.step(*given) if rule is None else read_chunk(cache, rule, *given)
+                if rule is None:
+                    out[i] = cache.step(one, positions[i])
+                else:
+                    out[i] = read_chunk(cache, rule, one, positions[i])
             except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
                 fork.fail(failure)
         return out

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from kvbench.engine.attention import LayerCall
 from kvbench.engine.cache import LayerCache
 from kvbench.kv import CompressedKV, KVError
 
@@ -45,6 +47,7 @@ class RaggedCache(LayerCache):
         self.sink, self.window, self.base, self.packed = first.sink, first.window, None, None
         self.evicts, self.restricts, self.keys_only = first.evicts, first.restricts, 0
         self.denominators, self.value_range, self.again, self.bias = None, None, None, None
+        self.rule = None
         if self.evicts or self.restricts:
             raise KVError(
                 f"{type(self.method).__name__} holds heads of different lengths and acts while "
@@ -102,19 +105,14 @@ class RaggedCache(LayerCache):
         twin.heads = [head.clone() for head in self.heads]
         return twin
 
-    def step(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        positions: Tensor,
-        scaling: float,
-        softcap: float | None,
-    ) -> Tensor:
+    def step(self, call: LayerCall, positions: Tensor) -> Tensor:
         """See `LayerCache.step`."""
-        queries = query.unflatten(0, (len(self.heads), -1))
-        outputs = [
-            head.step(queries[i], key[i : i + 1], value[i : i + 1], positions, scaling, softcap)
-            for i, head in enumerate(self.heads)
-        ]
-        return torch.cat(outputs)
+        of_heads = (
+            x.split(x.shape[1] // len(self.heads), 1) for x in (call.query, call.key, call.value)
+        )
+        return torch.cat(
+            [
+                head.step(replace(call, query=query, key=key, value=value), positions)
+                for head, query, key, value in zip(self.heads, *of_heads, strict=True)
+            ]
+        )

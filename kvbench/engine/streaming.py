@@ -240,10 +240,9 @@ class PlacedState:
         """See `LayerCache.step`."""
         if call.layer not in self._layers:
             self._layers[call.layer] = self._begin(call)
-        query, key, value = call.query[0], call.key[0], call.value[0]
-        at = torch.arange(self.seen, self.seen + query.shape[1], device=query.device)
-        cache = self._layers[call.layer]
-        return cache.step(query, key, value, at, call.scaling, call.softcap)[None].to(query.dtype)
+        query = call.query
+        at = torch.arange(self.seen, self.seen + query.shape[2], device=query.device)
+        return self._layers[call.layer].step(call, at)[None].to(query.dtype)
 
     def _begin(self, call: LayerCall) -> PlacedCache:
         size, device = self.recent, call.key.device

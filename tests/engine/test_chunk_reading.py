@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.attention import of_one_row
 from support.interpreted import HAVE_TRITON
 
 from kvbench.engine import chunk_reading
@@ -89,11 +90,12 @@ def test_a_chunk_is_what_its_tokens_are_one_by_one(
     monkeypatch.setenv("KVBENCH_KERNELS", kernels)
     walked = full_cache(name, count, sink=sink, weighted=weighted)
     read = walked.clone()
-    given = new_tokens(count, tokens)
-    want = walked.step(*given, DIM**-0.5, softcap)
+    *new, at = new_tokens(count, tokens)
+    given = of_one_row(*new, DIM**-0.5, softcap), at
+    want = walked.step(*given)
     rule = rule_in_turn(read)
     assert rule is not None
-    got = read_chunk(read, rule, *given, DIM**-0.5, softcap)
+    got = read_chunk(read, rule, *given)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     assert_same(read, walked)
 
@@ -103,11 +105,12 @@ def test_how_many_logits_exist_at_once_changes_nothing(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, parts = (full_cache(name, 12, sink=2, weighted=False) for _ in range(2))
-    given, rule = new_tokens(12, 40), rule_in_turn(whole)
+    (*new, at), rule = new_tokens(12, 40), rule_in_turn(whole)
     assert rule is not None
-    want = read_chunk(whole, rule, *given, DIM**-0.5, None)
+    given = of_one_row(*new, DIM**-0.5), at
+    want = read_chunk(whole, rule, *given)
     monkeypatch.setattr(chunk_reading, "LOGITS", 7 * HEADS * 13)
-    got = read_chunk(parts, rule, *given, DIM**-0.5, None)
+    got = read_chunk(parts, rule, *given)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     assert_same(parts, whole)
 
@@ -126,11 +129,11 @@ def test_entries_that_received_the_same_leave_in_the_order_of_the_cache(
     walked.scores[:, :16] = 4.0
     read = walked.clone()
     query, key, value, at = new_tokens(16, 21)
-    given = (query, torch.zeros_like(key), value, at)
-    walked.step(*given, 1.0, None)
+    given = of_one_row(query, torch.zeros_like(key), value, 1.0), at
+    walked.step(*given)
     rule = rule_in_turn(read)
     assert rule is not None
-    read_chunk(read, rule, *given, 1.0, None)
+    read_chunk(read, rule, *given)
     assert_same(read, walked)
 
 

@@ -19,6 +19,7 @@ import kvbench
 from kvbench.engine import attention
 from kvbench.engine import fork as fork_module
 from kvbench.engine.attention import exact_attention
+from kvbench.engine.decoding import DecodeState
 from kvbench.engine.fork import Fork
 from kvbench.engine.generate import run_batch
 from kvbench.engine.loading import ModelSpec
@@ -210,6 +211,48 @@ def test_reading_a_chunk_launches_a_tenth_of_walking_its_tokens(name, monkeypatc
     at_once = launches()
     monkeypatch.setattr(fork_module, "rule_in_turn", lambda cache: None)
     assert 10 * at_once <= launches()
+
+
+EVICTING = {
+    "h2o": build_method("h2o"),
+    "streaming_llm": build_method("streaming_llm", decode="evict"),
+    "local": build_method("local", decode="evict"),
+}
+
+
+def launches_per_layer(method, rows, monkeypatch):
+    """Of the attention of a decode step whose rows are as many prompts of 40 tokens or more."""
+    found, attend = [], DecodeState.attend
+
+    def watched(state, call):
+        monkeypatch.setenv("KVBENCH_KERNELS", "triton")
+        said = []
+        found.append(sum(counted(lambda: said.append(attend(state, call)), "launch").values()))
+        monkeypatch.setenv("KVBENCH_KERNELS", "torch")
+        return said[0]
+
+    monkeypatch.setattr(DecodeState, "attend", watched)
+    prompts = [
+        Prompt(prompt_ids(40 + i), [], {"m": (method, SMALL)}, Stopping(3), f"p{i}")
+        for i in range(rows)
+    ]
+    answers = run_batch(model_on(CUDA, layers=1), prompts, seed=0)
+    monkeypatch.setattr(DecodeState, "attend", attend)
+    assert [answer["m"].failure for answer in answers] == [None] * rows
+    assert len(set(found)) == 1
+    assert len(found) == 2
+    return found[0]
+
+
+@needs_pretend
+@pytest.mark.parametrize("name", EVICTING)
+def test_evicting_takes_four_launches_a_layer_at_most(name, monkeypatch):
+    """More than a cache that grows takes, whatever the number of rows."""
+    monkeypatch.setenv("KVBENCH_KERNELS", "torch")
+    grows = launches_per_layer(build_method("exact"), 2, monkeypatch)
+    few, many = (launches_per_layer(EVICTING[name], rows, monkeypatch) for rows in (2, 8))
+    assert few == many
+    assert grows < few <= grows + 4
 
 
 @needs_pretend

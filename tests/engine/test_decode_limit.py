@@ -13,7 +13,7 @@ from support.tiny import prompt_ids, tiny_model
 from kvbench.api import compress
 from kvbench.engine.attention import LayerCall
 from kvbench.engine.cache import LayerCache
-from kvbench.engine.decoding import DecodeState
+from kvbench.engine.decoding import DecodeState, _Counters
 from kvbench.engine.fork import Fork
 from kvbench.engine.generate import (
     Generation,
@@ -67,6 +67,13 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
 
     watch("_append_and_attend")
     watch("evict_one")
+    move_on = _Counters.move_on
+
+    def moved_on(counters: _Counters) -> None:
+        move_on(counters)
+        found.lengths.extend(counters.lengths.tolist())
+
+    monkeypatch.setattr(_Counters, "move_on", moved_on)
     audit = Fork.audit
 
     def at_the_end(fork: Fork, *given: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.attention import step
 from support.forward import SMALL, generate, reference
 from support.tiny import prompt_ids, tiny_model
 
@@ -77,10 +78,10 @@ def test_a_packed_cache_attends_to_what_it_unpacks():
     method = build_method("exact")
     packed = LayerCache(held, 0, method, capacity=40, quantization=how)
     unpacked = LayerCache(plain, 0, method, capacity=40)
-    for step in range(3):  # the buffers grow beyond what was reserved
+    for more in range(3):  # the buffers grow beyond what was reserved
         q, k = torch.randn(4, 1, 16), torch.randn(2, 1, 16)
-        at = torch.tensor([40 + step])
-        got, want = (c.step(q, k, k, at, 0.25, None) for c in (packed, unpacked))
+        at = torch.tensor([40 + more])
+        got, want = (step(c, q, k, k, at, 0.25) for c in (packed, unpacked))
         torch.testing.assert_close(got, want)
 
 
@@ -116,7 +117,7 @@ def test_a_packed_cache_evicts_as_lists_of_restored_entries_do(scheme, name):
     ]
     for position in range(9, 9 + steps):
         q, k, v = torch.randn(4, 1, dim), torch.randn(2, 1, dim), torch.randn(2, 1, dim)
-        got = cache.step(q, k, v, torch.tensor([position]), 0.25, None)
+        got = step(cache, q, k, v, torch.tensor([position]), 0.25)
         packed = restored(k, 0)[:, 0], restored(v, 1)[:, 0]
         for head, entries in enumerate(held):
             entries.append([position, k[head, 0].double(), v[head, 0].double(), 0.0])
@@ -173,7 +174,7 @@ def test_topk_attends_to_the_largest_logits_and_holds_everything(heavy):
     held = CompressedKV(keys, values, None, torch.arange(50).expand(1, 2, 50), scores)
     cache = LayerCache(held, 1, build_method("topk", heavy_hitters=heavy), capacity=50, granted=12)
     q, k, v = torch.randn(4, 1, 8), torch.randn(2, 1, 8), torch.randn(2, 1, 8)
-    got = cache.step(q, k, v, torch.tensor([50]), 0.35, None)
+    got = step(cache, q, k, v, torch.tensor([50]), 0.35)
     for head in range(4):
         kv = head // 2
         all_keys = torch.cat([keys[0, kv], k[kv]]).double()
@@ -330,11 +331,11 @@ def test_entries_that_count_differently_in_the_normaliser(quantized):
     assert not whole.takes_one_by_kernel
     before = whole.entry_bytes()
     q, k, v = torch.randn(4, 3, 16), torch.randn(2, 3, 16), torch.randn(2, 3, 16)
-    got = whole.step(q, k, v, torch.arange(20, 23), 0.25, None)
+    got = step(whole, q, k, v, torch.arange(20, 23), 0.25)
     assert whole.entry_bytes() - before == 3 * 2 * (2 * 16 + 1) * 4
     for t in range(3):
         one = slice(t, t + 1)
-        alone = single.step(q[:, one], k[:, one], v[:, one], torch.tensor([20 + t]), 0.25, None)
+        alone = step(single, q[:, one], k[:, one], v[:, one], torch.tensor([20 + t]), 0.25)
         torch.testing.assert_close(alone, got[:, one])
         for head in range(4):
             kv = head // 2

@@ -118,7 +118,7 @@ def test_decode_attention_adds_log_weights_and_never_moves_its_buffers():
         if step == 3:
             break
         at = torch.arange(cache.length, cache.length + tokens)
-        got = cache.step(q, k, v, at, 0.3, None)
+        got = step(cache, q, k, v, at, 0.3)
         keys = torch.cat([keys, k.double()], 1)
         values = torch.cat([values, v.double()], 1)
         logs = torch.cat([logs, torch.zeros(2, tokens, dtype=torch.float64)], 1)

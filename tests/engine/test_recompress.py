@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.attention import step
 from support.method_layers import attend, make_layer, run
 from support.tiny import prompt_ids, tiny_model
 
@@ -42,10 +43,10 @@ def test_ragged_heads_are_the_padded_ones_without_the_padding(lengths):
     twin = cache.clone()
     q, k, v = torch.randn(2 * heads, 5, 8), torch.randn(heads, 5, 8), torch.randn(heads, 5, 8)
     positions = torch.arange(50, 55)
-    out = cache.step(q, k, v, positions, 0.3, None)
+    out = step(cache, q, k, v, positions, 0.3)
     for t in range(5):
         one = slice(t, t + 1)
-        alone = twin.step(q[:, one], k[:, one], v[:, one], positions[one], 0.3, None)
+        alone = step(twin, q[:, one], k[:, one], v[:, one], positions[one], 0.3)
         torch.testing.assert_close(alone, out[:, one])
         whole = CompressedKV(
             torch.cat([keys, k[None, :, : t + 1]], 2),
@@ -79,7 +80,7 @@ def schedule(method, n, steps):
     cache, lengths = fork.layers[0], []
     for t in range(steps):
         q, k, v = torch.randn(4, 1, 8), torch.randn(2, 1, 8), torch.randn(2, 1, 8)
-        cache.step(q, k, v, torch.tensor([n + t]), layer.scaling, None)
+        step(cache, q, k, v, torch.tensor([n + t]), layer.scaling)
         lengths.append(cache.length)
         positions = cache.positions[:, : cache.length]
         assert positions.diff(dim=-1).gt(0).all(), "true positions, ascending"
@@ -108,7 +109,7 @@ def test_weights_multiply():
     assert cache.log_weights is not None
     for t in range(2):
         q, k = torch.randn(4, 1, 8), torch.randn(2, 1, 8)
-        cache.step(q, k, k, torch.tensor([60 + t]), 0.3, None)
+        step(cache, q, k, k, torch.tensor([60 + t]), 0.3)
     assert cache.length == 20
     weights = cache.log_weights[:, :20].exp()
     first, again = 54 / 24, 26 / 14

@@ -57,22 +57,15 @@ def test_rows_on_one_base_attend_as_rows_of_their_own(kind: str, softcap: float 
         assert rows_by_base([branches[row] for row in rows]) == [list(range(len(rows)))]
         got = attend_branches([branches[row] for row in rows], step, positions)
         for place, row in enumerate(rows):
-            one = (
-                step.query[place],
-                step.key[place],
-                step.value[place],
-                positions[place],
-                0.4,
-                softcap,
-            )
-            torch.testing.assert_close(got[place], whole[row].step(*one), atol=2e-6, rtol=2e-6)
+            alone = whole[row].step(step.of_row(place), positions[place])
+            torch.testing.assert_close(got[place], alone, atol=2e-6, rtol=2e-6)
         length += tokens
     for branch, own in zip(branches, whole, strict=True):
         assert base.length == COUNT
         assert branch.entry_bytes() == own.entry_bytes() == merged(branch).entry_bytes()
         assert torch.equal(branch.positions[:, : own.length], own.positions[:, : own.length])
     one = call(1, 2, softcap)
-    last = one.query[0], one.key[0], one.value[0], torch.tensor([90, 91]), 0.4, softcap
+    last = one, torch.tensor([90, 91])
     expected = whole[0].step(*last)
     for cache in (branches[0], branch_of(merged(branches[0])), branch_of(branches[0])):
         twin = branch_of(cache)

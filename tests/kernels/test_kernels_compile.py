@@ -20,7 +20,7 @@ SHARED_MEMORY = {
 
 NO_SPILLS = (
     "decode", "first come", "append bf16 d=128", "walk bf16 b=256 d=128", "mass", "chunk",
-    "kcentre bf16 d=128", "philox",
+    "kcentre bf16 d=128", "philox", "evict",
 )  # fmt: skip
 """Launches whose kernels keep everything in registers, or all but a few numbers."""
 SPILLED = 64
@@ -69,7 +69,7 @@ def test_the_main_configurations_build_for_hopper(tmp_path):
         "walk_kernel", "cut_kernel", "split_kernel", "reduce_kernel", "mass_kernel",
         "append_kernel", "normaliser_kernel", "column_kernel", "visit_kernel",
         "compare_kernel", "choose_kernel", "finish_kernel", "first_come_kernel", "turns_kernel",
-        "philox_kernel",
+        "philox_kernel", "evict_kernel",
     }  # fmt: skip
     check(kernels, 90)
     split = next(kernel for kernel in kernels if kernel["kernel"] == "split_kernel")
@@ -78,7 +78,7 @@ def test_the_main_configurations_build_for_hopper(tmp_path):
     # Whatever the lengths: else a kernel is compiled in the middle of a measured example.
     variants = {one["launch"]: one["variants"] for one in told if "variants" in one}
     kernels_of = {"decode": 3, "mass": 2, "kcentre": 4, "walk": 1, "cut": 1, "chunk": 1}
-    kernels_of |= {"philox": 1}
+    kernels_of |= {"philox": 1, "evict": 1}
     assert variants == kernels_of
 
 

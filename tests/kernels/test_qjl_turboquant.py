@@ -9,6 +9,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from support.attention import step
 
 from kvbench.engine.cache import LayerCache
 from kvbench.kernels import turboquant as tq
@@ -264,14 +265,14 @@ def test_a_cache_packs_as_it_grows(name, dtype):
     for t in range(33, n):
         one = slice(t, t + 1)
         at = torch.tensor([t])
-        grown.step(query[:, t - 33 : t - 32], keys[0, :, one], values[0, :, one], at, 0.25, None)
-    twin.step(query, keys[0, :, 33:], values[0, :, 33:], torch.arange(33, n), 0.25, None)
+        step(grown, query[:, t - 33 : t - 32], keys[0, :, one], values[0, :, one], at, 0.25)
+    step(twin, query, keys[0, :, 33:], values[0, :, 33:], torch.arange(33, n), 0.25)
     assert grown.length == whole.length == twin.length == n
     assert grown.entry_bytes() == whole.entry_bytes() == twin.entry_bytes()
     if name != "turbo_two":  # outlier channels are those of the prompt, which differs
         assert whole.entry_bytes() == scheme.nbytes(2, n, d, keys.element_size(), 2)
         q, k = torch.randn(4, 1, d).to(dtype), torch.randn(2, 1, d).to(dtype)
-        first, second = (c.step(q, k, k, torch.tensor([n]), 0.25, None) for c in (whole, grown))
+        first, second = (step(c, q, k, k, torch.tensor([n]), 0.25) for c in (whole, grown))
         torch.testing.assert_close(
             first,
             second,

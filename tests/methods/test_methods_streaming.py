@@ -508,7 +508,7 @@ def test_denominator_samples_hold_keys_only(name, bits):
     for step, tokens in enumerate((1, 3, 2)):  # the last has to grow the buffers
         q = torch.randn(4, tokens, dim, generator=generator)
         k, v = torch.randn(2, 2, tokens, dim, generator=generator)
-        got = cache.step(q, k, v, torch.arange(n, n + tokens), 0.35, None)
+        got = step(cache, q, k, v, torch.arange(n, n + tokens), 0.35)
         held_keys = torch.cat([held_keys, k.double()], 1)
         held_values = torch.cat([held_values, v.double()], 1)
         weights = torch.cat([weights, torch.zeros(2, tokens, dtype=torch.float64)], 1)

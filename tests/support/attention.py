@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvbench.engine.attention import LayerCall
+
 
 def draw(heads, kv_heads, dim, value_dim, lengths, reserved, dtype=torch.float32, weighted=True):
     generator = torch.Generator().manual_seed(sum(lengths))
@@ -43,3 +45,13 @@ def by_definition(query, keys, values, weights, lengths, scaling, softcap=None):
         received = attention.view(key.shape[0], group, n).mean(1)
         mass.append(torch.nn.functional.pad(received, (0, longest - n)))
     return torch.stack(out), torch.stack(mass)
+
+
+def of_one_row(query, key, value, scaling, softcap=None):
+    """The call of a layer for tensors [heads, t, d]."""
+    return LayerCall(0, query[None], key[None], value[None], scaling, softcap)
+
+
+def step(cache, query, key, value, positions, scaling, softcap=None):
+    """`LayerCache.step` of tensors [heads, t, d]."""
+    return cache.step(of_one_row(query, key, value, scaling, softcap), positions)

@@ -31,6 +31,7 @@ from kvbench.kernels import (
     _triton_chunk,
     _triton_clusters,
     _triton_decode,
+    _triton_evict,
     _triton_kcentre,
     _triton_mass,
     _triton_philox,
@@ -125,6 +126,23 @@ def append(dim: int, dtype: torch.dtype) -> None:
     table, lengths = empty(8, 10, dtype=torch.int64), empty(8, dtype=torch.int64)
     new = empty(8, 8, dim, dtype=dtype)
     _triton_decode.append(table, lengths, new, new)
+
+
+def evict(dim: int, dtype: torch.dtype, by_attention: bool, longest: int = 16640) -> None:
+    """Eight rows of 8 KV heads."""
+    entries = empty(8, longest, dim, dtype=dtype)
+    count = empty(8, dtype=torch.int64)
+    _triton_evict.evict(
+        empty(8, 10, dtype=torch.int64),
+        empty(8, 8, dtype=torch.int64),
+        empty(8, dtype=torch.int32),
+        empty(8, 8, longest) if by_attention else None,
+        count,
+        count,
+        keys=entries,
+        values=entries,
+        longest=longest,
+    )
 
 
 def walk(b: int, dim: int, dtype: torch.dtype, n: int = 16384, **options: object) -> None:
@@ -237,6 +255,7 @@ def variants() -> Iterator[tuple[str, int]]:
     half, full = torch.float16, torch.float32
     of: dict[str, Callable[[int], object]] = {
         "decode": lambda n: decode(8, 2, 64, half, longest=n, return_mass=True),
+        "evict": lambda n: evict(64, half, True, longest=n),
         "mass": lambda n: mass(n - 900, 4, 4, 64, half, n=n),
         "kcentre": lambda n: kcentre(n, 64, half, count=n - 900),
         "walk": lambda n: walk(16, 64, half, n=16 * (n - 900)),
@@ -253,6 +272,8 @@ def launches(size: str) -> Iterator[tuple[str, Callable[[], object]]]:
     half, brain, full = torch.float16, torch.bfloat16, torch.float32
     yield "decode bf16 d=128", lambda: decode(32, 8, 128, brain, return_mass=True)
     yield "append bf16 d=128", lambda: append(128, brain)
+    yield "evict bf16 by attention", lambda: evict(128, brain, True)
+    yield "evict bf16 by age", lambda: evict(128, brain, False)
     yield "walk bf16 b=256 d=128", lambda: walk(256, 128, brain)
     yield "cut", cut
     for dtype in (full, torch.float64, torch.int64):
@@ -265,6 +286,8 @@ def launches(size: str) -> Iterator[tuple[str, Callable[[], object]]]:
         return
     yield "ones", single
     yield "chunk of few", lambda: chunk(1, 1, 1)
+    for dtype, dim in ((half, 64), (full, 256)):
+        yield f"evict {dtype} d={dim}", lambda dtype=dtype, dim=dim: evict(dim, dtype, True)
     for dtype in (half, full):
         for group, dim in ((71, 64), (128, 128)):  # one KV head for all
             yield (

@@ -1,0 +1,171 @@
+"""Which entry of a full cache leaves when a token has joined it, for all rows of a layer at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from kvbench.kernels._choice import use_triton
+from kvbench.kernels.decode_attention import EntryTable
+
+
+class Rule(Protocol):
+    """Which entry of each head leaves: `kvbench.methods.base.Eviction`."""
+
+    @property
+    def leaves(self) -> Literal["oldest", "lightest", "heaviest"]: ...
+    @property
+    def sink(self) -> int: ...
+    @property
+    def recent(self) -> int: ...
+    def choose(self, scores: Tensor | None, positions: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class EvictionTable:
+    """What `evict_entries` needs of each row beside its entries. Made once, used at every step.
+
+    Attributes:
+        rules: all go by attention, or all by age.
+        limits: entries per head that the row may hold.
+        scores, positions: the row's buffers, [kv_heads, reserved] float32 (None where the rule goes by
+            age) and int64, contiguous.
+        places: of each row among those of the whole batch.
+    """
+
+    rules: tuple[Rule, ...]
+    limits: tuple[int, ...]
+    scores: tuple[Tensor | None, ...]
+    positions: tuple[Tensor, ...]
+    places: tuple[int, ...]
+
+    @property
+    def weighs(self) -> bool:
+        """Whether the rules go by attention."""
+        return self.rules[0].leaves != "oldest"
+
+    @cached_property
+    def numbers(self) -> Tensor:
+        """[rows, 8] int64 on the rows' device: addresses of scores (0: none) and positions, the stride
+        of both over heads, limit, sink, recent, whether the heaviest leaves, and place."""
+        table = [
+            [
+                0 if scores is None else scores.data_ptr(),
+                positions.data_ptr(),
+                positions.stride(0),
+                limit,
+                rule.sink,
+                rule.recent,
+                int(rule.leaves == "heaviest"),
+                place,
+            ]
+            for rule, limit, scores, positions, place in zip(
+                self.rules, self.limits, self.scores, self.positions, self.places, strict=True
+            )
+        ]
+        return torch.tensor(table, dtype=torch.int64).to(self.positions[0].device)
+
+
+def eviction_table(
+    rules: Sequence[Rule],
+    limits: Sequence[int],
+    scores: Sequence[Tensor | None],
+    positions: Sequence[Tensor],
+    places: Sequence[int],
+) -> EvictionTable:
+    """See `EvictionTable`.
+
+    Raises:
+        ValueError: rules of which some weigh and some do not, or one that weighs without scores.
+    """
+    if len({rule.leaves == "oldest" for rule in rules}) != 1:
+        raise ValueError(f"rules are {list(rules)}; allowed: all by age, or all by attention")
+    table = EvictionTable(
+        tuple(rules), tuple(limits), tuple(scores), tuple(positions), tuple(places)
+    )
+    if table.weighs and any(part is None for part in scores):
+        raise ValueError("a rule by attention has no scores; allowed: [kv_heads, reserved] float32")
+    if positions[0].is_cuda:
+        _ = table.numbers  # now: while a CUDA graph is captured nothing can come from the host
+    return table
+
+
+def evict_entries(
+    table: EntryTable,
+    evictions: EvictionTable,
+    lengths: Tensor | Sequence[int],
+    mass: Tensor | None,
+    positions: Tensor,
+    going: Tensor,
+    *,
+    implementation: str = "auto",
+) -> None:
+    """A token was appended to each row at place `lengths[row]` and has attended: add the attention to
+    the scores, and where the row now holds more than its limit, put the new entry in the place of the
+    one that leaves. One launch for all rows.
+
+    Args:
+        lengths: before the token: see `weighted_decode_attention`; not changed. Afterwards a row
+            holds min(length + 1, limit).
+        mass: [rows, kv_heads, table.longest] float32, the attention that each entry received; None
+            where rules go by age.
+        positions: int64, of the token fed to each row of the whole batch (`EvictionTable.places`).
+        going: int64, 0 for rows of the whole batch that have ended: nothing happens to them.
+    """
+    if use_triton("evict_entries", implementation, table.keys[0], table.values[0]):
+        from kvbench.kernels import _triton_evict
+
+        _triton_evict.evict(
+            table.pointers,
+            evictions.numbers,
+            _lengths_on(lengths, positions.device),
+            mass,
+            positions,
+            going,
+            keys=table.keys[0],
+            values=table.values[0],
+            longest=table.longest,
+        )
+        return
+    counts = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+    ended = {place for place, goes in enumerate(going.tolist()) if not goes}
+    for row, place in enumerate(evictions.places):
+        if place not in ended:
+            received = None if mass is None else mass[row]
+            _evict(table, evictions, row, counts[row], received, positions[place])
+
+
+def _lengths_on(lengths: Tensor | Sequence[int], device: torch.device) -> Tensor:
+    if isinstance(lengths, Tensor):
+        return lengths.to(device)
+    return torch.tensor(lengths, dtype=torch.int64, device=device)
+
+
+def _evict(
+    table: EntryTable,
+    evictions: EvictionTable,
+    row: int,
+    new: int,
+    mass: Tensor | None,
+    position: Tensor,
+) -> None:
+    """One row, whose new entry stands at place `new`."""
+    positions, scores = evictions.positions[row], evictions.scores[row]
+    positions[:, new] = position
+    if scores is not None and mass is not None:
+        scores[:, new] = 0
+        scores[:, : new + 1] += mass[:, : new + 1]
+        scores = scores[:, : new + 1]
+    if new < evictions.limits[row]:
+        return
+    leaving = evictions.rules[row].choose(scores, positions[:, : new + 1])[:, None]
+    for part in (positions, evictions.scores[row], table.log_weights[row]):
+        if part is not None:
+            part.scatter_(1, leaving, part[:, new, None])
+    for part in (table.keys[row], table.values[row]):
+        part.scatter_(1, leaving[..., None].expand(-1, -1, part.shape[2]), part[:, new, None])

@@ -1,0 +1,126 @@
+"""evict_entries against the rule entry by entry, in plain torch and as a Triton kernel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.interpreted import DEVICE, HAVE_TRITON
+
+from kvbench.kernels.decode_attention import entry_table
+from kvbench.kernels.eviction import evict_entries, eviction_table
+from kvbench.methods.base import Eviction
+
+needs_triton = pytest.mark.skipif(not HAVE_TRITON, reason="the package triton is not installed")
+IMPLEMENTATIONS = ["torch", pytest.param("triton", marks=needs_triton)]
+HEADS, DIM, VALUE_DIM = 2, 16, 8
+LIMITS, LENGTHS, RESERVED = [40, 7, 1100, 9], [40, 3, 1100, 9], [41, 12, 1103, 10]
+"""Four rows: full, not full, of two blocks of the kernel, and one that has ended."""
+ENDED = 3
+
+
+def by_hand(rule, entries, received, limit):
+    """What a head holds afterwards, of [(position, score, key, value, weight)], the new one last."""
+    entries = [
+        (position, score + float(mass), *rest)
+        for (position, score, *rest), mass in zip(entries, received, strict=True)
+    ]
+    if len(entries) <= limit:
+        return entries
+    newest = entries[-1][0]
+    free = [i for i, (p, *_) in enumerate(entries) if rule.sink <= p <= newest - rule.recent]
+    part, sign = {"oldest": (0, 1), "lightest": (1, 1), "heaviest": (1, -1)}[rule.leaves]
+    leaving = min(free, key=lambda i: sign * entries[i][part])
+    last = entries.pop()
+    if leaving < len(entries):
+        entries[leaving] = last
+    return entries
+
+
+def rows(weighs, seed=0):
+    """Buffers as they are after the new token was appended: its score and position are not yet there."""
+    random = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=random)
+
+    keys = [draw(HEADS, n, DIM).to(DEVICE) for n in RESERVED]
+    values = [draw(HEADS, n, VALUE_DIM).to(DEVICE) for n in RESERVED]
+    weights = [None, *(draw(HEADS, n).to(DEVICE) for n in RESERVED[1:])]
+    positions = [
+        torch.stack([torch.randperm(2 * n, generator=random)[:n] for _ in range(HEADS)]).to(DEVICE)
+        for n in RESERVED
+    ]
+    scores = [
+        # Few values, so that several entries are the lightest.
+        torch.randint(0, 5, (HEADS, n), generator=random).float().to(DEVICE) if weighs else None
+        for n in RESERVED
+    ]
+    for weight, length in zip(weights, LENGTHS, strict=True):
+        if weight is not None:
+            weight[:, length] = 0.0
+    return keys, values, weights, positions, scores
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Eviction("oldest"),
+        Eviction("oldest", sink=4),
+        Eviction("lightest", recent=3),
+        Eviction("heaviest", recent=3),
+        Eviction("lightest", sink=2),
+    ],
+    ids=str,
+)
+def test_by_hand(rule, implementation):
+    weighs = rule.leaves != "oldest"
+    keys, values, weights, positions, scores = rows(weighs)
+    table = entry_table(keys, values, weights)
+    places = [2, 0, 3, 1]  # among the rows of a larger batch
+    fed = torch.tensor([100, 7, 90, 3000, 5], device=DEVICE)
+    going = torch.tensor([1, int(places[ENDED] != 1), 1, 1, 1], device=DEVICE)
+    mass = torch.randint(0, 3, (4, HEADS, table.longest)).float().to(DEVICE)
+
+    def held(row, head, count):
+        parts = (positions[row], scores[row], keys[row], values[row], weights[row])
+        return [
+            tuple(0.0 if part is None else part[head, i].tolist() for part in parts)
+            for i in range(count)
+        ]
+
+    before = [[held(row, head, LENGTHS[row]) for head in range(HEADS)] for row in range(4)]
+    new = [[held(row, head, LENGTHS[row] + 1)[-1] for head in range(HEADS)] for row in range(4)]
+    evict_entries(
+        table,
+        eviction_table([rule] * 4, LIMITS, scores, positions, places),
+        torch.tensor(LENGTHS, device=DEVICE),
+        mass if weighs else None,
+        fed,
+        going,
+        implementation=implementation,
+    )
+    for row in range(4):
+        for head in range(HEADS):
+            if row == ENDED:
+                assert held(row, head, LENGTHS[row]) == before[row][head]
+                continue
+            joined = (int(fed[places[row]]), 0.0, *new[row][head][2:])
+            count = LENGTHS[row] + 1
+            received = mass[row, head, :count] if weighs else [0.0] * count
+            expected = by_hand(rule, [*before[row][head], joined], received, LIMITS[row])
+            assert held(row, head, len(expected)) == expected, (row, head)
+
+
+def test_rules_of_two_kinds_or_without_scores_are_refused():
+    positions = torch.zeros(1, 4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="allowed: all by age, or all by attention"):
+        eviction_table(
+            [Eviction("oldest"), Eviction("lightest")],
+            [3, 3],
+            [None, None],
+            [positions] * 2,
+            [0, 1],
+        )
+    with pytest.raises(ValueError, match="a rule by attention has no scores"):
+        eviction_table([Eviction("lightest")], [3], [None], [positions], [0])
