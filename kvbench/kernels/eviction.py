@@ -166,6 +166,7 @@ def _evict(
     leaving = evictions.rules[row].choose(scores, positions[:, : new + 1])[:, None]
     for part in (positions, evictions.scores[row], table.log_weights[row]):
         if part is not None:
-            part.scatter_(1, leaving, part[:, new, None])
+            part.scatter_(1, leaving, part[:, new, None].clone())
     for part in (table.keys[row], table.values[row]):
-        part.scatter_(1, leaving[..., None].expand(-1, -1, part.shape[2]), part[:, new, None])
+        everywhere = leaving[..., None].expand(-1, -1, part.shape[2])
+        part.scatter_(1, everywhere, part[:, new, None].clone())

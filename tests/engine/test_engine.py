@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.attention import step
 from support.forward import SMALL, generate, reference
 from support.tiny import CONFIGS, Broken, Everything, Greedy, on_kvbench, prompt_ids, tiny_model
 
@@ -112,11 +113,8 @@ def test_decode_attention_adds_log_weights_and_never_moves_its_buffers():
     held, cache = _cache(weights=weights)
     pointer = cache.keys.data_ptr()
     keys, values, logs = held.keys[0].double(), held.values[0].double(), weights[0].double()
-    for step in range(4):  # two single tokens, then a chunk of three, causal inside
-        tokens = 1 if step < 2 else 3
+    for tokens in (1, 1, 3):  # the chunk is causal inside
         q, k, v = torch.randn(4, tokens, 8), torch.randn(2, tokens, 8), torch.randn(2, tokens, 8)
-        if step == 3:
-            break
         at = torch.arange(cache.length, cache.length + tokens)
         got = step(cache, q, k, v, at, 0.3)
         keys = torch.cat([keys, k.double()], 1)

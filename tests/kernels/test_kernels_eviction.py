@@ -12,7 +12,7 @@ from kvbench.methods.base import Eviction
 
 needs_triton = pytest.mark.skipif(not HAVE_TRITON, reason="the package triton is not installed")
 IMPLEMENTATIONS = ["torch", pytest.param("triton", marks=needs_triton)]
-HEADS, DIM, VALUE_DIM = 2, 16, 8
+DIM, VALUE_DIM = 16, 8
 LIMITS, LENGTHS, RESERVED = [40, 7, 1100, 9], [40, 3, 1100, 9], [41, 12, 1103, 10]
 """Four rows: full, not full, of two blocks of the kernel, and one that has ended."""
 ENDED = 3
@@ -36,23 +36,23 @@ def by_hand(rule, entries, received, limit):
     return entries
 
 
-def rows(weighs, seed=0):
+def rows(weighs, heads, seed=0):
     """Buffers as they are after the new token was appended: its score and position are not yet there."""
     random = torch.Generator().manual_seed(seed)
 
     def draw(*shape):
         return torch.randn(*shape, generator=random)
 
-    keys = [draw(HEADS, n, DIM).to(DEVICE) for n in RESERVED]
-    values = [draw(HEADS, n, VALUE_DIM).to(DEVICE) for n in RESERVED]
-    weights = [None, *(draw(HEADS, n).to(DEVICE) for n in RESERVED[1:])]
+    keys = [draw(heads, n, DIM).to(DEVICE) for n in RESERVED]
+    values = [draw(heads, n, VALUE_DIM).to(DEVICE) for n in RESERVED]
+    weights = [None, *(draw(heads, n).to(DEVICE) for n in RESERVED[1:])]
     positions = [
-        torch.stack([torch.randperm(2 * n, generator=random)[:n] for _ in range(HEADS)]).to(DEVICE)
+        torch.stack([torch.randperm(2 * n, generator=random)[:n] for _ in range(heads)]).to(DEVICE)
         for n in RESERVED
     ]
     scores = [
         # Few values, so that several entries are the lightest.
-        torch.randint(0, 5, (HEADS, n), generator=random).float().to(DEVICE) if weighs else None
+        torch.randint(0, 5, (heads, n), generator=random).float().to(DEVICE) if weighs else None
         for n in RESERVED
     ]
     for weight, length in zip(weights, LENGTHS, strict=True):
@@ -61,6 +61,7 @@ def rows(weighs, seed=0):
     return keys, values, weights, positions, scores
 
 
+@pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     "rule",
@@ -73,14 +74,14 @@ def rows(weighs, seed=0):
     ],
     ids=str,
 )
-def test_by_hand(rule, implementation):
+def test_by_hand(rule, implementation, heads):
     weighs = rule.leaves != "oldest"
-    keys, values, weights, positions, scores = rows(weighs)
+    keys, values, weights, positions, scores = rows(weighs, heads)
     table = entry_table(keys, values, weights)
     places = [2, 0, 3, 1]  # among the rows of a larger batch
     fed = torch.tensor([100, 7, 90, 3000, 5], device=DEVICE)
     going = torch.tensor([1, int(places[ENDED] != 1), 1, 1, 1], device=DEVICE)
-    mass = torch.randint(0, 3, (4, HEADS, table.longest)).float().to(DEVICE)
+    mass = torch.randint(0, 3, (4, heads, table.longest)).float().to(DEVICE)
 
     def held(row, head, count):
         parts = (positions[row], scores[row], keys[row], values[row], weights[row])
@@ -89,8 +90,8 @@ def test_by_hand(rule, implementation):
             for i in range(count)
         ]
 
-    before = [[held(row, head, LENGTHS[row]) for head in range(HEADS)] for row in range(4)]
-    new = [[held(row, head, LENGTHS[row] + 1)[-1] for head in range(HEADS)] for row in range(4)]
+    before = [[held(row, head, LENGTHS[row]) for head in range(heads)] for row in range(4)]
+    new = [[held(row, head, LENGTHS[row] + 1)[-1] for head in range(heads)] for row in range(4)]
     evict_entries(
         table,
         eviction_table([rule] * 4, LIMITS, scores, positions, places),
@@ -101,7 +102,7 @@ def test_by_hand(rule, implementation):
         implementation=implementation,
     )
     for row in range(4):
-        for head in range(HEADS):
+        for head in range(heads):
             if row == ENDED:
                 assert held(row, head, LENGTHS[row]) == before[row][head]
                 continue

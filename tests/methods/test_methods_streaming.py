@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
+from support.attention import step
 from support.method_layers import attend, make_layer, run
 
 from kvbench.engine.cache import LayerCache
@@ -505,7 +506,7 @@ def test_denominator_samples_hold_keys_only(name, bits):
         held_keys, held_values = (unpack(part.blocks[0]).double() for part in cache.packed)
     held_values = torch.cat([torch.zeros(2, without, dim, dtype=torch.float64), held_values], 1)
     weights = kept.log_weights[0].double()
-    for step, tokens in enumerate((1, 3, 2)):  # the last has to grow the buffers
+    for turn, tokens in enumerate((1, 3, 2)):  # the last has to grow the buffers
         q = torch.randn(4, tokens, dim, generator=generator)
         k, v = torch.randn(2, 2, tokens, dim, generator=generator)
         got = step(cache, q, k, v, torch.arange(n, n + tokens), 0.35)
@@ -519,7 +520,7 @@ def test_denominator_samples_hold_keys_only(name, bits):
                 seen = held_keys.shape[1] - tokens + i + 1
                 want = logits[i, :seen].softmax(-1) @ held_values[kv, :seen]
                 torch.testing.assert_close(
-                    got[head, i].double(), want, atol=1e-4, rtol=1e-4, msg=f"step {step}"
+                    got[head, i].double(), want, atol=1e-4, rtol=1e-4, msg=f"step {turn}"
                 )
 
 
