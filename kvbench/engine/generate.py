@@ -1,7 +1,7 @@
 """Generation of many forks at once, of one prompt or of several, with one question each or many.
 
-Every prompt is prefilled alone and exactly (a long prompt fills a device by itself, and nothing is
-padded), and compressed once, whatever is asked of it; then the forks of all prompts decode together, one
+Every prompt is prefilled exactly (short ones share a pass: `kvbench.engine.packing`; nothing is padded)
+and compressed once, whatever is asked of it; then the forks of all prompts decode together, one
 batch row each against its own cache. What a prompt is answered does not depend on which others are in
 the batch.
 """
@@ -21,7 +21,8 @@ from kvbench.engine.fork import Fork
 from kvbench.engine.graphs import StepGraphs
 from kvbench.engine.kept import strips_of
 from kvbench.engine.limits import active_seconds
-from kvbench.engine.prefill import compressible_layers, input_device, prefill
+from kvbench.engine.packing import packable_tokens, packs, prefill_together
+from kvbench.engine.prefill import Prefill, compressible_layers, input_device, prefill
 from kvbench.engine.prompts import Generation, Prompt, Question
 from kvbench.engine.rows import (
     DecodingRow,
@@ -108,7 +109,7 @@ def run_conversations(
     chunk_tokens: int | None = None,
     graphs: StepGraphs | None = None,
 ) -> list[dict[str, list[Generation]]]:
-    """Several prompts, each prefilled alone and compressed once, and all of its conversations, each from
+    """Several prompts, each prefilled and compressed once, and all of its conversations, each from
     that one cache. It is read where it is, unless decoding changes it or answers may be longer than the
     prompt: then each has a copy, and as many decode together as half of the free memory has room for.
     No answer depends on it.
@@ -122,7 +123,12 @@ def run_conversations(
         `Prompt.conversations`; a fork that failed says so and stops nothing else. What stops a
         prefill as a whole (keys that are not finite, no memory) is raised.
     """
-    readings = [_read(model, prompt, seed, chunk_tokens) for prompt in prompts]
+    lengths = [0 if chunk_tokens or _goes_alone(prompt) else len(prompt.ids) for prompt in prompts]
+    readings = [
+        reading
+        for pack in packs(lengths, packable_tokens(model))
+        for reading in _read(model, prompts[pack], seed, chunk_tokens)
+    ]
     compressible = compressible_layers(model)
     most = max(len(prompt.conversations) for prompt in prompts)
     at_once = _copies_at_once(readings, most, input_device(model))
@@ -198,25 +204,61 @@ class _Reading:
         ]
 
 
-def _read(model: PreTrainedModel, prompt: Prompt, seed: int, chunk_tokens: int | None) -> _Reading:
-    """Prefill and compress one prompt."""
+def _goes_alone(prompt: Prompt) -> bool:
+    """Whether its prefill is more than one pass over tokens."""
+    again = any(method.rescoring for method, _ in prompt.methods.values())
+    return again or bool(prompt.inputs)
+
+
+def _read(
+    model: PreTrainedModel, prompts: Sequence[Prompt], seed: int, chunk_tokens: int | None
+) -> list[_Reading]:
+    """Prefill and compress prompts that share a pass; its seconds are divided by tokens."""
     begun = active_seconds()
-    ids = [*prompt.context_ids, *prompt.question_ids]
+    forks = [_forks(prompt, seed) for prompt in prompts]
+    ids = [prompt.ids for prompt in prompts]
+    if len(prompts) > 1:
+        together = prefill_together(model, list(zip(ids, forks, strict=True)))
+        starts = [[start] * len(each) for start, each in zip(together, forks, strict=True)]
+    else:
+        starts = [_start(model, prompts[0], forks[0], chunk_tokens)]
+    per_token = (active_seconds() - begun) / max(1, sum(map(len, ids)))
+    return [
+        _reading(model, *each, per_token * len(each[0].ids))
+        for each in zip(prompts, forks, starts, strict=True)
+    ]
+
+
+def _forks(prompt: Prompt, seed: int) -> list[Fork]:
     room = max(
         sum(len(q.ids) + max(prompt.room or 0, q.stopping.max_new_tokens) for q in questions)
         for questions in prompt.conversations
     )
-    forks = [
+    return [
         Fork(label, method, budget, seed, prompt.example_id, room=room)
         for label, (method, budget) in prompt.methods.items()
     ]
+
+
+def _start(
+    model: PreTrainedModel, prompt: Prompt, forks: Sequence[Fork], chunk_tokens: int | None
+) -> list[Prefill]:
+    """One prompt alone: what each of its forks begins with."""
     if chunk_tokens is None:
-        start = prefill(model, ids, forks, encoder=prompt.encoder, inputs=prompt.inputs)
-        starts = [start] * len(forks)
-    else:
-        if prompt.inputs:
-            raise KVError("prefill is 'chunked' and the prompt shows images; allowed: shared")
-        starts = [chunked_prefill(model, ids, fork, chunk_tokens) for fork in forks]
+        start = prefill(model, prompt.ids, forks, encoder=prompt.encoder, inputs=prompt.inputs)
+        return [start] * len(forks)
+    if prompt.inputs:
+        raise KVError("prefill is 'chunked' and the prompt shows images; allowed: shared")
+    return [chunked_prefill(model, prompt.ids, fork, chunk_tokens) for fork in forks]
+
+
+def _reading(
+    model: PreTrainedModel,
+    prompt: Prompt,
+    forks: Sequence[Fork],
+    starts: Sequence[Prefill],
+    spent_s: float,
+) -> _Reading:
     compressible = compressible_layers(model)
     rows = [
         open_row(fork, start, prompt.stopping, compressible)
@@ -224,10 +266,9 @@ def _read(model: PreTrainedModel, prompt: Prompt, seed: int, chunk_tokens: int |
     ]
     for row in rows if prompt.note_kept else ():
         if row.fork.failure is None:
-            row.result.kept = strips_of(row.fork, len(ids), compressible)
-    logits = [start.logits for start in starts]
+            row.result.kept = strips_of(row.fork, len(prompt.ids), compressible)
     said = {label: [list[Generation]() for _ in prompt.conversations] for label in prompt.methods}
-    return _Reading(prompt, rows, logits, active_seconds() - begun, said)
+    return _Reading(prompt, rows, [start.logits for start in starts], spent_s, said)
 
 
 def _copied(row: DecodingRow) -> bool:

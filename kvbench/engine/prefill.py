@@ -328,6 +328,13 @@ def forward_rows(
     return output.logits
 
 
+def mark_compressed(forks: Sequence[Fork], n: int, *, always: bool = False) -> None:
+    """Note which methods compress a prompt of n tokens."""
+    for fork in forks:
+        over = always or n > fork.budget.capacity(n)
+        fork.compressed = fork.method.uses_budget and over
+
+
 # Tensors made under inference_mode do not count writes to them, which the guard asks for.
 @torch.inference_mode(False)
 @torch.no_grad()
@@ -351,10 +358,7 @@ def prefill(
     """
     device = input_device(model)
     compressible = compressible_layers(model)
-    for fork in forks:
-        fork.compressed = fork.method.uses_budget and (
-            always_compress or len(ids) > fork.budget.capacity(len(ids))
-        )
+    mark_compressed(forks, len(ids), always=always_compress)
     for fork in forks if inputs else ():
         if fork.rescores:
             fork.fail(

@@ -93,3 +93,8 @@ class Prompt:
     note_kept: bool = False
     encoder: PromptEncoder | None = None
     inputs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def ids(self) -> list[int]:
+        """The whole prompt."""
+        return [*self.context_ids, *self.question_ids]

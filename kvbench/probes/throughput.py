@@ -66,7 +66,7 @@ class Throughput(Probe):
 
     Nothing is shared between methods, the device is synchronised before every clock reading, and one
     warm-up run per method and setting is left out. End tokens do not end the generation. A batch is
-    so many different prompts, each prefilled alone, all decoded together. In every run the methods
+    so many different prompts, prefilled and decoded together. In every run the methods
     take turns, and each run begins with another of them, so that neither drift nor what ran before
     favours one, and ratios are of one moment.
 

@@ -260,7 +260,7 @@ class TaskPlan:
     def run_batch(
         self, work: Sequence[tuple[Unit, Methods]], session: Session
     ) -> list[list[Outcome]]:
-        """Several units: each with a prefill of its own, all decoded together, and scored."""
+        """Several units: prefilled, all decoded together, and scored."""
         prompts = [_prompt(unit, methods, session) for unit, methods in work]
         _warm_up(prompts[0], session)
         answers = _answers(prompts, session)

@@ -16,7 +16,7 @@ from support.tiny import prompt_ids, tiny_model
 from support.variants import VARIANTS, label
 
 import kvbench
-from kvbench.engine import attention
+from kvbench.engine import attention, packing
 from kvbench.engine import fork as fork_module
 from kvbench.engine.attention import exact_attention
 from kvbench.engine.decoding import DecodeState
@@ -253,6 +253,20 @@ def test_evicting_takes_four_launches_a_layer_at_most(name, monkeypatch):
     few, many = (launches_per_layer(EVICTING[name], rows, monkeypatch) for rows in (2, 8))
     assert few == many
     assert grows < few <= grows + 4
+
+
+@needs_pretend
+def test_prompts_of_a_batch_share_the_models_launches(monkeypatch):
+    model = model_on(CUDA)
+    methods = {"exact": (build_method("exact"), SMALL)}
+    prompts = [Prompt(prompt_ids(n), [], methods, Stopping(1), str(n)) for n in (40, 50, 60, 70)]
+
+    def launches():
+        return sum(counted(lambda: run_batch(model, prompts, seed=0), "launch").values())
+
+    together = launches()
+    monkeypatch.setattr(packing, "PACK_TOKENS", {})
+    assert together <= 0.7 * launches()
 
 
 @needs_pretend

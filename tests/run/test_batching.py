@@ -13,7 +13,7 @@ from support.prompts import facts, methods, unlike_prompts
 from support.tiny import Broken, tiny_model
 
 from kvbench.engine import generate as engine
-from kvbench.engine import memory
+from kvbench.engine import memory, packing
 from kvbench.engine import rows as engine_rows
 from kvbench.engine.generate import run_batch
 from kvbench.engine.loading import ModelSpec
@@ -204,6 +204,7 @@ def test_an_example_that_fits_nowhere_leaves_the_others_their_batches(
         return real(model, ids, forks, **options)
 
     monkeypatch.setattr(engine, "prefill", prefill)
+    monkeypatch.setattr(packing, "PACK_TOKENS", {})  # every prompt in a pass of its own
     few = replace(job(tmp_path, batch_size=size), plan=TaskPlan(Unlike(count=8)))
     records = records_of(run_job(few))
     for rows in records.values():
@@ -275,6 +276,7 @@ def test_records_of_a_batch_are_written_before_the_next_begins(tmp_path, monkeyp
         return real(model, ids, forks, **options)
 
     monkeypatch.setattr(engine, "prefill", prefill)
+    monkeypatch.setattr(packing, "PACK_TOKENS", {})  # every prompt in a pass of its own
     run_job(job(tmp_path, batch_size=3, labels=("exact", "h2o")))
     assert seen == [0, 0, 0, 6, 6, 6, 12]
 
