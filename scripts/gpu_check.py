@@ -46,6 +46,7 @@ from kvbench.kernels.balanced_cut import halve
 from kvbench.kernels.balanced_walk import balanced_walk
 from kvbench.kernels.decode_attention import append_entries, entry_table, weighted_decode_attention
 from kvbench.kernels.kcentre import greedy_k_centre
+from kvbench.kernels.philox import philox
 from kvbench.kv import Budget
 from kvbench.methods import available_methods, build_method
 from kvbench.run import provenance
@@ -257,13 +258,24 @@ def parity(sizes: Sizes, device: torch.device) -> dict[str, Any]:
     return found
 
 
+def same_draws(device: torch.device) -> None:
+    """Every bit of what methods draw on the device is the CPU's."""
+    for dtype in (torch.int64, torch.float64, torch.float32):
+        for key in (2**32, 2**62 - 1):
+            there = philox(key, 3, 40001, dtype=dtype, device=device).cpu()
+            here = philox(key, 3, 40001, dtype=dtype, device=torch.device("cpu"))
+            check(torch.equal(there, here), f"draws in {dtype} are not the CPU's")
+
+
 def tokens(sizes: Sizes, device: torch.device) -> dict[str, Any]:
-    """Every method on the shipped model in float32: the CPU's tokens."""
+    """Every method on the shipped model in float32: the CPU's draws, and its tokens."""
+    same_draws(device)
     methods: dict[str, tuple[Any, Budget]] = {}
     left_out = {}
     for name in available_methods():
         try:
-            methods[name] = (build_method(name), Budget(rate=0.25, sink=8, window=16))
+            method = build_method(name).drawing("v2")
+            methods[name] = (method, Budget(rate=0.25, sink=8, window=16))
         except UserError as reason:
             left_out[name] = one_line(reason)
     spec = ModelSpec(name="recall_mini", path="asset:recall_mini")
