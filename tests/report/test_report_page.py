@@ -282,6 +282,21 @@ def test_a_figure_with_many_lines_names_them_at_their_ends() -> None:
     assert np.diff(heights).min() > 0.02  # none on top of another
 
 
+@pytest.mark.parametrize("length", [4, 24, 60])
+def test_a_legend_is_no_wider_than_its_figure(length: int) -> None:
+    figure = new_figure(6, 4)
+    ax = figure.subplots()
+    for letter in "abcde":
+        ax.plot([0, 1], [0, 1], label=letter * length)
+    name_lines(figure, [ax])
+    (legend,) = figure.legends
+    assert len(legend.get_texts()) == 5
+    figure.canvas.draw()
+    shown = legend.get_window_extent()
+    assert shown.x0 >= 0
+    assert shown.x1 <= figure.bbox.width
+
+
 def test_time_and_memory_are_bars_and_what_failed_is_named(tmp_path: Path) -> None:
     for method in ("exact", "snapkv"):
         records = throughput_records(method)

@@ -237,22 +237,27 @@ def style_axes(ax: Axes, grid: Literal["x", "y"] = "y") -> None:
 
 
 def name_lines(figure: Figure, axes: Sequence[Axes]) -> None:
-    """Say which line is which: a legend of at most ten entries, else names at the lines' ends."""
+    """Name the lines: a legend of at most ten entries, in as many columns as fit into the figure (at
+    most five); of more lines, names at their ends."""
     handles = handles_of(axes)
     if len(handles) > MOST_IN_LEGEND:
         for ax in axes:
             label_ends(ax)
         return
-    figure.legend(
-        list(handles.values()),
-        list(handles),
-        loc="outside upper center",
-        ncols=min(len(handles), 5),
-        frameon=False,
-        fontsize=SMALL,
-        columnspacing=1.3,
-        handletextpad=0.5,
-    )
+    for columns in range(min(len(handles), 5), 0, -1):
+        legend = figure.legend(
+            list(handles.values()),
+            list(handles),
+            loc="outside upper center",
+            ncols=columns,
+            frameon=False,
+            fontsize=SMALL,
+            columnspacing=1.3,
+            handletextpad=0.5,
+        )
+        if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            return
+        legend.remove()
 
 
 def list_rows(ax: Axes, names: Sequence[str], foot: float = 0.4) -> None:
