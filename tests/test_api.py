@@ -369,7 +369,7 @@ WRONG: list[tuple[Callable[[Any], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "message"), WRONG, ids=lambda value: str(value)[:30])
+@pytest.mark.parametrize(("call", "message"), WRONG, ids=[message[:30] for _, message in WRONG])
 def test_wrong_arguments_are_refused_before_anything_is_touched(
     call: Callable[[Any], Any], message: str
 ) -> None:
