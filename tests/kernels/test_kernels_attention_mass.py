@@ -53,10 +53,10 @@ def test_column_sums(batch, heads, kv_heads, m, n, dim, softcap, tile, monkeypat
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "n", "dim"), [(1, 1, 1, 4), (6, 2, 301, 5), (8, 1, 90, 16)]
 )
-@pytest.mark.parametrize("tile", [1, 1 << 10, 1 << 20])
+@pytest.mark.parametrize("tile", [(1, 1), (7, 64), (64, 7), (256, 2048)])
 @pytest.mark.parametrize("scale", [1.0, 30.0])
 def test_column_sums_with_known_normalisers(heads, kv_heads, n, dim, tile, scale, monkeypatch):
-    monkeypatch.setattr(module, "TILE_ELEMENTS", tile)
+    monkeypatch.setattr(module, "TILE", tile)
     generator = torch.Generator().manual_seed(n)
     queries = scale * torch.randn(2, heads, n, dim, generator=generator)
     keys = torch.randn(2, kv_heads, n, dim, generator=generator)
