@@ -73,7 +73,7 @@ def test_released_predictions_stand_beside_the_same_examples(
     compared = compare(load_experiment(tmp_path / "results" / "table1"), load_experiment(place))
     (match,) = compared.tasks[0].matches
     assert match.total.paired
-    assert match.total.common == 3
+    assert match.total.common_examples == 3
     assert (match.total.better, match.total.worse) == (2, 0)
 
 
