@@ -202,7 +202,7 @@ def test_attention_mass_takes_the_normalisers_of_the_prefill(name, monkeypatch):
 @pytest.mark.parametrize("name", ["h2o", "streaming_llm"])
 def test_reading_a_chunk_launches_a_tenth_of_walking_its_tokens(name, monkeypatch):
     monkeypatch.setenv("KVBENCH_KERNELS", "auto")
-    model = model_on(CUDA)
+    model = model_on(CUDA, layers=1)
 
     def launches():
         read = partial(answers, model, [name], n=170, new=1, chunk_tokens=128)

@@ -103,7 +103,7 @@ def test_the_host_does_not_wait_for_centres(monkeypatch):
 
 
 @needs_pretend
-@pytest.mark.parametrize("n", [80, 600])
+@pytest.mark.parametrize("n", [80, 300])
 def test_the_host_waits_once_for_the_clusters_of_a_stream(n):
     """For how many entries there are, whatever the prompt's length."""
     keys, values = randn(1, 2, n, 8), randn(1, 2, n, 8, seed=1)
