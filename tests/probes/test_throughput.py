@@ -270,7 +270,9 @@ def test_baselines_generate_what_the_exact_cache_generates(tmp_path):
         for row in ids.tolist()
     ]
     engine.run_batch(model, prompts, seed=0)
-    assert theirs[1:] == seen[1:]  # before it is the prefill: of both prompts in one pass, or a batch
+    assert (
+        theirs[1:] == seen[1:]
+    )  # before it is the prefill: of both prompts in one pass, or a batch
     assert len(theirs) == 6
 
 
