@@ -8,7 +8,7 @@ the other methods' results; here only that method fails.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -307,22 +307,47 @@ def check_held(held: CompressedKV, layer: LayerKV) -> None:
             )
 
 
-def check_finite(layer: LayerKV) -> None:
+def check_finite(layer: LayerKV, later: dict[int, Tensor] | None = None) -> None:
     """Refuse keys or values that are not finite, among which no method can choose.
+
+    Args:
+        later: on a GPU the host does not wait: what is not finite becomes 0, in place, and its counts by
+            KV head are put here, by layer, for `refuse_non_finite`. None: refused at once.
 
     Raises:
         KVError: naming the layer and the first KV head concerned.
     """
+    both = (layer.keys, layer.values)
+    waits = later is None or not layer.keys.is_cuda
     # One pass: a sum is finite unless something in it is not (or it overflows: then look closer). Read
     # before the methods run, both at once: a choice among NaN need not end.
-    both = torch.stack([x.sum(dtype=torch.float32) for x in (layer.keys, layer.values)])
-    if bool(torch.isfinite(both).all()):
+    if waits and bool(
+        torch.isfinite(torch.stack([x.sum(dtype=torch.float32) for x in both])).all()
+    ):
         return
-    for name, tensor in (("keys", layer.keys), ("values", layer.values)):
-        bad = ~torch.isfinite(tensor).flatten(2).all(-1).all(0)
-        if bad.any():
-            head = int(bad.nonzero()[0])
+    counts = {layer.layer_index: torch.stack([(~torch.isfinite(x)).sum((0, 2, 3)) for x in both])}
+    if later is None or waits:
+        refuse_non_finite(counts)
+        return
+    later |= counts
+    for tensor in both:
+        tensor.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def refuse_non_finite(counts: Mapping[int, Tensor]) -> None:
+    """Refuse layers of which keys or values are not finite; by layer, [2, kv_heads] of how many.
+
+    Raises:
+        KVError: naming the first layer and the first KV head concerned.
+    """
+    if not counts:
+        return
+    device = next(iter(counts.values())).device
+    totals = torch.stack([part.sum().to(device) for part in counts.values()]).tolist()
+    for layer, total in zip(counts, totals, strict=True):
+        if total:
+            kind, head = counts[layer].nonzero()[0].tolist()
             raise KVError(
-                f"{name} of layer {layer.layer_index}, KV head {head} are not finite; "
+                f"{('keys', 'values')[kind]} of layer {layer}, KV head {head} are not finite; "
                 "allowed: finite numbers (try dtype=float32)"
             )

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from kvbench.engine.adapters import rotary_of
 from kvbench.engine.attention import AttentionState, LayerCall, UnsupportedModel
 from kvbench.engine.fork import Fork, layer_generator
-from kvbench.engine.guard import GENERATORS, Guard, Settings, check_finite
+from kvbench.engine.guard import GENERATORS, Guard, Settings, check_finite, refuse_non_finite
 from kvbench.engine.rescore import Feed, Rescorer, TensorsWritten, clear_failures, mark_failed
 from kvbench.engine.states import (
     EMPTY,
@@ -151,7 +151,7 @@ class PrefillState:
         self.exact_bytes = 0
         self.clocks: list[Elapsed] = []
         self.written_flags: list[Tensor | bool] = []
-
+        self.non_finite: dict[int, Tensor] = {}
         self._past: PassingCache | None = None
 
     def past(self, config: PreTrainedConfig) -> PassingCache:
@@ -183,7 +183,7 @@ class PrefillState:
         if layer in self.order:
             index, count = self.order[layer], len(self.order)
             held = layer_kv(call, index, count, self.rotary, normalisers)
-            check_finite(held)
+            check_finite(held, self.non_finite)
             self.exact_bytes += call.nbytes
             if self.later.forks:
                 self.later.keep(layer, held)
@@ -196,14 +196,14 @@ class PrefillState:
         return out
 
     def settle(self) -> float:
-        """Read what is still on its way from a GPU: the forks' entries, audited, their seconds, and
-        whether a method wrote to what others read. Returns the seconds of all compression.
+        """Read what is still on its way from a GPU: whether keys are finite, whether a method wrote to
+        what others read, the forks' entries, audited, and seconds; returns those of all compression.
 
         Raises:
-            TensorsWritten: some method did.
+            KVError: see `refuse_non_finite`. TensorsWritten: some method did.
         """
-        said = [torch.as_tensor(one) for one in self.written_flags]
-        self.written_flags = []
+        refuse_non_finite(self.non_finite)
+        said, self.written_flags = [torch.as_tensor(one) for one in self.written_flags], []
         if said and bool(torch.stack([one.to(said[0].device) for one in said]).any()):
             clear_failures(self.running)
             raise TensorsWritten(culprit_known=False)
