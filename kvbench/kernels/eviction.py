@@ -15,7 +15,7 @@ from kvbench.kernels.decode_attention import EntryTable
 
 
 class Rule(Protocol):
-    """Which entry of each head leaves: `kvbench.methods.base.Eviction`."""
+    """Which entry of each head leaves: `kvbench.methods._eviction.Eviction`."""
 
     @property
     def leaves(self) -> Literal["oldest", "lightest", "heaviest"]: ...

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.attention import step
+from support.golden import arrays_of, assert_near, cases_of, checked
 
 from kvbench.engine.cache import LayerCache
 from kvbench.kernels import turboquant as tq
@@ -25,40 +25,22 @@ TURBO_CASES = ("qr_mse3", "hadamard_mse2", "qr_prod3", "hadamard_prod4", "hadama
 
 @pytest.fixture
 def qjl_golden(shared_file):
-    with np.load(shared_file("golden/next/qjl.npz"), allow_pickle=False) as file:
-        return dict(file)
+    return arrays_of(shared_file("golden/next/qjl.npz"))
 
 
 @pytest.fixture
 def turbo_golden(shared_file):
-    with np.load(shared_file("golden/next/turboquant.npz"), allow_pickle=False) as file:
-        return dict(file)
-
-
-def case_of(file, name):
-    return next(c for c in json.loads(str(file["configs_json"])) if c["name"] == name)
-
-
-def checked(case, **arrays):
-    for name, array in arrays.items():
-        digest = case.get(f"{name}_sha256")
-        assert digest in (None, hashlib.sha256(array.tobytes()).hexdigest()), name
-    return [torch.from_numpy(array) for array in arrays.values()]
-
-
-def assert_near(found, wanted, tolerance):
-    wanted = torch.from_numpy(np.asarray(wanted)).double()
-    assert float((found.double() - wanted).abs().max() / wanted.abs().max()) <= tolerance
+    return arrays_of(shared_file("golden/next/turboquant.npz"))
 
 
 def test_every_case_is_listed(qjl_golden, turbo_golden):
-    assert [c["name"] for c in json.loads(str(qjl_golden["configs_json"]))] == [*QJL_CASES]
-    assert [c["name"] for c in json.loads(str(turbo_golden["configs_json"]))] == [*TURBO_CASES]
+    assert [*cases_of(qjl_golden)] == [*QJL_CASES]
+    assert [*cases_of(turbo_golden)] == [*TURBO_CASES]
 
 
 @pytest.mark.parametrize("name", QJL_CASES)
 def test_qjl_as_released(qjl_golden, name):
-    golden, case = qjl_golden, case_of(qjl_golden, name)
+    golden, case = qjl_golden, cases_of(qjl_golden)[name]
     hkv, hq, n, d, m, m_out = (case[k] for k in ("hkv", "hq", "n", "d", "m", "m_out"))
     g = np.random.default_rng(case["seed"])
     keys = g.standard_normal((1, hkv, n, d), dtype=np.float32) * np.float32(case["key_scale"])
@@ -119,7 +101,7 @@ def test_qjl_as_released(qjl_golden, name):
 
 @pytest.mark.parametrize("name", TURBO_CASES)
 def test_turboquant_by_the_papers_formulas(turbo_golden, name):
-    golden, case = turbo_golden, case_of(turbo_golden, name)
+    golden, case = turbo_golden, cases_of(turbo_golden)[name]
     n, d = case["n"], case["d"]
     g = np.random.default_rng(case["seed"])
     scale = np.linspace(0.5, 3, n).astype(np.float32)[:, None]
