@@ -16,7 +16,7 @@ PIP_REFERENCES = $(VENV_REFERENCES)/bin/pip install --quiet --disable-pip-versio
 KVBENCH = $(BIN)/python -m kvbench
 
 TARGETS = help setup demo test test-slow test-slurm test-references wheel lint results reproduce reproduce-all \
-  reproduce-theory report site figures wandb-report notebook train-recall-mini bench bench-kvpress gpu-check \
+  reproduce-theory report figures wandb-report notebook train-recall-mini bench bench-kvpress gpu-check \
   bench-throughput frontier clean
 .PHONY: $(TARGETS)
 
@@ -131,9 +131,6 @@ REPORTED = $(RESULTS)$(addprefix /,$(or $(EXPERIMENT),$(if $(filter runs results
 
 report: setup ## rebuild tables, figures and page from records: make report RESULTS=runs/demo
 	$(BIN)/python -m kvbench.report $(REPORTED)
-
-site: setup ## the committed results as one folder for a static host: make site [SITE=site]
-	$(BIN)/python -m kvbench.report --site $(or $(SITE),site) results/*
 
 figures: setup ## every figure as PDF and PNG, every table as LaTeX: make figures RESULTS=runs/demo
 	$(BIN)/python -m kvbench.report --list $(REPORTED)
