@@ -65,17 +65,6 @@ SPARE = ("#332288", "#44AA99", "#CC79A7", "#999933", "#661100", "#117733", "#DDC
 SERIES = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#000000", "v"))
 """For variants of one method, and for what is no method."""
 
-PALETTE = frozenset(
-    color.lower()
-    for color in (
-        *(style.color for style in _KNOWN.values()),
-        *_COLORS,
-        *SPARE,
-        *(color for color, _ in SERIES),
-    )
-) - {"#000000"}
-"""Every colour that stands for a method."""
-
 
 def style_of(method: str) -> Style:
     """The style of `method`: reserved for the methods that ship, else chosen by the name alone."""

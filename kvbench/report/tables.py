@@ -1,0 +1,767 @@
+"""The tables of a report, each made of the tidy frame (`kvbench.report.frame`) or of records."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from kvbench.records.figures import Curve, Distances, Times
+from kvbench.report.experiment import BASELINE, Group, as_text, natural_order
+from kvbench.report.frame import AVERAGE, failures_of, failures_text, strata_of, totals
+from kvbench.report.scaling import slopes
+from kvbench.report.stats import (
+    ALPHA,
+    NOTHING,
+    POWER,
+    Array,
+    Scores,
+    common_means,
+    difference_intervals,
+    estimates,
+    median_of,
+    paired_tests,
+    units_needed,
+    variances,
+)
+from kvbench.report.table import (
+    INTERVAL,
+    MISSING,
+    Column,
+    Table,
+    in_percent,
+    legend,
+    number,
+    p_text,
+    score_format,
+    signed_text,
+    size,
+    unit_text,
+    whole,
+    wide,
+)
+
+PLANNED = (0.02, 0.05)
+"""Differences to plan for: points of a fraction, else shares of the better mean."""
+_WIDE = 4
+"""With more columns than this, intervals are shown for the average only."""
+_PAIRS, _DIFFERENCES = 15, 40
+"""Rows that readers see of more."""
+METHOD = Column("variant", "method")
+_COSTS = (
+    Column("ratio", "ratio", number),
+    Column("entries_mean", "entries", whole),
+    Column("prefill_s", "prefill s", number),
+    Column("compress_s", "compress s", number),
+    Column("decode_ms_per_token", "decode ms/token", number),
+    Column("self_bleu", "self-BLEU", number),
+)
+
+
+def tables_of(group: Group, frame: pd.DataFrame) -> list[Table]:
+    """The tables of one model and task; the first is what it is about."""
+    field = [name for name in frame["by"].unique() if name not in ("dataset", "")]
+    split = [score_table(group, frame, name) for name in field]
+    scored = score_table(group, frame)
+    if group.meta.figure(Times):
+        return [timing_table(group), scored, *split, *_splits(group, field)]
+    curve = group.meta.figure(Curve)
+    if curve and curve.y in group.records and slopes(group, curve).size:
+        return [slope_table(group, curve), *split, scored]
+    rates, fidelity = rates_table(group, frame), group.meta.figure(Distances)
+    found = [rates] if rates else []
+    found += [scored]
+    if fidelity and "kl" in group.records:
+        found += [fidelity_table(group), *_some(divergence_table(group))]
+    found += [*_some(pairs_table(group)), *_some(decoding_table(group)), *split]
+    for name in ("dataset", *field):
+        several = frame[(frame["by"] == name) & (frame["measure"] == "difference")]
+        if several["value"].nunique() > 1:
+            found.append(difference_table(group, several))
+    return found + _splits(group, field)
+
+
+def _some(table: Table | None) -> list[Table]:
+    return [table] if table else []
+
+
+def score_table(
+    group: Group, frame: pd.DataFrame, by: str = "dataset", *, narrow: bool = False
+) -> Table:
+    """Scores, paired differences, costs and failures of every variant.
+
+    Args:
+        narrow: of many datasets the average only, as a terminal has no room for more.
+    """
+    rows = frame[(frame["by"] == by) & (frame["measure"] == "score")]
+    names = list(rows["value"].unique())
+    many = len(names) > _WIDE
+    shown = [AVERAGE] if narrow and many and AVERAGE in names else names
+    table = wide(rows, ["method", "variant"], "value")
+    unit, once = group.meta.score_unit, by == "measure" or AVERAGE in names or len(names) == 1
+    text, count = score_format(unit), totals(frame) if once else rows.groupby("variant").sum()
+    table["scored"] = [f"{count['n'][v]:.0f}/{count['expected'][v]:.0f}" for v in table["variant"]]
+    failures = totals(frame)["failures"]
+    table["failures"] = [failures[v] for v in table["variant"]]
+    columns = [METHOD]
+    columns += [
+        Column(n, n if by == "dataset" else f"{by} {n}", text, not many or n == AVERAGE)
+        for n in shown
+    ]
+    data = frame[frame["by"] == by]
+    if by == "dataset":
+        data = frame[frame["by"].isin([by, ""])]
+        table, more = _with_costs(group, frame, table)
+        columns += more
+    columns += [Column("scored"), Column("failures", "failed")]
+    title = f"{group.task} on {group.model}: score{unit_text(unit)}"
+    title += f"; average of {len(names) - 1} datasets" * (shown != names)
+    return Table(
+        f"{group.task}-{group.model}" + ("" if by == "dataset" else f"-by-{by}"),
+        title if by == "dataset" else f"{title} by {by}",
+        table,
+        tuple(columns),
+        (INTERVAL, *legend(table), *_notes(group, frame)),
+        in_percent(data),
+    )
+
+
+def _with_costs(
+    group: Group, frame: pd.DataFrame, table: pd.DataFrame
+) -> tuple[pd.DataFrame, list[Column]]:
+    """The score table with the total difference to the exact cache and with every cost."""
+    columns = []
+    if group.baseline_name:
+        change = totals(frame, "difference").rename_axis(None)
+        for name, key in (("", "mean"), ("_low", "low"), ("_high", "high")):
+            table[f"difference{name}"] = table["variant"].map(change[key])
+        text = score_format(group.meta.score_unit, signed=True)
+        columns.append(Column("difference", f"Δ {group.baseline_name}", text))
+    for column in _COSTS:
+        table[column.key] = table["variant"].map(totals(frame, column.key)["mean"])
+        columns += [column] * int(table[column.key].notna().any())
+    return table, columns
+
+
+def _notes(group: Group, frame: pd.DataFrame) -> Iterator[str]:
+    """What to keep in mind about a group's examples."""
+    if group.baseline_name:
+        yield f"Δ is the paired difference to {group.baseline_name}, over examples that both scored."
+    elif not group.meta.lower_is_better:
+        yield "The exact cache was not run: add exact to the methods for differences to it."
+    kept = totals(frame, "uncompressed")["mean"]
+    if kept.any():
+        named = ", ".join(f"{label} ({count:.0f})" for label, count in kept[kept > 0].items())
+        yield f"Prompts no longer than the capacity stay uncompressed: {named}."
+    if "budget_preset" in group.good:
+        for label, part in group.good.dropna(subset=["budget_preset"]).groupby("variant"):
+            held, allowed = part["entries_mean"].mean(), part["capacity"].mean()
+            yield (
+                f"{label} holds {held:.0f} entries per layer and KV head where the budget allows"
+                f" {allowed:.0f}: its preset reproduces a released code's own split."
+            )
+    unit = group.meta.unit
+    if unit != "example_id" and unit in group.records:
+        yield f"Intervals resample the {unit.removesuffix('_id')}: {group.records[unit].nunique()}."
+    if "beyond_positions" in group.records:
+        over = group.records[group.records["beyond_positions"].eq(True)]["example_id"].nunique()
+        if over:
+            yield f"{over} prompts are longer than the model's positions: their scores say nothing."
+    if "imagined" in group.records:
+        masked = group.records["variant"][group.records["imagined"].eq(True)].unique()
+        yield (
+            f"{', '.join(masked)}: a mask of one pass over prompt and answer; entries and bytes are of a"
+            " cache that nobody holds, and the mask may be chosen with the answer in sight."
+        )
+    named = [set(manifest.get("datasets_left_out") or []) for manifest in group.manifests]
+    left_out = sorted(set.intersection(*named)) if named else []
+    if left_out:
+        yield f"Left out by limit: {', '.join(left_out)}."
+
+
+def rates_table(group: Group, frame: pd.DataFrame) -> Table | None:
+    """The total score of every method by rate; None for fewer than two rates. A method without a rate
+    stands in every column."""
+    rates = sorted({v.rate for v in group.variants if v.rate is not None}, reverse=True)
+    if len(rates) < 2:
+        return None
+    names = {v.label: v.without_rate for v in group.variants}
+    total = totals(frame)
+    total = total.assign(variant=total["variant"].map(names), group="")
+    each = [
+        total[total["rate"].eq(rate) | total["rate"].isna()].assign(at=f"rate {rate:g}")
+        for rate in rates
+    ]
+    table = wide(pd.concat(each), ["method", "variant"], "at")
+    text = score_format(group.meta.score_unit)
+    ratio = totals(frame, "ratio")["mean"]
+    of_rate = {rate: [v.label for v in group.variants if v.rate == rate] for rate in rates}
+    columns = [
+        Column(f"rate {r:g}", f"rate {r:g} (ratio {span_text(ratio[of_rate[r]])})", text)
+        for r in rates
+    ]
+    return Table(
+        f"{group.task}-{group.model}-rates",
+        f"{group.task} on {group.model}: score{unit_text(group.meta.score_unit)}, by rate",
+        table,
+        (METHOD, *columns),
+        (INTERVAL, *legend(table), *_notes(group, frame)),
+    )
+
+
+def difference_table(group: Group, rows: pd.DataFrame) -> Table:
+    """The paired difference to the exact cache for every value that `rows` split by."""
+    by = str(rows["by"].iloc[0])
+    named = "" if by == "dataset" else f"-by-{by}"
+    text = score_format(group.meta.score_unit, signed=True)
+    return Table(
+        f"{group.task}-{group.model}{named}-difference",
+        f"{group.task} on {group.model}: paired difference to {group.baseline_name}"
+        f"{unit_text(group.meta.score_unit)}{named.replace('-', ' ')}",
+        wide(rows, ["method", "variant"], "value"),
+        (METHOD, *(Column(name, text=text) for name in rows["value"].unique())),
+        (INTERVAL, "Differences are over the examples that both scored."),
+    )
+
+
+def paper_table(groups: Sequence[tuple[Group, pd.DataFrame]], order: Sequence[str] = ()) -> Table:
+    """One task as papers print it: datasets as columns, a block of rows for each model.
+
+    Args:
+        order: columns that go first, where there are such.
+    """
+    rows = pd.concat([f[(f["by"] == "dataset") & (f["measure"] == "score")] for _, f in groups])
+    table = wide(rows.assign(group=rows["model"]), ["group", "method", "variant"], "value")
+    ratio = pd.concat(
+        [totals(f, "ratio").set_index(["model", "variant"])["mean"] for _, f in groups]
+    )
+    table["ratio"] = [ratio[key] for key in zip(table["group"], table["variant"], strict=True)]
+    found = [name for name in rows["value"].unique() if name != AVERAGE]
+    names = list(dict.fromkeys([*(name for name in order if name in found), *found]))
+    names += [AVERAGE] * (AVERAGE in set(rows["value"]))
+    meta = groups[0][0].meta
+    text = score_format(meta.score_unit)
+    many = len(names) > _WIDE
+    columns = [Column(name, text=text, bounds=not many or name == AVERAGE) for name in names]
+    return Table(
+        f"{groups[0][0].task}-paper",
+        f"{groups[0][0].task}: score{unit_text(meta.score_unit)}",
+        table,
+        (METHOD, *columns, Column("ratio", text=number)),
+        (INTERVAL, *legend(table)),
+    )
+
+
+def overview_table(groups: Sequence[tuple[Group, pd.DataFrame]]) -> Table:
+    """Of one model with several tasks, every variant on all of them."""
+    rows = pd.concat([totals(f) for _, f in groups], ignore_index=True)
+    variants = {(v.label, v.rate): v for group, _ in groups for v in group.variants}
+    twice = pd.Series([label for label, _ in variants]).value_counts().gt(1)
+    keys = list(zip(rows["variant"], rows["rate"].where(rows["rate"].notna(), None), strict=True))
+    named = [
+        f"{label}, rate {rate:g}" if twice[label] and rate is not None else label
+        for label, rate in keys
+    ]
+    order = [variants[key].sort_key for key in keys]
+    rows = rows.assign(variant=named, order=pd.Series(order, dtype=object))
+    rows = rows.iloc[sorted(range(len(rows)), key=order.__getitem__)]
+    table = wide(rows, ["method", "variant"], "task")
+    ratio = pd.concat([totals(f, "ratio") for _, f in groups], ignore_index=True)
+    spans = ratio.assign(variant=named).groupby("variant")["mean"].agg(span_text)
+    table["ratio"] = table["variant"].map(spans)
+    columns = [
+        Column(g.task, f"{g.task}{unit_text(g.meta.score_unit)}", score_format(g.meta.score_unit))
+        for g, _ in groups
+    ]
+    model = groups[0][0].model
+    return Table(
+        f"overview-{model}",
+        f"{model}: all tasks",
+        table,
+        (METHOD, *columns, Column("ratio")),
+        (INTERVAL, *legend(table)),
+    )
+
+
+def span_text(ratios: Sequence[float] | pd.Series) -> str:
+    """One ratio, or the smallest and largest of several; a dash where none is known."""
+    known = sorted(float(ratio) for ratio in ratios if ratio == ratio)
+    if not known:
+        return MISSING
+    low, high = (f"{end:.2f}" for end in (known[0], known[-1]))
+    return low if low == high else f"{low}–{high}"
+
+
+def _splits(group: Group, fields: Sequence[str]) -> list[Table]:
+    """Every dataset split by each record field, for files.
+
+    Beside each part's mean stands the plain mean of the dataset's parts, which is how LongBench-E
+    averages a dataset over its length buckets.
+    """
+    found = []
+    for by in (name for name in fields if name in group.records and len(group.datasets) > 1):
+        keys = ["variant", "dataset"]
+        means = group.good.groupby([*keys, by])["score"].agg(["mean", "count"]).reset_index()
+        means["mean_of_parts"] = means.groupby(keys)["mean"].transform("mean")
+        means["order"] = [
+            (group.labels.index(v), group.datasets.index(d), natural_order(x))
+            for v, d, x in zip(means["variant"], means["dataset"], means[by], strict=True)
+        ]
+        means = means.sort_values("order", ignore_index=True).drop(columns="order")
+        means = means.rename(columns={"mean": "score", "count": "scored"})
+        data = means.assign(model=group.model, task=group.task, unit=group.meta.score_unit)
+        data = in_percent(data, ["score", "mean_of_parts"])
+        found.append(
+            Table(f"{group.task}-{group.model}-by-{by}-and-dataset", "", means, (), (), data)
+        )
+    return found
+
+
+def pairs_table(
+    group: Group, published: Mapping[str, Mapping[str, float]] | None = None
+) -> Table | None:
+    """Every pair of compressed variants of the same rate, the better one first: can their difference be
+    told from chance, and how many examples would show it. Of many, readers see those with the best and
+    those of neighbouring rank.
+
+    Args:
+        published: averages by the paper's model and method, in the shown unit (per cent where the
+            score is a fraction).
+    """
+    strata = strata_of(group)
+    rows = [row for peers in group.peers for row in _pairs(group, strata, peers, published or {})]
+    if not rows:
+        return None
+    frame = pd.DataFrame(rows)
+    shown = frame if len(frame) <= _PAIRS else frame[frame["neighbours"] | frame["to_best"]]
+    unit = group.meta.score_unit
+    scaled = score_format("fraction" if group.percent else unit)
+    needed = [Column(key, key.replace("_", " "), whole) for key in frame if "needed" in str(key)]
+    gaps = [Column(key, text=scaled) for key in frame if str(key).startswith("published")]
+    columns = (
+        Column("methods"),
+        Column("difference", text=score_format(unit, signed=True)),
+        Column("p", text=p_text),
+        Column("p_adjusted", "p, adjusted", p_text),
+        Column("paired_deviation", "σ of a pair", scaled),
+        Column("examples", text=whole),
+        *needed,
+        *gaps,
+    )
+    numbers = ["difference", "difference_low", "difference_high", "paired_deviation"]
+    numbers += [column.key for column in gaps]
+    data = in_percent(frame.assign(model=group.model, task=group.task, unit=unit), numbers)
+    return Table(
+        f"{group.task}-{group.model}-pairs",
+        f"{group.task} on {group.model}: which compressed methods are shown to differ{unit_text(unit)}",
+        shown,
+        columns,
+        (
+            "The difference is paired, over examples that both scored. p is of the exact paired test"
+            " (McNemar's for right and wrong, else over the signs of the differences), and adjusted"
+            " (Westfall and Young) for all pairs of compressed methods at the same rate.",
+            "Needed is a plan for more data: examples per dataset at which the test would show a true"
+            f" difference of that size with probability {POWER:.0%}, at 5 % over the number of pairs.",
+        ),
+        data.drop(columns="methods"),
+    )
+
+
+def _pairs(
+    group: Group,
+    strata: Sequence[Scores],
+    peers: Sequence[int],
+    published: Mapping[str, Mapping[str, float]],
+) -> Iterator[dict[str, Any]]:
+    """Pairs of variants that compete with each other."""
+    scored = [i for i in peers if all((~np.isnan(one.values[:, i])).any() for one in strata)]
+    if len(scored) < 2 or not strata:
+        return
+    sign = -1.0 if group.meta.lower_is_better else 1.0
+    own = np.mean([np.nanmean(one.values[:, scored], axis=0) for one in strata], axis=0)
+    means = common_means(strata, scored)
+    if np.isnan(means).any():  # no example that all of them scored: each by its own mean
+        means = own
+    order = np.argsort(-sign * means, kind="stable")
+    ranked = [scored[k] for k in order]
+    tests = paired_tests(strata, ranked)
+    found = difference_intervals(tests.strata, fraction=group.percent)
+    spread = variances(tests.strata)
+    counts = np.array([(stratum.counts > 0).sum(0) for stratum in tests.strata])
+    changed = np.array([(stratum.sums != 0).sum(0) for stratum in tests.strata])
+    differing = (changed / np.maximum(counts, 1)).mean(0)
+    unit = 1.0 if group.percent else float(abs(own[order[0]]))
+    rank = {variant: place for place, variant in enumerate(ranked)}
+    alpha = ALPHA / len(tests.pairs)
+    word = "points" if group.percent else "percent"
+    for k, (i, j) in enumerate(tests.pairs):
+        first, second = group.variants[i], group.variants[j]
+        row: dict[str, Any] = {
+            "first": first.label,
+            "second": second.label,
+            "methods": f"{first.label} − {second.label}",
+            **found[k].named("difference"),
+            "p": tests.p[k],
+            "p_adjusted": tests.adjusted[k],
+            "paired_deviation": math.sqrt(spread[:, k].mean()),
+            "datasets": len(strata),
+            "examples": int(counts[:, k].sum()),
+            "neighbours": rank[j] == rank[i] + 1,
+            "to_best": rank[i] == 0,
+        }
+        for planned in PLANNED:
+            effect = planned * unit
+            needed = _needed(spread[:, k], float(differing[k]), effect, alpha)
+            row[f"needed_per_dataset_for_{100 * planned:g}_{word}"] = needed
+        for model, averages in published.items():
+            suffix = f" ({model})" if model else ""
+            if first.method in averages and second.method in averages:
+                gap = (averages[first.method] - averages[second.method]) / (
+                    100 if group.percent else 1
+                )
+                row[f"published_difference{suffix}"] = gap
+                needed = _needed(spread[:, k], float(differing[k]), gap, alpha)
+                row[f"needed_per_dataset_published{suffix}"] = needed
+        yield row
+
+
+def _needed(variance: Array, share: float, effect: float, alpha: float) -> float:
+    """Units per dataset that would show `effect`; as many more are taken to differ as it takes for the
+    scores to differ by so much on average."""
+    more = max(1.0, min(1.0, abs(effect)) / share) if share else 1.0
+    return units_needed(variance * more, effect, alpha=alpha, differing=min(1.0, share * more))
+
+
+_MEDIANS = {
+    "prefill_compress_s_over_exact": "prefill_ratio",
+    "tokens_per_s": "tokens_per_s",
+    "tokens_per_s_over_exact": "speedup",
+    "decode_tokens_per_s": "decode_tokens_per_s",
+    "decode_tokens_per_s_over_exact": "decode_speedup",
+}
+"""Of a throughput probe, medians by the record field that they are of."""
+
+
+def timings(group: Group) -> pd.DataFrame:
+    """What a throughput probe measured: a row per setting (prompt + new tokens, and batch and rate where
+    they were chosen) and variant: minimum and median seconds, medians of rates, means of bytes."""
+    records = group.records
+    asked = [c for c in ("asked_new_tokens", "asked_batch", "asked_rate") if c in records]
+    rows = []
+    for key, at in records.groupby(["prompt_tokens", *asked], sort=True, dropna=False):
+        for variant in group.variants:
+            part = at[at["variant"] == variant.label]
+            if not len(part):
+                continue
+            good = part[part["status"] == "ok"]
+            numbers = {f: pd.to_numeric(good[f]) for f in _MEASURED if f in good}
+            none = pd.Series(dtype=float)
+            rate = numbers.get("tokens_per_s", none)
+            medians = {k: median_of(numbers.get(f, none)) for k, f in _MEDIANS.items()}
+            if not len(rate):
+                medians["tokens_per_s"] = median_of(good["score"])
+            if "decode_tokens_per_s" not in numbers:
+                medians["decode_tokens_per_s"] = median_of(good["new_tokens"] / good["decode_s"])
+            prefill = good["prefill_s"].add(good["compress_s"].fillna(0.0))
+            row = {"method": variant.method, "variant": variant.label}
+            row["prompt_and_new_tokens"] = _setting(
+                dict(zip(["prompt_tokens", *asked], key, strict=True)), good
+            )
+            row |= {"batch": float(numbers.get("batch", none).mean())}
+            for name, seconds in (("prefill_compress_s", prefill), ("decode_s", good["decode_s"])):
+                row |= {f"{name}_min": float(seconds.min()), name: median_of(seconds).value}
+            for name, found in medians.items():
+                row |= found.named(name)
+            row |= {
+                f: float(numbers.get(f, none).mean())
+                for f in ("peak_bytes", "cache_bytes", "ratio")
+            }
+            rows.append(row | {"runs": len(good), "failures": failures_text(failures_of(part))})
+    return pd.DataFrame(rows)
+
+
+_MEASURED = (*_MEDIANS.values(), "batch", "peak_bytes", "cache_bytes", "ratio")
+
+
+def _setting(asked: Mapping[str, Any], records: pd.DataFrame) -> str:
+    new = asked.get("asked_new_tokens", records["new_tokens"].max())
+    text = f"{as_text(asked['prompt_tokens'])} + {as_text(new) if new == new else '?'}"
+    batch, rate = asked.get("asked_batch", "1"), asked.get("asked_rate")
+    text += f", batch {batch}" if batch != "1" else ""
+    return text if rate is None or rate != rate else f"{text}, rate {rate}"
+
+
+def timing_table(group: Group) -> Table:
+    """Seconds, memory and rate of generation by setting, with intervals of the medians."""
+    frame = timings(group)
+    return Table(
+        f"{group.task}-{group.model}-timing",
+        f"{group.task} on {group.model}: medians over runs",
+        frame,
+        (
+            METHOD,
+            Column("prompt_and_new_tokens", "prompt + new"),
+            Column("batch", text=number),
+            Column("prefill_compress_s", "prefill s", number),
+            Column("prefill_compress_s_over_exact", "prefill x", number),
+            Column("decode_s", "decode s", number),
+            Column("tokens_per_s", "tokens/s", number),
+            Column("tokens_per_s_over_exact", "tokens/s x", number),
+            Column("decode_tokens_per_s", "decode tokens/s", number),
+            Column("decode_tokens_per_s_over_exact", "decode x", number),
+            Column("peak_bytes", "peak", size),
+            Column("cache_bytes", "cache", size),
+            Column("ratio", text=number),
+            Column("runs", text=whole),
+            Column("failures", "failed"),
+        ),
+        (
+            "No prefill is shared; its seconds include compression. tokens/s: new tokens of the whole"
+            " batch over the time of prefill and decoding, and over decoding alone. x: times the exact"
+            " cache's in the same run. [low, high]: 95 % intervals of medians between two order"
+            " statistics; below six runs there are none. peak: allocated on the GPU; on a CPU the whole"
+            " process.",
+        ),
+        frame,
+    )
+
+
+def decoding_table(group: Group) -> Table | None:
+    """Seconds of decoding per token, by length of the prompt: what answers of different lengths hide.
+
+    Every variant at every length, lengths from one power of two to the next; None without times.
+    """
+    if not group.records["decode_ms"].gt(0).any():
+        return None
+    records = group.records.dropna(subset=["prompt_tokens"])
+    powers = records["prompt_tokens"].clip(lower=1).map(lambda n: int(n).bit_length() - 1)
+    rows = []
+    for power in sorted(powers.unique().tolist()):
+        at = records[powers.eq(power)]
+        ok = at[at["status"].eq("ok")].set_index(["seed", "example_id"])
+        for variant in group.variants:
+            part = at[at["variant"] == variant.label]
+            if not len(part):
+                continue
+            good, base = ok[ok["variant"] == variant.label], group.baseline[variant.label]
+            ours, theirs = good["decode_ms"], ok["decode_ms"][ok["variant"] == str(base)]
+            rows.append(
+                {
+                    "method": variant.method,
+                    "variant": variant.label,
+                    "prompt_tokens": f"{2**power:,}–{2 ** (power + 1) - 1:,}",
+                    "prompt_tokens_from": 2**power,
+                    "prompt_tokens_below": 2 ** (power + 1),
+                    "new_tokens_median": float(pd.to_numeric(good["new_tokens"]).median()),
+                    **median_of(ours).named("decode_ms_per_token"),
+                    "baseline": base,
+                    **median_of((ours / theirs.reindex(ours.index)).dropna()).named(
+                        "over_baseline"
+                    ),
+                    "timed": int(ours.notna().sum()),
+                    "failures": failures_text(failures_of(part)),
+                }
+            )
+    frame = pd.DataFrame(rows)
+    return Table(
+        f"{group.task}-{group.model}-decoding",
+        f"{group.task} on {group.model}: decoding per token, by length of the prompt",
+        frame,
+        (
+            METHOD,
+            Column("prompt_tokens", "prompt tokens"),
+            Column("new_tokens_median", "new tokens", whole),
+            Column("decode_ms_per_token", "ms/token", number),
+            Column("over_baseline", f"x {group.baseline_name or 'baseline'}", number),
+            Column("timed", text=whole),
+            Column("failures", "failed"),
+        ),
+        (
+            "Medians over examples, with 95 % intervals between order statistics (below six examples:"
+            " none). x: over the baseline's on the same example. Methods of a job decode together and"
+            " share each step's time by rows: to compare times, use task=throughput.",
+        ),
+        frame.assign(model=group.model, task=group.task),
+    )
+
+
+_DISTANCES = ("kl", "max_kl", "agreement", "difference", "perplexity_ratio")
+
+
+def fidelity_table(group: Group) -> Table:
+    """Mean over prompts of every distance from the exact model, with bootstrap intervals; the same
+    prompts are drawn for all methods."""
+    records = group.records
+    rates: list[Any] = [None]
+    if "rate" in records:
+        rates = sorted(records["rate"].dropna().unique(), reverse=True)
+    rows = []
+    for rate in rates:
+        part = records if rate is None else records[records["rate"] == rate]
+        found = {}
+        for name in _DISTANCES:
+            (one,) = strata_of(group, part.assign(score=part[name]))
+            found[name] = estimates([one.stratum(one.values)])
+        for i, variant in enumerate(group.variants):
+            mine = part[part["variant"] == variant.label]
+            good = mine[mine["status"] == "ok"]
+            row = {
+                "group": "" if rate is None else f"rate {as_text(rate)}",
+                "method": variant.method,
+            }
+            row |= {"variant": variant.label, "ratio": float(good["ratio"].mean())}
+            row |= {"compressed": f"{int(good['compressed'].eq(True).sum())}/{len(mine)}"}
+            for name in _DISTANCES:
+                row |= (found[name][i] if len(good) else NOTHING).named(name)
+            rows.append(row)
+    frame = pd.DataFrame(rows)
+    floor = pd.to_numeric(records.get("kl_floor", pd.Series(dtype=float)), errors="coerce").max()
+    return Table(
+        f"{group.task}-{group.model}-fidelity",
+        f"{group.task} on {group.model}: distance from the exact model, per token",
+        frame,
+        (
+            METHOD,
+            Column("kl", "KL, nats", number),
+            Column("max_kl", "max KL, nats", number, bounds=False),
+            Column("agreement", "same top token, %", score_format("fraction")),
+            Column("difference", "Δ NLL, nats", score_format("", signed=True)),
+            Column("perplexity_ratio", "perplexity ratio", number),
+            Column("ratio", text=number),
+            Column("compressed"),
+        ),
+        (
+            "Every method reads the same continuation, token by token. KL is of the exact model's"
+            " next-token distribution from the method's. [low, high]: 95 % bootstrap over prompts.",
+            *([f"Rounding alone comes to a KL of {floor:.1e} at most."] if floor == floor else []),
+        ),
+        frame.assign(model=group.model, task=group.task),
+    )
+
+
+def divergence_table(group: Group) -> Table | None:
+    """Where each method's most likely token first is not the exact model's, in its context; None where
+    they all agree everywhere."""
+    records = group.records
+    if "diverges" not in records:
+        return None
+    some = records[records["diverges"].map(lambda value: isinstance(value, dict))]
+    some = some.sort_values(["prompt", "seed"], kind="stable").head(_DIFFERENCES)
+    if some.empty:
+        return None
+    rows = [
+        {
+            "prompt": str(one["prompt"]) + (f", rate {one['rate']:g}" if "rate" in one else ""),
+            "method": one["method"],
+            "variant": one["variant"],
+            "at": f"{one['diverges_at']:.0f} of {one['new_tokens']:.0f}",
+            "before": f"…{one['diverges'].get('before', '')}",
+            "exact": repr(one["diverges"].get("exact", "")),
+            "own": repr(one["diverges"].get("method", "")),
+            "kl": float(one["diverges"].get("kl", math.nan)),
+        }
+        for _, one in some.iterrows()
+    ]
+    frame = pd.DataFrame(rows)
+    return Table(
+        f"{group.task}-{group.model}-first-differences",
+        f"{group.task} on {group.model}: where a method begins to differ",
+        frame,
+        (
+            Column("prompt"),
+            METHOD,
+            Column("at", "token"),
+            Column("before", "text before it"),
+            Column("exact"),
+            Column("own", "method's own"),
+            Column("kl", "KL there", number),
+        ),
+        (
+            f"The first token whose most likely choice is not the exact model's; {_DIFFERENCES} rows.",
+        ),
+        frame,
+    )
+
+
+def slope_table(group: Group, curve: Curve) -> Table:
+    """Log-log slopes of error against entries: variants by data sets; in files one row for each."""
+    data = slopes(group, curve)
+    named = {"slope": "mean", "slope_low": "low", "slope_high": "high"}
+    frame = wide(
+        data.rename(columns=named).assign(mark=""), ["method", "variant", "expected"], curve.facet
+    )
+    columns = [Column(name, text=signed_text) for name in data[curve.facet].unique()]
+    predicted = (
+        [Column("expected", "predicted", signed_text)] if data["expected"].notna().any() else []
+    )
+    least, most = data["fitted_from"].min(), data["fitted_to"].max()
+    return Table(
+        f"{group.task}-{group.model}-slopes",
+        f"{group.task} on {group.model}: log-log slopes",
+        frame,
+        (METHOD, *predicted, *columns),
+        (
+            f"Least-squares slopes of log {curve.y} against log {curve.x}, from"
+            f" {least:.0f} to {most:.0f}, with 95 % bootstrap intervals over"
+            f" {data['repetitions'].min():.0f} or more repetitions ({curve.unit}), widened by Student's t"
+            " for their number; one repetition has no interval.",
+        ),
+        data.assign(model=group.model, task=group.task),
+    )
+
+
+def verdict(group: Group, frame: pd.DataFrame) -> str:
+    """One sentence for each rate about the total column, by its marks and intervals; empty where nothing
+    is compared."""
+    curve = group.meta.figure(Curve)
+    if group.meta.figure(Times):
+        return ""
+    if curve is not None and curve.y in group.records:
+        return slope_verdict(slopes(group, curve))
+    total, change = totals(frame), totals(frame, "difference")
+    unit = group.meta.score_unit
+    percent = " %" if group.percent else ""
+    said = []
+    for peers in group.peers:
+        mine = total.loc[[group.variants[i].label for i in peers]].dropna(subset=["mean"])
+        mine = mine.sort_values("mean", ascending=group.meta.lower_is_better, kind="stable")
+        if mine.empty:
+            continue
+        rate = group.variants[peers[0]].rate
+        names = {v.label: v.without_rate for v in group.variants}
+        parts = {
+            word: [names[label] for label, marks in mine["mark"].items() if word in marks.split()]
+            for word in ("best", "tied", "worse")
+        }
+        label = next(
+            (k for k, marks in mine["mark"].items() if "best" in marks.split()), mine.index[0]
+        )
+        text = f"{names[label]} has {score_format(unit)(mine['mean'][label])}{percent}"
+        if label in change.index and not math.isnan(change["low"][label]):
+            low, value, high = (
+                score_format(unit, signed=True)(change[key][label])
+                for key in ("low", "mean", "high")
+            )
+            text += f", {value} [{low}, {high}] to {group.baseline_name or BASELINE}"
+        leaders = [name for name in parts["best"] if name != names[label]] + parts["tied"]
+        text += f"; not shown to differ: {', '.join(leaders)}" if leaders else ""
+        text += f"; shown worse: {', '.join(parts['worse'])}" if parts["worse"] else ""
+        said.append(text + "." if rate is None else f"At rate {rate:g}, {text}.")
+    return "\n".join(said)
+
+
+def slope_verdict(data: pd.DataFrame) -> str:
+    """How many slopes are as predicted, or steeper or shallower, by the whole interval."""
+    known = data.dropna(subset=["verdict"])
+    said = [
+        f"{label} (predicted {signed_text(float(part['expected'].iloc[0]))}): "
+        + ", ".join(
+            f"{word} on {count} of {len(part)}"
+            for word, count in part["verdict"].value_counts().items()
+        )
+        for label, part in known.groupby("variant", sort=False)
+    ]
+    return f"Slopes: {'; '.join(said)}." if said else ""
