@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig
 
-from kvbench.engine.adapters import kv_heads
+from kvbench.engine.architecture import kv_heads
 from kvbench.engine.loading import ModelError, ModelSpec, load_config, local_path
 from kvbench.kernels.quantize import Scheme
 

@@ -17,7 +17,7 @@ from kvbench.engine.chunk_reading import read_chunk, rule_in_turn
 from kvbench.engine.faults import release_frames
 from kvbench.engine.ragged import RaggedCache
 from kvbench.engine.recompress import Recompressor
-from kvbench.engine.shared import attend_branches, branch_of, cropped, merged, rows_by_base
+from kvbench.engine.shared import attend_branches, branch_of, merged, rows_by_base
 from kvbench.engine.states import PassingCache, State, clone_of, joined_cache, state_bytes
 from kvbench.kernels.elapsed import Elapsed
 from kvbench.kernels.philox import to_device
@@ -136,20 +136,6 @@ class Fork:
         """Of a branch, a fork that holds all entries itself."""
         return replace(self, layers={index: merged(layer) for index, layer in self.layers.items()})
 
-    def cropped(self, tokens: int) -> Fork:
-        """A copy without the last `tokens` that were appended: see `cropped`.
-
-        Raises:
-            KVError: what was read has entered a state that holds no single tokens.
-        """
-        if self.states:
-            raise KVError(
-                "a hybrid model's states (linear attention) do not give back a token; allowed: a copy "
-                "made before"
-            )
-        layers = {index: cropped(layer, tokens) for index, layer in self.layers.items()}
-        return replace(self, layers=layers, appended=self.appended - tokens)
-
     def carry_to(self, device: torch.device) -> None:
         """What the method noted at earlier layers, on the device of the next."""
         for name, noted in self.carried.items():
@@ -179,7 +165,6 @@ class Fork:
         granted = capacity if limit is None else limit
         if compressible and self.method.uses_budget and not self.method.saves_memory:
             granted = self.budget.capacity(capacity)
-        bias = None if prompt is None else prompt.bias
         make = partial(
             LayerCache,
             room=self.room,
@@ -192,10 +177,7 @@ class Fork:
             quantization=self.method.quantization() if compressible else None,
             layer=layer,
             seed=self.seed,
-            bias=bias,
         )
-        if bias is not None and compressible:
-            _check_placed(self.label, layer, held)
         cache = make(held) if held.lengths is None else RaggedCache(held, make)
         if compressible and prompt is not None:
             generator = layer_generator(self.seed, f"{self.example_id}\0while decoding", layer)
@@ -260,23 +242,6 @@ class Fork:
         """Bytes held now, all layers and states."""
         held = sum(cache.entry_bytes() for cache in self.layers.values())
         return held + state_bytes(self.states)
-
-
-def _check_placed(label: str, layer: int, held: CompressedKV) -> None:
-    """Refuse entries that attend and have no position, where the logits depend on it.
-
-    Raises:
-        KVError: naming the method.
-    """
-    nowhere = held.positions < 0
-    if held.log_weights is not None:
-        nowhere &= held.log_weights > -torch.inf
-    if bool(nowhere.any()):
-        raise KVError(
-            f"method {label!r} holds {int(nowhere.sum())} entries of layer {layer} that are no single "
-            "token's, and this model's attention depends on positions (ALiBi); allowed: methods "
-            "that keep tokens"
-        )
 
 
 class ForkBatch:

@@ -36,7 +36,7 @@ from kvbench.engine.rows import (
 from kvbench.engine.sampling import GREEDY, Sampling
 from kvbench.engine.shared import is_shared
 from kvbench.engine.stopping import Stopping
-from kvbench.kv import Budget, KVError
+from kvbench.kv import Budget
 from kvbench.methods.base import Method
 from kvbench.tasks.base import PromptEncoder
 
@@ -206,8 +206,7 @@ class _Reading:
 
 def _goes_alone(prompt: Prompt) -> bool:
     """Whether its prefill is more than one pass over tokens."""
-    again = any(method.rescoring for method, _ in prompt.methods.values())
-    return again or bool(prompt.inputs)
+    return any(method.rescoring for method, _ in prompt.methods.values())
 
 
 def _read(
@@ -245,10 +244,8 @@ def _start(
 ) -> list[Prefill]:
     """One prompt alone: what each of its forks begins with."""
     if chunk_tokens is None:
-        start = prefill(model, prompt.ids, forks, encoder=prompt.encoder, inputs=prompt.inputs)
+        start = prefill(model, prompt.ids, forks, encoder=prompt.encoder)
         return [start] * len(forks)
-    if prompt.inputs:
-        raise KVError("prefill is 'chunked' and the prompt shows images; allowed: shared")
     return [chunked_prefill(model, prompt.ids, fork, chunk_tokens) for fork in forks]
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.engine.adapters import rotary_of
+from kvbench.engine.architecture import rotary_of
 from kvbench.engine.attention import LayerCall
 from kvbench.engine.faults import free_memory, is_out_of_memory, release_frames
 from kvbench.engine.fork import Fork

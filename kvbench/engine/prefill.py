@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from kvbench.engine.adapters import rotary_of
+from kvbench.engine.architecture import rotary_of
 from kvbench.engine.attention import AttentionState, LayerCall, UnsupportedModel
 from kvbench.engine.fork import Fork, layer_generator
 from kvbench.engine.guard import GENERATORS, Guard, Settings, check_finite, refuse_non_finite
@@ -34,7 +33,6 @@ from kvbench.kv import (
     WHOLE,
     BudgetExceeded,
     CompressedKV,
-    KVError,
     LayerKV,
     Rotary,
     keep_all,
@@ -112,7 +110,6 @@ def layer_kv(
         count,
         call.scaling,
         softcap=call.softcap,
-        bias=call.bias,
         output=None if call.output is None else call.output.detach().clone,
         rotary=rotary,
     )
@@ -306,13 +303,9 @@ def forward_rows(
     positions: Tensor,
     state: object,
     keep: int | Tensor | None = None,
-    inputs: Mapping[str, Any] | None = None,
 ) -> Tensor:
     """The same with the logits after more than the last token: [batch, t, vocab] after every one of
     them, or after the last `keep`, or after those whose indices it holds.
-
-    Args:
-        inputs: what the model reads beside the ids (images).
     """
     config = model.config.get_text_config()
     past = state.past(config) if is_hybrid(config) and isinstance(state, Stateful) else None
@@ -323,7 +316,6 @@ def forward_rows(
         use_cache=past is not None,
         logits_to_keep=ids.shape[1] if keep is None else keep,
         kvbench=state,
-        **(inputs or {}),
     )
     return output.logits
 
@@ -345,7 +337,6 @@ def prefill(
     *,
     always_compress: bool = False,
     encoder: PromptEncoder | None = None,
-    inputs: Mapping[str, Any] | None = None,
 ) -> Prefill:
     """Run the prompt once, exactly; every fork holds its compressed cache afterwards. A method that
     wrote to what the others read has failed, and the prompt is run again without it.
@@ -353,21 +344,11 @@ def prefill(
     Args:
         always_compress: call the methods even where the prompt is within their capacity, so that
             they can note the scores of what they keep (reading in chunks goes on from there).
-        inputs: what the model reads beside the ids (`ShownImages`).
         encoder: of the words in which a method asks for the prompt again (`Rescoring`).
     """
     device = input_device(model)
     compressible = compressible_layers(model)
     mark_compressed(forks, len(ids), always=always_compress)
-    for fork in forks if inputs else ():
-        if fork.rescores:
-            fork.fail(
-                KVError(f"{fork.label!r} repeats the prompt, which shows images; allowed: text")
-            )
-    shown = {
-        name: part.to(device, model.dtype if part.is_floating_point() else None)
-        for name, part in (inputs or {}).items()
-    }
     tokens = torch.tensor([list(ids)], device=device)
     # One fork spoils nobody else's tensors: what a close look at each layer costs is one wait for a GPU
     # after the other, and a look at the end tells as much.
@@ -384,7 +365,7 @@ def prefill(
         start = time.perf_counter()
         try:
             positions = torch.arange(len(ids), device=device)
-            logits = forward_rows(model, tokens, positions, state, 1, shown)[:, -1]
+            logits = forward(model, tokens, positions, state)
             state.rescore(ids, encoder, feed)
             synchronize(device)
             compress_s = state.settle()

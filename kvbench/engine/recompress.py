@@ -23,7 +23,7 @@ class Recompressor:
 
     Attributes:
         rule: when, and to how many entries. method, budget, label: those of the fork.
-        layer: the prompt's layer, for its index, scaling, softcap and bias.
+        layer: the prompt's layer, for its index, scaling, and softcap.
         generator: draws of all compressions, in order.
         tokens: fed so far; with ``phase=tokens``, the prompt's included.
         queries: the last ones fed, [heads, at most rule.queries, head_dim].
@@ -85,7 +85,6 @@ class Recompressor:
             self.layer,
             keys=cache.keys[None, :, :n],
             values=cache.values[None, :, :n],
-            places=cache.positions[None, :, :n],
             queries=self.queries[None],
             shared={},
         )

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.engine.adapters import has_alibi
 from kvbench.engine.attention import LayerCall, UnsupportedModel, capped
 from kvbench.engine.cache import LayerCache
 from kvbench.engine.chunked import chunked_prefill
@@ -85,10 +84,6 @@ def rotation_of(model: PreTrainedModel) -> Rotation | None:
     named = {
         id(buffer): buffer for key, buffer in model.named_buffers() if key.endswith("inv_freq")
     }
-    if has_alibi(model.config.get_text_config()):
-        raise UnsupportedModel(
-            f"{name} has ALiBi; allowed with positions=cache: rotary or learned positions"
-        )
     if not named:
         return None
     rotation = Rotation(next(iter(named.values())).float())
@@ -150,8 +145,6 @@ class StreamState:
         heads, kv_heads = call.query.shape[1], key.shape[0]
         query = call.query[0].view(kv_heads, heads // kv_heads, len(now), -1)
         logits = self._logits(query, key[:, None], now, times) * call.scaling
-        if call.bias is not None:
-            logits += call.bias.at(times)[:, None, None]
         distance = now[:, None] - times
         seen = (distance >= 0) & ((times < self.start) | (distance <= self.recent))
         weights = capped(logits.float(), call.softcap).masked_fill(~seen, -torch.inf).softmax(-1)

@@ -26,7 +26,6 @@ from kvbench.run.encoding import (
     conversations_of,
     encode_examples,
     examples_of,
-    image_inputs,
     pieces_of,
 )
 from kvbench.run.session import Session
@@ -334,7 +333,6 @@ def _prompt(unit: Unit, methods: Methods, session: Session) -> Prompt:
         first.context,
         note_kept=unit.notes_kept,
         encoder=session.encoder,
-        inputs=image_inputs(first.example, session.encoder),
         conversations=[
             [
                 Question(

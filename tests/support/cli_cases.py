@@ -87,7 +87,6 @@ QUICK = {
     "neuron_overlap_training": ["task.contents={}"],
     "clusterability": ["task.generate=8", "task.counts=[1,2]", "task.centres=2"],
     "h2o_summaries": [f"task.data={SUMMARIES}", "task.max_new_tokens=4"],
-    "captions": ["task.data=/nosuch.json"],
     **{
         key: ["task.dataset=null", "task.files=[/nosuch.jsonl]"]
         for key in (
