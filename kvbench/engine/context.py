@@ -49,8 +49,6 @@ class Context:
     the seed, the prompt and the layer, so that a document is always compressed to the same cache.
 
     Args:
-        recompress_every: when so many tokens were added since compression, the whole conversation is
-            read again, exactly, and compressed as one prompt; None: the cache grows.
         read: the fork and the prefill of a prompt that was read already, which is then not read.
 
     Attributes:
@@ -69,12 +67,9 @@ class Context:
         *,
         label: str = "method",
         seed: int = 0,
-        recompress_every: int | None = None,
         read: tuple[Fork, Prefill] | None = None,
     ) -> None:
-        check_recompress(recompress_every)
         self.model, self.tokenizer = model, tokenizer
-        self.recompress_every = recompress_every
         self._ids = token_ids(prompt, tokenizer, "the context")
         self._messages: list[Message] = []
         self._turns: list[tuple[int, int, int]] = []  # at the end of each: tokens, ids, messages
@@ -141,8 +136,6 @@ class Context:
             self._ids += [*ids, *row.chosen]
             self._fork = row.fork.merged()
             self._end_turn()
-            if self.recompress_every and self._fork.appended >= self.recompress_every:
-                self.recompress()
         return answer
 
     def ask_all(
@@ -205,14 +198,6 @@ class Context:
         text = text.partition(_REPLY)[2]
         ended = self._ids[-1] in end_token_ids(self.model, tokenizer)
         return text.removeprefix(str(tokenizer.decode(self._ids[-1:]))) if ended else text
-
-    def recompress(self) -> None:
-        """Read the whole conversation again, exactly, and compress it as one prompt, at the cost of a
-        prefill of all its tokens."""
-        fork = self._fork
-        self._read(Fork(fork.label, fork.method, fork.budget, fork.seed, "", room=0))
-        self._turns.clear()
-        self._end_turn()
 
     def _end_turn(self) -> None:
         self._turns.append((self.tokens, len(self._ids), len(self._messages)))
@@ -305,16 +290,6 @@ class Context:
     def _decoded(self, tokens: Sequence[int]) -> str:
         assert self.tokenizer is not None
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
-
-
-def check_recompress(every: int | None) -> None:
-    """Refuse a value that is no number of tokens.
-
-    Raises:
-        KVError: it is neither None nor an integer >= 1.
-    """
-    if every is not None and not is_integer(every, 1):
-        raise KVError(f"recompress_every is {every!r}; allowed: an integer >= 1, or None")
 
 
 def token_ids(

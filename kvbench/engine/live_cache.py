@@ -47,7 +47,6 @@ class Row:
         cache_bytes, exact_bytes: after compression, and of the exact cache at the same point.
         cache_bytes_end: when the generation was over; None before.
         compress_s: seconds of compression.
-        recompressions: how often the whole conversation was compressed again.
     """
 
     prompt_tokens: int
@@ -57,7 +56,6 @@ class Row:
     exact_bytes: int
     compress_s: float
     cache_bytes_end: int | None = None
-    recompressions: int = 0
 
     @classmethod
     def of(cls, fork: Fork, tokens: int, exact_bytes: int, compressible: Sequence[int]) -> Row:

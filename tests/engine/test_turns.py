@@ -67,37 +67,6 @@ def test_a_copy_goes_its_own_way_and_a_rewound_cache_is_as_before(model: Any) ->
 
 
 @pytest.mark.parametrize("name", ["snapkv", "h2o", "balancekv"])
-def test_a_grown_cache_is_compressed_again_as_one_prompt(model: Any, name: str) -> None:
-    context = context_of(model, name, recompress_every=40)
-    context.chat([FIRST], max_new_tokens=6)
-    assert context._fork.appended == 35
-    context.chat([SECOND], max_new_tokens=6)
-    everything = context.token_ids
-    assert context.tokens == len(everything) == 120 + 36 + 16
-    fresh = Context(model, build_method(name), Budget(0.25, **SMALL), everything)
-    assert context.cache_bytes == fresh.cache_bytes
-    assert context.ask(FIRST, max_new_tokens=6) == fresh.ask(FIRST, max_new_tokens=6)
-    with pytest.raises(KVError, match="recompress_every is 0; allowed: an integer >= 1"):
-        context_of(model, recompress_every=0)
-
-
-def test_generate_compresses_again_what_it_has_written(model: Any) -> None:
-    ids = torch.tensor([CONTEXT, CONTEXT[::-1]])
-    with compress(model, "snapkv", **SMALL, recompress_every=5) as session:
-        written = model.generate(ids, max_new_tokens=16, do_sample=False)
-        assert [row.recompressions for row in session.last] == [2, 2]
-        with pytest.raises(UnsupportedGeneration, match="embeddings, which cannot be read again"):
-            model.generate(inputs_embeds=torch.zeros(1, 9, 64), max_new_tokens=3)
-    method, budget = build_method("snapkv"), Budget(**SMALL)
-    for prompt, row in zip(ids.tolist(), written.tolist(), strict=True):
-        said, token = prompt, row[120]  # the first comes from the exact prefill
-        for _ in range(3):
-            answer = Context(model, method, budget, said).ask([token], max_new_tokens=5)
-            said, token = [*said, token, *answer[:-1]], answer[-1]
-        assert row == [*said, token]
-
-
-@pytest.mark.parametrize("name", ["snapkv", "h2o", "balancekv"])
 def test_generate_goes_on_from_a_context_and_from_its_own_cache(model: Any, name: str) -> None:
     options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
     with compress(model, name, **SMALL) as session:

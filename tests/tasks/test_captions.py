@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import runpy
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -209,11 +208,6 @@ def test_what_is_refused_is_one_line(folder, tmp_path):
         Captions(data=str(broken)).examples(session.encoder)
     with pytest.raises(UnsupportedModel, match="allowed of these: internvl, llava"):
         check_serves_interface(t.Qwen2VLConfig())
-    chunked = replace(session, prefill="chunked")
-    plan = TaskPlan(Captions(data=data))
-    methods = {"exact": (build_method("exact"), SMALL)}
-    with pytest.raises(Exception, match=r"chunked.*shows images"):
-        list(plan.run(plan.units(chunked, methods)[0], methods, chunked))
 
 
 def test_a_method_that_repeats_the_prompt_fails_alone(folder):
