@@ -257,10 +257,10 @@ class BadWhileRestricting(TopK):
 def test_changes_of_the_process_while_decoding_are_found_too(
     tmp_path: Path, without: Any, kind: type, change: Callable[[], Any], says: str
 ) -> None:
-    found = records(tmp_path, "shared", 4, kind(change=change))
+    found = records(tmp_path, 4, kind(change=change))
     for record in found.pop(BAD):
         assert record["error"].startswith(f"SharedStateChanged: method '{kind.__name__}' {says}")
-    assert found == without["shared", 4]
+    assert found == without[4]
 
 
 def test_in_compare_the_line_says_it_and_the_others_stay() -> None:
