@@ -13,7 +13,6 @@ from transformers import PreTrainedConfig
 
 from kvbench.engine.attention import LayerCall
 from kvbench.engine.cache import LayerCache
-from kvbench.engine.chunk_reading import read_chunk, rule_in_turn
 from kvbench.engine.faults import release_frames
 from kvbench.engine.ragged import RaggedCache
 from kvbench.engine.recompress import Recompressor
@@ -281,12 +280,7 @@ class ForkBatch:
             if fork.failure is not None or i in done:
                 continue
             try:
-                cache, one = fork.layers[call.layer], call.of_row(i)
-                rule = rule_in_turn(cache) if query.shape[2] > 1 else None
-                if rule is None:
-                    out[i] = cache.step(one, positions[i])
-                else:
-                    out[i] = read_chunk(cache, rule, one, positions[i])
+                out[i] = fork.layers[call.layer].step(call.of_row(i), positions[i])
             except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
                 fork.fail(failure)
         return out

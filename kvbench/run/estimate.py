@@ -75,10 +75,9 @@ def estimate(job: Job, todo: Sequence[Unit], *, any_model: bool) -> Estimate:
 def _of_benchmark(
     job: Job, todo: Sequence[Unit], middle: Unit, outcomes: Sequence[Outcome]
 ) -> Estimate:
-    shared = job.session.prefill == "shared"
     once = [o for o in outcomes if o.example_id == middle.record_ids[0]]  # of one answer per method
     prefill = _column(once, "prefill_s")
-    reading = (max(prefill) if shared else sum(prefill)) + sum(_column(once, "compress_s"))
+    reading = max(prefill) + sum(_column(once, "compress_s"))
     steps = max(_column(outcomes, "new_tokens")) - 1
     # per new token of one answer, all methods
     writing = sum(_column(outcomes, "decode_s")) / max(1.0, steps) / len(middle.record_ids)

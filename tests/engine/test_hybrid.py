@@ -185,14 +185,6 @@ def test_a_context_is_asked_again_and_again():
         assert context.tokens == 90 + 20 + 3
 
 
-def test_read_in_chunks():
-    model, ids = on_kvbench(hybrid()), prompt_ids(80)
-    whole = generate(model, ids, {"e": (build_method("exact"), SMALL)})["e"]
-    parts = generate(model, ids, {"e": (build_method("exact"), SMALL)}, chunk_tokens=32)["e"]
-    assert parts.tokens == whole.tokens
-    assert parts.exact_bytes == whole.exact_bytes
-
-
 def test_a_transformers_without_states_refuses_hybrids(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers 5.2 has no cache layer for them; everything else goes on there."""
     monkeypatch.setattr(states, "State", None)

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.faulty import with_session
 from support.jobs import SMALL, Echo, Letters, make_job, records_of
 from support.tiny import prompt_ids, tiny_model
 
@@ -120,47 +119,42 @@ LEAVES: dict[str, Callable[[LayerKV, Budget], None]] = {
 
 FAULTS = {**{fault.__name__: (fault, text) for fault, text in WRITES.items()}}
 FAULTS |= {text: (fault, f"left {text}, which others use") for text, fault in LEAVES.items()}
-RUNS = [("shared", 1), ("shared", 4), ("chunked", 1), ("chunked", 4)]
+RUNS = [1, 4]
 BAD = "h2o_bad"
 """Methods run in the order of their names: h2o, which shares its attention mass, before it."""
-OTHERS: dict[str, dict[str, dict[str, Any]]] = {
-    "shared": {"snapkv": {}, "h2o": {}, "exact": {}, "balancekv": {}},
-    "chunked": {"h2o": {}, "exact": {}, "streaming_llm": {"decode": "evict"}},
-}
+OTHERS = ("snapkv", "h2o", "exact", "balancekv")
 
 
 def records(
-    folder: Path, prefill: str, batch: int, bad: Method | None, label: str = BAD
+    folder: Path, batch: int, bad: Method | None, label: str = BAD
 ) -> dict[str, list[dict[str, Any]]]:
-    methods: dict[str, Method] = {
-        n: build_method(n, **options) for n, options in OTHERS[prefill].items()
-    }
+    methods: dict[str, Method] = {name: build_method(name) for name in OTHERS}
     if bad is not None:
         methods[label] = bad
     job = make_job(folder, methods, batch_size=batch, echo=Echo(count=min(batch, 2)))
-    return records_of(run_job(with_session(job, prefill=prefill, chunk_tokens=16)))
+    return records_of(run_job(job))
 
 
 @pytest.fixture(scope="module")
-def without(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Any]:
+def without(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
     """What the others get where there is no bad one."""
-    return {run: records(tmp_path_factory.mktemp("without"), run[0], run[1], None) for run in RUNS}
+    return {run: records(tmp_path_factory.mktemp("without"), run, None) for run in RUNS}
 
 
-@pytest.mark.parametrize(("prefill", "batch"), RUNS)
+@pytest.mark.parametrize("batch", RUNS)
 @pytest.mark.parametrize("kind", FAULTS)
 def test_the_others_get_what_they_get_without_it(
-    tmp_path: Path, without: Any, kind: str, prefill: str, batch: int
+    tmp_path: Path, without: Any, kind: str, batch: int
 ) -> None:
     fault, says = FAULTS[kind]
     states = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
-    found = records(tmp_path, prefill, batch, Bad(fault=fault))
+    found = records(tmp_path, batch, Bad(fault=fault))
     for record in found.pop(BAD):
         assert record["status"] == "error"
         assert record["error"].startswith(f"SharedStateChanged: method '{BAD}' {says}")
         assert "; allowed: " in record["error"]
         assert record["score"] is None
-    assert found == without[prefill, batch]
+    assert found == without[batch]
     assert torch.equal(torch.get_rng_state(), states[0])
     assert (np.random.get_state()[1].tolist(), random.getstate()) == states[1:]
     assert (torch.get_default_dtype(), torch.get_default_device().type) == (torch.float32, "cpu")
@@ -192,10 +186,10 @@ def test_what_a_method_sets_on_its_own_objects_reaches_nobody(tmp_path: Path, wi
 
     for label in (BAD, "a_bad"):  # after h2o, and before all
         bad = Bad(fault=sets)
-        found = records(tmp_path / label, "shared", 1, bad, label=label)
+        found = records(tmp_path / label, 1, bad, label=label)
         says = f"BudgetExceeded: method '{label}' holds 75 entries at layer 0"
         assert says in found.pop(label)[0]["error"]
-        assert found == without["shared", 1]
+        assert found == without[1]
 
 
 def test_what_is_shared_is_neither_dropped_nor_replaced() -> None:
@@ -263,10 +257,10 @@ class BadWhileRestricting(TopK):
 def test_changes_of_the_process_while_decoding_are_found_too(
     tmp_path: Path, without: Any, kind: type, change: Callable[[], Any], says: str
 ) -> None:
-    found = records(tmp_path, "shared", 4, kind(change=change))
+    found = records(tmp_path, 4, kind(change=change))
     for record in found.pop(BAD):
         assert record["error"].startswith(f"SharedStateChanged: method '{kind.__name__}' {says}")
-    assert found == without["shared", 4]
+    assert found == without[4]
 
 
 def test_in_compare_the_line_says_it_and_the_others_stay() -> None:
