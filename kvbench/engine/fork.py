@@ -105,18 +105,9 @@ class Fork:
         """This fork ends here; what it holds is given back, for the others to go on with."""
         self.failure = failure
         release_frames(failure)
-        self._let_go()
-
-    def _let_go(self) -> None:
         self.layers.clear()
         self.carried.clear()
         self.unaudited.clear()
-
-    def restart(self) -> None:
-        """As before the prefill, but for a failure."""
-        self._let_go()
-        self.clocks.clear()
-        self.compress_s = 0.0
 
     def clone(self) -> Fork:
         """A copy that goes on separately from here."""

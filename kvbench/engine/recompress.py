@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvbench.engine.guard import Guard
+from kvbench.engine import guard
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, LayerKV
 from kvbench.methods.base import Method, Recompression
 
@@ -51,9 +51,7 @@ class Recompressor:
         to = Budget(sink=budget.sink, window=budget.window, size=rule.to)
         last = layer.queries[0, :, -rule.queries :].clone()
         none = layer.keys[:, :, :0]  # does not keep the prompt in memory
-        shape = replace(
-            layer, keys=none, values=none, queries=None, shared={}, carried={}, pristine={}
-        )
+        shape = replace(layer, keys=none, values=none, queries=None, shared={}, carried={})
         tokens = layer.n if rule.phase == "tokens" else 0
         return cls(rule, method, to, label, shape, generator, tokens, last)
 
@@ -88,9 +86,7 @@ class Recompressor:
             queries=self.queries[None],
             shared={},
         )
-        held, _, _ = Guard(kv, closely=False).compress(
-            self.label, self.method, self.budget, self.generator, {}
-        )
+        held, _, _ = guard.compress(self.label, self.method, kv, self.budget, self.generator, {})
         if held.charged > self.rule.to + 1:
             raise BudgetExceeded(self.label, kv.layer_index, self.rule.to, held.charged)
         _replace_entries(cache, held)
