@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from kvbench.errors.options import ADDED
 from kvbench.kernels.philox import philox, to_device
 from kvbench.methods._select import top_positions
 from kvbench.methods.base import Method
@@ -24,7 +23,7 @@ class Drawing(Method):
             each tensor of draws). None: what the job says, v1 where there is none.
     """
 
-    draws: Literal["v1", "v2"] | None = field(default=None, metadata=ADDED)
+    draws: Literal["v1", "v2"] | None = None
 
     def draws_as(self, version: str) -> dict[str, Any]:
         """See `Method.draws_as`. v1 is what nobody has to say, so that old runs keep their names."""
