@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from annotated_types import Ge
 from torch import Tensor
 
-from kvbench.errors.options import ADDED, NonNegative, Several
+from kvbench.errors.options import NonNegative, Several
 from kvbench.kernels.balanced_walk import balanced_walk
 from kvbench.kernels.philox import to_device
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
@@ -95,7 +95,7 @@ class BalanceKV(Method):
     selection: Literal["cut", "algorithm2"] = "cut"
     order: Literal["position", "released"] = "position"
     weights: Literal["entry", "released", "values", "none"] = "entry"
-    halvings: Literal["partial", "whole"] = field(default="partial", metadata=ADDED)
+    halvings: Literal["partial", "whole"] = "partial"
     normalise: bool = False
     value_offset: NonNegative = 0.025
     use_values: bool = True
