@@ -22,7 +22,9 @@ from kvbench.records.read import StoreError
 from kvbench.report.experiment import PROMPT, Experiment, Group, Variant, flat
 from kvbench.report.files import write_text
 from kvbench.report.frame import estimate, failures_of, failures_text, scores, strata_of
+from kvbench.report.page import html
 from kvbench.report.published import RESCORED
+from kvbench.report.render import csv, markdown, plain
 from kvbench.report.stats import ALPHA, holm, p_values, share_anew, unpaired_difference
 from kvbench.report.table import (
     INTERVAL,
@@ -344,7 +346,7 @@ def measure(first: Experiment, second: Experiment) -> dict[str, dict[str, Any]]:
                 changed += float((change != 0).sum())
                 examples += len(known)
         if examples:
-            f = {"f": share_anew(moved, chance), "changed": changed / examples}
+            f = {"f": float(share_anew(moved, chance)), "changed": changed / examples}
             found[f"{a.model}/{a.task}"] = f | {"examples": examples, "other": second.name}
     if not found:
         raise StoreError(f"{first.folder} and {second.folder} share no scored example of a method")
@@ -354,3 +356,23 @@ def measure(first: Experiment, second: Experiment) -> dict[str, dict[str, Any]]:
 def write_rescored(folder: Path, found: Mapping[str, Mapping[str, Any]]) -> Path:
     """Keep what `measure` found beside the runs of the experiment in `folder`."""
     return write_text(folder / RESCORED, json.dumps(found, indent=2) + "\n")
+
+
+def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
+    """Write compare.html, compare.md and compare.csv; returns their paths.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    only = [(n, lines) for n, lines in zip(comparison.names, comparison.only, strict=True) if lines]
+    title = " → ".join(comparison.names)
+    text = f"# {plain(title)}\n\n" + "\n".join(map(markdown, comparison.tables))
+    for name, lines in only:
+        text += f"\n{plain(f'Only in {name}:')}\n\n" + "".join(f"- {plain(run)}\n" for run in lines)
+    page = html("tables.html.j2", title=title, tables=comparison.tables, only=only)
+    folder.mkdir(parents=True, exist_ok=True)
+    return [
+        write_text(folder / "compare.html", page),
+        write_text(folder / "compare.md", text),
+        write_text(folder / "compare.csv", csv(comparison.frame)),
+    ]

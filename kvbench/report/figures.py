@@ -28,10 +28,10 @@ from numpy.typing import NDArray
 from kvbench.errors import UserError, printable
 from kvbench.records.figures import Bars, Curve, Heatmap, Times
 from kvbench.report.experiment import BASELINE, Group, as_text
-from kvbench.report.frame import AVERAGE, totals
+from kvbench.report.frame import totals
 from kvbench.report.scaling import curves_of, slopes
-from kvbench.report.stats import NOTHING, Estimate, median_of
-from kvbench.report.style import SPARE, style_of
+from kvbench.report.stats import Estimate, median_of
+from kvbench.report.style import style_of
 from kvbench.report.tables import timings
 
 Draw = Callable[[Axes, pd.DataFrame], None]
@@ -63,6 +63,7 @@ _RC = {
     "legend.frameon": False,
 }
 """matplotlib's settings while a figure is made and written."""
+_styled = rc_context(_RC)
 
 
 @dataclass(frozen=True)
@@ -167,10 +168,9 @@ def new_panels(
     columns = min(columns, count)
     rows = math.ceil(count / columns)
     width, height = around[0] + size[0] * columns, around[1] + size[1] * rows
-    with rc_context(_RC):
-        figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
-        FigureCanvasAgg(figure)
-        axes = list(figure.subplots(rows, columns, squeeze=False, **share).flat)
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = list(figure.subplots(rows, columns, squeeze=False, **share).flat)
     for ax in axes[count:]:
         ax.remove()
     return figure, axes[:count]
@@ -214,6 +214,7 @@ def _errorbar(ax: Axes, at: Any, rows: pd.DataFrame, *, across: bool, **more: An
     ax.errorbar(x, y, **{"xerr" if across else "yerr": spread}, **look | more)
 
 
+@_styled
 def forest(
     panels: Mapping[str, pd.DataFrame],
     xlabel: str,
@@ -250,6 +251,7 @@ def forest(
     return figure
 
 
+@_styled
 def lines(
     panels: Mapping[str, pd.DataFrame],
     xlabel: str,
@@ -259,6 +261,7 @@ def lines(
     log: str = "",
     ticks: Sequence[str] = (),
     baseline: str = "",
+    share: bool = True,
     also: Draw | None = None,
 ) -> Figure:
     """Numbers with intervals against x, a line for each label, a panel for each frame.
@@ -267,10 +270,10 @@ def lines(
         panels: by title, frames with the columns ``label``, ``method``, ``x``, ``mean``, ``low``, ``high``.
         log: the axes that are logarithmic, "x", "y" or "xy". ticks: names of x = 0, 1, ...
         baseline: the label whose first number is a line across the others, with its interval.
-        also: draws more, given the axes and the frame.
+        share: one y axis for all panels. also: draws more, given the axes and the frame.
     """
     size = (5.6, 3.4) if len(panels) == 1 else (3.0, 2.4)
-    figure, axes = new_panels(len(panels), columns, size, (1.0, 0.9), sharey=len(panels) > 1)
+    figure, axes = new_panels(len(panels), columns, size, (1.0, 0.9), sharey=share)
     for ax, (title, frame) in zip(axes, panels.items(), strict=True):
         _line_across(ax.axhline, ax.axhspan, frame[frame["label"] == baseline].head(1))
         for label, rows in frame.groupby("label", sort=False):
@@ -456,10 +459,12 @@ def breakdown(group: Group, part: pd.DataFrame) -> Drawn:
     by, ticks = str(part["by"].iloc[0]), list(part["value"].unique())
     names = {v.label: v.without_rate for v in group.variants}
     rows = _scaled(group, part, x=part["value"].map(ticks.index), label=part["variant"].map(names))
+    rates = sorted({v.rate for v in group.variants if v.rate is not None}, reverse=True)
     panels = {
-        "" if rate is None else f"rate {rate:g}": rows[rows["rate"].eq(rate) | rows["rate"].isna()]
-        for rate in sorted({v.rate for v in group.variants if v.rate is not None}, reverse=True)
-        or [None]
+        f"rate {rate:g}" if len(rates) > 1 else "": rows[
+            rows["rate"].eq(rate) | rows["rate"].isna()
+        ]
+        for rate in rates or [math.nan]
     }
     return Drawn(
         f"{stem(group)}-by-{by}",
@@ -480,6 +485,7 @@ def grid_of(group: Group, label: str, spec: Heatmap) -> pd.DataFrame:
     )
 
 
+@_styled
 def heatmaps(group: Group, spec: Heatmap, labels: Sequence[str] = ()) -> list[Drawn]:
     """Every variant (or those of `labels`) on one colour scale: several figures where there are many."""
     if not {spec.x, spec.y, spec.value} <= set(group.records):
@@ -541,6 +547,7 @@ def _heat(ax: Axes, grid: pd.DataFrame, low: float, high: float) -> Any:
     return image
 
 
+@_styled
 def bars(group: Group, spec: Bars) -> Drawn | None:
     """Bars per method and x, one panel per facet: mean and standard deviation over repetitions (the
     values of `spec.repeat`, within each the mean; a record field ``draw``, several draws of a method in
@@ -633,6 +640,7 @@ def curve_figures(group: Group, spec: Curve) -> list[Drawn]:
     return found
 
 
+@_styled
 def throughput(group: Group) -> Drawn:
     """Seconds, new tokens per second while decoding and peak memory per setting and variant; failures
     are named."""
@@ -698,7 +706,7 @@ def throughput_by_length(group: Group) -> Drawn | None:
         found[title] = pd.DataFrame(rows)
     if not found:
         return None
-    figure = lines(found, "prompt length (tokens)", "", log="xy")
+    figure = lines(found, _AXES["prompt_tokens"], "", log="xy", share=False)
     return Drawn(
         f"{stem(group)}-by-length",
         f"{group.task}: time and memory against the prompt's length",
@@ -821,6 +829,7 @@ def draw_kept(*frames: pd.DataFrame) -> Figure:
     return draw_strips(named)
 
 
+@_styled
 def draw_strips(named: Mapping[str, tuple[str, Strip]]) -> Figure:
     """One row of strips per label, each with its method's colour; the layers from top to bottom."""
     most = max(min(_MOST_LAYERS, len(strip.layers)) for _, strip in named.values())

@@ -117,6 +117,10 @@ def score_table(
         table, more = _with_costs(group, frame, table)
         columns += more
     columns += [Column("scored"), Column("failures", "failed")]
+    if narrow:  # what a narrow terminal leaves out goes last
+        first = {"variant", *shown, "difference", "ratio", "failures"}
+        columns.sort(key=lambda column: column.key not in first)
+        columns = [c for c in columns if c.key != "failures" or table["failures"].any()]
     title = f"{group.task} on {group.model}: score{unit_text(unit)}"
     title += f"; average of {len(names) - 1} datasets" * (shown != names)
     return Table(
@@ -260,14 +264,13 @@ def overview_table(groups: Sequence[tuple[Group, pd.DataFrame]]) -> Table:
     rows = pd.concat([totals(f) for _, f in groups], ignore_index=True)
     variants = {(v.label, v.rate): v for group, _ in groups for v in group.variants}
     twice = pd.Series([label for label, _ in variants]).value_counts().gt(1)
-    keys = list(zip(rows["variant"], rows["rate"].where(rows["rate"].notna(), None), strict=True))
-    named = [
-        f"{label}, rate {rate:g}" if twice[label] and rate is not None else label
-        for label, rate in keys
+    keys = [
+        (n, None if r is None or r != r else r)
+        for n, r in zip(rows["variant"], rows["rate"], strict=True)
     ]
-    order = [variants[key].sort_key for key in keys]
-    rows = rows.assign(variant=named, order=pd.Series(order, dtype=object))
-    rows = rows.iloc[sorted(range(len(rows)), key=order.__getitem__)]
+    named = [f"{n}, rate {r:g}" if twice[n] and r is not None else n for n, r in keys]
+    rows["variant"] = named
+    rows = rows.iloc[sorted(range(len(rows)), key=lambda i: variants[keys[i]].sort_key)]
     table = wide(rows, ["method", "variant"], "task")
     ratio = pd.concat([totals(f, "ratio") for _, f in groups], ignore_index=True)
     spans = ratio.assign(variant=named).groupby("variant")["mean"].agg(span_text)
@@ -618,6 +621,7 @@ def fidelity_table(group: Group) -> Table:
                 row |= (found[name][i] if len(good) else NOTHING).named(name)
             rows.append(row)
     frame = pd.DataFrame(rows)
+    shares = [key for key in frame if str(key).startswith("agreement")]
     floor = pd.to_numeric(records.get("kl_floor", pd.Series(dtype=float)), errors="coerce").max()
     return Table(
         f"{group.task}-{group.model}-fidelity",
@@ -638,7 +642,7 @@ def fidelity_table(group: Group) -> Table:
             " next-token distribution from the method's. [low, high]: 95 % bootstrap over prompts.",
             *([f"Rounding alone comes to a KL of {floor:.1e} at most."] if floor == floor else []),
         ),
-        frame.assign(model=group.model, task=group.task),
+        frame.assign(model=group.model, task=group.task, **{k: 100 * frame[k] for k in shares}),
     )
 
 

@@ -1,0 +1,161 @@
+"""Everything that is derived from an experiment's records: tables, figures and the page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from kvbench.errors import disk_line
+from kvbench.records.figures import Curve, Times
+from kvbench.records.read import StoreError
+from kvbench.report.experiment import Experiment, Group, load_experiment
+from kvbench.report.files import file_stem, part_of, remove_stale, write_text
+from kvbench.report.frame import AVERAGE, tidy
+from kvbench.report.papers import PaperError
+from kvbench.report.published import averages, beside, published_tables
+from kvbench.report.render import csv, latex, markdown
+from kvbench.report.table import Table
+from kvbench.report.tables import (
+    overview_table,
+    pairs_table,
+    paper_table,
+    score_table,
+    tables_of,
+    verdict,
+)
+
+Part = tuple[Group, pd.DataFrame]
+
+
+@dataclass(frozen=True)
+class ReportPaths:
+    """Where a report lies.
+
+    Attributes:
+        tables, figures: every file written.
+        warnings: what the report had to leave out, one line each.
+        scores: the tidy frame of every model and task whose methods are ranked.
+        manifest: of the run that was started last.
+    """
+
+    page: Path
+    tables: tuple[Path, ...]
+    figures: tuple[Path, ...]
+    warnings: tuple[str, ...] = ()
+    scores: pd.DataFrame = field(default_factory=pd.DataFrame)
+    manifest: Mapping[str, Any] = field(default_factory=dict)
+
+
+def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> ReportPaths:
+    """Write report.html and tables/ into the experiment's folder, from records alone.
+
+    The same records give the same files.
+
+    Args:
+        for_print: also figures/, every figure as PNG and PDF.
+
+    Raises:
+        StoreError: no runs, a broken run, or the folder cannot be written.
+    """
+    from kvbench.report.figures import figures_of, memory_overview
+    from kvbench.report.page import PAGE, Page, Section, render_page
+
+    experiment = load_experiment(Path(experiment_folder))
+    parts = [(group, tidy(group)) for group in experiment.groups]
+    warnings: list[str] = []
+    theirs, notes = pd.DataFrame(), []
+    try:
+        theirs, notes = beside(experiment)
+    except PaperError as error:
+        warnings.append(str(error))
+    sections = []
+    for group, frame in parts:
+        found = tables_of(group, frame)
+        gaps = averages(theirs, group)
+        pairs = pairs_table(group, gaps) if gaps else None
+        found = [pairs if pairs and table.name == pairs.name else table for table in found]
+        sections.append(Section(group, verdict(group, frame), found, figures_of(group, frame)))
+    ranked = [part for part in parts if is_ranked(part[0])]
+    overview = [drawn for part in _by(ranked, "model") if (drawn := memory_overview(part))]
+    shared = _shared_tables(ranked, theirs)
+    compared = published_tables(theirs, notes)
+    shown = [section for section in sections if any(table.columns for table in section.tables)]
+    for i, section in enumerate(shown):
+        visible = [table for table in section.tables if table.columns]
+        shown[i] = Section(section.group, section.verdict, visible, section.figures)
+    page = render_page(Page(experiment, shown, overview, shared, compared, warnings))
+    every = [*shared, *compared, *(table for section in sections for table in section.tables)]
+    try:
+        place = write_text(experiment.folder / PAGE, page)
+        tables = write_tables(every, part_of(experiment.folder, "tables"))
+        figures: list[Path] = []
+        if for_print:
+            folder = part_of(experiment.folder, "figures")
+            for drawn in [*overview, *(drawn for section in sections for drawn in section.figures)]:
+                for suffix, content in ((".png", drawn.png), (".pdf", drawn.pdf)):
+                    path = folder / f"{file_stem(drawn.name)}{suffix}"
+                    path.write_bytes(content)
+                    figures.append(path)
+        remove_stale(experiment.folder, [*tables, *figures])
+    except OSError as error:
+        raise StoreError(
+            f"cannot write the report in {experiment.folder}: {disk_line(error)}"
+        ) from error
+    last = max((run.manifest for run in experiment.runs), key=lambda m: str(m.get("started")))
+    scores = (
+        pd.concat([frame for _, frame in ranked], ignore_index=True) if ranked else pd.DataFrame()
+    )
+    return ReportPaths(place, tuple(tables), tuple(figures), tuple(warnings), scores, last)
+
+
+def is_ranked(group: Group) -> bool:
+    """Whether methods are compared by score: no timings, no curves."""
+    return not (group.meta.figure(Times) or group.meta.figure(Curve))
+
+
+def _by(parts: Sequence[Part], key: str) -> list[list[Part]]:
+    """Parts of one model, or one task, together."""
+    found: dict[str, list[Part]] = {}
+    for part in parts:
+        found.setdefault(getattr(part[0], key), []).append(part)
+    return list(found.values())
+
+
+def _shared_tables(ranked: Sequence[Part], theirs: pd.DataFrame) -> list[Table]:
+    """Tables of several models or datasets, as a paper would print them, its datasets in the order of the
+    published table where there is one; and those of several tasks."""
+    found = []
+    for parts in _by(ranked, "task"):
+        task, frame = parts[0][0].task, parts[0][1]
+        order = list(theirs.loc[theirs["task"] == task, "value"].unique()) if len(theirs) else []
+        if len(parts) > 1 or AVERAGE in set(frame["value"]):
+            found.append(paper_table(parts, order))
+    return found + [overview_table(parts) for parts in _by(ranked, "model") if len(parts) > 1]
+
+
+def tables_to_print(experiment: Experiment) -> list[Table]:
+    """The tables to print after a job: one per model and task, then all tasks of each model."""
+    parts = [(group, tidy(group)) for group in experiment.groups]
+    tables = [
+        score_table(*part, narrow=True) if is_ranked(part[0]) else tables_of(*part)[0]
+        for part in parts
+    ]
+    ranked = [part for part in parts if is_ranked(part[0])]
+    return tables + [overview_table(one) for one in _by(ranked, "model") if len(one) > 1]
+
+
+def write_tables(tables: Sequence[Table], folder: Path) -> list[Path]:
+    """Every table as CSV (where it holds numbers), Markdown and LaTeX (where readers see it)."""
+    paths = []
+    for table in tables:
+        stem = file_stem(table.name)
+        if table.data is not None:
+            paths.append(write_text(folder / f"{stem}.csv", csv(table.data)))
+        if table.columns:
+            paths.append(write_text(folder / f"{stem}.md", markdown(table)))
+            paths.append(write_text(folder / f"{stem}.tex", latex(table)))
+    return paths
