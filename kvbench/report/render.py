@@ -12,6 +12,7 @@ import rich.console
 import rich.table
 from rich import box
 from rich.markup import escape as escape_markup
+from rich.measure import Measurement
 
 from kvbench.errors import printable
 from kvbench.report.table import Column, Table
@@ -108,10 +109,11 @@ def terminal(tables: Iterable[Table], console: rich.console.Console | None = Non
     out = console or rich.console.Console()
     notes: dict[str, None] = {}
     hidden: dict[str, None] = {}
+    wide = out.options.update(width=10_000)
     for table in tables:
         columns = list(table.columns)
         made = _rich_table(table, columns)
-        while len(columns) > 2 and out.measure(made).maximum > out.width:
+        while len(columns) > 2 and Measurement.get(out, wide, made).maximum > out.width:
             hidden[columns.pop().name] = None
             made = _rich_table(table, columns)
         out.print(made)

@@ -500,27 +500,28 @@ def _setting(asked: Mapping[str, Any], records: pd.DataFrame) -> str:
 def timing_table(group: Group) -> Table:
     """Seconds, memory and rate of generation by setting, with intervals of the medians."""
     frame = timings(group)
+    columns = (
+        METHOD,
+        Column("prompt_and_new_tokens", "prompt + new"),
+        Column("batch", text=number),
+        Column("prefill_compress_s", "prefill s", number),
+        Column("prefill_compress_s_over_exact", "prefill x", number),
+        Column("decode_s", "decode s", number),
+        Column("tokens_per_s", "tokens/s", number),
+        Column("tokens_per_s_over_exact", "tokens/s x", number),
+        Column("decode_tokens_per_s", "decode tokens/s", number),
+        Column("decode_tokens_per_s_over_exact", "decode x", number),
+        Column("peak_bytes", "peak", size),
+        Column("cache_bytes", "cache", size),
+        Column("ratio", text=number),
+        Column("runs", text=whole),
+        Column("failures", "failed"),
+    )
     return Table(
         f"{group.task}-{group.model}-timing",
         f"{group.task} on {group.model}: medians over runs",
         frame,
-        (
-            METHOD,
-            Column("prompt_and_new_tokens", "prompt + new"),
-            Column("batch", text=number),
-            Column("prefill_compress_s", "prefill s", number),
-            Column("prefill_compress_s_over_exact", "prefill x", number),
-            Column("decode_s", "decode s", number),
-            Column("tokens_per_s", "tokens/s", number),
-            Column("tokens_per_s_over_exact", "tokens/s x", number),
-            Column("decode_tokens_per_s", "decode tokens/s", number),
-            Column("decode_tokens_per_s_over_exact", "decode x", number),
-            Column("peak_bytes", "peak", size),
-            Column("cache_bytes", "cache", size),
-            Column("ratio", text=number),
-            Column("runs", text=whole),
-            Column("failures", "failed"),
-        ),
+        tuple(column for column in columns if frame[column.key].notna().any()),
         (
             "No prefill is shared; its seconds include compression. tokens/s: new tokens of the whole"
             " batch over the time of prefill and decoding, and over decoding alone. x: times the exact"
