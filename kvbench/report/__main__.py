@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
             _rebuild(folders[0], every=options.list)
         else:
             _compare(folders[0], folders[1], options.out)
-    except Exception as error:  # noqa: BLE001 - records from elsewhere may hold anything
+    except Exception as error:  # records from elsewhere may hold anything
         if os.environ.get("KVBENCH_TRACEBACK"):
             raise
         said = disk_line(error) if isinstance(error, OSError) else first_line(error)

@@ -37,12 +37,11 @@ from kvbench.report.table import (
     score_format,
     unit_text,
     whole,
-    wide,
 )
 
 _LEAST_COMMON = 0.5
 """Means are compared paired where this share of the smaller side's examples is in both."""
-_FLIPS, _LONGEST = 60, 160
+_LONGEST = 160
 
 
 @dataclass(frozen=True)
@@ -62,13 +61,12 @@ def compare(first: Experiment, second: Experiment) -> Comparison:
     Raises:
         StoreError: they have no run in common.
     """
-    parts, changed, flips = [], [], []
+    parts, changed = [], []
     seen: tuple[set[str], set[str]] = (set(), set())
     for a, b in matched_groups(first, second):
         for x, y in matched_variants(a, b):
             both = _both(a, x, b, y)
             parts.append(_changes(both).assign(variant=y.label, method=y.method))
-            flips.append(_flips(both).assign(method=y.method, variant=y.label))
             changed += _settings(a, x, b, y)
             for names, group, variant in zip(seen, (a, b), (x, y), strict=True):
                 names.add(_run_name(group, variant))
@@ -85,10 +83,8 @@ def compare(first: Experiment, second: Experiment) -> Comparison:
     if names[0] == names[1]:
         names = str(first.folder), str(second.folder)
     tables = [_settings_table(changed)] if changed else []
-    for _, part in frame.groupby(["task", "model"], sort=False):
-        tables += _task_tables(part, last[part.index])
-    moved = pd.concat(flips, ignore_index=True)
-    tables += [_flips_table(moved)] if len(moved) else []
+    groups = frame.groupby(["task", "model"], sort=False)
+    tables += [_task_table(part, last[part.index]) for _, part in groups]
     return Comparison(names, tuple(tables), in_percent(frame, _NUMBERS), (only[0], only[1]))
 
 
@@ -195,83 +191,41 @@ def _changes(both: Group) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _task_tables(part: pd.DataFrame, last: pd.Series) -> list[Table]:
-    """Every method's total; and where there are several datasets, its change on each."""
+def _task_table(part: pd.DataFrame, last: pd.Series) -> Table:
+    """Every method's total."""
     unit, task, model = (part[key].iloc[0] for key in ("unit", "task", "model"))
-    shown = part["p_adjusted"].lt(ALPHA).where(last, part["p"].lt(ALPHA))
-    marks = [
-        "shown" * bool(s) + " unpaired" * (not p)
-        for s, p in zip(shown, part["paired"], strict=True)
-    ]
-    part = part.assign(difference_mark=marks)
+    total = part[last]
+    marks = ["shown" if p < ALPHA else "" for p in total["p_adjusted"]]
+    paired = ["" if known else " unpaired" for known in total["paired"]]
+    total = total.assign(difference_mark=[a + b for a, b in zip(marks, paired, strict=True)])
     text, signed = (score_format(unit, signed=s) for s in (False, True))
-    numbers = [
-        Column(f"{side}_{key}", f"{side} {key}", number)
-        for key in ("ratio", "seconds")
-        for side in ("first", "second")
+    counts = {"common_examples": "common", "better": "better", "worse": "worse"}
+    sides = [
+        f"{side}_{key}" for key in ("ratio", "seconds", "failed") for side in ("first", "second")
     ]
-    failed = [Column(f"{side}_failed", f"{side} failed") for side in ("first", "second")]
-    total = Table(
+    costs = [
+        Column(key, key.replace("_", " "), str if "failed" in key else number) for key in sides
+    ]
+    return Table(
         f"compare-{task}-{model}",
         f"{task} on {model}: score{unit_text(unit)}",
-        part[last],
+        total,
         (
             Column("variant", "method"),
             Column("first", text=text),
             Column("second", text=text),
             Column("difference", "change", signed),
             Column("p_adjusted", "p, adjusted", p_text),
-            Column("common_examples", "common", whole),
-            Column("better", text=whole),
-            Column("worse", text=whole),
-            *numbers,
-            *failed,
+            *(Column(key, name, whole) for key, name in counts.items()),
+            *costs,
         ),
         (
             INTERVAL,
             "change: second minus first, paired over the examples that both scored; bold where it is shown:"
             " p of the exact paired test, adjusted by Holm's method for all methods and tasks, below 0.05."
             " seconds: median of compressing and decoding.",
-            *legend(part),
+            *legend(total),
         ),
-    )
-    if part["dataset"].nunique() < 2:
-        return [total]
-    tidy = part.rename(
-        columns={"difference": "mean", "difference_low": "low", "difference_high": "high"}
-    )
-    each = wide(tidy.rename(columns={"difference_mark": "mark"}), ["method", "variant"], "dataset")
-    columns = [Column(name, text=signed) for name in part["dataset"].unique()]
-    name, title = f"compare-{task}-{model}-by-dataset", f"{task} on {model}: change by dataset"
-    return [total, Table(name, title, each, (Column("variant", "method"), *columns))]
-
-
-def _flips(both: Group) -> pd.DataFrame:
-    """Examples with an answer whose score changed, the largest changes first."""
-    good = both.good.assign(answers=both.good["answers"].map(str))
-    keys = ["dataset", "seed", "example_id"]
-    one, other = (good[good["variant"] == side] for side in ("first", "second"))
-    pairs = one.merge(other[[*keys, "score", "prediction"]], on=keys, suffixes=("", "_b"))
-    pairs = pairs.dropna(subset=["score", "score_b", "prediction", "prediction_b"])
-    size = (pairs["score_b"] - pairs["score"]).abs().sort_values(ascending=False, kind="stable")
-    pairs = pairs.loc[size[size > 0].index]
-    return pd.DataFrame(
-        {
-            "example": pairs["task"].map(str) + " " + pairs["id"].map(str),
-            "expected": pairs["answers"].map(_short),
-            "first": pairs["score"].map(number) + ": " + pairs["prediction"].map(_short),
-            "second": pairs["score_b"].map(number) + ": " + pairs["prediction_b"].map(_short),
-        }
-    )
-
-
-def _flips_table(moved: pd.DataFrame) -> Table:
-    """As many of each method and task as fit."""
-    each = max(1, _FLIPS // moved.groupby(["variant"]).ngroups)
-    shown = moved.groupby("variant", sort=False).head(each).head(_FLIPS)
-    columns = [Column(key) for key in ("variant", "example", "expected", "first", "second")]
-    return Table(
-        "flips", f"Answers whose score changed: {len(shown)} of {len(moved)}", shown, tuple(columns)
     )
 
 

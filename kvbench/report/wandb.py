@@ -1,10 +1,10 @@
 """A copy of an experiment in Weights & Biases; local files never depend on it.
 
-One W&B run per run folder, one per (model, task) that sets the methods side by side, and one of the
-whole experiment. Their ids are made from what they are about, so that logging again replaces what was
-logged. Runs are written offline, into ``<results>/<experiment>/wandb``, and then sent by W&B's own
-client in a process of its own if that is wanted: a server that is down, slow or broken loses nothing,
-and ``wandb sync <that folder>`` sends what is left at any time.
+One W&B run per run folder, and one of the whole experiment that sets the methods side by side. Their ids
+are made from what they are about, so that logging again replaces what was logged. Runs are written
+offline, into ``<results>/<experiment>/wandb``, and then sent by W&B's own client in a process of its own
+if that is wanted: a server that is down, slow or broken loses nothing, and ``wandb sync <that folder>``
+sends what is left at any time.
 
 ``python -m kvbench.report.wandb <results>/<experiment>`` builds a W&B report of an experiment.
 """
@@ -18,7 +18,6 @@ import json
 import logging
 import math
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -26,18 +25,18 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import pandas as pd
 from filelock import FileLock
 
-from kvbench.errors import first_line, needs_extra, redact
-from kvbench.records.durable import make_folder, read_file, replace
-from kvbench.records.figures import Heatmap, Times
-from kvbench.records.read import MANIFEST, Run, StoreError, load_run, record_files
+from kvbench.errors import complain, first_line, redact
+from kvbench.records.durable import make_folder, replace
+from kvbench.records.figures import Heatmap
+from kvbench.records.read import MANIFEST, Run, StoreError, load_run
 from kvbench.report.experiment import BASELINE, Experiment, Group, group_runs, load_experiment
 from kvbench.report.frame import tidy, totals
 from kvbench.report.objective import scalars_of
@@ -51,9 +50,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 Mode = Literal["auto", "online", "offline", "disabled"]
-MODES = ("auto", "online", "offline", "disabled")
-COMPARISON, OVERVIEW = "comparison", "overview"
-"""Job type and tag of the W&B runs that set methods side by side, and of those of an experiment."""
+OVERVIEW = "overview"
+"""Job type and method of the W&B run of an experiment."""
 MAX_PREDICTIONS = 500
 """Rows of a table of predictions."""
 PROBE_S, SEND_S = 10.0, 600.0
@@ -61,6 +59,8 @@ PROBE_S, SEND_S = 10.0, 600.0
 _QUIET = {"WANDB_ERROR_REPORTING": "false"}
 _ABOUT = ("experiment", "model", "task", "method", "config_hash")
 _MADE = ("seed", "command", "code_revision", "versions", "hardware", "started")
+_FAILED: set[Path] = set()
+"""Where this process could not send from: said once, and not tried again."""
 
 
 class NotSent(RuntimeError):
@@ -73,8 +73,8 @@ def check_logger(mode: str, timeout_s: float) -> None:
     Raises:
         ValueError: one line with what is allowed.
     """
-    if mode not in MODES:
-        raise ValueError(f"logger.mode is {mode!r}; allowed: {', '.join(MODES)}")
+    if mode not in get_args(Mode):
+        raise ValueError(f"logger.mode is {mode!r}; allowed: {', '.join(get_args(Mode))}")
     if not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
         raise ValueError(f"logger.timeout_s is {timeout_s!r}; allowed: a positive number")
 
@@ -87,14 +87,14 @@ def log_runs(
     mode: Mode = "auto",
     timeout_s: float = 120.0,
 ) -> int:
-    """Log runs to W&B, one W&B run each, and one for every (model, task) that has several variants.
+    """Log runs to W&B, one W&B run each.
 
     All of it is written to disk before anything is sent. Whatever goes wrong is a warning of one
     line and nothing else; a server that fails is not asked again by this process.
 
     Args:
-        runs: as `kvbench.records.read.load_runs` gives them. Those beside them on disk (same experiment,
-            model and task) serve for differences and for the comparison.
+        runs: as `kvbench.records.read.load_runs` gives them. The exact run beside one on disk (same
+            experiment, model, task and seed) serves for its differences.
         mode: "auto" is online when WANDB_API_KEY is set (and WANDB_MODE does not say otherwise),
             else offline.
         timeout_s: seconds that sending may take.
@@ -107,16 +107,14 @@ def log_runs(
     """
     check_logger(mode, timeout_s)
     mode = _resolved(mode)
-    tasks: dict[Path, list[Path]] = {}
+    written: list[Path] = []
     for run in runs if mode != "disabled" else ():
         if not run.records.empty:
-            tasks.setdefault(run.folder.parent, []).append(run.folder)
-    where = {"project": project, "entity": entity}
-    found = [_log_task(task, folders, where) for task, folders in tasks.items()]
-    written = [folder for both in found for folders in both for folder in folders]
+            with _writing(run.folder.parents[2], run.folder.name):
+                written.append(_log_run(run, {"project": project, "entity": entity}))
     if mode == "online" and written:
         _send_written(written, timeout_s)
-    return sum(len(logged) for logged, _ in found)
+    return len(written)
 
 
 def _resolved(mode: Mode) -> Mode:
@@ -129,215 +127,119 @@ def _resolved(mode: Mode) -> Mode:
     return "online" if os.environ.get("WANDB_API_KEY") and wanted != "offline" else "offline"
 
 
-def id_of(about: Mapping[str, Any]) -> str:
+@contextmanager
+def _writing(experiment: Path, what: str) -> Iterator[None]:
+    """One process at a time writes W&B's copies of an experiment. A failure inside is one line: a copy's
+    failure must not end a sweep."""
+    before, logging.raiseExceptions = logging.raiseExceptions, False  # of W&B's log on a full disk
+    try:
+        make_folder(experiment / "wandb", experiment)
+        with FileLock(experiment / "wandb" / ".lock"):
+            yield
+    except Exception as error:  # noqa: BLE001 - W&B's, whatever it is
+        log.warning("W&B: %s was not logged: %s", what, first_line(error))
+    finally:
+        logging.raiseExceptions = before
+
+
+def run_id(about: Mapping[str, Any]) -> str:
     """A W&B run's id: the same for the same experiment, model, task, method and config hash."""
     text = json.dumps([str(about.get(key)) for key in _ABOUT])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _log_task(
-    task: Path, folders: Sequence[Path], where: Mapping[str, Any]
-) -> tuple[list[Path], list[Path]]:
-    """Write the runs of one task folder and the comparison of all that is there; returns their W&B
-    folders."""
-    logged: list[Path] = []
-    compared: list[Path] = []
-    with _failure_warned(str(task)), _writing(task.parents[1]):
-        paths = sorted({path.parent for path in task.glob(f"*/{MANIFEST}")})
-        runs = [run for run in map(load_run, paths) if not run.records.empty]
-        for run in (run for run in runs if run.folder in folders):
-            with _failure_warned(run.folder.name):
-                logged.append(_log_run(run, runs, where))
-        for group in group_runs(runs):
-            if len(group.variants) > 1:
-                with _failure_warned(f"the comparison of {group.task} on {group.model}"):
-                    compared.append(_log_comparison(group, task.parents[1], where))
-    return logged, compared
-
-
-@contextmanager
-def _failure_warned(what: str) -> Iterator[None]:
-    """A failure inside is one line: a copy's failure must not end a sweep."""
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001 - W&B's, whatever it is
-        log.warning("W&B: %s was not logged: %s", what, first_line(error))
-
-
-@contextmanager
-def _writing(experiment: Path) -> Iterator[None]:
-    """One process at a time writes W&B's copies of an experiment. W&B keeps a log of its own; where that
-    cannot be written, `logging` would print a traceback for every line of it."""
-    make_folder(experiment / "wandb", experiment)
-    before, logging.raiseExceptions = logging.raiseExceptions, False
-    try:
-        with FileLock(experiment / "wandb" / ".lock"):
-            yield
-    finally:
-        logging.raiseExceptions = before
-
-
-@contextmanager
-def _offline_run(
+def _write(
     folder: Path,
-    about: Mapping[str, Any],
-    made: Mapping[str, Any],
+    name: str,
+    manifest: Mapping[str, Any],
+    media: Callable[[], dict[str, Any]],
+    scalars: Mapping[str, Any],
     where: Mapping[str, Any],
-    **more: Any,
-) -> Iterator[wandb.Run]:
-    """A W&B run in ``<folder>/wandb``, in the place of an earlier copy; gone if the block fails.
+) -> Path:
+    """A W&B run in ``<folder>/wandb``, in the place of an earlier copy; returns its folder.
 
     Args:
-        about: what the id is made from, and the tags. made: config keys that say how it was made.
+        manifest: what it is about, which its id is made from, and how that was made.
+        media: makes what it shows, while the run is open.
     """
     import wandb  # not above: slow to import, and needed only here
 
-    name = id_of(about)
+    about = {key: manifest[key] for key in _ABOUT if key in manifest}
+    made = {key: manifest.get(key) for key in _MADE}
+    identity = manifest.get("identity") or manifest.get("config") or {}
     before = {key: os.environ.get(key) for key in (*_QUIET, "WANDB_SILENT", "WANDB_DATA_DIR")}
-
-    def drop_copies() -> None:
-        for old in (folder / "wandb").glob(f"*run-*-{name}"):
-            shutil.rmtree(old)
-
-    drop_copies()
+    quiet = {"silent": True, "console": "off", "x_disable_stats": True, "disable_git": True}
+    quiet |= {
+        "disable_code": True,
+        "x_disable_meta": True,
+    }  # the command is in the config, redacted
+    for old in (folder / "wandb").glob(f"*run-*-{run_id(about)}"):
+        shutil.rmtree(old)
     os.environ.update({**_QUIET, **{k: v for k, v in before.items() if v}, "WANDB_SILENT": "true"})
-    notes = f"Made by: {made.get('command')}\nCode: {made.get('code_revision')}"
-    tags = [str(about[key])[:64] for key in _ABOUT[:4] if about.get(key)]  # W&B's limit
     try:
         run = wandb.init(
             mode="offline",
             dir=str(folder.resolve()),  # its service may have another working directory
-            id=name,
+            id=run_id(about),
+            name=name,
+            job_type=str(about.get("task", OVERVIEW)),
             reinit="create_new",
-            notes=notes,
-            tags=list(dict.fromkeys(tags)),
+            notes=f"Made by: {made['command']}\nCode: {made['code_revision']}",
+            tags=list(dict.fromkeys(str(about[k])[:64] for k in _ABOUT[:4] if k in about)),
             group=str(about["experiment"]),
-            config={**about, **made},
-            settings=wandb.Settings(
-                silent=True,
-                console="off",
-                x_disable_stats=True,
-                disable_git=True,
-                disable_code=True,
-                x_disable_meta=True,  # the command as it was typed; the config has it without secrets
-            ),
+            config={**about, **made, "run": dict(identity)},
+            settings=wandb.Settings(**quiet),
             **where,
-            **more,
         )
-        os.environ["WANDB_DATA_DIR"] = str(Path(run.dir).parent)  # tables' files
+        place = Path(run.dir).parent
+        os.environ["WANDB_DATA_DIR"] = str(place)  # tables' files
         try:
-            yield run
+            run.log(media())
+            run.summary.update({k: v for k, v in scalars.items() if v == v})
         except BaseException:
             run.finish(exit_code=1)
-            drop_copies()
+            shutil.rmtree(place)
             raise
         run.finish()
+        return place
     finally:
         for key, value in before.items():
             os.environ.pop(key, None) if value is None else os.environ.update({key: value})
 
 
-def _log_run(run: Run, runs: Sequence[Run], where: Mapping[str, Any]) -> Path:
-    """One run beside its baseline of the same seed; returns the W&B run's folder."""
-    import wandb
-
+def _log_run(run: Run, where: Mapping[str, Any]) -> Path:
+    """One run beside its baseline of the same seed: its scores, answers and heatmap."""
     manifest = run.manifest
-    place = [manifest.get(key) for key in ("model", "task", "seed")]
-    peers = [
-        other
-        for other in runs
-        if manifest.get("method") != BASELINE == other.manifest.get("method")
-        and [other.manifest.get(key) for key in ("model", "task", "seed")] == place
-    ]
-    group = group_runs([*peers[:1], run])[0]
+    peers = []
+    if manifest.get("method") != BASELINE:
+        found = (
+            load_run(path.parent) for path in run.folder.parent.glob(f"{BASELINE}-*/{MANIFEST}")
+        )
+        peers = [one for one in found if one.manifest.get("seed") == manifest.get("seed")][:1]
+    group = group_runs([*peers, run])[0]
+    variant = next(v for v in group.variants if not peers or v.method != BASELINE)
     frame = tidy(group)
-    variant = next(v for v in group.variants if v.method == str(manifest["method"]) or not peers)
     mine = frame[frame["variant"] == variant.label]
-    about = {key: manifest.get(key) for key in _ABOUT}
-    made = {key: manifest.get(key) for key in _MADE}
-    made["run"] = dict(manifest.get("identity") or manifest.get("config") or {})
-    rate = "" if variant.rate is None else f" rate {variant.rate:g}"
-    name = f"{group.model}/{group.task}/{variant.label}{rate}/seed{manifest.get('seed')}"
-    with _offline_run(
-        run.folder.parents[2], about, made, where, name=name, job_type=str(manifest["task"])
-    ) as logged:
-        media: dict[str, Any] = {"scores": _table(mine), "predictions": _predictions(group, run)}
+
+    def media() -> dict[str, Any]:
+        found = {"scores": _table(mine), "predictions": _predictions(group, run)}
         spec = group.meta.figure(Heatmap)
         if spec and mine["mean"].notna().any():
             from kvbench.report.figures import heatmaps
 
-            media |= _images("heatmap", heatmaps(group, spec, [variant.label]))
-        logged.log(media)
-        logged.summary.update(_summary(group, mine))
-        artifact = wandb.Artifact(f"records-{id_of(about)}", type="records")
-        copies = Path(logged.dir).parent / "artifacts" / "records"
-        copies.mkdir(parents=True, exist_ok=True)
-        for file in (*record_files(run.folder), run.folder / MANIFEST):
-            replace(copies / file.name, read_file(file), sync=False)
-            artifact.add_file(str(copies / file.name), policy="immutable", skip_cache=True)
-        logged.log_artifact(artifact)
-    return Path(logged.dir).parent
+            found |= _images("heatmap", heatmaps(group, spec, [variant.label]))
+        return found
 
-
-def _summary(group: Group, mine: pd.DataFrame) -> dict[str, Any]:
-    """Scores per dataset with intervals, differences, memory, time and failures of one variant."""
-    unit = {"score_unit": group.meta.score_unit, "lower_is_better": group.meta.lower_is_better}
-    found: dict[str, Any] = dict(unit)
+    total = totals(mine).iloc[0]
+    scalars = {"score_unit": group.meta.score_unit, "lower_is_better": group.meta.lower_is_better}
     for row in mine[mine["by"].isin(["dataset", ""])].to_dict("records"):
         key = f"{row['value']}/{row['measure']}" if row["by"] else row["measure"]
-        found |= {key: row["mean"], f"{key}_low": row["low"], f"{key}_high": row["high"]}
-    total = totals(mine).iloc[0]
-    found |= {"score": total["mean"], "score_low": total["low"], "score_high": total["high"]}
-    found |= {"scored": total["n"], "failures": total["failures"]}
-    if group.meta.figure(Times):
-        from kvbench.report.tables import timings
-
-        for row in timings(group).to_dict("records"):
-            if row["variant"] == total["variant"]:
-                keys = ("tokens_per_s", "decode_tokens_per_s", "peak_bytes", "cache_bytes")
-                found |= {f"{row['prompt_and_new_tokens']}/{key}": row[key] for key in keys}
-    return {k: v for k, v in found.items() if not (isinstance(v, float) and math.isnan(v))}
-
-
-def _log_comparison(group: Group, folder: Path, where: Mapping[str, Any]) -> Path:
-    """All variants of a group side by side; returns the W&B run's folder."""
-    from kvbench.report.answers import sample_of
-    from kvbench.report.figures import figures_of
-
-    manifest, frame = group.manifests[-1], tidy(group)
-    experiment = str(manifest["experiment"])
-    about = {
-        "experiment": experiment,
-        "model": group.model,
-        "task": group.task,
-        "method": COMPARISON,
-    }
-    made = {key: manifest.get(key) for key in _MADE}
-    made |= {"variants": group.labels, "compared_runs": [id_of(one) for one in group.manifests]}
-    name = f"{group.model}/{group.task}/{COMPARISON}"
-    with _offline_run(folder, about, made, where, name=name, job_type=COMPARISON) as logged:
-        media: dict[str, Any] = {"scores": _table(frame)}
-        lines = []
-        for example in sample_of(group, MAX_PREDICTIONS)[0]:
-            line: dict[str, Any] = {"example_id": example.example_id, "seed": example.seed}
-            line |= {
-                **example.fields,
-                "prompt_tail": example.prompt_tail,
-                "answer": example.expected,
-            }
-            for answer in example.answers:
-                line |= {
-                    f"{answer.label}: prediction": answer.text,
-                    f"{answer.label}: score": answer.score,
-                }
-            lines.append(line)
-        if lines:
-            media["predictions"] = _table(pd.DataFrame(lines))
-        for drawn in figures_of(group, frame):
-            media |= _images(drawn.name.removeprefix(f"{group.task}-"), [drawn])
-        logged.log(media)
-        logged.summary.update(scalars_of(frame))
-    return Path(logged.dir).parent
+        scalars |= {key: row["mean"], f"{key}_low": row["low"], f"{key}_high": row["high"]}
+    scalars |= {"score": total["mean"], "score_low": total["low"], "score_high": total["high"]}
+    scalars |= {"scored": total["n"], "failures": total["failures"]}
+    rate = "" if variant.rate is None else f" rate {variant.rate:g}"
+    name = f"{group.model}/{group.task}/{variant.label}{rate}/seed{manifest.get('seed')}"
+    return _write(run.folder.parents[2], name, manifest, media, scalars, where)
 
 
 def log_overview(folder: Path, paths: ReportPaths) -> bool:
@@ -355,27 +257,52 @@ def log_overview(folder: Path, paths: ReportPaths) -> bool:
     mode = _resolved(logger["mode"]) if logger.get("name") == "wandb" else "disabled"
     if mode == "disabled" or scores.empty:
         return False
-    experiment = str(manifest["experiment"])
-    about = {"experiment": experiment, "method": OVERVIEW}
-    made = {key: manifest.get(key) for key in _MADE}
-    where = {"project": logger["project"], "entity": logger["entity"]}
-    total = pd.concat([totals(scores), totals(scores, "ratio")], ignore_index=True)
-    total["column"] = total["task"] + ": " + total["measure"]
-    spread = total.pivot_table(
-        index=["model", "variant"], columns="column", values="mean", sort=False
-    )
-    written = None
-    with _failure_warned(f"the overview of {experiment}"), _writing(folder):
-        name = f"{experiment}/{OVERVIEW}"
-        with _offline_run(folder, about, made, where, name=name, job_type=OVERVIEW) as run:
-            run.log({"task_by_method": _table(spread.reset_index()), "scores": _table(total)})
-            for (model, task), part in scores.groupby(["model", "task"], sort=False):
-                found = scalars_of(part).items()
-                run.summary.update({f"{model}/{task}/{key}": value for key, value in found})
-        written = Path(run.dir).parent
-    if written is not None and mode == "online":
-        _send_written([written], float(logger["timeout_s"]))
-    return written is not None
+
+    def media() -> dict[str, Any]:
+        total = pd.concat([totals(scores), totals(scores, "ratio")], ignore_index=True)
+        total["column"] = total["task"] + ": " + total["measure"]
+        keys = ["model", "variant"]
+        spread = total.pivot_table(index=keys, columns="column", values="mean", sort=False)
+        found: dict[str, Any] = {
+            "task_by_method": _table(spread.reset_index()),
+            "scores": _table(scores),
+        }
+        for group in load_experiment(folder).groups:
+            found |= _side_by_side(group)
+        return found
+
+    scalars = {
+        f"{model}/{task}/{key}": value
+        for (model, task), part in scores.groupby(["model", "task"], sort=False)
+        for key, value in scalars_of(part).items()
+    }
+    written: list[Path] = []
+    name = f"{manifest['experiment']}/{OVERVIEW}"
+    about = {key: manifest.get(key) for key in ("experiment", *_MADE)} | {"method": OVERVIEW}
+    where = {key: logger[key] for key in ("project", "entity")}
+    with _writing(folder, name):
+        written.append(_write(folder, name, about, media, scalars, where))
+    if written and mode == "online":
+        _send_written(written, float(logger["timeout_s"]))
+    return bool(written)
+
+
+def _side_by_side(group: Group) -> dict[str, Any]:
+    """The methods' answers to one example in a line, and every figure."""
+    from kvbench.report.answers import sample_of
+    from kvbench.report.figures import figures_of
+
+    lines = []
+    for example in sample_of(group, MAX_PREDICTIONS)[0]:
+        line: dict[str, Any] = {"example_id": example.example_id, "seed": example.seed}
+        line |= {**example.fields, "prompt_tail": example.prompt_tail, "answer": example.expected}
+        for one in example.answers:
+            line |= {f"{one.label}: prediction": one.text, f"{one.label}: score": one.score}
+        lines.append(line)
+    found = {f"{group.task}-predictions": _table(pd.DataFrame(lines))} if lines else {}
+    for drawn in figures_of(group, tidy(group)):
+        found |= _images(drawn.name, [drawn])
+    return found
 
 
 def _table(frame: pd.DataFrame) -> wandb.Table:
@@ -404,36 +331,32 @@ def _images(name: str, figures: Sequence[Drawn]) -> dict[str, Any]:
     import wandb
     from PIL import Image
 
-    return {
-        f"{name}_{i}" if i > 1 else name: wandb.Image(
+    found = {}
+    for i, drawn in enumerate(figures, 1):
+        image = wandb.Image(
             Image.open(io.BytesIO(drawn.png)), caption=f"{drawn.title}. {drawn.caption}"
         )
-        for i, drawn in enumerate(figures, 1)
-    }
+        found[f"{name}_{i}" if i > 1 else name] = image
+    return found
 
 
 def _send_written(folders: Sequence[Path], timeout_s: float) -> None:
     """Send what was written; say in one line where it is, or why it is not there."""
     place = folders[0].parent
-    failed, me = place / ".not-sent-by", str(os.getpid()).encode()
-    if failed.is_file() and read_file(failed) == me:
-        return  # said already
+    if place in _FAILED:
+        return
     try:
         send(folders, timeout_s)
-    except (NotSent, OSError) as error:
-        with suppress(OSError):  # then the next ones are told again
-            replace(failed, me, sync=False)
-        log.warning(
-            "W&B: %s. %d of %d runs were not sent; they, and what this process logs from now on, are"
-            " on disk. Send them later with: wandb sync %s",
-            first_line(error),
-            len(not_taken(folders)),
-            len(folders),
-            shlex.quote(str(place)),
-        )
-    else:
-        failed.unlink(missing_ok=True)
         log.info("W&B: %d runs sent", len(folders))
+    except (NotSent, OSError) as error:
+        _FAILED.add(place)
+        left = f"{len(not_taken(folders))} of {len(folders)} runs were not sent"
+        later = f"wandb sync {shlex.quote(str(place))}"
+        log.warning(
+            "W&B: %s. %s; they, and what this process logs from now on, are on disk. Send them later"
+            " with: %s",
+            *(first_line(error), left, later),
+        )
 
 
 def send(folders: Sequence[Path], timeout_s: float) -> None:
@@ -465,7 +388,10 @@ def send(folders: Sequence[Path], timeout_s: float) -> None:
             raise NotSent(f"not done after {timeout_s:g} s") from None
         raise
     if not_taken(folders):
-        raise NotSent(_reason(output, process.returncode))
+        said = [line for line in output.splitlines() if "error" in line.lower()]
+        raise NotSent(
+            redact((said or [f"`wandb sync` ended with status {process.returncode}"])[-1])
+        )
 
 
 def not_taken(folders: Sequence[Path]) -> list[Path]:
@@ -477,7 +403,7 @@ def probe(url: str) -> None:
     """Ask the server once, so that nobody waits for the client's many retries.
 
     Raises:
-        NotSent: nothing answers there, or nothing but errors.
+        NotSent: nothing answers there, or nothing but errors, or it does not know the API key.
     """
     query = b'{"query": "query Viewer { viewer { id } }"}'
     headers = {"Content-Type": "application/json"}
@@ -495,84 +421,41 @@ def probe(url: str) -> None:
         raise NotSent(f"the server {url} could not be reached: {why}") from error
 
 
-def _reason(output: str, status: int) -> str:
-    """The last error that the client named."""
-    lines = [line.removeprefix("wandb: ").strip() for line in output.splitlines()]
-    found = [re.match(r"error:? (?!find detailed error logs)(.*)", line, re.I) for line in lines]
-    errors = [match.group(1).rstrip(".") for match in found if match]
-    if errors and errors[-1] == "<no message>":  # what the client makes of an empty 401
-        return "the server refused them, as it does when it does not know the API key"
-    return redact(errors[-1] if errors else f"`wandb sync` ended with status {status}")
-
-
 def build_wandb_report(experiment: Experiment, project: str, entity: str = "") -> wr.Report:
-    """The report, not yet published: published numbers beside ours; for each model and task its tables,
-    bars of its scalars, and the media of the methods side by side; how to reproduce it."""
+    """The report, not yet published: published numbers beside ours; for each model and task its first
+    table and bars of its runs' scalars; all methods side by side; how to reproduce it."""
     import wandb_workspaces.reports.v2 as wr
     from wandb_workspaces import expr
 
     from kvbench.report.page import how_to_reproduce
-    from kvbench.report.papers import PaperError
     from kvbench.report.published import beside, published_tables
     from kvbench.report.render import markdown
     from kvbench.report.tables import tables_of
 
     blocks: list[Any] = [wr.TableOfContents()]
-    try:
-        compared = published_tables(*beside(experiment))
-        blocks += [wr.H1("Published numbers beside ours")] * bool(compared)
-        blocks += [wr.MarkdownBlock(text=markdown(table)) for table in compared]
-    except PaperError as error:
-        blocks.append(wr.P(f"Published numbers are left out: {error}"))
+    for table in published_tables(*beside(experiment)):
+        blocks.append(wr.MarkdownBlock(text=markdown(table)))
+    of = [expr.Config("experiment") == str(experiment.runs[0].manifest["experiment"])]
     for group in experiment.groups:
-        blocks.append(wr.H1(f"{group.task} on {group.model}"))
         shown = [table for table in tables_of(group, tidy(group)) if table.columns]
+        blocks.append(wr.H1(f"{group.task} on {group.model}"))
         blocks.append(wr.MarkdownBlock(text=markdown(shown[0])))
-        manifest = group.manifests[-1]
-        ours = [expr.Config(key) == str(manifest[key]) for key in ("experiment", "model")]
+        mine = [expr.Config(key) == str(group.manifests[0][key]) for key in ("model", "task")]
+        sets = [wr.Runset(name="runs", filters=expr.And(*of, *mine))]
         bars = [
             wr.BarPlot(title=key, metrics=[key])
             for key in ("score", "ratio", "decode_ms_per_token")
         ]
-        runs = wr.Runset(
-            name="runs", filters=expr.And(*ours, expr.Config("task") == str(manifest["task"]))
-        )
-        blocks.append(wr.PanelGrid(runsets=[runs], panels=bars))
-        side = [*ours, expr.Config("task") == group.task, expr.Config("method") == COMPARISON]
-        tables = [wr.WeavePanelSummaryTable(table_name=name) for name in ("scores", "predictions")]
-        sets = [wr.Runset(name=COMPARISON, filters=expr.And(*side))]
-        blocks.append(wr.PanelGrid(runsets=sets, panels=[wr.MediaBrowser(num_columns=1), *tables]))
+        heat = [wr.MediaBrowser(media_keys=["heatmap"])] if group.meta.figure(Heatmap) else []
+        blocks.append(wr.PanelGrid(runsets=sets, panels=[*bars, *heat]))
+    sets = [wr.Runset(name=OVERVIEW, filters=expr.And(*of, expr.Config("method") == OVERVIEW))]
+    tables = [wr.WeavePanelSummaryTable(table_name=name) for name in ("task_by_method", "scores")]
+    blocks += [wr.H1("All methods side by side"), wr.PanelGrid(runsets=sets, panels=[*tables])]
     blocks.append(wr.H1("How to reproduce"))
     for what, lines in how_to_reproduce(experiment):
         blocks += [wr.H3(what), wr.CodeBlock(code="\n".join(lines), language=None)]
     title = f"kvbench: {experiment.name}"[:128]
     return wr.Report(project=project, entity=entity, title=title, blocks=blocks, width="fluid")
-
-
-def publish(report: wr.Report, memory: Path) -> str:
-    """Save the report on the server; returns its address.
-
-    Args:
-        memory: a file that remembers what was published where, so that it is updated next time.
-
-    Raises:
-        NotSent: the server did not take it.
-    """
-    import wandb
-
-    base = wandb.setup().settings.base_url
-    probe(base)
-    try:
-        report.entity = report.entity or str(wandb.Api().default_entity)
-        place = {"server": base, "entity": report.entity, "project": report.project}
-        known = json.loads(read_file(memory)) if memory.exists() else {}
-        if {key: known.get(key) for key in place} == place:
-            report.id = known["id"]
-        report.save()
-    except Exception as error:
-        raise NotSent(first_line(error)) from error
-    replace(memory, json.dumps(place | {"id": report.id, "url": report.url}).encode(), sync=False)
-    return str(report.url)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -581,36 +464,27 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("folders", nargs="+", metavar="folder", help="<results>/<experiment>")
     parser.add_argument("--project", default="kvbench", help="W&B project (default: kvbench)")
     parser.add_argument("--entity", default=os.environ.get("WANDB_ENTITY", ""), help="its owner")
-    parser.add_argument(
-        "--send",
-        action=argparse.BooleanOptionalAction,
-        default=bool(os.environ.get("WANDB_API_KEY")),
-        help="log the runs and publish (default: if WANDB_API_KEY is set)",
-    )
+    known = bool(os.environ.get("WANDB_API_KEY"))
+    send_it = {"action": argparse.BooleanOptionalAction, "default": known}
+    parser.add_argument("--send", **send_it, help="publish (default: if WANDB_API_KEY is set)")
     options = parser.parse_args(arguments)
-    status = 0
-    for folder in map(Path, options.folders):
-        try:
+    try:
+        for folder in map(Path, options.folders):
             experiment = load_experiment(folder)
             report = build_wandb_report(experiment, options.project, options.entity)
             make_folder(folder / "wandb", folder)
             text = report._to_model().spec.model_dump_json(by_alias=True, exclude_none=True)
             replace(folder / "wandb" / "report.json", text.encode(), sync=False)
+            print(f"{folder / 'wandb' / 'report.json'}: built")
             if options.send:
                 where = {"project": options.project, "entity": options.entity or None}
                 log_runs(experiment.runs, **where, mode="online", timeout_s=SEND_S)
-                print(f"report: {publish(report, folder / 'wandb' / 'report-published.json')}")
-            else:
-                print(f"{folder / 'wandb' / 'report.json'}: built; to publish it set WANDB_API_KEY")
-        except (StoreError, NotSent, OSError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            status = 1
-        except ModuleNotFoundError as error:
-            if (error.name or "").partition(".")[0] != "wandb_workspaces":
-                raise
-            print(f"error: {needs_extra('wandb-workspaces', 'wandb-report')}", file=sys.stderr)
-            status = 1
-    return status
+                report.save()
+                print(f"report: {report.url}")
+    except (StoreError, OSError, ValueError, ImportError) as error:
+        complain(first_line(error), "wandb")
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
