@@ -82,15 +82,15 @@ results: setup ## results/ as committed: 200 examples a task, three draws, offic
 	$(RUN) experiment=demo task=layer_error_synthetic
 	$(RUN) experiment=demo_rates limit=100
 	$(RUN) experiment=needle_pooling
-	$(RUN) experiment=joint_survival
-	for name in demo demo_rates needle_pooling joint_survival; do $(BIN)/python -m kvbench.report --list $(RESULTS)/$$name; done
+	$(KVBENCH) reproduce joint_survival results_dir=$(RESULTS)
+	for name in demo demo_rates needle_pooling; do $(BIN)/python -m kvbench.report --list $(RESULTS)/$$name; done
 	$(BIN)/python scripts/readme_tables.py
 
-THEORY = walk_discrepancy subgen_clusters error_scaling error_scaling_streaming balancekv_ablation \
-  balancekv_needle_ablation balancekv_confirm
+THEORY = balancekv_theorem3_3 subgen_clusters balancekv_ablation balancekv_needle_ablation balancekv_confirm
 reproduce-theory: setup ## error against memory, discrepancy, clusters, ablation; results/theory/report.html
-	set -e; for name in $(THEORY); do $(KVBENCH) experiment=$$name results_dir=$(RESULTS); done
-	for name in theory balancekv_ablation; do $(BIN)/python -m kvbench.report --list $(RESULTS)/$$name; done
+	set -e; for name in error_scaling error_scaling_streaming; do $(KVBENCH) experiment=$$name results_dir=$(RESULTS); done
+	$(BIN)/python -m kvbench.report --list $(RESULTS)/theory
+	set -e; for name in $(THEORY); do $(KVBENCH) reproduce $$name results_dir=$(RESULTS); done
 
 TENSORS = $(KVBENCH) results_dir=$(RESULTS) logger=none experiment=frontier task.seeds=1
 MODELLED = $(KVBENCH) results_dir=$(RESULTS) logger=none experiment=frontier_model

@@ -64,7 +64,6 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
 def layers(run: Run) -> Iterator[tuple[str, int, LayerKV]]:
     """Prompt, number and tensors of each layer: of a model, or random."""
     if run.synthetic:
-        run.overrides = []
         for layer in run.layers:
             yield "synthetic", layer, SyntheticLayers().layer(layer - 1, max(run.layers))
         return
@@ -79,7 +78,7 @@ def main(given: Sequence[str]) -> None:
     own: dict[str, Any] = {"limit": 20, "variants": "figure3", "metric": "released_error"}
     own |= {"rates": [0.5, 0.25, 0.125], "layers": [1, 15], "draws": 2, "exact": 256}
     task = "task=longbench task.datasets=[triviaqa]"
-    run = Run(__file__, given, "model=llama31_8b_instruct", task, **own, synthetic=False)
+    run = Run(__file__, given, "model=llama31_8b_instruct", task, **own)
     if run.variants not in VARIANTS:
         raise UserError(f"variants is {run.variants!r}; allowed: {', '.join(VARIANTS)}")
     rows: list[dict[str, Any]] = []

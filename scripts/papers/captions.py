@@ -18,6 +18,7 @@ from typing import Any
 import pandas as pd
 from _captions import CiderD, bleu, rouge_l
 from _common import Run, started
+from _tiny_vision import save_both
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -64,10 +65,15 @@ def inputs_of(processor: Any, image: Path, question: str) -> Any:
 
 def main(given: Sequence[str]) -> None:
     """A row for each image, method and rate: the caption and its scores. Own keys: data (the JSON file),
-    images (their folder; null: the file's), split, question, methods, rates, new_tokens."""
+    images (their folder; null: the file's), split, question, methods, rates, new_tokens, tiny
+    (a tiny random model and drawn images)."""
     own: dict[str, Any] = {"data": None, "images": None, "split": "test", "question": QUESTION}
+    own |= {"tiny": False}
     own |= {"methods": ["uniform", "balancekv"], "rates": [0.25, 0.0625], "new_tokens": 30}
     run = Run(__file__, given, "model=OpenGVLab/InternVL2_5-8B-hf", "", **own, limit=5000)
+    if run.tiny:
+        run.data = save_both(Path(run.results_dir, run.name, "tiny"))
+        run.overrides = [f"model={Path(run.data).parent}"]
     references = dict(list(captions_of(run.data, run.split).items())[: run.limit])
     folder = Path(run.images or Path(run.data).parent)
     spec, cider = run.session.spec, CiderD(references.values())

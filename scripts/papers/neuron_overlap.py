@@ -49,10 +49,10 @@ def main(given: Sequence[str]) -> None:
     run = Run(__file__, given, "model=opt_1_3b", WIKITEXT, **own)
     sets: dict[str, dict[str, dict[int, Tensor]]] = {"heavy": {}, "random": {}}
     for name, words in run.variants.items():
-        one = Run(__file__, [*given, *words.split()], "model=opt_1_3b", WIKITEXT, **own)
-        if "model." not in words:  # the same model
-            one.__dict__["session"] = run.session
-        texts = [ids for _, ids in one.prompts()]
+        one = run
+        if "model." in words:
+            one = Run(__file__, [*given, *words.split()], "model=opt_1_3b", WIKITEXT, **own)
+        texts = [ids for _, ids in run.prompts(*words.split())]
         counts, least = counts_of(one.session.model, texts), run.above * sum(map(len, texts))
         sets["heavy"][name] = heavy_of(counts, least)
         sets["random"][name] = heavy_of(counts, least, (run.seed, name))

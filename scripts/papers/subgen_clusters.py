@@ -2,7 +2,7 @@
 
 SubGen (arXiv 2402.06082), Algorithm 1: its memory is m t + s entries, sublinear in n only where m is.
 delta is in units of the root mean square distance between two keys of the layer, so that it means the
-same for keys of any norm. On random keys, or with model=<...> on a model's (task=longeval_lines).
+same for keys of any norm. On random keys, or with synthetic=false on a model's.
 """
 
 from __future__ import annotations
@@ -47,13 +47,14 @@ def clusters(keys: Tensor, delta: float, steps: Sequence[int]) -> dict[int, floa
 
 def layers(run: Run, n: int) -> Iterator[tuple[str, str, Tensor]]:
     """Data set, repetition and keys [heads, n, d]."""
-    if not run.overrides:
+    if run.synthetic:
         for draw in range(run.draws):
             for name, options in run.data.items():
                 made = BoundedData(**options)
                 layer, _ = made.layer(n, 0, name, SEED_STRIDE * run.seed + draw)
                 yield name, f"draw{draw}", layer.keys[0]
-    for prompt, ids in run.prompts() if run.overrides else ():
+        return
+    for prompt, ids in run.prompts():
         if len(ids) < n:
             raise UserError(
                 f"prompt {prompt!r} has {len(ids)} tokens; allowed: {n} (steps) or more"
@@ -63,8 +64,8 @@ def layers(run: Run, n: int) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def main(given: Sequence[str]) -> None:
-    """A row for each data set or layer, n, repetition and delta. Own keys: steps, deltas, data, draws,
-    layers."""
+    """A row for each data set or layer, n, repetition and delta. Own keys: steps, deltas, data and draws
+    (synthetic=true), layers."""
     steps, deltas = [64, 256, 1024, 4096, 16384], [0.25, 0.5, 0.75, 1.0]
     own = {"steps": steps, "deltas": deltas, "data": DATA, "draws": 3, "layers": None}
     run = Run(__file__, given, "", "", **own)
