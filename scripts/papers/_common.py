@@ -80,7 +80,7 @@ class Run(SimpleNamespace):
         return ((layer, held[layer - 1]) for layer in layers)
 
     def save(self, rows: list[Any], y: str, x: str, by: str, panel: str, fit: Any = None) -> None:
-        """Write the rows, and a figure of `y` (see `_figures.lines`); print means and what was published."""
+        """Write the rows and a figure (`_figures.lines`); print means of `y` and what was published."""
         subject = "synthetic" if self.synthetic else self.session.spec.label
         place = Path(self.results_dir, self.name, subject).expanduser()
         place.parent.mkdir(parents=True, exist_ok=True)
