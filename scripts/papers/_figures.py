@@ -23,9 +23,9 @@ def lines(frame: pd.DataFrame, y: str, x: str, by: str, panel: str, fit: Any = N
         mean, ax = part.groupby(x)[y].mean(), axes[panels.index(title)]
         ax.plot(mean.index, mean, marker=".", label=label)
         ax.set(title=f"{panel} {title}", xlabel=x, ylabel=y, xscale=scale, yscale=scale)
-        seen = mean[(mean > 0) & mean.index.to_series().between(*fit)] if fit else ()
+        seen = mean[(mean > 0) & mean.index.to_series().between(*fit)] if fit else mean[:0]
         if len(seen) > 1:
-            slope = np.polyfit(np.log(seen.index), np.log(seen), 1)[0]
+            slope = np.polyfit(np.log(seen.index.to_numpy()), np.log(seen), 1)[0]
             print(f"{panel} {title}, {by} {label}: {y} as {x}^{slope:.3f}")
     axes[-1].legend()
     return figure

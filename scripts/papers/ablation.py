@@ -30,8 +30,9 @@ RELEASED: dict[str, Any] = {"centre": "released", "order": "released", "weights"
 NOTEBOOK = {
     f"block_{size}": {**RELEASED, "block_size": size, "temperature": 0.1} for size in (256, 128, 64)
 }
-NEEDLE = [{"threshold": -10.0}, {"threshold": -20.0}, {"threshold": -30.0}, {"dilation": 0}]
-NEEDLE += [{"dilation": 5}, *({"dilation": 0, "threshold": t} for t in (-10.0, -20.0))]
+NEEDLE: list[dict[str, Any]] = [{"threshold": t} for t in (-10.0, -20.0, -30.0)]
+NEEDLE += [{"dilation": 0}, {"dilation": 5}]
+NEEDLE += [{"dilation": 0, "threshold": t} for t in (-10.0, -20.0)]
 OPTIONS: dict[str, list[Any]] = {
     "block_size": [64, 128, 512, 1024],
     "gamma": [0.0, 0.01, 0.1, 1.0, 16.0, 1e6],

@@ -78,7 +78,7 @@ def main(given: Sequence[str]) -> None:
     folder = Path(run.images or Path(run.data).parent)
     spec, cider = run.session.spec, CiderD(references.values())
     processor = AutoProcessor.from_pretrained(spec.path, revision=spec.revision)
-    model = AutoModelForImageTextToText.from_pretrained(
+    model: Any = AutoModelForImageTextToText.from_pretrained(
         spec.path, revision=spec.revision, dtype=run.session.dtype
     )
     model = model.to(run.session.device).eval()
@@ -100,8 +100,8 @@ def main(given: Sequence[str]) -> None:
             )
     run.save(rows, "cider", x="rate", by="method", panel="of")
     for names, part in pd.DataFrame(rows).groupby(["method", "rate"], sort=False):
-        score = bleu(list(part["caption"]), [references[file] for file in part["image"]])
-        print(*names, "BLEU-1 to -4:", *(f"{100 * value:.1f}" for value in score))
+        scores = bleu(list(part["caption"]), [references[file] for file in part["image"]])
+        print(*names, "BLEU-1 to -4:", *(f"{100 * value:.1f}" for value in scores))
 
 
 if __name__ == "__main__":

@@ -60,8 +60,8 @@ def draw(points: Tensor, centres: Tensor, seed: int, file: Path) -> None:
     )
     figure = Figure(figsize=(4, 4), layout="constrained")
     ax = figure.subplots()
-    ax.scatter(*flat.T, s=4)
-    ax.scatter(*flat[centres].T, s=40, marker="*", color="red")
+    ax.scatter(flat[:, 0], flat[:, 1], s=4)
+    ax.scatter(flat[centres, 0], flat[centres, 1], s=40, marker="*", color="red")
     figure.savefig(file, dpi=150)
 
 
