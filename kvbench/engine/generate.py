@@ -15,11 +15,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.engine import memory
+from kvbench.engine.architecture import compressible_layers
 from kvbench.engine.fork import Fork
 from kvbench.engine.graphs import StepGraphs
 from kvbench.engine.kept import strips_of
 from kvbench.engine.limits import active_seconds
-from kvbench.engine.prefill import compressible_layers, input_device, prefill
+from kvbench.engine.prefill import input_device, prefill
 from kvbench.engine.prompts import Generation, Prompt, Question
 from kvbench.engine.rows import (
     DecodingRow,

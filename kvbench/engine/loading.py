@@ -14,14 +14,12 @@ from typing import Annotated, Any, Literal
 import torch
 from annotated_types import Ge
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     PreTrainedConfig,
 )
 
-from kvbench.engine.attention import UnsupportedModel
+from kvbench.engine.architecture import check_serves_interface, full_layers
 from kvbench.engine.faults import is_out_of_memory
-from kvbench.engine.states import HYBRIDS, check_hybrid
 from kvbench.errors import UserError, first_line, one_line, traceback_of
 from kvbench.errors.options import ADDED, Text, check_options
 from kvbench.tasks.hub import hub_answers, retries_announced_once
@@ -314,39 +312,10 @@ def checked_config(spec: ModelSpec) -> PreTrainedConfig:
     return config
 
 
-def check_serves_interface(config: PreTrainedConfig) -> None:
-    """Refuse architectures that compute attention themselves, where nothing could be compressed.
-
-    Raises:
-        UnsupportedModel: naming the architecture.
-    """
-    mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING
-    try:
-        architecture = mapping[type(config)]
-    except KeyError:
-        return  # from_pretrained says what it is
-    check_hybrid(config)
-    known = config.model_type in HYBRIDS
-    if not known and not getattr(architecture, "_supports_attention_backend", False):
-        raise UnsupportedModel(
-            f"model type {config.model_type!r} ({architecture.__name__}) computes its attention itself "
-            "instead of through transformers' attention interface; allowed: models that use it "
-            "(Llama, Qwen, Mistral, Gemma, OPT, GPT-NeoX ...)"
-        )
-
-
 def full_attention_layers(spec: ModelSpec) -> list[int]:
     """Numbers from 1 of the model's layers with full attention, by its config; loads no model.
 
     Raises:
-        ModelError, UnsupportedModel: see `checked_config`; there is none.
+        ModelError, UnsupportedModel: see `checked_config` and `full_layers`.
     """
-    config = checked_config(spec).get_text_config()
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    found = [i for i, kind in enumerate(kinds, start=1) if kind == "full_attention"]
-    if not found:
-        raise UnsupportedModel(
-            f"model {spec.name} has {', '.join(sorted(set(kinds)))} layers only; allowed: models with "
-            "full-attention layers"
-        )
-    return found
+    return [layer + 1 for layer in full_layers(checked_config(spec).get_text_config())]

@@ -13,21 +13,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.engine.architecture import kv_heads
+from kvbench.engine.architecture import compressible_layers, kv_heads
 from kvbench.engine.attention import LayerCall, exact_attention
 from kvbench.engine.faults import NonFiniteLogits
 from kvbench.engine.fork import Fork, ForkBatch
 from kvbench.engine.generate import decode_rows, feed_questions, open_row
 from kvbench.engine.graphs import StepGraphs
-from kvbench.engine.prefill import (
-    Prefill,
-    compressible_layers,
-    forward,
-    forward_rows,
-    input_device,
-    layer_kv,
-    prefill,
-)
+from kvbench.engine.prefill import Prefill, forward, forward_rows, input_device, layer_kv, prefill
 from kvbench.engine.stopping import Stopping
 from kvbench.errors import UserError
 from kvbench.kv import Budget

@@ -9,8 +9,8 @@ from typing import Any
 
 from lm_eval.api.model import TemplateLM
 
+from kvbench.engine.architecture import compressible_layers
 from kvbench.engine.fork import Fork, prompt_name
-from kvbench.engine.prefill import compressible_layers
 from kvbench.engine.scoring import CompressedPrompt, masked_pass_cache, read, score
 from kvbench.engine.tokenizer import Tokenizer
 from kvbench.engine.weights import Model

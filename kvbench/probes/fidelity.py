@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from kvbench.engine.architecture import compressible_layers, kvbench_attention_on
 from kvbench.engine.fork import Fork
-from kvbench.engine.prefill import compressible_layers
 from kvbench.engine.scoring import (
     CompressedPrompt,
     LogitsHook,
@@ -20,7 +20,6 @@ from kvbench.engine.scoring import (
     relabelled_copy,
     run_masked_pass,
 )
-from kvbench.engine.switch import kvbench_attention_on
 from kvbench.engine.weights import Model
 from kvbench.kv import Budget
 from kvbench.methods.base import Method

@@ -9,14 +9,14 @@ import torch
 from support.tiny import prompt_ids, tiny_model
 from support.variants import VARIANTS, label
 
-import kvbench.engine.context as context_module
+import kvbench.engine.live as context_module
 from kvbench import compress
-from kvbench.engine.context import Context
+from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.fork import prompt_name
 from kvbench.engine.generate import DecodingRow, run_forks
+from kvbench.engine.live import Context
 from kvbench.engine.loading import ModelSpec
 from kvbench.engine.stopping import Stopping
-from kvbench.engine.switch import kvbench_attention_on
 from kvbench.engine.tokenizer import load_tokenizer
 from kvbench.engine.weights import load_model
 from kvbench.kv import Budget, KVError
