@@ -25,11 +25,11 @@ from kvbench.engine.architecture import compressible_layers, kvbench_attention_o
 from kvbench.engine.attention import LayerCall
 from kvbench.engine.fork import Fork, ForkBatch, prompt_name
 from kvbench.engine.graphs import StepGraphs
+from kvbench.engine.loading import end_token_ids, model_end_ids
 from kvbench.engine.prefill import PrefillState, prefill
 from kvbench.engine.rows import DecodingRow, close_row, decode_rows, feed_questions, open_row
 from kvbench.engine.states import PassingCache, is_hybrid, row_of, state_bytes, states_in
 from kvbench.engine.stopping import Stopping
-from kvbench.engine.tokenizer import end_token_ids, model_end_ids
 from kvbench.errors import is_integer
 from kvbench.kv import Budget, KVError, Rotary
 from kvbench.methods.base import Method

@@ -11,9 +11,8 @@ from lm_eval.api.model import TemplateLM
 
 from kvbench.engine.architecture import compressible_layers
 from kvbench.engine.fork import Fork, prompt_name
+from kvbench.engine.loading import Model, Tokenizer
 from kvbench.engine.scoring import CompressedPrompt, masked_pass_cache, read, score
-from kvbench.engine.tokenizer import Tokenizer
-from kvbench.engine.weights import Model
 from kvbench.errors import UserError
 from kvbench.kv import Budget
 from kvbench.methods.base import Method

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvbench.engine.architecture import compressible_layers, kvbench_attention_on
 from kvbench.engine.fork import Fork
+from kvbench.engine.loading import Model
 from kvbench.engine.scoring import (
     CompressedPrompt,
     LogitsHook,
@@ -20,7 +21,6 @@ from kvbench.engine.scoring import (
     relabelled_copy,
     run_masked_pass,
 )
-from kvbench.engine.weights import Model
 from kvbench.kv import Budget
 from kvbench.methods.base import Method
 from kvbench.methods.exact import Exact

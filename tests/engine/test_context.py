@@ -15,10 +15,8 @@ from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.fork import prompt_name
 from kvbench.engine.generate import DecodingRow, run_forks
 from kvbench.engine.live import Context
-from kvbench.engine.loading import ModelSpec
+from kvbench.engine.loading import ModelSpec, load_model, load_tokenizer
 from kvbench.engine.stopping import Stopping
-from kvbench.engine.tokenizer import load_tokenizer
-from kvbench.engine.weights import load_model
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
 
