@@ -21,7 +21,6 @@ from kvbench.errors import UserError
 from kvbench.errors.options import Share, Whole, check_options
 from kvbench.kernels.attention_mass import attention_mass
 from kvbench.kernels.elapsed import Elapsed
-from kvbench.kernels.seal import Seal, Shared
 
 Rotary = Callable[[Tensor], tuple[Tensor, Tensor]]
 
@@ -151,6 +150,16 @@ class Budget:
 
 
 @dataclass(frozen=True)
+class Shared:
+    """A tensor that `LayerKV.once` remembers, the clock of its making, and the keys, values and queries
+    of the layer that it was computed for."""
+
+    tensor: Tensor
+    clock: Elapsed
+    of: tuple[Tensor | None, ...]
+
+
+@dataclass(frozen=True)
 class LayerKV:
     """What one attention layer holds after an exact prefill.
 
@@ -168,7 +177,6 @@ class LayerKV:
         output: gives a copy of what mixes the heads' outputs, [hidden, heads * head_dim]; or None.
         rotary: the model's table: positions [p] -> cos, sin [p, width], halves repeated; or None.
         carried: what methods noted at earlier layers of the same prompt; one for all layers.
-        pristine: copies of the layer's tensors by field, where they are kept to restore them.
     """
 
     keys: Tensor
@@ -183,7 +191,6 @@ class LayerKV:
     rotary: Rotary | None = field(default=None, compare=False, repr=False)
     shared: dict[str, Shared] = field(default_factory=dict, compare=False, repr=False)
     carried: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
-    pristine: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
     _own: set[str] = field(default_factory=set, compare=False, repr=False)
     _reused: set[str] = field(default_factory=set, compare=False, repr=False)
 
@@ -201,12 +208,12 @@ class LayerKV:
 
     def once(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
         """``compute()``, remembered under ``name`` so that methods of one job share the work. Like the
-        layer's own tensors it is read only: a method that writes to it fails."""
+        layer's own tensors it is read only."""
         of = (self.keys, self.values, self.queries)
         if name not in self.shared:
             clock = Elapsed(self.keys.device)
             tensor = compute()
-            self.shared[name] = Shared(tensor, clock.stop(), Seal(tensor), of)
+            self.shared[name] = Shared(tensor, clock.stop(), of)
             self._own.add(name)
         elif any(mine is not its for mine, its in zip(of, self.shared[name].of, strict=True)):
             return compute()  # a layer that a method made of this one, with tensors of its own

@@ -95,11 +95,6 @@ class LayerCall:
         )
         return replace(self, query=query, key=key, value=value)
 
-    def copied(self) -> LayerCall:
-        """The same with tensors of its own."""
-        query, key, value = (x.clone() for x in (self.query, self.key, self.value))
-        return replace(self, query=query, key=key, value=value)
-
 
 class AttentionState(Protocol):
     """What one forward pass does with the q, k, v of each layer."""

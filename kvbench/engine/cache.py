@@ -160,7 +160,6 @@ class LayerCache:
             self.value_range = (held.value_range[0][0], held.value_range[1][0])
         # On the host where it is known there; what a GPU has counted, `Fork.audit_prompt` reads.
         self.prompt_entries = self.entries() if self.log_weights is None else held.entries[0]
-        self.watched = False  # whether a call while decoding was looked at closely
 
     def entries(self) -> Tensor:
         """Entries held per head, padding left out: [kv_heads] int64."""
@@ -348,10 +347,15 @@ class LayerCache:
         return Held(scores, self.positions[:, :n], self.granted, self.sink)
 
     def _ask(self, hook: Callable[..., Any], *arguments: Any) -> Any:
+<<<<<<< HEAD
         """The answer of the method's hook, which sees this fork's tensors only; its first call is looked
         at closely."""
         closely, self.watched = not self.watched, True
         return call(type(self.method).__name__, hook, *arguments, closely=closely)
+=======
+        """What a hook of the method answers, which sees this fork's tensors only."""
+        return call(self.method, hook, *arguments)
+>>>>>>> model
 
     def _evict(self, attention: Tensor) -> None:
         """Let the method drop one entry per head; the last entry moves into its place."""

@@ -141,17 +141,8 @@ class Fork:
         """This fork ends here; what it holds is given back, for the others to go on with."""
         self.failure, self.bytes_end = failure, None
         release_frames(failure)
-        self._let_go()
-
-    def _let_go(self) -> None:
         for held in (self.layers, self.compressible, self.carried, self.unaudited):
             held.clear()
-
-    def restart(self) -> None:
-        """As before the prefill, but for a failure."""
-        self._let_go()
-        self.clocks.clear()
-        self.compress_s = 0.0
 
     def clone(self) -> Fork:
         """A copy that goes on separately from here."""

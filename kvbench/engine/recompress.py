@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvbench.engine.attention import LayerCall
 from kvbench.engine.cache import LayerCache
-from kvbench.engine.guard import Guard
+from kvbench.engine.guard import compress
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, LayerKV
 from kvbench.methods.base import Method, Recompression
 
@@ -95,9 +95,7 @@ class RecompressedCache(LayerCache):
             queries=self.queries[None],
             shared={},
         )
-        held, _, _ = Guard(layer, closely=False).compress(
-            self.label, self.method, self.to, self.generator, {}
-        )
+        held, _, _ = compress(self.label, self.method, layer, self.to, self.generator, {})
         if held.charged > self.recompression.to + 1:
             raise BudgetExceeded(
                 self.label, layer.layer_index, self.recompression.to, held.charged
