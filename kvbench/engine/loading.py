@@ -23,7 +23,7 @@ from kvbench.engine.attention import UnsupportedModel
 from kvbench.engine.faults import is_out_of_memory
 from kvbench.engine.states import HYBRIDS, check_hybrid
 from kvbench.errors import UserError, first_line, one_line, traceback_of
-from kvbench.errors.options import ADDED, Text, check_options
+from kvbench.errors.options import Text, check_options
 from kvbench.tasks.hub import hub_answers, retries_announced_once
 
 log = logging.getLogger(__name__)
@@ -81,8 +81,8 @@ class ModelSpec:
     device_map: str | Mapping[str, Any] | None = None
     max_memory: Mapping[Any, Any] | None = None
     trust_remote_code: bool = False
-    quantization: Literal["bnb4", "bnb8", "gguf"] | None = field(default=None, metadata=ADDED)
-    gguf_file: Text | None = field(default=None, metadata=ADDED)
+    quantization: Literal["bnb4", "bnb8", "gguf"] | None = None
+    gguf_file: Text | None = None
 
     def __post_init__(self) -> None:
         check_options(self, "model.", ModelError)

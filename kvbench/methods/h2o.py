@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from kvbench.errors.options import ADDED, Fraction
+from kvbench.errors.options import Fraction
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
 from kvbench.methods._eviction import Eviction
 from kvbench.methods._select import group_mean, positions_between, top_positions
@@ -47,10 +47,8 @@ class H2O(Method):
 
     heavy_fraction: Fraction = 0.5
     decode: Literal["evict", "grow"] = "evict"
-    semantics: Literal["paper", "released_global", "released_sequential"] = field(
-        default="paper", metadata=ADDED
-    )
-    keeps: Literal["heaviest", "lightest"] = field(default="heaviest", metadata=ADDED)
+    semantics: Literal["paper", "released_global", "released_sequential"] = "paper"
+    keeps: Literal["heaviest", "lightest"] = "heaviest"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -17,7 +17,7 @@ from kvbench.engine.fork import layer_generator
 from kvbench.engine.guard import check_finite
 from kvbench.engine.loading import full_attention_layers
 from kvbench.errors import one_line
-from kvbench.errors.options import ADDED, Fraction, Several, Share, check_options
+from kvbench.errors.options import Fraction, Several, Share, check_options
 from kvbench.kernels.quantize import Scheme
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods.base import SEED_STRIDE, Method, allowed_entries
@@ -117,7 +117,7 @@ class LayerSource(Probe):
     """Of the methods that the probe takes."""
 
     layers: Layers | None = None
-    most_layers: Repeats | None = field(default=None, metadata=ADDED)
+    most_layers: Repeats | None = None
     num_prompts: Repeats = 8
     prompts: Task | None = None
     synthetic: SyntheticLayers | None = None
