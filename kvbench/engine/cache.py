@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.attention import LayerCall, capped, grown_range, signed_mean
-from kvbench.engine.guard import call
+from kvbench.engine.guard import call as call_hook
 from kvbench.kernels.quantize import Codec, Scheme, never
 from kvbench.kv import CompressedKV, KVError, weighted_entries
 from kvbench.methods.base import Held, Method, rule_of
@@ -328,7 +328,7 @@ class LayerCache:
             past = self.positions[:, None, :after] <= (positions - self.window)[None, :, None]
             logits.masked_fill_(past.repeat(1, group, 1), float("-inf"))
         if self.restricts:
-            hidden = self._ask(self.method.restrict, self._held(), logits)
+            hidden = call_hook(self.method, self.method.restrict, self._held(), logits)
             logits.masked_fill_(hidden, float("-inf"))
         weights = logits.softmax(-1)
         out = self.mix_values(weights.to(value.dtype), begin)
@@ -346,22 +346,11 @@ class LayerCache:
         scores = None if self.scores is None else self.scores[:, :n]
         return Held(scores, self.positions[:, :n], self.granted, self.sink)
 
-    def _ask(self, hook: Callable[..., Any], *arguments: Any) -> Any:
-<<<<<<< HEAD
-        """The answer of the method's hook, which sees this fork's tensors only; its first call is looked
-        at closely."""
-        closely, self.watched = not self.watched, True
-        return call(type(self.method).__name__, hook, *arguments, closely=closely)
-=======
-        """What a hook of the method answers, which sees this fork's tensors only."""
-        return call(self.method, hook, *arguments)
->>>>>>> model
-
     def _evict(self, attention: Tensor) -> None:
         """Let the method drop one entry per head; the last entry moves into its place."""
         n = self.length
         held = self._held()
-        scores, leaving = self._ask(self.method.evict, held, attention)
+        scores, leaving = call_hook(self.method, self.method.evict, held, attention)
         if scores is not None and scores is not held.scores:
             assert held.scores is not None
             held.scores.copy_(scores)

@@ -11,14 +11,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvbench.engine.fork import Fork, prompt_name
 from kvbench.engine.graphs import StepGraphs
 from kvbench.engine.live_cache import LiveCache, Row
-from kvbench.engine.prefill import compressible_layers, prefill
-from kvbench.engine.rows import (
-    DecodingRow,
-    close_row,
-    decode_rows,
-    feed_questions,
-    open_row,
-)
+from kvbench.engine.prefill import prefill
+from kvbench.engine.rows import DecodingRow, decode_rows, feed_questions
 from kvbench.engine.stopping import Stopping
 from kvbench.engine.switch import kvbench_attention_on
 from kvbench.engine.tokenizer import end_token_ids, model_end_ids
@@ -58,15 +52,17 @@ class Context:
         self._ids = token_ids(prompt, tokenizer, "the context")
         fork = Fork(label, method, budget, seed, prompt_name(self._ids), room=0)
         with kvbench_attention_on(model), torch.inference_mode():
-            self._compressible = compressible_layers(model)
             encoder = None if tokenizer is None else PromptEncoder(tokenizer)
             start = prefill(model, self._ids, [fork], encoder=encoder)
         if fork.failure is not None:
             raise fork.failure
         self._fork, self._start = fork, start
-        self.entries = fork.prompt_counts(self._compressible)
-        self.cache_bytes, self.exact_bytes = fork.cache_bytes(), start.exact_bytes
-        self.prefill_s, self.compress_s = start.prefill_s, fork.compress_s
+        cost = fork.cost()
+        assert cost.entries is not None
+        assert cost.cache_bytes is not None
+        self.entries, self.compress_s = cost.entries, cost.compress_s
+        self.cache_bytes, self.exact_bytes = cost.cache_bytes, cost.exact_bytes
+        self.prefill_s = start.prefill_s
 
     @property
     def ratio(self) -> float:
@@ -144,18 +140,15 @@ class Context:
         rows = []
         with kvbench_attention_on(self.model), torch.inference_mode():
             for _ in asked:
-                row = open_row(self._fork.branch(), self._start, stopping, self._compressible)
-                row.position = self.tokens
-                rows.append(row)
+                rows.append(DecodingRow(self._fork.branch(), stopping, self.tokens))
             feed_questions(self.model, rows, [[*unread, *ids] for ids in asked])
             decode_rows(self.model, [row for row in rows if row.chosen], StepGraphs())
-            for row in rows:
-                close_row(row, self._compressible)
         found = []
         for row in rows:
-            if row.fork.failure is not None:
-                raise row.fork.failure
-            tokens = row.result.tokens
+            answer = row.finish()
+            if answer.failure is not None:
+                raise answer.failure
+            tokens = answer.tokens
             found.append((tokens if decode is None else stopping.cut(decode(tokens)), row))
         return found
 

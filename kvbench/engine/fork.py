@@ -244,8 +244,8 @@ class Fork:
                 raise BudgetExceeded(self.label, layer, cache.capacity, cache.charged(counts))
 
     def end_prompt(self, n: int, exact_bytes: int) -> None:
-        """The prompt's n tokens have been read and compressed, which an exact cache would hold in so many
-        bytes: note what is held of them."""
+        """Note what is held of the prompt's n tokens, now that they have been read and compressed; an exact
+        cache would hold them in so many bytes."""
         held: dict[str, Any] = {}
         if self.failure is None:
             layers = [self.layers[layer] for layer in self.compressible]

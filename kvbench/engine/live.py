@@ -299,8 +299,10 @@ class Compression:
             return
         cache.store_states()
         cache.rows = [
-            Row.of(fork, count - start, state.exact_bytes, self._compressible)
-            for start, fork, state in zip(padding, cache.forks, starting.rows, strict=True)
+            Row.of(fork, count - start, n, state.exact_bytes)
+            for start, n, fork, state in zip(
+                padding, cache.lengths, cache.forks, starting.rows, strict=True
+            )
         ]
         self.last = cache.rows
         self.rows.extend(cache.rows)
@@ -320,10 +322,9 @@ class Compression:
             return
         if cache is None or not audit:
             return
-        for row, n, fork in zip(cache.rows, cache.lengths, cache.forks, strict=False):
-            fork.audit(n, self._compressible)
-            row.compressed |= fork.evicted
-            row.cache_bytes_end = fork.cache_bytes()
+        for row, fork in zip(cache.rows, cache.forks, strict=False):
+            fork.audit()
+            row.compressed, row.cache_bytes_end = fork.cost().compressed, fork.bytes_end
 
 
 def _left_padding(mask: Tensor | None, batch: int, count: int) -> list[int]:

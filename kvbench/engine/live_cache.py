@@ -57,15 +57,19 @@ class Row:
     cache_bytes_end: int | None = None
 
     @classmethod
-    def of(cls, fork: Fork, tokens: int, exact_bytes: int, compressible: Sequence[int]) -> Row:
-        """The row of a fork at the end of its prefill."""
+    def of(cls, fork: Fork, tokens: int, compressed: int, exact_bytes: int) -> Row:
+        """The row of a fork at the end of its prefill, of `compressed` tokens of the prompt's."""
+        fork.end_prompt(compressed, exact_bytes + state_bytes(fork.states))
+        cost = fork.cost()
+        assert cost.entries is not None
+        assert cost.cache_bytes is not None
         return cls(
             prompt_tokens=tokens,
-            compressed=fork.compressed,
-            entries=fork.prompt_counts(compressible),
-            cache_bytes=fork.cache_bytes(),
-            exact_bytes=exact_bytes + state_bytes(fork.states),
-            compress_s=fork.compress_s,
+            compressed=cost.compressed,
+            entries=dict(cost.entries),
+            cache_bytes=cost.cache_bytes,
+            exact_bytes=cost.exact_bytes,
+            compress_s=cost.compress_s,
         )
 
     @property

@@ -97,9 +97,7 @@ class RecompressedCache(LayerCache):
         )
         held, _, _ = compress(self.label, self.method, layer, self.to, self.generator, {})
         if held.charged > self.recompression.to + 1:
-            raise BudgetExceeded(
-                self.label, layer.layer_index, self.recompression.to, held.charged
-            )
+            raise BudgetExceeded(self.label, layer.layer_index, self.recompression.to, held.charged)
         places, count = held.positions[0], held.positions.shape[2]
         self.positions[:, :count] = self.positions.gather(1, places)
         if self.log_weights is not None:
