@@ -3,8 +3,8 @@
 A *fork* is one method's cache made from a shared prefill. Forks decode together, one batch row each;
 every row attends to its own entries, so nothing is padded and a smaller cache is a cheaper step.
 
-`LayerCache` keeps its entries in buffers. Entries may also lie before the buffers (`Before`): packed by a
-scheme's codecs (`Packed`), or in another cache that several go on from (`kvbench.engine.shared`). A
+`LayerCache` keeps its entries in buffers. Entries may also lie before the buffers (`Before`): packed by
+a scheme's codecs (`Packed`), or in another cache that several go on from (`kvbench.engine.shared`). A
 `RaggedCache` is one cache of one head for each head.
 """
 
@@ -218,9 +218,9 @@ class LayerCache:
 
     @property
     def takes_one_by_kernel(self) -> bool:
-        """Whether a single token can join through `kvbench.kernels.decode_attention`: the cache is plain,
-        and its length grows by one a token or stays the same (a cache that evicts and is not full yet
-        does first the one, then the other)."""
+        """Whether a single token can join through `kvbench.kernels.decode_attention`: the cache is
+        plain, and its length grows by one a token or stays the same (a cache that evicts and is not
+        full yet does first the one, then the other)."""
         return self.is_plain and (not self.evicts or self.length == self.granted)
 
     @property

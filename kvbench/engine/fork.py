@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -56,7 +55,7 @@ class Cost:
 
     prompt_tokens: int
     capacity: int
-    entries: Mapping[str, float] | None = None
+    entries: dict[str, float] | None = None
     cache_bytes: int | None = None
     cache_bytes_end: int | None = None
     exact_bytes: int
@@ -200,25 +199,26 @@ class Fork:
         granted = capacity if limit is None else limit
         if self.method.uses_budget and not self.method.saves_memory:
             granted = self.budget.capacity(capacity)
-        make = partial(
-            LayerCache,
-            room=self.room,
-            method=self.method,
-            capacity=capacity,
-            granted=granted,
-            sink=self.budget.sink,
-            active=self.compressed or limit is not None,
-            quantization=self.method.quantization(),
-            layer=layer,
-            seed=self.seed,
-        )
+        options: dict[str, Any] = {
+            "capacity": capacity,
+            "granted": granted,
+            "sink": self.budget.sink,
+            "active": self.compressed or limit is not None,
+            "quantization": self.method.quantization(),
+            "layer": layer,
+            "seed": self.seed,
+        }
         rule = self.method.recompression
         if rule is not None and prompt is not None and prompt.queries is not None:
             generator = layer_generator(self.seed, f"{self.example_id}\0while decoding", layer)
-            again = partial(RecompressedCache, **make.keywords, rule=rule, label=self.label)
-            cache = again(held, budget=self.budget, prompt=prompt, generator=generator)
-        else:
-            cache = make(held) if held.lengths is None else RaggedCache(held, make)
+            options |= {"rule": rule, "label": self.label, "budget": self.budget}
+            options |= {"prompt": prompt, "generator": generator}
+        kind = RecompressedCache if "rule" in options else LayerCache
+
+        def make(one: CompressedKV) -> LayerCache:
+            return kind(one, self.room, self.method, **options)
+
+        cache = make(held) if held.lengths is None else RaggedCache(held, make)
         self.layers[layer] = cache
         self.compressible.append(layer)
         self.unaudited.append(layer)
@@ -244,8 +244,11 @@ class Fork:
                 raise BudgetExceeded(self.label, layer, cache.capacity, cache.charged(counts))
 
     def end_prompt(self, n: int, exact_bytes: int) -> None:
-        """Note what is held of the prompt's n tokens, now that they have been read and compressed; an exact
-        cache would hold them in so many bytes."""
+        """Note what is held of the prompt's n tokens, which have been read and compressed.
+
+        Args:
+            exact_bytes: of the exact cache at this point.
+        """
         held: dict[str, Any] = {}
         if self.failure is None:
             layers = [self.layers[layer] for layer in self.compressible]
@@ -263,6 +266,7 @@ class Fork:
     def cost(self) -> Cost:
         """What the cache costs, by what is known since the prefill and the last `audit`."""
         assert self.after_prompt is not None, "the prompt has not been read"
+        self.read_clocks()
         cost = replace(self.after_prompt, compress_s=self.compress_s)
         if self.bytes_end is None:
             return cost
