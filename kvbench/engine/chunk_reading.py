@@ -8,7 +8,7 @@ from torch import Tensor
 from kvbench.engine.attention import LayerCall, capped
 from kvbench.engine.cache import LayerCache
 from kvbench.kernels.chunk_eviction import attention_in_turn, oldest_in_turn, stays, take_turns
-from kvbench.methods._eviction import Eviction
+from kvbench.kernels.eviction import Eviction
 from kvbench.methods.base import Method
 
 LOGITS = 1 << 24
