@@ -75,7 +75,7 @@ class H2O(Method):
                 "holds no cache to decode with; allowed: paper (likelihoods alone take the others)"
             )
         n, capacity = layer.n, budget.capacity(layer.n)
-        recent = self._recent(capacity)
+        recent = self.recent(capacity)
         mass = group_mean(layer.attention_mass(), layer.keys.shape[1])
         older = mass[:, :, : n - recent] if self.keeps == "heaviest" else -mass[:, :, : n - recent]
         heavy = top_positions(older, capacity - recent)
@@ -90,9 +90,9 @@ class H2O(Method):
         leaves: Literal["lightest", "heaviest"] = (
             "lightest" if self.keeps == "heaviest" else "heaviest"
         )
-        return Eviction(leaves, recent=self._recent(capacity))
+        return Eviction(leaves, recent=self.recent(capacity))
 
-    def _recent(self, capacity: int) -> int:
+    def recent(self, capacity: int) -> int:
         """Entries of a cache of `capacity` that are the most recent tokens."""
         return capacity - round(self.heavy_fraction * capacity)
 
