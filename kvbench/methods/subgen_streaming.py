@@ -234,7 +234,7 @@ class SubGenStreaming(Method):
         clusters = (room - s) // of_cluster
         if clusters < 1:
             raise KVError(
-                f"subgen_streaming.s is {s}; allowed: an s that leaves t = {self.t} samples of a cluster "
+                f"subgen_streaming.s is {s}; allowed: an s that leaves t = {self.t} of a cluster "
                 f"in the {max(room, 0)} entries beside the recent ones"
             )
         return s, clusters
