@@ -113,7 +113,7 @@ class Fork:
     failure: Exception | None = None
 
     def __post_init__(self) -> None:
-        if self.method.masks_whole_pass:
+        if self.method.whole_pass is not None:
             raise KVError(
                 f"method {self.label!r} masks one pass over prompt and answer, and holds no cache to "
                 "generate with; allowed: methods that do (likelihoods alone, as task=fidelity and "

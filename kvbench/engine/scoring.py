@@ -48,7 +48,7 @@ class CompressedPrompt:
 
     Attributes:
         forks: one per method that compresses, in the order given.
-        whole: the methods that mask a whole pass instead (`Method.masks_whole_pass`).
+        whole: the methods that mask a whole pass instead (`Method.whole_pass`).
         lead: tokens of the prompt that are still to be fed; the logits after the last of them predict
             the continuation's first token. Empty after a prompt of one token, which leaves nothing to
             compress: then they are the prefill's.
@@ -91,7 +91,7 @@ def read(
             f"the prompt has {n} tokens, of which {head} are to be compressed; allowed: at least one, "
             "and fewer than there are"
         )
-    whole = {label: pair for label, pair in methods.items() if pair[0].masks_whole_pass}
+    whole = {label: pair for label, pair in methods.items() if pair[0].whole_pass is not None}
     alone = n == 1  # nothing to compress
     forks = [
         Fork(
@@ -188,7 +188,8 @@ class WholePass:
                 out.append(one.exact())
                 continue
             method, budget = pair
-            seen = method.mask(layer_kv(one, call.layer, self.num_layers), budget)
+            assert method.whole_pass is not None
+            seen = method.whole_pass.mask(layer_kv(one, call.layer, self.num_layers), budget)
             group = one.query.shape[1] // one.key.shape[1]
             out.append(
                 exact_attention(
@@ -231,7 +232,8 @@ def masked_pass_cache(
     query sees, and its bytes over those of the exact cache. Each query head chooses for itself."""
     config = model.config.get_text_config()
     method, budget = pair
-    entries = method.masked_entries(budget, tokens)
+    assert method.whole_pass is not None
+    entries = method.whole_pass.entries(budget, tokens)
     heads = config.num_attention_heads
     group = heads // kv_heads(config)
     return entries, entries * group / tokens
