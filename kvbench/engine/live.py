@@ -12,7 +12,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import update_wrapper
 from typing import Any, NoReturn
 
@@ -23,11 +23,11 @@ from transformers.cache_utils import Cache
 
 from kvbench.engine.architecture import compressible_layers, kvbench_attention_on, rotary_of
 from kvbench.engine.attention import LayerCall
-from kvbench.engine.fork import Fork, ForkBatch, prompt_name
+from kvbench.engine.fork import Cost, Fork, ForkBatch, prompt_name
 from kvbench.engine.graphs import StepGraphs
 from kvbench.engine.loading import end_token_ids, model_end_ids
 from kvbench.engine.prefill import PrefillState, prefill
-from kvbench.engine.rows import DecodingRow, close_row, decode_rows, feed_questions, open_row
+from kvbench.engine.rows import DecodingRow, decode_rows, feed_questions
 from kvbench.engine.states import PassingCache, is_hybrid, row_of, state_bytes, states_in
 from kvbench.engine.stopping import Stopping
 from kvbench.errors import is_integer
@@ -43,54 +43,13 @@ class UnsupportedGeneration(ValueError):
     """A use of `generate` that a compressed cache cannot serve: one line with what is allowed."""
 
 
-@dataclass
-class Row:
-    """Measurements of one row of a batch: one prompt and its cache.
-
-    Attributes:
-        prompt_tokens: without padding.
-        compressed: False where the prompt is within its capacity, or the method keeps everything;
-            true at the end of a generation in which entries were evicted.
-        entries: held per layer and KV head after compression, mean and maximum.
-        cache_bytes, exact_bytes: after compression, and of the exact cache at the same point.
-        cache_bytes_end: when the generation was over; None before.
-        compress_s: seconds of compression.
-    """
-
-    prompt_tokens: int
-    compressed: bool
-    entries: dict[str, float]
-    cache_bytes: int
-    exact_bytes: int
-    compress_s: float
-    cache_bytes_end: int | None = None
-
-    @classmethod
-    def of(cls, fork: Fork, tokens: int, exact_bytes: int, compressible: Sequence[int]) -> Row:
-        """The row of a fork at the end of its prefill."""
-        return cls(
-            prompt_tokens=tokens,
-            compressed=fork.compressed,
-            entries=fork.prompt_counts(compressible),
-            cache_bytes=fork.cache_bytes(),
-            exact_bytes=exact_bytes + state_bytes(fork.states),
-            compress_s=fork.compress_s,
-        )
-
-    @property
-    def ratio(self) -> float:
-        """Bytes held over the bytes of the exact cache, after compression."""
-        return self.cache_bytes / self.exact_bytes
-
-
 class LiveCache(Cache):
     """The forks of a batch, as generate's cache; operations it cannot serve are refused.
 
     Args:
         model: whose keys and values they hold.
         forks: one per row.
-        lengths: tokens of each row that were compressed, without padding.
-        rows: measurements of each; empty before the prefill.
+        rows: what each costs, its tokens without padding; empty before the prefill.
         seen: tokens fed so far, padding included.
     """
 
@@ -98,15 +57,14 @@ class LiveCache(Cache):
         self,
         model: PreTrainedModel,
         forks: Sequence[Fork],
-        lengths: Sequence[int],
-        rows: Sequence[Row] = (),
+        rows: Sequence[Cost] = (),
         *,
         seen: int = 0,
     ) -> None:
         config = model.config.get_text_config()
         super().__init__(layers=PassingCache(config).layers if is_hybrid(config) else [])
         self.model = model
-        self.forks, self.lengths, self.rows = list(forks), list(lengths), list(rows)
+        self.forks, self.rows = list(forks), list(rows)
         self.seen = seen
         self.open = True  # until the generation that it belongs to is over
 
@@ -114,7 +72,7 @@ class LiveCache(Cache):
         """An independent copy; if the model is copied too, it belongs to that copy."""
         forks = [fork.clone() for fork in self.forks]
         model = memo.get(id(self.model), self.model)
-        return LiveCache(model, forks, self.lengths, self.rows, seen=self.seen)
+        return LiveCache(model, forks, self.rows, seen=self.seen)
 
     def __len__(self) -> int:
         return int(self.model.config.get_text_config().num_hidden_layers)
@@ -174,7 +132,6 @@ class LiveCache(Cache):
             forks.append(fork.clone() if index in taken else fork)
             taken.add(index)
         self.forks = forks
-        self.lengths = [self.lengths[index] for index in indices]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Beam search: row i goes on from row ``beam_idx[i]``."""
@@ -225,15 +182,14 @@ class Context:
         self._ids = token_ids(prompt, tokenizer, "the context")
         fork = Fork(label, method, budget, seed, prompt_name(self._ids), room=0)
         with kvbench_attention_on(model), torch.inference_mode():
-            self._compressible = compressible_layers(model)
             encoder = None if tokenizer is None else PromptEncoder(tokenizer)
             start = prefill(model, self._ids, [fork], encoder=encoder)
         if fork.failure is not None:
             raise fork.failure
-        self._fork, self._start = fork, start
-        self.entries = fork.prompt_counts(self._compressible)
-        self.cache_bytes, self.exact_bytes = fork.cache_bytes(), start.exact_bytes
-        self.prefill_s, self.compress_s = start.prefill_s, fork.compress_s
+        self._fork, cost = fork, fork.cost()
+        self.entries, self.cache_bytes = _held(cost)
+        self.exact_bytes, self.compress_s = cost.exact_bytes, cost.compress_s
+        self.prefill_s = start.prefill_s
 
     @property
     def ratio(self) -> float:
@@ -243,7 +199,7 @@ class Context:
     @property
     def tokens(self) -> int:
         """Tokens in the cache: the prompt's, and those of turns that were kept."""
-        return self._start.n + self._fork.appended
+        return self._fork.tokens
 
     @property
     def token_ids(self) -> list[int]:
@@ -287,11 +243,8 @@ class Context:
     def cache(self) -> LiveCache:
         """A cache for ``model.generate(input_ids, past_key_values=...)`` inside `compress`, to continue
         from here; ``input_ids`` must begin with all of `token_ids`, as transformers requires."""
-        fork, n = self._fork.branch(), self._start.n
-        row = Row(
-            n, fork.compressed, self.entries, self.cache_bytes, self.exact_bytes, self.compress_s
-        )
-        return LiveCache(self.model, [fork], [n], [row], seen=self.tokens)
+        fork = self._fork.branch()
+        return LiveCache(self.model, [fork], [fork.cost()], seen=self.tokens)
 
     def _answers(
         self, asked: Sequence[Sequence[int]], max_new_tokens: int, stop: Sequence[str]
@@ -307,21 +260,16 @@ class Context:
             ends = end_token_ids(self.model, tokenizer)
             stopping = Stopping(max_new_tokens, ends, tuple(stop), self._decoded)
         unread = self._ids[self.tokens :]
-        rows = []
         with kvbench_attention_on(self.model), torch.inference_mode():
-            for _ in asked:
-                row = open_row(self._fork.branch(), self._start, stopping, self._compressible)
-                row.position = self.tokens
-                rows.append(row)
+            rows = [DecodingRow(self._fork.branch(), stopping, self.tokens) for _ in asked]
             feed_questions(self.model, rows, [[*unread, *ids] for ids in asked])
             decode_rows(self.model, [row for row in rows if row.chosen], StepGraphs())
-            for row in rows:
-                close_row(row, self._compressible)
-        found = []
-        for row in rows:
-            if row.fork.failure is not None:
-                raise row.fork.failure
-            tokens = row.result.tokens
+            answers = [row.finish() for row in rows]
+        found: list[tuple[Any, DecodingRow]] = []
+        for row, answer in zip(rows, answers, strict=True):
+            if answer.failure is not None:
+                raise answer.failure
+            tokens = answer.tokens
             found.append(
                 (tokens if tokenizer is None else stopping.cut(self._decoded(tokens)), row)
             )
@@ -333,6 +281,13 @@ class Context:
     def _decoded(self, tokens: Sequence[int]) -> str:
         assert self.tokenizer is not None
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+def _held(cost: Cost) -> tuple[dict[str, float], int]:
+    """Entries and bytes after compression, of a prompt that was read without a failure."""
+    assert cost.entries is not None
+    assert cost.cache_bytes is not None
+    return cost.entries, cost.cache_bytes
 
 
 def token_ids(
@@ -366,28 +321,27 @@ class _BatchPrefill:
     Args:
         forks: one per row.
         padding: leading tokens of each row that are padding.
+        lengths: tokens of each row that are compressed; those after them go through the compressed
+            cache.
         compressible: see `compressible_layers`.
-        context: tokens of each row that are compressed; those after them go through the compressed
-            cache. None: all.
     """
 
     def __init__(
         self,
         forks: Sequence[Fork],
         padding: Sequence[int],
+        lengths: Sequence[int],
         compressible: Sequence[int],
-        context: int | None = None,
-        rotary: Rotary | None = None,
+        rotary: Rotary | None,
     ) -> None:
-        self.padding = padding
-        self.context = context
+        self.padding, self.lengths = padding, lengths
         self.rows = [PrefillState([fork], compressible, rotary) for fork in forks]
 
     def attend(self, call: LayerCall) -> Tensor:
         """Exact attention of each row's own tokens; padding attends to nothing."""
         out = call.query.new_zeros(*call.query.shape[:3], call.value.shape[-1])
         for i, (row, start) in enumerate(zip(self.rows, self.padding, strict=True)):
-            end = call.query.shape[2] if self.context is None else start + self.context
+            end = start + self.lengths[i]
             out[i : i + 1, :, start:end] = row.attend(call.of_row(i, start, end))
             (fork,) = row.forks
             if fork.failure is None and end < call.query.shape[2]:
@@ -406,9 +360,7 @@ class Compression:
     """One method around one model; yielded by `kvbench.compress`.
 
     Attributes:
-        rows: one per batch row of every prompt so far, in order (`generate` repeats a prompt for
-            each beam and each returned sequence).
-        last: the rows of the latest call.
+        last: of each row of the latest call what its cache costs.
         compress_after: see `kvbench.compress`.
     """
 
@@ -418,11 +370,10 @@ class Compression:
     label: str
     seed: int = 0
     compress_after: str | int | None = None
-    rows: list[Row] = field(default_factory=list)
-    last: list[Row] = field(default_factory=list)
-    _compressible: list[int] = field(default_factory=list, repr=False)
-    _cache: LiveCache | None = field(default=None, repr=False)
-    _prefill: _BatchPrefill | None = field(default=None, repr=False)
+    last: list[Cost] = field(default_factory=list)
+    _earlier: list[Cost] = field(default_factory=list)
+    _cache: LiveCache | None = None
+    _prefill: _BatchPrefill | None = None
 
     def __repr__(self) -> str:
         last = f", ratio of the last {self.ratio[-1]:.3g}" if self.rows else ""
@@ -459,14 +410,20 @@ class Compression:
         )
 
     @property
+    def rows(self) -> list[Cost]:
+        """What the cache of every batch row of every prompt so far costs, in order (`generate` repeats a
+        prompt for each beam and each returned sequence)."""
+        return [*self._earlier, *self.last]
+
+    @property
     def entries(self) -> list[float]:
         """Entries per layer and KV head after compression, mean over both, of each row."""
-        return [row.entries["mean"] for row in self.rows]
+        return [_held(row)[0]["mean"] for row in self.rows]
 
     @property
     def cache_bytes(self) -> list[int]:
         """Bytes held after compression, of each row."""
-        return [row.cache_bytes for row in self.rows]
+        return [_held(row)[1] for row in self.rows]
 
     @property
     def exact_bytes(self) -> list[int]:
@@ -476,7 +433,7 @@ class Compression:
     @property
     def ratio(self) -> list[float]:
         """`cache_bytes` over `exact_bytes`, of each row."""
-        return [row.ratio for row in self.rows]
+        return [_held(row)[1] / row.exact_bytes for row in self.rows]
 
     @property
     def compress_s(self) -> list[float]:
@@ -567,9 +524,9 @@ class Compression:
             fork = Fork(self.label, self.method, self.budget, self.seed, name, room=0)
             fork.compressed = self.method.uses_budget and n > self.budget.capacity(n)
             forks.append(fork)
-        self._cache = LiveCache(self.model, forks, lengths)
-        rotary = rotary_of(self.model)
-        self._prefill = _BatchPrefill(forks, padding, self._compressible, context, rotary)
+        self._cache = LiveCache(self.model, forks)
+        layers, rotary = compressible_layers(self.model), rotary_of(self.model)
+        self._prefill = _BatchPrefill(forks, padding, lengths, layers, rotary)
 
     def _continue_with(self, cache: LiveCache) -> None:
         """Continue with a cache: this generation's, or one from an earlier generation.
@@ -584,8 +541,8 @@ class Compression:
                 "past_key_values is a compressed cache of another model; allowed: one of this model"
             )
         self.finish()
+        self._earlier = [row for row in self.rows if not any(row is one for one in cache.rows)]
         self._cache, self.last, cache.open = cache, cache.rows, True
-        self.rows.extend(row for row in cache.rows if not any(row is one for one in self.rows))
 
     def after_forward(
         self,
@@ -601,24 +558,24 @@ class Compression:
         tokens = kwargs.get("input_ids", args[0] if args else None)
         count = (kwargs["inputs_embeds"] if tokens is None else tokens).shape[1]
         cache.seen += count
-        starting = self._prefill
-        padding = [0] * len(cache.forks) if starting is None else starting.padding
-        for state in () if starting is None else starting.rows:
-            state.settle()
-        for start, n, fork in zip(padding, cache.lengths, cache.forks, strict=True):
-            if fork.failure is not None:
-                raise fork.failure
-            fork.appended += count if starting is None else count - start - n
+        starting, self._prefill = self._prefill, None
         if starting is None:
+            for fork in cache.forks:
+                if fork.failure is not None:
+                    raise fork.failure
+                fork.appended += count
             return
         cache.store_states()
-        cache.rows = [
-            Row.of(fork, count - start, state.exact_bytes, self._compressible)
-            for start, fork, state in zip(padding, cache.forks, starting.rows, strict=True)
-        ]
-        self.last = cache.rows
-        self.rows.extend(cache.rows)
-        self._prefill = None
+        for fork, start, n, state in zip(
+            cache.forks, starting.padding, starting.lengths, starting.rows, strict=True
+        ):
+            state.settle()
+            if fork.failure is not None:
+                raise fork.failure
+            fork.appended += count - start - n
+            fork.end_prompt(n, state.exact_bytes + state_bytes(fork.states))
+            cache.rows.append(replace(fork.cost(), prompt_tokens=count - start))
+        self._earlier, self.last = self.rows, cache.rows
 
     def finish(self, *, audit: bool = True) -> None:
         """End the generation: audit every row's entries, and release the cache.
@@ -633,10 +590,12 @@ class Compression:
         cache.open = False
         if failed or not audit:
             return
-        for row, n, fork in zip(cache.rows, cache.lengths, cache.forks, strict=False):
-            fork.audit(n, self._compressible)
-            row.compressed |= fork.evicted
-            row.cache_bytes_end = fork.cache_bytes()
+        for fork in cache.forks:
+            fork.audit()
+        cache.rows = self.last = [
+            replace(fork.cost(), prompt_tokens=row.prompt_tokens)
+            for row, fork in zip(cache.rows, cache.forks, strict=False)
+        ]
 
 
 def _positions(cache: LiveCache, batch: int, count: int, mask: Tensor | None) -> Tensor:
@@ -647,7 +606,7 @@ def _positions(cache: LiveCache, batch: int, count: int, mask: Tensor | None) ->
         )
     if mask is not None and not bool(mask[:, -count:].all()):
         raise UnsupportedGeneration("attention_mask hides new tokens; allowed: left padding")
-    first = [n + fork.appended for n, fork in zip(cache.lengths, cache.forks, strict=True)]
+    first = [fork.tokens for fork in cache.forks]
     return torch.tensor(first)[:, None] + torch.arange(count)
 
 
@@ -805,7 +764,7 @@ def compressed_generation(compression: Compression) -> Iterator[Compression]:
             raise UnsupportedGeneration(
                 f"{type(model).__name__} is under compress already; allowed: one at a time"
             )
-        compression._compressible = compressible_layers(model)
+        compressible_layers(model)  # refuses a model without any
         before, after = compression.before_forward, compression.after_forward
         hooks = (
             model.register_forward_pre_hook(before, with_kwargs=True, prepend=True),

@@ -203,7 +203,7 @@ class PrefillState:
         for fork in self.forks:
             if fork.failure is None:
                 whole = CompressedKV(key, value, None, positions)
-                fork.hold(layer, whole, key.shape[2], compressible=False, window=window)
+                fork.hold_whole(layer, whole, window)
 
 
 @dataclass(frozen=True)
@@ -288,6 +288,8 @@ def prefill(
     synchronize(device)
     seconds = time.perf_counter() - start - state.settle()
     state.store_states()
+    for fork in forks:
+        fork.end_prompt(len(ids), state.exact_bytes)
     return Prefill(logits[0], seconds, state.exact_bytes, len(ids))
 
 

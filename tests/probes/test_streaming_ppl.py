@@ -111,7 +111,7 @@ def test_refusals():
 class Engine(StreamingLLM):
     """StreamingLLM by its own eviction, not as the band that it is."""
 
-    def band(self, budget):
+    def reading(self, budget):
         return None
 
 
