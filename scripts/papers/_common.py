@@ -19,11 +19,11 @@ from _figures import lines
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from hydra.utils import instantiate
+from kvbench.engine.capture import capture_layers
 
 from kvbench.cli.aliases import expand_model_paths
 from kvbench.cli.catalogue import config_dir
 from kvbench.cli.papers import paper_folders
-from kvbench.engine.capture import capture_layers
 from kvbench.engine.loading import full_attention_layers, resolve_device, resolve_dtype
 from kvbench.errors import UserError, complain
 from kvbench.kv import LayerKV
