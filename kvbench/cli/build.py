@@ -35,7 +35,7 @@ from kvbench.records.durable import read_file, replace
 from kvbench.records.read import StoreError, load_run, record_files
 from kvbench.records.shards import Shard
 from kvbench.records.store import safe_name
-from kvbench.report.wandb.send import check_logger
+from kvbench.report.wandb import check_logger
 from kvbench.run import provenance
 from kvbench.run.batching import check_batch_size
 from kvbench.run.encoding import EncodedExample
@@ -261,9 +261,9 @@ def run_config(config: DictConfig) -> tuple[Path, JobResult] | None:
     if config.dry_run:
         print_dry_run(build_job(config, SharedParts()))
         return None
+    from kvbench.report.build import tables_to_print
     from kvbench.report.experiment import Experiment, group_runs
-    from kvbench.report.render.terminal import print_tables as show_tables
-    from kvbench.report.sections import tables_of
+    from kvbench.report.render import terminal
 
     job = build_job(config)
     title = presentable(f"{job.spec.label} x {job.task}")
@@ -271,9 +271,9 @@ def run_config(config: DictConfig) -> tuple[Path, JobResult] | None:
         result = run_job(job, show, termination.example)
     folder = job.results_dir / job.experiment
     runs = tuple(load_run(path) for path in result.folders.values())
-    show_tables(tables_of(Experiment(job.experiment, folder, runs, tuple(group_runs(runs)))))
+    terminal(tables_to_print(Experiment(job.experiment, folder, runs, tuple(group_runs(runs)))))
     if config.logger.name == "wandb" and result.complete:  # of several shards, the last logs
-        from kvbench.report.wandb.log import log_runs
+        from kvbench.report.wandb import log_runs
 
         logger = config.logger
         log_runs(
@@ -297,16 +297,16 @@ def print_scores(folder: Path, *, every: bool) -> None:
     Args:
         every: also the table of each task, which jobs of other processes did not print here.
     """
+    from kvbench.report.build import tables_to_print
     from kvbench.report.experiment import load_experiment
-    from kvbench.report.render.terminal import print_tables as show_tables
-    from kvbench.report.sections import tables_of
+    from kvbench.report.render import terminal
 
-    tables = tables_of(load_experiment(folder))
+    tables = tables_to_print(load_experiment(folder))
     whole = [table.name for table in tables if table.name.startswith("overview-")]
     covered = tuple(name.removeprefix("overview") for name in whole)  # -<model>
     if not every and whole:
         tables = [t for t in tables if t.name in whole or not t.name.endswith(covered)]
-    show_tables(tables)
+    terminal(tables)
 
 
 def finish(folder: Path) -> None:
@@ -336,16 +336,16 @@ def finish(folder: Path) -> None:
         lock.release()
     for warning in paths.warnings:
         complain(warning)
-    from kvbench.report.wandb.overview import log_overview
+    from kvbench.report.wandb import log_overview
 
-    log_overview(folder, paths.scores, paths.manifest)
+    log_overview(folder, paths)
     print(printable(f"page: {paths.page}"))
     _print_wandb(folder / "wandb")
 
 
 def _print_wandb(place: Path) -> None:
     """Say where W&B's copy is, and what sends it."""
-    from kvbench.report.wandb.send import not_taken
+    from kvbench.report.wandb import not_taken
 
     runs = sorted(place.glob("offline-run-*"))
     waiting = len(not_taken(runs))

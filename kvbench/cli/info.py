@@ -15,7 +15,7 @@ from kvbench.cli.check import Checked, check_command, resolved
 from kvbench.cli.compose import job_config
 from kvbench.cli.papers import experiment_lines
 from kvbench.errors import UserError, nearest, presentable, redact
-from kvbench.report.tables.differences import comments_on
+from kvbench.report.papers import comments_on
 
 
 def list_kind(arguments: Sequence[str]) -> int:

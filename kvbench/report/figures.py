@@ -326,7 +326,7 @@ def _scaled(group: Group, rows: pd.DataFrame, **more: Any) -> pd.DataFrame:
 def memory(group: Group, frame: pd.DataFrame) -> Drawn | None:
     """Score (or error) against the measured ratio of bytes, a line per method, the exact cache as a line
     across; where all hold about as much, a row per method. None where nothing saves memory."""
-    rows = _memory_rows(group, frame)
+    rows = memory_rows(group, frame)
     if not set(rows["variant"]) & group.compressed:
         return None
     alike = _is_alike(rows)
@@ -352,7 +352,7 @@ _PARETO = " Ringed: the Pareto set, no other point has fewer bytes and a better 
 
 def memory_overview(parts: Sequence[tuple[Group, pd.DataFrame]]) -> Drawn | None:
     """The same on several tasks of one model, a panel each; None for fewer than two."""
-    rows = {g.task: _memory_rows(g, f) for g, f in parts if g.percent and g.compressed}
+    rows = {g.task: memory_rows(g, f) for g, f in parts if g.percent and g.compressed}
     if not 1 < len(rows) <= _MOST_PANELS:
         return None
     if all(map(_is_alike, rows.values())):
@@ -379,7 +379,7 @@ def _against_memory(panels: Mapping[str, pd.DataFrame], group: Group) -> Figure:
     return lines(panels, _RATIO, _score(group), log=log, baseline=BASELINE, also=ring)
 
 
-def _memory_rows(group: Group, frame: pd.DataFrame) -> pd.DataFrame:
+def memory_rows(group: Group, frame: pd.DataFrame) -> pd.DataFrame:
     """Total scores with ``x``, the measured ratio: by the rates that records bear, else by variant."""
     mine = frame[(frame["by"] == "rate") & (frame["measure"] == "score")]
     if mine["value"].nunique() > 1:

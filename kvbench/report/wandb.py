@@ -30,22 +30,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import pandas as pd
 from filelock import FileLock
 
 from kvbench.errors import complain, first_line, redact
 from kvbench.records.durable import make_folder, replace
 from kvbench.records.figures import Heatmap
 from kvbench.records.read import MANIFEST, Run, StoreError, load_run
-from kvbench.report.experiment import BASELINE, Experiment, Group, group_runs, load_experiment
-from kvbench.report.frame import tidy, totals
-from kvbench.report.objective import scalars_of
 
 if TYPE_CHECKING:
+    import pandas as pd
     import wandb
     import wandb_workspaces.reports.v2 as wr
 
     from kvbench.report.build import ReportPaths
+    from kvbench.report.experiment import Experiment, Group
     from kvbench.report.figures import Drawn
 
 log = logging.getLogger(__name__)
@@ -209,6 +207,9 @@ def _write(
 
 def _log_run(run: Run, where: Mapping[str, Any]) -> Path:
     """One run beside its baseline of the same seed: its scores, answers and heatmap."""
+    from kvbench.report.experiment import BASELINE, group_runs
+    from kvbench.report.frame import tidy, totals
+
     manifest = run.manifest
     peers = []
     if manifest.get("method") != BASELINE:
@@ -252,6 +253,12 @@ def log_overview(folder: Path, paths: ReportPaths) -> bool:
     Returns:
         Whether it was written: not where nothing is ranked, or the logger is none or disabled.
     """
+    import pandas as pd
+
+    from kvbench.report.experiment import load_experiment
+    from kvbench.report.frame import totals
+    from kvbench.report.objective import scalars_of
+
     manifest, scores = paths.manifest, paths.scores
     logger = (manifest.get("config") or {}).get("logger") or {}
     mode = _resolved(logger["mode"]) if logger.get("name") == "wandb" else "disabled"
@@ -289,8 +296,11 @@ def log_overview(folder: Path, paths: ReportPaths) -> bool:
 
 def _side_by_side(group: Group) -> dict[str, Any]:
     """The methods' answers to one example in a line, and every figure."""
+    import pandas as pd
+
     from kvbench.report.answers import sample_of
     from kvbench.report.figures import figures_of
+    from kvbench.report.frame import tidy
 
     lines = []
     for example in sample_of(group, MAX_PREDICTIONS)[0]:
@@ -427,6 +437,7 @@ def build_wandb_report(experiment: Experiment, project: str, entity: str = "") -
     import wandb_workspaces.reports.v2 as wr
     from wandb_workspaces import expr
 
+    from kvbench.report.frame import tidy
     from kvbench.report.page import how_to_reproduce
     from kvbench.report.published import beside, published_tables
     from kvbench.report.render import markdown
@@ -460,6 +471,8 @@ def build_wandb_report(experiment: Experiment, project: str, entity: str = "") -
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 all well, 1 records that cannot be read, or a server that took nothing."""
+    from kvbench.report.experiment import load_experiment
+
     parser = argparse.ArgumentParser(prog="python -m kvbench.report.wandb", description=__doc__)
     parser.add_argument("folders", nargs="+", metavar="folder", help="<results>/<experiment>")
     parser.add_argument("--project", default="kvbench", help="W&B project (default: kvbench)")
