@@ -377,7 +377,7 @@ def send(folders: Sequence[Path], timeout_s: float) -> None:
     """
     import wandb
 
-    probe(wandb.setup().settings.base_url)
+    probe(os.environ.get("WANDB_BASE_URL") or wandb.setup().settings.base_url)
     environment = {**_QUIET, **os.environ, "WANDB_DIR": str(folders[0].parents[1])}  # its own logs
     environment.pop("WANDB_MODE", None)
     process = subprocess.Popen(
