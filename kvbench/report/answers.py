@@ -49,8 +49,7 @@ class Shown:
     """One example with every variant's answer.
 
     Attributes:
-        evidence: the part of the prompt that holds the answer, where the task knows it, the answer itself
-            marked.
+        evidence: the part of the prompt that holds the answer, where the task knows it.
     """
 
     example_id: str

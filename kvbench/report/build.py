@@ -16,12 +16,11 @@ from kvbench.report.experiment import Experiment, Group, load_experiment
 from kvbench.report.files import file_stem, part_of, remove_stale, write_text
 from kvbench.report.frame import AVERAGE, tidy
 from kvbench.report.papers import PaperError
-from kvbench.report.published import averages, beside, published_tables
+from kvbench.report.published import beside, published_tables
 from kvbench.report.render import csv, latex, markdown
 from kvbench.report.table import Table
 from kvbench.report.tables import (
     overview_table,
-    pairs_table,
     paper_table,
     score_table,
     tables_of,
@@ -61,7 +60,7 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
     Raises:
         StoreError: no runs, a broken run, or the folder cannot be written.
     """
-    from kvbench.report.figures import figures_of, memory_overview
+    from kvbench.report.figures import figures_of
     from kvbench.report.page import PAGE, Page, Section, render_page
 
     experiment = load_experiment(Path(experiment_folder))
@@ -75,19 +74,15 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
     sections = []
     for group, frame in parts:
         found = tables_of(group, frame)
-        gaps = averages(theirs, group)
-        pairs = pairs_table(group, gaps) if gaps else None
-        found = [pairs if pairs and table.name == pairs.name else table for table in found]
         sections.append(Section(group, verdict(group, frame), found, figures_of(group, frame)))
     ranked = [part for part in parts if is_ranked(part[0])]
-    overview = [drawn for part in _by(ranked, "model") if (drawn := memory_overview(part))]
-    shared = _shared_tables(ranked, theirs)
+    shared = _shared_tables(ranked)
     compared = published_tables(theirs, notes)
     shown = [section for section in sections if any(table.columns for table in section.tables)]
     for i, section in enumerate(shown):
         visible = [table for table in section.tables if table.columns]
         shown[i] = Section(section.group, section.verdict, visible, section.figures)
-    page = render_page(Page(experiment, shown, overview, shared, compared, warnings))
+    page = render_page(Page(experiment, shown, shared, compared, warnings))
     every = [*shared, *compared, *(table for section in sections for table in section.tables)]
     try:
         place = write_text(experiment.folder / PAGE, page)
@@ -95,7 +90,7 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
         figures: list[Path] = []
         if for_print:
             folder = part_of(experiment.folder, "figures")
-            for drawn in [*overview, *(drawn for section in sections for drawn in section.figures)]:
+            for drawn in (drawn for section in sections for drawn in section.figures):
                 for suffix, content in ((".png", drawn.png), (".pdf", drawn.pdf)):
                     path = folder / f"{file_stem(drawn.name)}{suffix}"
                     path.write_bytes(content)
@@ -125,15 +120,13 @@ def _by(parts: Sequence[Part], key: str) -> list[list[Part]]:
     return list(found.values())
 
 
-def _shared_tables(ranked: Sequence[Part], theirs: pd.DataFrame) -> list[Table]:
-    """Tables of several models or datasets, as a paper would print them, its datasets in the order of the
-    published table where there is one; and those of several tasks."""
-    found = []
-    for parts in _by(ranked, "task"):
-        task, frame = parts[0][0].task, parts[0][1]
-        order = list(theirs.loc[theirs["task"] == task, "value"].unique()) if len(theirs) else []
-        if len(parts) > 1 or AVERAGE in set(frame["value"]):
-            found.append(paper_table(parts, order))
+def _shared_tables(ranked: Sequence[Part]) -> list[Table]:
+    """Tables of several models or datasets, as a paper would print them; and those of several tasks."""
+    found = [
+        paper_table(parts)
+        for parts in _by(ranked, "task")
+        if len(parts) > 1 or AVERAGE in set(parts[0][1]["value"])
+    ]
     return found + [overview_table(parts) for parts in _by(ranked, "model") if len(parts) > 1]
 
 

@@ -9,7 +9,6 @@ means are compared unpaired.
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -137,10 +136,8 @@ def _both(a: Group, x: Variant, b: Group, y: Variant) -> Group:
             part = part.sort_values("status", key=lambda s: s != "ok", kind="stable")
             part = part.drop_duplicates("example_id").sort_index()
         keyed.append(part[part["dataset"].astype(str).isin(shared)])
-    if b.meta.unit == "example_id":
-        keyed = [part.assign(unit=part["example_id"]) for part in keyed]
-    else:
-        keyed = [part.assign(unit=part.get(b.meta.unit, part["example_id"])) for part in keyed]
+    unit = b.meta.unit if b.meta.unit in keyed[0] and b.meta.unit in keyed[1] else "example_id"
+    keyed = [part.assign(unit=part[unit]) for part in keyed]
     model = a.model if a.model == b.model else f"{a.model} → {b.model}"
     pair = Variant("first"), Variant("second")
     records = pd.concat(keyed, ignore_index=True)
@@ -221,61 +218,48 @@ def _task_table(part: pd.DataFrame, last: pd.Series) -> Table:
         ),
         (
             INTERVAL,
-            "change: second minus first, paired over the examples that both scored; bold where it is shown:"
-            " p of the exact paired test, adjusted by Holm's method for all methods and tasks, below 0.05."
+            "change: second minus first, paired over the examples that both scored; bold where p of the"
+            " exact paired test, adjusted by Holm's method for all methods and tasks, is below 0.05."
             " seconds: median of compressing and decoding.",
             *legend(total),
         ),
     )
 
 
-def _settings(a: Group, x: Variant, b: Group, y: Variant) -> list[tuple[str, str, str, str]]:
-    """What changed between matched runs of the same seed, else in order: key, values, where."""
+def _settings(a: Group, x: Variant, b: Group, y: Variant) -> list[dict[str, str]]:
+    """What changed between matched runs of the same seed, else in order."""
     sides = []
     for group, variant in ((a, x), (b, y)):
         codes = set(group.records.loc[group.records["variant"] == variant.label, "config_hash"])
         found = [m for m in group.manifests if m.get("config_hash") in codes]
         sides.append([_facts(m) for m in sorted(found, key=lambda m: str(m.get("seed")))])
     return [
-        (key, before.get(key, "–"), after.get(key, "–"), _run_name(b, y))
-        for before, after in zip(*sides, strict=False)
-        for key in dict.fromkeys([*before, *after])
-        if before.get(key) != after.get(key)
+        {"key": key, "first": one.get(key, "–"), "second": two.get(key, "–"), "run": y.label}
+        for one, two in zip(*sides, strict=False)
+        for key in dict.fromkeys([*one, *two])
+        if one.get(key) != two.get(key)
     ]
 
 
-def _settings_table(changed: Sequence[tuple[str, str, str, str]]) -> Table:
-    where: dict[tuple[str, str, str], list[str]] = defaultdict(list)
-    for key, before, after, run in changed:
-        where[key, _short(before), _short(after)].append(run)
-    rows = [
-        (*key, f"{len(set(runs))} runs: {_short(', '.join(dict.fromkeys(runs)))}")
-        for key, runs in where.items()
-    ]
-    keys = ("key", "first", "second", "where")
-    frame = pd.DataFrame(rows, columns=list(keys))
-    return Table(
-        "settings", "What changed in the runs that both have", frame, tuple(map(Column, keys))
+def _settings_table(changed: Sequence[Mapping[str, str]]) -> Table:
+    keys = ["key", "first", "second"]
+    frame = (
+        pd.DataFrame(changed).groupby(keys, sort=False)["run"].agg(lambda x: ", ".join(x.unique()))
     )
-
-
-def _short(value: object) -> str:
-    text = " ".join(str(value).split())
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+    columns = [Column(key) for key in keys] + [Column("run", "of")]
+    title = "What changed in the runs that both have"
+    return Table("settings", title, frame.reset_index(), tuple(columns))
 
 
 def _facts(manifest: Mapping[str, Any]) -> dict[str, str]:
-    """What a manifest says a run was made with, as dotted keys."""
+    """What a manifest says a run was made with, as dotted keys; long values cut."""
     config = manifest.get("config") or manifest.get("identity") or {}
     others = ("methods", "method", "hydra", "experiment_name", "results_dir", "dry_run")
     own = {key: value for key, value in config.items() if key not in others}
-    method, identity = str(manifest.get("method")), manifest.get("identity") or {}
-    mine = (config.get("methods") or {}).get(method) or identity.get("method")
-    if isinstance(mine, Mapping):
-        own[f"methods.{method}"] = mine
-    keys = ("seed", "code_revision", "versions", "hardware", "command")
-    own |= {k: manifest[k] for k in keys if manifest.get(k) is not None}
-    return flat(own, everything=True)
+    own["options"] = (config.get("methods") or {}).get(str(manifest.get("method"))) or {}
+    made = ("seed", "code_revision", "versions", "hardware", "command")
+    found = flat({**own, **{k: manifest[k] for k in made if k in manifest}}, everything=True)
+    return {key: v if len(v) <= _LONGEST else f"{v[:_LONGEST]}…" for key, v in found.items()}
 
 
 def measure(first: Experiment, second: Experiment) -> dict[str, dict[str, Any]]:

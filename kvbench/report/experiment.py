@@ -93,14 +93,10 @@ class TaskMeta:
     def of(manifest: Mapping[str, Any]) -> TaskMeta:
         """Read a manifest, with the defaults above for what it does not say."""
         meta = manifest.get("task_meta") or {}
-        return TaskMeta(
-            score_unit=str(meta.get("score_unit", "fraction")),
-            lower_is_better=bool(meta.get("lower_is_better", False)),
-            breakdown=tuple(name for name in meta.get("breakdown") or () if name != "dataset"),
-            figures=figures_in(meta),
-            unit=str(meta.get("unit", "example_id")),
-            measures=tuple(meta.get("measures") or ()),
-        )
+        given = {k: meta[k] for k in ("score_unit", "lower_is_better", "unit") if k in meta}
+        breakdown = tuple(name for name in meta.get("breakdown") or () if name != "dataset")
+        measures = tuple(meta.get("measures") or ())
+        return TaskMeta(**given, breakdown=breakdown, figures=figures_in(meta), measures=measures)
 
     def figure(self, kind: type[F]) -> F | None:
         """The first figure asked for of this type."""
@@ -229,14 +225,9 @@ def _group(model: str, task: str, runs: Sequence[Run]) -> Group:
     records = pd.concat(whole, ignore_index=True)
     records = records.reindex(columns=list(dict.fromkeys([*records, *runs[0].records.columns])))
     records = records.drop_duplicates(["variant", "seed", "example_id"], ignore_index=True)
-    held = pd.DataFrame([e if isinstance(e, dict) else {} for e in records["entries"]])
-    held = held.reindex(index=records.index, columns=["mean", "max"])
-    records["dataset"] = records["dataset"].map(
-        lambda name: short_name(name) if isinstance(name, str) else name
-    )
     records = records.assign(
-        entries_mean=pd.to_numeric(held["mean"], errors="coerce"),
-        entries_max=pd.to_numeric(held["max"], errors="coerce"),
+        **_entries(records),
+        dataset=[short_name(d) if isinstance(d, str) else d for d in records["dataset"]],
         decode_ms=_decode_ms(records, runs, variants),
         self_bleu=_self_bleu(records, runs),
     )
@@ -296,11 +287,13 @@ def variants_of(runs: Sequence[Run]) -> list[Variant]:
         by_method[short_name(str(run.manifest.get("method")))].append(index)
     variants: dict[int, Variant] = {}
     for method, indices in by_method.items():
-        saves = pd.concat([runs[i].records["saves_memory"] for i in indices]).dropna()
-        each = (runs[i].records["saves_memory"].dropna() for i in indices)
-        whole = not saves.astype(bool).any() and all(map(len, each))
+        saves = [runs[i].records["saves_memory"].dropna() for i in indices]
+        whole = all(len(each) and not each.astype(bool).any() for each in saves)
         configs = {i: _distinguishing_options(runs[i].manifest, whole) for i in indices}
-        varied = _varied(list(configs.values()))
+        keys = sorted(set().union(*configs.values()))
+        varied = [key for key in keys if len({c.get(key) for c in configs.values()}) > 1]
+        if len(varied) > 1 and _DATA in varied:  # the digest only where nothing else says it
+            varied.remove(_DATA)
         shown = {key: _short([config.get(key) for config in configs.values()]) for key in varied}
         for i, config in configs.items():
             options = (f"{key.split('.')[-1]} {shown[key][config.get(key)]}" for key in varied)
@@ -338,16 +331,6 @@ def _distinguishing_options(manifest: Mapping[str, Any], whole: bool) -> dict[st
     if data:
         told[_DATA] = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:8]
     return {key: v for key, v in told.items() if not (whole and key.startswith("budget."))}
-
-
-def _varied(configs: Sequence[Mapping[str, str]]) -> list[str]:
-    """The keys in which configs differ; the data's digest only where nothing else says it."""
-    keys = sorted(set().union(*configs))
-    varied = [key for key in keys if len({config.get(key) for config in configs}) > 1]
-    others = [key for key in varied if key != _DATA]
-    found = {tuple(config.get(key) for key in others) for config in configs}
-    every = {tuple(config.get(key) for key in varied) for config in configs}
-    return others if len(found) == len(every) else varied
 
 
 def _short(values: Sequence[str | None]) -> dict[str | None, str]:
@@ -405,46 +388,32 @@ def as_text(value: object) -> str:
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
-COLUMNS = {
-    "experiment": "name of the experiment",
-    "model": "the model's name",
-    "task": "the task's name",
-    "dataset": "part of the task that the example is of",
-    "example_id": "the example, the same for every method",
-    "method": "the method's label",
-    "variant": "the label that tables use: the method and what sets it apart from others of its name",
-    "rate": "share of the middle that the budget keeps; NaN for a budget of another kind",
-    "seed": "of the examples and the method's draws",
-    "config_hash": "changes with whatever changes a score",
-    "status": "ok, over_budget, oom, error or timeout",
-    "score": "as the task defines it; NaN where the status is not ok",
-    "ratio": "bytes held over bytes of the exact cache, measured",
-    "cache_bytes": "bytes held after compression",
-    "exact_bytes": "bytes of the exact cache of the same prompt",
-    "capacity": "entries per layer and KV head that the budget allows",
-    "entries_mean": "entries held per layer and KV head, mean",
-    "entries_max": "the same, maximum",
-    "compressed": "false: the prompt was no longer than the capacity",
-    "saves_memory": "false: a reference such as exact or topk",
-    "prompt_tokens": "tokens of the prompt",
-    "new_tokens": "tokens of the answer",
-    "prefill_s": "seconds of the prefill, which every method of the job shares",
-    "compress_s": "seconds of compression",
-    "decode_s": "seconds of decoding, this method's share",
-    "prediction": "the answer, as text",
-    "answers": "the expected answers, a list of texts",
-    "prompt_tail": "end of the prompt",
-    "error": "one line: what failed",
-    "run": "the run's folder",
-}
+COLUMNS = (
+    *("experiment", "model", "task", "dataset", "example_id", "method", "variant", "rate", "seed"),
+    *("config_hash", "status", "score", "ratio", "cache_bytes", "exact_bytes", "capacity"),
+    *("entries_mean", "entries_max", "compressed", "saves_memory", "prompt_tokens", "new_tokens"),
+    *(
+        "prefill_s",
+        "compress_s",
+        "decode_s",
+        "prediction",
+        "answers",
+        "prompt_tail",
+        "error",
+        "run",
+    ),
+)
 """Columns that every frame of `load` has, in this order; those of the task follow."""
 
 
 def load(folder: str | Path) -> pd.DataFrame:
     """Every record below a folder: of one run, of an experiment, or of several experiments.
 
-    One row per (example, method, seed), with the columns of `COLUMNS` and then the task's own. Values
-    are numbers, texts, truth values and lists of texts (whatever else a record holds is JSON), so that
+    One row per (example, method, seed), with the columns of `COLUMNS` and then the task's own. ``variant``
+    is the label that tables use, ``rate`` NaN for a budget that names no share of the middle, ``ratio`` the
+    measured bytes over those of the exact cache, ``entries_mean`` and ``entries_max`` what is held per
+    layer and KV head, ``run`` the folder; times are seconds. Values are numbers, texts, truth values and
+    lists of texts (whatever else a record holds is JSON), so that
     ``load(folder).to_parquet("records.parquet")`` works.
 
     Raises:
@@ -467,15 +436,11 @@ def load(folder: str | Path) -> pd.DataFrame:
 def _columns(run: Run, label: str) -> pd.DataFrame:
     budget = (run.manifest.get("config") or {}).get("budget") or {}
     other = budget.get("size") is not None or budget.get("total_rate") is not None
-    held = pd.DataFrame([e if isinstance(e, dict) else {} for e in run.records["entries"]])
-    held = held.reindex(columns=["mean", "max"]).set_index(run.records.index)
+    rate = math.nan if other else budget.get("rate", math.nan)
     frame = run.records.drop(columns="entries").assign(
-        variant=label,
-        rate=math.nan if other else budget.get("rate", math.nan),
-        entries_mean=pd.to_numeric(held["mean"], errors="coerce"),
-        entries_max=pd.to_numeric(held["max"], errors="coerce"),
-        run=str(run.folder),
+        variant=label, rate=rate, run=str(run.folder)
     )
+    frame = frame.assign(**_entries(run.records))
     for name, column in frame.items():
         if not (pd.api.types.is_numeric_dtype(column) or pd.api.types.is_bool_dtype(column)):
             frame[name] = [_plain(value, texts=name == "answers") for value in column]
@@ -486,3 +451,10 @@ def _plain(value: Any, *, texts: bool) -> Any:
     if isinstance(value, list) and texts:
         return [one if isinstance(one, str) else json.dumps(one) for one in value]
     return json.dumps(value) if isinstance(value, dict | list) else value
+
+
+def _entries(records: pd.DataFrame) -> dict[str, pd.Series]:
+    """The records' ``entries`` as two columns of numbers."""
+    held = pd.DataFrame([e if isinstance(e, dict) else {} for e in records["entries"]])
+    held = held.reindex(index=range(len(records)), columns=["mean", "max"]).set_index(records.index)
+    return {f"entries_{key}": pd.to_numeric(held[key], errors="coerce") for key in held}

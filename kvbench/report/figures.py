@@ -30,7 +30,6 @@ from kvbench.records.figures import Bars, Curve, Heatmap, Times
 from kvbench.report.experiment import BASELINE, Group, as_text
 from kvbench.report.frame import totals
 from kvbench.report.scaling import curves_of, slopes
-from kvbench.report.stats import Estimate, median_of
 from kvbench.report.style import style_of
 from kvbench.report.tables import timings
 
@@ -123,7 +122,7 @@ def figures_of(group: Group, frame: pd.DataFrame) -> list[Drawn]:
         elif isinstance(one, Curve):
             return curve_figures(group, one)
         elif isinstance(one, Times):
-            return [throughput(group), *_known([throughput_by_length(group)])]
+            return [throughput(group)]
     found = [memory(group, frame), *found]
     for by in frame["by"].unique():
         part = frame[frame["by"] == by]
@@ -201,12 +200,15 @@ def _label(figure: Figure, axes: Sequence[Axes], x: str, y: str, *, legend: bool
         figure.legend(list(named.values()), list(named), frameon=False, **place)
 
 
+def _spread(rows: pd.DataFrame) -> NDArray[np.float64]:
+    """Distances of the bounds from the mean, 0 where there are none."""
+    distances = [rows["mean"] - rows["low"], rows["high"] - rows["mean"]]
+    return np.nan_to_num(np.clip(np.array(distances, dtype=float), 0, None))
+
+
 def _errorbar(ax: Axes, at: Any, rows: pd.DataFrame, *, across: bool, **more: Any) -> None:
     """Means with their intervals; `across`: intervals lie along x."""
-    mean = rows["mean"].to_numpy(float)
-    spread = np.clip(
-        [mean - rows["low"].to_numpy(float), rows["high"].to_numpy(float) - mean], 0, None
-    )
+    mean, spread = rows["mean"].to_numpy(float), _spread(rows)
     x, y = (mean, at) if across else (at, mean)
     style = style_of(str(rows["method"].iloc[0]))
     size = {"*": 8.5, "P": 6.0, "X": 6.0}.get(style.marker, 4.8)
@@ -221,25 +223,28 @@ def forest(
     *,
     columns: int = 5,
     zero: bool = False,
-    size: float = 2.1,
-    baseline: str = "",
+    share: bool = True,
 ) -> Figure:
     """Numbers with intervals in named rows, a panel for each frame.
 
     Args:
-        panels: by title, frames with the columns ``row`` (its name), ``method``, ``mean``, ``low``, ``high``.
-        zero: a line at 0. baseline: the row whose number is a line across the others, with its interval.
+        panels: by title, frames with the columns ``row``, ``method``, ``mean``, ``low``, ``high``.
+        zero: a line at 0. share: one x axis for all panels.
     """
     names = list(dict.fromkeys(name for frame in panels.values() for name in frame["row"]))
     place = {name: i for i, name in enumerate(names)}
-    width = 5.6 if len(panels) == 1 else size
+    width = 5.6 if len(panels) == 1 else 2.1
     figure, axes = new_panels(
-        len(panels), columns, (width, 0.4 + 0.21 * len(names)), (1.2, 0.5), sharey=True, sharex=True
+        len(panels),
+        columns,
+        (width, 0.4 + 0.21 * len(names)),
+        (1.2, 0.5),
+        sharey=True,
+        sharex=share,
     )
     for ax, (title, frame) in zip(axes, panels.items(), strict=True):
         if zero:
             ax.axvline(0, color=_GREY, linewidth=0.9)
-        _line_across(ax.axvline, ax.axvspan, frame[frame["row"] == baseline])
         for _, rows in frame.dropna(subset=["mean"]).groupby("method", sort=False):
             at = rows["row"].map(place).to_numpy(float)
             _errorbar(ax, at, rows, across=True, linestyle="none")
@@ -261,27 +266,39 @@ def lines(
     log: str = "",
     ticks: Sequence[str] = (),
     baseline: str = "",
-    share: bool = True,
+    bars: bool = False,
     also: Draw | None = None,
 ) -> Figure:
     """Numbers with intervals against x, a line for each label, a panel for each frame.
 
     Args:
-        panels: by title, frames with the columns ``label``, ``method``, ``x``, ``mean``, ``low``, ``high``.
+        panels: by title, frames with ``label``, ``method``, ``x``, ``mean``, ``low``, ``high``.
         log: the axes that are logarithmic, "x", "y" or "xy". ticks: names of x = 0, 1, ...
         baseline: the label whose first number is a line across the others, with its interval.
-        share: one y axis for all panels. also: draws more, given the axes and the frame.
+        bars: in place of lines. also: draws more, given the axes and the frame.
     """
     size = (5.6, 3.4) if len(panels) == 1 else (3.0, 2.4)
-    figure, axes = new_panels(len(panels), columns, size, (1.0, 0.9), sharey=share)
+    figure, axes = new_panels(len(panels), columns, size, (1.0, 0.9), sharey=True)
     for ax, (title, frame) in zip(axes, panels.items(), strict=True):
-        _line_across(ax.axhline, ax.axhspan, frame[frame["label"] == baseline].head(1))
-        for label, rows in frame.groupby("label", sort=False):
-            if label != baseline:
-                rows = rows.dropna(subset=["mean"]).sort_values("x")
-                if len(rows):
-                    at = rows["x"].to_numpy(float)
-                    _errorbar(ax, at, rows, across=False, linewidth=1.4, label=_shown(str(label)))
+        for row in frame[frame["label"] == baseline].head(1).to_dict("records"):
+            color = style_of(row["method"]).color
+            ax.axhline(row["mean"], color=color, linestyle="--", linewidth=1, label=baseline)
+            if row["low"] == row["low"]:
+                ax.axhspan(row["low"], row["high"], color=color, alpha=0.08, linewidth=0)
+        known = (
+            frame[frame["label"] != baseline]
+            .dropna(subset=["mean"])
+            .sort_values("x", kind="stable")
+        )
+        width = 0.8 / max(1, known["label"].nunique())
+        for i, (label, rows) in enumerate(known.groupby("label", sort=False)):
+            at, named = rows["x"].to_numpy(float), _shown(str(label))
+            if bars:
+                at = at + (i + 0.5) * width - 0.4
+                color = style_of(str(rows["method"].iloc[0])).color
+                ax.bar(at, rows["mean"], width, yerr=_spread(rows), color=color, label=named)
+            else:
+                _errorbar(ax, at, rows, across=False, linewidth=1.4, label=named)
         if "x" in log:
             ax.set_xscale("log", base=2)
             few = frame["x"].max() < 4 * frame["x"].min()
@@ -297,17 +314,6 @@ def lines(
         ax.grid(axis="y")
     _label(figure, axes, xlabel, ylabel)
     return figure
-
-
-def _line_across(line: Callable[..., Any], span: Callable[..., Any], rows: pd.DataFrame) -> None:
-    """A dashed line with its interval as a band, of the first of some rows."""
-    for _, row in rows.head(1).iterrows():
-        color = style_of(str(row["method"])).color
-        line(
-            row["mean"], color=color, linestyle="--", linewidth=1, label=_shown(str(row["method"]))
-        )
-        if row["low"] == row["low"]:
-            span(row["low"], row["high"], color=color, alpha=0.08, linewidth=0)
 
 
 def _plain_ticks(axis: Any, locator: LogLocator) -> None:
@@ -341,28 +347,13 @@ def memory(group: Group, frame: pd.DataFrame) -> Drawn | None:
     return Drawn(
         f"{stem(group)}-ratio",
         f"{group.task}: {_score(group)} {'at equal' if alike else 'against'} memory",
-        "Means with 95 % intervals and the ratio that was measured, not the one that was asked for; dashed"
-        " with its band: the exact cache." + ("" if alike else _PARETO),
+        "Means with 95 % intervals and the ratio that was measured; dashed with its band: exact."
+        + ("" if alike else _PARETO),
         figure,
     )
 
 
 _PARETO = " Ringed: the Pareto set, no other point has fewer bytes and a better mean."
-
-
-def memory_overview(parts: Sequence[tuple[Group, pd.DataFrame]]) -> Drawn | None:
-    """The same on several tasks of one model, a panel each; None for fewer than two."""
-    rows = {g.task: memory_rows(g, f) for g, f in parts if g.percent and g.compressed}
-    if not 1 < len(rows) <= _MOST_PANELS:
-        return None
-    if all(map(_is_alike, rows.values())):
-        figure = forest({t: r.assign(row=r["label"]) for t, r in rows.items()}, "score (%)")
-    else:
-        figure = _against_memory(rows, next(g for g, _ in parts if g.percent))
-    model = parts[0][0].model
-    text = "Mean score with 95 % intervals; dashed with its band: the exact cache."
-    name = re.sub(r"[^\w.]+", "-", model)[:80]
-    return Drawn(f"overview-{name}-memory", f"{model}: score and memory", text, figure)
 
 
 def _against_memory(panels: Mapping[str, pd.DataFrame], group: Group) -> Figure:
@@ -434,7 +425,7 @@ def _change(group: Group) -> str:
 
 
 def by_dataset(group: Group, part: pd.DataFrame) -> Drawn:
-    """Paired difference to the exact cache by dataset, a panel per variant; scores where it was not run."""
+    """Paired difference to the exact cache by dataset, a panel per variant; scores without it."""
     measure = "difference" if group.baseline_name else "score"
     rows = _scaled(group, part[part["measure"] == measure], row=part["value"])
     lowest = min((v.rate for v in group.variants if v.rate is not None), default=None)
@@ -547,49 +538,33 @@ def _heat(ax: Axes, grid: pd.DataFrame, low: float, high: float) -> Any:
     return image
 
 
-@_styled
 def bars(group: Group, spec: Bars) -> Drawn | None:
-    """Bars per method and x, one panel per facet: mean and standard deviation over repetitions (the
-    values of `spec.repeat`, within each the mean; a record field ``draw``, several draws of a method in
-    one run, counts as part of the seed). Methods that keep the whole cache are left out: their error is
-    rounding."""
-    value = spec.value if spec.value in group.records else "score"
+    """Mean and standard deviation over repetitions (the values of `spec.repeat`, within each the mean; a
+    record field ``draw``, several draws of a method in one run, counts as part of the seed). Methods that
+    keep the whole cache are left out: their error is rounding."""
     good = group.good[group.good["saves_memory"].ne(False)]
     if good.empty or spec.x not in good:
         return None
     repeat = good[spec.repeat if spec.repeat in good else "seed"].astype(str)
     if spec.repeat == "seed" and "draw" in good:
         repeat = repeat + "/" + good["draw"].astype(str)
+    value = spec.value if spec.value in good else "score"
     good = good.assign(value=pd.to_numeric(good[value]), repeat=repeat)
-    facets = sorted(good[spec.facet].unique()) if spec.facet in good else [None]
-    ticks = sorted(good[spec.x].unique(), reverse=spec.x == "rate")
-    figure, axes = new_panels(len(facets), 3, (2.9, 2.4), (1.0, 0.9), sharey=True)
-    labels = [label for label in group.labels if label in set(good["variant"])]
-    methods = {v.label: v.method for v in group.variants}
-    width = 0.8 / len(labels)
-    for ax, facet in zip(axes, facets, strict=True):
-        part = good if facet is None else good[good[spec.facet] == facet]
-        for i, label in enumerate(labels):
-            each = part[part["variant"] == label].groupby([spec.x, "repeat"])["value"].mean()
-            means, spread = each.groupby(spec.x).mean(), each.groupby(spec.x).std()
-            at = np.arange(len(ticks)) + (i - (len(labels) - 1) / 2) * width
-            error = {"yerr": spread.reindex(ticks).fillna(0.0), "error_kw": {"elinewidth": 0.9}}
-            look = {"color": style_of(methods[label]).color, "label": _shown(label)}
-            ax.bar(at, means.reindex(ticks), width * 0.92, **error, **look)
-        ax.set_xticks(np.arange(len(ticks)), [_shown(as_text(tick)) for tick in ticks])
-        ax.grid(axis="y")
-        if facet is not None:
-            ax.set_title(_shown(f"{words(spec.facet or '')} {as_text(facet)}"))
-    ylabel = spec.ylabel or words(value)
-    _label(figure, axes, _AXES.get(spec.x, words(spec.x)), ylabel)
-    count = good["repeat"].nunique()
-    of = (
-        f"standard deviation over {count} {words(spec.repeat)}s"
-        if count > 1
-        else "of one repetition"
+    good["panel"] = good[spec.facet].map(as_text) if spec.facet in good else ""
+    keys = ["panel", "method", "variant", spec.x]
+    each = (
+        good.groupby([*keys, "repeat"], sort=False)["value"].mean().groupby(level=keys, sort=False)
     )
-    title = f"{group.task}: {ylabel} by {words(spec.x)}"
-    return Drawn(f"{stem(group)}-bars", title, f"Means; {of}.", figure)
+    rows = each.agg(["mean", "std"]).reset_index().rename(columns={"variant": "label"})
+    ticks = sorted(rows[spec.x].unique(), reverse=spec.x == "rate")
+    rows["low"], rows["high"] = rows["mean"] - rows["std"], rows["mean"] + rows["std"]
+    rows["x"] = rows[spec.x].map(ticks.index)
+    named = f"{words(spec.facet or '')} "
+    panels = {f"{named}{one}" if one else "": part for one, part in rows.groupby("panel")}
+    ylabel, names = spec.ylabel or words(value), [as_text(tick) for tick in ticks]
+    figure = lines(panels, _AXES.get(spec.x, words(spec.x)), ylabel, ticks=names, bars=True)
+    text = f"Means; lines: the standard deviation over {repeat.nunique()} {words(spec.repeat)}s."
+    return Drawn(f"{stem(group)}-bars", f"{group.task}: {ylabel} by {words(spec.x)}", text, figure)
 
 
 def curve_figures(group: Group, spec: Curve) -> list[Drawn]:
@@ -622,8 +597,7 @@ def curve_figures(group: Group, spec: Curve) -> list[Drawn]:
         Drawn(
             f"{stem(group)}-scaling",
             f"{group.task}: {words(spec.y)} against {words(spec.x)}",
-            "Means with 95 % bootstrap intervals over repetitions; both axes logarithmic; dashed in grey:"
-            " slopes of the papers' bounds.",
+            "Means with 95 % bootstrap intervals; dashed in grey: slopes of the papers' bounds.",
             lines(panels, *axes, log="xy", also=guides),
         )
     ]
@@ -640,79 +614,23 @@ def curve_figures(group: Group, spec: Curve) -> list[Drawn]:
     return found
 
 
-@_styled
 def throughput(group: Group) -> Drawn:
     """Seconds, new tokens per second while decoding and peak memory per setting and variant; failures
     are named."""
     frame = timings(group)
-    several = frame["prompt_and_new_tokens"].nunique() > 1
-    names = frame["variant"] + (
-        " (" + frame["prompt_and_new_tokens"] + ")" if several else pd.Series("", index=frame.index)
-    )
-    names = names + frame["failures"].map(lambda text: f": {text}" if text else "")
-    low_high = {"low": math.nan, "high": math.nan}
-    rate = {"mean": "decode_tokens_per_s", "low": "decode_tokens_per_s_low"}
-    rate["high"] = "decode_tokens_per_s_high"
-    panels = {
-        "prefill + compress (s)": frame.assign(mean=frame["prefill_compress_s"], **low_high),
-        "decode (s)": frame.assign(mean=frame["decode_s"], **low_high),
-        "decoded tokens per second": frame.assign(**{k: frame[v] for k, v in rate.items()}),
-        "peak memory (GiB)": frame.assign(mean=frame["peak_bytes"] / 2**30, **low_high),
-    }
-    panels = {title: part for title, part in panels.items() if part["mean"].notna().any()}
-    figure, axes = new_panels(
-        len(panels), 4, (2.6, 0.5 + 0.22 * len(frame)), (1.4, 0.2), sharey=True
-    )
-    for ax, (title, part) in zip(axes, panels.items(), strict=True):
-        colors = [style_of(method).color for method in part["method"]]
-        spread = np.clip([part["mean"] - part["low"], part["high"] - part["mean"]], 0, None)
-        ax.barh(range(len(part)), part["mean"], 0.68, color=colors, xerr=np.nan_to_num(spread))
-        ax.set_yticks(range(len(part)), [_shown(name) for name in names])
-        ax.set_ylim(len(part) - 0.4, -0.6)
-        ax.set_title(title)
-        ax.grid(axis="x")
+    where = zip(frame["variant"], frame["prompt_and_new_tokens"], frame["failures"], strict=True)
+    names = [f"{variant} ({setting}) {failed}".strip() for variant, setting, failed in where]
+    frame = frame.assign(row=names, peak=frame["peak_bytes"] / 2**30)
+    fields = {"prefill_compress_s": "prefill (s)", "decode_s": "decode (s)", "peak": "peak (GiB)"}
+    fields["decode_tokens_per_s"] = "decoded tokens/s"
+    panels = {}
+    for field, title in fields.items():
+        if frame[field].notna().any():
+            bounds = {end: frame.get(f"{field}_{end}", math.nan) for end in ("low", "high")}
+            panels[title] = frame.assign(mean=frame[field], **bounds)
+    figure = forest(panels, "", columns=4, share=False)
     text = "Medians over runs; lines: 95 % intervals between order statistics, from six runs on."
     return Drawn(f"{stem(group)}-throughput", f"{group.task}: time and memory", text, figure)
-
-
-def throughput_by_length(group: Group) -> Drawn | None:
-    """Time and memory against the prompt's length, a line per method: medians with their intervals, or
-    the range where there are too few runs for one. A line ends where a method failed. None below three
-    lengths, or where more than the length varies."""
-    records, found = group.records, {}
-    lengths = records["prompt_tokens"].nunique()
-    if lengths < 3 or records["dataset"].nunique() != lengths:
-        return None
-    shown = {
-        "latency_s": ("seconds in all", 1.0),
-        "decode_tokens_per_s": ("decoded tokens per second", 1.0),
-        "peak_bytes": ("peak memory (GiB)", 2.0**-30),
-    }
-    for field, (title, scale) in shown.items():
-        if field not in records or records[field].notna().sum() == 0:
-            continue
-        rows = []
-        for variant in group.variants:
-            mine = group.good[group.good["variant"] == variant.label]
-            for length, part in mine.groupby("prompt_tokens"):
-                values = pd.to_numeric(part[field]) * scale
-                median = median_of(values)
-                if math.isnan(median.low):
-                    median = Estimate(median.value, float(values.min()), float(values.max()))
-                number = {"mean": median.value, "low": median.low, "high": median.high}
-                rows.append(
-                    {"label": variant.label, "method": variant.method, "x": length, **number}
-                )
-        found[title] = pd.DataFrame(rows)
-    if not found:
-        return None
-    figure = lines(found, _AXES["prompt_tokens"], "", log="xy", share=False)
-    return Drawn(
-        f"{stem(group)}-by-length",
-        f"{group.task}: time and memory against the prompt's length",
-        "Medians with 95 % intervals between order statistics, below six runs the range.",
-        figure,
-    )
 
 
 _MOST_PIECES, _MOST_LAYERS = 64, 4
@@ -756,20 +674,16 @@ class Strip:
 def strip_of(value: object) -> Strip | None:
     """What a record says under ``kept`` (see `kvbench.engine.kept.strips_of`); None where it says
     nothing, or what no kvbench wrote."""
-    if not isinstance(value, Mapping):
-        return None
     try:
-        tokens, width = int(value["tokens"]), int(value["width"])
-        layers = {int(k): np.array(held, dtype=float) / 100 for k, held in value["layers"].items()}
-        answer = value.get("answer")
+        said: Any = dict(value)  # type: ignore[call-overload]
+        tokens, width, answer = int(said["tokens"]), int(said["width"]), said.get("answer")
+        layers = {int(k): np.array(held, dtype=float) / 100 for k, held in said["layers"].items()}
         place = (int(answer[0]), int(answer[1])) if answer else None
-        count = -(-tokens // width)
-        if not layers or not 0 < count <= 1024 or any(v.shape != (count,) for v in layers.values()):
+        held = np.array(list(layers.values()))
+        if held.shape[1] != -(-tokens // width) or tokens < 1 or not (held >= 0).all():
             return None
-        if not all(np.isfinite(v).all() and (v >= 0).all() for v in layers.values()):
-            return None
-        return Strip(tokens, width, layers, place, float(value.get("unplaced") or 0.0))
-    except (LookupError, TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError):
+        return Strip(tokens, width, layers, place, float(said.get("unplaced") or 0.0))
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
         return None
 
 

@@ -55,7 +55,6 @@ class Page:
 
     experiment: Experiment
     sections: Sequence[Section]
-    figures: Sequence[Drawn] = ()
     tables: Sequence[Table] = ()
     published: Sequence[Table] = ()
     warnings: Sequence[str] = field(default_factory=list)

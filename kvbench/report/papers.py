@@ -5,7 +5,7 @@ Under ``paper_table`` stands the name of a CSV of results/paper, a mapping, or a
     file: subgen_table1        results/paper/subgen_table1.csv
     where: {shots: 5}          only these of its rows
     records: {asked_rate: 0.2} only our records with this value, or with none
-    differences: [a, b]        how our settings are known to differ from the paper's; [] where none is known
+    differences: [a, b]        how our settings are known to differ from the paper's; []: in none
     rescored: 0.05             the share of examples that two honest runs answer anew
 
 Nothing here imports pandas, so that ``kvbench show`` answers at once.

@@ -34,21 +34,21 @@ from kvbench.report.experiment import Experiment, Group, as_text
 from kvbench.report.frame import AVERAGE, scores
 from kvbench.report.papers import PaperError, notes_on, paper_folders, specs_of
 from kvbench.report.stats import margin_of
-from kvbench.report.table import INTERVAL, MISSING, Column, Table, legend, score_format, unit_text
+from kvbench.report.table import INTERVAL, Column, Table, legend, score_format, unit_text
 
 RESCORED = "rescored.json"
 """Beside an experiment's runs: by ``model/task`` the f that was measured."""
 MARGIN = (
-    "(±) is descriptive: how far two honest runs of our number of examples may be apart,"
-    " 1.96 sqrt(2 f p (1 - p) / n) plus rounding of the print; it is given for our own model only. f is 1"
-    " where it was not measured (kvbench-report A --rescored B)."
+    "± is descriptive: how far two honest runs of our number of examples may be apart,"
+    " 1.96 sqrt(2 f p (1 - p) / n) plus rounding of the print, for our own model only. f is 1 where it"
+    " was not measured (kvbench-report A --rescored B)."
 )
 _KEYS = ("source", "task", "model", "published_model", "method", "variant")
 
 
 def beside(experiment: Experiment, folder: Path | None = None) -> tuple[pd.DataFrame, list[str]]:
-    """A row for each of our numbers that a published one stands beside, in the shown unit (per cent where
-    the score is a fraction); and what is known to differ from the papers' settings.
+    """A row for each of our numbers that a published one stands beside, fractions in per cent; and what is
+    known to differ from the papers' settings.
 
     Args:
         folder: where the CSV files are; by default ``paper`` beside the experiment's folder, or the
@@ -72,9 +72,8 @@ def beside(experiment: Experiment, folder: Path | None = None) -> tuple[pd.DataF
             try:
                 parts += _joined(group, spec, theirs, f)
             except (LookupError, TypeError, ValueError) as error:
-                raise PaperError(
-                    f"paper_table {spec['file']} cannot be compared with {group.task}: {first_line(error)}"
-                ) from error
+                why = f"cannot be compared with {group.task}: {first_line(error)}"
+                raise PaperError(f"paper_table {spec['file']} {why}") from error
     frame = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
     return frame, list(dict.fromkeys(notes))
 
@@ -244,27 +243,8 @@ def _compared(both: pd.DataFrame) -> pd.DataFrame:
     return found[[*_KEYS, "value", "field", "unit", "printed", *numbers, "n", "expected"]]
 
 
-def averages(frame: pd.DataFrame, group: Group) -> dict[str, dict[str, float]]:
-    """Of the published tables beside a group, by the paper's model each method's average (or only
-    number), in the shown unit."""
-    if frame.empty:
-        return {}
-    mine = frame[
-        (frame["task"] == group.task) & (frame["model"] == group.model) & frame["field"].eq("score")
-    ]
-    found: dict[str, dict[str, float]] = {}
-    for (_, model), part in mine.groupby(["source", "published_model"], sort=False):
-        if AVERAGE in set(part["value"]) or part["value"].nunique() == 1:
-            total = part[part["value"].eq(AVERAGE)] if part["value"].nunique() > 1 else part
-            found.setdefault(str(model), {}).update(
-                zip(total["method"], total["published"], strict=True)
-            )
-    return found
-
-
 def published_tables(frame: pd.DataFrame, notes: Sequence[str] = ()) -> list[Table]:
-    """One table per published source and record field: for each of our models a block of rows, for each
-    method ours, its interval, what was published, and the difference."""
+    """One table per published source and record field, a row for each of our numbers."""
     found = []
     for source, whole in frame.groupby("source", sort=False) if len(frame) else ():
         named = whole["value"].ne("").any()
@@ -274,50 +254,34 @@ def published_tables(frame: pd.DataFrame, notes: Sequence[str] = ()) -> list[Tab
 
 
 def _table(source: str, field: str, part: pd.DataFrame, notes: Sequence[str]) -> Table:
-    part["column"] = part["value"].where(part["value"] != "", part["field"])
-    tasks = list(part["task"].unique())
-    twice = part.duplicated(["model", "published_model", "variant", "column"]).any()
-    part["group"] = [
-        (f"{task} on " if twice else "") + ours + (f"; published: {theirs}" if theirs else "")
+    unit = "fraction" if part["unit"].iloc[0] == "%" else str(part["unit"].iloc[0])
+    scale = 0.01 if unit == "fraction" else 1.0
+    keys = ("score", "score_low", "score_high", "difference", "margin")
+    frame = part.assign(**{key: scale * part[key] for key in keys})
+    frame["group"] = [
+        f"{task} on {ours}" + (f"; published: {theirs}" if theirs else "")
         for task, ours, theirs in part[["task", "model", "published_model"]].itertuples(index=False)
     ]
-    names = [name for name in part["column"].unique() if name != AVERAGE]
-    names += [AVERAGE] * (AVERAGE in set(part["column"]))
-    unit = "" if part["unit"].iloc[0] == "%" else str(part["unit"].iloc[0])
-    text, signed = (score_format("fraction" if not unit else unit, signed=s) for s in (False, True))
-    scale = 1.0 if unit else 0.01
-    rows = []
-    for (group, method, variant), mine in part.groupby(["group", "method", "variant"], sort=False):
-        first: dict[str, Any] = {
-            "group": group,
-            "method": method,
-            "variant": variant,
-            "line": "ours",
-        }
-        second = {"group": group, "variant": "", "line": "published"}
-        third = {"group": group, "variant": "", "line": "difference"}
-        for one in mine.to_dict("records"):
-            name = one["column"]
-            first[name] = text(scale * one["score"])
-            if not math.isnan(one["score_low"]):
-                first[name] += (
-                    f" [{text(scale * one['score_low'])}, {text(scale * one['score_high'])}]"
-                )
-            first[f"{name}_mark"] = "incomplete" if one["n"] < one["expected"] else ""
-            second[name], third[name] = one["printed"] or MISSING, signed(scale * one["difference"])
-            second[f"{name}_mark"] = "beyond" if one["beyond_margin"] else ""
-            if not math.isnan(one["margin"]):
-                third[name] += f" (±{text(scale * one['margin'])})"
-        rows += [first, second, third]
-    frame = pd.DataFrame(rows)
+    frame["value"] = part["value"].where(part["value"] != "", part["field"])
+    frame["printed_mark"] = part["beyond_margin"].map({True: "beyond", False: ""})
+    frame["score_mark"] = (part["n"] < part["expected"]).map({True: "incomplete", False: ""})
+    text, signed = (score_format(unit, signed=s) for s in (False, True))
+    columns = (
+        Column("variant", "method"),
+        Column("value", " "),
+        Column("score", "ours", text),
+        Column("printed", "published"),
+        Column("difference", text=signed),
+        Column("margin", "±", text),
+    )
     of = "" if field == "score" or unit == "s" else f", {field.replace('_', ' ')}"
     return Table(
         f"{source}{'' if field == 'score' else '-' + field}-published",
-        f"{', '.join(tasks)}{of}: ours beside {source}{unit_text(unit or 'fraction')}",
+        f"{', '.join(part['task'].unique())}{of}: ours beside {source}{unit_text(unit)}",
         frame,
-        (Column("variant", "method"), Column("line", " "), *(Column(name) for name in names)),
+        columns,
         (INTERVAL, MARGIN, *legend(frame), *notes),
-        part.drop(columns=["group", "column"]),
+        part,
     )
 
 

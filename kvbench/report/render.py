@@ -104,8 +104,8 @@ def _escape(text: str) -> str:
 
 
 def terminal(tables: Iterable[Table], console: rich.console.Console | None = None) -> None:
-    """Print tables one below the other, and after them every note once. A table that is too wide lacks its
-    last columns, and a note names them."""
+    """Print tables one below the other, then every note once. A table that is too wide lacks its last
+    columns, which a note names."""
     out = console or rich.console.Console()
     notes: dict[str, None] = {}
     hidden: dict[str, None] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import zlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +10,7 @@ import pandas as pd
 
 from kvbench.records import figures
 from kvbench.report.experiment import Group, Variant
-from kvbench.report.stats import LEVEL, NOTHING, RESAMPLES, Array, Estimate, widened
+from kvbench.report.stats import LEVEL, NOTHING, Array, Estimate, Stratum, resampled, widened
 
 NEAR = 0.1
 """A slope is as predicted where its whole interval is this close to the prediction."""
@@ -95,7 +94,8 @@ def curves_of(group: Group, spec: figures.Curve) -> list[Curve]:
                 continue
             table = mine.pivot_table(index="repeat", columns="level", values="y", aggfunc="mean")
             values = table.reindex(repeats).to_numpy(float)
-            draws, mean = _resampled(str(facet), values), np.nanmean(values, axis=0)
+            known = Stratum(str(facet), np.nan_to_num(values), (~np.isnan(values)).astype(float))
+            draws, mean = resampled(known), np.nanmean(values, axis=0)
             with np.errstate(divide="ignore", invalid="ignore"):
                 spread = [
                     _interval(math.log(m) if m > 0 else math.nan, np.log(column), len(table))
@@ -163,15 +163,6 @@ def verdict_on(slope: Estimate, expected: float) -> str | None:
     return (
         "steeper" if slope.high < least else "shallower" if slope.low > most else "not determined"
     )
-
-
-def _resampled(name: str, values: Array) -> Array:
-    """[RESAMPLES, levels] means over resampled rows of `values` [units, levels], NaN left out."""
-    units = len(values)
-    generator = np.random.default_rng([zlib.crc32(name.encode()), units])
-    times = generator.multinomial(units, np.full(units, 1 / units), size=RESAMPLES).astype(float)
-    sums, counts = times @ np.nan_to_num(values), times @ ~np.isnan(values)
-    return np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts > 0)
 
 
 def _interval(value: float, draws: Array, units: int) -> Estimate:

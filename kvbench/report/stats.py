@@ -32,16 +32,13 @@ ENUMERATED = 14
 """Up to this many differences every assignment of signs is tried."""
 FLIPS = 20_000
 """Random sign assignments of the test of more differences."""
-POWER = 0.8
 _TAIL = (1 + LEVEL) / 2
 _Z = float(ndtri(_TAIL))
 _FEW = 3.0
 """Where fewer units than this carry the variance, it says nothing yet."""
 _PRIOR = 2.0
 """Units' worth of the pooled variance that each of several strata borrows."""
-_CHUNK, _CHUNK_SIGNS = 250, 500
-_REMEMBERED_UNITS = 600
-"""Up to this many units the resamples of a stratum are kept: 10 MB of them, of 20 strata at most."""
+_CHUNK = 500
 _MOST_WORK = 300_000
 """Units times columns beyond which random signs give way to the normal approximation."""
 
@@ -121,27 +118,25 @@ def ratio(sums: ArrayLike, counts: ArrayLike) -> Array:
 
 
 def estimates(strata: Sequence[Stratum]) -> list[Estimate]:
-    """One estimate per variant: the mean over strata of each stratum's mean.
-
-    Percentile bootstrap. Units are resampled with replacement within each stratum, the same draw
-    for every variant, from a generator seeded by the stratum's name. A variant that has no score in one
-    of the strata has no mean over them.
-    """
-    return _intervals(_means(strata), np.mean([_draws(s) for s in strata], axis=0))
-
-
-def _means(strata: Sequence[Stratum]) -> Array:
-    """Per column, the mean over strata of each stratum's mean."""
-    return np.asarray(np.mean([ratio(s.sums.sum(0), s.counts.sum(0)) for s in strata], axis=0))
-
-
-def _intervals(value: Array, draws: Array) -> list[Estimate]:
-    tail = (1 - LEVEL) / 2
+    """One estimate per variant: the mean over strata of each one's mean, with a percentile bootstrap. A
+    variant that has no score in one of the strata has no mean over them."""
+    value = np.mean([ratio(s.sums.sum(0), s.counts.sum(0)) for s in strata], axis=0)
+    draws = np.mean([resampled(s) for s in strata], axis=0)
     found = ~np.isnan(draws).all(0)
     low, high = np.full((2, len(value)), np.nan)
     if found.any():
-        low[found], high[found] = np.nanquantile(draws[:, found], [tail, 1 - tail], axis=0)
+        low[found], high[found] = np.nanquantile(draws[:, found], [1 - _TAIL, _TAIL], axis=0)
     return [Estimate(*map(float, row)) for row in zip(value, low, high, strict=True)]
+
+
+def resampled(stratum: Stratum) -> Array:
+    """[RESAMPLES, variants] means over units drawn with replacement, the same draw for every variant, from
+    a generator seeded by the stratum's name."""
+    units = len(stratum.sums)
+    generator = np.random.default_rng([zlib.crc32(stratum.name.encode()), units])
+    even = np.full(units, 1 / units) if units else np.empty(0)
+    times = generator.multinomial(units, even, size=RESAMPLES).astype(np.float32)
+    return ratio(times @ stratum.sums, times @ stratum.counts)
 
 
 def widened(estimate: Estimate, units: int) -> Estimate:
@@ -153,28 +148,6 @@ def widened(estimate: Estimate, units: int) -> Estimate:
     value = estimate.value
     low, high = (value + factor * (bound - value) for bound in (estimate.low, estimate.high))
     return Estimate(value, low, high)
-
-
-def _draws(stratum: Stratum) -> Array:
-    """[RESAMPLES, variants] means over resampled units."""
-    units = len(stratum.sums)
-    known = units <= _REMEMBERED_UNITS
-    times = _remembered_times(stratum.name, units) if known else _times(stratum.name, units)
-    return np.concatenate([ratio(chunk @ stratum.sums, chunk @ stratum.counts) for chunk in times])
-
-
-def _times(name: str, units: int) -> Iterator[Array]:
-    """How often each resample draws each unit, [_CHUNK, units] at a time; seeded by the name."""
-    generator = np.random.default_rng([zlib.crc32(name.encode()), units])
-    even = np.full(units, 1 / units) if units else np.empty(0)
-    for _ in range(0, RESAMPLES, _CHUNK):
-        yield generator.multinomial(units, even, size=_CHUNK).astype(np.float32)
-
-
-@lru_cache(maxsize=20)
-def _remembered_times(name: str, units: int) -> tuple[Array, ...]:
-    """The same, kept: a table resamples each of its datasets for every column and average."""
-    return tuple(_times(name, units))
 
 
 @dataclass(frozen=True)
@@ -404,7 +377,7 @@ def _p_of_many(terms: Array, least: Array, strata: Sequence[Stratum]) -> Array:
         return 2.0 * ndtr(-z)
     generator = _generator(strata)
     extreme = np.zeros(len(z))
-    for _ in range(0, FLIPS, _CHUNK_SIGNS):
+    for _ in range(0, FLIPS, _CHUNK):
         extreme += (np.abs(_random_signs(generator, len(terms)) @ terms) >= least).sum(0)
     return np.minimum((1 + extreme) / (1 + FLIPS), 2.0 * np.exp(-np.square(z) / 2))
 
@@ -448,13 +421,13 @@ def _assignments(units: int, columns: int, strata: Sequence[Stratum]) -> Iterato
         yield _signs(units)
         return
     generator = _generator(strata)
-    for _ in range(max(1, min(20, int(1e9 / (units * columns * _CHUNK_SIGNS))))):
+    for _ in range(max(1, min(20, int(1e9 / (units * columns * _CHUNK))))):
         yield _random_signs(generator, units)
 
 
 def _random_signs(generator: np.random.Generator, units: int) -> Array:
-    """A chunk of random assignments, of shape [`_CHUNK_SIGNS`, units]."""
-    signs = generator.integers(2, size=(_CHUNK_SIGNS, units), dtype=np.int8).astype(float)
+    """A chunk of random assignments, of shape [`_CHUNK`, units]."""
+    signs = generator.integers(2, size=(_CHUNK, units), dtype=np.int8).astype(float)
     signs *= 2.0  # in place: there may be many
     signs -= 1.0
     return signs
@@ -485,52 +458,6 @@ def variances(strata: Sequence[Stratum]) -> Array:
         centre = ratio(np.nansum(means, axis=0), count)
         found.append(ratio(np.nansum(np.square(means - centre), axis=0), np.maximum(count - 1, 0)))
     return np.array(found)
-
-
-def units_needed(
-    variance: Sequence[float] | Array,
-    effect: float,
-    *,
-    alpha: float = ALPHA,
-    power: float = POWER,
-    differing: float = 1.0,
-) -> float:
-    """Units per stratum at which the paired test shows a stated difference: a plan.
-
-    With n independent units in each of D strata, the mean over strata of their mean differences has
-    the variance V / n, where V = (s_1^2 + ... + s_D^2) / D^2 and s_d^2 is the variance of one unit's
-    difference. The test compares with what changing signs gives, whose variance is (V + effect^2 / D) /
-    n, and so rejects at `alpha` with probability `power` when (Connor 1987)
-
-        n = (z_{1 - alpha / 2} sqrt(V + effect^2 / D) + z_power sqrt(V))^2 / effect^2
-
-    (normal approximation; z_q is the standard normal's quantile). However clear the difference, no
-    signs test rejects before ceil(log2(2 / alpha)) units differ (6 at 5 %).
-
-    Args:
-        variance: s_d^2 of each stratum, in the unit of `effect` squared.
-        effect: the difference of the means to plan for.
-        alpha: two-sided level of the test; divide by the number of tests where they are adjusted.
-        differing: share of units whose difference is not zero.
-
-    Returns:
-        A whole number; infinite for no effect, NaN where a variance is unknown or all are 0.
-    """
-    strata = len(variance)
-    spread = float(np.sum(variance)) / strata**2
-    if math.isnan(spread) or math.isnan(effect) or spread == 0 or differing == 0:
-        return math.nan
-    if effect == 0:
-        return math.inf
-    z, z_power = _quantile(1 - alpha / 2), _quantile(power)
-    root = z * math.sqrt(spread + effect**2 / strata) + z_power * math.sqrt(spread)
-    fewest = math.ceil(math.log2(2 / alpha)) / (differing * strata)
-    return float(max(2, math.ceil(fewest), math.ceil(root**2 / effect**2)))
-
-
-@lru_cache
-def _quantile(probability: float) -> float:
-    return float(ndtri(probability))
 
 
 @dataclass(frozen=True)

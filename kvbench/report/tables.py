@@ -14,17 +14,13 @@ from kvbench.report.experiment import BASELINE, Group, as_text, natural_order
 from kvbench.report.frame import AVERAGE, failures_of, failures_text, strata_of, totals
 from kvbench.report.scaling import slopes
 from kvbench.report.stats import (
-    ALPHA,
     NOTHING,
-    POWER,
-    Array,
     Scores,
     common_means,
     difference_intervals,
     estimates,
     median_of,
     paired_tests,
-    units_needed,
     variances,
 )
 from kvbench.report.table import (
@@ -44,8 +40,6 @@ from kvbench.report.table import (
     wide,
 )
 
-PLANNED = (0.02, 0.05)
-"""Differences to plan for: points of a fraction, else shares of the better mean."""
 _WIDE = 4
 """With more columns than this, intervals are shown for the average only."""
 _PAIRS, _DIFFERENCES = 15, 40
@@ -76,7 +70,7 @@ def tables_of(group: Group, frame: pd.DataFrame) -> list[Table]:
     found += [scored]
     if fidelity and "kl" in group.records:
         found += [fidelity_table(group), *_some(divergence_table(group))]
-    found += [*_some(pairs_table(group)), *_some(decoding_table(group)), *split]
+    found += [*_some(pairs_table(group)), *split]
     for name in ("dataset", *field):
         several = frame[(frame["by"] == name) & (frame["measure"] == "difference")]
         if several["value"].nunique() > 1:
@@ -128,7 +122,7 @@ def score_table(
         title if by == "dataset" else f"{title} by {by}",
         table,
         tuple(columns),
-        (INTERVAL, *legend(table), *_notes(group, frame)),
+        (INTERVAL, *legend(table), *_notes(group)),
         in_percent(data),
     )
 
@@ -150,15 +144,16 @@ def _with_costs(
     return table, columns
 
 
-def _notes(group: Group, frame: pd.DataFrame) -> Iterator[str]:
+def _notes(group: Group) -> Iterator[str]:
     """What to keep in mind about a group's examples."""
     if group.baseline_name:
         yield f"Δ is the paired difference to {group.baseline_name}, over examples that both scored."
     elif not group.meta.lower_is_better:
         yield "The exact cache was not run: add exact to the methods for differences to it."
-    kept = totals(frame, "uncompressed")["mean"]
-    if kept.any():
-        named = ", ".join(f"{label} ({count:.0f})" for label, count in kept[kept > 0].items())
+    whole = group.good["compressed"].eq(False) & group.good["saves_memory"].eq(True)
+    if whole.any():
+        counts = group.good["variant"][whole].value_counts()
+        named = ", ".join(f"{label} ({count})" for label, count in counts.items())
         yield f"Prompts no longer than the capacity stay uncompressed: {named}."
     if "budget_preset" in group.good:
         for label, part in group.good.dropna(subset=["budget_preset"]).groupby("variant"):
@@ -176,14 +171,26 @@ def _notes(group: Group, frame: pd.DataFrame) -> Iterator[str]:
             yield f"{over} prompts are longer than the model's positions: their scores say nothing."
     if "imagined" in group.records:
         masked = group.records["variant"][group.records["imagined"].eq(True)].unique()
-        yield (
-            f"{', '.join(masked)}: a mask of one pass over prompt and answer; entries and bytes are of a"
-            " cache that nobody holds, and the mask may be chosen with the answer in sight."
-        )
+        yield f"{', '.join(masked)}: a mask of one pass; its entries are of a cache that nobody holds."
     named = [set(manifest.get("datasets_left_out") or []) for manifest in group.manifests]
     left_out = sorted(set.intersection(*named)) if named else []
     if left_out:
         yield f"Left out by limit: {', '.join(left_out)}."
+
+
+def _pivot(
+    group: Group, name: str, title: str, rows: pd.DataFrame, over: str, *, signed: bool = False
+) -> Table:
+    """A row for each variant, a column for each value of `over`, of some rows of a tidy frame."""
+    keys = ["group", "method", "variant"] if "group" in rows else ["method", "variant"]
+    table = wide(rows, keys, over)
+    names = [value for value in rows[over].unique() if value != AVERAGE]
+    names += [AVERAGE] * (AVERAGE in set(rows[over]))
+    unit, bounds = group.meta.score_unit, len(names) <= _WIDE or signed
+    text = score_format(unit, signed=signed)
+    columns = [Column(value, value, text, bounds or value == AVERAGE) for value in names]
+    notes = (INTERVAL, *legend(table), *_notes(group))
+    return Table(name, f"{title}{unit_text(unit)}", table, (METHOD, *columns), notes)
 
 
 def rates_table(group: Group, frame: pd.DataFrame) -> Table | None:
@@ -192,101 +199,53 @@ def rates_table(group: Group, frame: pd.DataFrame) -> Table | None:
     rates = sorted({v.rate for v in group.variants if v.rate is not None}, reverse=True)
     if len(rates) < 2:
         return None
+    total, ratio = totals(frame), totals(frame, "ratio")
+    each = []
+    for rate in rates:
+        mine = total[total["rate"].eq(rate) | total["rate"].isna()]
+        span = span_text(ratio["mean"][ratio["rate"].eq(rate)])
+        each.append(mine.assign(at=f"rate {rate:g} (ratio {span})"))
     names = {v.label: v.without_rate for v in group.variants}
-    total = totals(frame)
-    total = total.assign(variant=total["variant"].map(names), group="")
-    each = [
-        total[total["rate"].eq(rate) | total["rate"].isna()].assign(at=f"rate {rate:g}")
-        for rate in rates
-    ]
-    table = wide(pd.concat(each), ["method", "variant"], "at")
-    text = score_format(group.meta.score_unit)
-    ratio = totals(frame, "ratio")["mean"]
-    of_rate = {rate: [v.label for v in group.variants if v.rate == rate] for rate in rates}
-    columns = [
-        Column(f"rate {r:g}", f"rate {r:g} (ratio {span_text(ratio[of_rate[r]])})", text)
-        for r in rates
-    ]
-    return Table(
-        f"{group.task}-{group.model}-rates",
-        f"{group.task} on {group.model}: score{unit_text(group.meta.score_unit)}, by rate",
-        table,
-        (METHOD, *columns),
-        (INTERVAL, *legend(table), *_notes(group, frame)),
-    )
+    rows = pd.concat(each, ignore_index=True)
+    rows["variant"] = rows["variant"].map(names)
+    title = f"{group.task} on {group.model}: score by rate"
+    return _pivot(group, f"{group.task}-{group.model}-rates", title, rows, "at")
 
 
 def difference_table(group: Group, rows: pd.DataFrame) -> Table:
     """The paired difference to the exact cache for every value that `rows` split by."""
     by = str(rows["by"].iloc[0])
     named = "" if by == "dataset" else f"-by-{by}"
-    text = score_format(group.meta.score_unit, signed=True)
-    return Table(
-        f"{group.task}-{group.model}{named}-difference",
-        f"{group.task} on {group.model}: paired difference to {group.baseline_name}"
-        f"{unit_text(group.meta.score_unit)}{named.replace('-', ' ')}",
-        wide(rows, ["method", "variant"], "value"),
-        (METHOD, *(Column(name, text=text) for name in rows["value"].unique())),
-        (INTERVAL, "Differences are over the examples that both scored."),
-    )
+    title = f"{group.task} on {group.model}: paired difference to {group.baseline_name} by {by}"
+    name = f"{group.task}-{group.model}{named}-difference"
+    return _pivot(group, name, title, rows, "value", signed=True)
 
 
-def paper_table(groups: Sequence[tuple[Group, pd.DataFrame]], order: Sequence[str] = ()) -> Table:
-    """One task as papers print it: datasets as columns, a block of rows for each model.
-
-    Args:
-        order: columns that go first, where there are such.
-    """
+def paper_table(groups: Sequence[tuple[Group, pd.DataFrame]]) -> Table:
+    """One task as papers print it: datasets as columns, a block of rows for each model."""
     rows = pd.concat([f[(f["by"] == "dataset") & (f["measure"] == "score")] for _, f in groups])
-    table = wide(rows.assign(group=rows["model"]), ["group", "method", "variant"], "value")
-    ratio = pd.concat(
-        [totals(f, "ratio").set_index(["model", "variant"])["mean"] for _, f in groups]
-    )
-    table["ratio"] = [ratio[key] for key in zip(table["group"], table["variant"], strict=True)]
-    found = [name for name in rows["value"].unique() if name != AVERAGE]
-    names = list(dict.fromkeys([*(name for name in order if name in found), *found]))
-    names += [AVERAGE] * (AVERAGE in set(rows["value"]))
-    meta = groups[0][0].meta
-    text = score_format(meta.score_unit)
-    many = len(names) > _WIDE
-    columns = [Column(name, text=text, bounds=not many or name == AVERAGE) for name in names]
-    return Table(
-        f"{groups[0][0].task}-paper",
-        f"{groups[0][0].task}: score{unit_text(meta.score_unit)}",
-        table,
-        (METHOD, *columns, Column("ratio", text=number)),
-        (INTERVAL, *legend(table)),
-    )
+    task, rows = groups[0][0].task, rows.assign(group=rows["model"])
+    return _pivot(groups[0][0], f"{task}-paper", f"{task}: score", rows, "value")
 
 
 def overview_table(groups: Sequence[tuple[Group, pd.DataFrame]]) -> Table:
     """Of one model with several tasks, every variant on all of them."""
     rows = pd.concat([totals(f) for _, f in groups], ignore_index=True)
-    variants = {(v.label, v.rate): v for group, _ in groups for v in group.variants}
+    ratio = pd.concat([totals(f, "ratio") for _, f in groups], ignore_index=True)["mean"]
+    variants = {(v.label, v.rate or 0.0): v for group, _ in groups for v in group.variants}
     twice = pd.Series([label for label, _ in variants]).value_counts().gt(1)
-    keys = [
-        (n, None if r is None or r != r else r)
-        for n, r in zip(rows["variant"], rows["rate"], strict=True)
-    ]
-    named = [f"{n}, rate {r:g}" if twice[n] and r is not None else n for n, r in keys]
-    rows["variant"] = named
+    keys = list(zip(rows["variant"], rows["rate"].fillna(0.0), strict=True))
+    rows["variant"] = [f"{n}, rate {r:g}" if twice[n] and r else n for n, r in keys]
+    rows["ratio"] = ratio.groupby(rows["variant"]).transform(span_text)
     rows = rows.iloc[sorted(range(len(rows)), key=lambda i: variants[keys[i]].sort_key)]
-    table = wide(rows, ["method", "variant"], "task")
-    ratio = pd.concat([totals(f, "ratio") for _, f in groups], ignore_index=True)
-    spans = ratio.assign(variant=named).groupby("variant")["mean"].agg(span_text)
-    table["ratio"] = table["variant"].map(spans)
+    table = wide(rows, ["method", "variant", "ratio"], "task")
     columns = [
         Column(g.task, f"{g.task}{unit_text(g.meta.score_unit)}", score_format(g.meta.score_unit))
         for g, _ in groups
     ]
-    model = groups[0][0].model
-    return Table(
-        f"overview-{model}",
-        f"{model}: all tasks",
-        table,
-        (METHOD, *columns, Column("ratio")),
-        (INTERVAL, *legend(table)),
-    )
+    model, notes = groups[0][0].model, (INTERVAL, *legend(table))
+    shown = (METHOD, *columns, Column("ratio"))
+    return Table(f"overview-{model}", f"{model}: all tasks", table, shown, notes)
 
 
 def span_text(ratios: Sequence[float] | pd.Series) -> str:
@@ -323,119 +282,67 @@ def _splits(group: Group, fields: Sequence[str]) -> list[Table]:
     return found
 
 
-def pairs_table(
-    group: Group, published: Mapping[str, Mapping[str, float]] | None = None
-) -> Table | None:
+def pairs_table(group: Group) -> Table | None:
     """Every pair of compressed variants of the same rate, the better one first: can their difference be
-    told from chance, and how many examples would show it. Of many, readers see those with the best and
-    those of neighbouring rank.
-
-    Args:
-        published: averages by the paper's model and method, in the shown unit (per cent where the
-            score is a fraction).
-    """
+    told from chance. Of many, readers see those with the best and those of neighbouring rank."""
     strata = strata_of(group)
-    rows = [row for peers in group.peers for row in _pairs(group, strata, peers, published or {})]
+    rows = [row for peers in group.peers for row in _pairs(group, strata, peers)]
     if not rows:
         return None
     frame = pd.DataFrame(rows)
     shown = frame if len(frame) <= _PAIRS else frame[frame["neighbours"] | frame["to_best"]]
-    unit = group.meta.score_unit
-    scaled = score_format("fraction" if group.percent else unit)
-    needed = [Column(key, key.replace("_", " "), whole) for key in frame if "needed" in str(key)]
-    gaps = [Column(key, text=scaled) for key in frame if str(key).startswith("published")]
-    columns = (
-        Column("methods"),
-        Column("difference", text=score_format(unit, signed=True)),
-        Column("p", text=p_text),
-        Column("p_adjusted", "p, adjusted", p_text),
-        Column("paired_deviation", "σ of a pair", scaled),
-        Column("examples", text=whole),
-        *needed,
-        *gaps,
-    )
-    numbers = ["difference", "difference_low", "difference_high", "paired_deviation"]
-    numbers += [column.key for column in gaps]
-    data = in_percent(frame.assign(model=group.model, task=group.task, unit=unit), numbers)
+    unit, numbers = group.meta.score_unit, ["difference", "difference_low", "difference_high"]
+    data = frame.assign(model=group.model, task=group.task, unit=unit)
     return Table(
         f"{group.task}-{group.model}-pairs",
         f"{group.task} on {group.model}: which compressed methods are shown to differ{unit_text(unit)}",
-        shown,
-        columns,
+        shown.assign(methods=shown["first"] + " − " + shown["second"]),
+        (
+            Column("methods"),
+            Column("difference", text=score_format(unit, signed=True)),
+            Column("p", text=p_text),
+            Column("p_adjusted", "p, adjusted", p_text),
+            Column("paired_deviation", "σ of a pair", score_format(unit)),
+            Column("examples", text=whole),
+        ),
         (
             "The difference is paired, over examples that both scored. p is of the exact paired test"
             " (McNemar's for right and wrong, else over the signs of the differences), and adjusted"
             " (Westfall and Young) for all pairs of compressed methods at the same rate.",
-            "Needed is a plan for more data: examples per dataset at which the test would show a true"
-            f" difference of that size with probability {POWER:.0%}, at 5 % over the number of pairs.",
         ),
-        data.drop(columns="methods"),
+        in_percent(data, [*numbers, "paired_deviation"]),
     )
 
 
 def _pairs(
-    group: Group,
-    strata: Sequence[Scores],
-    peers: Sequence[int],
-    published: Mapping[str, Mapping[str, float]],
+    group: Group, strata: Sequence[Scores], peers: Sequence[int]
 ) -> Iterator[dict[str, Any]]:
     """Pairs of variants that compete with each other."""
     scored = [i for i in peers if all((~np.isnan(one.values[:, i])).any() for one in strata)]
     if len(scored) < 2 or not strata:
         return
-    sign = -1.0 if group.meta.lower_is_better else 1.0
-    own = np.mean([np.nanmean(one.values[:, scored], axis=0) for one in strata], axis=0)
     means = common_means(strata, scored)
     if np.isnan(means).any():  # no example that all of them scored: each by its own mean
-        means = own
-    order = np.argsort(-sign * means, kind="stable")
+        means = np.mean([np.nanmean(one.values[:, scored], axis=0) for one in strata], axis=0)
+    order = np.argsort(means if group.meta.lower_is_better else -means, kind="stable")
     ranked = [scored[k] for k in order]
     tests = paired_tests(strata, ranked)
     found = difference_intervals(tests.strata, fraction=group.percent)
     spread = variances(tests.strata)
     counts = np.array([(stratum.counts > 0).sum(0) for stratum in tests.strata])
-    changed = np.array([(stratum.sums != 0).sum(0) for stratum in tests.strata])
-    differing = (changed / np.maximum(counts, 1)).mean(0)
-    unit = 1.0 if group.percent else float(abs(own[order[0]]))
-    rank = {variant: place for place, variant in enumerate(ranked)}
-    alpha = ALPHA / len(tests.pairs)
-    word = "points" if group.percent else "percent"
     for k, (i, j) in enumerate(tests.pairs):
-        first, second = group.variants[i], group.variants[j]
-        row: dict[str, Any] = {
-            "first": first.label,
-            "second": second.label,
-            "methods": f"{first.label} − {second.label}",
+        yield {
+            "first": group.labels[i],
+            "second": group.labels[j],
             **found[k].named("difference"),
             "p": tests.p[k],
             "p_adjusted": tests.adjusted[k],
             "paired_deviation": math.sqrt(spread[:, k].mean()),
             "datasets": len(strata),
             "examples": int(counts[:, k].sum()),
-            "neighbours": rank[j] == rank[i] + 1,
-            "to_best": rank[i] == 0,
+            "neighbours": ranked.index(j) == ranked.index(i) + 1,
+            "to_best": i == ranked[0],
         }
-        for planned in PLANNED:
-            effect = planned * unit
-            needed = _needed(spread[:, k], float(differing[k]), effect, alpha)
-            row[f"needed_per_dataset_for_{100 * planned:g}_{word}"] = needed
-        for model, averages in published.items():
-            suffix = f" ({model})" if model else ""
-            if first.method in averages and second.method in averages:
-                gap = (averages[first.method] - averages[second.method]) / (
-                    100 if group.percent else 1
-                )
-                row[f"published_difference{suffix}"] = gap
-                needed = _needed(spread[:, k], float(differing[k]), gap, alpha)
-                row[f"needed_per_dataset_published{suffix}"] = needed
-        yield row
-
-
-def _needed(variance: Array, share: float, effect: float, alpha: float) -> float:
-    """Units per dataset that would show `effect`; as many more are taken to differ as it takes for the
-    scores to differ by so much on average."""
-    more = max(1.0, min(1.0, abs(effect)) / share) if share else 1.0
-    return units_needed(variance * more, effect, alpha=alpha, differing=min(1.0, share * more))
 
 
 _MEDIANS = {
@@ -530,65 +437,6 @@ def timing_table(group: Group) -> Table:
             " process.",
         ),
         frame,
-    )
-
-
-def decoding_table(group: Group) -> Table | None:
-    """Seconds of decoding per token, by length of the prompt: what answers of different lengths hide.
-
-    Every variant at every length, lengths from one power of two to the next; None without times.
-    """
-    if not group.records["decode_ms"].gt(0).any():
-        return None
-    records = group.records.dropna(subset=["prompt_tokens"])
-    powers = records["prompt_tokens"].clip(lower=1).map(lambda n: int(n).bit_length() - 1)
-    rows = []
-    for power in sorted(powers.unique().tolist()):
-        at = records[powers.eq(power)]
-        ok = at[at["status"].eq("ok")].set_index(["seed", "example_id"])
-        for variant in group.variants:
-            part = at[at["variant"] == variant.label]
-            if not len(part):
-                continue
-            good, base = ok[ok["variant"] == variant.label], group.baseline[variant.label]
-            ours, theirs = good["decode_ms"], ok["decode_ms"][ok["variant"] == str(base)]
-            rows.append(
-                {
-                    "method": variant.method,
-                    "variant": variant.label,
-                    "prompt_tokens": f"{2**power:,}–{2 ** (power + 1) - 1:,}",
-                    "prompt_tokens_from": 2**power,
-                    "prompt_tokens_below": 2 ** (power + 1),
-                    "new_tokens_median": float(pd.to_numeric(good["new_tokens"]).median()),
-                    **median_of(ours).named("decode_ms_per_token"),
-                    "baseline": base,
-                    **median_of((ours / theirs.reindex(ours.index)).dropna()).named(
-                        "over_baseline"
-                    ),
-                    "timed": int(ours.notna().sum()),
-                    "failures": failures_text(failures_of(part)),
-                }
-            )
-    frame = pd.DataFrame(rows)
-    return Table(
-        f"{group.task}-{group.model}-decoding",
-        f"{group.task} on {group.model}: decoding per token, by length of the prompt",
-        frame,
-        (
-            METHOD,
-            Column("prompt_tokens", "prompt tokens"),
-            Column("new_tokens_median", "new tokens", whole),
-            Column("decode_ms_per_token", "ms/token", number),
-            Column("over_baseline", f"x {group.baseline_name or 'baseline'}", number),
-            Column("timed", text=whole),
-            Column("failures", "failed"),
-        ),
-        (
-            "Medians over examples, with 95 % intervals between order statistics (below six examples:"
-            " none). x: over the baseline's on the same example. Methods of a job decode together and"
-            " share each step's time by rows: to compare times, use task=throughput.",
-        ),
-        frame.assign(model=group.model, task=group.task),
     )
 
 
@@ -710,9 +558,8 @@ def slope_table(group: Group, curve: Curve) -> Table:
         (METHOD, *predicted, *columns),
         (
             f"Least-squares slopes of log {curve.y} against log {curve.x}, from"
-            f" {least:.0f} to {most:.0f}, with 95 % bootstrap intervals over"
-            f" {data['repetitions'].min():.0f} or more repetitions ({curve.unit}), widened by Student's t"
-            " for their number; one repetition has no interval.",
+            f" {least:.0f} to {most:.0f}, with 95 % bootstrap intervals over {curve.unit}s"
+            f" ({data['repetitions'].min():.0f} or more), widened by Student's t; one has no interval.",
         ),
         data.assign(model=group.model, task=group.task),
     )
