@@ -17,17 +17,9 @@ from kvbench.engine.architecture import kv_heads
 from kvbench.engine.attention import LayerCall, exact_attention
 from kvbench.engine.faults import NonFiniteLogits
 from kvbench.engine.fork import Fork, ForkBatch
-from kvbench.engine.generate import decode_rows, feed_questions, open_row
 from kvbench.engine.graphs import StepGraphs
-from kvbench.engine.prefill import (
-    Prefill,
-    compressible_layers,
-    forward,
-    forward_rows,
-    input_device,
-    layer_kv,
-    prefill,
-)
+from kvbench.engine.prefill import Prefill, forward, forward_rows, input_device, layer_kv, prefill
+from kvbench.engine.rows import DecodingRow, decode_rows, feed_questions
 from kvbench.engine.stopping import Stopping
 from kvbench.errors import UserError
 from kvbench.kv import Budget
@@ -155,12 +147,11 @@ def feed_continuations(
             first + part.start,
             forward_rows(model, chunk, positions, ForkBatch(forks, positions)),
         )
-    layers = compressible_layers(model)
     for fork in forks:
         fork.appended += len(fed[0])
         if fork.failure is None:
             try:
-                fork.audit(reading.start.n, layers)
+                fork.audit()
             except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
                 fork.fail(failure)
 
@@ -337,7 +328,7 @@ def greedy_continuation(
     """What the fork answers when it decodes greedily, the ending token included; the fork itself stays
     as it is."""
     twin = fork.clone()
-    row = open_row(twin, reading.start, stopping, compressible_layers(model))
+    row = DecodingRow(twin, stopping, reading.start.n)
     feed_questions(model, [row], [list(reading.lead)])
     decode_rows(model, [row], StepGraphs())
     if twin.failure is not None:
