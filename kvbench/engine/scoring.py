@@ -226,7 +226,7 @@ def masked_pass_cache(
     config = model.config.get_text_config()
     method, budget = pair
     assert method.whole_pass is not None
-    entries = method.whole_pass.entries(budget, tokens)
+    entries = method.whole_pass.masked_entries(budget, tokens)
     heads = config.num_attention_heads
     group = heads // kv_heads(config)
     return entries, entries * group / tokens

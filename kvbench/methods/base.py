@@ -124,7 +124,7 @@ class WholePass(Protocol):
         and keys of all n tokens, those of the continuation included."""
         ...
 
-    def entries(self, budget: Budget, n: int) -> int:
+    def masked_entries(self, budget: Budget, n: int) -> int:
         """Keys that a query of an n-token pass sees at most: the entries of a cache that is imagined,
         since all of them are held."""
         ...
