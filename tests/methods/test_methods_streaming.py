@@ -336,19 +336,6 @@ def test_a_bucket_is_erased_by_its_upper_end(largest, kept):
     assert set(stream.buckets) == kept, "what comes late and is as small is not kept either"
 
 
-def test_with_the_smaller_class_alone_a_denominator_may_be_empty():
-    """Both tokens of a batch may get one sign, and then halve=smaller keeps neither."""
-    keys, values = torch.zeros(4, 3), torch.ones(4, 2)
-    method, found = BalanceKVStreaming(constant=1e9, halve="smaller"), []
-    for seed in range(40):
-        stream = BalanceKVStream(method, n=4, t=2, key_radius=1.0, seed=seed)
-        stream.extend(keys[:2], values[:2])
-        found.append(len(stream.denominator.sample().positions))
-        stream.extend(keys[2:3], values[2:3])
-        assert len(stream.denominator.sample().positions) == found[-1] + 1
-    assert set(found) == {0, 1}
-
-
 @pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize("name", ["balancekv_streaming", "subgen_streaming"])
 def test_denominator_samples_hold_keys_only(name, bits):
