@@ -286,11 +286,10 @@ def forward_rows(
     return output.logits
 
 
-def mark_compressed(forks: Sequence[Fork], n: int, *, always: bool = False) -> None:
+def mark_compressed(forks: Sequence[Fork], n: int) -> None:
     """Note which methods compress a prompt of n tokens."""
     for fork in forks:
-        over = always or n > fork.budget.capacity(n)
-        fork.compressed = fork.method.uses_budget and over
+        fork.compressed = fork.method.uses_budget and n > fork.budget.capacity(n)
 
 
 # Methods and later decoding write to their own tensors, which inference mode allows nowhere else.
@@ -301,19 +300,16 @@ def prefill(
     ids: Sequence[int],
     forks: Sequence[Fork],
     *,
-    always_compress: bool = False,
     encoder: PromptEncoder | None = None,
 ) -> Prefill:
     """Run the prompt once, exactly; every fork holds its compressed cache afterwards.
 
     Args:
-        always_compress: call the methods even where the prompt is within their capacity, so that
-            they can note the scores of what they keep (reading in chunks goes on from there).
         encoder: of the words in which a method asks for the prompt again (`Rescoring`).
     """
     device = input_device(model)
     compressible = compressible_layers(model)
-    mark_compressed(forks, len(ids), always=always_compress)
+    mark_compressed(forks, len(ids))
     tokens = torch.tensor([list(ids)], device=device)
 
     def feed(following: Sequence[int], state: AttentionState) -> None:

@@ -12,7 +12,7 @@ import time
 import torch
 
 from kvbench.engine.loading import ModelSpec
-from kvbench.engine.streaming import StreamState, rotation_of, stream
+from kvbench.engine.streams import BandState, rotation_of, stream
 from kvbench.engine.switch import kvbench_attention_on
 from kvbench.engine.weights import load_model
 
@@ -33,9 +33,9 @@ def main() -> None:
     vocab = model.config.get_text_config().vocab_size
     ids = torch.randint(3, vocab, (given.tokens,), generator=generator).tolist()
     with kvbench_attention_on(model):
-        state = StreamState(given.start, given.recent, rotation_of(model))
+        state = BandState(given.start, given.recent, rotation_of(model))
         read, shown, clock = 0, 0, time.perf_counter()
-        for part in stream(model, ids, start=given.start, recent=given.recent, state=state):
+        for part in stream(model, ids, state):
             assert torch.isfinite(part).all()
             read += len(part)
             if read - shown >= given.tokens // 10:
