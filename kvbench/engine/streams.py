@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -374,7 +375,8 @@ class EvictingState(StreamState):
         rule = rule_of(self.method, self.most, self.sink)
         scores = none if rule is None or rule.leaves != "oldest" else None
         held = CompressedKV(call.key[:, :, :0], call.value[:, :, :0], None, none.long(), scores)
-        room, size = self.most + 1, {"capacity": self.most, "sink": self.sink}
+        room = self.most + 1
+        size: dict[str, Any] = {"capacity": self.most, "sink": self.sink}
         if self.rotation is None:
             packs = self.method.quantization()
             return LayerCache(held, room, self.method, quantization=packs, **size)
