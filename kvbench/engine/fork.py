@@ -131,6 +131,12 @@ class Fork:
         """Whether the method is to see this prompt repeated before it compresses it."""
         return self.compressed and self.method.rescoring is not None
 
+    @property
+    def tokens(self) -> int:
+        """Tokens in the cache: those of the prompt, which was compressed, and those fed since."""
+        assert self.after_prompt is not None, "the prompt has not been read"
+        return self.after_prompt.prompt_tokens + self.appended
+
     def read_clocks(self) -> None:
         """Add up the seconds of compression so far; waits for a GPU that is not done with it."""
         self.compress_s += sum(clock.seconds for clock in self.clocks)

@@ -11,18 +11,15 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvbench.engine import guard
-from kvbench.engine.architecture import rotary_of
+from kvbench.engine.architecture import compressible_layers, rotary_of
 from kvbench.engine.attention import AttentionState, LayerCall, UnsupportedModel
 from kvbench.engine.fork import Fork, layer_generator
 from kvbench.engine.guard import check_finite, refuse_non_finite
 from kvbench.engine.rescore import Feed, Rescorer
 from kvbench.engine.states import (
-    EMPTY,
-    STATEFUL,
     PassingCache,
     Stateful,
     States,
-    check_hybrid,
     clone_of,
     is_hybrid,
     state_bytes,
@@ -39,44 +36,6 @@ from kvbench.kv import (
     keep_all,
 )
 from kvbench.tasks.base import PromptEncoder
-
-
-def compressible_layers(model: PreTrainedModel) -> list[int]:
-    """Indices of the full-attention layers; sliding-window layers are left whole, and so are those that
-    carry a state (`kvbench.engine.states`).
-
-    Raises:
-        UnsupportedModel: there is none, or other layers hold what no fork does (chunks, keys shared
-            between layers).
-    """
-    config = model.config.get_text_config()
-    count = config.num_hidden_layers
-    kinds = getattr(config, "layer_types", None)
-    shared = getattr(config, "num_kv_shared_layers", 0)
-    if shared or "reuse" in (getattr(config, "kv_sharing_modes", None) or ()):
-        raise UnsupportedModel(
-            f"{type(model).__name__} shares keys and values between layers; "
-            "allowed: models whose layers have their own"
-        )
-    check_hybrid(config)
-    if kinds is not None:
-        for kind in kinds[:count]:
-            if kind not in ("full_attention", "sliding_attention", *STATEFUL, *EMPTY):
-                raise UnsupportedModel(
-                    f"{type(model).__name__} has {kind} layers; allowed: full_attention, "
-                    f"sliding_attention, {', '.join(STATEFUL)}"
-                )
-        layers = [i for i, kind in enumerate(kinds[:count]) if kind in ("full_attention", "hybrid")]
-    elif getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-        layers = []
-    else:
-        layers = list(range(count))
-    if not layers:
-        raise UnsupportedModel(
-            f"{type(model).__name__} has sliding-window layers only (window "
-            f"{getattr(config, 'sliding_window', None)}); allowed: models with full-attention layers"
-        )
-    return layers
 
 
 def synchronize(device: torch.device) -> None:
@@ -328,3 +287,53 @@ def prefill(
     for fork in forks:
         fork.end_prompt(len(ids), state.exact_bytes)
     return Prefill(logits[0], seconds, state.exact_bytes, len(ids))
+
+
+@dataclass
+class CaptureState:
+    """Attention state that runs exact attention and keeps chosen layers' q, k, v (for probes)."""
+
+    layers: dict[int, LayerKV | None]
+    num_layers: int
+    rotary: Rotary | None = None
+
+    def attend(self, call: LayerCall) -> Tensor:
+        """Exact attention; queries, keys and values of the chosen layers are kept."""
+        if call.layer in self.layers:
+            if call.sliding_window is not None:
+                raise UnsupportedModel(
+                    f"layer {call.layer} has a sliding window of {call.sliding_window}; "
+                    "allowed: full-attention layers"
+                )
+            out, normalisers = call.exact_with_normalisers()
+            self.layers[call.layer] = layer_kv(
+                call, call.layer, self.num_layers, self.rotary, normalisers
+            )
+            return out
+        return call.exact()
+
+
+@torch.inference_mode(False)  # as `prefill`
+@torch.no_grad()
+def capture_layers(
+    model: PreTrainedModel, ids: Sequence[int], layers: Sequence[int]
+) -> dict[int, LayerKV]:
+    """q, k, v after position encoding of the given layers (0-based) for one prompt.
+
+    Raises:
+        UnsupportedModel: a layer that does not exist or has a sliding window.
+    """
+    config = model.config.get_text_config()
+    count = config.num_hidden_layers
+    for layer in layers:
+        if not 0 <= layer < count:
+            raise UnsupportedModel(
+                f"layer {layer} does not exist; allowed: 0..{count - 1} (0-based)"
+            )
+    if is_hybrid(config) and not set(layers) <= set(full := compressible_layers(model)):
+        raise UnsupportedModel(f"layers {list(layers)} hold no keys; allowed here, from 0: {full}")
+    state = CaptureState(dict.fromkeys(layers), count, rotary_of(model))
+    device = input_device(model)
+    tokens = torch.tensor([list(ids)], device=device)
+    forward(model, tokens, torch.arange(len(ids), device=device), state)
+    return {layer: kv for layer, kv in state.layers.items() if kv is not None}

@@ -18,14 +18,7 @@ from kvbench.engine.attention import LayerCall, exact_attention
 from kvbench.engine.faults import NonFiniteLogits
 from kvbench.engine.fork import Fork, ForkBatch
 from kvbench.engine.graphs import StepGraphs
-from kvbench.engine.prefill import (
-    Prefill,
-    forward,
-    forward_rows,
-    input_device,
-    layer_kv,
-    prefill,
-)
+from kvbench.engine.prefill import Prefill, forward, forward_rows, input_device, layer_kv, prefill
 from kvbench.engine.rows import DecodingRow, decode_rows, feed_questions
 from kvbench.engine.stopping import Stopping
 from kvbench.errors import UserError

@@ -10,9 +10,8 @@ from typing import Any
 from lm_eval.api.model import TemplateLM
 
 from kvbench.engine.fork import Fork, prompt_name
+from kvbench.engine.loading import Model, Tokenizer
 from kvbench.engine.scoring import CompressedPrompt, masked_pass_cache, read, score
-from kvbench.engine.tokenizer import Tokenizer
-from kvbench.engine.weights import Model
 from kvbench.errors import UserError
 from kvbench.kv import Budget
 from kvbench.methods.base import Method

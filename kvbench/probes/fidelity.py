@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.fork import Fork
+from kvbench.engine.loading import Model
 from kvbench.engine.scoring import (
     CompressedPrompt,
     LogitsHook,
@@ -19,8 +21,6 @@ from kvbench.engine.scoring import (
     relabelled_copy,
     run_masked_pass,
 )
-from kvbench.engine.switch import kvbench_attention_on
-from kvbench.engine.weights import Model
 from kvbench.kv import Budget
 from kvbench.methods.base import Method
 from kvbench.methods.exact import Exact

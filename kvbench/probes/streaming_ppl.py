@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from kvbench.engine.architecture import kvbench_attention_on
+from kvbench.engine.loading import Model
 from kvbench.engine.streams import POSITIONS, BandState, rotation_of, stream
-from kvbench.engine.switch import kvbench_attention_on
-from kvbench.engine.weights import Model
 from kvbench.kv import KVError
 
 

@@ -19,11 +19,10 @@ from transformers import PreTrainedModel
 
 from kvbench.engine.fork import Fork
 from kvbench.engine.graphs import StepGraphs
-from kvbench.engine.loading import ModelSpec
+from kvbench.engine.loading import ModelSpec, load_model
 from kvbench.engine.prefill import prefill
 from kvbench.engine.rows import DecodingRow, decode_rows, picked
 from kvbench.engine.stopping import Stopping
-from kvbench.engine.weights import load_model
 from kvbench.kv import Budget
 from kvbench.methods import build_method
 

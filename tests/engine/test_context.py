@@ -10,16 +10,14 @@ from support.tiny import prompt_ids, tiny_model
 from support.variants import VARIANTS, label
 
 from kvbench import compress
-from kvbench.engine.context import Context
+from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.fork import prompt_name
 from kvbench.engine.generate import run_forks
-from kvbench.engine.loading import ModelSpec
+from kvbench.engine.live import Context
+from kvbench.engine.loading import ModelSpec, load_model, load_tokenizer
 from kvbench.engine.prompts import Generation
 from kvbench.engine.rows import DecodingRow
 from kvbench.engine.stopping import Stopping
-from kvbench.engine.switch import kvbench_attention_on
-from kvbench.engine.tokenizer import load_tokenizer
-from kvbench.engine.weights import load_model
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from support.tiny import prompt_ids, tiny_model
 
+from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.attention import LayerCall
 from kvbench.engine.streams import EstimatedState, read_text
-from kvbench.engine.switch import kvbench_attention_on
 from kvbench.kv import Budget, BudgetExceeded, KVError
 from kvbench.methods import build_method
 from kvbench.methods.balancekv_streaming import batch_of_stream
