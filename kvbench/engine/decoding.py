@@ -16,9 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from kvbench.engine.attention import LayerCall
-from kvbench.engine.cache import LayerCache
+from kvbench.engine.cache import LayerCache, rows_by_base
 from kvbench.engine.fork import Fork, attend_rows
-from kvbench.engine.shared import rows_by_base
 from kvbench.engine.states import PassingCache, joined_cache
 from kvbench.kernels.decode_attention import (
     EntryTable,
@@ -45,23 +44,22 @@ class _Counters:
     def __init__(self, positions: Tensor) -> None:
         self.positions, self.moves = positions, torch.ones_like(positions)
         self._begin: list[int] = []
-        self._grows: list[int] = []
         self._limits: list[int] = []
 
-    def join(self, lengths: Sequence[int], grows: int, limits: Sequence[int]) -> slice:
+    def join(self, lengths: Sequence[int], limits: Sequence[int]) -> slice:
         """A group's rows: where their lengths are."""
         first = len(self._begin)
         self._begin += lengths
-        self._grows += [grows] * len(lengths)
         self._limits += limits
         return slice(first, len(self._begin))
 
     def begin(self) -> None:
         """All groups have joined."""
-        self.lengths, self.grows, self.limits = (
+        self.lengths, self.limits = (
             torch.tensor(numbers, dtype=torch.int32, device=self.positions.device)
-            for numbers in (self._begin, self._grows, self._limits)
+            for numbers in (self._begin, self._limits)
         )
+        self.grows = torch.ones_like(self.lengths)
         self.held = self.lengths + 1
         self._tell()
 
@@ -91,8 +89,7 @@ class _Group:
         table: where their entries are.
         counters: of their device; slots: where in them their lengths are.
         limits: entries that each holds at most.
-        evictions: the rules by which entries leave, None where none do or the methods are asked.
-        asks: whether each row's method is asked which entry leaves, at every token.
+        evictions: the rules by which entries leave, None where none do.
     """
 
     rows: list[int]
@@ -103,7 +100,6 @@ class _Group:
     slots: slice
     limits: list[int]
     evictions: EvictionTable | None
-    asks: bool
 
 
 class DecodeState:
@@ -146,20 +142,13 @@ class DecodeState:
         for row, cache in enumerate(caches):
             if row in joined:
                 continue
-            if not (cache.takes_one_by_kernel or cache.fills_by_kernel):
+            if not cache.steps_by_kernel:
                 alone.append(row)
                 continue
             cache.expect(first[row], steps[row])
             keys, values = cache.keys, cache.values
-            how = cache.evicts if cache.rule is None else cache.rule.leaves == "oldest"
-            kind = (
-                keys.shape[0],
-                keys.shape[2],
-                values.shape[2],
-                keys.dtype,
-                how,
-                cache.rule is None,
-            )
+            leaves = None if cache.rule is None else cache.rule.leaves == "oldest"
+            kind = (keys.shape[0], keys.shape[2], values.shape[2], keys.dtype, leaves)
             together.setdefault(kind, []).append(row)
         self._alone[layer] = alone
         self._groups[layer] = [self._group(layer, rows) for rows in together.values()]
@@ -170,7 +159,6 @@ class DecodeState:
         if device not in self._counters:
             self._counters[device] = _Counters(self.positions.to(device))
         counters = self._counters[device]
-        asks = caches[0].evicts and caches[0].rule is None
         rules = [cache.rule for cache in caches if cache.rule is not None]
         limits = [max(c.granted, c.length) if c.evicts else ENDLESS for c in caches]
         return _Group(
@@ -183,7 +171,7 @@ class DecodeState:
                 [cache.log_weights for cache in caches],
             ),
             counters,
-            counters.join([cache.length for cache in caches], int(not asks), limits),
+            counters.join([cache.length for cache in caches], limits),
             limits,
             eviction_table(
                 rules,
@@ -194,22 +182,12 @@ class DecodeState:
             )
             if rules
             else None,
-            asks,
         )
 
     @property
     def all_together(self) -> bool:
         """Whether no row of any layer goes alone: then a step asks the host for nothing."""
         return not any(self._alone.values()) and not any(self._branches.values())
-
-    @property
-    def outgrown(self) -> bool:
-        """Whether a row that goes alone need not any longer: its cache has filled up, and evicts."""
-        return any(
-            self.forks[row].failure is None and self.forks[row].layers[layer].takes_one_by_kernel
-            for layer, rows in self._alone.items()
-            for row in rows
-        )
 
     def attend(self, call: LayerCall) -> Tensor:
         """Each row against its own cache; a row whose fork failed attends to nothing."""
@@ -241,23 +219,11 @@ class DecodeState:
             held,
             scaling=call.scaling,
             softcap=call.softcap,
-            return_mass=group.asks or (evictions is not None and evictions.weighs),
+            return_mass=evictions is not None and evictions.weighs,
         )
         if evictions is not None:
             evict_entries(group.table, evictions, lengths, mass, counters.positions, counters.moves)
-        elif mass is not None:
-            for place, (row, cache) in enumerate(zip(group.rows, group.caches, strict=True)):
-                self._evict(self.forks[row], cache, mass[place], counters.positions[row])
         return out[:, :, None]
-
-    def _evict(self, fork: Fork, cache: LayerCache, mass: Tensor, position: Tensor) -> None:
-        if fork.failure is None:
-            try:
-                cache.evict_one(mass, position)
-            except Exception as failure:
-                if mass.is_cuda and torch.cuda.is_current_stream_capturing():
-                    raise  # nothing has run yet: the step cannot be captured, no method failed
-                fork.fail(failure)
 
     def move_on(self) -> None:
         """The next token is to come; part of the step, on the devices."""
@@ -284,18 +250,9 @@ class DecodeState:
     def _settle(self, row: int) -> None:
         if row not in self._ended:
             for group in self._groups_of(row):
-                if not group.asks:
-                    place = group.rows.index(row)
-                    cache = group.caches[place]
-                    cache.length = min(cache.length + self.taken, group.limits[place])
-
-    def restore(self) -> None:
-        """Undo what an attempt to capture a step left of itself on the host."""
-        for groups in self._groups.values():
-            for group in groups:
-                if group.asks:
-                    for cache in group.caches:
-                        cache.length = cache.granted
+                place = group.rows.index(row)
+                cache = group.caches[place]
+                cache.length = min(cache.length + self.taken, group.limits[place])
 
     def settle(self) -> None:
         """The rows part: tell every cache how many entries it holds by now."""

@@ -24,7 +24,6 @@ from kvbench.engine.prefill import Prefill, input_device, prefill
 from kvbench.engine.prompts import Generation, Prompt, Question
 from kvbench.engine.rows import DecodingRow, decode_rows, feed_questions, picked
 from kvbench.engine.sampling import GREEDY, Sampling
-from kvbench.engine.shared import is_shareable
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget
 from kvbench.methods.base import Method
@@ -220,7 +219,7 @@ def _copies_at_once(readings: Sequence[_Reading], most: int, device: torch.devic
         for reading in readings
         for fork in reading.forks
         for cache in fork.layers.values()
-        if reading.copies(fork) or not is_shareable(cache)
+        if reading.copies(fork) or not cache.is_shareable
     )
     return max(1, min(most, (total - used) // (2 * copies))) if copies else most
 

@@ -103,7 +103,6 @@ class StepGraphs:
             if is_out_of_memory(failure):
                 raise
             self.failed = True
-            state.restore()
             log.warning(
                 "%s decodes without CUDA graphs: %s", type(model).__name__, first_line(failure)
             )

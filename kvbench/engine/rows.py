@@ -188,10 +188,9 @@ class _Batch:
         self.state.count()
 
     def is_over(self, running: Sequence[DecodingRow]) -> bool:
-        """Whether a new batch should take over: of the running rows alone, or because a cache is
-        full."""
+        """Whether a new batch, of the running rows alone, should take over."""
         few = len(self.rows) // 2 if self.replay is not None else len(self.rows) - 1
-        return len(running) <= few or self.state.outgrown
+        return len(running) <= few
 
 
 def _time_out(rows: Sequence[DecodingRow], elapsed: float) -> None:

@@ -66,7 +66,6 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
         monkeypatch.setattr(LayerCache, name, watched)
 
     watch("_append_and_attend")
-    watch("evict_one")
     move_on = _Counters.move_on
 
     def moved_on(counters: _Counters) -> None:

@@ -225,7 +225,7 @@ def test_entries_that_count_differently_in_the_normaliser(quantized):
         keys = unpack(pack(keys[0], how, by_channel=True))[None]
         values = unpack(pack(values[0], how, by_channel=False))[None]
     single = LayerCache(held, 0, method, capacity=20, quantization=how)
-    assert not whole.takes_one_by_kernel
+    assert not whole.steps_by_kernel
     before = whole.entry_bytes()
     q, k, v = torch.randn(4, 3, 16), torch.randn(2, 3, 16), torch.randn(2, 3, 16)
     got = step(whole, q, k, v, torch.arange(20, 23), 0.25)

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from kvbench.engine.attention import LayerCall
-from kvbench.engine.cache import LayerCache
-from kvbench.engine.shared import attend_branches, branch_of, merged, rows_by_base
+from kvbench.engine.cache import LayerCache, attend_branches, branch_of, rows_by_base
 from kvbench.kernels.quantize import Quantization
 from kvbench.kv import CompressedKV
 from kvbench.methods import build_method
@@ -62,12 +61,12 @@ def test_rows_on_one_base_attend_as_rows_of_their_own(kind: str, softcap: float 
         length += tokens
     for branch, own in zip(branches, whole, strict=True):
         assert base.length == COUNT
-        assert branch.entry_bytes() == own.entry_bytes() == merged(branch).entry_bytes()
+        assert branch.entry_bytes() == own.entry_bytes()
         assert torch.equal(branch.positions[:, : own.length], own.positions[:, : own.length])
     one = call(1, 2, softcap)
     last = one, torch.tensor([90, 91])
     expected = whole[0].step(*last)
-    for cache in (branches[0], branch_of(merged(branches[0])), branch_of(branches[0])):
+    for cache in (branches[0], branch_of(branches[0])):
         got = branch_of(cache).step(*last)
         torch.testing.assert_close(got, expected, atol=2e-6, rtol=2e-6)
 
