@@ -185,7 +185,7 @@ class _Batch:
         if self.draws is not None:
             self.draws.copy_(torch.tensor([row.draw for row in self.rows]))
         _step(self.rows, 1, self.replay or self._run, since)
-        self.state.count()
+        self.state.taken += 1
 
     def is_over(self, running: Sequence[DecodingRow]) -> bool:
         """Whether a new batch, of the running rows alone, should take over."""
