@@ -14,10 +14,9 @@ from support.prompts import facts, methods, unlike_prompts
 from support.tiny import prompt_ids, tiny_model
 
 from kvbench.engine import graphs, rows
-from kvbench.engine.generate import run_batch, run_conversations
+from kvbench.engine.generate import Prompt, Question, run_batch, run_conversations
 from kvbench.engine.graphs import StepGraphs
 from kvbench.engine.loading import ModelSpec
-from kvbench.engine.prompts import Prompt, Question
 from kvbench.engine.sampling import Sampling
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget, KVError
