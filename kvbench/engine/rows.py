@@ -202,7 +202,7 @@ class _Batch:
         """One token for every row that has not ended; its clock has run `since` then."""
         if self.may_capture and self.state.taken == FIRST_STEPS:
             self.may_capture = False
-            self.replay = self.graphs.capture(self.model, self.state, self._run)
+            self.replay = self.graphs.capture(self.model, self._run)
         for place, row in enumerate(self.rows):
             if not row.running and place not in self.ended:
                 self.ended.add(place)
