@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from kvbench.engine.architecture import compressible_layers, rotary_of
 from kvbench.engine.attention import AttentionState, LayerCall, UnsupportedModel
 from kvbench.engine.fork import Fork, layer_generator
 from kvbench.engine.guard import check_finite, refuse_non_finite
-from kvbench.engine.rescore import Feed, Rescorer
+from kvbench.engine.rescore import Feed, RepeatedPrompt
 from kvbench.engine.states import (
     PassingCache,
     Stateful,
@@ -98,7 +98,7 @@ class PrefillState:
         self.rotary = rotary
         self.forks = forks
         self.order = {layer: index for index, layer in enumerate(compressible)}
-        self.later = Rescorer([fork for fork in forks if fork.rescores])
+        self.exact = RepeatedPrompt() if any(fork.rescores for fork in forks) else None
         self.exact_bytes = 0
         self.clocks: list[Elapsed] = []
         self.non_finite: dict[int, Tensor] = {}
@@ -135,8 +135,9 @@ class PrefillState:
             held = layer_kv(call, index, count, self.rotary, normalisers)
             check_finite(held, self.non_finite)
             self.exact_bytes += call.nbytes
-            if self.later.forks:
-                self.later.keep(layer, held)
+            if self.exact is not None:
+                self.exact.held[layer] = (key, value)
+                self.exact.layers[layer] = replace(held, queries=None, shared={})
             for fork in self.forks:
                 if fork.failure is None and not fork.rescores:
                     self._compress(fork, layer, held)
@@ -163,9 +164,17 @@ class PrefillState:
 
     def rescore(self, ids: Sequence[int], encoder: PromptEncoder | None, feed: Feed) -> None:
         """Have the prompt repeated for the methods that ask for it, and compress as they say then."""
-        if self.later.running:
-            self.later.states = self.states
-            self.clocks.append(self.later.run(ids, encoder, feed, self._compress))
+        forks = [fork for fork in self.forks if fork.rescores and fork.failure is None]
+        if self.exact is None or not forks:
+            return
+        clock = Elapsed(next(iter(self.exact.held.values()))[0].device)
+        self.exact.states = self.states
+        self.exact.feed(forks, ids, encoder, feed)
+        for layer, kv in self.exact.layers.items():
+            for fork in forks:
+                if fork.failure is None:
+                    self._compress(fork, layer, kv)
+        self.clocks.append(clock.stop())
 
     def _compress(self, fork: Fork, layer: int, kv: LayerKV) -> None:
         charged = kv.charge_shared_work()
@@ -196,8 +205,8 @@ class PrefillState:
         n = key.shape[2]
         first = 0 if window is None else max(0, n - window)
         key, value = key[:, :, first:], value[:, :, first:]
-        if self.later.forks:
-            self.later.held[layer] = (key, value)
+        if self.exact is not None:
+            self.exact.held[layer] = (key, value)
         self.exact_bytes += key.numel() * key.element_size() + value.numel() * value.element_size()
         positions = torch.arange(first, n, device=key.device).expand(*key.shape[:3])
         for fork in self.forks:
@@ -245,12 +254,6 @@ def forward_rows(
     return output.logits
 
 
-def mark_compressed(forks: Sequence[Fork], n: int) -> None:
-    """Note which methods compress a prompt of n tokens."""
-    for fork in forks:
-        fork.compressed = fork.method.uses_budget and n > fork.budget.capacity(n)
-
-
 # Methods and later decoding write to their own tensors, which inference mode allows nowhere else.
 @torch.inference_mode(False)
 @torch.no_grad()
@@ -268,7 +271,8 @@ def prefill(
     """
     device = input_device(model)
     compressible = compressible_layers(model)
-    mark_compressed(forks, len(ids))
+    for fork in forks:
+        fork.compressed = fork.method.uses_budget and len(ids) > fork.budget.capacity(len(ids))
     tokens = torch.tensor([list(ids)], device=device)
 
     def feed(following: Sequence[int], state: AttentionState) -> None:
