@@ -15,8 +15,7 @@ from kvbench.engine.fork import prompt_name
 from kvbench.engine.generate import run_forks
 from kvbench.engine.live import Context
 from kvbench.engine.loading import ModelSpec, load_model, load_tokenizer
-from kvbench.engine.prompts import Generation
-from kvbench.engine.rows import DecodingRow
+from kvbench.engine.rows import DecodingRow, Generation
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method

@@ -19,10 +19,9 @@ from kvbench.engine import attention
 from kvbench.engine.attention import exact_attention
 from kvbench.engine.decoding import DecodeState
 from kvbench.engine.fork import Fork
-from kvbench.engine.generate import run_batch
+from kvbench.engine.generate import Prompt, run_batch
 from kvbench.engine.loading import ModelSpec
 from kvbench.engine.prefill import prefill
-from kvbench.engine.prompts import Prompt
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import KVError
 from kvbench.methods import _draws, build_method
