@@ -19,7 +19,7 @@ from kvbench.engine.architecture import compressible_layers, kvbench_attention_o
 from kvbench.engine.fork import Fork, prompt_name
 from kvbench.engine.generate import run_forks
 from kvbench.engine.kept import entries_of
-from kvbench.engine.live import Compression, compressed_generation
+from kvbench.engine.live import Compression, compressed_generation, decoder
 from kvbench.engine.loading import end_token_ids
 from kvbench.engine.prefill import prefill
 from kvbench.engine.prompts import Generation
@@ -167,10 +167,8 @@ def compare(
         raise KVError(f"max_new_tokens is {max_new_tokens!r}; allowed: an integer >= 1")
     tokens = {name: _token_ids(tokenizer, one) for name, one in prompts.items()}
 
-    def decode(tokens: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
-
-    stopping = Stopping(max_new_tokens, end_token_ids(model, tokenizer), tuple(stop), decode)
+    ends = end_token_ids(model, tokenizer)
+    stopping = Stopping(max_new_tokens, ends, tuple(stop), decoder(tokenizer))
     once = {label for label, method in named.items() if not method.uses_budget}
     forks = {
         (r, label): (method, budget)
