@@ -52,13 +52,18 @@ def _set_deterministic(mode: tuple[bool, bool]) -> None:
     torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
 
 
-_BACKENDS = torch.backends.cuda
-_SDPA: dict[str, tuple[Callable[[], bool], Callable[[bool], None]]] = {
-    "flash": (_BACKENDS.flash_sdp_enabled, _BACKENDS.enable_flash_sdp),
-    "memory-efficient": (_BACKENDS.mem_efficient_sdp_enabled, _BACKENDS.enable_mem_efficient_sdp),
-    "math": (_BACKENDS.math_sdp_enabled, _BACKENDS.enable_math_sdp),
-    "cudnn": (_BACKENDS.cudnn_sdp_enabled, _BACKENDS.enable_cudnn_sdp),
-}
+_SDPA = ("flash", "mem_efficient", "math", "cudnn")
+"""Kernels of torch's attention."""
+
+
+def _kernels() -> tuple[bool, ...]:
+    return tuple(getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in _SDPA)
+
+
+def _set_kernels(enabled: tuple[bool, ...]) -> None:
+    for name, flag in zip(_SDPA, enabled, strict=True):
+        getattr(torch.backends.cuda, f"enable_{name}_sdp")(flag)
+
 
 _PROCESS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
@@ -70,7 +75,7 @@ _PROCESS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "torch's number of threads": (torch.get_num_threads, torch.set_num_threads),
     "torch's default device": (torch.get_default_device, _set_device),
     "torch's deterministic algorithms": (_deterministic, _set_deterministic),
-    **{f"torch's {name} attention": access for name, access in _SDPA.items()},
+    "torch's attention kernels": (_kernels, _set_kernels),
     "the working directory": (os.getcwd, os.chdir),
     "the environment": (partial(dict, os.environ), _set_environment),
     "torch's global generator": (torch.get_rng_state, torch.set_rng_state),

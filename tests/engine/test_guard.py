@@ -78,7 +78,9 @@ CHANGES: dict[str, Callable[[], Any]] = {
     "torch's deterministic algorithms at (True, False)": lambda: torch.use_deterministic_algorithms(
         True
     ),
-    "torch's math attention at False": lambda: torch.backends.cuda.enable_math_sdp(False),
+    "torch's attention kernels at (True, True, False, True)": lambda: (
+        torch.backends.cuda.enable_math_sdp(False)
+    ),
     "the working directory at /": lambda: os.chdir("/"),
     "the environment in another state": lambda: os.environ.update(KVBENCH_FAULT="1"),
     "torch's global generator in another state": lambda: torch.rand(1),
