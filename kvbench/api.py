@@ -22,7 +22,7 @@ from kvbench.engine.kept import entries_of
 from kvbench.engine.live import Compression, compressed_generation, decoder
 from kvbench.engine.loading import end_token_ids
 from kvbench.engine.prefill import prefill
-from kvbench.engine.prompts import Generation
+from kvbench.engine.rows import Generation
 from kvbench.engine.stopping import Stopping
 from kvbench.errors import is_number
 from kvbench.kv import Budget, KVError

@@ -226,10 +226,10 @@ class Context:
             BudgetExceeded, and whatever the method raises; the cache is then unchanged.
         """
         ids = self._ids_of(question)
-        ((answer, row),) = self._answers([ids], max_new_tokens, stop)
+        ((answer, row),) = self._answers([ids], max_new_tokens, stop, keep=keep)
         if keep:
             self._ids += [*ids, *row.chosen]
-            self._fork = row.fork.merged()
+            self._fork = row.fork
         return answer
 
     def ask_all(
@@ -247,7 +247,11 @@ class Context:
         return LiveCache(self.model, [fork], [fork.cost()], seen=self.tokens)
 
     def _answers(
-        self, asked: Sequence[Sequence[int]], max_new_tokens: int, stop: Sequence[str]
+        self,
+        asked: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        stop: Sequence[str],
+        keep: bool = False,
     ) -> list[tuple[Any, DecodingRow]]:
         model, tokenizer = self.model, self.tokenizer
         if not is_integer(max_new_tokens, 1):
@@ -260,7 +264,8 @@ class Context:
         stopping = Stopping(max_new_tokens, ends, tuple(stop), decode)
         unread = self._ids[self.tokens :]
         with kvbench_attention_on(model), torch.inference_mode():
-            rows = [DecodingRow(self._fork.branch(), stopping, self.tokens) for _ in asked]
+            going_on = self._fork.clone if keep else self._fork.branch
+            rows = [DecodingRow(going_on(), stopping, self.tokens) for _ in asked]
             feed_questions(model, rows, [[*unread, *ids] for ids in asked])
             decode_rows(model, [row for row in rows if row.chosen], StepGraphs())
             answers = [row.finish() for row in rows]

@@ -13,7 +13,7 @@ import torch
 
 from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.loading import ModelSpec, load_model
-from kvbench.engine.streaming import StreamState, rotation_of, stream
+from kvbench.engine.streams import BandState, rotation_of, stream
 
 
 def main() -> None:
@@ -32,9 +32,9 @@ def main() -> None:
     vocab = model.config.get_text_config().vocab_size
     ids = torch.randint(3, vocab, (given.tokens,), generator=generator).tolist()
     with kvbench_attention_on(model):
-        state = StreamState(given.start, given.recent, rotation_of(model))
+        state = BandState(given.start, given.recent, rotation_of(model))
         read, shown, clock = 0, 0, time.perf_counter()
-        for part in stream(model, ids, start=given.start, recent=given.recent, state=state):
+        for part in stream(model, ids, state):
             assert torch.isfinite(part).all()
             read += len(part)
             if read - shown >= given.tokens // 10:

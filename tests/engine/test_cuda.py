@@ -13,9 +13,8 @@ from support.variants import VARIANTS, label
 
 from kvbench.engine.decoding import DecodeState
 from kvbench.engine.fork import Fork
-from kvbench.engine.generate import run_batch
+from kvbench.engine.generate import Prompt, run_batch
 from kvbench.engine.prefill import prefill
-from kvbench.engine.prompts import Prompt
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import KVError
 from kvbench.methods import build_method
