@@ -472,7 +472,7 @@ WRONG: list[tuple[Callable[[Any], Any], str]] = [
     (_compare("x", []), "methods is empty"),
     (_compare("x", ["exact", "exact"]), "names 'exact' twice"),
     (_compare("x", ["exat"]), "did you mean 'exact'"),
-    (_compare("", ["exact"]), "prompt is empty"),
+    (_compare("", ["exact"]), "prompt has no token ids"),
     (_compare("x", ["exact"], max_new_tokens=0), "max_new_tokens is 0"),
     (_compare(["x", "y"], ["exact"], reference=["a"]), "2 prompts; allowed: one of each"),
     (_read([]), "the context has no token ids"),

@@ -306,7 +306,7 @@ def token_ids(
             raise KVError(f"{what} is text and there is no tokenizer; allowed: ids, or a tokenizer")
         check_length(given)
         with tokenizing(tokenizer):
-            given = tokenizer(given, add_special_tokens=special)
+            given = tokenizer(given, **({} if special else {"add_special_tokens": False}))
     ids: Any = given["input_ids"] if isinstance(given, Mapping) else given
     ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
     if ids and isinstance(ids[0], list):

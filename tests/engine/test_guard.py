@@ -75,7 +75,7 @@ CHANGES: dict[str, Callable[[], Any]] = {
     "torch's float32 matmul precision at medium (it was highest)": lambda: (
         torch.set_float32_matmul_precision("medium")
     ),
-    "torch's deterministic algorithms at (True, False)": lambda: torch.use_deterministic_algorithms(
+    "torch's deterministic algorithms at 2 (it was 0)": lambda: torch.use_deterministic_algorithms(
         True
     ),
     "torch's attention kernels at (True, True, False, True)": lambda: (
