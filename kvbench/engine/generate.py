@@ -7,6 +7,7 @@ is answered does not depend on which others are in the batch.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +20,6 @@ from kvbench.engine import memory
 from kvbench.engine.fork import Fork
 from kvbench.engine.graphs import StepGraphs
 from kvbench.engine.kept import strips_of
-from kvbench.engine.limits import active_seconds
 from kvbench.engine.prefill import Prefill, input_device, prefill
 from kvbench.engine.rows import DecodingRow, Generation, decode_rows, feed_questions, picked
 from kvbench.engine.sampling import GREEDY, Sampling
@@ -163,18 +163,18 @@ def run_conversations(
         for turn in range(max(turns, default=0)):
             asked: list[tuple[_Reading, _Conversation]] = []
             for reading, each in zip(readings, talks, strict=True):
-                begun = active_seconds()
+                begun = time.perf_counter()
                 going_on = [talk for talk in each if turn < len(talk.questions)]
                 _ask(model, going_on, turn, seed, sampling, reading.start.logits)
-                reading.spent_s += active_seconds() - begun
+                reading.spent_s += time.perf_counter() - begun
                 for talk in going_on:
                     talk.row.spent_s = reading.spent_s
                 asked += [(reading, talk) for talk in going_on]
-            begun = active_seconds()
+            begun = time.perf_counter()
             rows = [talk.row for _, talk in asked if talk.row.chosen]
             decode_rows(model, rows, graphs or StepGraphs())
             for reading in readings:
-                reading.spent_s += active_seconds() - begun
+                reading.spent_s += time.perf_counter() - begun
             for reading, talk in asked:
                 kept = reading.kept.get(talk.row.fork.label)
                 talk.said.append(talk.row.finish(batch=len(prompts), kept=kept))
@@ -238,7 +238,7 @@ class _Reading:
 
 def _read(model: PreTrainedModel, prompt: Prompt, seed: int) -> _Reading:
     """Prefill one prompt, and compress it by every method."""
-    begun = active_seconds()
+    begun = time.perf_counter()
     room = max(
         sum(len(q.ids) + max(prompt.room or 0, q.stopping.max_new_tokens) for q in questions)
         for questions in prompt.conversations
@@ -248,7 +248,7 @@ def _read(model: PreTrainedModel, prompt: Prompt, seed: int) -> _Reading:
         for label, (method, budget) in prompt.methods.items()
     ]
     start = prefill(model, prompt.ids, forks, encoder=prompt.encoder)
-    spent_s = active_seconds() - begun
+    spent_s = time.perf_counter() - begun
     kept = {
         fork.label: strips_of(fork, start.n, fork.compressible)
         for fork in forks
