@@ -27,7 +27,7 @@ from kvbench.engine.states import HYBRIDS, check_hybrid
 from kvbench.engine.vision import check_vision, reads_images
 from kvbench.errors import UserError, first_line, one_line, traceback_of
 from kvbench.errors.options import ADDED, Text, check_options
-from kvbench.tasks.hub import hub_answers, retries_announced_once
+from kvbench.tasks.data import hub_answers, retries_announced_once
 
 log = logging.getLogger(__name__)
 

@@ -11,13 +11,9 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-from kvbench.errors import first_line
 from kvbench.tasks.base import PromptEncoder, TaskError
-from kvbench.tasks.files import digests_of, matching, read_text
 
 # fmt: off
 PEOPLE = (
@@ -114,53 +110,6 @@ class Document:
 def generated_haystack(seed: int | str, facts: int = 24) -> Iterator[str]:
     """Sentences of the document with this seed; join them with single spaces."""
     return Document(random.Random(f"kvbench haystack {seed}"), facts).sentences()
-
-
-def file_digests(patterns: Sequence[str]) -> Mapping[str, str]:
-    """sha256 of each file that matches, by file name."""
-    return digests_of(matching(patterns))
-
-
-def texts_of_files(patterns: Sequence[str]) -> list[tuple[str, str]]:
-    """Name and text of each file that matches, by path.
-
-    Raises:
-        TaskError: there is none, or one cannot be read.
-    """
-    paths = matching(patterns)
-    if not paths:
-        raise TaskError(
-            f"needle: no file matches haystack_files={list(patterns)}; the protocol's essays come "
-            "with: git clone https://github.com/gkamradt/LLMTest_NeedleInAHaystack"
-        )
-    return [(Path(path).name, read_text("needle", path)) for path in paths]
-
-
-def texts_of_dataset(
-    name: str, config: str | None, split: str, column: str, limit: int = 200
-) -> list[tuple[str, str]]:
-    """Number and text of each of the first ``limit`` rows of a Hugging Face dataset.
-
-    Raises:
-        TaskError: it cannot be loaded, or has no such column.
-    """
-    from datasets import load_dataset
-
-    where = " ".join(part for part in (name, config, split) if part)
-    texts: list[tuple[str, str]] = []
-    try:
-        rows: Any = load_dataset(name, config, split=split, streaming=True)
-        for row in rows.take(limit):
-            if column not in row:
-                raise TaskError(
-                    f"needle: dataset {where} has no column {column!r}; one of {', '.join(row)}"
-                )
-            texts.append((f"row {len(texts)}", str(row[column])))
-    except TaskError:
-        raise
-    except Exception as problem:
-        raise TaskError(f"needle: cannot load dataset {where}: {first_line(problem)}") from problem
-    return texts
 
 
 def filler(

@@ -18,75 +18,32 @@ released with BalanceKV counts) and ``rouge1`` (ROUGE-1 F).
 from __future__ import annotations
 
 import random
-import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Le, MinLen
 
 from kvbench.errors.options import Distinct, Text
-from kvbench.tasks.base import Example, PromptEncoder, Task, TaskError
-from kvbench.tasks.haystack import (
-    file_digests,
-    filler,
-    place_needles,
-    texts_of_dataset,
-    texts_of_files,
+from kvbench.tasks.base import (
+    Example,
+    Many,
+    NewTokens,
+    PromptEncoder,
+    Repeats,
+    Task,
+    TaskError,
+    Tokens,
+    balanced_order,
 )
+from kvbench.tasks.data import file_digests, texts_of_dataset, texts_of_files
+from kvbench.tasks.haystack import filler, place_needles
 from kvbench.tasks.longeval_lines import word_lists
-from kvbench.tasks.options import Many, NewTokens, Repeats, Tokens
-from kvbench.tasks.order import balanced_order
+from kvbench.tasks.metrics import containment, released_recall, rouge1, word_recall
 
 HAYSTACK, QUESTION = "{haystack}", "{question}"
 PARTS = {"needle": ("{key}", "{value}"), "question": ("{key}",), "answer": ("{value}",)}
 """What the texts of needles that are hidden together must hold."""
-
-
-def _words(text: str) -> list[str]:
-    return re.findall(r"\w+", text.lower())
-
-
-def containment(prediction: str, answer: str) -> float:
-    """1 if the answer stands in the prediction; case, runs of white space and the answer's own full
-    stop at the end do not matter."""
-    wanted = " ".join(answer.lower().split())
-    return float((wanted.rstrip(".!?") or wanted) in " ".join(prediction.lower().split()))
-
-
-def word_recall(prediction: str, answer: str) -> float:
-    """Share of the answer's words, repetitions counted, that the prediction has; letters and digits
-    make words, punctuation does not count."""
-    wanted = Counter(_words(answer))
-    if not wanted:
-        return 0.0
-    return sum((wanted & Counter(_words(prediction))).values()) / sum(wanted.values())
-
-
-def released_recall(prediction: str, answer: str) -> float:
-    """The recall of github.com/ksheth96/BalanceKV, run_needle_in_haystack.py: the share of the answer's
-    different words that the prediction has, where words are what white space separates, lower-cased.
-    It departs from `word_recall` in two ways: a word counts once however often the answer has
-    it, and punctuation is part of it ("day." is not "day"). Words such as "a", "and" and "in" count like
-    any other: their answer has 11 different words, and an unrelated sentence with "a", "and", "in" and
-    "on" scores 4/11."""
-    wanted = set(answer.lower().split())
-    return len(wanted & set(prediction.lower().split())) / len(wanted) if wanted else 0.0
-
-
-@lru_cache(maxsize=1)
-def _scorer() -> Any:
-    from rouge_score.rouge_scorer import RougeScorer
-
-    return RougeScorer(["rouge1"], use_stemmer=False)
-
-
-def rouge1(prediction: str, answer: str) -> float:
-    """ROUGE-1 F of rouge-score against the answer, without stemming. The released script of BalanceKV
-    compares with the whole needle, stems, and multiplies by ten."""
-    return float(_scorer().score(answer, prediction)["rouge1"].fmeasure)
 
 
 @dataclass(frozen=True, kw_only=True)
