@@ -345,11 +345,12 @@ class CommonWords(Generator):
         """`size` different words."""
         words = list(word_lists()[2])
         rng.shuffle(words)
-        first, *shown = (40, 10, 3) if self.long else (20, 3, 1)
-        solved, told = self._listed(words[-first:], *shown, rng)
+        first, often, seldom = (40, 10, 3) if self.long else (20, 3, 1)
+        solved, told = self._listed(words[-first:], often, seldom, rng)
         paired, single = max(0, size - len(words)), words[:1000]
         words += _distinct(paired, lambda: "".join(rng.sample(single, 2)), known=words)
-        listed, common = self._listed(words[:size], *((30, 3) if self.long else (6, 1)), rng)
+        often, seldom = (30, 3) if self.long else (6, 1)
+        listed, common = self._listed(words[:size], often, seldom, rng)
         draft = _draft(self.prompt, listed, common, paired_words=paired)
         example = _draft(self.prompt, solved, told).text + f" {_numbered(told)}\n"
         return Draft(example + draft.context, draft.question, draft.prefix, common, draft.fields)
