@@ -1,4 +1,5 @@
-"""Published benchmarks that are configs over data of the right format: prompts, limits, scores, turns."""
+"""Published benchmarks that are configs over data of the right format: prompts, limits, scores and
+turns."""
 
 from __future__ import annotations
 
@@ -11,18 +12,13 @@ from hydra.utils import instantiate
 from support.benchmarks import BOOK, WRITERS, write_lines
 from support.configs import composed
 from support.encoders import chat, shipped
-from support.faulty import with_session
-from support.jobs import Letters, make_job, records_of
 from support.paths import ROOT
 
 from kvbench.cli.build import build_job
 from kvbench.engine.sampling import Sampling
 from kvbench.kv import KVError
-from kvbench.methods import build_method
-from kvbench.report.experiment import load_experiment
 from kvbench.run.encoding import encode_examples
-from kvbench.run.runner import run_job
-from kvbench.tasks.base import PromptEncoder, TaskError
+from kvbench.tasks.base import TaskError
 
 
 def task(name: str, folder: Path, **options: Any) -> Any:
@@ -226,8 +222,12 @@ def test_scbench_asks_each_context_its_turns(turns: Any) -> None:
     made = made_of(turns())
     found = made.examples(shipped())
     assert len(found) == 9 * 2 * 2
+    assert turns().compress_after == "context"
+    assert len(build_job(turns()).units()[0]) == 18
     assert {example.history for example in found} == {"golden"}
-    pairs = {e.dataset: (e, f) for e, f in reversed(list(zip(found[::2], found[1::2], strict=True)))}
+    pairs = {
+        e.dataset: (e, f) for e, f in reversed(list(zip(found[::2], found[1::2], strict=True)))
+    }
     right = {"choice_eng": "B", "vt": "AB and CD", "mf": "it is 97"}
     assert set(pairs) == set(TURNS)
     for name, (first, second) in pairs.items():
@@ -270,24 +270,6 @@ def test_golden_turns_stand_before_a_question(turns: Any, monkeypatch: Any) -> N
     assert encoder.tokenizer.decode(list(found[1].question_ids)) == (
         f"{kv1}</user><model>{a1}</model><user>{kv2}</user><model>"
     )
-
-
-@pytest.mark.parametrize("mode", ["true", "false", "null"])
-def test_each_mode_runs_from_one_compression(tmp_path: Path, turns: Any, mode: str) -> None:
-    config = turns()
-    assert config.compress_after == "context"
-    assert len(build_job(config).units()[0]) == 18
-    options = ["task.datasets=[kv,mf]", f"task.golden_turns={mode}", "task.max_input=null"]
-    task = made_of(turns(*options, "task.subsets.kv.max_new_tokens=4"))
-    methods = {name: build_method(name) for name in ("exact", "h2o", "balancekv")}
-    made = make_job(tmp_path / "r", methods, echo=task, compress_after="context")
-    made.session.__dict__.update(encoder=PromptEncoder(Letters()))
-    for rows in records_of(run_job(made)).values():
-        assert len(rows) == 8
-        assert {row["status"] for row in rows} == {"ok"}
-        assert len({row["context_id"] for row in rows}) == 4
-        history = {"true": "golden", "false": "own", "null": None}[mode]
-        assert {row.get("history") for row in rows} == {history}
 
 
 # reasoning: boxed answers, samples, pass@1
@@ -345,16 +327,3 @@ def test_local_files_make_problems_and_aime_draws_eight_samples(tmp_path: Path, 
     assert len(job.units()[0][0].record_ids) == sampling.samples
     with pytest.raises(KVError, match="has no context; allowed: prompt"):
         build_job(reasoning(name, tmp_path, "compress_after=context")).units()
-
-
-def test_pass_at_one_is_the_mean_over_samples_of_each_problem(tmp_path: Path) -> None:
-    task = made_of(reasoning("gsm8k", tmp_path, "task.max_new_tokens=20"))
-    made = with_session(make_job(tmp_path, echo=task), sampling=Sampling(1.0, 1.0, 4))
-    made.session.__dict__.update(encoder=PromptEncoder(Letters()))
-    for rows in records_of(run_job(made)).values():
-        assert len(rows) == 12
-        assert {row["status"] for row in rows} == {"ok"}
-        assert len({row["prediction"] for row in rows}) > 6
-    (group,) = load_experiment(tmp_path / "e").groups
-    assert group.meta.unit == "context_id"
-    assert group.records["context_id"].nunique() == 3

@@ -59,7 +59,10 @@ CASES: dict[str, list[tuple[str, Any, float]]] = {
         (r"\fbox{7}", ["7"], 1),
         (r"\boxed 7$", ["7"], 1),
         *((said, ["7"], 0) for said in (r"\boxed{7", r"\boxed", r"\boxed{}", "7")),
-        *((said, ["1"], 0) for said in ("\\boxed{" * 500, "}" * 50 + "\\boxed", "\\boxed \\boxed{")),
+        *(
+            (said, ["1"], 0)
+            for said in ("\\boxed{" * 500, "}" * 50 + "\\boxed", "\\boxed \\boxed{")
+        ),
     ],
     "contains_all": [("AB and cd", ["AB", "CD"], 1), ("only ab", ["AB", "CD"], 0.5)],
     "f1_zh": [("北京", ["北京"], 1)],

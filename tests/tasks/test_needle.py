@@ -9,14 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from support.configs import composed
 from support.encoders import Letters, shipped
 from support.paths import ROOT
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from kvbench.cli.build import build_job
 from kvbench.tasks.base import PromptEncoder, TaskError, balanced_order
 from kvbench.tasks.haystack import generated_haystack, split_sentences
 from kvbench.tasks.needle import Needle
@@ -97,23 +95,6 @@ def test_of_every_prefix_the_shares_are_right_to_within_one_example() -> None:
             assert np.abs(counts - fair).max() < 1
 
 
-def test_the_default_needle_s_prefixes_show_what_the_whole_shows() -> None:
-    conf = yaml.safe_load((ROOT / "conf/task/needle.yaml").read_text())
-    grid = {name: conf[name] for name in ("lengths", "depths", "num_examples")}
-    letters = {"lengths": [length * 4 for length in grid.pop("lengths")]}
-    found = task(**grid, **letters).examples(PLAIN)
-    assert len({e.id for e in found}) == 4 * 5 * grid["num_examples"]
-    # A method that keeps both ends finds the needle there: 40 % of all. So it is of every prefix, to
-    # within an example; and of every run of depths and of lengths, to within two.
-    tried = np.arange(1, len(found) + 1)
-    both = np.cumsum([e.fields["depth"] in (0, 100) for e in found])
-    assert np.abs(both - 0.4 * tried).max() <= 1.2
-    for field, values in (("depth", grid["depths"]), ("length", letters["lengths"])):
-        for low, high in itertools.combinations(range(len(values) + 1), 2):
-            inside = np.cumsum([e.fields[field] in values[low:high] for e in found])
-            assert np.abs(inside - tried * (high - low) / len(values)).max() < 2
-
-
 class Released:
     """The prompt of github.com/ksheth96/BalanceKV, run_needle_in_haystack.py (b6b82544), step by step
     from its description: encode() puts a begin token before everything, and nothing takes it away."""
@@ -176,15 +157,6 @@ def test_figure_4_has_the_released_prompt(tmp_path: Path, with_begin_token: Any)
         assert ours.context.startswith("<|im_start|> This is a very long story book: <book> ")
 
 
-def test_figure_4_has_the_released_grid_and_what_differs_is_named() -> None:
-    grid = np.logspace(10, 17, num=22, base=2).astype(int).tolist()[6:-1]
-    assert FIGURE_4["task"]["lengths"] == grid
-    assert FIGURE_4["task"]["depths"] == np.round(np.linspace(0, 100, 10)).astype(int).tolist()
-    assert FIGURE_4["task"]["primary"] == "released_recall"
-    assert FIGURE_4["model"]["chat_template"] == "never"
-    assert any("uniform" in line for line in FIGURE_4["paper_table"]["differences"])
-
-
 # needles together
 
 TOGETHER = {
@@ -228,13 +200,6 @@ def test_needles_together_are_one_context_that_is_asked_about_each(encoder: Prom
     orders = {tuple(e.fields["depth"] for e in examples[i : i + 5]) for i in range(0, 30, 5)}
     assert len(orders) > 1, "what is asked first is not always the same depth"
     assert set(lengths[:2]) == {1500, 2500}, "a prefix of contexts is balanced over lengths"
-
-
-def test_needle_questions_come_after_the_compression() -> None:
-    config = composed("task=needle_questions", "device=cpu", "task_label=t")
-    assert config.compress_after == "context"
-    assert len(config.task.depths) == 11
-    assert build_job(config).plan.task.together
 
 
 # texts
@@ -292,14 +257,6 @@ def test_essays(shared_file: Any) -> None:
         at = example.context.index(NEEDLE["needle"])
         if at and example.fields["depth"] < 100:
             assert example.context[:at].rstrip()[-1] in ".!?\"')"
-
-
-def test_a_hugging_face_dataset(monkeypatch: Any) -> None:
-    rows = [{"text": "Some text here. And more."}] * 3
-    monkeypatch.setattr("kvbench.tasks.data.hub_answers", lambda: True)
-    monkeypatch.setattr("datasets.load_dataset", lambda *names, **options: rows)
-    found = task(haystack="dataset", dataset_name="some/set").examples(PLAIN)
-    assert all("And more." in example.context for example in found)
 
 
 @pytest.mark.parametrize("encoder", [PLAIN, WRAPPED])

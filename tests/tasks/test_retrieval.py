@@ -1,4 +1,4 @@
-"""LongEval's lines, key-value retrieval, passkey, number string: what is hidden, where, what is asked."""
+"""LongEval's lines, key-value retrieval, passkey, number string: what is hidden and where."""
 
 from __future__ import annotations
 

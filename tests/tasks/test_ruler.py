@@ -222,41 +222,13 @@ def test_one_key_is_asked_in_the_singular_and_several_are_not(files) -> None:
         assert f"for {key} is: {value}." in four.context
 
 
-def test_a_chain_is_in_order_and_its_example_is_solved() -> None:
-    for example in made(tasks=["vt"], num_examples=5):
-        solved, asked = re.split(r"\n\n(?=Memorize)", example.context)
-        assert len(shipped().encode_text(solved)) <= 520
-        statements = re.findall(r"^VAR (\w{5}) = (?:VAR )?(\w+)( ?)$", asked, re.MULTILINE)
-        assert [name for name, _, _ in statements] == list(example.answers)
-        assert [value for _, value, _ in statements[1:]] == list(example.answers[:-1])
-        assert [blank for _, _, blank in statements] == ["", " ", " ", " ", " "]
-        assert statements[0][1] in example.question
-        assert re.search(r", they are:  ([A-Z]{3} ?){5}$", solved)
-    contexts = [e.context for e in made(tasks=["vt"], num_examples=2)]
-    assert len({re.findall(r"VAR (\w{3}) =", text)[0] for text in contexts}) == 2
-
-
-def test_common_words_are_common_and_never_fewer_than_ten(monkeypatch) -> None:
-    for length, often, seldom in ((1536, 6, 1), (4096, 30, 3)):
-        for example in made(tasks=["cwe"], num_examples=4, lengths=[length]):
-            counts = Counter(SPLIT.split(example.context.rstrip().rsplit("\n", 1)[1])[1:])
-            assert len(counts) >= 11
-            assert {counts[word] for word in example.answers} == {often}
-            assert {n for word, n in counts.items() if word not in example.answers} == {seldom}
+def test_common_words_of_a_short_list_are_made_of_two(monkeypatch) -> None:
     lists = (("a",), ("b",), tuple(f"w{i}x" for i in range(60)))
     monkeypatch.setattr(ruler, "word_lists", lambda: lists)
     (example,) = made(tasks=["cwe"], num_examples=1, lengths=[2048])
     counts = Counter(SPLIT.split(example.context.rstrip().rsplit("\n", 1)[1])[1:])
     assert len(counts) == 60 + example.fields["paired_words"] > 60
-
-
-def test_ranks_of_frequent_words_differ() -> None:
-    for example in made(tasks=["fwe"], num_examples=6, lengths=[700, 2048]):
-        words = example.context.partition("coded words. ")[2].split()
-        (noise, first), *ranks = Counter(words).most_common(5)
-        assert noise == "..."
-        assert tuple(word for word, _ in ranks[:3]) == example.answers
-        assert first > ranks[0][1] > ranks[1][1] > ranks[2][1] > ranks[3][1]
+    assert {counts[word] for word in example.answers} == {6}
 
 
 def test_the_answer_is_among_the_documents(files) -> None:
