@@ -18,7 +18,8 @@ from support.configs import composed
 from support.jobs import make_job, records_of
 from support.paths import DATA, ROOT
 
-from kvbench.cli.catalogue import catalogue
+from kvbench.cli.catalogue import catalogue, config_dir
+from kvbench.engine.loading import ModelSpec, checked_config
 from kvbench.run.runner import run_job
 from kvbench.tasks.base import PromptEncoder, Task, TaskError
 from kvbench.tasks.jsonl import Jsonl
@@ -115,6 +116,22 @@ def test_the_list_of_tasks_names_them_with_a_line_each() -> None:
     for name in TASKS:
         assert 15 < len(listed[name]) < 200
         assert "\n" not in listed[name]
+
+
+MODELS = sorted(
+    path.stem for path in (config_dir() / "model").glob("[!_]*.yaml") if path.stem != "hf"
+)
+
+
+def test_every_model_config_makes_a_model_that_can_be_run() -> None:
+    for name in MODELS:
+        config = composed(f"model={name}", "task_label=t")
+        spec: ModelSpec = instantiate(config.model, _convert_="all")
+        assert re.fullmatch(r"[0-9a-f]{40}", spec.revision or "0" * 40), name
+        architecture = checked_config(spec)
+        if spec.max_input is not None:
+            assert spec.max_input + 512 <= architecture.max_position_embeddings, name
+        assert not spec.trust_remote_code
 
 
 # what is refused

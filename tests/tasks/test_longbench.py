@@ -16,9 +16,8 @@ from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kvbench.cli.main import main
-from kvbench.engine.loading import ModelError, ModelSpec, local_path
+from kvbench.engine.loading import ModelError, ModelSpec, local_path, prompt_encoder, stop_token_ids
 from kvbench.engine.stopping import Stopping
-from kvbench.engine.tokenizer import prompt_encoder, stop_token_ids
 from kvbench.records.read import load_runs
 from kvbench.tasks import longbench
 from kvbench.tasks.base import TaskError
