@@ -142,7 +142,7 @@ def test_what_is_kept_is_what_a_whole_forward_pass_says(architecture, chunk, wor
             assert torch.equal(inside[sure[head]], wanted[head][sure[head]])
             kept += int(inside.sum())
     assert kept == pairs - 1, "strictly above the threshold"
-    fork.audit(120, layers)
+    fork.audit()
     assert fork.cache_bytes() < start.exact_bytes
 
 
