@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 
@@ -33,7 +34,11 @@ def panel(ax: Axes, group: Group) -> None:
     ax.plot(front["x"], front["mean"], color="0.25", lw=0.9, zorder=0)
     named = front if lower else front[::-1]
     for row in named.drop_duplicates("method").to_dict("records"):
-        text = {"textcoords": "offset points", "ha": "right", "fontsize": SMALL - 1.5}
+        text: dict[str, Any] = {
+            "textcoords": "offset points",
+            "ha": "right",
+            "fontsize": SMALL - 1.5,
+        }
         color = style_of(row["method"]).color
         ax.annotate(row["method"], (row["x"], row["mean"]), xytext=(-4, -3), color=color, **text)
     ax.set_xscale("log", base=2)

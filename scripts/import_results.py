@@ -3,7 +3,7 @@
     python scripts/import_results.py <folder of kvpress's evaluate.py> runs/kvpress
     python scripts/import_results.py <output_path of lm_eval --log_samples> runs/lm_eval
 
-Of kvpress: config.yaml and predictions.csv of RULER, LongBench and LongBench-E, scored here, as it keeps
+Of kvpress: config.yaml and predictions.csv of RULER, LongBench and LongBench-E, scored here, since it has
 no score of an example. Of lm-evaluation-harness: the first numeric metric of samples_<task>_<time>.jsonl.
 Each of their folders is a variant, paired with the others example by example.
 """
@@ -126,7 +126,12 @@ def write(about: Mapping[str, Any], records: list[dict[str, Any]], place: Path) 
         "seed": about.get("seed", 0),
     }
     folder = run_folder(
-        place.parent, place.name, names["model"], names["task"], names["method"], names["config_hash"]
+        place.parent,
+        place.name,
+        names["model"],
+        names["task"],
+        names["method"],
+        names["config_hash"],
     )
     meta = {"version": 1, "score_unit": "score"}
     write_manifest(folder, {**names, "config": config, "identity": config, "task_meta": meta})

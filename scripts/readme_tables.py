@@ -51,8 +51,10 @@ class Column:
         where = self.where
         if "measure" in frame and "mean" in frame:  # tidy, as reports write since 0.2
             frame = frame[frame["measure"] == "score"]
-            frame = frame.rename(columns={"mean": "score", "low": "score_low", "high": "score_high"})
-            where = {"value": str(value) for value in where.values()}
+            frame = frame.rename(
+                columns={"mean": "score", "low": "score_low", "high": "score_high"}
+            )
+            where = {"value": str(*where.values())}
         for key, value in where.items():
             frame = frame[frame[key] == value]
         return pd.Series([self._text(row) for _, row in frame.iterrows()], index=frame["variant"])

@@ -66,7 +66,8 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
     experiment = load_experiment(Path(experiment_folder))
     parts = [(group, tidy(group)) for group in experiment.groups]
     warnings: list[str] = []
-    theirs, notes = pd.DataFrame(), []
+    theirs = pd.DataFrame()
+    notes: list[str] = []
     try:
         theirs, notes = beside(experiment)
     except PaperError as error:

@@ -67,8 +67,8 @@ def compare(first: Experiment, second: Experiment) -> Comparison:
             both = _both(a, x, b, y)
             parts.append(_changes(both).assign(variant=y.label, method=y.method))
             changed += _settings(a, x, b, y)
-            for names, group, variant in zip(seen, (a, b), (x, y), strict=True):
-                names.add(_run_name(group, variant))
+            for known, group, variant in zip(seen, (a, b), (x, y), strict=True):
+                known.add(_run_name(group, variant))
     if not parts:
         raise StoreError(
             f"{first.folder} and {second.folder} have no model, task and method in common"
@@ -77,7 +77,7 @@ def compare(first: Experiment, second: Experiment) -> Comparison:
     last = ~frame.duplicated(["model", "task", "variant"], keep="last")
     frame.loc[last, "p_adjusted"] = holm([float(p) for p in frame.loc[last, "p"]])
     every = ([_run_name(g, v) for g in e.groups for v in g.variants] for e in (first, second))
-    only = [[n for n in names if n not in known] for names, known in zip(every, seen, strict=True)]
+    only = [[n for n in of if n not in known] for of, known in zip(every, seen, strict=True)]
     names = first.name, second.name
     if names[0] == names[1]:
         names = str(first.folder), str(second.folder)

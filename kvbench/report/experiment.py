@@ -409,12 +409,11 @@ COLUMNS = (
 def load(folder: str | Path) -> pd.DataFrame:
     """Every record below a folder: of one run, of an experiment, or of several experiments.
 
-    One row per (example, method, seed), with the columns of `COLUMNS` and then the task's own. ``variant``
-    is the label that tables use, ``rate`` NaN for a budget that names no share of the middle, ``ratio`` the
-    measured bytes over those of the exact cache, ``entries_mean`` and ``entries_max`` what is held per
-    layer and KV head, ``run`` the folder; times are seconds. Values are numbers, texts, truth values and
-    lists of texts (whatever else a record holds is JSON), so that
-    ``load(folder).to_parquet("records.parquet")`` works.
+    One row per (example, method, seed), with the columns of `COLUMNS`, then the task's own. ``variant``
+    is the label that tables use, ``rate`` NaN for a budget that names no share of the middle, ``ratio``
+    of measured bytes to those of the exact cache, ``entries_mean`` and ``entries_max`` held per layer and
+    KV head, ``run`` the folder; times are seconds. Values are numbers, texts, truth values and lists of
+    texts (whatever else a record holds is JSON), so that ``load(folder).to_parquet("x.parquet")`` works.
 
     Raises:
         StoreError: no runs there, or one that is broken.

@@ -46,7 +46,7 @@ _AXES = {
     "prompt_tokens": "prompt length (tokens)",
     "rate": "rate (fraction of the middle that is kept)",
 }
-_RC = {
+_RC: Any = {
     "text.parse_math": False,
     "svg.fonttype": "none",
     "svg.hashsalt": "kvbench",
@@ -196,7 +196,7 @@ def _label(figure: Figure, axes: Sequence[Axes], x: str, y: str, *, legend: bool
     if legend and named:
         longest = max(map(len, named))
         columns = max(1, min(6, len(named), int(figure.get_figwidth() * 15 / (longest + 6))))
-        place = {"loc": "outside upper center", "ncols": columns, "fontsize": SMALL}
+        place: dict[str, Any] = {"loc": "outside upper center", "ncols": columns, "fontsize": SMALL}
         figure.legend(list(named.values()), list(named), frameon=False, **place)
 
 
@@ -212,8 +212,14 @@ def _errorbar(ax: Axes, at: Any, rows: pd.DataFrame, *, across: bool, **more: An
     x, y = (mean, at) if across else (at, mean)
     style = style_of(str(rows["method"].iloc[0]))
     size = {"*": 8.5, "P": 6.0, "X": 6.0}.get(style.marker, 4.8)
-    look = {"color": style.color, "marker": style.marker, "markersize": size, "elinewidth": 0.9}
-    ax.errorbar(x, y, **{"xerr" if across else "yerr": spread}, **look | more)
+    look: dict[str, Any] = {
+        "color": style.color,
+        "marker": style.marker,
+        "markersize": size,
+        "elinewidth": 0.9,
+    }
+    look["xerr" if across else "yerr"] = spread
+    ax.errorbar(x, y, **look | more)
 
 
 @_styled
@@ -364,8 +370,14 @@ def _against_memory(panels: Mapping[str, pd.DataFrame], group: Group) -> Figure:
         rows = rows[rows["label"] != BASELINE]
         points = list(zip(rows["x"], rows["mean"], strict=True))
         best = [p for p, on in zip(points, pareto(points, lower=lower), strict=True) if on]
-        look = {"facecolors": "none", "edgecolors": "0.25", "linewidths": 0.8, "zorder": 5}
-        ax.scatter(*np.array(best).reshape(-1, 2).T, s=80, **look)
+        look: dict[str, Any] = {
+            "facecolors": "none",
+            "edgecolors": "0.25",
+            "linewidths": 0.8,
+            "zorder": 5,
+        }
+        x, y = np.array(best).reshape(-1, 2).T
+        ax.scatter(x, y, s=80, **look)
 
     return lines(panels, _RATIO, _score(group), log=log, baseline=BASELINE, also=ring)
 
@@ -377,9 +389,9 @@ def memory_rows(group: Group, frame: pd.DataFrame) -> pd.DataFrame:
         ratio = group.good.groupby(["variant", group.good["rate"].map(as_text)])["ratio"].mean()
         x = [ratio.get(key, math.nan) for key in zip(mine["variant"], mine["value"], strict=True)]
         return _scaled(group, mine, x=x, label=mine["variant"]).dropna(subset=["mean", "x"])
-    total, x = totals(frame), totals(frame, "ratio")["mean"]
+    total, ratios = totals(frame), totals(frame, "ratio")["mean"]
     names = {v.label: v.without_rate for v in group.variants}
-    return _scaled(group, total, x=x, label=total["variant"].map(names)).dropna(
+    return _scaled(group, total, x=ratios, label=total["variant"].map(names)).dropna(
         subset=["mean", "x"]
     )
 
@@ -500,6 +512,7 @@ def heatmaps(group: Group, spec: Heatmap, labels: Sequence[str] = ()) -> list[Dr
         bar.ax.set_ylabel(
             _score(group) if spec.value == "score" else words(spec.value), fontsize=TEXT
         )
+        assert bar.solids is not None
         bar.solids.set_rasterized(True)  # hundreds of shades, one picture
         _label(figure, axes, *(_AXES.get(name, words(name)) for name in (spec.x, spec.y)))
         found.append(
@@ -518,7 +531,13 @@ def _heat(ax: Axes, grid: pd.DataFrame, low: float, high: float) -> Any:
     ax.set_facecolor("#EEEEEE")
     rows, columns = values.shape
     edges = np.arange(columns + 1) - 0.5, np.arange(rows + 1) - 0.5
-    look = {"cmap": "viridis", "vmin": low, "vmax": high, "edgecolors": "white", "linewidth": 1}
+    look: dict[str, Any] = {
+        "cmap": "viridis",
+        "vmin": low,
+        "vmax": high,
+        "edgecolors": "white",
+        "linewidth": 1,
+    }
     image = ax.pcolormesh(*edges, np.ma.masked_invalid(values), **look)
     ax.set_ylim(rows - 0.5, -0.5)
     for set_ticks, names in ((ax.set_xticks, grid.columns), (ax.set_yticks, grid.index)):
@@ -533,15 +552,20 @@ def _heat(ax: Axes, grid: pd.DataFrame, low: float, high: float) -> Any:
             if not math.isnan(value):
                 color = "#FDFDFD" if value < (low + high) / 2 else "#111111"
                 text = f"{value:.0f}" if high == 100 else f"{value:.2g}"
-                place = {"ha": "center", "va": "center", "fontsize": 6.5, "color": color}
+                place: dict[str, Any] = {
+                    "ha": "center",
+                    "va": "center",
+                    "fontsize": 6.5,
+                    "color": color,
+                }
                 ax.text(column, row, text, in_layout=False, **place)
     return image
 
 
 def bars(group: Group, spec: Bars) -> Drawn | None:
-    """Mean and standard deviation over repetitions (the values of `spec.repeat`, within each the mean; a
-    record field ``draw``, several draws of a method in one run, counts as part of the seed). Methods that
-    keep the whole cache are left out: their error is rounding."""
+    """Mean and standard deviation over repetitions (values of `spec.repeat`, within each the mean; a
+    record field ``draw``, a method's draws in one run, is part of the seed). Methods that keep the whole
+    cache are left out: their error is rounding."""
     good = group.good[group.good["saves_memory"].ne(False)]
     if good.empty or spec.x not in good:
         return None
@@ -560,7 +584,7 @@ def bars(group: Group, spec: Bars) -> Drawn | None:
     rows["low"], rows["high"] = rows["mean"] - rows["std"], rows["mean"] + rows["std"]
     rows["x"] = rows[spec.x].map(ticks.index)
     named = f"{words(spec.facet or '')} "
-    panels = {f"{named}{one}" if one else "": part for one, part in rows.groupby("panel")}
+    panels = {named + str(one) if one else "": part for one, part in rows.groupby("panel")}
     ylabel, names = spec.ylabel or words(value), [as_text(tick) for tick in ticks]
     figure = lines(panels, _AXES.get(spec.x, words(spec.x)), ylabel, ticks=names, bars=True)
     text = f"Means; lines: the standard deviation over {repeat.nunique()} {words(spec.repeat)}s."
@@ -756,7 +780,7 @@ def draw_strips(named: Mapping[str, tuple[str, Strip]]) -> Figure:
         top = max(1.0, *(float(strip.layers[layer].max()) for layer in shown))
         edges = np.minimum(np.arange(len(strip.layers[shown[0]]) + 1) * strip.width, strip.tokens)
         for row, layer in enumerate(shown):
-            look = {"fill": True, "color": style_of(method).color, "linewidth": 0}
+            look: dict[str, Any] = {"fill": True, "color": style_of(method).color, "linewidth": 0}
             ax.stairs(strip.layers[layer] / top * 0.86 - row, edges, baseline=-row, **look)
         if strip.answer is not None:
             ax.axvspan(*strip.answer, facecolor="#F3D04E", alpha=0.55, linewidth=0, zorder=0)

@@ -186,7 +186,7 @@ def strata_of(
     needed = dict.fromkeys(["variant", "seed", "example_id", "status", "score", *PROMPT, unit, by])
     parts = list(records.reindex(columns=list(needed)).groupby(by, sort=False))
     order = {name: i for i, name in enumerate(group.datasets)} if by == "dataset" else None
-    parts.sort(key=lambda part: order[part[0]] if order else natural_order(part[0]))  # type: ignore[arg-type,return-value]
+    parts.sort(key=lambda part: order[part[0]] if order else natural_order(part[0]))
     return [_scores(group, part, unit, f"{by} {as_text(value)}") for value, part in parts]
 
 

@@ -23,7 +23,12 @@ from kvbench.errors import UserError
 HEADING = "differs from the paper"
 _NAME = re.compile(r"[\w+=@,-][\w.+=@,-]{0,119}")
 """No path: tables lie in one folder."""
-_KEYS = {"where": Mapping, "records": Mapping, "differences": list, "rescored": (int, float)}
+_KEYS: dict[str, Any] = {
+    "where": Mapping,
+    "records": Mapping,
+    "differences": list,
+    "rescored": (int, float),
+}
 
 
 class PaperError(UserError, ValueError):

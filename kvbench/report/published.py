@@ -47,8 +47,8 @@ _KEYS = ("source", "task", "model", "published_model", "method", "variant")
 
 
 def beside(experiment: Experiment, folder: Path | None = None) -> tuple[pd.DataFrame, list[str]]:
-    """A row for each of our numbers that a published one stands beside, fractions in per cent; and what is
-    known to differ from the papers' settings.
+    """A row for each of our numbers that a published one stands beside, fractions in per cent; and the
+    known differences from the papers' settings.
 
     Args:
         folder: where the CSV files are; by default ``paper`` beside the experiment's folder, or the
@@ -96,7 +96,7 @@ def _read(spec: Mapping[str, Any], places: Sequence[Path]) -> pd.DataFrame:
     lacking = {*where, "method", "by", "value", "field", "unit", "printed"} - set(frame)
     if lacking:
         raise PaperError(
-            f"{name} has no column {', '.join(sorted(lacking))}; it has {', '.join(frame)}"
+            f"{name} has no column {', '.join(sorted(lacking))}; it has {', '.join(map(str, frame))}"
         )
     for column, wanted in where.items():
         allowed = wanted if isinstance(wanted, list) else [wanted]
@@ -125,7 +125,8 @@ def _joined(
     for field, wanted in (spec.get("records") or {}).items():
         records = records[records[field].isna() | (records[field] == wanted)]
     found = []
-    for (by, field), part in theirs.groupby(["by", "field"], sort=False):
+    for key, part in theirs.groupby(["by", "field"], sort=False):
+        by, field = map(str, key)  # type: ignore[arg-type]
         if field not in records or not set(filter(None, by.split("+"))) <= set(records):
             raise PaperError(f"{spec['file']}: our records have no field {by or field}")
         part = part.assign(same=part["model"].isin(["", name]))
@@ -175,15 +176,11 @@ def _ours(
     if theirs != set(values):  # an average over other datasets is another number
         found[0] = single[single["value"] != AVERAGE]
     ours = pd.concat(found, ignore_index=True)
-    ours["parts"] = [
-        [
-            named[variant, v]
-            for v in (
-                values if value == AVERAGE else str(value).split("+") if value in added else [value]
-            )
-        ]
-        for variant, value in zip(ours["variant"], ours["value"], strict=True)
-    ]
+    parts = []
+    for variant, value in zip(ours["variant"], ours["value"], strict=True):
+        of = values if value == AVERAGE else value.split("+") if value in added else [value]
+        parts.append([named[variant, one] for one in of])
+    ours["parts"] = pd.Series(parts, dtype=object)
     ours["summed"] = ours["value"].isin(added)
     return ours.drop(columns=["by"]).rename(columns={"unit": "our_unit", "model": "our_model"})
 

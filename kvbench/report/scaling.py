@@ -10,7 +10,7 @@ import pandas as pd
 
 from kvbench.records import figures
 from kvbench.report.experiment import Group, Variant
-from kvbench.report.stats import LEVEL, NOTHING, Array, Estimate, Stratum, resampled, widened
+from kvbench.report.stats import LEVEL, NOTHING, Array, Estimate, Flags, Stratum, resampled, widened
 
 NEAR = 0.1
 """A slope is as predicted where its whole interval is this close to the prediction."""
@@ -37,7 +37,7 @@ class Curve:
     draws: Array
     units: int
 
-    def _used(self, least: float, most: float) -> Array:
+    def _used(self, least: float, most: float) -> Flags:
         return (
             np.isfinite(self.mean)
             & (self.mean > 0)

@@ -130,8 +130,8 @@ def estimates(strata: Sequence[Stratum]) -> list[Estimate]:
 
 
 def resampled(stratum: Stratum) -> Array:
-    """[RESAMPLES, variants] means over units drawn with replacement, the same draw for every variant, from
-    a generator seeded by the stratum's name."""
+    """[RESAMPLES, variants] means over units drawn with replacement, the same draw for every variant,
+    seeded by the stratum's name."""
     units = len(stratum.sums)
     generator = np.random.default_rng([zlib.crc32(stratum.name.encode()), units])
     even = np.full(units, 1 / units) if units else np.empty(0)

@@ -16,8 +16,8 @@ MARKS = {"incomplete": "†", "tied": "≈", "beyond": "‡", "unpaired": "*"}
 LEGEND = {
     "best": "Bold: the best compressed method of the column at its rate.",
     "tied": "≈: not shown to differ from the best, by the paired test over the examples of both.",
-    "worse": "Those without a mark are shown worse, by the paired test, adjusted (Westfall and Young) for"
-    " all pairs at that rate and column: of tables of equal methods, one in twenty shows any.",
+    "worse": "Those without a mark are shown worse, by the paired test, adjusted (Westfall and Young)"
+    " for all pairs at that rate and column: of tables of equal methods, one in twenty shows any.",
     "incomplete": "† some examples failed or are missing: the mean is over the others, a difference over"
     " the examples that both scored.",
     "beyond": "‡ the published number is further from ours than honest runs differ.",

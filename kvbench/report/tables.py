@@ -172,8 +172,8 @@ def _notes(group: Group) -> Iterator[str]:
     if "imagined" in group.records:
         masked = group.records["variant"][group.records["imagined"].eq(True)].unique()
         yield f"{', '.join(masked)}: a mask of one pass; its entries are of a cache that nobody holds."
-    named = [set(manifest.get("datasets_left_out") or []) for manifest in group.manifests]
-    left_out = sorted(set.intersection(*named)) if named else []
+    cut = [set(manifest.get("datasets_left_out") or []) for manifest in group.manifests]
+    left_out = sorted(set.intersection(*cut)) if cut else []
     if left_out:
         yield f"Left out by limit: {', '.join(left_out)}."
 
@@ -268,11 +268,11 @@ def _splits(group: Group, fields: Sequence[str]) -> list[Table]:
         keys = ["variant", "dataset"]
         means = group.good.groupby([*keys, by])["score"].agg(["mean", "count"]).reset_index()
         means["mean_of_parts"] = means.groupby(keys)["mean"].transform("mean")
-        means["order"] = [
+        order: list[Any] = [
             (group.labels.index(v), group.datasets.index(d), natural_order(x))
             for v, d, x in zip(means["variant"], means["dataset"], means[by], strict=True)
         ]
-        means = means.sort_values("order", ignore_index=True).drop(columns="order")
+        means = means.iloc[sorted(range(len(means)), key=order.__getitem__)]
         means = means.rename(columns={"mean": "score", "count": "scored"})
         data = means.assign(model=group.model, task=group.task, unit=group.meta.score_unit)
         data = in_percent(data, ["score", "mean_of_parts"])
@@ -376,7 +376,7 @@ def timings(group: Group) -> pd.DataFrame:
             if "decode_tokens_per_s" not in numbers:
                 medians["decode_tokens_per_s"] = median_of(good["new_tokens"] / good["decode_s"])
             prefill = good["prefill_s"].add(good["compress_s"].fillna(0.0))
-            row = {"method": variant.method, "variant": variant.label}
+            row: dict[str, Any] = {"method": variant.method, "variant": variant.label}
             row["prompt_and_new_tokens"] = _setting(
                 dict(zip(["prompt_tokens", *asked], key, strict=True)), good
             )
@@ -470,7 +470,7 @@ def fidelity_table(group: Group) -> Table:
                 row |= (found[name][i] if len(good) else NOTHING).named(name)
             rows.append(row)
     frame = pd.DataFrame(rows)
-    shares = [key for key in frame if str(key).startswith("agreement")]
+    shares = [str(key) for key in frame if str(key).startswith("agreement")]
     floor = pd.to_numeric(records.get("kl_floor", pd.Series(dtype=float)), errors="coerce").max()
     return Table(
         f"{group.task}-{group.model}-fidelity",
@@ -585,11 +585,11 @@ def verdict(group: Group, frame: pd.DataFrame) -> str:
         rate = group.variants[peers[0]].rate
         names = {v.label: v.without_rate for v in group.variants}
         parts = {
-            word: [names[label] for label, marks in mine["mark"].items() if word in marks.split()]
+            word: [names[str(k)] for k, marks in mine["mark"].items() if word in marks.split()]
             for word in ("best", "tied", "worse")
         }
         label = next(
-            (k for k, marks in mine["mark"].items() if "best" in marks.split()), mine.index[0]
+            (str(k) for k, m in mine["mark"].items() if "best" in m.split()), str(mine.index[0])
         )
         text = f"{names[label]} has {score_format(unit)(mine['mean'][label])}{percent}"
         if label in change.index and not math.isnan(change["low"][label]):

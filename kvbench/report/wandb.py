@@ -166,7 +166,12 @@ def _write(
     made = {key: manifest.get(key) for key in _MADE}
     identity = manifest.get("identity") or manifest.get("config") or {}
     before = {key: os.environ.get(key) for key in (*_QUIET, "WANDB_SILENT", "WANDB_DATA_DIR")}
-    quiet = {"silent": True, "console": "off", "x_disable_stats": True, "disable_git": True}
+    quiet: dict[str, Any] = {
+        "silent": True,
+        "console": "off",
+        "x_disable_stats": True,
+        "disable_git": True,
+    }
     quiet |= {
         "disable_code": True,
         "x_disable_meta": True,
@@ -478,7 +483,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--project", default="kvbench", help="W&B project (default: kvbench)")
     parser.add_argument("--entity", default=os.environ.get("WANDB_ENTITY", ""), help="its owner")
     known = bool(os.environ.get("WANDB_API_KEY"))
-    send_it = {"action": argparse.BooleanOptionalAction, "default": known}
+    send_it: dict[str, Any] = {"action": argparse.BooleanOptionalAction, "default": known}
     parser.add_argument("--send", **send_it, help="publish (default: if WANDB_API_KEY is set)")
     options = parser.parse_args(arguments)
     try:

@@ -18,6 +18,7 @@ from kvbench.engine.stopping import Stopping
 from kvbench.errors import one_line
 from kvbench.kv import Budget, BudgetExceeded, KVError
 from kvbench.methods.base import Method
+from kvbench.records.figures import Heatmap, as_json
 from kvbench.run.encoding import (
     Asked,
     EncodedExample,
@@ -180,17 +181,14 @@ class TaskPlan:
 
     def meta(self) -> dict[str, Any]:
         """See `Plan.meta`."""
-        figures = []
-        if self.task.heatmap is not None:
-            x, y = self.task.heatmap
-            figures.append({"kind": "heatmap", "x": x, "y": y, "value": "score"})
+        xy = self.task.heatmap
         return {
             "version": self.task.version,
             "data": dict(self.task.digests()),
             "score_unit": self.task.score_unit,
             "lower_is_better": False,
             "breakdown": list(self.task.breakdown),
-            "figures": figures,
+            "figures": as_json([Heatmap(x=xy[0], y=xy[1])] if xy else []),
             "unit": self.task.unit,
             "measures": list(self.task.measures),
         }
