@@ -28,7 +28,7 @@ from kvbench.cli.papers import (
 from kvbench.cli.reproduce import command_lines, reproduce
 from kvbench.errors import UserError
 from kvbench.records.read import load_runs
-from kvbench.report.tables.differences import specs_of
+from kvbench.report.papers import specs_of
 from kvbench.run.termination import Terminated
 
 ITEMS = paper_items()
@@ -71,7 +71,7 @@ def test_every_experiment_of_a_paper_is_in_the_list_and_is_called_as_the_list_ca
 
 
 def test_every_published_file_is_of_an_item() -> None:
-    for path in (ROOT / "results/paper").glob("*.csv"):
+    for path in (ROOT / "results/paper").glob("*_*.csv"):
         assert path.stem in ITEMS, f"{path.name} is in no line of experiments.yaml"
     for name in COMPOSED:
         config = yaml.safe_load(

@@ -13,8 +13,8 @@ from kvbench.cli.main import main
 from kvbench.cli.released import pair_released
 from kvbench.errors import UserError
 from kvbench.records.read import load_runs
+from kvbench.report.compare import compare
 from kvbench.report.experiment import load_experiment
-from kvbench.report.tables.compare import compare
 
 ANSWERS = (["Paris"], ["a red fox"], ["42"], ["42"])
 
@@ -71,10 +71,10 @@ def test_released_predictions_stand_beside_the_same_examples(
     assert scores == pytest.approx({"qasper-1": 2 / 3, "qasper-2": 1.0, "qasper-3": 0.0})
     assert found.records["ratio"].isna().all()
     compared = compare(load_experiment(tmp_path / "results" / "table1"), load_experiment(place))
-    (match,) = compared.tasks[0].matches
-    assert match.total.paired
-    assert match.total.common_examples == 3
-    assert (match.total.better, match.total.worse) == (2, 0)
+    (total,) = compared.frame.to_dict("records")
+    assert total["paired"]
+    assert total["common_examples"] == 3
+    assert (total["better"], total["worse"]) == (2, 0)
 
 
 def test_what_cannot_be_paired_is_one_line(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from kvbench.records.read import StoreError, load_runs
 from kvbench.report.__main__ import main
 from kvbench.report.build import build_report
 from kvbench.report.experiment import load_experiment
-from kvbench.report.wandb.log import log_runs
+from kvbench.report.wandb import log_runs
 from kvbench.run.runner import run_job
 
 PRECIOUS = b"what a person wrote\n"

@@ -16,19 +16,16 @@ import pytest
 from rich.console import Console
 from support.cli_cases import MOST_SECONDS, ended
 from support.report_runs import LINES_META, NEEDLE_META, write_run
-from support.tables import made_of
 
 from kvbench.errors import printable
 from kvbench.records.read import StoreError, load_run, load_runs
 from kvbench.records.schema import COMMON_FIELDS, NUMBER_FIELDS
 from kvbench.records.store import RecordStore, run_folder, safe_name
 from kvbench.report.__main__ import main
-from kvbench.report.build import build_report
+from kvbench.report.build import tables_to_print
 from kvbench.report.experiment import load_experiment
-from kvbench.report.figures.canvas import Drawn, new_figure
-from kvbench.report.render.terminal import print_tables
-from kvbench.report.render.text import frame_csv, markdown
-from kvbench.report.sections import tables_of
+from kvbench.report.render import csv, markdown, terminal
+from kvbench.report.table import Column, Table
 
 HUGE = 10**400
 
@@ -105,25 +102,6 @@ def test_null_is_fine_in_every_other_common_field(tmp_path: Path, name: str) -> 
     assert load_run(run).records[name].isna()[1]
 
 
-ASKED_FOR = ["depth", "length"]
-
-
-@pytest.mark.parametrize("name", ASKED_FOR)
-@pytest.mark.parametrize("value", [[], {"a": 1}, HUGE, math.inf, [[1]]])
-def test_a_field_that_tables_compare_is_named(tmp_path: Path, name: str, value: Any) -> None:
-    run = one_run(tmp_path)
-    change(run / "records.jsonl", name, value)
-    refused(tmp_path, run.name, "'e1'", f"{name} is ", "allowed: text, a number")
-
-
-@pytest.mark.parametrize("name", ["rate", "tokens_per_s", "peak_bytes"])
-@pytest.mark.parametrize("value", ["fast", [], HUGE])
-def test_a_measured_field_that_is_no_number_is_named(tmp_path: Path, name: str, value: Any) -> None:
-    run = one_run(tmp_path, **{name: 1.0})
-    change(run / "records.jsonl", name, value)
-    refused(tmp_path, run.name, "'e1'", f"{name} is ", "allowed: a number")
-
-
 def test_what_no_table_compares_may_be_anything(tmp_path: Path) -> None:
     run = one_run(tmp_path, notes=[{"a": [1, None]}], huge=HUGE)
     assert load_run(run).records["notes"][0] == [{"a": [1, None]}]
@@ -153,18 +131,6 @@ def test_a_manifest_of_a_wrong_type_is_named(tmp_path: Path, key: str, value: An
     refused(tmp_path, f"{run.name}/manifest.json", *names, "move it away")
 
 
-@pytest.mark.parametrize("kind", ["heatmap", "bars", "scaling", "ablation"])
-def test_a_figure_without_what_it_needs(tmp_path: Path, kind: str) -> None:
-    """Keys that are missing are named; fields that no record has leave nothing to draw."""
-    run = one_run(tmp_path)
-    change(run / "manifest.json", "task_meta.figures", [{"kind": kind}])
-    refused(tmp_path, "manifest.json", "task_meta.figures.0 lacks ")
-    keys = ("x", "y", "level", "facet", "unit", "by", "reference")
-    figure = {"kind": kind, "parts": {}} | dict.fromkeys(keys, "nosuch")
-    change(run / "manifest.json", "task_meta.figures", [figure])
-    assert load_experiment(tmp_path / "demo").groups[0].meta.figures == ()
-
-
 def test_deep_values_are_named(tmp_path: Path) -> None:
     run = one_run(tmp_path)
     lines = (run / "records.jsonl").read_text().split("\n")
@@ -188,15 +154,6 @@ def test_what_is_written_can_be_read(tmp_path: Path) -> None:
     assert (tmp_path / "records.jsonl").read_text().count("\n") == 1
 
 
-def test_fields_that_are_text_in_one_run_and_numbers_in_another(tmp_path: Path) -> None:
-    for method, length in (("exact", "long"), ("snapkv", 5.0)):
-        records = [{"example_id": "a", "length": length, "depth": 0, "score": 1.0}]
-        write_run(tmp_path, task="t", method=method, records=records, task_meta=NEEDLE_META)
-    (group,) = load_experiment(tmp_path / "demo").groups
-    assert sorted(group.records["length"]) == ["5", "long"]
-    assert build_report(tmp_path / "demo").page.exists()
-
-
 def test_records_without_a_seed_or_a_unit(tmp_path: Path) -> None:
     """Are of one seed, and each is a unit of its own: 4 units of 2, 2, 1 and 1 records."""
     units = ["a", "a", "b", "b", None, None]
@@ -209,8 +166,8 @@ def test_records_without_a_seed_or_a_unit(tmp_path: Path) -> None:
     (group,) = load_experiment(tmp_path / "demo").groups
     assert group.records["unit_name"].nunique() == 4
     assert group.records["seed"].eq(0).all()
-    table = next(iter(tables_of(load_experiment(tmp_path / "demo"))))
-    assert table.rows
+    table = next(iter(tables_to_print(load_experiment(tmp_path / "demo"))))
+    assert len(table.frame)
 
 
 LONG = "x" * 1_000_000
@@ -267,32 +224,6 @@ NAMES = [
 ]
 
 
-def test_names_stand_for_themselves_in_figures() -> None:
-    """Tick labels, titles and legends, in both formats, twice."""
-    figure = new_figure(3, 2)
-    ax = figure.subplots()
-    for name in NAMES:
-        ax.plot([0, 1], label=name)
-    ax.set_xticks(range(len(NAMES)), NAMES)
-    ax.set_title(NAMES[1])
-    figure.legend()
-    drawn = Drawn("name", "title", "", figure)
-    assert drawn.png.startswith(b"\x89PNG")
-    assert drawn.pdf.startswith(b"%PDF")
-    figure.draw_without_rendering()
-    shown = [label.get_text() for label in ax.get_xticklabels()]
-    assert shown[0] == "\\$a\\$ b\\$", "which matplotlib shows as $a$ b$"
-    assert shown[3] == "\\x1b[31mred\\x1b[0m"
-    assert shown[4] == "\\u202eevil"
-
-
-def test_a_figure_of_any_size_is_drawn() -> None:
-    figure = new_figure(900, 2)
-    figure.subplots()
-    drawn = Drawn("name", "title", "", figure)
-    assert drawn.png.startswith(b"\x89PNG")
-
-
 MARKS = [
     "\x1b]0;owned\x07",
     "\x1b[2J",
@@ -331,9 +262,8 @@ def test_nothing_unseen_reaches_the_terminal(tmp_path: Path, mark: str) -> None:
         assert found.problem() is None, found
         assert not unseen(found.out + found.err), found
     out = io.StringIO()
-    print_tables(
-        tables_of(load_experiment(folder)), Console(file=out, force_terminal=False, width=200)
-    )
+    console = Console(file=out, force_terminal=False, width=200)
+    terminal(tables_to_print(load_experiment(folder)), console)
     assert "model" in out.getvalue()
     assert not unseen(out.getvalue())
     for path in (*folder.rglob("*.md"), *folder.rglob("*.tex")):
@@ -375,7 +305,7 @@ def test_no_cell_of_a_csv_is_a_formula_and_numbers_stay_numbers() -> None:
         }
     )
     before = frame.copy(deep=True)
-    rows = list(standard_csv.reader(io.StringIO(frame_csv(frame), newline="")))
+    rows = list(standard_csv.reader(io.StringIO(csv(frame), newline="")))
     pd.testing.assert_frame_equal(frame, before)
     assert rows[0] == ["text", "'=1+2", "mixed", "flag", "count"]
     shown = [row[0] for row in rows[1:]]
@@ -383,7 +313,7 @@ def test_no_cell_of_a_csv_is_a_formula_and_numbers_stay_numbers() -> None:
     assert [row[1] for row in rows[1:4]] == ["-0.5", "", "-1"]
     assert [row[2] for row in rows[1:5]] == ["'=1", "2.25", "", "x"]
     assert {(row[3], row[4]) for row in rows[1:]} == {("True", "-3")}
-    assert frame_csv(pd.DataFrame()).strip() == '""' or not frame_csv(pd.DataFrame()).strip()
+    assert csv(pd.DataFrame()).strip() == '""' or not csv(pd.DataFrame()).strip()
 
 
 LINKS = [
@@ -405,7 +335,9 @@ def test_markdown_has_no_links_and_no_images(text: str) -> None:
     markdown_it = pytest.importorskip("markdown_it", reason="needs the package markdown-it-py")
     parser = markdown_it.MarkdownIt("commonmark").enable("table")
     rows = ((text, "0.82 [0.75, 0.88]"), ("x", text))
-    written = markdown(made_of(("method", text), rows, title=text, notes=(text,)))
+    frame = pd.DataFrame(rows, columns=["method", "score"])
+    columns = (Column("method"), Column("score", text))
+    written = markdown(Table("name", text, frame, columns, (text,)))
     kinds: list[str] = []
     cells: list[str] = []
     for token in parser.parse(written):

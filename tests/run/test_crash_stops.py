@@ -25,8 +25,8 @@ from support.stores import make_record, rows_below
 from kvbench.records import durable
 from kvbench.records.read import StoreError, read_records
 from kvbench.records.store import RecordStore
+from kvbench.report import wandb as wandb_send
 from kvbench.report.build import build_report
-from kvbench.report.wandb import send as wandb_send
 from kvbench.run import runner
 from kvbench.run.attempts import DeviceLost
 from kvbench.run.plan import TaskPlan

@@ -20,7 +20,7 @@ from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
 from kvbench.records.shards import Shard
 from kvbench.report.experiment import load_experiment
-from kvbench.report.tables.strata import strata_of
+from kvbench.report.frame import strata_of
 from kvbench.run.encoding import encode_examples
 from kvbench.run.preview import print_dry_run
 from kvbench.run.runner import run_job

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from kvbench.engine.sampling import GREEDY
 from kvbench.kv import KVError
 from kvbench.records.read import StoreError, load_runs
+from kvbench.report.build import tables_to_print
 from kvbench.report.experiment import Experiment, group_runs
-from kvbench.report.render.text import markdown
-from kvbench.report.sections import tables_of
+from kvbench.report.render import markdown
 from kvbench.run.plan import TaskPlan, check_ids
 from kvbench.tasks.base import Example, PromptEncoder, TaskError
 from kvbench.tasks.longbench import rows_of, source_of
@@ -312,7 +312,7 @@ def results_folder(records: bytes, manifest: bytes) -> None:
         (run / "manifest.json").write_bytes(manifest)
         try:
             runs = load_runs(folder)
-            for table in tables_of(
+            for table in tables_to_print(
                 Experiment("e", Path(folder), tuple(runs), tuple(group_runs(runs)))
             ):
                 markdown(table)
