@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
-from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from support.jobs import SMALL
-from support.pretended import PRETEND, counted, needs_cuda, needs_pretend
-from support.probing import SYNTHETIC
+from support.pretended import counted, needs_cuda, needs_pretend
 from support.prompts import EVERY_METHOD, facts
 from support.tiny import prompt_ids, tiny_model
 from support.variants import VARIANTS, label
@@ -20,13 +16,10 @@ from kvbench.engine.attention import exact_attention
 from kvbench.engine.decoding import DecodeState
 from kvbench.engine.fork import Fork
 from kvbench.engine.generate import Prompt, run_batch
-from kvbench.engine.loading import ModelSpec
 from kvbench.engine.prefill import prefill
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import KVError
-from kvbench.methods import _draws, build_method
-from kvbench.probes.layer_error import LayerError
-from kvbench.run.session import Session
+from kvbench.methods import build_method
 
 pytestmark = [pytest.mark.cuda, needs_cuda]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -53,32 +46,10 @@ def test_every_method_answers_as_on_the_cpu(compress_after, monkeypatch):
     monkeypatch.setenv("KVBENCH_KERNELS", "torch")
     found = answers(model_on(CUDA), METHODS, compress_after=compress_after)
     assert found == answers(model_on(CPU), METHODS, compress_after=compress_after)
-
-
-THROUGH_KERNELS = (*("exact", "h2o", "snapkv", "subgen", "balancekv", "uniform"),)
-
-
-def test_methods_with_kernels_of_their_own_answer_as_on_the_cpu(monkeypatch):
     monkeypatch.setenv("KVBENCH_KERNELS", "auto")
-    found = answers(model_on(CUDA), THROUGH_KERNELS, n=40, new=2)
-    assert found == answers(model_on(CPU), THROUGH_KERNELS, n=40, new=2)
-
-
-def test_a_model_on_two_gpus_answers_as_on_the_cpu(monkeypatch):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    monkeypatch.setenv("KVBENCH_KERNELS", "auto")
-    model = model_on(CUDA)
-    layers = model.model.layers
-    last = torch.device("cuda", 1)
-    for place, layer in enumerate(layers):
-        device = last if place >= len(layers) // 2 else CUDA
-        add_hook_to_module(layer.to(device), AlignDevicesHook(execution_device=device))
-    for module in (model.model.norm, model.lm_head, model.model.embed_tokens):
-        add_hook_to_module(module, AlignDevicesHook(execution_device=CUDA))
-    add_hook_to_module(model.model.rotary_emb, AlignDevicesHook(execution_device=CUDA))
-    found = answers(model, ("exact", "h2o", "balancekv"), n=40, new=2)
-    assert found == answers(model_on(CPU), ("exact", "h2o", "balancekv"), n=40, new=2)
+    names = ("exact", "h2o", "snapkv", "subgen", "balancekv", "uniform")
+    found = answers(model_on(CUDA), names, n=40, new=2)
+    assert found == answers(model_on(CPU), names, n=40, new=2)
 
 
 def test_float32_with_grouped_heads_forms_no_matrix_of_all_logits(monkeypatch):
@@ -94,43 +65,6 @@ def test_float32_with_grouped_heads_forms_no_matrix_of_all_logits(monkeypatch):
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", refused)
     found = exact_attention(q, k, v, scaling=0.25)
     torch.testing.assert_close(found.cpu(), expected)
-
-
-def test_synthetic_layers_are_on_the_device_of_the_session(monkeypatch):
-    monkeypatch.setenv("KVBENCH_KERNELS", "torch")
-    session = Session(ModelSpec(name="none", path="none"), CUDA, torch.float32)
-    probe = LayerError(synthetic=SYNTHETIC, layers=(1,), rates=(0.25,), seeds=1, exact=40)
-    methods = {name: (build_method(name), SMALL) for name in ("h2o", "balancekv", "subgen")}
-    (unit,) = probe.units(session, methods)
-    ((_, layer),) = probe.captured(unit, session)
-    assert {x.device for x in (layer.keys, layer.values, layer.queries)} == {CUDA}
-    on_cpu = replace(session, device=CPU)
-    expected = {o.method: o.fields["score"] for o in probe.run(unit, methods, on_cpu)}
-    for outcome in probe.run(unit, methods, session):
-        assert outcome.fields["score"] == pytest.approx(expected[outcome.method], rel=1e-4)
-
-
-@pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_draws_are_those_of_the_cpu_whatever_draws_them(kernels, monkeypatch):
-    """And the host neither copies nor waits for one."""
-    monkeypatch.setenv("KVBENCH_KERNELS", kernels)
-
-    def drawn(device):
-        generator = torch.Generator().manual_seed(4)
-        return (
-            _draws.uniforms(generator, device, 2, 33),
-            _draws.place(generator, 2, 50, device),
-            _draws.places(generator, 2, 50, 20, device),
-        )
-
-    on_gpu = drawn(CUDA)
-    assert {x.device for x in on_gpu} == {CUDA}
-    for here, there in zip(drawn(CPU), on_gpu, strict=True):
-        assert torch.equal(here, there.cpu())
-    if PRETEND:
-        assert not counted(lambda: drawn(CUDA), "sync")
-        assert not counted(lambda: drawn(CUDA), "pin") or kernels == "torch"
-        assert sum(counted(lambda: drawn(CUDA), "launch").values()) <= 12
 
 
 @pytest.mark.parametrize(("part", "value"), [("k_proj", float("nan")), ("v_proj", float("inf"))])

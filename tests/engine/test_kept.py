@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,6 @@ from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.fork import Fork, prompt_name
 from kvbench.engine.kept import BINS, MOST_LAYERS, strips_of
 from kvbench.engine.prefill import prefill
-from kvbench.errors import UserError
 from kvbench.kv import Budget, CompressedKV, KVError
 from kvbench.methods import build_method
 from kvbench.run.runner import run_job
@@ -81,6 +81,10 @@ def test_strips_are_the_weight_per_token_of_each_piece() -> None:
         np.testing.assert_allclose(strips["layers"][str(layer)], 100 * expected, atol=0.5001)
     whole = strips_of(fork_of(build_method("exact"), ids), 300, [0, 3])
     assert whole["layers"] == {"0": [100] * 100, "3": [100] * 100}
+    fork.layers = {index: fork.layers[index % 4] for index in range(80)}
+    deep = strips_of(fork, 10**6, list(fork.layers))
+    assert len(deep["layers"]) == MOST_LAYERS
+    assert len(json.dumps(deep)) < 20_000
 
 
 def test_entries_of_no_single_token_are_counted_and_not_placed() -> None:
@@ -97,44 +101,16 @@ def test_entries_of_no_single_token_are_counted_and_not_placed() -> None:
     assert strips["layers"]["0"][:4] == [0, 100, 100, 100]
     frame = kvbench.kept(tiny_model("llama"), Letters(), PROMPT, Merged(), **SMALL)
     assert frame["token"].isna().sum() == (frame["position"] == -1).sum() == len(frame) / 4
-
-
-def test_strips_stay_small_for_a_long_prompt_and_a_deep_model() -> None:
-    fork = fork_of(build_method("snapkv"), prompt_ids(100))
-    fork.layers = {index: fork.layers[index % 4] for index in range(80)}
-    strips = strips_of(fork, 10**6, list(fork.layers))
-    assert len(strips["layers"]) == MOST_LAYERS
-    assert len(json.dumps(strips)) < 20_000
-
-
-def test_a_figure_of_what_is_kept() -> None:
-    model = tiny_model("llama")
-    frames = [kvbench.kept(model, Letters(), PROMPT, name, **SMALL) for name in ("exact", "snapkv")]
-    figure = kvbench.draw_kept(*frames)
-    assert [ax.get_title(loc="left").split()[0] for ax in figure.axes] == ["exact", "snapkv"]
-    (first, *_), (second, *_) = ([p.get_data() for p in ax.patches] for ax in figure.axes)
-    assert np.ptp(first.values) == 0 < np.ptp(second.values)
-    with pytest.raises(UserError, match="no frames"):
-        kvbench.draw_kept()
-    foreign = frames[0].copy()
-    foreign.attrs = {}
-    with pytest.raises(UserError, match="a frame does not say its prompt"):
-        kvbench.draw_kept(foreign)
     with pytest.raises(KVError, match="prompt is empty"):
-        kvbench.kept(model, Letters(), "", "snapkv")
+        kvbench.kept(tiny_model("llama"), Letters(), "", "snapkv")
 
 
 def test_records_of_the_first_examples_say_what_was_kept_and_of_no_others(tmp_path: Any) -> None:
     class Told(Echo):
         def examples(self, encoder: Any) -> Any:
-            from dataclasses import replace
-
-            return [
-                replace(
-                    each, context=f"{each.context}THE ANSWER{each.context}", evidence="THE ANSWER"
-                )
-                for each in super().examples(encoder)
-            ]
+            for each in super().examples(encoder):
+                told = f"{each.context}THE ANSWER{each.context}"
+                yield replace(each, context=told, evidence="THE ANSWER")
 
     records = records_of(run_job(make_job(tmp_path, echo=Told())))
     for method, found in records.items():
