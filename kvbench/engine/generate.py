@@ -7,6 +7,7 @@ is answered does not depend on which others are in the batch.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +19,6 @@ from kvbench.engine import memory
 from kvbench.engine.fork import Fork
 from kvbench.engine.graphs import StepGraphs
 from kvbench.engine.kept import strips_of
-from kvbench.engine.limits import active_seconds
 from kvbench.engine.prefill import Prefill, input_device, prefill
 from kvbench.engine.rows import DecodingRow, Generation, decode_rows, feed_questions, picked
 from kvbench.engine.sampling import GREEDY, Sampling
@@ -162,17 +162,17 @@ def run_conversations(
         for turn in range(max((len(talk.questions) for talk in talks), default=0)):
             going_on = [talk for talk in talks if turn < len(talk.questions)]
             for reading in readings:
-                begun = active_seconds()
+                begun = time.perf_counter()
                 mine = [talk for talk in going_on if talk.reading is reading]
                 _ask(model, mine, turn, seed, sampling)
-                reading.spent_s += active_seconds() - begun
+                reading.spent_s += time.perf_counter() - begun
                 for talk in mine:
                     talk.row.spent_s = reading.spent_s
-            begun = active_seconds()
+            begun = time.perf_counter()
             rows = [talk.row for talk in going_on if talk.row.chosen]
             decode_rows(model, rows, graphs or StepGraphs())
             for reading in readings:
-                reading.spent_s += active_seconds() - begun
+                reading.spent_s += time.perf_counter() - begun
             for talk in going_on:
                 kept = talk.reading.kept.get(talk.row.fork.label)
                 talk.said.append(talk.row.finish(batch=len(prompts), kept=kept))
@@ -240,7 +240,7 @@ class _Conversation:
 
 def _read(model: PreTrainedModel, prompt: Prompt, seed: int) -> _Reading:
     """Prefill one prompt, and compress it by every method."""
-    begun = active_seconds()
+    begun = time.perf_counter()
     room = max(
         sum(len(q.ids) + max(prompt.room or 0, q.stopping.max_new_tokens) for q in questions)
         for questions in prompt.conversations
@@ -250,7 +250,7 @@ def _read(model: PreTrainedModel, prompt: Prompt, seed: int) -> _Reading:
         for label, (method, budget) in prompt.methods.items()
     ]
     start = prefill(model, prompt.ids, forks, encoder=prompt.encoder)
-    spent_s = active_seconds() - begun
+    spent_s = time.perf_counter() - begun
     kept = {
         fork.label: strips_of(fork, start.n, fork.compressible)
         for fork in forks
