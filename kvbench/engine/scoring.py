@@ -216,9 +216,12 @@ def masked_pass_cache(
     """Of a method that masks a pass of so many tokens: the entries per head of a cache that held what a
     query sees, and its bytes over those of the exact cache. Each query head chooses for itself."""
     config = model.config.get_text_config()
-    assert pair[0].whole_pass is not None
-    entries = pair[0].whole_pass.entries(pair[1], tokens)
-    return entries, entries * (config.num_attention_heads // kv_heads(config)) / tokens
+    method, budget = pair
+    assert method.whole_pass is not None
+    entries = method.whole_pass.masked_entries(budget, tokens)
+    heads = config.num_attention_heads
+    group = heads // kv_heads(config)
+    return entries, entries * group / tokens
 
 
 @dataclass(frozen=True)
