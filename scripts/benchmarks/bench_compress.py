@@ -136,7 +136,9 @@ def main() -> None:
         compress()
         pairs = [(seconds(needed), seconds(compress)) for _ in range(args.repeats)]
         product, total = (statistics.median(column) for column in zip(*pairs, strict=True))
-        print(f"{name:20} products {product:7.3f}  compression {total:7.3f}  {total / product:6.2f}")
+        print(
+            f"{name:20} products {product:7.3f}  compression {total:7.3f}  {total / product:6.2f}"
+        )
 
 
 if __name__ == "__main__":

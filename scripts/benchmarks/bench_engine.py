@@ -147,7 +147,7 @@ def bench_questions(given: argparse.Namespace) -> None:
             def ask(count: int, session: Any = session) -> None:
                 session.read(context).ask_all(questions[:count], max_new_tokens=new)
 
-            found = medians({str(n): lambda n=n: ask(n) for n in (1, 10)}, given.runs)  # noqa: B023
+            found = medians({str(n): lambda n=n: ask(n) for n in (1, 10)}, given.runs)
         one, ten = found.values()
         print(f"{method:12} one {one:6.2f} s  10 {ten:6.2f} s  ratio {ten / one:.2f}")
 
@@ -175,7 +175,9 @@ def bench_scoring(given: argparse.Namespace) -> None:
         runs = {"plain": plain, "scored": lambda names=names: scored(names)}
         found = medians(runs, given.runs)
         times = found["scored"] / found["plain"]
-        print(f"{len(names)} methods {found['scored']:.3f} s, {times:.2f} times: {', '.join(names)}")
+        print(
+            f"{len(names)} methods {found['scored']:.3f} s, {times:.2f} times: {', '.join(names)}"
+        )
 
 
 BENCHES = {
