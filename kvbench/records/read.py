@@ -28,7 +28,6 @@ from kvbench.errors import FAILED, UserError
 from kvbench.records.durable import read_file
 from kvbench.records.schema import (
     COMMON_FIELDS,
-    LARGEST,
     NUMBER_FIELDS,
     SchemaError,
     parse_manifest,
@@ -111,12 +110,6 @@ def load_run(folder: Path) -> Run:
     records = records.reindex(columns=list(dict.fromkeys([*COMMON_FIELDS, *records.columns])))
     for name in NUMBER_FIELDS:
         records[name] = pd.to_numeric(records[name]).astype(float)
-        beyond = records[records[name].abs() > LARGEST]
-        if len(beyond):
-            raise StoreError(
-                f"{folder}, record of example {beyond['example_id'].iloc[0]!r}: {name} is "
-                f"{beyond[name].iloc[0]:g}; allowed: a number up to {LARGEST:g}, or null"
-            )
     return Run(folder, manifest, records)
 
 
