@@ -27,7 +27,7 @@ pip -c "$constraints" "$wheel[slurm,lm-eval]"
 kvbench -m launcher=gpus launcher.workers=2 device=cpu budget.rate=0.25,0.5 'method=[exact,snapkv]' 'task.num_lines=[20]' limit=2 \
   experiment_name=sweep logger=none > /dev/null
 kvbench experiment=table1 model=recall_mini hydra.mode=RUN 'method=[exact,snapkv]' task.data="$data" task.per_dataset=1 \
-  'task.datasets=[qasper]' confirm=false logger=none > /dev/null
+  'task.datasets=[qasper]' logger=none > /dev/null
 "$folder/venv/bin/kvbench-report" runs/table1 > /dev/null
 grep -q 42.87 runs/table1/report.html  # the published score of the exact cache on qasper
 echo "the wheel works in an empty environment: list, needle, demo, sweep with workers, report with published numbers"

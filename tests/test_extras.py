@@ -32,7 +32,7 @@ def test_a_missing_extra_is_one_line_that_names_the_command(tmp_path: Path) -> N
         "hydra.mode=RUN",
     ]
     code = without("lm_eval") + "from kvbench.cli.main import main\nmain(sys.argv[1:])\n"
-    command = [sys.executable, "-c", code, *words, "logger=none", "confirm=false"]
+    command = [sys.executable, "-c", code, *words, "logger=none"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()

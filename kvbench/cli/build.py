@@ -9,7 +9,6 @@ import copy
 import json
 import logging
 import shlex
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import Any, TypeVar
 
 import torch
 from filelock import FileLock, Timeout
-from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
@@ -26,7 +24,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.cli.arguments import wrong_argument
 from kvbench.cli.check import resolved
-from kvbench.cli.main import INTERRUPTED
 from kvbench.cli.overrides import is_folder_name
 from kvbench.engine.loading import ModelSpec, resolve_device, resolve_dtype
 from kvbench.engine.sampling import Sampling
@@ -43,7 +40,7 @@ from kvbench.run import provenance
 from kvbench.run.batching import check_batch_size
 from kvbench.run.encoding import EncodedExample
 from kvbench.run.plan import BringsRows, Plan, TaskPlan
-from kvbench.run.preview import go_on, print_briefly, print_dry_run
+from kvbench.run.preview import print_dry_run
 from kvbench.run.progress import progress_display
 from kvbench.run.runner import Job, JobResult, run_job
 from kvbench.run.session import Session
@@ -65,7 +62,7 @@ KEYS = (
     ),
     *("seed", "limit", "device", "dtype", "compress_after", "example_timeout", "retry_failed"),
     *("lock_timeout", "dry_run", "prefill", "chunk_tokens", "batch_size", "decode", "paper_table"),
-    *("shard", "shards", "launcher", "confirm", "sampling", "draws"),
+    *("shard", "shards", "launcher", "sampling", "draws"),
 )
 """Top-level keys of a composed config; Hydra's ``+key=value`` could add others that nothing reads."""
 
@@ -84,12 +81,10 @@ class SharedParts:
     Attributes:
         objects: by what the config says of them.
         examples: of the latest task; see `TaskPlan`.
-        plans: what makes up a plan, seed apart, of jobs whose units were counted.
     """
 
     objects: dict[str, Any] = field(default_factory=dict)
     examples: dict[str, list[EncodedExample]] = field(default_factory=dict)
-    plans: set[str] = field(default_factory=set)
 
 
 def _part(node: DictConfig, key: str, kind: type[T], made: SharedParts | None, plain: object) -> T:
@@ -277,9 +272,6 @@ def run_config(config: DictConfig) -> tuple[Path, JobResult] | None:
     from kvbench.report.sections import tables_of
 
     job = build_job(config)
-    if config.confirm and not go_on(job, ask=_first_of_sweep()):
-        print("kvbench: nothing was run", file=sys.stderr)
-        raise SystemExit(INTERRUPTED)
     title = presentable(f"{job.spec.label} x {job.task}")
     with progress_display(title) as show, Termination() as termination:
         result = run_job(job, show, termination.example)
@@ -302,7 +294,7 @@ def run_config(config: DictConfig) -> tuple[Path, JobResult] | None:
 
 def check_briefly(config: DictConfig, made: SharedParts, number: int, name: str) -> None:
     """Check a job of a large dry run; print one line."""
-    print_briefly(build_job(config, made), f"job {number}: {name}", made.plans)
+    print_dry_run(build_job(config, made), name=f"job {number}: {name}")
 
 
 def print_scores(folder: Path, *, every: bool) -> None:
@@ -321,13 +313,6 @@ def print_scores(folder: Path, *, every: bool) -> None:
     if not every and whole:
         tables = [t for t in tables if t.name in whole or not t.name.endswith(covered)]
     show_tables(tables)
-
-
-def _first_of_sweep() -> bool:
-    """Whether no job of this command has run before: a sweep asks its user once."""
-    hydra: Any = HydraConfig.instance().cfg
-    number = None if hydra is None else OmegaConf.select(hydra, "hydra.job.num")
-    return not number
 
 
 def finish(folder: Path) -> None:

@@ -341,7 +341,6 @@ _RULES: dict[str, Any] = {
     "batch_size": Literal["auto"] | Count,
     "lock_timeout": NonNegative,
     "retry_failed": bool,
-    "confirm": bool,
     "dry_run": bool,
     "experiment_name": _FOLDER,
     "task_label": _FOLDER,

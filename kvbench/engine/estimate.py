@@ -1,21 +1,15 @@
-"""The bytes of a model's cache, and whether the model is cheap to try, by its config alone."""
+"""The bytes of a model's cache, by its config alone."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from transformers import PreTrainedConfig
 
 from kvbench.engine.adapters import kv_heads
-from kvbench.engine.loading import ModelError, ModelSpec, load_config, local_path
+from kvbench.engine.loading import ModelError, ModelSpec, load_config
 from kvbench.kernels.quantize import Scheme
-
-CHEAP_BYTES = 512 * 2**20
-"""Models with weights up to this size are loaded for a quick measurement."""
-
-KINDS = ("*.safetensors", "*.gguf")
 
 
 @dataclass(frozen=True)
@@ -71,24 +65,3 @@ def shape_of(config: PreTrainedConfig, dtype: torch.dtype) -> CacheShape | None:
     full = sum(kind in ("full_attention", "hybrid") for kind in kinds[:count])
     window = getattr(config, "sliding_window", None) or 0
     return CacheShape(held, head_dim, dtype.itemsize, full, (window,) * sliding)
-
-
-def is_cheap(spec: ModelSpec) -> bool:
-    """Whether the weights are on this machine and small."""
-    if spec.random_weights:
-        fields = dict(spec.architecture or {})
-        hidden, layers = fields.get("hidden_size"), fields.get("num_hidden_layers")
-        if not isinstance(hidden, int) or not isinstance(layers, int):
-            return False
-        weights = 12 * hidden * hidden * layers + 2 * hidden * int(fields.get("vocab_size") or 0)
-        return 4 * weights <= CHEAP_BYTES
-    try:
-        folder = Path(local_path(spec.path))
-    except ModelError:
-        return False
-    sizes = (
-        [path.stat().st_size for kind in KINDS for path in folder.glob(kind)]
-        if folder.is_dir()
-        else []
-    )
-    return bool(sizes) and sum(sizes) <= CHEAP_BYTES

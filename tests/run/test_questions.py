@@ -270,7 +270,7 @@ def test_intervals_are_over_contexts(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert scores.stratum(scores.values).counts.tolist() == [[3.0, 3.0]] * 4
     print_dry_run(job(tmp_path / "dry", Quiz(contexts=4)))
     said = " ".join(capsys.readouterr().out.split())
-    assert "4, of which 4 still to run; 12 answers per method, of 4 contexts" in said
+    assert "4 examples, 4 of them to run, 12 answers per method" in said
 
 
 def test_samples_are_seeded_by_example_and_number(tmp_path: Path, prefills: list[int]) -> None:

@@ -14,9 +14,7 @@ from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
 from kvbench.records.read import COMMON_FIELDS, load_run
 from kvbench.report.build import build_report
-from kvbench.run import estimate as estimates
-from kvbench.run import preview as dry_run
-from kvbench.run.plan import Outcome, TaskPlan
+from kvbench.run.plan import TaskPlan
 from kvbench.run.runner import run_job
 from kvbench.tasks.longeval_lines import LongEvalLines
 
@@ -177,46 +175,3 @@ def test_another_file_under_the_same_name_is_another_run(tmp_path):
         job = make_job(tmp_path, {"exact": build_method("exact")}, plan=TaskPlan(task))
         folders.add(run_job(job).folders["exact"])
     assert len(folders) == 2
-
-
-def test_a_dry_run_scales_the_example_of_median_length(tmp_path, monkeypatch):
-    tried = []
-
-    def measured(job, unit, patience=0.0):
-        tried.append((unit.id, unit.payload.examples[0].example.max_new_tokens))
-        (record,) = unit.record_ids
-        reading = {"prefill_s": 2.0, "compress_s": 0.5, "new_tokens": 5, "decode_s": 1.0}
-        return 9.0, [Outcome(label, record, dict(reading)) for label in job.methods]
-
-    monkeypatch.setattr(estimates, "_run_once", measured)
-    monkeypatch.setattr(estimates, "is_cheap", lambda spec: True)
-    job = make_job(tmp_path)
-    todo = dry_run.units_to_run(job)
-    found = estimates.estimate(job, todo[::-1], any_model=False)
-    lengths = [8 * (8 + i) + len("what next? ") for i in range(4)]
-    methods = len(job.methods)
-    reading = (2.0 + 0.5 * methods) / lengths[2]  # one prefill serves all methods
-    writing = 1.0 * methods / 4  # the first new token comes from the prefill
-    assert found.seconds == pytest.approx(reading * sum(lengths) + writing * 6 * 4)
-    assert tried == [("e2", 4), ("e2", 6)], "with a short answer first, which loads the model"
-    assert str(found).endswith("per new token)")
-    run_job(replace(job, limit=3))
-    (left,) = dry_run.units_to_run(job)
-    assert left.id == "e3"
-    done = estimates.estimate(job, [], any_model=False)
-    assert str(done) == "about 0.0 s (everything is on disk)"
-
-    def fails(job, unit, patience=0.0):
-        raise ValueError("no")
-
-    monkeypatch.setattr(estimates, "_run_once", fails)
-    found = estimates.estimate(job, todo, any_model=False)
-    assert str(found) == "unknown (example e2 fails: ValueError: no)"
-    monkeypatch.setattr(estimates, "_run_once", lambda *_: (99.0, []))
-    found = estimates.estimate(job, todo, any_model=False)
-    assert str(found) == "unknown (example e2 takes too long to try)"
-    monkeypatch.setattr(estimates, "is_cheap", lambda spec: False)
-    found = estimates.estimate(job, todo, any_model=False)
-    assert str(found) == "unknown (measured only for small models on this machine)"
-    assert [estimates.duration(s) for s in (1.0, 90.0, 7200.0)] == ["1.0 s", "2 min", "2.0 h"]
-    assert [dry_run.size(b) for b in (12, 2048, 3 * 2**30)] == ["12 B", "2.0 KiB", "3.0 GiB"]

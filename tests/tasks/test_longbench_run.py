@@ -17,7 +17,6 @@ from kvbench.engine.loading import ModelSpec, checked_config
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
 from kvbench.records.read import load_runs
-from kvbench.run.preview import go_on
 from kvbench.tasks.longbench import BUCKETS, E_DATASETS
 
 MODELS = sorted(
@@ -113,30 +112,6 @@ def test_sums_by_category_and_a_cache_of_one_size(tmp_path, capsys):
             assert found.manifest["method"] == "exact" or entries["max"] == 128
     (file,) = (tmp_path / "subgen_table2" / "tables").glob("*published.csv")
     assert {"single_doc_qa", "code"} <= set(pd.read_csv(file)["column"])
-
-
-def test_nobody_is_asked_but_on_a_terminal(monkeypatch, capsys):
-    monkeypatch.setattr("kvbench.run.preview.units_to_run", lambda job: [])
-
-    class Job:
-        class spec:
-            label = "m"
-
-        task = "t"
-
-    assert go_on(Job())
-    assert "everything is on disk" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("answer", ["", "y", "n"])
-def test_on_a_terminal_the_answer_counts(tmp_path, monkeypatch, answer, capsys):
-    monkeypatch.delenv("CI", raising=False)
-    monkeypatch.setattr("sys.stdin", type("Terminal", (), {"isatty": lambda self: True})())
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    monkeypatch.setattr("builtins.input", lambda question: answer)
-    status = run(tmp_path, "balancekv_table6", "task.datasets=[trec]", "task.per_dataset=1")
-    assert status == (130 if answer == "n" else 0)
-    assert (tmp_path / "balancekv_table6").exists() == (answer != "n")
 
 
 def model_spec(name: str) -> ModelSpec:
