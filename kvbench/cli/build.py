@@ -61,7 +61,7 @@ KEYS = (
         "task_label",
     ),
     *("seed", "limit", "device", "dtype", "compress_after", "example_timeout", "retry_failed"),
-    *("lock_timeout", "dry_run", "prefill", "chunk_tokens", "batch_size", "decode", "paper_table"),
+    *("lock_timeout", "dry_run", "batch_size", "decode", "paper_table"),
     *("shard", "shards", "launcher", "sampling", "draws"),
 )
 """Top-level keys of a composed config; Hydra's ``+key=value`` could add others that nothing reads."""
@@ -203,8 +203,6 @@ def build_job(config: DictConfig, made: SharedParts | None = None) -> Job:
         seed=config.seed,
         compress_after=config.compress_after,
         example_timeout=config.example_timeout,
-        prefill=config.prefill,
-        chunk_tokens=config.chunk_tokens,
         decode=config.decode,
         sampling=_part(config.sampling, "sampling", Sampling, made, plain["sampling"]),
     )

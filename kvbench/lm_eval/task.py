@@ -165,8 +165,6 @@ class HarnessTask:
         Raises:
             TaskError: see `_load`; requests of a kind that is not served.
         """
-        if session.prefill != "shared":
-            raise TaskError(f"prefill is {session.prefill!r}; allowed for task lm_eval: shared")
         if self.chat and not session.encoder.chat:
             raise TaskError(
                 "task.chat is true and the model has no chat template, or is told not to use it; "

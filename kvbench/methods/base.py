@@ -224,7 +224,7 @@ class Method:
         Called only for prompts longer than `layer_capacity`. Must be a pure function of its
         arguments: all randomness from `generator` (a CPU generator; move the draws, not it), and
         the layer's tensors, which other methods read, are not written to (``clone()`` first;
-        ``float()`` copies no float32). A method that does fails, and the others go on without it.
+        ``float()`` copies no float32). A method from outside kvbench is given copies.
         """
         raise NotImplementedError(f"{type(self).__name__}.compress")
 

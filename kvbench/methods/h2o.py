@@ -93,7 +93,6 @@ class H2O(Method):
             recent_ratio=recent,
             scaling=layer.scaling,
             softcap=layer.softcap,
-            bias=layer.key_bias,
         )
 
     def masked_entries(self, budget: Budget, n: int) -> int:
@@ -142,7 +141,7 @@ QUERY_ROWS = 512
 
 
 def _attention_rows(
-    queries: Tensor, keys: Tensor, scaling: float, softcap: float | None, bias: Tensor | None
+    queries: Tensor, keys: Tensor, scaling: float, softcap: float | None
 ) -> Iterator[tuple[int, Tensor]]:
     """Causal softmax attention in blocks of rows: the first row's number, and [heads, rows, n]."""
     n = queries.shape[1]
@@ -151,8 +150,6 @@ def _attention_rows(
         logits = queries[:, begin : begin + QUERY_ROWS] @ keys.mT * scaling
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
-        if bias is not None:
-            logits += bias[:, None]
         later = at[None] > at[begin : begin + QUERY_ROWS, None]
         yield begin, logits.masked_fill(later, -torch.inf).softmax(-1)
 
@@ -171,7 +168,6 @@ def released_mask(
     recent_ratio: float = 0.1,
     scaling: float = 1.0,
     softcap: float | None = None,
-    bias: Tensor | None = None,
 ) -> Tensor:
     """Which key each query sees in H2O's released evaluation (FMInference/H2O, h2o_hf/utils_lm_eval).
 
@@ -191,7 +187,6 @@ def released_mask(
 
     Args:
         queries, keys: [heads, n, d] float32, after position encoding.
-        bias: [heads, n] float32, added to the logits of every query.
 
     Returns:
         [heads, n, n] bool, True where query i sees key j; False above the diagonal.
@@ -209,7 +204,7 @@ def released_mask(
     scores = torch.zeros(heads, n, dtype=torch.float32, device=queries.device)
     if heavy == 0:
         return seen
-    for begin, rows in _attention_rows(queries.float(), keys.float(), scaling, softcap, bias):
+    for begin, rows in _attention_rows(queries.float(), keys.float(), scaling, softcap):
         if semantics == "global":
             scores += rows.sum(1)
             continue

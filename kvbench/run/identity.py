@@ -18,7 +18,6 @@ _DEFAULTS: Mapping[str, Any] = {
     "data": None,
     "budget": None,
     "compress_after": "prompt",
-    "prefill": "shared",
     "timeout_s": None,
 }
 """Of the settings that a run has beside its model, task and method."""

@@ -137,7 +137,6 @@ class Job:
             "method": self.method_configs[label],
             "budget": self.budget_config if method.uses_budget else None,
             "compress_after": self.session.compress_after,
-            "prefill": self.session.prefill,
             "timeout_s": self.session.example_timeout,  # as older manifests call it
             "seed": self.session.seed,
         }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -16,8 +15,7 @@ from support.tiny import prompt_ids, tiny_model
 from support.variants import VARIANTS, label
 
 import kvbench
-from kvbench.engine import attention, packing
-from kvbench.engine import fork as fork_module
+from kvbench.engine import attention
 from kvbench.engine.attention import exact_attention
 from kvbench.engine.decoding import DecodeState
 from kvbench.engine.fork import Fork
@@ -72,12 +70,6 @@ def test_methods_with_kernels_of_their_own_answer_as_on_the_cpu(monkeypatch):
     monkeypatch.setenv("KVBENCH_KERNELS", "auto")
     found = answers(model_on(CUDA), THROUGH_KERNELS, n=40, new=2)
     assert found == answers(model_on(CPU), THROUGH_KERNELS, n=40, new=2)
-
-
-def test_reading_in_chunks_answers_as_on_the_cpu(monkeypatch):
-    monkeypatch.setenv("KVBENCH_KERNELS", "torch")
-    found = answers(model_on(CUDA), ("exact", "h2o", "streaming_llm"), chunk_tokens=32)
-    assert found == answers(model_on(CPU), ("exact", "h2o", "streaming_llm"), chunk_tokens=32)
 
 
 def test_a_model_on_two_gpus_answers_as_on_the_cpu(monkeypatch):
@@ -212,21 +204,6 @@ def test_attention_mass_takes_the_normalisers_of_the_prefill(name, monkeypatch):
     assert answers(on_cuda, [name], n=40, new=2) == answers(on_cpu, [name], n=40, new=2)
 
 
-@needs_pretend
-@pytest.mark.parametrize("name", ["h2o", "streaming_llm"])
-def test_reading_a_chunk_launches_a_tenth_of_walking_its_tokens(name, monkeypatch):
-    monkeypatch.setenv("KVBENCH_KERNELS", "auto")
-    model = model_on(CUDA, layers=1)
-
-    def launches():
-        read = partial(answers, model, [name], n=170, new=1, chunk_tokens=128)
-        return sum(counted(read, "launch").values())
-
-    at_once = launches()
-    monkeypatch.setattr(fork_module, "rule_in_turn", lambda cache: None)
-    assert 10 * at_once <= launches()
-
-
 EVICTING = {
     "h2o": build_method("h2o"),
     "streaming_llm": build_method("streaming_llm", decode="evict"),
@@ -267,20 +244,6 @@ def test_evicting_takes_four_launches_a_layer_at_most(name, monkeypatch):
     few, many = (launches_per_layer(EVICTING[name], rows, monkeypatch) for rows in (2, 8))
     assert few == many
     assert grows < few <= grows + 4
-
-
-@needs_pretend
-def test_prompts_of_a_batch_share_the_models_launches(monkeypatch):
-    model = model_on(CUDA)
-    methods = {"exact": (build_method("exact"), SMALL)}
-    prompts = [Prompt(prompt_ids(n), [], methods, Stopping(1), str(n)) for n in (40, 50, 60, 70)]
-
-    def launches():
-        return sum(counted(lambda: run_batch(model, prompts, seed=0), "launch").values())
-
-    together = launches()
-    monkeypatch.setattr(packing, "PACK_TOKENS", {})
-    assert together <= 0.7 * launches()
 
 
 @needs_pretend
