@@ -262,7 +262,9 @@ def _attempt(
     except BaseException as failure:
         if asks_to_stop(failure):
             raise
-        log.log(logging.INFO if len(work) > 1 else logging.WARNING, "%s: %s", name, one_line(failure))
+        log.log(
+            logging.INFO if len(work) > 1 else logging.WARNING, "%s: %s", name, one_line(failure)
+        )
         log.debug("%s", traceback_of(failure))
         return told, failure
     return told, None

@@ -6,8 +6,9 @@ same to the runner: a `Plan`.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,8 +20,9 @@ from kvbench.engine.stopping import Stopping
 from kvbench.errors import one_line
 from kvbench.kv import Budget, BudgetExceeded, KVError
 from kvbench.methods.base import Method
+from kvbench.records.shards import Shard
 from kvbench.run.encoding import (
-    Asked,
+    ContextGroup,
     EncodedExample,
     conversations_of,
     encode_examples,
@@ -29,6 +31,8 @@ from kvbench.run.encoding import (
 )
 from kvbench.run.session import Session
 from kvbench.tasks.base import Task
+
+log = logging.getLogger(__name__)
 
 NOTED = 2
 """The first units of a task say what every method kept: one alone may be a special case."""
@@ -61,26 +65,57 @@ class Unit:
     notes_kept: bool = False
 
 
-def contexts_of(units: Sequence[Unit]) -> list[str]:
-    """What `limit` and `shard` count: the units' contexts, in their order."""
-    return list(dict.fromkeys(unit.context or unit.id for unit in units))
+@dataclass(frozen=True)
+class Selection:
+    """The units of a job.
+
+    Attributes:
+        every: all up to the limit.
+        mine: of these, those of the job's shard.
+        left_out: datasets of the task of which the limit leaves nothing.
+    """
+
+    every: Sequence[Unit]
+    mine: Sequence[Unit]
+    left_out: tuple[str, ...]
 
 
-def of_contexts(units: Sequence[Unit], contexts: Collection[str]) -> list[Unit]:
-    """The units of these contexts."""
-    return [unit for unit in units if (unit.context or unit.id) in contexts]
+def select_units(
+    task: str, units: Sequence[Unit], limit: int | None = None, shard: Shard | None = None
+) -> Selection:
+    """The units of the first `limit` contexts, and a shard's part of them.
+
+    Raises:
+        KVError: a record of one unit would be taken for another's.
+    """
+    refuse_repeated(task, (record_id for unit in units for record_id in unit.record_ids))
+
+    def of_contexts(contexts: Sequence[str]) -> list[Unit]:
+        wanted = set(contexts)
+        return [unit for unit in units if (unit.context or unit.id) in wanted]
+
+    contexts = list(dict.fromkeys(unit.context or unit.id for unit in units))[:limit]
+    every = of_contexts(contexts)
+    datasets, found = datasets_of(units), datasets_of(every)
+    left_out = tuple(name for name in datasets if name not in found)
+    if left_out:
+        log.warning(
+            "limit is %s and %s has %d datasets: none is run of %s",
+            limit,
+            task,
+            len(datasets),
+            ", ".join(left_out),
+        )
+    mine = every if shard is None else of_contexts(shard.select(contexts))
+    return Selection(every, mine, left_out)
 
 
-def check_ids(task: str, units: Sequence[Unit]) -> None:
-    """Refuse units of which a record would be taken for another's.
+def refuse_repeated(task: str, ids: Iterable[str]) -> None:
+    """Refuse examples of one id: the second would be taken for done.
 
     Raises:
         KVError: naming the id.
     """
-    _refuse_repeated(task, (i for unit in units for i in unit.record_ids))
-
-
-def _refuse_repeated(task: str, ids: Iterable[str]) -> None:
     for name, count in Counter(ids).items():
         if count > 1:
             raise KVError(
@@ -102,9 +137,9 @@ class Plan(Protocol):
     """A task or a probe, as the runner sees it."""
 
     def meta(self) -> dict[str, Any]:
-        """What reports need to know: version, score_unit, lower_is_better, breakdown, figures, unit,
-        measures; and `data`, digests of the files the examples come from; and `subject`, what the
-        numbers are about where it is not the model (None: the model)."""
+        """Facts for reports: version, score_unit, lower_is_better, breakdown, figures, unit,
+        measures; `data`, digests of the files the examples come from; and `subject`, the thing that
+        the numbers are about where it is not the model (None: the model)."""
         ...
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
@@ -232,7 +267,7 @@ class TaskPlan:
                 f"compress_after is 'prompt' and task {self.task.name} goes on from the methods' own "
                 "answers, which makes other prompts of each; allowed: context (or golden answers)"
             )
-        _refuse_repeated(self.task.name, (e.example.id for e in encoded))
+        refuse_repeated(self.task.name, (e.example.id for e in encoded))
         together: dict[str, list[EncodedExample]] = {}
         for e in encoded:
             name = e.context if session.compress_after == "context" else e.example.id
@@ -305,42 +340,35 @@ class TaskPlan:
 
 
 def _unit(name: str, examples: Sequence[EncodedExample], session: Session) -> Unit:
-    asked = Asked(tuple(examples), session.sampling.samples)
-    fields = {record_id: asked.fields(record_id) for record_id in asked.records}
+    group = ContextGroup(tuple(examples), session.sampling.samples)
+    fields = {record_id: group.fields(record_id) for record_id in group.records}
     context = examples[0].example.context_id
-    return Unit(name, tuple(asked.records), asked, fields, context, len(asked.records))
+    return Unit(name, tuple(group.records), group, fields, context, len(group.records))
 
 
 def _prompt(unit: Unit, methods: Methods, session: Session) -> Prompt:
-    """What a unit asks of the engine: its conversations, in the order of its records."""
-    asked: Asked = unit.payload
-    first = asked.examples[0]
+    """The prompt of a unit: its conversations, in the order of its records."""
+    group: ContextGroup = unit.payload
+    first = group.examples[0]
     after = session.compress_after == "context"
-    stopping = [
-        replace(stop, timeout_s=None if stop.timeout_s is None else stop.timeout_s * unit.answers)
-        for stop in (session.stopping(each.example) for each in asked.examples)
-    ]
-    ends = {each.example.id: stop for each, stop in zip(asked.examples, stopping, strict=True)}
+
+    def question(each: EncodedExample, sample: int) -> Question:
+        ids = each.question_ids if after else ()
+        stopping = session.stopping(each.example, unit.answers)
+        return Question(ids, stopping, each.example.id, sample)
+
     return Prompt(
         first.context_ids,
         () if after else first.question_ids,
         methods,
-        stopping[0],
+        session.stopping(first.example, unit.answers),
         first.context,
         note_kept=unit.notes_kept,
         encoder=session.encoder,
         conversations=[
-            [
-                Question(
-                    each.question_ids if after else (),
-                    ends[each.example.id],
-                    each.example.id,
-                    sample,
-                )
-                for each in conversation
-            ]
-            for sample in range(asked.samples)
-            for conversation in conversations_of(asked.examples)
+            [question(each, sample) for each in conversation]
+            for sample in range(group.samples)
+            for conversation in conversations_of(group.examples)
         ],
     )
 
@@ -356,8 +384,8 @@ def _answers(prompts: Sequence[Prompt], session: Session) -> list[dict[str, list
 
 
 def _warm_up(prompt: Prompt, session: Session) -> None:
-    """Two tokens of a prompt that nothing is recorded of, by the methods that have not run yet: on a GPU
-    a kernel is compiled at its first launch, which is no example's seconds."""
+    """Generate two tokens with the methods that have not run yet, and record nothing: on a GPU a kernel
+    is compiled at its first launch, which no example's seconds should hold."""
     methods = {k: v for k, v in prompt.methods.items() if k not in session.warmed}
     if session.device.type != "cuda" or not methods:
         return

@@ -31,8 +31,8 @@ def print_dry_run(job: Job, console: Console | None = None, name: str = "") -> N
     Raises:
         KVError, TaskError, ModelError: what the job itself would be refused for.
     """
-    every, units = job.units()
-    folders = {label: job.folder(label) for label in job.methods}
+    every, units = job.units.every, job.units.mine
+    folders = {label: run.folder for label, run in job.runs.items()}
     done = {label: _done(folder, units) for label, folder in folders.items()}
     todo = [u for u in units if any(not ids.issuperset(u.record_ids) for ids in done.values())]
     wanted = sum(len(unit.record_ids) for unit in units)

@@ -13,11 +13,13 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
-    Progress as Bar,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
     track,
+)
+from rich.progress import (
+    Progress as Bar,
 )
 
 if TYPE_CHECKING:

@@ -117,7 +117,7 @@ def test_where_a_model_lies_is_not_part_of_a_run(tmp_path, folder):
         {k: v for k, v in job.session.__dict__.items() if k not in vars(session)}
     )
     spread = replace(job, session=session)
-    assert [spread.folder(label) for label in job.methods] == [job.folder(x) for x in job.methods]
+    assert [spread.runs[label].folder for label in job.methods] == [job.runs[x].folder for x in job.methods]
     assert run_job(job).written
     assert run_job(spread).written == 0
 

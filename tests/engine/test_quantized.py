@@ -135,7 +135,7 @@ def test_a_run_says_which_weights_it_had(tmp_path: Path, capsys: Any) -> None:
 
 
 def test_names_of_runs_of_before_stay_and_packed_weights_have_names_of_their_own() -> None:
-    whole = build_job(composed("model=tiny_random")).identity("exact")
+    whole = build_job(composed("model=tiny_random")).runs["exact"].settings
     model = dict(whole["model"])
     assert model.pop("quantization") is None
     assert model.pop("gguf_file") is None

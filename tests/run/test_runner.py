@@ -26,9 +26,9 @@ def test_a_method_that_came_to_hold_something_else_takes_up_no_old_records(tmp_p
     methods = {"snapkv": build_method("snapkv"), "uniform": build_method("uniform")}
     before = make_job(tmp_path, methods)
     after = make_job(tmp_path, {**methods, "uniform": Changed()})
-    assert before.folder("snapkv") == after.folder("snapkv")
-    assert before.folder("uniform") != after.folder("uniform")
-    assert "method_version" not in before.identity("uniform"), "other records keep their hash"
+    assert before.runs["snapkv"].folder == after.runs["snapkv"].folder
+    assert before.runs["uniform"].folder != after.runs["uniform"].folder
+    assert "method_version" not in before.runs["uniform"].settings, "other records keep their hash"
 
 
 def test_one_record_per_example_and_method_with_every_field(tmp_path):
