@@ -342,9 +342,9 @@ def _line(
 
 
 def _method(method: str | Method, options: Mapping[str, Any]) -> tuple[str, Method]:
-    """A method, with the draws of a new run where it says nothing else, and what messages call it."""
+    """A method, and what messages call it."""
     if isinstance(method, str):
-        return method, build_method(method, **options).drawing("v2")
+        return method, build_method(method, **options)
     if not isinstance(method, Method):
         raise KVError(f"method is {method!r}; allowed: a name or a kvbench Method")
     if options:
@@ -352,7 +352,7 @@ def _method(method: str | Method, options: Mapping[str, Any]) -> tuple[str, Meth
             f"option {next(iter(options))!r} goes with a method's name; "
             f"{type(method).__name__} is made already"
         )
-    return type(method).__name__, method.drawing("v2")
+    return type(method).__name__, method
 
 
 def _labelled(methods: Sequence[str | Method] | Mapping[str, str | Method]) -> dict[str, Method]:

@@ -62,13 +62,11 @@ KEYS = (
     ),
     *("seed", "limit", "device", "dtype", "compress_after", "example_timeout", "retry_failed"),
     *("lock_timeout", "dry_run", "batch_size", "decode", "paper_table"),
-    *("shard", "shards", "launcher", "sampling", "draws"),
+    *("shard", "shards", "launcher", "sampling"),
 )
 """Top-level keys of a composed config; Hydra's ``+key=value`` could add others that nothing reads."""
 
 
-DRAWS = ("v1", "v2")
-"""Versions of what methods draw at random (`kvbench.methods._draws`)."""
 _PLAN = ("meta", "units", "run")
 T = TypeVar("T")
 
@@ -174,14 +172,12 @@ def build_job(config: DictConfig, made: SharedParts | None = None) -> Job:
             ) from error
     budget = _part(config.budget, "budget", Budget, made, plain["budget"])
     written: Any = plain["methods"]
-    if config.draws not in DRAWS:
-        raise KVError(f"draws is {config.draws!r}; allowed: {', '.join(DRAWS)}")
     methods: dict[str, tuple[Method, Budget]] = {}
     method_configs: dict[str, Any] = {}
     for label, node in config.methods.items():
         one = _part(node, f"methods.{label}", Method, made, written[str(label)])
-        methods[str(label)] = (one.drawing(config.draws), budget)
-        method_configs[str(label)] = {**written[str(label)], **one.draws_as(config.draws)}
+        methods[str(label)] = (one, budget)
+        method_configs[str(label)] = written[str(label)]
         one.quantization()
     task: Any = _part(config.task, "task", object, made, plain["task"])
     if not isinstance(task, Task) and not all(hasattr(task, part) for part in _PLAN):

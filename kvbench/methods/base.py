@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -158,16 +158,6 @@ class Method:
 
     uses_budget: ClassVar[bool] = True
     """False when `compress` does not look at the budget (exact): one record serves every rate."""
-
-    def draws_as(self, version: str) -> Mapping[str, Any]:
-        """Options that a job with ``draws=v1`` or ``draws=v2`` changes; none, unless the method draws at
-        random through `kvbench.methods._draws`."""
-        return {}
-
-    def drawing(self, version: str) -> Self:
-        """The method with those options."""
-        changed = self.draws_as(version)
-        return replace(self, **changed) if changed else self
 
     def __post_init__(self) -> None:
         """Check the options by their hints; a subclass with more to check calls this first.

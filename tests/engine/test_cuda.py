@@ -25,17 +25,13 @@ from kvbench.engine.prefill import prefill
 from kvbench.engine.prompts import Prompt
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import KVError
-from kvbench.methods import build_method
+from kvbench.methods import _draws, build_method
 from kvbench.probes.layer_error import LayerError
 from kvbench.run.session import Session
 
 pytestmark = [pytest.mark.cuda, needs_cuda]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 METHODS = {label(variant): variant for variant in VARIANTS} | EVERY_METHOD
-METHODS |= {
-    f"{name}-v2": (name, {"draws": "v2"})
-    for name in ("subgen", "subgen_streaming", "balancekv", "uniform", "wildcat")
-}
 
 
 def model_on(device, layers=2, kind="llama"):
@@ -60,10 +56,7 @@ def test_every_method_answers_as_on_the_cpu(compress_after, monkeypatch):
     assert found == answers(model_on(CPU), METHODS, compress_after=compress_after)
 
 
-THROUGH_KERNELS = (
-    *("exact", "h2o", "snapkv", "subgen", "balancekv", "uniform"),
-    *("subgen-v2", "balancekv-v2", "uniform-v2", "wildcat-v2"),
-)
+THROUGH_KERNELS = (*("exact", "h2o", "snapkv", "subgen", "balancekv", "uniform"),)
 
 
 def test_methods_with_kernels_of_their_own_answer_as_on_the_cpu(monkeypatch):
@@ -119,18 +112,16 @@ def test_synthetic_layers_are_on_the_device_of_the_session(monkeypatch):
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
-@pytest.mark.parametrize("name", ["uniform", "balancekv", "balancekv_needle", "subgen", "wildcat"])
-def test_draws_are_those_of_the_cpu_whatever_draws_them(name, kernels, monkeypatch):
-    """And of v2 the host neither copies nor waits for one."""
+def test_draws_are_those_of_the_cpu_whatever_draws_them(kernels, monkeypatch):
+    """And the host neither copies nor waits for one."""
     monkeypatch.setenv("KVBENCH_KERNELS", kernels)
-    method = build_method(name, draws="v2")
 
     def drawn(device):
         generator = torch.Generator().manual_seed(4)
         return (
-            method.uniforms(generator, device, 2, 33),
-            method.place(generator, 2, 50, device),
-            method.places(generator, 2, 50, 20, device),
+            _draws.uniforms(generator, device, 2, 33),
+            _draws.place(generator, 2, 50, device),
+            _draws.places(generator, 2, 50, 20, device),
         )
 
     on_gpu = drawn(CUDA)
@@ -162,7 +153,7 @@ def test_what_is_not_finite_is_refused_with_its_layer(part, value, name, monkeyp
 
 @needs_pretend
 @pytest.mark.parametrize(
-    "name", ["exact", "streaming_llm", "snapkv", "h2o", "pyramidkv", "uniform", "uniform-v2"]
+    "name", ["exact", "streaming_llm", "snapkv", "h2o", "pyramidkv", "uniform"]
 )
 def test_compression_waits_at_no_layer(name, monkeypatch):
     """Whether keys are finite, entries, seals and clocks are read once per prompt."""
