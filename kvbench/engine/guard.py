@@ -109,6 +109,8 @@ def settings_unchanged(label: str) -> Iterator[None]:
         yield
     except (SystemExit, GeneratorExit) as exit:
         _restore(before)
+        if type(exit) not in (SystemExit, GeneratorExit):  # SIGTERM raises one of its own
+            raise
         raise MethodExit(f"method {label!r} raised {type(exit).__name__}") from exit
     except BaseException:
         _restore(before)
