@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2CLS
 
 from kvbench.engine.attention import UnsupportedModel
-from kvbench.engine.capture import CaptureState
-from kvbench.engine.prefill import forward_rows, input_device
+from kvbench.engine.prefill import CaptureState, forward_rows, input_device
 
 ActivationHook = Callable[[int, Tensor], Tensor | None]
 """Called with a layer's number from 0 and its activations [..., neurons]; may return a replacement, or

@@ -17,10 +17,8 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.fork import layer_generator
-from kvbench.engine.loading import full_attention_layers
+from kvbench.engine.loading import full_attention_layers, load_model, quiet_unless_terminal
 from kvbench.engine.neurons import activation_counts, mean_nll
-from kvbench.engine.quiet import quiet_unless_terminal
-from kvbench.engine.weights import load_model
 from kvbench.errors.options import Fraction
 from kvbench.kv import KVError
 from kvbench.methods.base import SEED_STRIDE, Method

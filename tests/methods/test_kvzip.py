@@ -13,15 +13,14 @@ from support.method_layers import make_layer
 from support.tiny import prompt_ids, tiny_model
 
 from kvbench import compress
+from kvbench.engine.architecture import compressible_layers, kvbench_attention_on
 from kvbench.engine.attention import exact_attention
-from kvbench.engine.capture import capture_layers
 from kvbench.engine.fork import Fork
 from kvbench.engine.generate import run_forks
-from kvbench.engine.live_cache import UnsupportedGeneration
-from kvbench.engine.prefill import compressible_layers, prefill
+from kvbench.engine.live import UnsupportedGeneration
+from kvbench.engine.prefill import capture_layers, prefill
 from kvbench.engine.rescore import sequences
 from kvbench.engine.stopping import Stopping
-from kvbench.engine.switch import kvbench_attention_on
 from kvbench.kv import Budget, KVError, LayerKV, keep_all
 from kvbench.methods import build_method
 from kvbench.methods.base import Method, Repetition, Rescoring

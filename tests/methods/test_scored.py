@@ -12,8 +12,8 @@ from support.golden import arrays_of, cases_of, checked
 from support.method_layers import attend, make_layer, run
 from support.tiny import prompt_ids, tiny_model
 
-from kvbench.engine.capture import capture_layers
-from kvbench.engine.switch import kvbench_attention_on
+from kvbench.engine.architecture import kvbench_attention_on
+from kvbench.engine.prefill import capture_layers
 from kvbench.kv import Budget, KVError, LayerKV
 from kvbench.methods import build_method
 from kvbench.methods.adakv import best_of_all_heads
