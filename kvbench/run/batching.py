@@ -22,7 +22,7 @@ from kvbench.engine.faults import device_is_usable, free_memory, is_out_of_memor
 from kvbench.engine.limits import time_limit
 from kvbench.errors import FAILED, UserError, is_integer, one_line, traceback_of
 from kvbench.kv import KVError
-from kvbench.run.plan import BatchPlan, Methods, Outcome, Plan, Unit, status_of
+from kvbench.run.plan import Methods, Outcome, Plan, Unit, status_of
 from kvbench.run.session import Session
 from kvbench.run.termination import asks_to_stop
 
@@ -131,7 +131,7 @@ def run_units(
     size = BatchSize(batch_size, session.device)
     done = 0
     while done < len(work):
-        group = work[done : done + (size.now if isinstance(plan, BatchPlan) else 1)]
+        group = work[done : done + (size.now if hasattr(plan, "run_batch") else 1)]
         done += len(group)
         failed = False
         with around():
@@ -254,8 +254,8 @@ def _attempt(
     limit = None if seconds is None else seconds * sum(unit.answers for unit, _ in work)
     try:
         with time_limit(limit, hung):
-            if len(work) > 1 and isinstance(plan, BatchPlan):
-                told[:] = map(list, plan.run_batch(work, session))
+            if len(work) > 1:
+                told[:] = map(list, plan.run_batch(work, session))  # type: ignore[attr-defined]
             else:
                 for outcome in plan.run(*work[0], session):
                     told[0].append(outcome)  # what was told before a failure counts

@@ -134,7 +134,11 @@ class Outcome:
 
 
 class Plan(Protocol):
-    """A task or a probe, as the runner sees it."""
+    """A task or a probe, as the runner sees it.
+
+    One that can run several units at once has ``run_batch(work, session)``, too: of (unit, methods it is
+    still to run with) the outcomes of each, as `run` gives them; a failure of the whole is raised.
+    """
 
     def meta(self) -> dict[str, Any]:
         """Facts for reports: version, score_unit, lower_is_better, breakdown, figures, unit,
@@ -148,18 +152,6 @@ class Plan(Protocol):
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
         """One record per (method, record id)."""
-        ...
-
-
-@runtime_checkable
-class BatchPlan(Plan, Protocol):
-    """A plan that can run several units at once."""
-
-    def run_batch(
-        self, work: Sequence[tuple[Unit, Methods]], session: Session
-    ) -> Sequence[Sequence[Outcome]]:
-        """Units, each with the methods it is still to run with: the outcomes of each, as `run` gives
-        them. A failure of the whole is raised."""
         ...
 
 
@@ -296,11 +288,11 @@ class TaskPlan:
         answers = _answers(prompts, session)
         return [
             [
-                self._outcome(unit, record_id, label, methods[label], result, session)
+                self._outcome(unit, record_id, label, result, session)
                 for label, results in answer.items()
                 for record_id, result in zip(unit.record_ids, results, strict=True)
             ]
-            for (unit, methods), answer in zip(work, answers, strict=True)
+            for (unit, _), answer in zip(work, answers, strict=True)
         ]
 
     def _outcome(
@@ -308,18 +300,14 @@ class TaskPlan:
         unit: Unit,
         record_id: str,
         label: str,
-        method_and_budget: tuple[Method, Budget],
         result: Generation,
         session: Session,
     ) -> Outcome:
         """The record of one method on one example, but for what the runner adds."""
         encoded, _ = unit.payload.records[record_id]
         example = encoded.example
-        method, budget = method_and_budget
-        tokens = encoded.n if session.compress_after == "prompt" else len(encoded.context_ids)
         fields: dict[str, Any] = {
             "prompt_tokens": encoded.n,
-            "capacity": budget.capacity(tokens) if method.saves_memory else tokens,
             "answers": list(example.answers),
             "prompt_tail": (example.context + example.question)[-200:],
             **unit.fields[record_id],
@@ -405,15 +393,8 @@ def measured(result: Generation) -> dict[str, Any]:
         "status": "ok" if failure is None else status_of(failure),
         "error": None if failure is None else one_line(failure),
         "new_tokens": result.new_tokens,
-        "entries": result.entries,
-        "cache_bytes": result.cache_bytes,
-        "cache_bytes_end": result.cache_bytes_end,
-        "exact_bytes": result.exact_bytes,
-        "ratio": None if result.cache_bytes is None else result.cache_bytes / result.exact_bytes,
-        "compressed": result.compressed,
         "prefill_s": result.prefill_s,
-        "compress_s": result.compress_s,
         "decode_s": result.decode_s,
         "batch": result.batch,
-        **({} if result.budget_preset is None else {"budget_preset": result.budget_preset}),
+        **result.record(),
     }

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import (
@@ -16,7 +16,6 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
-    track,
 )
 from rich.progress import (
     Progress as Bar,
@@ -26,28 +25,8 @@ if TYPE_CHECKING:
     from kvbench.run.runner import Progress
 
 SECONDS_BETWEEN_LINES = 15.0
-MANY = 100
-"""Things from which on counting them is worth a line."""
 PREPARING = "loading the data and the model"
 """Before the first example."""
-T = TypeVar("T")
-
-
-def with_progress(things: Sequence[T], title: str) -> Iterator[T]:
-    """The things, with a bar that counts them; where there is no terminal, a line now and then. Few
-    things come without."""
-    console = Console(stderr=True)
-    if len(things) < MANY:
-        yield from things
-    elif console.is_terminal:
-        yield from track(things, title, console=console, transient=True)
-    else:
-        last = time.monotonic()
-        for done, thing in enumerate(things):
-            if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
-                last = time.monotonic()
-                print(f"{title}: {done}/{len(things)}", file=sys.stderr, flush=True)
-            yield thing
 
 
 def _scores(progress: Progress) -> str:

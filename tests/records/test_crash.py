@@ -23,7 +23,7 @@ from support.stores import fill, make_record, rows_below
 
 from kvbench.methods import build_method
 from kvbench.records import durable
-from kvbench.records.durable import check_inside, make_folder, replace
+from kvbench.records.durable import make_folder, replace
 from kvbench.records.read import FORMAT, StoreError, load_runs, read_records
 from kvbench.records.store import RecordStore, write_manifest
 from kvbench.report.__main__ import main
@@ -64,7 +64,9 @@ def test_what_a_power_cut_may_leave_of_the_last_line(tmp_path: Path, tail: str) 
     before = path.read_bytes()
     record = make_record("c", prediction="caffé")
     line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
-    for torn in [TAILS[tail](line)] if tail != "cut" else [line[:end] for end in range(0, len(line), 9)]:
+    for torn in (
+        [TAILS[tail](line)] if tail != "cut" else [line[:end] for end in range(0, len(line), 9)]
+    ):
         expected = ["a", "b", "c"] if tail == "zeros after" else ["a", "b"]
         path.write_bytes(before + torn)
         assert [row["example_id"] for row in read_records(folder)] == expected
@@ -378,5 +380,5 @@ def test_files_are_made_anew_and_folders_stay_inside(tmp_path: Path) -> None:
     (tmp_path / "a" / "c").symlink_to(victim)
     for outside in ("a/c", "a/c/d", "a/b/../../victim"):
         with pytest.raises(OSError, match="leads out of"):
-            check_inside(tmp_path / outside, tmp_path / "a")
+            make_folder(tmp_path / outside, tmp_path / "a")
     assert contents() == before
