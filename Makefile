@@ -109,9 +109,7 @@ frontier: setup ## README's second figure: every method and combination on one a
 # make reproduce-balancekv-table1 ARGS='method=[exact,streaming_llm,minference_pyramidkv,minference_snapkv,uniform,balancekv]'
 LAUNCHER ?= local
 LAUNCH = launcher=$(LAUNCHER) $(if $(PARTITION),launcher.partition=$(PARTITION)) $(if $(SHARDS),shards=$(SHARDS))
-SEEING = $(and $(filter recall_mini tiny_random,$(MODEL)),$(filter all balancekv_table4,$(EXPERIMENT)))
-REPRODUCE = $(if $(SEEING),$(BIN)/python scripts/tiny_vision.py runs/tiny_vision &&) \
-  $(KVBENCH) reproduce $(EXPERIMENT) results_dir=$(RESULTS) $(LAUNCH) $(if $(MODEL),model=$(MODEL)) \
+REPRODUCE = $(KVBENCH) reproduce $(EXPERIMENT) results_dir=$(RESULTS) $(LAUNCH) $(if $(MODEL),model=$(MODEL)) \
   $(if $(LIMIT),limit=$(LIMIT)) $(if $(task.data),task.data=$(task.data)) $(ARGS)
 export LONGEVAL ESSAYS
 

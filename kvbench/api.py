@@ -50,7 +50,6 @@ def compress(
     total_rate: float | None = None,
     seed: int = 0,
     compress_after: str | int | None = None,
-    recompress_every: int | None = None,
     compression_ratio: float | None = None,
     **options: Any,
 ) -> AbstractContextManager[Compression]:
@@ -78,8 +77,6 @@ def compress(
         compress_after: "prompt", all that `generate` is given first (its default); an integer, so many
             tokens of each prompt, the others then go through the compressed cache; "context", what
             ``session.read`` is given (its default, and it knows no other).
-        recompress_every: when a cache has grown by so many tokens, everything said so far is read again,
-            exactly, and compressed as one prompt, at the price of that prefill; None: it grows.
         compression_ratio: kvpress's word for a budget: the share of the whole prompt that is removed, so
             0.75 is ``total_rate=0.25``; in place of the others.
         options: of the method, when it is given by name; ``preset="released"`` is one of them.
@@ -106,9 +103,7 @@ def compress(
             )
         total_rate = 1 - compression_ratio
     budget = Budget(rate, sink, window, size, total_rate)
-    return compressed_generation(
-        Compression(model, built, budget, label, seed, compress_after, recompress_every)
-    )
+    return compressed_generation(Compression(model, built, budget, label, seed, compress_after))
 
 
 def compare(
@@ -347,9 +342,9 @@ def _line(
 
 
 def _method(method: str | Method, options: Mapping[str, Any]) -> tuple[str, Method]:
-    """A method, with the draws of a new run where it says nothing else, and what messages call it."""
+    """A method, and what messages call it."""
     if isinstance(method, str):
-        return method, build_method(method, **options).drawing("v2")
+        return method, build_method(method, **options)
     if not isinstance(method, Method):
         raise KVError(f"method is {method!r}; allowed: a name or a kvbench Method")
     if options:
@@ -357,7 +352,7 @@ def _method(method: str | Method, options: Mapping[str, Any]) -> tuple[str, Meth
             f"option {next(iter(options))!r} goes with a method's name; "
             f"{type(method).__name__} is made already"
         )
-    return type(method).__name__, method.drawing("v2")
+    return type(method).__name__, method
 
 
 def _labelled(methods: Sequence[str | Method] | Mapping[str, str | Method]) -> dict[str, Method]:

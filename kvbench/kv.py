@@ -21,8 +21,6 @@ from kvbench.errors import UserError
 from kvbench.errors.options import Share, Whole, check_options
 from kvbench.kernels.attention_mass import attention_mass
 from kvbench.kernels.elapsed import Elapsed
-from kvbench.kernels.position_bias import PositionBias
-from kvbench.kernels.seal import Seal, Shared
 
 Rotary = Callable[[Tensor], tuple[Tensor, Tensor]]
 
@@ -152,6 +150,16 @@ class Budget:
 
 
 @dataclass(frozen=True)
+class Shared:
+    """A tensor that `LayerKV.once` remembers, the clock of its making, and the keys, values and queries
+    of the layer that it was computed for."""
+
+    tensor: Tensor
+    clock: Elapsed
+    of: tuple[Tensor | None, ...]
+
+
+@dataclass(frozen=True)
 class LayerKV:
     """What one attention layer holds after an exact prefill.
 
@@ -166,12 +174,9 @@ class LayerKV:
         withheld: how many of the prompt's last tokens do not show their queries (their keys and
             values are there): those that a method is then judged by. `queries` end before them.
         shared: what `once` remembers: tensors used by several methods.
-        bias: what a key's position adds to its logits, for models with ALiBi.
-        places: [batch, kv_heads, n] int64, the positions of keys that are not 0 .. n - 1, for `bias`.
         output: gives a copy of what mixes the heads' outputs, [hidden, heads * head_dim]; or None.
         rotary: the model's table: positions [p] -> cos, sin [p, width], halves repeated; or None.
         carried: what methods noted at earlier layers of the same prompt; one for all layers.
-        pristine: copies of the layer's tensors by field, where they are kept to restore them.
     """
 
     keys: Tensor
@@ -182,13 +187,10 @@ class LayerKV:
     scaling: float
     softcap: float | None = None
     withheld: int = 0
-    bias: PositionBias | None = field(default=None, compare=False)
-    places: Tensor | None = field(default=None, compare=False)
     output: Callable[[], Tensor] | None = field(default=None, compare=False, repr=False)
     rotary: Rotary | None = field(default=None, compare=False, repr=False)
     shared: dict[str, Shared] = field(default_factory=dict, compare=False, repr=False)
     carried: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
-    pristine: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
     _own: set[str] = field(default_factory=set, compare=False, repr=False)
     _reused: set[str] = field(default_factory=set, compare=False, repr=False)
 
@@ -204,20 +206,14 @@ class LayerKV:
             raise KVError(f"layer {self.layer_index} has no queries; the method needs them")
         return self.queries.shape[1] // self.keys.shape[1]
 
-    @property
-    def key_bias(self) -> Tensor | None:
-        """`bias` of every key, [kv_heads, n] float32."""
-        at = torch.arange(self.n) if self.places is None else self.places[0]
-        return None if self.bias is None else self.bias.at(at)
-
     def once(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
         """``compute()``, remembered under ``name`` so that methods of one job share the work. Like the
-        layer's own tensors it is read only: a method that writes to it fails."""
+        layer's own tensors it is read only."""
         of = (self.keys, self.values, self.queries)
         if name not in self.shared:
             clock = Elapsed(self.keys.device)
             tensor = compute()
-            self.shared[name] = Shared(tensor, clock.stop(), Seal(tensor), of)
+            self.shared[name] = Shared(tensor, clock.stop(), of)
             self._own.add(name)
         elif any(mine is not its for mine, its in zip(of, self.shared[name].of, strict=True)):
             return compute()  # a layer that a method made of this one, with tensors of its own
@@ -274,7 +270,6 @@ class LayerKV:
                     self.keys[:, :, : self.n - self.withheld],
                     scaling=self.scaling,
                     softcap=self.softcap,
-                    bias=self.key_bias,
                     normalisers=known.tensor[:, :, have - count :] if known and ours else None,
                 ),
                 (0, self.withheld),

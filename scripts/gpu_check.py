@@ -274,7 +274,7 @@ def tokens(sizes: Sizes, device: torch.device) -> dict[str, Any]:
     left_out = {}
     for name in available_methods():
         try:
-            method = build_method(name).drawing("v2")
+            method = build_method(name)
             methods[name] = (method, Budget(rate=0.25, sink=8, window=16))
         except UserError as reason:
             left_out[name] = one_line(reason)

@@ -309,9 +309,7 @@ def test_what_a_compressed_cache_cannot_serve_is_refused_in_one_line() -> None:
             model(inputs["input_ids"])
         with pytest.raises(UnsupportedGeneration, match="one at a time"), compress(model, "exact"):
             pass
-        with pytest.raises(
-            UnsupportedGeneration, match=r"cropped by 12 tokens.*at most the 11 that"
-        ):
+        with pytest.raises(UnsupportedGeneration, match="cannot be cropped; call generate again"):
             output.past_key_values.crop(-12)
         other = output.sequences.clone()
         other[0, 3] += 1

@@ -19,7 +19,6 @@ from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface
 
 from kvbench.errors import UserError
-from kvbench.kernels.position_bias import PositionBias
 
 IMPLEMENTATION = "kvbench"
 """The name under which the function is registered (``attn_implementation="kvbench"``)."""
@@ -42,7 +41,6 @@ class LayerCall:
             all after position encoding.
         scaling: of the logits. softcap: their limit, None for none.
         sliding_window: keys that a query sees, None for all.
-        bias: what a key's position adds to its logits, None for nothing.
         output: what mixes the heads' outputs, [hidden, heads * head_dim], where it can be read.
     """
 
@@ -53,7 +51,6 @@ class LayerCall:
     scaling: float
     softcap: float | None = None
     sliding_window: int | None = None
-    bias: PositionBias | None = None
     output: Tensor | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -71,18 +68,12 @@ class LayerCall:
             scaling=self.scaling,
             softcap=self.softcap,
             sliding_window=self.sliding_window,
-            bias=self.key_bias,
         )
-
-    @property
-    def key_bias(self) -> Tensor | None:
-        """`bias` of every key, the first at position 0: [kv_heads, t] float32."""
-        return None if self.bias is None else self.bias.at(torch.arange(self.key.shape[2]))
 
     def exact_with_normalisers(self) -> tuple[Tensor, Tensor | None]:
         """The same output, and the logarithm of each query's sum of exponentials, [batch, heads, t]
         float32, where torch's kernel tells it; else None."""
-        plain = self.softcap is None and self.sliding_window is None and self.bias is None
+        plain = self.softcap is None and self.sliding_window is None
         given = (self.query, self.key, self.value, self.scaling)
         return (_fused_with_normalisers(*given) if plain else None) or (self.exact(), None)
 
@@ -102,11 +93,6 @@ class LayerCall:
         query, key, value = (
             x[row : row + 1, :, start:end] for x in (self.query, self.key, self.value)
         )
-        return replace(self, query=query, key=key, value=value)
-
-    def copied(self) -> LayerCall:
-        """The same with tensors of its own."""
-        query, key, value = (x.clone() for x in (self.query, self.key, self.value))
         return replace(self, query=query, key=key, value=value)
 
 
@@ -129,7 +115,6 @@ def kvbench_attention(
     softcap: float | None = None,
     sliding_window: int | None = None,
     kvbench: AttentionState | None = None,
-    bias: PositionBias | None = None,
     **other: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: returns ([batch, t, heads, head_dim], None).
@@ -166,7 +151,6 @@ def kvbench_attention(
             query.shape[-1] ** -0.5 if scaling is None else scaling,
             softcap,
             sliding_window,
-            bias,
             _output_weight(module),
         )
     )
@@ -270,7 +254,6 @@ def exact_attention(
     softcap: float | None = None,
     sliding_window: int | None = None,
     seen: Tensor | None = None,
-    bias: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of m queries over n keys, of which the last m are their own: [batch, heads, m,
     head_dim].
@@ -278,9 +261,8 @@ def exact_attention(
     Args:
         seen: [heads, m, n] bool, the keys that each query may see beside causality; as many KV heads
             as query heads then.
-        bias: [kv_heads, n] float32, added to the logits of every query.
 
-    The plain case runs on torch's fused kernel; logit capping, biases and sliding windows, which that
+    The plain case runs on torch's fused kernel; logit capping and sliding windows, which that
     kernel does not have, run in query blocks with O(QUERY_BLOCK * n) memory. So do grouped heads in
     float32 on CUDA, which no fused kernel takes there: torch would form all n x n logits.
     """
@@ -288,7 +270,7 @@ def exact_attention(
     if sliding_window is not None and sliding_window >= n:
         sliding_window = None
     grouped_float32 = query.dtype == torch.float32 and query.shape[1] != key.shape[1]
-    fused = seen is None and bias is None and not (query.is_cuda and grouped_float32)
+    fused = seen is None and not (query.is_cuda and grouped_float32)
     if softcap is None and sliding_window is None and fused:
         mask = None if m == n else causal_lower_right(m, n)
         return F.scaled_dot_product_attention(
@@ -304,8 +286,6 @@ def exact_attention(
         first = 0 if sliding_window is None else max(0, start - sliding_window + 1)
         keys = key[:, :, None, first:stop].transpose(-1, -2)
         logits = capped((grouped[..., begin:end, :] @ keys) * scaling, softcap).float()
-        if bias is not None:
-            logits += bias[:, None, None, first:stop]
         row = torch.arange(start, stop, device=query.device)[:, None]
         column = torch.arange(first, stop, device=query.device)[None]
         hidden = column > row

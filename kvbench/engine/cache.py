@@ -16,7 +16,6 @@ from torch import Tensor
 from kvbench.engine.attention import LayerCall, capped, grown_range, signed_mean
 from kvbench.engine.guard import call
 from kvbench.engine.recompress import Recompressor
-from kvbench.kernels.position_bias import PositionBias
 from kvbench.kernels.quantize import Codecs, Scheme, never
 from kvbench.kv import CompressedKV, KVError, weighted_entries
 from kvbench.methods.base import Held, Method, rule_of
@@ -53,7 +52,6 @@ class LayerCache:
         window: sliding-window length of the layer, None for full attention.
         active: False where the method has no part in this layer (it is left whole).
         layer, seed: what a scheme's draws depend on.
-        bias: see `LayerCall.bias`; read from the positions that entries carry.
     """
 
     def __init__(
@@ -70,7 +68,6 @@ class LayerCache:
         quantization: Scheme | None = None,
         layer: int = 0,
         seed: int = 0,
-        bias: PositionBias | None = None,
     ) -> None:
         heads, count, key_dim = held.keys.shape[1:]
         self.length = count
@@ -79,7 +76,7 @@ class LayerCache:
         self.sink = sink
         self.window = window
         self.method = method
-        self.bias, self.active = bias, active
+        self.active = active
         self.evicts = method.evicts and active
         self.rule = rule_of(method, self.granted, sink) if self.evicts else None
         self.restricts = method.restricts and active
@@ -123,7 +120,6 @@ class LayerCache:
                 self.value_range = (held.value_range[0][0], held.value_range[1][0])
         # On the host where it is known there; what a GPU has counted, `Fork.audit_prompt` reads.
         self.prompt_entries = self.entries() if self.log_weights is None else held.entries[0]
-        self.watched = False  # whether a call while decoding was looked at closely
 
     def entries(self) -> Tensor:
         """Entries held per head, padding left out: [kv_heads] int64."""
@@ -133,14 +129,13 @@ class LayerCache:
 
     def entry_bytes(self) -> int:
         """Bytes of what is held: keys, values, weights and scores, as stored. Room for tokens to
-        come is not counted, nor positions, unless a bias needs them and they are not 0, 1, 2 ..."""
+        come is not counted, nor positions."""
         parts = [
             part[:, : self.length]
             for part in (self.log_weights, self.scores, self.denominators)
             if part is not None
         ]
         parts += self.value_range or ()
-        parts += [self.positions[:, : self.length]] if self.bias and self.active else []
         parts += [] if self.again is None else [self.again.queries]
         return self._kv_bytes() + sum(part.numel() * part.element_size() for part in parts)
 
@@ -250,7 +245,7 @@ class LayerCache:
     def _is_plain(self) -> bool:
         plain = self.packed is None and self.window is None and not self.restricts
         plain = plain and not self.keys_only and self.denominators is None and self.base is None
-        return plain and self.again is None and self.bias is None
+        return plain and self.again is None
 
     def expect(self, position: int, tokens: int) -> None:
         """Make ready for so many tokens, the first at `position`, that a kernel will append."""
@@ -339,8 +334,6 @@ class LayerCache:
         group = heads // stored
         logits = self.dot_keys(query.reshape(stored, group * tokens, dim), begin)
         logits = capped(logits.float().mul_(call.scaling), call.softcap)
-        if self.bias is not None:
-            logits += self.bias.at(self.positions[:, begin:after])[:, None]
         if self.log_weights is not None:
             logits += self.log_weights[:, None, begin:after]
         if tokens > 1:
@@ -364,10 +357,8 @@ class LayerCache:
         return out.view(stored, group, tokens, -1).reshape(heads, tokens, -1)
 
     def _ask(self, hook: Callable[..., Any], *arguments: Any) -> Any:
-        """What a hook of the method answers, which sees this fork's tensors only; its first call is
-        looked at closely."""
-        closely, self.watched = not self.watched, True
-        return call(type(self.method).__name__, hook, *arguments, closely=closely)
+        """What a hook of the method answers, which sees this fork's tensors only."""
+        return call(self.method, hook, *arguments)
 
     def _evict(self, attention: Tensor) -> None:
         """Let the method drop one entry per head; the last entry moves into its place."""

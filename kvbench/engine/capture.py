@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.engine.adapters import rotary_of
+from kvbench.engine.architecture import rotary_of
 from kvbench.engine.attention import LayerCall, UnsupportedModel
 from kvbench.engine.prefill import compressible_layers, forward, input_device, layer_kv
 from kvbench.engine.states import is_hybrid

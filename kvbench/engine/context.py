@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvbench.engine.fork import Fork, prompt_name
 from kvbench.engine.graphs import StepGraphs
 from kvbench.engine.live_cache import LiveCache, Row
-from kvbench.engine.prefill import Prefill, compressible_layers, prefill
+from kvbench.engine.prefill import compressible_layers, prefill
 from kvbench.engine.rows import (
     DecodingRow,
     close_row,
@@ -22,11 +19,9 @@ from kvbench.engine.rows import (
     feed_questions,
     open_row,
 )
-from kvbench.engine.saved import save_context
 from kvbench.engine.stopping import Stopping
 from kvbench.engine.switch import kvbench_attention_on
 from kvbench.engine.tokenizer import end_token_ids, model_end_ids
-from kvbench.errors import is_integer
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
 from kvbench.tasks.base import PromptEncoder, check_length, tokenizing
@@ -34,24 +29,13 @@ from kvbench.tasks.base import PromptEncoder, check_length, tokenizing
 Text = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or what a tokenizer returns for one text."""
 
-Message = Mapping[str, str]
-"""One message of a chat: its role and content."""
-
-_REPLY = "reply-of-the-assistant"
-"""Placeholder of a reply when the chat template is rendered: the text after it is the next turn."""
-
 
 class Context:
     """One prompt, prefilled once and compressed before any question is known.
 
     `ask` answers without changing the cache, so that answers do not depend on earlier questions; with
-    ``keep=True`` the question and its answer are added to the cache, as `chat` does. Draws depend on
+    ``keep=True`` the question and its answer are added to the cache. Draws depend on
     the seed, the prompt and the layer, so that a document is always compressed to the same cache.
-
-    Args:
-        recompress_every: when so many tokens were added since compression, the whole conversation is
-            read again, exactly, and compressed as one prompt; None: the cache grows.
-        read: the fork and the prefill of a prompt that was read already, which is then not read.
 
     Attributes:
         entries: per layer and KV head after compression, mean and maximum.
@@ -69,33 +53,16 @@ class Context:
         *,
         label: str = "method",
         seed: int = 0,
-        recompress_every: int | None = None,
-        read: tuple[Fork, Prefill] | None = None,
     ) -> None:
-        check_recompress(recompress_every)
         self.model, self.tokenizer = model, tokenizer
-        self.recompress_every = recompress_every
         self._ids = token_ids(prompt, tokenizer, "the context")
-        self._messages: list[Message] = []
-        self._turns: list[tuple[int, int, int]] = []  # at the end of each: tokens, ids, messages
-        with kvbench_attention_on(model):
+        fork = Fork(label, method, budget, seed, prompt_name(self._ids), room=0)
+        with kvbench_attention_on(model), torch.inference_mode():
             self._compressible = compressible_layers(model)
-            if read is not None:
-                self._adopt(*read)
-                return
-            self._read(Fork(label, method, budget, seed, "", room=0))
-
-    def _read(self, fork: Fork) -> None:
-        """Prefill the whole conversation with this fork, and compress it."""
-        fork.example_id = prompt_name(self._ids)
-        with kvbench_attention_on(self.model), torch.inference_mode():
-            encoder = None if self.tokenizer is None else PromptEncoder(self.tokenizer)
-            start = prefill(self.model, self._ids, [fork], encoder=encoder)
+            encoder = None if tokenizer is None else PromptEncoder(tokenizer)
+            start = prefill(model, self._ids, [fork], encoder=encoder)
         if fork.failure is not None:
             raise fork.failure
-        self._adopt(fork, start)
-
-    def _adopt(self, fork: Fork, start: Prefill) -> None:
         self._fork, self._start = fork, start
         self.entries = fork.prompt_counts(self._compressible)
         self.cache_bytes, self.exact_bytes = fork.cache_bytes(), start.exact_bytes
@@ -140,9 +107,6 @@ class Context:
         if keep:
             self._ids += [*ids, *row.chosen]
             self._fork = row.fork.merged()
-            self._end_turn()
-            if self.recompress_every and self._fork.appended >= self.recompress_every:
-                self.recompress()
         return answer
 
     def ask_all(
@@ -153,96 +117,6 @@ class Context:
         asked = [self._ids_of(question) for question in questions]
         return [answer for answer, _ in self._answers(asked, max_new_tokens, stop)]
 
-    def chat(
-        self,
-        messages: Sequence[Message | Text],
-        *,
-        max_new_tokens: int = 64,
-        stop: Sequence[str] = (),
-    ) -> Any:
-        """The reply to the next messages of a conversation; messages and reply are added to the cache.
-
-        Args:
-            messages: roles and contents, rendered by the tokenizer's chat template (with what it
-                writes between the last reply and them); or texts or token ids, fed as they are.
-
-        Raises:
-            KVError: no messages, roles where the tokenizer has no chat template; and as `ask`.
-        """
-        new = list(messages)
-        said = [one for one in new if isinstance(one, Mapping) and "role" in one]
-        if isinstance(messages, str | Mapping) or not new or len(said) not in (0, len(new)):
-            raise KVError("messages are no list of messages; allowed: one or more, or texts")
-        if said:
-            turn: list[int] = self._ids_of(self._rendered(said))
-        else:
-            turn = [token for one in new for token in self._ids_of(one)]
-        reply = self.ask(turn, max_new_tokens=max_new_tokens, stop=stop, keep=True)
-        if said:
-            self._messages += [*said, {"role": "assistant", "content": str(reply)}]
-            self._turns.pop()
-            self._end_turn()
-        return reply
-
-    def _rendered(self, messages: Sequence[Message]) -> str:
-        """The chat template's text from the end of the last reply to where the next one begins."""
-        tokenizer = self.tokenizer
-        if tokenizer is None or not getattr(tokenizer, "chat_template", None):
-            raise KVError(
-                "messages have roles and there is no chat template; allowed: a tokenizer that has one, "
-                "or texts"
-            )
-        before = [dict(message) for message in self._messages]
-        if before:
-            before[-1]["content"] = _REPLY
-        text = str(
-            tokenizer.apply_chat_template(
-                [*before, *map(dict, messages)], add_generation_prompt=True, tokenize=False
-            )
-        )
-        if not before:
-            return text.removeprefix(tokenizer.bos_token or "")
-        text = text.partition(_REPLY)[2]
-        ended = self._ids[-1] in end_token_ids(self.model, tokenizer)
-        return text.removeprefix(str(tokenizer.decode(self._ids[-1:]))) if ended else text
-
-    def recompress(self) -> None:
-        """Read the whole conversation again, exactly, and compress it as one prompt, at the cost of a
-        prefill of all its tokens."""
-        fork = self._fork
-        self._read(Fork(fork.label, fork.method, fork.budget, fork.seed, "", room=0))
-        self._turns.clear()
-        self._end_turn()
-
-    def _end_turn(self) -> None:
-        self._turns.append((self.tokens, len(self._ids), len(self._messages)))
-
-    def copy(self) -> Context:
-        """An independent context from here on; the entries are shared, not copied."""
-        twin = copy.copy(self)
-        for name in ("_ids", "_messages", "_turns"):
-            setattr(twin, name, list(getattr(self, name)))
-        return twin
-
-    def crop(self, tokens: int) -> None:
-        """Keep the first `tokens` tokens, or with a negative number remove so many from the end.
-
-        Raises:
-            KVError: fewer tokens than were compressed, or more than there are; a method that evicts.
-        """
-        least, most = self._start.n, self.tokens
-        left = tokens + most if is_integer(tokens, -math.inf, -1) else tokens
-        if not is_integer(left, least, most):
-            raise KVError(
-                f"tokens is {tokens!r}; allowed: {least}, which were compressed together, to {most}"
-            )
-        if left < most:
-            self._fork = self._fork.cropped(most - left)
-        self._turns = [turn for turn in self._turns if turn[0] <= left]
-        end, ids, messages = self._turns[-1] if self._turns else (least, least, 0)
-        self._ids = self._ids[: ids if end == left else left]
-        self._messages = self._messages[:messages]
-
     def cache(self) -> LiveCache:
         """A cache for ``model.generate(input_ids, past_key_values=...)`` inside `compress`, to continue
         from here; ``input_ids`` must begin with all of `token_ids`, as transformers requires."""
@@ -251,20 +125,6 @@ class Context:
             n, fork.compressed, self.entries, self.cache_bytes, self.exact_bytes, self.compress_s
         )
         return LiveCache(self.model, [fork], [n], [self._ids[:seen]], [row], seen=seen)
-
-    def resume(self, messages: Sequence[Message]) -> None:
-        """Continue a conversation that has these messages so far."""
-        self._messages = list(messages)
-        self._end_turn()
-
-    def save(self, path: str | Path) -> None:
-        """Write the cache to a safetensors file, which `Compression.load` reads in any process.
-
-        Raises:
-            KVError: the method's options cannot be written, or the file cannot.
-        """
-        fork = self._fork.merged()
-        save_context(Path(path), self.model, fork, self._start, self._ids, self._messages)
 
     def _answers(
         self, asked: Sequence[Sequence[int]], max_new_tokens: int, stop: Sequence[str]
@@ -305,16 +165,6 @@ class Context:
     def _decoded(self, tokens: Sequence[int]) -> str:
         assert self.tokenizer is not None
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
-
-
-def check_recompress(every: int | None) -> None:
-    """Refuse a value that is no number of tokens.
-
-    Raises:
-        KVError: it is neither None nor an integer >= 1.
-    """
-    if every is not None and not is_integer(every, 1):
-        raise KVError(f"recompress_every is {every!r}; allowed: an integer >= 1, or None")
 
 
 def token_ids(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
-from kvbench.engine.adapters import kv_heads
+from kvbench.engine.architecture import kv_heads
 from kvbench.engine.loading import ModelError, ModelSpec, load_config
 from kvbench.kernels.quantize import Scheme
 

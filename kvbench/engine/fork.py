@@ -13,11 +13,10 @@ from transformers import PreTrainedConfig
 
 from kvbench.engine.attention import LayerCall
 from kvbench.engine.cache import LayerCache
-from kvbench.engine.chunk_reading import read_chunk, rule_in_turn
 from kvbench.engine.faults import release_frames
 from kvbench.engine.ragged import RaggedCache
 from kvbench.engine.recompress import Recompressor
-from kvbench.engine.shared import attend_branches, branch_of, cropped, merged, rows_by_base
+from kvbench.engine.shared import attend_branches, branch_of, merged, rows_by_base
 from kvbench.engine.states import PassingCache, State, clone_of, joined_cache, state_bytes
 from kvbench.kernels.elapsed import Elapsed
 from kvbench.kernels.philox import to_device
@@ -106,18 +105,9 @@ class Fork:
         """This fork ends here; what it holds is given back, for the others to go on with."""
         self.failure = failure
         release_frames(failure)
-        self._let_go()
-
-    def _let_go(self) -> None:
         self.layers.clear()
         self.carried.clear()
         self.unaudited.clear()
-
-    def restart(self) -> None:
-        """As before the prefill, but for a failure."""
-        self._let_go()
-        self.clocks.clear()
-        self.compress_s = 0.0
 
     def clone(self) -> Fork:
         """A copy that goes on separately from here."""
@@ -135,20 +125,6 @@ class Fork:
     def merged(self) -> Fork:
         """Of a branch, a fork that holds all entries itself."""
         return replace(self, layers={index: merged(layer) for index, layer in self.layers.items()})
-
-    def cropped(self, tokens: int) -> Fork:
-        """A copy without the last `tokens` that were appended: see `cropped`.
-
-        Raises:
-            KVError: what was read has entered a state that holds no single tokens.
-        """
-        if self.states:
-            raise KVError(
-                "a hybrid model's states (linear attention) do not give back a token; allowed: a copy "
-                "made before"
-            )
-        layers = {index: cropped(layer, tokens) for index, layer in self.layers.items()}
-        return replace(self, layers=layers, appended=self.appended - tokens)
 
     def carry_to(self, device: torch.device) -> None:
         """What the method noted at earlier layers, on the device of the next."""
@@ -179,7 +155,6 @@ class Fork:
         granted = capacity if limit is None else limit
         if compressible and self.method.uses_budget and not self.method.saves_memory:
             granted = self.budget.capacity(capacity)
-        bias = None if prompt is None else prompt.bias
         make = partial(
             LayerCache,
             room=self.room,
@@ -192,10 +167,7 @@ class Fork:
             quantization=self.method.quantization() if compressible else None,
             layer=layer,
             seed=self.seed,
-            bias=bias,
         )
-        if bias is not None and compressible:
-            _check_placed(self.label, layer, held)
         cache = make(held) if held.lengths is None else RaggedCache(held, make)
         if compressible and prompt is not None:
             generator = layer_generator(self.seed, f"{self.example_id}\0while decoding", layer)
@@ -262,23 +234,6 @@ class Fork:
         return held + state_bytes(self.states)
 
 
-def _check_placed(label: str, layer: int, held: CompressedKV) -> None:
-    """Refuse entries that attend and have no position, where the logits depend on it.
-
-    Raises:
-        KVError: naming the method.
-    """
-    nowhere = held.positions < 0
-    if held.log_weights is not None:
-        nowhere &= held.log_weights > -torch.inf
-    if bool(nowhere.any()):
-        raise KVError(
-            f"method {label!r} holds {int(nowhere.sum())} entries of layer {layer} that are no single "
-            "token's, and this model's attention depends on positions (ALiBi); allowed: methods "
-            "that keep tokens"
-        )
-
-
 class ForkBatch:
     """Attention state of a decode step: row i of the batch is fork ``forks[i]``.
 
@@ -316,12 +271,7 @@ class ForkBatch:
             if fork.failure is not None or i in done:
                 continue
             try:
-                cache, one = fork.layers[call.layer], call.of_row(i)
-                rule = rule_in_turn(cache) if query.shape[2] > 1 else None
-                if rule is None:
-                    out[i] = cache.step(one, positions[i])
-                else:
-                    out[i] = read_chunk(cache, rule, one, positions[i])
+                out[i] = fork.layers[call.layer].step(call.of_row(i), positions[i])
             except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
                 fork.fail(failure)
         return out

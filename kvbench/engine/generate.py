@@ -1,9 +1,8 @@
 """Generation of many forks at once, of one prompt or of several, with one question each or many.
 
-Every prompt is prefilled exactly (short ones share a pass: `kvbench.engine.packing`; nothing is padded)
-and compressed once, whatever is asked of it; then the forks of all prompts decode together, one
-batch row each against its own cache. What a prompt is answered does not depend on which others are in
-the batch.
+Every prompt is prefilled exactly, in a pass of its own, and compressed once, whatever is asked of it;
+then the forks of all prompts decode together, one batch row each against its own cache. What a prompt
+is answered does not depend on which others are in the batch.
 """
 
 from __future__ import annotations
@@ -16,13 +15,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.engine import memory
-from kvbench.engine.chunked import chunked_prefill
 from kvbench.engine.fork import Fork
 from kvbench.engine.graphs import StepGraphs
 from kvbench.engine.kept import strips_of
 from kvbench.engine.limits import active_seconds
-from kvbench.engine.packing import packable_tokens, packs, prefill_together
-from kvbench.engine.prefill import Prefill, compressible_layers, input_device, prefill
+from kvbench.engine.prefill import compressible_layers, input_device, prefill
 from kvbench.engine.prompts import Generation, Prompt, Question
 from kvbench.engine.rows import (
     DecodingRow,
@@ -36,7 +33,7 @@ from kvbench.engine.rows import (
 from kvbench.engine.sampling import GREEDY, Sampling
 from kvbench.engine.shared import is_shared
 from kvbench.engine.stopping import Stopping
-from kvbench.kv import Budget, KVError
+from kvbench.kv import Budget
 from kvbench.methods.base import Method
 from kvbench.tasks.base import PromptEncoder
 
@@ -51,7 +48,6 @@ def run_forks(
     seed: int,
     example_id: str,
     compress_after: str = "prompt",
-    chunk_tokens: int | None = None,
     encoder: PromptEncoder | None = None,
 ) -> dict[str, Generation]:
     """One prompt: one exact prefill, every method's fork, greedy decoding of all forks together.
@@ -62,9 +58,7 @@ def run_forks(
         One `Generation` per label; a fork that failed says so and stops nothing else.
     """
     prompt = Prompt(context_ids, question_ids, methods, stopping, example_id, encoder=encoder)
-    return run_batch(
-        model, [prompt], seed=seed, compress_after=compress_after, chunk_tokens=chunk_tokens
-    )[0]
+    return run_batch(model, [prompt], seed=seed, compress_after=compress_after)[0]
 
 
 def run_batch(
@@ -73,7 +67,6 @@ def run_batch(
     *,
     seed: int,
     compress_after: str = "prompt",
-    chunk_tokens: int | None = None,
     graphs: StepGraphs | None = None,
 ) -> list[dict[str, Generation]]:
     """Several prompts, of any lengths, each with the one question that it ends with, answered greedily.
@@ -82,8 +75,6 @@ def run_batch(
         compress_after: "prompt" (the papers' protocol: the question is in the prefill, so the first
             new token comes from exact attention) or "context" (the context is prefilled and
             compressed; the question's tokens then run through every fork).
-        chunk_tokens: read each prompt in chunks of so many tokens, each method through its own
-            bounded cache (`kvbench.engine.chunked`), in place of the shared prefill.
         graphs: whether steps are captured, None: no; changes no token.
 
     Returns:
@@ -95,7 +86,7 @@ def run_batch(
         before = () if compress_after == "context" else prompt.question_ids
         question = Question(after, prompt.stopping)
         asked.append(replace(prompt, question_ids=before, conversations=[[question]]))
-    answers = run_conversations(model, asked, seed=seed, chunk_tokens=chunk_tokens, graphs=graphs)
+    answers = run_conversations(model, asked, seed=seed, graphs=graphs)
     return [{label: found[0] for label, found in answer.items()} for answer in answers]
 
 
@@ -106,7 +97,6 @@ def run_conversations(
     *,
     seed: int,
     sampling: Sampling = GREEDY,
-    chunk_tokens: int | None = None,
     graphs: StepGraphs | None = None,
 ) -> list[dict[str, list[Generation]]]:
     """Several prompts, each prefilled and compressed once, and all of its conversations, each from
@@ -116,19 +106,14 @@ def run_conversations(
 
     Args:
         sampling: how tokens are chosen.
-        chunk_tokens, graphs: see `run_batch`.
+        graphs: see `run_batch`.
 
     Returns:
         For each prompt and label, the answers to all questions in the order of
         `Prompt.conversations`; a fork that failed says so and stops nothing else. What stops a
         prefill as a whole (keys that are not finite, no memory) is raised.
     """
-    lengths = [0 if chunk_tokens or _goes_alone(prompt) else len(prompt.ids) for prompt in prompts]
-    readings = [
-        reading
-        for pack in packs(lengths, packable_tokens(model))
-        for reading in _read(model, prompts[pack], seed, chunk_tokens)
-    ]
+    readings = [_read(model, prompt, seed) for prompt in prompts]
     compressible = compressible_layers(model)
     most = max(len(prompt.conversations) for prompt in prompts)
     at_once = _copies_at_once(readings, most, input_device(model))
@@ -172,14 +157,14 @@ class _Reading:
     """One prompt that has been read, and what its forks have answered.
 
     Attributes:
-        rows, logits: of each method, at the end of its prefill.
+        rows: of each method, at the end of the prefill; logits: [vocab], there.
         spent_s: wall seconds so far, other prompts' own left out.
         said: of each method, the answers of each conversation.
     """
 
     prompt: Prompt
     rows: list[DecodingRow]
-    logits: list[Tensor]
+    logits: Tensor
     spent_s: float
     said: dict[str, list[list[Generation]]]
 
@@ -197,78 +182,33 @@ class _Reading:
                 self.prompt.conversations[number],
                 self.said[row.fork.label][number],
                 going_on(row),
-                logits,
+                self.logits,
             )
             for number in range(len(self.prompt.conversations))[first:last]
-            for row, logits in zip(self.rows, self.logits, strict=True)
+            for row in self.rows
         ]
 
 
-def _goes_alone(prompt: Prompt) -> bool:
-    """Whether its prefill is more than one pass over tokens."""
-    again = any(method.rescoring for method, _ in prompt.methods.values())
-    return again or bool(prompt.inputs)
-
-
-def _read(
-    model: PreTrainedModel, prompts: Sequence[Prompt], seed: int, chunk_tokens: int | None
-) -> list[_Reading]:
-    """Prefill and compress prompts that share a pass; its seconds are divided by tokens."""
+def _read(model: PreTrainedModel, prompt: Prompt, seed: int) -> _Reading:
+    """Prefill one prompt, and compress it by every method."""
     begun = active_seconds()
-    forks = [_forks(prompt, seed) for prompt in prompts]
-    ids = [prompt.ids for prompt in prompts]
-    if len(prompts) > 1:
-        together = prefill_together(model, list(zip(ids, forks, strict=True)))
-        starts = [[start] * len(each) for start, each in zip(together, forks, strict=True)]
-    else:
-        starts = [_start(model, prompts[0], forks[0], chunk_tokens)]
-    per_token = (active_seconds() - begun) / max(1, sum(map(len, ids)))
-    return [
-        _reading(model, *each, per_token * len(each[0].ids))
-        for each in zip(prompts, forks, starts, strict=True)
-    ]
-
-
-def _forks(prompt: Prompt, seed: int) -> list[Fork]:
     room = max(
         sum(len(q.ids) + max(prompt.room or 0, q.stopping.max_new_tokens) for q in questions)
         for questions in prompt.conversations
     )
-    return [
+    forks = [
         Fork(label, method, budget, seed, prompt.example_id, room=room)
         for label, (method, budget) in prompt.methods.items()
     ]
-
-
-def _start(
-    model: PreTrainedModel, prompt: Prompt, forks: Sequence[Fork], chunk_tokens: int | None
-) -> list[Prefill]:
-    """One prompt alone: what each of its forks begins with."""
-    if chunk_tokens is None:
-        start = prefill(model, prompt.ids, forks, encoder=prompt.encoder, inputs=prompt.inputs)
-        return [start] * len(forks)
-    if prompt.inputs:
-        raise KVError("prefill is 'chunked' and the prompt shows images; allowed: shared")
-    return [chunked_prefill(model, prompt.ids, fork, chunk_tokens) for fork in forks]
-
-
-def _reading(
-    model: PreTrainedModel,
-    prompt: Prompt,
-    forks: Sequence[Fork],
-    starts: Sequence[Prefill],
-    spent_s: float,
-) -> _Reading:
+    start = prefill(model, prompt.ids, forks, encoder=prompt.encoder)
+    spent_s = active_seconds() - begun
     compressible = compressible_layers(model)
-    rows = [
-        open_row(fork, start, prompt.stopping, compressible)
-        for fork, start in zip(forks, starts, strict=True)
-    ]
+    rows = [open_row(fork, start, prompt.stopping, compressible) for fork in forks]
     for row in rows if prompt.note_kept else ():
         if row.fork.failure is None:
             row.result.kept = strips_of(row.fork, len(prompt.ids), compressible)
     said = {label: [list[Generation]() for _ in prompt.conversations] for label in prompt.methods}
-    return _Reading(prompt, rows, [start.logits for start in starts], spent_s, said)
+    return _Reading(prompt, rows, start.logits, spent_s, said)
 
 
 def _copied(row: DecodingRow) -> bool:

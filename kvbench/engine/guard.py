@@ -1,16 +1,19 @@
-"""Every call of a method goes through here, so that no method can change what another one reads.
+"""Every call of a method goes through here, so that no method changes what another one reads.
 
 Methods of a job read the same keys, values, queries and shared results (`LayerKV.once`), and run in one
-process. A method that writes to one of them, or leaves a setting of the process changed, would change
-the other methods' results; here only that method fails.
+process. A method from outside `kvbench.methods` gets copies of the tensors; for those inside, the
+property tests show that they write to none. A method that leaves a setting of the process changed
+fails, and the setting is restored. Not contained are ``os._exit``, a signal that ends the process and a
+KeyboardInterrupt: they end the job, whose records are on disk up to the example in progress.
 """
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,28 +22,43 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels.elapsed import Elapsed
-from kvbench.kernels.seal import Seal
-from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
+from kvbench.kv import NORMALISERS, Budget, CompressedKV, KVError, LayerKV
 from kvbench.methods.base import Method, Repetition
-
-Carried = dict[str, Tensor]
 
 
 class SharedStateChanged(RuntimeError):
-    """A method changed something that other methods use; the message names it in one line.
+    """A method left a setting of the process changed; the message names it in one line."""
 
-    Attributes:
-        tensors: whether it wrote to tensors that other methods read.
-    """
 
-    def __init__(self, message: str, *, tensors: bool) -> None:
-        super().__init__(message)
-        self.tensors = tensors
+class MethodExit(RuntimeError):
+    """A method asked the program to end (SystemExit, GeneratorExit); only the method fails."""
 
 
 def _set_device(device: torch.device) -> None:
     torch.set_default_device(None if device.type == "cpu" else device)
 
+
+def _set_environment(variables: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(variables)
+
+
+def _deterministic() -> tuple[bool, bool]:
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    return torch.are_deterministic_algorithms_enabled(), warns
+
+
+def _set_deterministic(mode: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
+
+
+_BACKENDS = torch.backends.cuda
+_SDPA: dict[str, tuple[Callable[[], bool], Callable[[bool], None]]] = {
+    "flash": (_BACKENDS.flash_sdp_enabled, _BACKENDS.enable_flash_sdp),
+    "memory-efficient": (_BACKENDS.mem_efficient_sdp_enabled, _BACKENDS.enable_mem_efficient_sdp),
+    "math": (_BACKENDS.math_sdp_enabled, _BACKENDS.enable_math_sdp),
+    "cudnn": (_BACKENDS.cudnn_sdp_enabled, _BACKENDS.enable_cudnn_sdp),
+}
 
 _PROCESS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
@@ -51,6 +69,10 @@ _PROCESS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     ),
     "torch's number of threads": (torch.get_num_threads, torch.set_num_threads),
     "torch's default device": (torch.get_default_device, _set_device),
+    "torch's deterministic algorithms": (_deterministic, _set_deterministic),
+    **{f"torch's {name} attention": access for name, access in _SDPA.items()},
+    "the working directory": (os.getcwd, os.chdir),
+    "the environment": (partial(dict, os.environ), _set_environment),
     "torch's global generator": (torch.get_rng_state, torch.set_rng_state),
     "CUDA's global generator": (torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all),
     "numpy's global generator": (partial(np.random.get_state, legacy=False), np.random.set_state),
@@ -59,35 +81,7 @@ _PROCESS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 """Process-wide settings that a call could leave changed: by name (as in messages), how each is read
 and set."""
 
-GENERATORS = tuple(name for name in _PROCESS if name.endswith("generator"))
-SETTINGS = tuple(name for name in _PROCESS if name not in GENERATORS)
-QUICK = SETTINGS[:-1]
-"""Settings that are read in a microsecond, which are checked at every decoded token."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Values of some of the process's settings and generators at one moment."""
-
-    values: dict[str, Any]
-
-    @classmethod
-    def now(cls, names: Sequence[str] = (*SETTINGS, *GENERATORS)) -> Settings:
-        """The present values of these settings."""
-        on_cuda = torch.cuda.is_initialized()
-        return cls({n: _PROCESS[n][0]() for n in names if on_cuda or not n.startswith("CUDA")})
-
-    def restore_changed(self) -> list[str]:
-        """Restore what was changed since; returns a phrase for each change."""
-        changed = []
-        for name, value in self.values.items():
-            read, write = _PROCESS[name]
-            now = read()
-            if not _same(now, value):
-                write(value)
-                how = "in another state" if name in GENERATORS else f"at {now} (it was {value})"
-                changed.append(f"{name} {how}")
-        return changed
+_UNPRINTED = ("generator", "environment")
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -102,173 +96,122 @@ def _same(one: Any, other: Any) -> bool:
 
 
 @contextmanager
-def settings_unchanged(label: str, settings: Settings) -> Iterator[None]:
-    """A method's code runs within this context; afterwards these settings are restored.
+def settings_unchanged(label: str) -> Iterator[None]:
+    """A method's code runs within this context; afterwards the process's settings are restored.
 
     Raises:
         SharedStateChanged: the code changed one, and raised nothing itself.
+        MethodExit: the code raised SystemExit or GeneratorExit.
     """
+    names = [n for n in _PROCESS if torch.cuda.is_initialized() or not n.startswith("CUDA")]
+    before = {name: _PROCESS[name][0]() for name in names}
     try:
         yield
+    except (SystemExit, GeneratorExit) as exit:
+        _restore(before)
+        raise MethodExit(f"method {label!r} raised {type(exit).__name__}") from exit
     except BaseException:
-        settings.restore_changed()
+        _restore(before)
         raise
-    changed = settings.restore_changed()
+    changed = _restore(before)
     if changed:
         hint = "its own generator" if "generator" in changed[0] else "to leave it as it was"
         raise SharedStateChanged(
-            f"method {label!r} left {changed[0]}, which others use; allowed: {hint}", tensors=False
+            f"method {label!r} left {changed[0]}, which others use; allowed: {hint}"
         )
 
 
-def call(label: str, hook: Callable[..., Any], *arguments: Any, closely: bool) -> Any:
-    """Call a method's hook while decoding. It is called at every token, so only the quick settings are
-    checked each time; `closely` checks all, generators too.
+def _restore(before: Mapping[str, Any]) -> list[str]:
+    """Restore the settings that differ from these values; returns a phrase for each."""
+    changed = []
+    for name, value in before.items():
+        read, write = _PROCESS[name]
+        now = read()
+        if not _same(now, value):
+            write(value)
+            said = "in another state" if name.endswith(_UNPRINTED) else f"at {now} (it was {value})"
+            changed.append(f"{name} {said}")
+    return changed
+
+
+def is_foreign(method: Method) -> bool:
+    """Whether the method's class comes from outside kvbench."""
+    return not type(method).__module__.startswith("kvbench.")
+
+
+def call(method: Method, hook: Callable[..., Any], *arguments: Any) -> Any:
+    """A method's hook while decoding, whose arguments are of its own fork.
+
+    Raises:
+        SharedStateChanged: see `settings_unchanged`; and whatever the hook raises.
+    """
+    if not is_foreign(method):
+        return hook(*arguments)
+    with settings_unchanged(type(method).__name__):
+        return hook(*arguments)
+
+
+def _own(method: Method, layer: LayerKV, carried: dict[str, Tensor]) -> LayerKV:
+    """The layer as this method may see it."""
+    if not is_foreign(method):
+        return replace(layer, carried=carried)
+    queries = None if layer.queries is None else layer.queries.clone()
+    keys, values = layer.keys.clone(), layer.values.clone()
+    own = replace(layer, keys=keys, values=values, queries=queries, carried=carried, shared={})
+    known = layer.shared.get(NORMALISERS)
+    if known is not None:
+        own.once(NORMALISERS, known.tensor.clone)
+    return own
+
+
+def compress(
+    label: str,
+    method: Method,
+    layer: LayerKV,
+    budget: Budget,
+    generator: torch.Generator,
+    carried: dict[str, Tensor],
+) -> tuple[CompressedKV, int, Elapsed]:
+    """Compress the layer by `method`: the checked result, the entries it may hold, and the clock of the
+    method's own work.
+
+    Args:
+        carried: what this method noted at earlier layers.
 
     Raises:
         SharedStateChanged: see `settings_unchanged`.
+        TypeError, ValueError: see `check_held`; and whatever the method raises.
     """
-    if closely:
-        with settings_unchanged(label, Settings.now()):
-            return hook(*arguments)
-    before = [_PROCESS[name][0]() for name in QUICK]
-    try:
-        answer = hook(*arguments)
-    except BaseException:
-        Settings(dict(zip(QUICK, before, strict=True))).restore_changed()
-        raise
-    if before != [_PROCESS[name][0]() for name in QUICK]:
-        with settings_unchanged(label, Settings(dict(zip(QUICK, before, strict=True)))):
-            pass
-    return answer
-
-
-def tensors_of(layer: LayerKV) -> dict[str, Tensor]:
-    """A layer's own tensors by field."""
-    found = {part.name: getattr(layer, part.name) for part in fields(layer)}
-    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
-
-
-class Guard:
-    """Calls methods on one layer, one after the other.
-
-    Args:
-        layer: what they read.
-        restores: restore a layer that a method wrote to. Needs a copy of the layer, made once; a
-            prefill that can run again needs none.
-        closely: check everything after every call. Otherwise writes that torch does not count are
-            checked once, after all calls, by `written_flags`, and the caller checks the global
-            generators; a second run with `closely` finds the method.
-    """
-
-    def __init__(self, layer: LayerKV, *, restores: bool = False, closely: bool = True) -> None:
-        self.layer = layer
-        self.restores = restores
-        self.closely = closely
-        self.tensors = tensors_of(layer)
-        if restores and not layer.pristine:
-            layer.pristine.update({name: x.clone() for name, x in self.tensors.items()})
-        self.seals = {name: Seal(x) for name, x in self.tensors.items()}
-
-    def written_flags(self) -> list[Tensor | bool]:
-        """For each tensor, whether any call wrote to it; on a GPU as a tensor there, without waiting."""
-        tensors = [(self.tensors[name], seal) for name, seal in self.seals.items()]
-        tensors += [(entry.tensor, entry.seal) for entry in self.layer.shared.values()]
-        return [seal.written(tensor) for tensor, seal in tensors]
-
-    def compress(
-        self,
-        label: str,
-        method: Method,
-        budget: Budget,
-        generator: torch.Generator,
-        carried: Carried,
-    ) -> tuple[CompressedKV, int, Elapsed]:
-        """Compress the layer by `method`: the checked result, the entries it may hold, and the clock of
-        the method's own work.
-
-        Args:
-            carried: what this method noted at earlier layers.
-
-        Raises:
-            SharedStateChanged: it changed what others use; `tensors` says whether it wrote to the
-                layer's tensors (which this guard may have restored).
-            TypeError, ValueError: see `check_held`; and whatever the method raises.
-        """
-        layer = self.layer
-        # A copy of the layer and of the budget: attributes set on them reach no other method.
-        own = replace(layer, carried=carried, pristine={})
-        with self._watched(label):
-            capacity = method.layer_capacity(
-                replace(budget), layer.n, layer.layer_index, layer.num_layers
-            )
-            clock = Elapsed(layer.keys.device)
-            held = method.compress(own, replace(budget), generator)
-            clock.stop()
-            check_held(held, layer)
-        return held, capacity, clock
-
-    def rescore(
-        self, label: str, method: Method, repeated: Repetition, budget: Budget, carried: Carried
-    ) -> None:
-        """Show `method` the layer while the model repeats its prompt (`Method.rescore`).
-
-        Raises:
-            SharedStateChanged: as `compress`; and whatever the method raises.
-        """
-        own = replace(self.layer, carried=carried, pristine={})
-        with self._watched(label):
-            method.rescore(own, repeated, replace(budget))
-
-    @contextmanager
-    def _watched(self, label: str) -> Iterator[None]:
-        """A method's code runs within this context, which checks that shared state stays unchanged."""
-        shared = dict(self.layer.shared)
-        # Read anew for each call: other threads may draw from a generator, too.
-        settings = Settings.now() if self.closely else Settings.now(SETTINGS)
-        try:
-            with settings_unchanged(label, settings):
-                yield
-        except Exception as failure:
-            changed = self._changed(shared)
-            if changed:
-                raise _write_error(label, changed, self.layer.layer_index) from failure
-            raise
-        changed = self._changed(shared)
-        if changed:
-            raise _write_error(label, changed, self.layer.layer_index)
-
-    def _changed(self, before: dict[str, Any]) -> list[str]:
-        """Names of the tensors that were written to; restores those it can."""
-        closely = self.closely
-        changed = [n for n, seal in self.seals.items() if seal.broken(self.tensors[n], closely)]
-        shared = self.layer.shared
-        replaced = [name for name, entry in before.items() if shared.get(name) is not entry]
-        written = [n for n, entry in shared.items() if entry.seal.broken(entry.tensor, closely)]
-        if not (changed or replaced or written):
-            return []
-        if self.restores:
-            for name in changed:
-                self.tensors[name].copy_(self.layer.pristine[name])
-            self.seals = {name: Seal(x) for name, x in self.tensors.items()}
-        # Keep shared results that existed before and are unchanged; others are computed again on demand.
-        shared.clear()
-        shared.update(
-            {
-                name: entry
-                for name, entry in before.items()
-                if not changed and not entry.seal.broken(entry.tensor)
-            }
+    own = _own(method, layer, carried)
+    with settings_unchanged(label):
+        capacity = method.layer_capacity(
+            replace(budget), layer.n, layer.layer_index, layer.num_layers
         )
-        return [*changed, *dict.fromkeys([*replaced, *written])]
+        clock = Elapsed(layer.keys.device)
+        held = method.compress(own, replace(budget), generator)
+        clock.stop()
+        check_held(held, layer)
+    return held, capacity, clock
 
 
-def _write_error(label: str, names: list[str], layer: int) -> SharedStateChanged:
-    return SharedStateChanged(
-        f"method {label!r} wrote to {', '.join(names)} of layer {layer}, which other methods read; "
-        "allowed: to write to copies (clone() first)",
-        tensors=True,
-    )
+def rescore(
+    label: str,
+    method: Method,
+    layer: LayerKV,
+    repeated: Repetition,
+    budget: Budget,
+    carried: dict[str, Tensor],
+) -> None:
+    """Show `method` the layer while the model repeats its prompt (`Method.rescore`).
+
+    Raises:
+        SharedStateChanged: see `settings_unchanged`; and whatever the method raises.
+    """
+    if is_foreign(method):
+        parts = (repeated.queries, repeated.keys, repeated.values)
+        repeated = Repetition(repeated.start, repeated.stop, *(part.clone() for part in parts))
+    with settings_unchanged(label):
+        method.rescore(_own(method, layer, carried), repeated, replace(budget))
 
 
 def check_held(held: CompressedKV, layer: LayerKV) -> None:

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from kvbench.engine.adapters import rotary_of
+from kvbench.engine.architecture import rotary_of
 from kvbench.engine.attention import LayerCall
-from kvbench.engine.context import Context, Text, check_recompress
+from kvbench.engine.context import Context, Text
 from kvbench.engine.fork import Fork, ForkBatch, prompt_name
 from kvbench.engine.live_cache import (
     NO_ATTENTIONS,
@@ -28,9 +27,7 @@ from kvbench.engine.live_cache import (
     Row,
     UnsupportedGeneration,
 )
-from kvbench.engine.prefill import PrefillState, prefill
-from kvbench.engine.saved import load_context
-from kvbench.engine.switch import kvbench_attention_on
+from kvbench.engine.prefill import PrefillState
 from kvbench.errors import is_integer
 from kvbench.kv import Budget, KVError, Rotary
 from kvbench.methods.base import Method
@@ -85,7 +82,7 @@ class Compression:
         rows: one per batch row of every prompt so far, in order (`generate` repeats a prompt for
             each beam and each returned sequence).
         last: the rows of the latest call.
-        compress_after, recompress_every: see `kvbench.compress`.
+        compress_after: see `kvbench.compress`.
     """
 
     model: PreTrainedModel
@@ -94,7 +91,6 @@ class Compression:
     label: str
     seed: int = 0
     compress_after: str | int | None = None
-    recompress_every: int | None = None
     rows: list[Row] = field(default_factory=list)
     last: list[Row] = field(default_factory=list)
     _compressible: list[int] = field(default_factory=list, repr=False)
@@ -106,7 +102,6 @@ class Compression:
         return f"<kvbench session: {self.label}, {self.budget}; {len(self.rows)} rows{last}>"
 
     def __post_init__(self) -> None:
-        check_recompress(self.recompress_every)
         after = self.compress_after
         if after not in (None, "prompt", "context") and not is_integer(after, 1):
             raise KVError(
@@ -134,29 +129,7 @@ class Compression:
             tokenizer,
             label=self.label,
             seed=self.seed,
-            recompress_every=self.recompress_every,
         )
-
-    def load(self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Context:
-        """Load a context that `Context.save` wrote with this method, this budget and this model.
-
-        Raises:
-            KVError: the file is no saved context, is of another model, method or budget, or is
-                inconsistent; the message names it.
-        """
-        with kvbench_attention_on(self.model):
-            saved = load_context(Path(path), self.model, self.method, self.budget, self.label)
-        context = Context(
-            self.model,
-            self.method,
-            self.budget,
-            saved.token_ids,
-            tokenizer,
-            recompress_every=self.recompress_every,
-            read=(saved.fork, saved.start),
-        )
-        context.resume(saved.messages)
-        return context
 
     @property
     def entries(self) -> list[float]:
@@ -213,8 +186,6 @@ class Compression:
         given = kwargs.get("past_key_values")
         if isinstance(given, LiveCache):
             self._continue_with(given)
-            if self.recompress_every:
-                self._recompress(given)
             state = ForkBatch(given.forks, self._positions(given, batch, count, mask))
             given.load_states(state)
             kwargs["kvbench"] = state
@@ -244,17 +215,12 @@ class Compression:
 
         Raises:
             UnsupportedGeneration: `compress_after` does not say where the context of a prompt ends,
-                `recompress_every` has no tokens to read again, the method reads a prompt twice.
+                or the method reads a prompt twice.
         """
         if self.compress_after == "context":
             raise UnsupportedGeneration(
                 "compress_after is 'context' and generate does not know where the context of a prompt "
                 "ends; allowed: how many tokens are context, or session.read(context).ask(question)"
-            )
-        if self.recompress_every and tokens is None:
-            raise UnsupportedGeneration(
-                "recompress_every is set and there are embeddings, which cannot be read again; allowed: "
-                "input_ids"
             )
         if self.method.rescoring is not None:
             raise UnsupportedGeneration(
@@ -292,21 +258,6 @@ class Compression:
         self.finish()
         self._cache, self.last, cache.open = cache, cache.rows, True
         self.rows.extend(row for row in cache.rows if not any(row is one for one in self.rows))
-
-    def _recompress(self, cache: LiveCache) -> None:
-        """Read rows again that have grown by `recompress_every` tokens, and compress them as prompts."""
-        assert self.recompress_every is not None
-        for i, old in enumerate(cache.forks):
-            if old.appended < self.recompress_every or cache.tokens is None:
-                continue
-            ids = cache.tokens[i]
-            fork = Fork(old.label, old.method, old.budget, old.seed, prompt_name(ids), room=0)
-            prefill(self.model, ids, [fork])
-            if fork.failure is not None:
-                raise fork.failure
-            cache.forks[i], cache.lengths[i] = fork, len(ids)
-            cache.rows[i].compress_s += fork.compress_s
-            cache.rows[i].recompressions += 1
 
     def _positions(self, cache: LiveCache, batch: int, count: int, mask: Tensor | None) -> Tensor:
         """Positions [rows, tokens] of the tokens fed in a decode step."""

@@ -14,7 +14,6 @@ from transformers.cache_utils import Cache
 
 from kvbench.engine.fork import Fork, ForkBatch
 from kvbench.engine.states import PassingCache, is_hybrid, row_of, state_bytes, states_in
-from kvbench.kv import KVError
 
 NOT_OURS = (
     "past_key_values is a {kind} that was not filled under compress, without the queries that methods "
@@ -47,7 +46,6 @@ class Row:
         cache_bytes, exact_bytes: after compression, and of the exact cache at the same point.
         cache_bytes_end: when the generation was over; None before.
         compress_s: seconds of compression.
-        recompressions: how often the whole conversation was compressed again.
     """
 
     prompt_tokens: int
@@ -57,7 +55,6 @@ class Row:
     exact_bytes: int
     compress_s: float
     cache_bytes_end: int | None = None
-    recompressions: int = 0
 
     @classmethod
     def of(cls, fork: Fork, tokens: int, exact_bytes: int, compressible: Sequence[int]) -> Row:
@@ -154,7 +151,7 @@ class LiveCache(Cache):
 
     @property
     def is_croppable(self) -> bool:
-        """False: only tokens that came after compression can be removed, see `crop`."""
+        """False: what a method dropped does not come back."""
         return False
 
     def update(
@@ -215,28 +212,8 @@ class LiveCache(Cache):
         self._reorder_rows(torch.arange(len(self.forks))[indices.cpu()].tolist())
 
     def crop(self, tokens: int) -> None:
-        """Keep the first `tokens` tokens (padding included), or with a negative number remove so many
-        from the end. Only tokens that came after compression can be removed.
-
-        Raises:
-            UnsupportedGeneration: a compressed token would have to be removed, or the method evicts.
-        """
-        drop = -tokens if tokens < 0 else self.seen - tokens
-        if drop <= 0:
-            return
-        most = min(fork.appended for fork in self.forks)
-        if drop > most:
-            raise UnsupportedGeneration(
-                f"a compressed cache cannot be cropped by {drop} tokens: what a method dropped does "
-                f"not come back; allowed: at most the {most} that came after compression"
-            )
-        try:
-            self.forks = [fork.cropped(drop) for fork in self.forks]
-        except KVError as error:
-            raise UnsupportedGeneration(str(error)) from error
-        self.seen -= drop
-        if self.tokens is not None:
-            self.tokens = [ids[: len(ids) - drop] for ids in self.tokens]
+        """Refused: what a method dropped does not come back."""
+        raise UnsupportedGeneration("a compressed cache cannot be cropped; call generate again")
 
     def reset(self) -> None:
         """Refused: every call of generate starts afresh anyway."""

@@ -15,18 +15,15 @@ import torch
 from annotated_types import Ge
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     PreTrainedConfig,
 )
 
-from kvbench.engine.adapters import is_adapted
 from kvbench.engine.attention import UnsupportedModel
 from kvbench.engine.faults import is_out_of_memory
 from kvbench.engine.states import HYBRIDS, check_hybrid
-from kvbench.engine.vision import check_vision, reads_images
 from kvbench.errors import UserError, first_line, one_line, traceback_of
-from kvbench.errors.options import ADDED, Text, check_options
+from kvbench.errors.options import Text, check_options
 from kvbench.tasks.hub import hub_answers, retries_announced_once
 
 log = logging.getLogger(__name__)
@@ -84,8 +81,8 @@ class ModelSpec:
     device_map: str | Mapping[str, Any] | None = None
     max_memory: Mapping[Any, Any] | None = None
     trust_remote_code: bool = False
-    quantization: Literal["bnb4", "bnb8", "gguf"] | None = field(default=None, metadata=ADDED)
-    gguf_file: Text | None = field(default=None, metadata=ADDED)
+    quantization: Literal["bnb4", "bnb8", "gguf"] | None = None
+    gguf_file: Text | None = None
 
     def __post_init__(self) -> None:
         check_options(self, "model.", ModelError)
@@ -321,23 +318,20 @@ def check_serves_interface(config: PreTrainedConfig) -> None:
     """Refuse architectures that compute attention themselves, where nothing could be compressed.
 
     Raises:
-        UnsupportedModel: naming the architecture; see `check_vision`.
+        UnsupportedModel: naming the architecture.
     """
     mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING
-    if reads_images(config):
-        check_vision(config)
-        mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     try:
         architecture = mapping[type(config)]
     except KeyError:
         return  # from_pretrained says what it is
     check_hybrid(config)
-    known = is_adapted(config) or config.model_type in HYBRIDS
+    known = config.model_type in HYBRIDS
     if not known and not getattr(architecture, "_supports_attention_backend", False):
         raise UnsupportedModel(
             f"model type {config.model_type!r} ({architecture.__name__}) computes its attention itself "
             "instead of through transformers' attention interface; allowed: models that use it "
-            "(Llama, Qwen, Mistral, Gemma, OPT, GPT-NeoX ...), MPT, Bloom, Falcon"
+            "(Llama, Qwen, Mistral, Gemma, OPT, GPT-NeoX ...)"
         )
 
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from kvbench.engine.adapters import rotary_of
+from kvbench.engine import guard
+from kvbench.engine.architecture import rotary_of
 from kvbench.engine.attention import AttentionState, LayerCall, UnsupportedModel
 from kvbench.engine.fork import Fork, layer_generator
-from kvbench.engine.guard import GENERATORS, Guard, Settings, check_finite, refuse_non_finite
-from kvbench.engine.rescore import Feed, Rescorer, TensorsWritten, clear_failures, mark_failed
+from kvbench.engine.guard import check_finite, refuse_non_finite
+from kvbench.engine.rescore import Feed, Rescorer
 from kvbench.engine.states import (
     EMPTY,
     STATEFUL,
@@ -34,7 +34,6 @@ from kvbench.kv import (
     WHOLE,
     BudgetExceeded,
     CompressedKV,
-    KVError,
     LayerKV,
     Rotary,
     keep_all,
@@ -112,7 +111,6 @@ def layer_kv(
         count,
         call.scaling,
         softcap=call.softcap,
-        bias=call.bias,
         output=None if call.output is None else call.output.detach().clone,
         rotary=rotary,
     )
@@ -124,13 +122,11 @@ def layer_kv(
 class PrefillState:
     """Attention state of the prefill: exact attention, then every fork takes its share of the layer.
 
-    A method that fails or holds too much marks its own fork; the others go on. Where it spoiled the
-    tensors that they read, they have to begin again.
+    A method that fails or holds too much marks its own fork; the others go on.
 
     Args:
         forks: the methods' forks; their `layers` are filled here.
         compressible: see `compressible_layers`.
-        closely: see `kvbench.engine.guard.Guard`.
         rotary: see `rotary_of`.
     """
 
@@ -138,19 +134,14 @@ class PrefillState:
         self,
         forks: Sequence[Fork],
         compressible: Sequence[int],
-        *,
-        closely: bool = True,
         rotary: Rotary | None = None,
     ) -> None:
         self.rotary = rotary
         self.forks = forks
-        self.closely = closely
         self.order = {layer: index for index, layer in enumerate(compressible)}
-        self.running = [fork for fork in forks if fork.failure is None]
-        self.later = Rescorer([fork for fork in forks if fork.rescores], forks)
+        self.later = Rescorer([fork for fork in forks if fork.rescores])
         self.exact_bytes = 0
         self.clocks: list[Elapsed] = []
-        self.written_flags: list[Tensor | bool] = []
         self.non_finite: dict[int, Tensor] = {}
         self._past: PassingCache | None = None
 
@@ -187,26 +178,22 @@ class PrefillState:
             self.exact_bytes += call.nbytes
             if self.later.forks:
                 self.later.keep(layer, held)
-            self._compress_all(layer, held)
+            for fork in self.forks:
+                if fork.failure is None and not fork.rescores:
+                    self._compress(fork, layer, held)
         else:
             self._keep_window(layer, key, value, call.sliding_window)
         self.clocks.append(clock.stop())
-        if self.closely:
-            self.settle()
         return out
 
     def settle(self) -> float:
-        """Read what is still on its way from a GPU: whether keys are finite, whether a method wrote to
-        what others read, the forks' entries, audited, and seconds; returns those of all compression.
+        """Read what is still on its way from a GPU: whether keys are finite, the forks' entries,
+        audited, and seconds; returns those of all compression.
 
         Raises:
-            KVError: see `refuse_non_finite`. TensorsWritten: some method did.
+            KVError: see `refuse_non_finite`.
         """
         refuse_non_finite(self.non_finite)
-        said, self.written_flags = [torch.as_tensor(one) for one in self.written_flags], []
-        if said and bool(torch.stack([one.to(said[0].device) for one in said]).any()):
-            clear_failures(self.running)
-            raise TensorsWritten(culprit_known=False)
         for fork in self.forks:
             try:
                 fork.audit_prompt()
@@ -215,37 +202,13 @@ class PrefillState:
             fork.read_clocks()
         return sum(clock.seconds for clock in self.clocks)
 
-    def _compress_all(self, layer: int, kv: LayerKV) -> None:
-        running = [fork for fork in self.forks if fork.failure is None and not fork.rescores]
-        guard = Guard(kv, closely=self.closely)
-        try:
-            for fork in running:
-                self._compress(fork, layer, guard)
-            if not self.closely:
-                self.written_flags += guard.written_flags()
-                if not kv.keys.is_cuda:
-                    self.settle()
-        except TensorsWritten:
-            clear_failures(running)
-            raise
-
     def rescore(self, ids: Sequence[int], encoder: PromptEncoder | None, feed: Feed) -> None:
-        """Have the prompt repeated for the methods that ask for it, and compress as they say then.
-
-        Raises:
-            TensorsWritten: one of them wrote to what others read.
-        """
-        if not self.later.running:
-            return
-        self.later.states = self.states
-        try:
+        """Have the prompt repeated for the methods that ask for it, and compress as they say then."""
+        if self.later.running:
+            self.later.states = self.states
             self.clocks.append(self.later.run(ids, encoder, feed, self._compress))
-        except TensorsWritten:
-            clear_failures(self.forks)
-            raise
 
-    def _compress(self, fork: Fork, layer: int, guard: Guard) -> None:
-        kv = guard.layer
+    def _compress(self, fork: Fork, layer: int, kv: LayerKV) -> None:
         charged = kv.charge_shared_work()
         # A prompt that does not fill its budget is not compressed; a method that evicts is asked all the
         # same, for the scores that it goes by once the cache is full.
@@ -257,7 +220,7 @@ class PrefillState:
                 generator = layer_generator(fork.seed, fork.example_id, layer)
                 budget = fork.budget if limit is None else WHOLE
                 held, capacity, clock = guard.compress(
-                    fork.label, fork.method, budget, generator, fork.carried
+                    fork.label, fork.method, kv, budget, generator, fork.carried
                 )
                 clocks.append(clock)
             else:
@@ -266,7 +229,7 @@ class PrefillState:
             fork.hold(layer, held, capacity, limit=limit, prompt=kv)
             clocks.append(clock.stop())
         except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
-            mark_failed(fork, failure, self.forks)
+            fork.fail(failure)
         # Work that an earlier method of the job did for both is charged to both.
         fork.clocks += [*clocks, *charged()]
 
@@ -306,13 +269,9 @@ def forward_rows(
     positions: Tensor,
     state: object,
     keep: int | Tensor | None = None,
-    inputs: Mapping[str, Any] | None = None,
 ) -> Tensor:
     """The same with the logits after more than the last token: [batch, t, vocab] after every one of
     them, or after the last `keep`, or after those whose indices it holds.
-
-    Args:
-        inputs: what the model reads beside the ids (images).
     """
     config = model.config.get_text_config()
     past = state.past(config) if is_hybrid(config) and isinstance(state, Stateful) else None
@@ -323,7 +282,6 @@ def forward_rows(
         use_cache=past is not None,
         logits_to_keep=ids.shape[1] if keep is None else keep,
         kvbench=state,
-        **(inputs or {}),
     )
     return output.logits
 
@@ -335,7 +293,7 @@ def mark_compressed(forks: Sequence[Fork], n: int, *, always: bool = False) -> N
         fork.compressed = fork.method.uses_budget and over
 
 
-# Tensors made under inference_mode do not count writes to them, which the guard asks for.
+# Methods and later decoding write to their own tensors, which inference mode allows nowhere else.
 @torch.inference_mode(False)
 @torch.no_grad()
 def prefill(
@@ -345,56 +303,30 @@ def prefill(
     *,
     always_compress: bool = False,
     encoder: PromptEncoder | None = None,
-    inputs: Mapping[str, Any] | None = None,
 ) -> Prefill:
-    """Run the prompt once, exactly; every fork holds its compressed cache afterwards. A method that
-    wrote to what the others read has failed, and the prompt is run again without it.
+    """Run the prompt once, exactly; every fork holds its compressed cache afterwards.
 
     Args:
         always_compress: call the methods even where the prompt is within their capacity, so that
             they can note the scores of what they keep (reading in chunks goes on from there).
-        inputs: what the model reads beside the ids (`ShownImages`).
         encoder: of the words in which a method asks for the prompt again (`Rescoring`).
     """
     device = input_device(model)
     compressible = compressible_layers(model)
     mark_compressed(forks, len(ids), always=always_compress)
-    for fork in forks if inputs else ():
-        if fork.rescores:
-            fork.fail(
-                KVError(f"{fork.label!r} repeats the prompt, which shows images; allowed: text")
-            )
-    shown = {
-        name: part.to(device, model.dtype if part.is_floating_point() else None)
-        for name, part in (inputs or {}).items()
-    }
     tokens = torch.tensor([list(ids)], device=device)
-    # One fork spoils nobody else's tensors: what a close look at each layer costs is one wait for a GPU
-    # after the other, and a look at the end tells as much.
-    closely = len(forks) == 1 and device.type == "cpu"
 
     def feed(following: Sequence[int], state: AttentionState) -> None:
         positions = torch.arange(len(ids), len(ids) + len(following), device=device)
         forward(model, torch.tensor([list(following)], device=device), positions, state)
 
-    while True:
-        state = PrefillState(forks, compressible, closely=closely, rotary=rotary_of(model))
-        generators = Settings.now(GENERATORS)
-        synchronize(device)
-        start = time.perf_counter()
-        try:
-            positions = torch.arange(len(ids), device=device)
-            logits = forward_rows(model, tokens, positions, state, 1, shown)[:, -1]
-            state.rescore(ids, encoder, feed)
-            synchronize(device)
-            compress_s = state.settle()
-            seconds = time.perf_counter() - start - compress_s
-            if closely or not generators.restore_changed():
-                break
-            closely = True  # somebody drew from a global generator: who?
-        except TensorsWritten as spoiled:
-            closely |= not spoiled.culprit_known
-        for fork in forks:
-            fork.restart()
+    state = PrefillState(forks, compressible, rotary_of(model))
+    synchronize(device)
+    start = time.perf_counter()
+    positions = torch.arange(len(ids), device=device)
+    logits = forward(model, tokens, positions, state)
+    state.rescore(ids, encoder, feed)
+    synchronize(device)
+    seconds = time.perf_counter() - start - state.settle()
     state.store_states()
     return Prefill(logits[0], seconds, state.exact_bytes, len(ids))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from kvbench.engine.stopping import Stopping
@@ -80,7 +80,7 @@ class Prompt:
             continues a copy of that cache, and each of its questions follows the answer to the one
             before. Empty: one question, see `run_batch`.
         note_kept: whether to report what every method kept.
-        encoder, inputs: see `kvbench.engine.prefill.prefill`.
+        encoder: see `kvbench.engine.prefill.prefill`.
     """
 
     context_ids: Sequence[int]
@@ -92,7 +92,6 @@ class Prompt:
     conversations: Sequence[Sequence[Question]] = ()
     note_kept: bool = False
     encoder: PromptEncoder | None = None
-    inputs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def ids(self) -> list[int]:

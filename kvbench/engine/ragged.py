@@ -40,13 +40,12 @@ class RaggedCache(LayerCache):
                 weights = None
             one = CompressedKV(held.keys[here], held.values[here], weights, held.positions[here])
             cache = make(one)
-            cache.bias = cache.bias and cache.bias.of_head(head)
             self.heads.append(cache)
         first = self.heads[0]
         self.method, self.capacity, self.granted = first.method, first.capacity, first.granted
         self.sink, self.window, self.base, self.packed = first.sink, first.window, None, None
         self.evicts, self.restricts, self.keys_only = first.evicts, first.restricts, 0
-        self.denominators, self.value_range, self.again, self.bias = None, None, None, None
+        self.denominators, self.value_range, self.again = None, None, None
         self.rule = None
         if self.evicts or self.restricts:
             raise KVError(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvbench.engine.guard import Guard
+from kvbench.engine import guard
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, LayerKV
 from kvbench.methods.base import Method, Recompression
 
@@ -23,7 +23,7 @@ class Recompressor:
 
     Attributes:
         rule: when, and to how many entries. method, budget, label: those of the fork.
-        layer: the prompt's layer, for its index, scaling, softcap and bias.
+        layer: the prompt's layer, for its index, scaling, and softcap.
         generator: draws of all compressions, in order.
         tokens: fed so far; with ``phase=tokens``, the prompt's included.
         queries: the last ones fed, [heads, at most rule.queries, head_dim].
@@ -51,9 +51,7 @@ class Recompressor:
         to = Budget(sink=budget.sink, window=budget.window, size=rule.to)
         last = layer.queries[0, :, -rule.queries :].clone()
         none = layer.keys[:, :, :0]  # does not keep the prompt in memory
-        shape = replace(
-            layer, keys=none, values=none, queries=None, shared={}, carried={}, pristine={}
-        )
+        shape = replace(layer, keys=none, values=none, queries=None, shared={}, carried={})
         tokens = layer.n if rule.phase == "tokens" else 0
         return cls(rule, method, to, label, shape, generator, tokens, last)
 
@@ -85,13 +83,10 @@ class Recompressor:
             self.layer,
             keys=cache.keys[None, :, :n],
             values=cache.values[None, :, :n],
-            places=cache.positions[None, :, :n],
             queries=self.queries[None],
             shared={},
         )
-        held, _, _ = Guard(kv, closely=False).compress(
-            self.label, self.method, self.budget, self.generator, {}
-        )
+        held, _, _ = guard.compress(self.label, self.method, kv, self.budget, self.generator, {})
         if held.charged > self.rule.to + 1:
             raise BudgetExceeded(self.label, kv.layer_index, self.rule.to, held.charged)
         _replace_entries(cache, held)

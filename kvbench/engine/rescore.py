@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from kvbench.engine import guard
 from kvbench.engine.attention import AttentionState, LayerCall
 from kvbench.engine.fork import Fork
-from kvbench.engine.guard import Guard, SharedStateChanged
 from kvbench.engine.states import PassingCache, States, clone_of, joined_cache
 from kvbench.kernels.elapsed import Elapsed
 from kvbench.kv import KVError, LayerKV
@@ -22,58 +22,26 @@ Feed = Callable[[Sequence[int], AttentionState], object]
 """Runs the model on tokens that follow the prompt, with this attention state."""
 
 
-class TensorsWritten(Exception):
-    """A method wrote to tensors that other forks of the prefill read, so the prefill must run again.
-
-    Attributes:
-        culprit_known: whether the fork that did it is known, and marked as failed.
-    """
-
-    def __init__(self, *, culprit_known: bool) -> None:
-        super().__init__()
-        self.culprit_known = culprit_known
-
-
-def mark_failed(fork: Fork, failure: Exception, others: Sequence[Fork]) -> None:
-    """Mark this fork as failed.
-
-    Raises:
-        TensorsWritten: the failure is a write to tensors that other running forks read.
-    """
-    fork.fail(failure)
-    spoiled = isinstance(failure, SharedStateChanged) and failure.tensors
-    if spoiled and any(other.failure is None for other in others):
-        raise TensorsWritten(culprit_known=True)
-
-
-def clear_failures(forks: Sequence[Fork]) -> None:
-    """Forget failures that another fork may have caused by writing to shared tensors."""
-    for fork in forks:
-        if not isinstance(fork.failure, SharedStateChanged):
-            fork.failure = None
-
-
 @dataclass
 class Rescorer:
     """The exact cache of a prompt, kept while the model repeats the prompt.
 
     Attributes:
-        forks: those whose methods are shown the repetition, and compress afterwards. others: the
-            remaining forks of the prefill, which must not be disturbed.
+        forks: those whose methods are shown the repetition, and compress afterwards.
         held: keys and values by layer; for a sliding-window layer, those in its window.
-        guards: by layer that is compressed. states: by layer that is recurrent (hybrid models).
+        layers: those that are compressed, without the prompt's queries.
+        states: by layer that is recurrent (hybrid models).
     """
 
     forks: Sequence[Fork]
-    others: Sequence[Fork]
     held: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    guards: dict[int, Guard] = field(default_factory=dict)
+    layers: dict[int, LayerKV] = field(default_factory=dict)
     states: States = field(default_factory=dict)
 
     def keep(self, layer: int, kv: LayerKV) -> None:
         """Keep a layer that will be compressed, without its queries."""
         self.held[layer] = (kv.keys, kv.values)
-        self.guards[layer] = Guard(replace(kv, queries=None, shared={}))
+        self.layers[layer] = replace(kv, queries=None, shared={})
 
     @property
     def running(self) -> list[Fork]:
@@ -85,7 +53,7 @@ class Rescorer:
         ids: Sequence[int],
         encoder: PromptEncoder | None,
         feed: Feed,
-        compress: Callable[[Fork, int, Guard], None],
+        compress: Callable[[Fork, int, LayerKV], None],
     ) -> Elapsed:
         """Repeat the prompt `ids`, once for all forks with the same `Rescoring`, then compress every
         layer of each fork. Returns the clock of the whole.
@@ -93,9 +61,6 @@ class Rescorer:
         Args:
             encoder: encodes the instruction to repeat, and what the chat template puts before an
                 answer.
-
-        Raises:
-            TensorsWritten: see `mark_failed`.
         """
         device = next(iter(self.held.values()))[0].device
         whole = Elapsed(device)
@@ -108,17 +73,15 @@ class Rescorer:
             try:
                 for start, stop, tokens in sequences(rescoring, ids, sink, encoder):
                     feed(tokens, _Repeating(self, forks, start, stop))
-            except TensorsWritten:
-                raise
             except Exception as failure:  # noqa: BLE001 - a failure of theirs, not of the others
                 for fork in forks:
                     fork.fail(failure)
             clock.stop()
             for fork in forks:
                 fork.clocks.append(clock)
-        for layer, guard in self.guards.items():
+        for layer, kv in self.layers.items():
             for fork in self.running:
-                compress(fork, layer, guard)
+                compress(fork, layer, kv)
         return whole.stop()
 
 
@@ -142,18 +105,18 @@ class _Repeating:
             call, key=torch.cat([keys, call.key], 2), value=torch.cat([values, call.value], 2)
         )
         out = both.exact()
-        guard = self.rescorer.guards.get(call.layer)
-        for fork in self.forks if guard is not None else ():
+        layer = self.rescorer.layers.get(call.layer)
+        if layer is None:
+            return out
+        repeated = Repetition(self.start, self.stop, call.query, call.key, call.value)
+        for fork in self.forks:
             if fork.failure is not None:
                 continue
-            assert guard is not None
             fork.carry_to(call.key.device)
-            own = call if len(self.forks) == 1 else call.copied()
-            repeated = Repetition(self.start, self.stop, own.query, own.key, own.value)
             try:
-                guard.rescore(fork.label, fork.method, repeated, fork.budget, fork.carried)
+                guard.rescore(fork.label, fork.method, layer, repeated, fork.budget, fork.carried)
             except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
-                mark_failed(fork, failure, self.rescorer.others)
+                fork.fail(failure)
         return out
 
 

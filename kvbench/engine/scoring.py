@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.engine.adapters import kv_heads
+from kvbench.engine.architecture import kv_heads
 from kvbench.engine.attention import LayerCall, exact_attention
 from kvbench.engine.faults import NonFiniteLogits
 from kvbench.engine.fork import Fork, ForkBatch
@@ -200,7 +200,6 @@ class WholePass:
                     scaling=call.scaling,
                     softcap=call.softcap,
                     seen=seen,
-                    bias=one.key_bias,
                 )
             )
         return torch.cat(out)

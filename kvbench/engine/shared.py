@@ -12,7 +12,6 @@ from torch.nn.utils.rnn import pad_sequence
 from kvbench.engine.attention import QUERY_BLOCK, LayerCall, capped
 from kvbench.engine.cache import BESIDE, LayerCache
 from kvbench.engine.ragged import RaggedCache
-from kvbench.kv import KVError
 
 
 def branch_of(base: LayerCache) -> LayerCache:
@@ -61,27 +60,6 @@ def _copy_beside(cache: LayerCache) -> None:
             setattr(cache, name, part[:, : cache.length].clone())
 
 
-def cropped(cache: LayerCache, tokens: int) -> LayerCache:
-    """The cache as it was before the last `tokens` that were appended to it.
-
-    Raises:
-        KVError: the method changes more than the end of its cache while decoding.
-    """
-    how = "evicts" if cache.evicts else "packs its entries" if cache.packs_as_it_grows else None
-    if cache.value_range is not None:
-        how = "bounds its outputs by the values it has seen"
-    if changes(cache):
-        how = "compresses again, or holds heads of different lengths,"
-    if how is not None:
-        raise KVError(
-            f"{type(cache.method).__name__} {how} while decoding, and what left does not come back; "
-            "allowed: a copy made before"
-        )
-    twin = merged(cache).clone()
-    twin.length -= tokens
-    return twin
-
-
 def rows_by_base(caches: Sequence[LayerCache | None]) -> list[list[int]]:
     """Places of the caches that are branches of one base, two or more, and attend by an ordinary
     softmax over all they hold."""
@@ -89,7 +67,7 @@ def rows_by_base(caches: Sequence[LayerCache | None]) -> list[list[int]]:
     for place, cache in enumerate(caches):
         if cache is None or cache.base is None:
             continue
-        if not cache.restricts and cache.denominators is None and cache.bias is None:
+        if not cache.restricts and cache.denominators is None:
             found.setdefault(id(cache.base), []).append(place)
     return [places for places in found.values() if len(places) > 1]
 

@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.engine.adapters import has_alibi
 from kvbench.engine.attention import LayerCall, UnsupportedModel, capped
 from kvbench.engine.cache import LayerCache
-from kvbench.engine.chunked import chunked_prefill
-from kvbench.engine.fork import Fork
-from kvbench.engine.prefill import compressible_layers, forward_rows, input_device
+from kvbench.engine.fork import Fork, ForkBatch
+from kvbench.engine.prefill import compressible_layers, forward_rows, input_device, prefill
 from kvbench.engine.scoring import vocabulary
 from kvbench.kv import Budget, CompressedKV
 from kvbench.methods.base import Method
@@ -85,10 +83,6 @@ def rotation_of(model: PreTrainedModel) -> Rotation | None:
     named = {
         id(buffer): buffer for key, buffer in model.named_buffers() if key.endswith("inv_freq")
     }
-    if has_alibi(model.config.get_text_config()):
-        raise UnsupportedModel(
-            f"{name} has ALiBi; allowed with positions=cache: rotary or learned positions"
-        )
     if not named:
         return None
     rotation = Rotation(next(iter(named.values())).float())
@@ -150,8 +144,6 @@ class StreamState:
         heads, kv_heads = call.query.shape[1], key.shape[0]
         query = call.query[0].view(kv_heads, heads // kv_heads, len(now), -1)
         logits = self._logits(query, key[:, None], now, times) * call.scaling
-        if call.bias is not None:
-            logits += call.bias.at(times)[:, None, None]
         distance = now[:, None] - times
         seen = (distance >= 0) & ((times < self.start) | (distance <= self.recent))
         weights = capped(logits.float(), call.softcap).masked_fill(~seen, -torch.inf).softmax(-1)
@@ -307,8 +299,13 @@ def stream(
             at = torch.zeros_like(at) if rotation else at.clamp(max=start + recent)
         logits = forward_rows(model, chunk[None].to(device), at, state)[0]
         state.advance(len(chunk))
-        logprobs = logits[: len(target)].float().log_softmax(-1)
-        yield -logprobs.gather(-1, target[:, None].to(device))[:, 0].cpu()
+        yield nll_of(logits, target.to(device))
+
+
+def nll_of(logits: Tensor, target: Tensor) -> Tensor:
+    """-log p of the tokens `target` [t] by the first t of logits [>= t, vocab]: float32 on the CPU."""
+    logprobs = logits[: len(target)].float().log_softmax(-1)
+    return -logprobs.gather(-1, target[:, None])[:, 0].cpu()
 
 
 @dataclass
@@ -332,35 +329,47 @@ def recomputed(
     logits = forward_rows(model, whole, torch.arange(whole.shape[1], device=device), _Exact())[0]
     ends = list(range(recent + 1, len(tokens) - 1))
     target = tokens[1 : recent + 2]
-    found = logits[: len(target)].float().log_softmax(-1)
-    yield -found.gather(-1, target[:, None])[:, 0].cpu()
+    yield nll_of(logits, target)
     at = torch.arange(recent + 1, device=device)
     for begin in range(0, len(ends), rows):
         some = torch.tensor(ends[begin : begin + rows], device=device)
         windows = tokens[some[:, None] - recent + at]
         logits = forward_rows(model, windows, at, _Exact(), keep=1)[:, -1]
-        yield -logits.float().log_softmax(-1).gather(-1, tokens[some + 1, None])[:, 0].cpu()
+        yield nll_of(logits, tokens[some + 1])
 
 
 @torch.inference_mode()
 def stream_fork(model: PreTrainedModel, ids: Sequence[int], fork: Fork) -> list[Tensor]:
     """As `stream`, through a fork whose method evicts while it reads; every entry keeps its position.
 
-    The first `capacity` tokens are read exactly; after them one entry is evicted per token.
+    The first `capacity` tokens are read exactly; after them one entry is evicted per token, layer by
+    layer, so that later layers see what earlier ones kept.
+
+    Args:
+        fork: of a method that evicts (`check_reads`).
 
     Raises:
-        KVError: a method that does not evict. Whatever made the fork fail.
+        Exception: whatever made the fork fail.
     """
-    tokens = torch.tensor(list(ids), dtype=torch.int64)
-    first = min(len(ids), fork.budget.capacity(len(ids)))
+    n, device = len(ids), input_device(model)
+    tokens = torch.tensor(list(ids), dtype=torch.int64, device=device)
+    first, whole = min(n, fork.budget.capacity(n)), fork.budget
     found = list(stream(model, ids[:first], start=0, recent=first, positions="absolute"))
-
-    def look(begin: int, logits: Tensor) -> None:
-        target = tokens[begin + 1 : begin + 1 + len(logits), None].to(logits.device)
-        logprobs = logits[: len(target)].float().log_softmax(-1)
-        found.append(-logprobs.gather(-1, target)[:, 0].cpu())
-
-    chunked_prefill(model, ids, fork, max(1, min(CHUNK, CHUNK_LOGITS // vocabulary(model))), look)
+    if first < n:
+        # A rate of 1 keeps all of the first tokens and still lets the method note their scores.
+        fork.budget = Budget(rate=1.0, sink=whole.sink, window=whole.window)
+    logits = prefill(model, ids[:first], [fork], always_compress=first < n).logits[None]
+    fork.budget = whole
+    size = max(1, min(CHUNK, CHUNK_LOGITS // vocabulary(model)))
+    for begin in range(first, n, size):
+        if fork.failure is not None:
+            break
+        found.append(nll_of(logits, tokens[begin : begin + 1]))
+        chunk = tokens[begin : begin + size]
+        positions = torch.arange(begin, begin + len(chunk), device=device)
+        rows = forward_rows(model, chunk[None], positions, ForkBatch([fork], positions))[0]
+        found.append(nll_of(rows, tokens[begin + 1 : begin + len(chunk)]))
+        logits = rows[-1:]
     if fork.failure is not None:
         raise fork.failure
     return found

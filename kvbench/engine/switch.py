@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 from transformers import PreTrainedModel
 
-from kvbench.engine.adapters import attached_attention, is_adapted
 from kvbench.engine.attention import IMPLEMENTATION, UnsupportedModel, register
 
 
@@ -51,10 +50,6 @@ def kvbench_attention_on(model: PreTrainedModel) -> Iterator[None]:
     if not hasattr(model, "generate"):
         raise UnsupportedModel(f"{name} has no language-model head; allowed: a ...ForCausalLM")
     register()
-    if is_adapted(model.config):
-        with attached_attention(model):
-            yield
-        return
     configs = {id(model.config): model.config}
     for module in model.modules():
         if isinstance(module, PreTrainedModel):

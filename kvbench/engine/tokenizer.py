@@ -21,7 +21,6 @@ from kvbench.engine.loading import (
     one_line_failures,
 )
 from kvbench.engine.quantized import gguf_options
-from kvbench.engine.vision import ImageEncoder, load_processor, reads_images
 from kvbench.errors import complain
 from kvbench.tasks.base import PromptEncoder, tokenizing
 
@@ -108,25 +107,13 @@ def with_model_facts(
     Raises:
         ModelError: a stop token that the tokenizer does not have.
     """
-    whole = checked_config(spec)
-    config = whole.get_text_config()
+    config = checked_config(spec).get_text_config()
     chat = bool(getattr(tokenizer, "chat_template", None)) and spec.chat_template != "never"
-    images = None
-    if reads_images(whole):
-        with one_line_failures("processor of model", spec):
-            processor = load_processor(
-                local_path(spec.path),
-                revision=spec.revision,
-                trust_remote_code=spec.trust_remote_code,
-                local_files_only=_only_local(spec.path),
-            )
-        images = ImageEncoder(processor, chat)
     positions = getattr(config, "max_position_embeddings", None)
     return replace(
         encoder,
         family=str(config.model_type),
         chat=chat,
-        images=images,
         max_input=spec.max_input,
         max_positions=positions if isinstance(positions, int) else None,
         end_ids=stop_token_ids(tokenizer, spec),

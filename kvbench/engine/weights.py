@@ -10,13 +10,11 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.utils import cached_file
 
-from kvbench.engine.adapters import attach, is_adapted
 from kvbench.engine.attention import IMPLEMENTATION, register
 from kvbench.engine.loading import (
     ModelError,
@@ -32,7 +30,6 @@ from kvbench.engine.memory import total_bytes
 from kvbench.engine.quantized import weight_options
 from kvbench.engine.quiet import without_reports
 from kvbench.engine.tokenizer import model_end_ids
-from kvbench.engine.vision import reads_images, text_attention
 
 Model = PreTrainedModel
 
@@ -51,17 +48,14 @@ def load_model(
     register()
     config = load_config(spec) if spec.random_weights else _config_of_path(spec)
     check_serves_interface(config)
-    implementation: Any = None if is_adapted(config) else IMPLEMENTATION  # the library chooses
-    if reads_images(config):
-        implementation = text_attention(config)
     with one_line_failures("model", spec):
         if spec.random_weights:
             _check_fits(config, spec, device, dtype)
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 torch.manual_seed(seed)
                 with device:
-                    model = _class_for(config).from_config(
-                        config, dtype=dtype, attn_implementation=implementation
+                    model = AutoModelForCausalLM.from_config(
+                        config, dtype=dtype, attn_implementation=IMPLEMENTATION
                     )
         else:
             packed = weight_options(spec, device, dtype)
@@ -74,12 +68,12 @@ def load_model(
                     "max_memory": None if spec.max_memory is None else dict(spec.max_memory),
                     **packed,
                 }
-                loaded: Any = _class_for(config).from_pretrained(
+                loaded: Any = AutoModelForCausalLM.from_pretrained(
                     local_path(spec.path),
                     config=config,
                     revision=spec.revision or "main",  # else the library converts other formats
                     dtype=dtype,
-                    attn_implementation=implementation,
+                    attn_implementation=IMPLEMENTATION,
                     trust_remote_code=spec.trust_remote_code,
                     local_files_only=_only_local(spec.path),
                     use_safetensors=True,
@@ -94,13 +88,7 @@ def load_model(
     placed = spec.device_map is not None or spec.quantization in ("bnb4", "bnb8")
     if spec.random_weights or not placed:
         model = model.to(device)
-    if is_adapted(config):
-        attach(model)
     return model.eval()
-
-
-def _class_for(config: PreTrainedConfig) -> Any:
-    return AutoModelForImageTextToText if reads_images(config) else AutoModelForCausalLM
 
 
 def _check_safetensors(spec: ModelSpec, config: PreTrainedConfig) -> None:
@@ -140,7 +128,7 @@ def _check_fits(
         ModelError: naming the bytes needed and the bytes available.
     """
     with torch.device("meta"):
-        shape = _class_for(config).from_config(config, dtype=dtype)
+        shape = AutoModelForCausalLM.from_config(config, dtype=dtype)
     needed = sum(part.numel() * part.element_size() for part in shape.parameters())
     there = total_bytes(device)
     if there is not None and needed > there:

@@ -27,11 +27,6 @@ from kvbench.errors import UserError
 
 T = TypeVar("T")
 
-ADDED = {"added": True}
-"""Metadata of a field: the option came after runs were first named by the hash of all their options. At
-its default it is left out of that hash, so that old folders are found."""
-
-
 Count = Annotated[int, Ge(1)]
 Whole = Annotated[int, Ge(0)]
 Odd = Annotated[int, Ge(1), Predicate(lambda value: value % 2 == 1), "an odd integer >= 1"]

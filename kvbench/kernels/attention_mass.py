@@ -22,7 +22,6 @@ def attention_mass(
     *,
     scaling: float,
     softcap: float | None = None,
-    bias: Tensor | None = None,
     normalisers: Tensor | None = None,
     implementation: str = "auto",
 ) -> Tensor:
@@ -38,7 +37,6 @@ def attention_mass(
         keys: [batch, kv_heads, n, head_dim]; query head i uses KV head i // group.
         scaling: factor on q.k before the softmax.
         softcap: s of s * tanh(logit / s), applied after scaling; None for none.
-        bias: [kv_heads, n or more] float32, added to the logits (no Triton kernel has it).
         normalisers: [batch, heads, m], the logarithm of each query's sum of exponentials, where the
             attention itself has told it; it saves half of the work (the torch form's with m = n).
             None: unknown.
@@ -55,15 +53,14 @@ def attention_mass(
     kv_heads, n = keys.shape[1], keys.shape[2]
     if m > n or heads % kv_heads:
         raise ValueError(f"{m} queries of {heads} heads over {n} keys of {kv_heads} KV heads")
-    biased = None if bias is None else "logits have a bias by position"
-    if use_triton("attention_mass", implementation, queries, keys, obstacle=biased):
+    if use_triton("attention_mass", implementation, queries, keys):
         from kvbench.kernels import _triton_mass
 
         return _triton_mass.attention_mass(
             queries, keys, scaling=scaling, softcap=softcap, normalisers=normalisers
         )
     group = heads // kv_heads
-    if normalisers is not None and softcap is None and bias is None and m == n:
+    if normalisers is not None and softcap is None and m == n:
         return _normalised_mass(queries, keys, scaling, normalisers)
     q = (queries.float() * scaling).reshape(batch * kv_heads, group, m, dim)
     k = keys.float().reshape(batch * kv_heads, n, dim)
@@ -80,8 +77,6 @@ def attention_mass(
             scores = (block @ k[head, :seen].T).view(group, rows, seen)
             if softcap is not None:
                 scores.div_(softcap).tanh_().mul_(softcap)
-            if bias is not None:
-                scores += bias[head % kv_heads, :seen]
             future = torch.ones(rows, rows, dtype=torch.bool, device=keys.device).triu_(1)
             scores[:, :, seen - rows :].masked_fill_(future, float("-inf"))
             torch.softmax(scores, -1, out=scores)

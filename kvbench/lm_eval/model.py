@@ -143,7 +143,7 @@ class KVBenchLM(TemplateLM):
         if not is_integer(seed):
             raise UserError(f"model_args seed is {seed!r}; allowed: an integer")
         self.method_name, self.seed = method, seed
-        self.method = build_method(method, **self.options).drawing("v2")
+        self.method = build_method(method, **self.options)
         self.method.quantization()
         self.budget = Budget(rate=rate, sink=sink, window=window, size=size, total_rate=total_rate)
         spec = ModelSpec(

@@ -21,7 +21,7 @@ from kvbench.engine.fork import prompt_name
 from kvbench.engine.generate import Prompt, run_batch
 from kvbench.engine.stopping import Stopping
 from kvbench.errors import UserError, first_line, one_line
-from kvbench.errors.options import ADDED, Count, Distinct, check_options
+from kvbench.errors.options import Count, Distinct, check_options
 from kvbench.lm_eval.local import write_tasks
 from kvbench.lm_eval.scoring import Answer, Codec, answer_requests
 from kvbench.run.plan import Methods, Outcome, Unit, measured, status_of
@@ -79,9 +79,9 @@ class HarnessTask:
     metric: str = "acc"
     scoring: Literal["sum", "mean"] = "sum"
     max_length: Tokens | None = None
-    chat: bool = field(default=False, metadata=ADDED)
-    multiturn: bool = field(default=False, metadata=ADDED)
-    system: str | None = field(default=None, metadata=ADDED)
+    chat: bool = False
+    multiturn: bool = False
+    system: str | None = None
     _loaded: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -165,8 +165,6 @@ class HarnessTask:
         Raises:
             TaskError: see `_load`; requests of a kind that is not served.
         """
-        if session.prefill != "shared":
-            raise TaskError(f"prefill is {session.prefill!r}; allowed for task lm_eval: shared")
         if self.chat and not session.encoder.chat:
             raise TaskError(
                 "task.chat is true and the model has no chat template, or is told not to use it; "

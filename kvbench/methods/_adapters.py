@@ -95,7 +95,7 @@ def scaled_queries(layer: LayerKV, who: str) -> Tensor:
 
     Raises:
         KVError: the layer has no queries or withholds the last, which `who` takes for those of the
-            last tokens, or bounds or shifts its logits, which `who` does not.
+            last tokens, or bounds its logits, which `who` does not.
     """
     if layer.queries is None:
         raise KVError(f"layer {layer.layer_index} has no queries; {who} needs them")
@@ -108,11 +108,6 @@ def scaled_queries(layer: LayerKV, who: str) -> Tensor:
         raise KVError(
             f"layer {layer.layer_index} bounds its logits (softcap {layer.softcap}) and {who} "
             "does not; allowed: models without softcap"
-        )
-    if layer.bias is not None:
-        raise KVError(
-            f"layer {layer.layer_index} adds to its logits by position (ALiBi) and {who} does not; "
-            "allowed: models without"
         )
     factor = layer.scaling * math.sqrt(layer.queries.shape[-1])
     return layer.queries if math.isclose(factor, 1.0, rel_tol=1e-9) else layer.queries * factor

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from annotated_types import Ge
 from torch import Tensor
 
-from kvbench.errors.options import ADDED, NonNegative, Several
+from kvbench.errors.options import NonNegative, Several
 from kvbench.kernels.balanced_walk import balanced_walk
 from kvbench.kernels.philox import to_device
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
-from kvbench.methods._draws import Drawing
+from kvbench.methods import _draws
 from kvbench.methods._halving import (
     PADDING,
     Survivors,
@@ -26,13 +26,14 @@ from kvbench.methods._halving import (
     smaller_classes,
 )
 from kvbench.methods._select import positions_between, with_sink_and_window
+from kvbench.methods.base import Method
 
 Block = Annotated[int, Ge(2)]
 """Entries of a block of a walk."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class BalanceKV(Drawing):
+class BalanceKV(Method):
     """Keeps sink, window, and of the middle the subset that self-balancing walks leave.
 
     A halving cuts the entries into blocks, signs them with `kernels.balanced_walk` and keeps half;
@@ -72,6 +73,7 @@ class BalanceKV(Drawing):
     """
 
     paper: ClassVar[str] = "arXiv 2502.07861, Appendix B (the form of its experiments)"
+    version: ClassVar[int] = 2
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "released": {
             "block_size": 128,
@@ -93,7 +95,7 @@ class BalanceKV(Drawing):
     selection: Literal["cut", "algorithm2"] = "cut"
     order: Literal["position", "released"] = "position"
     weights: Literal["entry", "released", "values", "none"] = "entry"
-    halvings: Literal["partial", "whole"] = field(default="partial", metadata=ADDED)
+    halvings: Literal["partial", "whole"] = "partial"
     normalise: bool = False
     value_offset: NonNegative = 0.025
     use_values: bool = True
@@ -113,7 +115,7 @@ class BalanceKV(Drawing):
             plan = [(middle >> t, middle >> t) for t in range(len(plan))]
         sizes = per_halving(self, "block_size", len(plan))
         draws = [
-            self.uniforms(generator, layer.keys.device, heads, math.ceil(size / b), b)
+            _draws.uniforms(generator, layer.keys.device, heads, math.ceil(size / b), b)
             for (_, size), b in zip(plan, sizes, strict=True)
         ]
         order = positions_between(layer, budget.sink, n - budget.window)

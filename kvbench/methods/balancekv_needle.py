@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from kvbench.errors.options import Whole
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
+from kvbench.methods import _draws
 from kvbench.methods._halving import PADDING, plan_halvings
 from kvbench.methods.balancekv import BalanceKV, per_halving
 
@@ -58,7 +59,7 @@ class BalanceKVNeedle(BalanceKV):
         # One draw for every halving any head may need, shared by the rows of a batch.
         device = layer.keys.device
         draws = [
-            self.uniforms(generator, device, heads, math.ceil((middle >> step) / b), b)
+            _draws.uniforms(generator, device, heads, math.ceil((middle >> step) / b), b)
             for step, b in enumerate(per_halving(self, "block_size", middle.bit_length()))
         ]
         chosen = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -159,16 +159,6 @@ class Method:
     uses_budget: ClassVar[bool] = True
     """False when `compress` does not look at the budget (exact): one record serves every rate."""
 
-    def draws_as(self, version: str) -> Mapping[str, Any]:
-        """Options that a job with ``draws=v1`` or ``draws=v2`` changes; none, unless the method draws at
-        random through `kvbench.methods._draws`."""
-        return {}
-
-    def drawing(self, version: str) -> Self:
-        """The method with those options."""
-        changed = self.draws_as(version)
-        return replace(self, **changed) if changed else self
-
     def __post_init__(self) -> None:
         """Check the options by their hints; a subclass with more to check calls this first.
 
@@ -224,7 +214,7 @@ class Method:
         Called only for prompts longer than `layer_capacity`. Must be a pure function of its
         arguments: all randomness from `generator` (a CPU generator; move the draws, not it), and
         the layer's tensors, which other methods read, are not written to (``clone()`` first;
-        ``float()`` copies no float32). A method that does fails, and the others go on without it.
+        ``float()`` copies no float32). A method from outside kvbench is given copies.
         """
         raise NotImplementedError(f"{type(self).__name__}.compress")
 

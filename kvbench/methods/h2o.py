@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from kvbench.errors.options import ADDED, Fraction
+from kvbench.errors.options import Fraction
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
 from kvbench.methods._eviction import Eviction
 from kvbench.methods._select import group_mean, positions_between, top_positions
@@ -47,10 +47,8 @@ class H2O(Method):
 
     heavy_fraction: Fraction = 0.5
     decode: Literal["evict", "grow"] = "evict"
-    semantics: Literal["paper", "released_global", "released_sequential"] = field(
-        default="paper", metadata=ADDED
-    )
-    keeps: Literal["heaviest", "lightest"] = field(default="heaviest", metadata=ADDED)
+    semantics: Literal["paper", "released_global", "released_sequential"] = "paper"
+    keeps: Literal["heaviest", "lightest"] = "heaviest"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,7 +93,6 @@ class H2O(Method):
             recent_ratio=recent,
             scaling=layer.scaling,
             softcap=layer.softcap,
-            bias=layer.key_bias,
         )
 
     def masked_entries(self, budget: Budget, n: int) -> int:
@@ -144,7 +141,7 @@ QUERY_ROWS = 512
 
 
 def _attention_rows(
-    queries: Tensor, keys: Tensor, scaling: float, softcap: float | None, bias: Tensor | None
+    queries: Tensor, keys: Tensor, scaling: float, softcap: float | None
 ) -> Iterator[tuple[int, Tensor]]:
     """Causal softmax attention in blocks of rows: the first row's number, and [heads, rows, n]."""
     n = queries.shape[1]
@@ -153,8 +150,6 @@ def _attention_rows(
         logits = queries[:, begin : begin + QUERY_ROWS] @ keys.mT * scaling
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
-        if bias is not None:
-            logits += bias[:, None]
         later = at[None] > at[begin : begin + QUERY_ROWS, None]
         yield begin, logits.masked_fill(later, -torch.inf).softmax(-1)
 
@@ -173,7 +168,6 @@ def released_mask(
     recent_ratio: float = 0.1,
     scaling: float = 1.0,
     softcap: float | None = None,
-    bias: Tensor | None = None,
 ) -> Tensor:
     """Which key each query sees in H2O's released evaluation (FMInference/H2O, h2o_hf/utils_lm_eval).
 
@@ -193,7 +187,6 @@ def released_mask(
 
     Args:
         queries, keys: [heads, n, d] float32, after position encoding.
-        bias: [heads, n] float32, added to the logits of every query.
 
     Returns:
         [heads, n, n] bool, True where query i sees key j; False above the diagonal.
@@ -211,7 +204,7 @@ def released_mask(
     scores = torch.zeros(heads, n, dtype=torch.float32, device=queries.device)
     if heavy == 0:
         return seen
-    for begin, rows in _attention_rows(queries.float(), keys.float(), scaling, softcap, bias):
+    for begin, rows in _attention_rows(queries.float(), keys.float(), scaling, softcap):
         if semantics == "global":
             scores += rows.sum(1)
             continue

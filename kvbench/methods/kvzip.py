@@ -36,17 +36,11 @@ def largest_attention(layer: LayerKV, repeated: Repetition, sink: int) -> Tensor
     queries = repeated.queries.float().view(batch, kv_heads, -1, length, dim)
     best = keys.new_zeros(batch, kv_heads, stop - start)
     place = torch.arange(count, device=keys.device)
-    bias = None
-    if layer.bias is not None:
-        at = [range(sink), range(start, stop), range(layer.n, layer.n + length)]
-        bias = layer.bias.at(torch.tensor([token for part in at for token in part]))
     for begin in range(0, length, ROWS):
         rows = queries[..., begin : begin + ROWS, :]
         logits = (rows @ keys[:, :, None].mT) * layer.scaling
         if layer.softcap is not None:
             logits = layer.softcap * torch.tanh(logits / layer.softcap)
-        if bias is not None:
-            logits = logits + bias[:, None, None]
         last = count - length + begin + torch.arange(rows.shape[3], device=keys.device)
         weights = logits.masked_fill_(place > last[:, None], -torch.inf).softmax(-1)
         found = weights[..., sink : sink + stop - start].amax((2, 3))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 
-from kvbench.errors.options import ADDED
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
 from kvbench.methods._eviction import Eviction
 from kvbench.methods._select import positions_between
@@ -32,7 +31,7 @@ class Local(Method):
     recompresses: ClassVar[bool] = True
 
     decode: Literal["grow", "evict"] = "grow"
-    recompute: bool = field(default=False, metadata=ADDED)
+    recompute: bool = False
 
     @property
     def evicts(self) -> bool:

@@ -46,13 +46,6 @@ class Recompress(Method):
         super().__post_init__()
         wrapped(self, "recompresses")
 
-    def draws_as(self, version: str) -> Mapping[str, Any]:
-        """The other method's."""
-        if version == "v1" or "draws" in self.options:
-            return {}
-        changed = wrapped(self, "recompresses").draws_as(version)
-        return {"options": {**self.options, **changed}} if changed else {}
-
     @property
     def recompression(self) -> Recompression:
         """See `Method.recompression`."""

@@ -115,8 +115,6 @@ class RKV(Method):
         queries = layer.queries[:, :, have - self.window :].float()
         grouped = queries.unflatten(1, (layer.keys.shape[1], -1))
         logits = grouped @ layer.keys[:, :, None, :before].float().mT * layer.scaling
-        if layer.key_bias is not None:
-            logits += layer.key_bias[:, None, None, :before]
         importance = logits.amax(2).softmax(-1).mean(2)
         importance = F.max_pool1d(importance, self.kernel_size, 1, self.kernel_size // 2)
         repeated = redundancy(layer.keys, self.retain)[:, :, :before]

@@ -10,12 +10,13 @@ import torch
 from kvbench.errors.options import Whole
 from kvbench.kernels.kcentre import greedy_k_centre, nearest_centre
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
-from kvbench.methods._draws import Drawing
+from kvbench.methods._draws import place
 from kvbench.methods._select import positions_between
+from kvbench.methods.base import Method
 
 
 @dataclass(frozen=True, kw_only=True)
-class SubGen(Drawing):
+class SubGen(Method):
     """Keeps the last `recent` tokens and capacity - recent centres of the other keys.
 
     The centres are chosen per KV head by greedy k-centre in squared l2, starting from a random key.
@@ -28,6 +29,7 @@ class SubGen(Drawing):
     """
 
     paper: ClassVar[str] = "arXiv 2402.06082, Tables 1 and 2 (the form of its experiments)"
+    version: ClassVar[int] = 2
 
     recent: Whole | None = None
     weights: Literal["none", "cluster"] = "none"
@@ -44,7 +46,7 @@ class SubGen(Drawing):
         if recent > capacity:
             raise KVError(f"subgen.recent is {recent}; allowed: at most the capacity, {capacity}")
         older, count = n - recent, capacity - recent
-        first = self.place(generator, heads, older, layer.keys.device)
+        first = place(generator, heads, older, layer.keys.device)
         first = first.expand(batch, heads).flatten()
         points = layer.keys[:, :, :older].reshape(batch * heads, older, dim)
         centres = greedy_k_centre(points, count, first).sort(-1).values

@@ -14,9 +14,10 @@ from kvbench.kernels.kcentre import greedy_k_centre, nearest_centre
 from kvbench.kernels.online_clusters import BLOCK, OnlineClusters, count_clusters
 from kvbench.kernels.philox import to_device
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, rows_at
-from kvbench.methods._draws import Drawing
+from kvbench.methods._draws import uniforms
 from kvbench.methods._estimator import combine
 from kvbench.methods._layer_streams import SubGenLayer
+from kvbench.methods.base import Method
 
 BISECTIONS = 6
 """Halvings of the interval in which `delta: null` looks for a radius."""
@@ -132,7 +133,7 @@ class SubGenStream:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SubGenStreaming(Drawing):
+class SubGenStreaming(Method):
     """Runs Algorithm 1 over the prompt's older tokens; keeps the last `recent` ones exactly.
 
     The online clustering of keys stands for the denominator (softmax's normaliser), the samples in
@@ -153,7 +154,7 @@ class SubGenStreaming(Drawing):
     """
 
     paper: ClassVar[str] = "arXiv 2402.06082, Algorithm 1"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     streams: ClassVar[bool] = True
 
     delta: NonNegative | None = None
@@ -226,7 +227,7 @@ class SubGenStreaming(Drawing):
             delta = _radius(keys, most)
         stream = SubGenStream(batch * heads, dim, values.shape[-1], delta, self.t, s, most)
         for key, value in zip(keys.split(BLOCK, 1), values.split(BLOCK, 1), strict=True):
-            draws = self.uniforms(generator, keys.device, key.shape[1], heads, self.t + s)
+            draws = uniforms(generator, keys.device, key.shape[1], heads, self.t + s)
             draws = to_device(draws[0][:, None], keys.device).expand(-1, batch, -1, -1)
             stream.extend(key, value, draws.flatten(1, 2))
         return stream

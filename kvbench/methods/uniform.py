@@ -9,13 +9,14 @@ from typing import ClassVar, Literal
 import torch
 
 from kvbench.kv import Budget, CompressedKV, LayerKV, gather_entries
-from kvbench.methods._draws import Drawing
+from kvbench.methods._draws import places
 from kvbench.methods._select import with_sink_and_window
 from kvbench.methods.balancekv import BalanceKV
+from kvbench.methods.base import Method
 
 
 @dataclass(frozen=True, kw_only=True)
-class Uniform(Drawing):
+class Uniform(Method):
     """Keeps sink, window and a uniformly random subset of the middle.
 
     Exactly round(rate * middle) entries per head, drawn without replacement and independently per
@@ -31,6 +32,7 @@ class Uniform(Drawing):
     """
 
     paper: ClassVar[str] = "arXiv 2502.07861, section 4.1"
+    version: ClassVar[int] = 2
     recompresses: ClassVar[bool] = True
 
     weighted: bool = True
@@ -39,13 +41,11 @@ class Uniform(Drawing):
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """Sink, the drawn entries of the middle, window: ascending; log_weights float32 or None."""
         if self.scope == "subset":
-            coin = BalanceKV(
-                gamma=0.0, weights="entry" if self.weighted else "none", draws=self.draws
-            )
+            coin = BalanceKV(gamma=0.0, weights="entry" if self.weighted else "none")
             return coin.compress(layer, budget, generator)
         batch, heads = layer.keys.shape[:2]
         middle, kept = budget.middle(layer.n), budget.middle_kept(layer.n)
-        chosen = self.places(generator, heads, middle, kept, layer.keys.device) + budget.sink
+        chosen = places(generator, heads, middle, kept, layer.keys.device) + budget.sink
         positions = with_sink_and_window(layer, budget, chosen.expand(batch, heads, kept))
         log_weights = None
         if self.weighted and kept:

@@ -16,8 +16,9 @@ from kvbench.errors.options import Positive, Whole
 from kvbench.kernels.philox import to_device
 from kvbench.kernels.pivoted_cholesky import Gaussian, lambert_w, nystroem, pivoted_cholesky
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries, rows_at
-from kvbench.methods._draws import Drawing
+from kvbench.methods import _draws
 from kvbench.methods._select import positions_between
+from kvbench.methods.base import Method
 
 CONSTANT = 3.94582
 """tau^2 Q / K of one of the two released temperatures; where the number comes from is not known."""
@@ -88,7 +89,7 @@ class Coresets:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WildCat(Drawing):
+class WildCat(Method):
     """Keeps sink and window, and of every bin of the middle a coreset of its keys with general weights.
 
     Keys are centred by their mean over the whole prompt; a bin's pivots are drawn by randomly pivoted
@@ -121,6 +122,7 @@ class WildCat(Drawing):
     """
 
     paper: ClassVar[str] = "arXiv 2602.10056; github.com/microsoft/wildcat"
+    version: ClassVar[int] = 2
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "released": {"bins": "released", "temperature": "lambert"},
         "released_constant": {"bins": "released", "temperature": "constant"},
@@ -171,7 +173,7 @@ class WildCat(Drawing):
         for the t-th pivot of every bin, shared by the rows of a batch."""
         bins = self.cut(budget, layer.n)
         shape = (max(bins.entries), layer.keys.shape[1], len(bins.entries), max(bins.token_counts))
-        uniforms = self.uniforms(generator, layer.keys.device, *shape)
+        uniforms = _draws.uniforms(generator, layer.keys.device, *shape)
         return self.select(layer, budget, uniforms[0][:, None])
 
     def select(self, layer: LayerKV, budget: Budget, uniforms: Tensor) -> CompressedKV:

@@ -125,8 +125,6 @@ class FidelityProbe(Probe):
             KVError, TaskError: a prompt that leaves the model no position, a budget that a prompt is
                 too short for, no continuation to be given, no text in the files.
         """
-        if session.prefill != "shared":
-            raise KVError(f"prefill is {session.prefill!r}; allowed for task fidelity: shared")
         encoder = session.encoder
         cases = self._of_task(encoder) if self.prompts is not None else self._of_files(encoder)
         positions = encoder.max_positions

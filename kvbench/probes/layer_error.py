@@ -34,8 +34,6 @@ def estimate(held: CompressedKV, queries: Tensor, first: int, layer: LayerKV) ->
     grouped = queries.double().view(batch, stored, heads // stored, m, dim)
     logits = grouped @ held.keys.double()[:, :, None].transpose(-1, -2) * layer.scaling
     logits = capped(logits, layer.softcap)
-    if layer.bias is not None:
-        logits = logits + layer.bias.at(held.positions).double()[:, :, None, None]
     if held.log_weights is not None:
         logits = logits + held.log_weights.double()[:, :, None, None]
     at = torch.arange(first, first + m, device=queries.device)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
 import torch
 from annotated_types import Ge, Le
 from torch import Tensor
 
+from kvbench.engine import guard
 from kvbench.engine.capture import capture_layers
 from kvbench.engine.fork import layer_generator
-from kvbench.engine.guard import Guard, check_finite
+from kvbench.engine.guard import check_finite
 from kvbench.engine.loading import full_attention_layers
 from kvbench.errors import one_line
-from kvbench.errors.options import ADDED, Fraction, Several, Share, check_options
+from kvbench.errors.options import Fraction, Several, Share, check_options
 from kvbench.kernels.quantize import Scheme
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods.base import SEED_STRIDE, Method, allowed_entries
@@ -116,7 +117,7 @@ class LayerSource(Probe):
     """Of the methods that the probe takes."""
 
     layers: Layers | None = None
-    most_layers: Repeats | None = field(default=None, metadata=ADDED)
+    most_layers: Repeats | None = None
     num_prompts: Repeats = 8
     prompts: Task | None = None
     synthetic: SyntheticLayers | None = None
@@ -344,8 +345,7 @@ def compress_measured(
         raise KVError(
             f"method {label!r} has the model repeat its prompt; allowed: methods that see one layer"
         )
-    guard = Guard(kv, restores=True)  # other methods and draws go on with the same layer
-    held, capacity, clock = guard.compress(label, method, budget, generator, kv.carried)
+    held, capacity, clock = guard.compress(label, method, kv, budget, generator, kv.carried)
     _, preset = allowed_entries(method, budget, kv.n, kv.num_layers)
     most = int(held.entries.max())
     if held.charged > capacity + 1:

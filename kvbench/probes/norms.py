@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvbench.engine.adapters import kv_heads
+from kvbench.engine.architecture import kv_heads
 from kvbench.engine.loading import checked_config
 from kvbench.kv import LayerKV
 from kvbench.methods.base import Method

@@ -312,7 +312,6 @@ class _Row:
             session.model,
             prompts,
             seed=session.seed,
-            chunk_tokens=session.chunk_tokens if session.prefill == "chunked" else None,
             graphs=session.graphs,
         )
         results = [answer[self.label] for answer in answers]

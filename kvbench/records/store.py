@@ -4,9 +4,7 @@ Where they lie and what counts as a record is in `kvbench.records.read`.
 
 What is promised:
 
-- what `RecordStore.append` returned from survives the death of the process at once, and a power cut a
-  second later (`AppendedFiles.PAUSE`, and the time of the disk), which leaving the store waits for
-  (names of files and folders included): meanwhile the next examples run;
+- what `RecordStore.append` returned from is on disk, names of files and folders included;
 - a record is either there as a whole line or not there; what a killed process left half-written
   is dropped when the folder is next opened for writing, and ignored by readers;
 - an error while writing (no space left, say) takes back what it wrote, so earlier records stay;
@@ -31,20 +29,19 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from kvbench.records.durable import (
-    AppendedFiles,
+    append,
+    check_plain,
     make_folder,
     read_file,
     remove,
     replace,
     sync_folder,
-    write_all,
 )
 from kvbench.records.read import (
     FORMAT,
     MANIFEST,
     StoreError,
     disk_errors,
-    explain_os_error,
     parse_line,
     read_records,
     whole_lines,
@@ -129,9 +126,7 @@ class RecordStore:
             waits for ever.
         shard: suffix of the shard whose file is written, None for records.jsonl. What the folder's
             other files hold counts as done.
-        root: the results folder; below it, no part of the path may be a link.
-        files: of a job with several stores, which share the few files that are open and the thread
-            that syncs; left open for the others.
+        root: the results folder, which the path may not leave; see `kvbench.records.durable`.
 
     Raises:
         StoreError: on entering, when the folder is in use, cannot be written or is broken.
@@ -143,7 +138,6 @@ class RecordStore:
         lock_timeout: float = 10.0,
         shard: str | None = None,
         root: Path | None = None,
-        files: AppendedFiles | None = None,
     ) -> None:
         self.folder = Path(folder)
         self._root = root
@@ -152,16 +146,13 @@ class RecordStore:
         self._timeout = lock_timeout
         self._lock = FileLock(str(self.folder / f".lock{suffix}"))
         self._holder = self.folder / f".holder{suffix}"
-        self._shared = files
-        self._files = AppendedFiles()
-        self._found: os.stat_result | None = None  # the file that was opened; None when not open
-        self._size = 0
+        self._size: int | None = None  # of the file, in bytes; None when not open
         self._done: dict[str, str] = {}  # status by example_id
 
     def __enter__(self) -> RecordStore:
-        self._files = self._shared or AppendedFiles()
         with disk_errors(self.path):
             make_folder(self.folder, self._root)
+            check_plain(self.folder)
             self._acquire()
             try:
                 self._open()
@@ -170,13 +161,8 @@ class RecordStore:
                 raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            self._files.finish(self.path)
-            if kind is None:
-                self._raise_late()
-        finally:
-            self._close()
+    def __exit__(self, *_: object) -> None:
+        self._close()
 
     @property
     def done(self) -> set[str]:
@@ -200,7 +186,6 @@ class RecordStore:
         failed = self.failed
         if not failed:
             return
-        self._files.finish(self.path)
         lines, _ = whole_lines(self.path)
         kept = [
             line
@@ -209,27 +194,23 @@ class RecordStore:
         ]
         with disk_errors(self.path, len(self._done)):
             replace(self.path, b"".join(line + b"\n" for line in kept))
-        self._found = None
-        self._done = {}
-        with disk_errors(self.path):
+            self._done = {}
             self._open()
         for example_id in self.failed:
             del self._done[example_id]
 
     def append(self, record: Mapping[str, Any]) -> bool:
-        """Write one record, and let the disk sync while the next example runs.
+        """Write one record; it is on disk on return.
 
         Returns:
             False when the example already has a record: the first one stays, nothing is written.
 
         Raises:
             StoreError: a common field is missing, the status is unknown, a value is not JSON, or
-                the file system refuses, now or when it synced an earlier record; in the first case
-                the file is then as it was before the call.
+                the file system refuses; the file is then as it was before the call.
         """
-        if self._found is None:
+        if self._size is None:
             raise StoreError(f"{self.path} is not open: use `with RecordStore(folder) as store`")
-        self._raise_late()
         where = f"record of example {record.get('example_id')!r}"
         text = _as_json(record, where) + "\n"
         line = text.encode(errors="replace")  # half a surrogate pair has no UTF-8 form
@@ -240,36 +221,15 @@ class RecordStore:
         if example_id in self._done:
             return False
         with disk_errors(self.path, len(self._done)):
-            file = self._handle(self._found)
             try:
-                write_all(file, line)
-            except BaseException:
-                self._take_back(file)
-                raise
-        self._size += len(line)
+                self._size = append(self.path, line, self._size)
+            except (FileNotFoundError, NotADirectoryError) as error:
+                raise StoreError(
+                    f"{self.path} was removed or moved while the run wrote to it; the same command "
+                    "runs what is not there any more"
+                ) from error
         self._done[example_id] = record["status"]
-        self._files.wake(self.path)
         return True
-
-    def _handle(self, found: os.stat_result) -> int:
-        """The file that was opened on entering, if what is written to it can still be found: a file goes
-        on taking records that nobody will see after its name is gone."""
-        with suppress(FileNotFoundError, NotADirectoryError):
-            file = self._files.handle(self.path)
-            there = os.fstat(file)
-            if os.path.samestat(there, found) and os.path.samestat(there, os.stat(self.path)):
-                return file
-        raise StoreError(
-            f"{self.path} was removed or moved while the run wrote to it; the same command runs "
-            "what is not there any more"
-        )
-
-    def _raise_late(self) -> None:
-        """Say what a sync that nobody waited for ended in."""
-        error = self._files.error(self.path)
-        if error is not None:
-            line = explain_os_error(error, self.path)
-            raise StoreError(f"{line}; the latest records may be lost by a power cut") from error
 
     def _acquire(self) -> None:
         try:
@@ -291,29 +251,18 @@ class RecordStore:
             raise
 
     def _open(self) -> None:
-        new = not self.path.exists()
-        file = self._files.handle(self.path, make=True)
-        if new:
+        if not self.path.exists():
+            self.path.touch()
             sync_folder(self.folder)
-        _, self._size = whole_lines(self.path)
-        if os.fstat(file).st_size > self._size:
-            os.ftruncate(file, self._size)
-            os.fsync(file)
+        _, size = whole_lines(self.path)
+        if self.path.stat().st_size > size:
+            os.truncate(self.path, size)
         for record in read_records(self.folder):
             self._done[record["example_id"]] = record["status"]
-        self._found = os.fstat(file)
-
-    def _take_back(self, file: int) -> None:
-        try:
-            os.ftruncate(file, self._size)
-        except OSError:  # the next opening drops the torn line; nothing may follow it until then
-            self._found = None
+        self._size = size
 
     def _close(self) -> None:
-        self._files.finish(self.path)
-        if self._shared is None:
-            self._files.end()
-        self._found = None
+        self._size = None
         self._done = {}
         with suppress(OSError):
             remove(self._holder)

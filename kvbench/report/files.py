@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from kvbench.records.durable import is_file, make_folder, read_file, remove, replace
+from kvbench.records.durable import make_folder, read_file, remove, replace
 
 _WRITTEN = ".report-files"
 """Names what the last report of an experiment consists of, each file with its sha256."""
@@ -76,8 +76,8 @@ def remove_stale(folder: Path, written: Iterable[Path]) -> None:
 def _is_unchanged(path: Path, digest: object) -> bool:
     """Whether a regular file is still what a report wrote."""
     try:
-        return is_file(path) and _digest(path) == digest
-    except (OSError, ValueError):  # gone, a link, or a name that no file can have
+        return not path.is_symlink() and _digest(path) == digest
+    except (OSError, ValueError):  # gone, no file, or a name that none can have
         return False
 
 

@@ -162,13 +162,6 @@ def examples_of(payload: object) -> tuple[EncodedExample, ...]:
     return payload.examples if isinstance(payload, Asked) else ()
 
 
-def image_inputs(example: Example, encoder: PromptEncoder) -> Mapping[str, Any]:
-    """What the model's vision tower reads of an example's images."""
-    if not example.images or encoder.images is None:
-        return {}
-    return encoder.images(example.question, example.images).inputs
-
-
 def pieces_of(encoded: EncodedExample, kept: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
     """The text of each piece of a prompt (`kvbench.engine.kept.strips_of`), and from which token to
     before which the answer stands, where the task knows it and the tokens say it."""

@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
-from kvbench.engine.chunked import check_reads_in_chunks
 from kvbench.engine.faults import free_memory, is_out_of_memory, release_frames
 from kvbench.engine.fork import Fork
 from kvbench.engine.generate import run_conversations
@@ -26,7 +25,6 @@ from kvbench.run.encoding import (
     conversations_of,
     encode_examples,
     examples_of,
-    image_inputs,
     pieces_of,
 )
 from kvbench.run.session import Session
@@ -209,9 +207,6 @@ class TaskPlan:
         encoded = self._encoded(session)
         for label, (method, budget) in methods.items():
             Fork(label, method, budget, session.seed, "", room=0)  # refuses what cannot generate
-        if session.prefill == "chunked":
-            for label, (method, _) in methods.items():
-                check_reads_in_chunks(label, method)
         lengths = [
             e.n if session.compress_after == "prompt" else len(e.context_ids) for e in encoded
         ]
@@ -334,7 +329,6 @@ def _prompt(unit: Unit, methods: Methods, session: Session) -> Prompt:
         first.context,
         note_kept=unit.notes_kept,
         encoder=session.encoder,
-        inputs=image_inputs(first.example, session.encoder),
         conversations=[
             [
                 Question(
@@ -357,7 +351,6 @@ def _answers(prompts: Sequence[Prompt], session: Session) -> list[dict[str, list
         prompts,
         seed=session.seed,
         sampling=session.sampling,
-        chunk_tokens=session.chunk_tokens if session.prefill == "chunked" else None,
         graphs=session.graphs,
     )
 

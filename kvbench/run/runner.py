@@ -16,13 +16,18 @@ from kvbench.engine.limits import in_main_thread
 from kvbench.engine.loading import ModelSpec
 from kvbench.errors import redact
 from kvbench.kv import KVError
-from kvbench.records.durable import AppendedFiles
 from kvbench.records.read import COMMON_FIELDS, MANIFEST, read_manifest, read_records
 from kvbench.records.shards import Shard
-from kvbench.records.store import RecordStore, manifest_lock, write_manifest
+from kvbench.records.store import (
+    RecordStore,
+    config_hash,
+    manifest_lock,
+    run_folder,
+    write_manifest,
+)
 from kvbench.run.attempts import DeviceLost
 from kvbench.run.batching import BatchSize, groups, run_group
-from kvbench.run.identity import folder_of
+from kvbench.run.identity import without_defaults
 from kvbench.run.plan import (
     Methods,
     Outcome,
@@ -132,7 +137,6 @@ class Job:
             "method": self.method_configs[label],
             "budget": self.budget_config if method.uses_budget else None,
             "compress_after": self.session.compress_after,
-            "prefill": self.session.prefill,
             "timeout_s": self.session.example_timeout,  # as older manifests call it
             "seed": self.session.seed,
         }
@@ -150,8 +154,10 @@ class Job:
 
     def folder(self, label: str) -> Path:
         """Where the records of method `label` are."""
-        names = (self.experiment, self.spec.label, self.task, label)
-        return folder_of(self.results_dir, names, self.identity(label))
+        digest = config_hash(without_defaults(self.identity(label)))
+        return run_folder(
+            self.results_dir, self.experiment, self.spec.label, self.task, label, digest
+        )
 
 
 @dataclass
@@ -221,11 +227,10 @@ def run_job(
     part = None if job.shard is None else job.shard.suffix
     with ExitStack() as stack:
         stores: dict[str, RecordStore] = {}
-        files = stack.enter_context(AppendedFiles())
         # in one order, so that two jobs that share methods cannot wait for each other
         for label, folder in sorted(folders.items()):
             stores[label] = stack.enter_context(
-                RecordStore(folder, job.lock_timeout, part, job.results_dir, files)
+                RecordStore(folder, job.lock_timeout, part, job.results_dir)
             )
             if job.retry_failed:
                 stores[label].drop_failed()

@@ -21,7 +21,7 @@ from kvbench.engine.tokenizer import (
     with_model_facts,
 )
 from kvbench.engine.weights import Model, load_model
-from kvbench.errors.options import Count, check_options
+from kvbench.errors.options import check_options
 from kvbench.kv import KVError
 from kvbench.tasks.base import Example, PromptEncoder
 
@@ -33,8 +33,6 @@ class Session:
     Attributes:
         seed: of the methods' draws (and of random weights).
         compress_after: "prompt" or "context"; see `kvbench.engine.generate.run_batch`.
-        prefill: "shared" (one exact prefill serves every method) or "chunked" (each method reads the
-            prompt through its own bounded cache, `chunk_tokens` at a time).
         decode: how decode steps run, see `kvbench.engine.graphs`; changes no answer.
         sampling: how the tokens of an answer are chosen, and how many answers are given.
         example_timeout: seconds; an example that takes longer is recorded as a timeout; None: no limit.
@@ -46,8 +44,6 @@ class Session:
     seed: int = 0
     compress_after: Literal["prompt", "context"] = "prompt"
     example_timeout: float | None = None
-    prefill: Literal["shared", "chunked"] = "shared"
-    chunk_tokens: Count = 512
     decode: str = "eager"
     sampling: Sampling = GREEDY
 

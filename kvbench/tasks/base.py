@@ -84,21 +84,6 @@ class Tokenizer(Protocol):
 
 
 @dataclass(frozen=True)
-class ShownImages:
-    """A prompt with images.
-
-    Attributes:
-        ids: its tokens, with what the model puts around them. cut: how many come before and with the
-            last image.
-        inputs: tensors that the model's forward takes beside them, by name.
-    """
-
-    ids: tuple[int, ...]
-    cut: int
-    inputs: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
 class PromptEncoder:
     """Text to token ids, with what the model puts around a prompt (BOS, a chat template).
 
@@ -110,7 +95,6 @@ class PromptEncoder:
         max_input: prompt tokens that the model's config allows, None where it does not say.
         max_positions: tokens that the model has positions for, prompt and answer; None if unknown.
         end_ids: the tokenizer's end token, and those that the model's config adds (end of turn).
-        images: a text and image files as a prompt; None for a model that reads text alone.
     """
 
     tokenizer: Tokenizer
@@ -121,7 +105,6 @@ class PromptEncoder:
     max_input: int | None = None
     max_positions: int | None = None
     end_ids: frozenset[int] = frozenset()
-    images: Callable[[str, Sequence[str]], ShownImages] | None = None
 
     def encode_text(self, text: str) -> list[int]:
         """Token ids of `text` alone, no special tokens.
@@ -239,7 +222,6 @@ class Example:
         golden: its answer before later questions; None: the first of `answers`.
         evidence: the part of the context that holds the answer, as it stands there; empty where the task
             does not know it.
-        images: files of the images that the prompt shows, whose tokens are in `context_ids`.
         fields: what the record keeps beside the common fields (number of lines, depth ...);
             JSON values only.
     """
@@ -261,7 +243,6 @@ class Example:
     history: str = "none"
     golden: str | None = None
     evidence: str = ""
-    images: tuple[str, ...] = ()
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 

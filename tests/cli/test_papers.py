@@ -89,14 +89,6 @@ def test_a_small_model_keeps_its_architecture() -> None:
     assert composed(*line).model.architecture.model_type == "opt"
 
 
-def test_what_shows_images_has_a_small_model_that_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    (line,) = command_lines("balancekv_table4", ["model=recall_mini", "limit=2"])
-    assert [word for word in line if word.startswith("model=")] == ["model=runs/tiny_vision"]
-    monkeypatch.setenv("COCO", "x")
-    (line,) = command_lines("balancekv_table4", ["model=runs/mine"])
-    assert "model=runs/mine" in line
-
-
 def test_an_older_name_goes_on_in_its_folder(capsys: Any) -> None:
     for item in ITEMS.values():
         for old in item.was:

@@ -134,7 +134,7 @@ hydra.job.chdir=${task} -> hydra.job.chdir is '${task}'; allowed: true or false
 --cfg job --run -> --run and --cfg ask for different things
 task.seed=${oc.decode:} -> missing 1 required
 --resolve -> --resolve is given without --cfg
---cfg job --package hydra -> --package is 'hydra' (did you mean 'draws'?); allowed: _global_
+--cfg job --package hydra -> --package is 'hydra'; allowed: _global_
 -sc install=x -> --shell-completion takes one of
 +model.api_key=123 -> model.api_key is given a value
 """

@@ -209,7 +209,7 @@ def test_typed_secrets_are_refused_and_not_repeated(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "hidden"),
     [
-        ("chunk_tokens=512 max_new_tokens=8 tokenizer=x", False),
+        ("keep_tokens=512 max_new_tokens=8 tokenizer=x", False),
         ("non-finite logits at new token 3", False),
         ("task.key=a-b", False),
         ("abc/def:80@x", False),
@@ -237,7 +237,7 @@ def test_names_of_secrets() -> None:
         "AWS_SECRET_ACCESS_KEY",
     ):
         assert names_a_secret(name), name
-    for name in ("chunk_tokens", "task.max_new_tokens", "model.tokenizer", "line_key", "seed"):
+    for name in ("keep_tokens", "task.max_new_tokens", "model.tokenizer", "line_key", "seed"):
         assert not names_a_secret(name), name
 
 

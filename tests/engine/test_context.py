@@ -35,7 +35,7 @@ MORE: list[tuple[str, dict[str, Any]]] = [
 
 def alone(model: Any, name: str, options: dict[str, Any], question: list[int]) -> list[int]:
     """What the benchmark's own engine answers with compress_after=context."""
-    methods = {name: (build_method(name, **options).drawing("v2"), Budget(0.25, **SMALL))}
+    methods = {name: (build_method(name, **options), Budget(0.25, **SMALL))}
     with kvbench_attention_on(model):
         found = run_forks(
             model,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -16,8 +15,7 @@ from support.tiny import prompt_ids, tiny_model
 from support.variants import VARIANTS, label
 
 import kvbench
-from kvbench.engine import attention, packing
-from kvbench.engine import fork as fork_module
+from kvbench.engine import attention
 from kvbench.engine.attention import exact_attention
 from kvbench.engine.decoding import DecodeState
 from kvbench.engine.fork import Fork
@@ -27,17 +25,13 @@ from kvbench.engine.prefill import prefill
 from kvbench.engine.prompts import Prompt
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import KVError
-from kvbench.methods import build_method
+from kvbench.methods import _draws, build_method
 from kvbench.probes.layer_error import LayerError
 from kvbench.run.session import Session
 
 pytestmark = [pytest.mark.cuda, needs_cuda]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 METHODS = {label(variant): variant for variant in VARIANTS} | EVERY_METHOD
-METHODS |= {
-    f"{name}-v2": (name, {"draws": "v2"})
-    for name in ("subgen", "subgen_streaming", "balancekv", "uniform", "wildcat")
-}
 
 
 def model_on(device, layers=2, kind="llama"):
@@ -62,22 +56,13 @@ def test_every_method_answers_as_on_the_cpu(compress_after, monkeypatch):
     assert found == answers(model_on(CPU), METHODS, compress_after=compress_after)
 
 
-THROUGH_KERNELS = (
-    *("exact", "h2o", "snapkv", "subgen", "balancekv", "uniform"),
-    *("subgen-v2", "balancekv-v2", "uniform-v2", "wildcat-v2"),
-)
+THROUGH_KERNELS = (*("exact", "h2o", "snapkv", "subgen", "balancekv", "uniform"),)
 
 
 def test_methods_with_kernels_of_their_own_answer_as_on_the_cpu(monkeypatch):
     monkeypatch.setenv("KVBENCH_KERNELS", "auto")
     found = answers(model_on(CUDA), THROUGH_KERNELS, n=40, new=2)
     assert found == answers(model_on(CPU), THROUGH_KERNELS, n=40, new=2)
-
-
-def test_reading_in_chunks_answers_as_on_the_cpu(monkeypatch):
-    monkeypatch.setenv("KVBENCH_KERNELS", "torch")
-    found = answers(model_on(CUDA), ("exact", "h2o", "streaming_llm"), chunk_tokens=32)
-    assert found == answers(model_on(CPU), ("exact", "h2o", "streaming_llm"), chunk_tokens=32)
 
 
 def test_a_model_on_two_gpus_answers_as_on_the_cpu(monkeypatch):
@@ -127,18 +112,16 @@ def test_synthetic_layers_are_on_the_device_of_the_session(monkeypatch):
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
-@pytest.mark.parametrize("name", ["uniform", "balancekv", "balancekv_needle", "subgen", "wildcat"])
-def test_draws_are_those_of_the_cpu_whatever_draws_them(name, kernels, monkeypatch):
-    """And of v2 the host neither copies nor waits for one."""
+def test_draws_are_those_of_the_cpu_whatever_draws_them(kernels, monkeypatch):
+    """And the host neither copies nor waits for one."""
     monkeypatch.setenv("KVBENCH_KERNELS", kernels)
-    method = build_method(name, draws="v2")
 
     def drawn(device):
         generator = torch.Generator().manual_seed(4)
         return (
-            method.uniforms(generator, device, 2, 33),
-            method.place(generator, 2, 50, device),
-            method.places(generator, 2, 50, 20, device),
+            _draws.uniforms(generator, device, 2, 33),
+            _draws.place(generator, 2, 50, device),
+            _draws.places(generator, 2, 50, 20, device),
         )
 
     on_gpu = drawn(CUDA)
@@ -170,7 +153,7 @@ def test_what_is_not_finite_is_refused_with_its_layer(part, value, name, monkeyp
 
 @needs_pretend
 @pytest.mark.parametrize(
-    "name", ["exact", "streaming_llm", "snapkv", "h2o", "pyramidkv", "uniform", "uniform-v2"]
+    "name", ["exact", "streaming_llm", "snapkv", "h2o", "pyramidkv", "uniform"]
 )
 def test_compression_waits_at_no_layer(name, monkeypatch):
     """Whether keys are finite, entries, seals and clocks are read once per prompt."""
@@ -210,21 +193,6 @@ def test_attention_mass_takes_the_normalisers_of_the_prefill(name, monkeypatch):
     monkeypatch.setattr(first_pass, None)
     on_cpu, on_cuda = model_on(CPU, kind="gpt_neox"), model_on(CUDA, kind="gpt_neox")
     assert answers(on_cuda, [name], n=40, new=2) == answers(on_cpu, [name], n=40, new=2)
-
-
-@needs_pretend
-@pytest.mark.parametrize("name", ["h2o", "streaming_llm"])
-def test_reading_a_chunk_launches_a_tenth_of_walking_its_tokens(name, monkeypatch):
-    monkeypatch.setenv("KVBENCH_KERNELS", "auto")
-    model = model_on(CUDA, layers=1)
-
-    def launches():
-        read = partial(answers, model, [name], n=170, new=1, chunk_tokens=128)
-        return sum(counted(read, "launch").values())
-
-    at_once = launches()
-    monkeypatch.setattr(fork_module, "rule_in_turn", lambda cache: None)
-    assert 10 * at_once <= launches()
 
 
 EVICTING = {
@@ -267,20 +235,6 @@ def test_evicting_takes_four_launches_a_layer_at_most(name, monkeypatch):
     few, many = (launches_per_layer(EVICTING[name], rows, monkeypatch) for rows in (2, 8))
     assert few == many
     assert grows < few <= grows + 4
-
-
-@needs_pretend
-def test_prompts_of_a_batch_share_the_models_launches(monkeypatch):
-    model = model_on(CUDA)
-    methods = {"exact": (build_method("exact"), SMALL)}
-    prompts = [Prompt(prompt_ids(n), [], methods, Stopping(1), str(n)) for n in (40, 50, 60, 70)]
-
-    def launches():
-        return sum(counted(lambda: run_batch(model, prompts, seed=0), "launch").values())
-
-    together = launches()
-    monkeypatch.setattr(packing, "PACK_TOKENS", {})
-    assert together <= 0.7 * launches()
 
 
 @needs_pretend

@@ -31,7 +31,7 @@ SINK = 4
 ROOM = Budget(size=50, sink=SINK, window=4)
 NEW = 60
 EVICTING = ("h2o", "streaming_llm", "local")
-PATHS = ("shared", "context", "chunked", "batched", "live")
+PATHS = ("shared", "context", "batched", "live")
 
 
 def evicting(name: str) -> Method:
@@ -105,8 +105,8 @@ def generate(path: str, model: Any, n: int, method: Method, budget: Budget = ROO
     if path == "batched":  # beside a prompt that is over the budget from the start
         longer = prompt_ids(90)
         prompts[1] = Prompt(longer, [], {"m": (method, budget)}, Stopping(NEW - 20), "longer")
-    how = {"context": {"compress_after": "context"}, "chunked": {"chunk_tokens": 7}}
-    answers = run_batch(model, prompts, seed=0, **how.get(path, {}))  # type: ignore[arg-type]
+    after = "context" if path == "context" else "prompt"
+    answers = run_batch(model, prompts, seed=0, compress_after=after)
     result: Generation = answers[0]["m"]
     if result.failure is not None:
         raise result.failure

@@ -9,7 +9,6 @@ from support.forward import SMALL, generate, reference
 from support.tiny import prompt_ids, tiny_model
 
 from kvbench.engine.cache import LayerCache
-from kvbench.engine.fork import ForkBatch
 from kvbench.kernels.quantize import Quantization, pack, unpack
 from kvbench.kernels.turboquant import TurboQuant
 from kvbench.kv import Budget, CompressedKV, KVError
@@ -207,108 +206,6 @@ def test_topk_in_generation_is_exact_when_it_may_see_everything():
     assert results["few"].tokens != expected
     assert results["few"].cache_bytes > results["few"].exact_bytes  # its marks are counted, too
     assert results["all"].cache_bytes == results["all"].exact_bytes
-
-
-@pytest.mark.parametrize("chunk_tokens", [1, 7, 64, 500])
-def test_reading_in_chunks_never_holds_more_than_the_budget(chunk_tokens, monkeypatch):
-    model = ready()
-    n, most = 150, []
-    attend = ForkBatch.attend
-
-    def watched(state, call):
-        out = attend(state, call)
-        for cache in (fork.layers[call.layer] for fork in state.forks):
-            most.append(max(cache.length, cache.keys.shape[1] - 1) - cache.capacity)
-        return out
-
-    monkeypatch.setattr(ForkBatch, "attend", watched)
-    names = ("h2o", "streaming_llm", "local")
-    methods = {name: (build_method(name, decode="evict"), SMALL) for name in names}
-    results = generate(model, prompt_ids(n), methods, new_tokens=6, chunk_tokens=chunk_tokens)
-    for label, result in results.items():
-        assert result.failure is None, label
-        assert result.entries == {"mean": SMALL.capacity(n), "max": SMALL.capacity(n)}, label
-        assert result.compress_s == 0.0
-        exact = 4 * 2 * n * 16 * 2 * 4  # layers, KV heads, tokens, head_dim, K and V, float32
-        assert result.exact_bytes == exact
-    assert most
-    assert max(most) <= 0
-
-
-def test_the_size_of_the_chunks_changes_nothing():
-    model = ready("gemma3")
-    methods = {
-        "h2o": (build_method("h2o"), SMALL),
-        "s": (build_method("streaming_llm", decode="evict"), SMALL),
-    }
-    for after in ("prompt", "context"):
-        tokens = {
-            size: {
-                label: r.tokens
-                for label, r in generate(
-                    model, prompt_ids(120), methods, chunk_tokens=size, compress_after=after
-                ).items()
-            }
-            for size in (1, 13, 200)
-        }
-        assert tokens[1] == tokens[13] == tokens[200]
-
-
-def test_exact_read_in_chunks_is_exact():
-    model = tiny_model("qwen3")
-    ids = prompt_ids(90)
-    expected = reference(model, ids, 12)
-    model.set_attn_implementation("kvbench")
-    exact = {"exact": (build_method("exact"), SMALL)}
-    result = generate(model, ids, exact, new_tokens=12, chunk_tokens=16)["exact"]
-    assert result.failure is None
-    assert result.tokens == expected
-    assert result.cache_bytes == result.exact_bytes
-    assert result.entries == {"mean": 90, "max": 90}
-
-
-@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
-def test_a_prompt_within_the_budget_is_read_in_chunks_as_at_once(kind):
-    """Nothing is evicted, while decoding neither; sliding windows hold what they always do."""
-    model = ready(kind)
-    roomy = Budget(size=200, sink=4, window=8)
-    methods = {
-        "h2o": (build_method("h2o"), roomy),
-        "s": (build_method("streaming_llm", decode="evict"), roomy),
-        "exact": (build_method("exact"), roomy),
-    }
-    results = [
-        generate(model, prompt_ids(90), methods, new_tokens=12, chunk_tokens=size)
-        for size in (None, 16)
-    ]
-    for label in methods:
-        at_once, in_chunks = (found[label] for found in results)
-        assert in_chunks.failure is None
-        assert in_chunks.tokens == at_once.tokens
-        assert in_chunks.entries == at_once.entries == {"mean": 90, "max": 90}
-        assert in_chunks.exact_bytes == at_once.exact_bytes
-        assert in_chunks.compressed is at_once.compressed is False
-
-
-def test_streaming_in_chunks_holds_the_sink_and_the_latest():
-    from kvbench.engine.chunked import chunked_prefill
-    from kvbench.engine.fork import Fork
-
-    model = ready()
-    fork = Fork("s", build_method("streaming_llm", decode="evict"), SMALL, 0, "x", room=4)
-    chunked_prefill(model, prompt_ids(100), fork, 16)
-    capacity = SMALL.capacity(100)
-    want = [*range(4), *range(100 - capacity + 4, 100)]
-    for cache in fork.layers.values():
-        for row in cache.positions[:, : cache.length].sort(-1).values.tolist():
-            assert row == want
-
-
-def test_methods_that_do_not_evict_are_refused_before_reading():
-    with pytest.raises(KVError, match="method 'snapkv' does not evict while reading"):
-        generate(
-            ready(), prompt_ids(80), {"snapkv": (build_method("snapkv"), SMALL)}, chunk_tokens=8
-        )
 
 
 @pytest.mark.parametrize("quantized", [False, True])

@@ -91,10 +91,8 @@ def test_tokens_are_those_of_one_device(folder, placement, compress_after):
     assert told(generations(spread, compress_after=compress_after)) == expected
 
 
-def test_reading_in_chunks_and_probing_layers_work_on_a_spread_model(folder):
+def test_probing_layers_works_on_a_spread_model(folder):
     whole, spread = load(folder), load(folder, **MAPS["disk, then cpu"])
-    options = {"names": ("exact", "h2o"), "chunk_tokens": 16}
-    assert told(generations(spread, **options)) == told(generations(whole, **options))
     ids = prompt_ids(40)
     expected, found = (capture_layers(model, ids, [0, 3]) for model in (whole, spread))
     for layer in (0, 3):

@@ -47,7 +47,7 @@ def test_every_entry_is_a_line_of_the_frame(variant: tuple[str, dict[str, Any]])
     model, ids = tiny_model("llama"), Letters().encode(PROMPT)
     frame = kvbench.kept(model, Letters(), PROMPT, name, **SMALL, **options)
     assert list(frame.columns) == ["position", "token", "layer", "head", "weight"]
-    fork = fork_of(build_method(name, **options).drawing("v2"), ids)
+    fork = fork_of(build_method(name, **options), ids)
     for layer, cache in fork.layers.items():
         here = frame[frame["layer"] == layer]
         assert here.groupby("head").size().tolist() == cache.prompt_entries.tolist()

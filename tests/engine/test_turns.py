@@ -1,4 +1,4 @@
-"""Conversations on a compressed cache: kept turns, copies, rewinding, caches given back to generate."""
+"""Compressed caches given to generate, and tokens after a context."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from kvbench.engine.context import Context
 from kvbench.engine.fork import prompt_name
 from kvbench.engine.generate import run_forks
 from kvbench.engine.live import UnsupportedGeneration
-from kvbench.engine.loading import ModelSpec
 from kvbench.engine.stopping import Stopping
 from kvbench.engine.switch import kvbench_attention_on
-from kvbench.engine.tokenizer import load_tokenizer
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
 
@@ -35,66 +33,6 @@ def model() -> Any:
 
 def context_of(model: Any, name: str = "snapkv", **options: Any) -> Context:
     return Context(model, build_method(name), Budget(0.25, **SMALL), CONTEXT, **options)
-
-
-def test_a_copy_goes_its_own_way_and_a_rewound_cache_is_as_before(model: Any) -> None:
-    context = context_of(model)
-    expected = [context.ask(question, max_new_tokens=6) for question in (FIRST, SECOND)]
-    context.chat([FIRST], max_new_tokens=6)
-    twin = context.copy()
-    after = context.ask(SECOND, max_new_tokens=6)
-    assert context.tokens == 120 + 30 + 5
-    reply = context.chat([SECOND[:4], SECOND[4:]], max_new_tokens=6)
-    assert reply == after == twin.ask(SECOND, max_new_tokens=6)
-    assert (twin.tokens, context.tokens) == (155, 155 + 1 + 10 + 5)
-    assert context.token_ids == [*twin.token_ids, *SECOND, *reply]
-    context.crop(155)  # the end of the first turn: its last token comes back, too
-    assert context.token_ids == twin.token_ids
-    assert context.chat([SECOND], max_new_tokens=6) == reply
-    context.crop(-(context.tokens - 120))
-    assert context.token_ids == CONTEXT
-    assert context.ask_all([FIRST, SECOND], max_new_tokens=6) == expected
-    assert context.cache_bytes == twin.cache_bytes == context._fork.cache_bytes()
-    for wrong in (119, 121, 0, "all", True):
-        with pytest.raises(KVError, match="allowed: 120, which were compressed together, to 120"):
-            context.crop(wrong)  # type: ignore[arg-type]
-    evicting = context_of(model, "h2o")
-    evicting.chat([FIRST], max_new_tokens=3)
-    with pytest.raises(
-        KVError, match="H2O evicts while decoding, and what left does not come back"
-    ):
-        evicting.crop(120)
-
-
-@pytest.mark.parametrize("name", ["snapkv", "h2o", "balancekv"])
-def test_a_grown_cache_is_compressed_again_as_one_prompt(model: Any, name: str) -> None:
-    context = context_of(model, name, recompress_every=40)
-    context.chat([FIRST], max_new_tokens=6)
-    assert context._fork.appended == 35
-    context.chat([SECOND], max_new_tokens=6)
-    everything = context.token_ids
-    assert context.tokens == len(everything) == 120 + 36 + 16
-    fresh = Context(model, build_method(name), Budget(0.25, **SMALL), everything)
-    assert context.cache_bytes == fresh.cache_bytes
-    assert context.ask(FIRST, max_new_tokens=6) == fresh.ask(FIRST, max_new_tokens=6)
-    with pytest.raises(KVError, match="recompress_every is 0; allowed: an integer >= 1"):
-        context_of(model, recompress_every=0)
-
-
-def test_generate_compresses_again_what_it_has_written(model: Any) -> None:
-    ids = torch.tensor([CONTEXT, CONTEXT[::-1]])
-    with compress(model, "snapkv", **SMALL, recompress_every=5) as session:
-        written = model.generate(ids, max_new_tokens=16, do_sample=False)
-        assert [row.recompressions for row in session.last] == [2, 2]
-        with pytest.raises(UnsupportedGeneration, match="embeddings, which cannot be read again"):
-            model.generate(inputs_embeds=torch.zeros(1, 9, 64), max_new_tokens=3)
-    method, budget = build_method("snapkv"), Budget(**SMALL)
-    for prompt, row in zip(ids.tolist(), written.tolist(), strict=True):
-        said, token = prompt, row[120]  # the first comes from the exact prefill
-        for _ in range(3):
-            answer = Context(model, method, budget, said).ask([token], max_new_tokens=5)
-            said, token = [*said, token, *answer[:-1]], answer[-1]
-        assert row == [*said, token]
 
 
 @pytest.mark.parametrize("name", ["snapkv", "h2o", "balancekv"])
@@ -122,9 +60,6 @@ def test_generate_goes_on_from_a_context_and_from_its_own_cache(model: Any, name
         mask = torch.ones_like(more)
         again = model.generate(new, attention_mask=mask, past_key_values=twin, **options)
         assert again[0, new.shape[1] :].tolist() == out[0, 166:].tolist()
-        if name != "h2o":
-            given.crop(155)
-            assert torch.equal(model.generate(more, past_key_values=given, **options), out)
         stranger: Any = tiny_model("llama", seed=1)
         foreign = pytest.raises(UnsupportedGeneration, match="a compressed cache of another model")
         with foreign, compress(stranger, name, **SMALL):
@@ -171,29 +106,3 @@ def test_the_tokens_after_the_context_go_through_its_compressed_cache(
         unseen = pytest.raises(KVError, match="a context is compressed before its questions")
         with unseen, compress(model, name, compress_after="prompt") as session:
             session.read(CONTEXT)
-
-
-def test_a_chat_is_what_the_template_makes_of_the_whole_conversation() -> None:
-    tokenizer = load_tokenizer(ModelSpec(name="recall_mini", path="asset:recall_mini"))
-    model: Any = tiny_model("llama")
-    model.resize_token_embeddings(len(tokenizer))
-    context = Context(model, build_method("exact"), Budget(), "a document. ", tokenizer)
-    messages = [{"role": "user", "content": "one?"}]
-    with pytest.raises(KVError, match="messages have roles and there is no chat template"):
-        context.chat(messages)
-    for wrong in ([], "one?", [messages[0], "two?"]):
-        with pytest.raises(KVError, match="messages are no list of messages"):
-            context.chat(wrong)  # type: ignore[arg-type]
-    tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}<|end|>\n"
-        "{% endfor %}<assistant>"
-    )
-    said = "a document. "
-    for question in ("one?", "two? "):
-        messages = [{"role": "user", "content": question}]
-        reply = context.chat(messages, max_new_tokens=4)
-        said += f"<user>{question.strip()}<|end|>\n<assistant>"
-        said += reply
-        ended = context.token_ids[-1] == tokenizer.eos_token_id
-        assert tokenizer.decode(context.token_ids) == said + "<|end|>" * ended
-        said += "<|end|>\n"

@@ -19,7 +19,7 @@ SHARED_MEMORY = {
 
 
 NO_SPILLS = (
-    "decode", "first come", "append bf16 d=128", "walk bf16 b=256 d=128", "mass", "chunk",
+    "decode", "first come", "append bf16 d=128", "walk bf16 b=256 d=128", "mass",
     "kcentre bf16 d=128", "philox", "evict",
 )  # fmt: skip
 """Launches whose kernels keep everything in registers, or all but a few numbers."""
@@ -77,7 +77,7 @@ def test_the_main_configurations_build_for_hopper(tmp_path):
 
     # Whatever the lengths: else a kernel is compiled in the middle of a measured example.
     variants = {one["launch"]: one["variants"] for one in told if "variants" in one}
-    kernels_of = {"decode": 3, "mass": 2, "kcentre": 4, "walk": 1, "cut": 1, "chunk": 1}
+    kernels_of = {"decode": 3, "mass": 2, "kcentre": 4, "walk": 1, "cut": 1}
     kernels_of |= {"philox": 1, "evict": 1}
     assert variants == kernels_of
 

@@ -152,9 +152,7 @@ def test_balancekv_decode(balance):
     budget = Budget(rate=0.5 ** config["itrs"], sink=sink, window=window)
     queue = [draw[:1] for draw in uniforms]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "kvbench.methods._draws.Drawing.uniforms", lambda *args, **kwargs: queue.pop(0)
-        )
+        patch.setattr("kvbench.methods._draws.uniforms", lambda *args, **kwargs: queue.pop(0))
         kept = method.compress(layer, budget, torch.Generator())
     out = attend(query, kept, config["d"] ** -0.5)
     np.testing.assert_allclose(out.numpy(), balance["decode_out"], atol=1e-5)

@@ -6,10 +6,8 @@ import errno
 import json
 import math
 import os
-import queue
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -18,7 +16,6 @@ import pytest
 from support.stores import fill, make_record
 
 from kvbench.records import store
-from kvbench.records.durable import AppendedFiles
 from kvbench.records.read import COMMON_FIELDS, StoreError, load_runs
 from kvbench.records.store import RecordStore, config_hash, run_folder, write_manifest
 
@@ -200,50 +197,6 @@ def test_an_interrupt_while_writing_leaves_no_half_line(
                 records.append(make_record("a"))
         assert records.path.read_bytes() == b""
         assert records.append(make_record("a"))
-
-
-def test_records_are_synced_without_leaving_and_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced: queue.Queue[int] = queue.Queue()
-    real = os.fsync
-
-    def counted(file: int) -> None:
-        real(file)
-        synced.put(os.fstat(file).st_size)
-
-    with RecordStore(tmp_path) as records:
-        monkeypatch.setattr(store.os, "fsync", counted)
-        monkeypatch.setattr(AppendedFiles, "PAUSE", 0.2)
-        for part in range(2):
-            for number in range(50):
-                records.append(make_record(f"{part}-{number}"))
-            size, count = records.path.stat().st_size, 1
-            while synced.get(timeout=30) < size:
-                count += 1
-            assert count < 50
-
-
-def test_an_interrupt_while_the_syncing_thread_starts_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(_thread: threading.Thread) -> None:
-        raise KeyboardInterrupt
-
-    synced = []
-    real = os.fsync
-
-    def counted(file: int) -> None:
-        real(file)
-        synced.append(os.fstat(file).st_size)
-
-    with pytest.raises(KeyboardInterrupt), RecordStore(tmp_path) as records:  # noqa: PT012
-        monkeypatch.setattr(store.os, "fsync", counted)
-        monkeypatch.setattr(threading.Thread, "start", interrupted)
-        records.append(make_record("a"))
-    assert synced == [(tmp_path / "records.jsonl").stat().st_size]
-    with RecordStore(tmp_path) as records:
-        assert records.done == {"a"}
 
 
 WRITER = """

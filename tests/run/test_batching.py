@@ -13,7 +13,7 @@ from support.prompts import facts, methods, unlike_prompts
 from support.tiny import Broken, tiny_model
 
 from kvbench.engine import generate as engine
-from kvbench.engine import memory, packing
+from kvbench.engine import memory
 from kvbench.engine import rows as engine_rows
 from kvbench.engine.generate import run_batch
 from kvbench.engine.loading import ModelSpec
@@ -46,17 +46,6 @@ def test_a_batch_answers_what_its_prompts_answer_alone(architecture, compress_af
         assert {r.batch for r in alone.values()} == {1}
     lengths = {r.new_tokens for answer in together for r in answer.values()}
     assert len(lengths) > 3, "rows that all end together would test little"
-
-
-def test_a_batch_reads_in_chunks_too():
-    model = tiny_model("qwen3")
-    model.set_attn_implementation("kvbench")
-    evicting = {"h2o": (build_method("h2o"), SMALL), "exact": (build_method("exact"), SMALL)}
-    prompts = [replace(prompt, methods=evicting) for prompt in unlike_prompts()]
-    together = run_batch(model, prompts, seed=0, chunk_tokens=16)
-    for prompt, answer in zip(prompts, together, strict=True):
-        alone = run_batch(model, [prompt], seed=0, chunk_tokens=16)[0]
-        assert facts(answer) == facts(alone)
 
 
 def test_a_fork_that_fails_stops_no_other_prompt():
@@ -204,7 +193,6 @@ def test_an_example_that_fits_nowhere_leaves_the_others_their_batches(
         return real(model, ids, forks, **options)
 
     monkeypatch.setattr(engine, "prefill", prefill)
-    monkeypatch.setattr(packing, "PACK_TOKENS", {})  # every prompt in a pass of its own
     few = replace(job(tmp_path, batch_size=size), plan=TaskPlan(Unlike(count=8)))
     records = records_of(run_job(few))
     for rows in records.values():
@@ -276,7 +264,6 @@ def test_records_of_a_batch_are_written_before_the_next_begins(tmp_path, monkeyp
         return real(model, ids, forks, **options)
 
     monkeypatch.setattr(engine, "prefill", prefill)
-    monkeypatch.setattr(packing, "PACK_TOKENS", {})  # every prompt in a pass of its own
     run_job(job(tmp_path, batch_size=3, labels=("exact", "h2o")))
     assert seen == [0, 0, 0, 6, 6, 6, 12]
 

@@ -1,23 +1,15 @@
-"""A run's name covers what differs from the defaults; runs named in the older way are taken up."""
+"""A run's name covers what differs from the defaults."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
-from support.configs import composed
-from support.jobs import make_job, records_of
 
-from kvbench.cli.build import build_job
 from kvbench.records.store import config_hash
 from kvbench.run import identity
-from kvbench.run.identity import as_before, folder_of, without_defaults
-from kvbench.run.runner import run_job
-
-HASHES = json.loads((Path(__file__).parents[1] / "data" / "hashes.json").read_text())
+from kvbench.run.identity import without_defaults
 
 
 @dataclass(frozen=True)
@@ -44,32 +36,3 @@ def test_an_option_that_is_added_with_its_default_changes_no_name(monkeypatch: A
     assert lean(After, monkeypatch, size=3, shapes=[2, 1]) != before
     assert lean(Before, monkeypatch, size=4) != before
     assert lean(Before, monkeypatch, size=3, rate=0.25) != before
-
-
-@pytest.mark.parametrize("name", sorted(HASHES))
-def test_the_whole_identity_still_has_the_hash_that_folders_were_named_by(name: str) -> None:
-    extra = ["device=cpu", "task_label=t", "draws=v1"]
-    job = build_job(composed(f"experiment={name}", *extra))
-    found = {}
-    for label in job.methods:
-        whole = {**job.identity(label), "data": None}
-        found[label] = config_hash(as_before(whole))
-    known = {label: code for label, code in found.items() if label in HASHES[name]}
-    assert known == {label: HASHES[name][label] for label in known}
-    assert known
-
-
-def test_records_under_the_older_name_are_taken_up(tmp_path: Path) -> None:
-    job = make_job(tmp_path)
-    (label, *_) = job.methods
-    names = (job.experiment, job.spec.name, job.task, label)
-    before = records_of(run_job(job))[label]
-    new = job.folder(label)
-    old = new.with_name(f"{label}-{config_hash(as_before(job.identity(label)))}")
-    assert new != old
-    new.rename(old)
-    again = make_job(tmp_path)
-    assert again.folder(label) == folder_of(tmp_path, names, again.identity(label)) == old
-    result = run_job(again)
-    assert records_of(result)[label] == before
-    assert not new.exists()

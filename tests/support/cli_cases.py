@@ -87,7 +87,6 @@ QUICK = {
     "neuron_overlap_training": ["task.contents={}"],
     "clusterability": ["task.generate=8", "task.counts=[1,2]", "task.centres=2"],
     "h2o_summaries": [f"task.data={SUMMARIES}", "task.max_new_tokens=4"],
-    "captions": ["task.data=/nosuch.json"],
     **{
         key: ["task.dataset=null", "task.files=[/nosuch.jsonl]"]
         for key in (
@@ -117,7 +116,7 @@ VALUES = [
         ../../x .. . /etc/passwd / ~ a/b a\\\\b 'a=b' 'a,b' a,b 1,2 range(1,3) choice(a,b) glob(*)
         int(3) é 日本語 'a\u202eb' '%s' '{}' '<script>' \\ ' cuda cuda:0 cuda:99 cpu float16 auto
         ${seed} ${nosuch} ${ $ '${oc.env:HOME}' ${task} ${hydra:job.num} ${now:%Y} ${.seed} ${oc.decode:}
-        ${oc.env:NO_SUCH_VARIABLE} context prompt chunked shared always graph largest wandb theory
+        ${oc.env:NO_SUCH_VARIABLE} context prompt always graph largest wandb theory
         os.system kvbench.kv.Budget builtins.dict asset:recall_mini asset:nosuch mean released
         """,
     ),

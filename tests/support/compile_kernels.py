@@ -28,7 +28,6 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from kvbench.kernels import (
-    _triton_chunk,
     _triton_clusters,
     _triton_decode,
     _triton_evict,
@@ -192,19 +191,6 @@ def first_come(b: int, heads: int = 8) -> None:
     )
 
 
-def chunk(count: int, group: int, tokens: int = 64) -> None:
-    """So many tokens through a cache of 8 KV heads."""
-    _triton_chunk.take_turns(
-        empty(8, group, tokens, count + 1),
-        empty(8, group, tokens, tokens),
-        empty(8, count + 1),
-        empty(8, count + tokens, dtype=torch.int64),
-        heaviest=False,
-        sink=0,
-        recent=count // 2,
-    )
-
-
 def philox(dtype: torch.dtype, n: int = 16384, key: int = 2**61) -> None:
     _triton_philox.fill(empty(8, n, dtype=dtype), key)
 
@@ -260,7 +246,6 @@ def variants() -> Iterator[tuple[str, int]]:
         "kcentre": lambda n: kcentre(n, 64, half, count=n - 900),
         "walk": lambda n: walk(16, 64, half, n=16 * (n - 900)),
         "cut": lambda n: cut(n - 900),
-        "chunk": lambda n: chunk(n, n - 900, n - 900),
         "philox": lambda n: philox(full, n, 2**32 + n),
     }
     for name, launch in of.items():
@@ -281,11 +266,9 @@ def launches(size: str) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "mass bf16 d=128", lambda: mass(16384, 32, 8, 128, brain)
     yield "first come", lambda: first_come(256)
     yield "kcentre bf16 d=128", lambda: kcentre(16384, 128, brain)
-    yield "chunk", lambda: chunk(4096, 4)
     if size == "quick":
         return
     yield "ones", single
-    yield "chunk of few", lambda: chunk(1, 1, 1)
     for dtype, dim in ((half, 64), (full, 256)):
         yield f"evict {dtype} d={dim}", lambda dtype=dtype, dim=dim: evict(dim, dtype, True)
     for dtype in (half, full):

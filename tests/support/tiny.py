@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 import transformers as t
 
-from kvbench.engine.adapters import attach, is_adapted
 from kvbench.engine.attention import register
 from kvbench.kv import Budget, CompressedKV, LayerKV, keep_all
 from kvbench.methods.base import Method
@@ -28,9 +27,6 @@ _COMMON = {
 }
 GROUPED = {**_COMMON, "num_key_value_heads": 2}
 _SLIDING = {**GROUPED, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 24}
-_SHORT = {
-    k: v for k, v in _COMMON.items() if k not in ("intermediate_size", "max_position_embeddings")
-}
 
 CONFIGS = {
     "llama": lambda: t.LlamaConfig(**GROUPED),
@@ -48,19 +44,7 @@ CONFIGS = {
         init_std=0.2,
     ),
     "gpt_neox": lambda: t.GPTNeoXConfig(**_COMMON, rotary_pct=0.25),
-    "mpt": lambda: t.MptConfig(
-        **{**_SHORT, "hidden_size": 48, "num_attention_heads": 3}, max_seq_len=512
-    ),
-    "bloom": lambda: t.BloomConfig(**{**_SHORT, "hidden_size": 96, "num_attention_heads": 6}),
-    "falcon": lambda: t.FalconConfig(
-        **{**_SHORT, "hidden_size": 96, "num_attention_heads": 6}, alibi=True, multi_query=False
-    ),
-    "falcon_rotary": lambda: t.FalconConfig(**_SHORT, multi_query=True),
-    "falcon_grouped": lambda: t.FalconConfig(
-        **_SHORT, new_decoder_architecture=True, num_kv_heads=2
-    ),
 }
-"""The last five compute their attention themselves, four heads or a number that is no power of two."""
 
 
 def tiny_model(architecture: str, seed: int = 0, layers: int | None = None) -> t.PreTrainedModel:
@@ -70,17 +54,12 @@ def tiny_model(architecture: str, seed: int = 0, layers: int | None = None) -> t
     config = CONFIGS[architecture]()
     if layers is not None:
         config.num_hidden_layers = layers
-    # transformers' eager Falcon adds ALiBi twice, in the mask and beside it; its default does not.
-    attention = "sdpa" if architecture == "falcon" else "eager"
-    return t.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    return t.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
 
 def on_kvbench(model: t.PreTrainedModel) -> t.PreTrainedModel:
     """The model on kvbench's attention for good, as `load_model` leaves it."""
-    if is_adapted(model.config):
-        attach(model)
-    else:
-        model.set_attn_implementation("kvbench")
+    model.set_attn_implementation("kvbench")
     return model
 
 

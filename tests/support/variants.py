@@ -10,7 +10,6 @@ VARIANTS: list[tuple[str, dict[str, object]]] = [
     ("streaming_llm", {}),
     ("uniform", {}),
     ("uniform", {"weighted": False}),
-    ("uniform", {"draws": "v2"}),
     ("snapkv", {}),
     ("snapkv", {"granularity": "query_head", "pooling": "maxpool", "kernel_size": 1}),
     ("pyramidkv", {}),
@@ -20,7 +19,6 @@ VARIANTS: list[tuple[str, dict[str, object]]] = [
     ("h2o", {"heavy_fraction": 0.0}),
     ("subgen", {}),
     ("subgen", {"recent": 0, "weights": "cluster"}),
-    ("subgen", {"draws": "v2"}),
     ("strided", {}),
     ("strided", {"heavy_hitters": True}),
     ("fixed", {}),
@@ -31,11 +29,9 @@ VARIANTS: list[tuple[str, dict[str, object]]] = [
     ("balancekv", {"block_size": 8, "gamma": 0.05, "order": "released", "weights": "values"}),
     ("balancekv", {"block_size": 8, "gamma": 0.05, "selection": "algorithm2"}),
     ("balancekv", {"block_size": 3, "selection": "algorithm2", "weights": "none"}),
-    ("balancekv", {"block_size": 8, "draws": "v2"}),
     ("spatten", {}),
     ("balancekv_needle", {"layer": 0, "block_size": 16, "dilation": 1}),
     ("balancekv_needle", {"layer": 0, "block_size": 8, "dilation": 0, "selection": "algorithm2"}),
-    ("balancekv_needle", {"layer": 0, "block_size": 8, "draws": "v2"}),
     ("balancekv_needle", {"layer": 3, "block_size": 16, "normalise": True}),
 ]
 

@@ -127,8 +127,7 @@ def test_every_model_config_makes_a_model_that_can_be_run(name):
         assert re.fullmatch(r"[0-9a-f]{40}", spec.revision)
     architecture = checked_config(spec)
     if spec.max_input is not None:
-        most = "max_seq_len" if name == "mpt_7b" else "max_position_embeddings"
-        assert spec.max_input + 512 <= getattr(architecture, most)
+        assert spec.max_input + 512 <= architecture.max_position_embeddings
     assert not spec.trust_remote_code
 
 

@@ -17,7 +17,7 @@ import regex
 from annotated_types import Ge
 
 from kvbench.errors import nearest
-from kvbench.errors.options import ADDED, Count, Distinct
+from kvbench.errors.options import Count, Distinct
 from kvbench.tasks.base import Example, PromptEncoder, Task, TaskError
 from kvbench.tasks.encoding import encode_context, encode_question
 from kvbench.tasks.jsonl.rows import ROLES, Asked, Reader, Source
@@ -99,7 +99,7 @@ class Jsonl(Task):
     data: str | None = None
     file: str | None = None
     archive: str | None = None
-    local: str | None = field(default=None, metadata=ADDED)
+    local: str | None = None
     fields: Mapping[str, str | None] = field(default_factory=dict)
     extract: Mapping[str, Sequence[str]] = field(default_factory=dict)
     template: str = "{{ context }}\n\n{{ question }}\n"

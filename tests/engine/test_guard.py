@@ -1,0 +1,254 @@
+"""A method that writes to its layer, changes the process or asks it to end: nobody else notices."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.jobs import Echo, make_job, records_of
+from support.tiny import prompt_ids, tiny_model
+
+from kvbench import compress
+from kvbench.engine.guard import SharedStateChanged
+from kvbench.kv import NORMALISERS, Budget, CompressedKV, LayerKV
+from kvbench.methods import build_method
+from kvbench.methods.base import Held, Method, Repetition
+from kvbench.methods.h2o import H2O
+from kvbench.methods.kvzip import KVzip
+from kvbench.methods.topk import TopK
+from kvbench.probes.layer_error import LayerError
+from kvbench.run.runner import run_job
+
+BAD = "h2o_bad"
+"""Methods run in the order of their names: h2o, which shares its attention mass, before it."""
+OTHERS = ("snapkv", "h2o", "exact", "balancekv")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bad(H2O):
+    """H2O, after a fault."""
+
+    fault: Callable[[LayerKV, Budget], Any] = print
+
+    def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
+        self.fault(layer, budget)
+        return super().compress(layer, budget, generator)
+
+
+def writes(layer: LayerKV, _: Budget) -> None:
+    assert layer.queries is not None
+    layer.keys.zero_()
+    layer.values.data.neg_()
+    layer.queries.numpy()[:] = 1.0
+    layer.shared.clear()
+
+
+def writes_what_is_shared(layer: LayerKV, _: Budget) -> None:
+    layer.once(NORMALISERS, lambda: torch.zeros(1)).zero_()
+    layer.attention_mass().numpy()[:] = 1.0
+
+
+def sets_attributes(layer: LayerKV, budget: Budget) -> None:
+    object.__setattr__(layer, "keys", torch.zeros_like(layer.keys))
+    object.__setattr__(budget, "sink", 0)
+
+
+def takes_a_shared_name(layer: LayerKV, _: Budget) -> None:
+    count = 0 if layer.queries is None else layer.queries.shape[2]
+    layer.once(f"attention_mass of {count} queries", lambda: torch.rand(1, 4, layer.n))
+
+
+HARMLESS = (writes, writes_what_is_shared, sets_attributes)
+CHANGES: dict[str, Callable[[], Any]] = {
+    "torch's default dtype at torch.float64 (it was torch.float32)": lambda: (
+        torch.set_default_dtype(torch.float64)
+    ),
+    "torch's default device at meta (it was cpu)": lambda: torch.set_default_device("meta"),
+    "torch's grad mode at True (it was False)": lambda: torch.set_grad_enabled(True),
+    "torch's float32 matmul precision at medium (it was highest)": lambda: (
+        torch.set_float32_matmul_precision("medium")
+    ),
+    "torch's deterministic algorithms at (True, False)": lambda: torch.use_deterministic_algorithms(
+        True
+    ),
+    "torch's math attention at False": lambda: torch.backends.cuda.enable_math_sdp(False),
+    "the working directory at /": lambda: os.chdir("/"),
+    "the environment in another state": lambda: os.environ.update(KVBENCH_FAULT="1"),
+    "torch's global generator in another state": lambda: torch.rand(1),
+    "numpy's global generator in another state": lambda: np.random.rand(),
+    "Python's global generator in another state": random.random,
+}
+
+
+def raises(kind: type[BaseException]) -> Callable[..., None]:
+    def fault(*_: Any) -> None:
+        raise kind("stop")
+
+    return fault
+
+
+def records(folder: Path, bad: Method | None = None, **job: Any) -> dict[str, Any]:
+    methods = {name: build_method(name) for name in OTHERS}
+    methods |= {} if bad is None else {BAD: bad}
+    return records_of(run_job(make_job(folder, methods, echo=Echo(count=1), **job)))
+
+
+@pytest.fixture(scope="module")
+def without(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The records of the others where there is no bad method."""
+    return records(tmp_path_factory.mktemp("without"))
+
+
+@pytest.mark.parametrize("fault", HARMLESS)
+def test_what_a_foreign_method_writes_to_is_its_own(
+    tmp_path: Path, without: Any, fault: Any
+) -> None:
+    found = records(tmp_path, Bad(fault=fault))
+    assert {record["status"] for record in found.pop(BAD)} == {"ok"}
+    assert found == without
+
+
+def test_two_methods_that_share_a_name_share_no_result(tmp_path: Path, without: Any) -> None:
+    torch.manual_seed(0)
+    found = records(tmp_path, Bad(fault=takes_a_shared_name))
+    assert found.pop(BAD)[0]["error"].startswith("SharedStateChanged")
+    assert found == without
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_setting_that_is_left_changed_fails_its_method(
+    tmp_path: Path, without: Any, change: str
+) -> None:
+    states = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    place, environment = Path.cwd(), dict(os.environ)
+    found = records(tmp_path, Bad(fault=lambda *_: CHANGES[change]()))
+    (record,) = found.pop(BAD)
+    assert record["status"] == "error"
+    assert record["error"].startswith(f"SharedStateChanged: method '{BAD}' left {change}")
+    assert "; allowed: " in record["error"]
+    assert found == without
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert (np.random.get_state()[1].tolist(), random.getstate()) == states[1:]
+    assert (torch.get_default_dtype(), torch.get_default_device().type) == (torch.float32, "cpu")
+    assert (Path.cwd(), dict(os.environ)) == (place, environment)
+    assert torch.is_grad_enabled()
+    assert torch.backends.cuda.math_sdp_enabled()
+
+
+@pytest.mark.parametrize("kind", [SystemExit, GeneratorExit])
+def test_a_method_that_asks_the_program_to_end_fails_alone(
+    tmp_path: Path, without: Any, kind: type[BaseException]
+) -> None:
+    found = records(tmp_path, Bad(fault=raises(kind)))
+    assert found.pop(BAD)[0]["error"] == f"MethodExit: method '{BAD}' raised {kind.__name__}"
+    assert found == without
+
+
+def test_an_interruption_ends_the_job_and_keeps_its_records(tmp_path: Path) -> None:
+    methods = {"exact": build_method("exact"), "bad": Bad(fault=print)}
+    run_job(make_job(tmp_path, methods, limit=1))
+    stopping = {**methods, "bad": Bad(fault=raises(KeyboardInterrupt))}
+    with pytest.raises(KeyboardInterrupt):
+        run_job(make_job(tmp_path, stopping, limit=2))
+    assert len(list(tmp_path.rglob("records.jsonl"))) >= 2
+    lines = [line for file in tmp_path.rglob("exact*/records.jsonl") for line in file.open()]
+    assert len(lines) == 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadEviction(H2O):
+    """H2O with a fault at a decoded token."""
+
+    fault: Callable[[], Any] = print
+
+    def eviction(self, capacity: int, sink: int) -> None:
+        return None
+
+    def evict(self, held: Held, attention: torch.Tensor) -> Any:
+        self.fault()
+        return held.scores, None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadRestriction(TopK):
+    """TopK with a fault at a decoded token."""
+
+    fault: Callable[[], Any] = print
+
+    def restrict(self, held: Held, logits: torch.Tensor) -> Any:
+        self.fault()
+        return super().restrict(held, logits)
+
+
+@pytest.mark.parametrize("kind", [BadEviction, BadRestriction])
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (CHANGES["torch's global generator in another state"], "left torch's global generator"),
+        (raises(SystemExit), "raised SystemExit"),
+    ],
+)
+def test_faults_while_decoding(
+    tmp_path: Path, without: Any, kind: Any, fault: Any, says: str
+) -> None:
+    found = records(tmp_path, kind(fault=fault))
+    assert f"method '{kind.__name__}' {says}" in found.pop(BAD)[0]["error"]
+    assert found == without
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadRescoring(KVzip):
+    """KVzip that writes to what it is shown."""
+
+    def rescore(self, layer: LayerKV, repeated: Repetition, budget: Budget) -> None:
+        super().rescore(layer, repeated, budget)
+        for part in (layer.keys, layer.values, repeated.keys, repeated.values, repeated.queries):
+            part.zero_()
+
+
+def test_faults_while_the_prompt_is_repeated(tmp_path: Path) -> None:
+    ours = build_method("kvzip", instructed=False)
+    methods = {"a": BadRescoring(instructed=False), "b": ours}
+    found = records_of(run_job(make_job(tmp_path, methods, echo=Echo(count=1))))
+    alone = records_of(run_job(make_job(tmp_path / "alone", {"b": ours}, echo=Echo(count=1))))
+    for record in found["a"] + found["b"] + alone["b"]:
+        assert record["status"] == "ok"
+        record.pop("config_hash", None)
+    assert found["b"] == alone["b"]
+    assert found["a"][0]["prediction"] == found["b"][0]["prediction"]
+
+
+def test_faults_around_generate_and_in_probes(tmp_path: Path) -> None:
+    model: Any = tiny_model("llama")
+    bad = Bad(fault=lambda *_: random.random())
+    with pytest.raises(SharedStateChanged, match="'Bad' left Python's global generator"):  # noqa: SIM117
+        with compress(model, bad, sink=4, window=4):
+            model.generate(torch.tensor([prompt_ids(60)]), max_new_tokens=2, do_sample=False)
+    probe = LayerError(rates=(0.5,), layers=(1, 4), seeds=1, exact=20, prompts=Echo(count=1))
+    others = {"balancekv": build_method("balancekv"), "uniform": build_method("uniform")}
+    methods = {"bad": bad, "bold": Bad(fault=writes), **others}
+    found = records_of(run_job(make_job(tmp_path, methods, plan=probe)))
+    assert all("SharedStateChanged: method 'bad'" in r["error"] for r in found.pop("bad"))
+    assert all(record["status"] == "ok" for record in found.pop("bold"))
+    assert found == records_of(run_job(make_job(tmp_path / "alone", others, plan=probe)))
+
+
+def test_a_layer_made_of_another_has_results_of_its_own() -> None:
+    """`replace` carries over what was computed from other keys."""
+    generator = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 1, 2, 40, 8, generator=generator).unbind()
+    layer = LayerKV(keys, values, torch.randn(1, 4, 40, 8, generator=generator), 0, 1, 0.5)
+    flat = replace(layer, keys=torch.zeros_like(keys))
+    want = flat.attention_mass().clone()
+    other = replace(layer, shared={}).attention_mass()
+    assert not torch.allclose(want, other)
+    for _ in range(2):
+        assert torch.equal(layer.attention_mass(), other)
+        assert torch.equal(flat.attention_mass(), want)
