@@ -22,8 +22,8 @@ class PaperItem:
     Attributes:
         paper: short name of the paper. id: ``table1``, ``figure2a`` and so on.
         title: the paper's.
-        shows, needs, no_data, runs, small, was: as experiments.yaml explains them.
-        experiment: the experiment that makes it.
+        shows, needs, no_data, script, runs, small, was: as experiments.yaml explains them.
+        experiment: the experiment that makes it, or another item's name; its own where a script does.
     """
 
     paper: str
@@ -33,6 +33,7 @@ class PaperItem:
     needs: str = ""
     no_data: str | None = None
     experiment: str = ""
+    script: str = ""
     runs: Sequence[str] = ("",)
     small: str = ""
     was: Sequence[str] = ()
@@ -47,12 +48,13 @@ class PaperItem:
         ours) or ``ours`` (they could not be read from the paper, or there are none)."""
         if self.no_data is not None:
             return "no data"
+        script = (paper_items().get(self.experiment) or self).script
         config = config_dir() / "experiment" / f"{self.experiment}.yaml"
-        if not config.is_file():
+        if not config.is_file() and not script:
             return "missing"
         files = (folder / f"{self.experiment}.csv" for folder in paper_folders())
-        beside = "paper_table" in _yaml(config) or any(file.is_file() for file in files)
-        return "published" if beside else "ours"
+        beside = any(file.is_file() for file in files)
+        return "published" if beside or (not script and "paper_table" in _yaml(config)) else "ours"
 
 
 @lru_cache(maxsize=1)
@@ -96,8 +98,16 @@ def experiment_lines() -> dict[str, str]:
     return lines | {path.stem: f"{'':9}  {describe(path)}" for path in others}
 
 
+def script_path(script: str) -> Path:
+    """The file of a script of scripts/papers, which ships inside the package."""
+    return config_dir().resolve().parent / "scripts" / "papers" / f"{script}.py"
+
+
 def folder_name(experiment: str) -> str:
-    """The folder below ``results_dir`` that an experiment's runs go to."""
+    """The folder below ``results_dir`` that an experiment's runs go to, or a script's files."""
+    item = paper_items().get(experiment)
+    if item is not None and item.script:
+        return item.name
     return str(_yaml(config_dir() / "experiment" / f"{experiment}.yaml")["experiment_name"])
 
 

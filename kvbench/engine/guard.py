@@ -109,7 +109,10 @@ def settings_unchanged(label: str) -> Iterator[None]:
         yield
     except BaseException as failure:
         _restore(before)
-        if type(failure) in (SystemExit, GeneratorExit):  # no subclass: SIGTERM raises one of its own
+        if type(failure) in (
+            SystemExit,
+            GeneratorExit,
+        ):  # no subclass: SIGTERM raises one of its own
             raise MethodExit(f"method {label!r} raised {type(failure).__name__}") from failure
         raise
     changed = _restore(before)

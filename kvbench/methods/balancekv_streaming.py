@@ -307,7 +307,8 @@ class BalanceKVStreaming(Method):
             pair = (positions.to(layer.keys.device), found.log_weights.to(layer.keys.device))
             sides.append((pair[0].view(batch, heads, -1), pair[1].view(batch, heads, -1)))
         exact = torch.cat([torch.arange(start), torch.arange(stop, n)])
-        return combine(layer, *sides, exact)
+        numerator, denominator = sides
+        return combine(layer, numerator, denominator, exact)
 
     def reading(self, budget: Budget) -> StreamAlgorithm | None:
         """Algorithm 1, in the entries that the size leaves."""

@@ -276,7 +276,6 @@ def test_runs_go_to_an_ignored_folder_and_results_are_written_by_name_only() -> 
     assert {name for name, folders in written.items() if "results" in folders} == {
         "frontier",
         "results",
-        "reproduce-theory",
     }
     assert written["demo"] == written["reproduce"] == {"runs"}
 

@@ -38,7 +38,6 @@ MOST_SECONDS = 60
 """Of CPU time, for one command line: what takes longer hangs."""
 
 _SHORT_LINES = ["task.num_lines=[5]", "task.max_new_tokens=4"]
-_ON_TEXT = ["task.prompts.tokens=64", "task.prompts.num_examples=1", "task.num_prompts=1"]
 _ON_LINES = ["task.prompts.num_lines=[20]", "task.num_prompts=1", "task.layers=[1]"]
 QUICK = {
     "longeval_lines": _SHORT_LINES,
@@ -49,19 +48,12 @@ QUICK = {
     "longbench": [f"task.data={LONGBENCH}", "task.max_input=300"],
     "longbench_official": [f"task.data={LONGBENCH}", "task.max_input=300"],
     "throughput": ["task.prompt_tokens=[80]", "task.new_tokens=2", "task.runs=1"],
-    "walk_discrepancy": ["task.steps=[8,16]", "task.walks=2"],
     "layer_error": ["task.exact=8", "task.seeds=1", *_ON_LINES],
     "layer_error_synthetic": ["task.exact=8", "task.synthetic.n=64", "task.seeds=1"],
-    "joint_survival": ["task.exact=8", "task.seeds=1", *_ON_LINES],
-    "joint_survival_numbers": ["task.exact=8", "task.seeds=1", *_ON_LINES],
-    "balancekv_ablation": ["task.exact=8", "task.seeds=1", *_ON_LINES],
-    "balancekv_ablation_synthetic": ["task.exact=8", "task.synthetic.n=64", "task.layers=[1]"],
     "error_scaling": ["task.n=128", "task.kept=[16,32]", "task.draws=1"],
     "error_scaling_streaming": ["task.n=128", "task.kept=[16,32]", "task.draws=1"],
     "error_scaling_model": ["task.n=64", "task.queries=4", "task.kept=[16]", *_ON_LINES],
     "error_scaling_streaming_model": ["task.n=64", "task.queries=4", "task.kept=[16]", *_ON_LINES],
-    "subgen_clusters": ["task.steps=[8,16]", "task.draws=1"],
-    "subgen_clusters_model": ["task.steps=[8,16]", *_ON_LINES],
     "fidelity": ["task.prompts.num_lines=[20]", "task.num_prompts=1", "task.tokens=4"],
     "jsonl": [
         f"task.files=[{LONGBENCH}/qasper_e.jsonl]",
@@ -75,17 +67,7 @@ QUICK = {
     "ruler": ["task.tasks=[niah_single_1]", "task.lengths=[1024]", "task.num_examples=1"],
     "lm_eval": ["task.source=local", "task.per_dataset=1"],
     "stream": ["task.tokens=64", "task.num_texts=1"],
-    "index": ["task.synthetic.n=64", "task.rates=[0.5]", "task.layers=[1]", "task.seeds=1"],
     "text": ["task.tokens=64", "task.num_examples=1", "task.max_new_tokens=4"],
-    "norms": _ON_LINES,
-    "attention_mass": _ON_TEXT,
-    "attention_sparsity": _ON_TEXT,
-    "neuron_frequency": _ON_TEXT,
-    "neuron_dropping": [*_ON_TEXT, "task.num_prompts=2", "task.calibration=1"],
-    "neuron_overlap": ["task.contents={}"],
-    "neuron_overlap_texts": ["task.contents={}"],
-    "neuron_overlap_training": ["task.contents={}"],
-    "clusterability": ["task.generate=8", "task.counts=[1,2]", "task.centres=2"],
     "h2o_summaries": [f"task.data={SUMMARIES}", "task.max_new_tokens=4"],
     **{
         key: ["task.dataset=null", "task.files=[/nosuch.jsonl]"]
@@ -96,12 +78,6 @@ QUICK = {
     },
 }
 """What makes a task's dry run, which tries an example, short."""
-EXPERIMENTS = {
-    "walk_discrepancy": "walk_discrepancy",
-    "subgen_clusters": "subgen_clusters",
-    "subgen_clusters_model": "subgen_clusters",
-}
-"""Experiments that bring what these tasks take in place of methods."""
 
 LEFT_OUT = re.compile(r"(dry_run|hydra\.(run|sweep)\.dir|hydra\.output_subdir)\b")
 """Keys that make a run of a dry run, or folders wherever they are told to: not left to chance."""
@@ -300,13 +276,8 @@ def overrides(known: Mapping[str, Any]) -> st.SearchStrategy[str]:
 def command_lines(draw: st.DrawFn) -> list[str]:
     """A dry run of a small job, with a few arguments of any kind."""
     task = draw(st.sampled_from([*names("tasks"), "longeval_lines", "needle", "longbench"]))
-    if task in EXPERIMENTS:  # what takes other things than methods
-        job = [f"experiment={EXPERIMENTS[task]}", f"task={task}"]
-    else:
-        methods = draw(
-            st.lists(st.sampled_from(names("methods")), min_size=1, max_size=3, unique=True)
-        )
-        job = [f"task={task}", f"method=[{','.join(methods)}]"]
+    methods = draw(st.lists(st.sampled_from(names("methods")), min_size=1, max_size=3, unique=True))
+    job = [f"task={task}", f"method=[{','.join(methods)}]"]
     known = keys_of(*job, "model=tiny_random", "logger=wandb")
     chosen = draw(st.lists(overrides(known), min_size=1, max_size=3))
     chosen += draw(st.one_of(*[st.just([])] * 9, st.lists(WORD, min_size=1, max_size=1)))
