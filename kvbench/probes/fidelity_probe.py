@@ -20,7 +20,7 @@ from kvbench.run.encoding import encode_example
 from kvbench.run.plan import Methods, Outcome, Unit, status_of
 from kvbench.run.session import Session
 from kvbench.tasks.base import PromptEncoder, Task, TaskError
-from kvbench.tasks.haystack import file_digests, texts_of_files
+from kvbench.tasks.data import file_digests, texts_of_files
 
 SIGNIFICANT = 6
 """Digits of the numbers per token that a record keeps."""
