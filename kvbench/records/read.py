@@ -89,12 +89,8 @@ def load_runs(experiment_folder: str | Path) -> list[Run]:
     names = (RECORDS, "records-*of*.jsonl", MANIFEST)
     files = [path for name in names for path in folder.glob(f"*/*/*/{name}")]
     # a run that was killed before its manifest was written has nothing to show
-    found = {path.parent for path in files if path.name == MANIFEST or not _is_empty(path)}
+    found = {path.parent for path in files if path.name == MANIFEST or path.stat().st_size}
     return [load_run(path) for path in sorted(found)]
-
-
-def _is_empty(path: Path) -> bool:
-    return path.is_file() and path.stat().st_size == 0
 
 
 def load_run(folder: Path) -> Run:
@@ -135,6 +131,15 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
     return [record for record in in_turn if found[record["example_id"]] is record]
 
 
+def recorded(folder: Path) -> set[str]:
+    """example_ids that have a record in a run folder; none where there is no folder.
+
+    Raises:
+        StoreError: a broken file.
+    """
+    return {record["example_id"] for record in read_records(folder)}
+
+
 def read_manifest(path: Path) -> dict[str, Any]:
     """The parsed manifest.json.
 
@@ -148,7 +153,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise StoreError(explain_os_error(error, path)) from error
     except SchemaError as error:
-        raise StoreError(f"{path} cannot be read: {error}; {_MOVE_AWAY}") from error
+        hint = "move it away, and the run's command writes a new one; the records stay"
+        raise StoreError(f"{path} cannot be read: {error}; {hint}") from error
     written = manifest.get("format", FORMAT)
     if isinstance(written, bool) or not isinstance(written, int) or not 1 <= written <= FORMAT:
         raise StoreError(
@@ -156,9 +162,6 @@ def read_manifest(path: Path) -> dict[str, Any]:
             "wrote it, or another results_dir"
         )
     return manifest
-
-
-_MOVE_AWAY = "move it away, and the run's command writes a new one; the records stay"
 
 
 def whole_lines(path: Path) -> tuple[list[bytes], int]:

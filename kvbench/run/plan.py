@@ -94,18 +94,15 @@ def select_units(
         wanted = set(contexts)
         return [unit for unit in units if (unit.context or unit.id) in wanted]
 
+    def datasets(some: Sequence[Unit]) -> list[str]:  # of benchmarks; none for a probe
+        found = (each.example.dataset for unit in some for each in examples_of(unit.payload))
+        return list(dict.fromkeys(found))
+
     contexts = list(dict.fromkeys(unit.context or unit.id for unit in units))[:limit]
     every = of_contexts(contexts)
-    datasets, found = datasets_of(units), datasets_of(every)
-    left_out = tuple(name for name in datasets if name not in found)
+    left_out = tuple(name for name in datasets(units) if name not in datasets(every))
     if left_out:
-        log.warning(
-            "limit is %s and %s has %d datasets: none is run of %s",
-            limit,
-            task,
-            len(datasets),
-            ", ".join(left_out),
-        )
+        log.warning("limit is %s: %s runs nothing of %s", limit, task, ", ".join(left_out))
     mine = every if shard is None else of_contexts(shard.select(contexts))
     return Selection(every, mine, left_out)
 
@@ -171,12 +168,6 @@ def status_of(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
         return "timeout"
     return "oom" if is_out_of_memory(error) else "error"
-
-
-def datasets_of(units: Iterable[Unit]) -> list[str]:
-    """Names of the datasets that a benchmark's units come from, in their order; none for a probe."""
-    found = (each.example.dataset for unit in units for each in examples_of(unit.payload))
-    return list(dict.fromkeys(found))
 
 
 def beyond_positions(units: Sequence[Unit], session: Session) -> str | None:
@@ -264,8 +255,14 @@ class TaskPlan:
         for e in encoded:
             name = e.context if session.compress_after == "context" else e.example.id
             together.setdefault(name, []).append(e)
-        units = [_unit(name, each, session) for name, each in together.items()]
-        return [replace(unit, notes_kept=place < NOTED) for place, unit in enumerate(units)]
+        units = []
+        for place, (name, each) in enumerate(together.items()):
+            group = ContextGroup(tuple(each), session.sampling.samples)
+            ids = tuple(group.records)
+            fields = {record_id: group.fields(record_id) for record_id in ids}
+            context = each[0].example.context_id
+            units.append(Unit(name, ids, group, fields, context, len(ids), place < NOTED))
+        return units
 
     def _encoded(self, session: Session) -> list[EncodedExample]:
         shared = {} if self.shared is None else self.shared
@@ -325,13 +322,6 @@ class TaskPlan:
             fields["prediction"] = session.stopping(example).cut(text)
             fields.update(self.task.score(fields["prediction"], example))
         return Outcome(label, record_id, fields)
-
-
-def _unit(name: str, examples: Sequence[EncodedExample], session: Session) -> Unit:
-    group = ContextGroup(tuple(examples), session.sampling.samples)
-    fields = {record_id: group.fields(record_id) for record_id in group.records}
-    context = examples[0].example.context_id
-    return Unit(name, tuple(group.records), group, fields, context, len(group.records))
 
 
 def _prompt(unit: Unit, methods: Methods, session: Session) -> Prompt:

@@ -60,12 +60,16 @@ def code_revision() -> str:
 
 def hardware(device: torch.device) -> dict[str, Any]:
     """What the numbers were measured on."""
+    processor = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    for line in info.read_text().splitlines() if info.is_file() else ():
+        if line.startswith("model name"):
+            processor = line.partition(":")[2].strip()
+    here = hasattr(os, "sched_getaffinity")
     found: dict[str, Any] = {
         "device": str(device),
-        "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "processor": processor,
+        "cores": len(os.sched_getaffinity(0)) if here else os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
     }
     if device.type == "cuda":
@@ -74,15 +78,6 @@ def hardware(device: torch.device) -> dict[str, Any]:
         found["gpu_memory_gib"] = round(properties.total_memory / 2**30, 1)
         found["cuda"] = torch.version.cuda
     return found
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def command() -> str:

@@ -16,7 +16,7 @@ from kvbench.engine.limits import in_main_thread
 from kvbench.engine.loading import ModelSpec
 from kvbench.errors import redact
 from kvbench.kv import KVError
-from kvbench.records.read import COMMON_FIELDS, read_records
+from kvbench.records.read import COMMON_FIELDS, recorded
 from kvbench.records.shards import Shard
 from kvbench.records.store import RecordStore, write_manifest
 from kvbench.run.batching import GOES_ON, DeviceLost, run_units
@@ -209,7 +209,9 @@ def run_job(
     wanted = _record_ids(units.mine)
     # before the clock of the first example starts, and before there is a folder for results that a
     # model which cannot be loaded will not give
-    if job.meta.get("subject") is None and (job.retry_failed or _missing(wanted, folders.values())):
+    if job.meta.get("subject") is None and (
+        job.retry_failed or any(wanted - recorded(folder) for folder in folders.values())
+    ):
         job.session.model  # noqa: B018 - loaded when first asked for
     written = 0
     with ExitStack() as stack:
@@ -248,14 +250,10 @@ def run_job(
             report_progress(progress)
         failed = sum(len(store.failed & wanted) for store in stores.values())
         records = sum(len(store.done & wanted) for store in stores.values())
-    complete = job.shard is None or not _missing(_record_ids(units.every), folders.values())
+    all_ids = _record_ids(units.every)
+    complete = job.shard is None or all(all_ids <= recorded(f) for f in folders.values())
     return JobResult(folders, failed, written, records, complete)
 
 
 def _record_ids(units: Iterable[Unit]) -> set[str]:
     return {record_id for unit in units for record_id in unit.record_ids}
-
-
-def _missing(wanted: set[str], folders: Iterable[Path]) -> bool:
-    """Whether some folder lacks a record that is wanted."""
-    return any(wanted - {row["example_id"] for row in read_records(each)} for each in folders)

@@ -10,17 +10,15 @@ from typing import Any
 import pytest
 import torch
 from support.faulty import with_session
-from support.jobs import SMALL, Echo, make_job, records_of
+from support.jobs import Echo, make_job, records_of
 from support.prompts import facts, methods, unlike_prompts
-from support.tiny import Broken, tiny_model
+from support.tiny import tiny_model
 
 from kvbench.engine import generate as engine
 from kvbench.engine import memory
 from kvbench.engine import rows as engine_rows
 from kvbench.engine.generate import run_batch
-from kvbench.engine.stopping import Stopping
 from kvbench.kv import KVError
-from kvbench.methods import build_method
 from kvbench.records.read import load_run
 from kvbench.run import batching
 from kvbench.run import plan as plans
@@ -49,19 +47,6 @@ def test_a_batch_answers_what_its_prompts_answer_alone(
         assert {(r.failure, r.batch) for r in answer.values()} == {(None, 4)}
     lengths = {r.new_tokens for answer in together for r in answer.values()}
     assert len(lengths) > 3, "rows that all end together would test little"
-
-
-def test_a_fork_that_fails_or_is_late_stops_no_other_prompt() -> None:
-    model = tiny_model("llama")
-    model.set_attn_implementation("kvbench")
-    prompts = unlike_prompts()
-    broken = {"broken": (Broken(), SMALL), "h2o": (build_method("h2o"), SMALL)}
-    hasty = replace(prompts[1], stopping=Stopping(9, timeout_s=0.0))
-    mixed = run_batch(model, [prompts[0], replace(prompts[2], methods=broken), hasty], seed=0)
-    assert "out of memory" in str(mixed[1]["broken"].failure)
-    assert mixed[1]["h2o"].failure is None
-    assert {type(r.failure) for r in mixed[2].values()} == {TimeoutError}
-    assert facts(mixed[0]) == facts(run_batch(model, prompts[:1], seed=0)[0])
 
 
 # Through the runner: records, batch sizes, memory.
@@ -139,13 +124,6 @@ def test_records_are_the_same_at_any_batch_size(tmp_path: Path, alone: Any) -> N
     assert later[0] == later[1]
 
 
-def test_a_batched_run_goes_on_where_it_was_cut_off(tmp_path: Path, alone: Any) -> None:
-    run_job(job(tmp_path, ("exact",), limit=2))
-    run_job(job(tmp_path, ("exact", "h2o"), limit=3, batch_size=2))
-    assert scores(run_job(job(tmp_path, batch_size=3))) == alone
-    assert run_job(job(tmp_path, batch_size="auto")).written == 0
-
-
 @pytest.mark.parametrize(
     ("size", "sizes"), [(4, [2, 2, 2, 2, 2, 2, 1]), ("auto", [1, 2, 2, 2, 2, 2, 2])]
 )
@@ -196,25 +174,6 @@ def test_an_example_that_fits_nowhere_leaves_the_others_their_batches(
     assert batches(result) == sizes
 
 
-def test_a_batch_that_takes_too_long_runs_again_in_halves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def late(folder: Path, **changes: Any) -> Any:
-        return run_job(with_session(job(folder, ("exact", "h2o"), **changes), example_timeout=60.0))
-
-    want = scores(late(tmp_path / "1"))
-    real = engine_rows._time_out
-
-    def strict(rows: Any, elapsed: float) -> None:
-        crowded = len({row.fork.example_id for row in rows}) > 2
-        real(rows, elapsed + 60.0 if crowded else elapsed)
-
-    monkeypatch.setattr(engine_rows, "_time_out", strict)
-    result = late(tmp_path / "4", batch_size=4)
-    assert scores(result) == want
-    assert batches(result) == [2, 2, 2, 2, 1, 1, 1]
-
-
 def test_an_example_that_fails_as_a_whole_fails_alone(tmp_path: Path) -> None:
     made = []
     for size in (1, 4):
@@ -227,20 +186,6 @@ def test_an_example_that_fails_as_a_whole_fails_alone(tmp_path: Path) -> None:
     for rows in made[1].values():
         assert [r["status"] for r in rows] == ["ok"] * 2 + ["error"] + ["ok"] * 4
         assert "not finite" in rows[2]["error"]
-
-
-def test_records_of_a_batch_are_written_before_the_next_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen, real = [], engine.prefill
-
-    def prefill(model: Any, ids: Any, forks: Any, **options: Any) -> Any:
-        seen.append(sum(f.read_bytes().count(b"\n") for f in tmp_path.rglob("records.jsonl")))
-        return real(model, ids, forks, **options)
-
-    monkeypatch.setattr(engine, "prefill", prefill)
-    run_job(job(tmp_path, ("exact", "h2o"), batch_size=3))
-    assert seen == [0, 0, 0, 6, 6, 6, 12]
 
 
 # The size itself.
@@ -299,18 +244,6 @@ def test_auto_doubles_until_twice_the_need_would_not_fit(
 def test_batch_size_is_a_number_or_auto(value: Any) -> None:
     with pytest.raises(KVError, match=r"batch_size is .*; allowed: an integer >= 1, or auto"):
         check_batch_size(value)
-
-
-def test_memory_is_measured_or_not_claimed() -> None:
-    cpu = torch.device("cpu")
-    if not memory.reset_peak(cpu):
-        pytest.skip("the peak of a process can be reset on Linux only")
-    before = memory.used_bytes(cpu)
-    filled = torch.ones(40_000_000)
-    assert memory.peak_bytes(cpu) >= before + filled.nbytes * 0.9  # type: ignore[operator]
-    del filled
-    assert memory.reset_peak(cpu)
-    assert memory.peak_bytes(cpu) < before + 80_000_000  # type: ignore[operator]
 
 
 def test_kernels_are_launched_once_before_anything_is_clocked(

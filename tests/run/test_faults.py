@@ -3,9 +3,7 @@ a device that is gone. Each is a record of its own, and nobody else's."""
 
 from __future__ import annotations
 
-import json
 import logging
-import signal
 import subprocess
 import sys
 import threading
@@ -17,18 +15,15 @@ from typing import Any
 
 import pytest
 import torch
-from support.command import SHORT, main
 from support.faulty import Faulty, with_session
 from support.jobs import Echo, make_job, records_of
 
 from kvbench.engine import prefill
 from kvbench.engine.faults import is_out_of_memory
-from kvbench.engine.limits import time_limit
 from kvbench.engine.loading import ModelError
 from kvbench.errors import LONGEST, presentable
-from kvbench.kv import BudgetExceeded, CompressedKV, KVError, LayerKV
+from kvbench.kv import KVError, LayerKV
 from kvbench.methods import build_method
-from kvbench.methods.snapkv import SnapKV
 from kvbench.run import batching, runner
 from kvbench.run.batching import DeviceLost
 from kvbench.run.plan import Methods, Outcome, TaskPlan, Unit, status_of
@@ -178,14 +173,6 @@ def test_a_wish_to_stop_is_no_failure_of_a_method(tmp_path: Path, error: BaseExc
     assert not any(file.read_bytes() for file in tmp_path.rglob("records.jsonl"))
 
 
-def test_a_model_whose_logits_are_not_finite(tmp_path: Path) -> None:
-    job = make_job(tmp_path, limit=1)
-    with torch.no_grad():
-        job.session.model.lm_head.weight[5] = float("nan")
-    for (record,) in records_of(run_job(job)).values():
-        assert record["error"] == "NonFiniteLogits: non-finite logits at new token 1"
-
-
 def test_an_exception_in_one_method_of_a_probe_leaves_the_others(tmp_path: Path) -> None:
     class Probe:
         """Yields in turn, as the probes do, and knows nothing of failures."""
@@ -310,34 +297,6 @@ def test_a_prefill_that_hangs_times_out_and_loading_is_no_example(
     assert said == ["example_timeout is 1.0; allowed outside the main thread: null"]
 
 
-def test_an_alarm_that_is_swallowed_comes_again() -> None:
-    caught = []
-
-    def stubborn() -> None:
-        try:
-            time.sleep(30)
-        except TimeoutError as error:
-            caught.append(error)
-        time.sleep(30)
-
-    begun = time.monotonic()
-    with pytest.raises(TimeoutError), time_limit(0.01, lambda: None):
-        stubborn()
-    assert len(caught) == 1
-    assert time.monotonic() - begun < 10
-    def outlived() -> None:
-        with time_limit(60, lambda: None, "the inner"):
-            time.sleep(0.3)
-        time.sleep(10)
-
-    with (
-        pytest.raises(TimeoutError, match=r"^the outer took more than 0.2 s"),
-        time_limit(0.2, lambda: None, "the outer"),
-    ):
-        outlived()
-    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
-
-
 HANGS_IN_C = """
 import ctypes
 from kvbench.engine import limits
@@ -347,42 +306,12 @@ with limits.time_limit(0.1, lambda: print("saved", flush=True)):
     libc.pthread_mutex_lock(mutex)
     libc.pthread_mutex_lock(mutex)  # waits for itself, deaf to signals
 """
-STOPPED = """
-import time
-from kvbench.engine.limits import time_limit
-try:
-    for seconds, steps in ((1.0, 20), (0.5, 500)):
-        with time_limit(seconds, lambda: None):
-            print("ready", flush=True)
-            for _ in range(steps):
-                time.sleep(0.02)
-        print("in time", flush=True)
-except TimeoutError as error:
-    print(error, flush=True)
-"""
 
 
 def test_code_that_hears_no_alarm_ends_the_process_after_saving() -> None:
     command = [sys.executable, "-c", HANGS_IN_C]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (1, "saved\n", "")
-
-
-@pytest.mark.slow
-def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
-    """Stopped for longer than each of two limits, of which one is kept all the same."""
-    said = []
-    command = [sys.executable, "-c", STOPPED]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line == "ready\n":
-                process.send_signal(signal.SIGSTOP)
-                time.sleep(2.0)
-                process.send_signal(signal.SIGCONT)
-            else:
-                said.append(line.strip())
-    assert said == ["in time", "the example took more than 0.5 s"]
 
 
 # The device, the model, the command line.
@@ -421,32 +350,3 @@ def test_a_model_is_loaded_when_something_is_to_be_run_and_before_any_folder_is_
         with pytest.raises(ModelError):
             run_job(replace(again, **changes))
     assert not (tmp_path / "new").exists()
-
-
-def test_every_status_is_counted_and_the_exit_status_is_1(
-    capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Faults of every kind in one job of the command line."""
-    monkeypatch.chdir(tmp_path)
-    twice = [MemoryError()] * 2, [TimeoutError("slow")] * 2  # these are tried once more
-    over = BudgetExceeded("snapkv", 0, 9, 10)
-    faults = iter([*twice[0], ValueError("no"), *twice[1], over, SystemExit(0)])
-    real = SnapKV.compress
-
-    def compress(self: Any, layer: LayerKV, *rest: Any) -> CompressedKV:
-        failure = next(faults, None) if layer.layer_index == 0 else None
-        if failure is not None:
-            raise failure
-        return real(self, layer, *rest)
-
-    monkeypatch.setattr(SnapKV, "compress", compress)
-    words = [word for word in SHORT if not word.startswith("task.num_examples")]
-    status, out, err = main(capsys, *words, "task.num_examples=6")
-    assert status == 1, err
-    assert "Traceback" not in err
-    (file,) = tmp_path.glob("runs/**/snapkv-*/records.jsonl")
-    found = [json.loads(line)["status"] for line in file.read_text().splitlines()]
-    assert found == ["oom", "error", "timeout", "over_budget", "error", "ok"]
-    page = (tmp_path / "runs/default/report.html").read_text()
-    for place in (" ".join(out.split()), page):
-        assert "2 error" in place

@@ -132,25 +132,6 @@ def test_a_run_goes_on_within_a_context(tmp_path: Path, prefills: list[int]) -> 
     assert answers(again) == whole
 
 
-def test_batches_keep_contexts_together_and_change_no_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    task = Quiz(contexts=3)
-    one = run_job(job(tmp_path / "1", task))
-    two = run_job(job(tmp_path / "2", task, batch_size=2))
-    assert [row["batch"] for row in records_of(two)["exact"]] == [2] * 6 + [1] * 3
-    monkeypatch.setattr(engine.memory, "total_bytes", lambda device: 1)
-    monkeypatch.setattr(engine.memory, "used_bytes", lambda device: 1)
-    copies: list[int] = []
-    real = engine.decode_rows
-    monkeypatch.setattr(
-        engine, "decode_rows", lambda m, rows, g: (copies.append(len(rows)), real(m, rows, g))
-    )
-    short = run_job(job(tmp_path / "3", task))
-    assert set(copies) == {2}, "where memory is short for copies, one question after the other"
-    assert answers(one) == answers(two) == answers(short)
-
-
 def test_turns_with_the_methods_own_answers_are_one_conversation(tmp_path: Path) -> None:
     """Each question meets what the method itself answered before; exact as in one long prompt."""
     made = job(tmp_path, Quiz(history="own"), ("exact", "h2o", "balancekv", "snapkv"))
@@ -213,13 +194,6 @@ def test_what_cannot_be_asked_is_refused(
 ) -> None:
     with pytest.raises(KVError, match=says):
         run_job(job(tmp_path, Quiz(**options), compress_after=compress_after))
-
-
-def test_a_context_that_has_no_time_left_fails_with_all_its_questions(tmp_path: Path) -> None:
-    late = run_job(with_session(job(tmp_path, Quiz()), example_timeout=1e-9))
-    for rows in records_of(late).values():
-        assert {row["status"] for row in rows} == {"timeout"}
-        assert [row["place"] for row in rows] == [0, 1, 2] * 2
 
 
 @pytest.mark.parametrize(("mode", "contexts"), [("context", 2), ("prompt", 4)])

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from support.jobs import make_job
 from support.stores import TIMES, make_record
 
-from kvbench.records.read import StoreError, load_run, load_runs, record_files
+from kvbench.records.read import load_run, load_runs, record_files
 from kvbench.records.shards import Shard, ShardError
-from kvbench.records.store import RecordStore, write_manifest
+from kvbench.records.store import RecordStore
 from kvbench.run.runner import run_job
 
 
@@ -33,15 +33,6 @@ def test_shards_are_disjoint_balanced_and_of_a_prefix_prefixes(
     for shard, part in zip(shards(count), parts, strict=True):
         assert part == sorted(part)
         assert shard.select(range(n + more))[: len(part)] == part
-
-
-@pytest.mark.parametrize("count", [2, 3, 8])
-@pytest.mark.parametrize("period", [2, 3, 5, 8, 12])
-def test_what_comes_round_in_a_cycle_is_spread_over_the_shards(count: int, period: int) -> None:
-    for shard in shards(count):
-        taken = [unit % period for unit in shard.select(range(4096))]
-        for kind in range(period):
-            assert taken.count(kind) == pytest.approx(4096 / period / count, rel=0.2)
 
 
 def test_shards_are_read_from_text() -> None:
@@ -101,33 +92,6 @@ def test_shards_that_run_at_once_lose_nothing(tmp_path: Path) -> None:
         assert plain(run.folder) == plain(whole)
         starts = [*run.manifest["earlier_starts"], run.manifest]
         assert sorted(start["shard"] for start in starts) == ["1/4", "2/4", "3/4", "4/4"]
-
-
-def test_a_manifest_that_another_writes_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from kvbench.records import store
-
-    held = []
-    real = store.replace
-
-    def watched(path: Path, content: bytes) -> None:
-        locked = r"manifest\.json is locked by another process for 0 s"
-        with monkeypatch.context() as patch:
-            patch.setattr(store, "replace", real)
-            with pytest.raises(StoreError, match=locked):
-                write_manifest(tmp_path, {}, timeout=0)
-        held.append(path)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(store, "replace", watched)
-        write_manifest(tmp_path, {}, goes_on=True)
-    assert len(held) == 1
-    write_manifest(tmp_path, {}, timeout=0)
-    (tmp_path / ".lock-manifest").unlink()
-    (tmp_path / ".lock-manifest").mkdir()
-    with pytest.raises(StoreError, match=r"cannot use .*manifest\.json: Is a directory$"):
-        write_manifest(tmp_path, {})
 
 
 def write(folder: Path, shard: str | None, *records: dict[str, object]) -> None:

@@ -19,7 +19,6 @@ from support.jobs import make_job
 from support.stores import rows_below
 
 from kvbench.records.read import StoreError, read_records
-from kvbench.records.store import RecordStore
 from kvbench.run.plan import TaskPlan
 from kvbench.run.runner import run_job
 from kvbench.run.termination import WAIT_NOTICE, Terminated, Termination
@@ -90,22 +89,6 @@ def test_terminated_killed_interrupted_the_next_start_goes_on(
     assert server.kvbench(tmp_path, *JOB).wait() == 0
     assert rows_below(tmp_path) == undisturbed
     assert (tmp_path / "runs/default/report.html").exists()
-
-
-def test_two_at_once_share_nothing_and_lose_nothing(
-    server: ForkServer, tmp_path: Path, undisturbed: Records
-) -> None:
-    first = server.kvbench(tmp_path, *FEW)
-    wait_until(first, (tmp_path / "runs").exists)
-    wait_until(first, lambda: any(tmp_path.glob("runs/*/*/*/*/.holder")))
-    first.signal(signal.SIGSTOP)  # holds the folder as long as the others need
-    patient = server.kvbench(tmp_path, *FEW, "lock_timeout=60")
-    impatient = server.kvbench(tmp_path, *FEW, "lock_timeout=0")
-    assert impatient.wait() == 1
-    assert f"is being written by process {first.pid} on " in one_line(impatient)
-    first.signal(signal.SIGCONT)
-    assert (first.wait(), patient.wait()) == (0, 0)
-    assert rows_below(tmp_path) == first_of_each(undisturbed, 3)
 
 
 STALLS = {
@@ -212,36 +195,6 @@ def test_a_full_disk_is_one_line_and_the_records_stay(
         child = server.kvbench(tmp_path, *FEW, "experiment_name=new")
         assert child.wait() == 1
         assert "Read-only file system" in one_line(child)
-
-
-@pytest.mark.slow
-def test_killed_while_failed_records_are_dropped_and_run_again(
-    server: ForkServer, tmp_path: Path
-) -> None:
-    whole, torn = tmp_path / "whole", tmp_path / "torn"
-    whole.mkdir()
-    assert server.job(whole).wait() == 0
-    shutil.copytree(whole, torn)
-    for path in torn.glob("e/*/*/*/records.jsonl"):
-        found = read_records(path.parent)
-        path.unlink()
-        with RecordStore(path.parent) as store:
-            for record in found:
-                bad = record["example_id"] in ("e1", "e2")
-                store.append(record | ({"status": "error", "error": "x"} if bad else {}))
-
-    def by_id(folder: Path) -> dict[str, dict[str, Any]]:
-        return {k: {row["example_id"]: row for row in v} for k, v in rows_below(folder).items()}
-
-    step = 0
-    while status := server.job(torn, (step, 0.5), retry_failed=True).wait():
-        assert status == -signal.SIGKILL
-        for some in by_id(torn).values():
-            well = {key for key, row in some.items() if row["status"] == "ok"}
-            assert {"e0", "e3"} <= well, f"killed at {step}: a good record is gone"
-        step += 3
-    assert step > 20
-    assert by_id(torn) == by_id(whole)
 
 
 VANISH: dict[str, Callable[[Path], object]] = {
