@@ -180,8 +180,7 @@ def beyond_positions(units: Sequence[Unit], session: Session) -> str | None:
         return None
     return (
         f"{len(over)} of {len(lengths)} prompts are longer than the model's positions: up to "
-        f"{max(over):,} tokens, and {session.spec.name} has {positions:,}; what it makes of them says "
-        "nothing about a method (beyond_positions in their records)"
+        f"{max(over):,} tokens, and {session.spec.name} has {positions:,}; their records say so"
     )
 
 
@@ -199,17 +198,15 @@ class TaskPlan:
 
     def meta(self) -> dict[str, Any]:
         """See `Plan.meta`."""
-        figures = []
-        if self.task.heatmap is not None:
-            x, y = self.task.heatmap
-            figures.append({"kind": "heatmap", "x": x, "y": y, "value": "score"})
+        axes = self.task.heatmap
+        heatmap = None if axes is None else {"kind": "heatmap", "x": axes[0], "y": axes[1]}
         return {
             "version": self.task.version,
             "data": dict(self.task.digests()),
             "score_unit": self.task.score_unit,
             "lower_is_better": False,
             "breakdown": list(self.task.breakdown),
-            "figures": figures,
+            "figures": [] if heatmap is None else [{**heatmap, "value": "score"}],
             "unit": self.task.unit,
             "measures": list(self.task.measures),
         }
@@ -225,20 +222,20 @@ class TaskPlan:
         encoded = self._encoded(session)
         for label, (method, budget) in methods.items():
             Fork(label, method, budget, session.seed, "", room=0)  # refuses what cannot generate
-        lengths = [
-            e.n if session.compress_after == "prompt" else len(e.context_ids) for e in encoded
-        ]
+        after = session.compress_after == "context"
         longest = max((e.n for e in encoded), default=0)
         for label, (method, budget) in methods.items():
-            if method.uses_budget and encoded and budget.sink + budget.window > longest:
+            if not method.uses_budget or not encoded:
+                continue
+            ends = budget.sink + budget.window
+            if ends > longest:
                 raise KVError(
-                    f"budget.sink + budget.window is {budget.sink + budget.window}; the longest "
-                    f"prompt of task {self.task.name} has {longest} tokens, so {label!r} would "
-                    f"compress nothing; allowed: at most {longest}"
+                    f"budget.sink + budget.window is {ends}; the longest prompt of task "
+                    f"{self.task.name} has {longest} tokens, so {label!r} would compress nothing; "
+                    f"allowed: at most {longest}"
                 )
-            if method.uses_budget and lengths:
-                budget.capacity(min(lengths))
-        if session.compress_after == "context":
+            budget.capacity(min(len(e.context_ids) if after else e.n for e in encoded))
+        if after:
             for e in encoded:
                 if not e.question_ids or not e.context_ids:
                     raise KVError(
@@ -253,7 +250,7 @@ class TaskPlan:
         refuse_repeated(self.task.name, (e.example.id for e in encoded))
         together: dict[str, list[EncodedExample]] = {}
         for e in encoded:
-            name = e.context if session.compress_after == "context" else e.example.id
+            name = e.context if after else e.example.id
             together.setdefault(name, []).append(e)
         units = []
         for place, (name, each) in enumerate(together.items()):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -52,39 +51,14 @@ def progress_display(title: str) -> Iterator[Callable[[Progress], None]]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[scores]}", style="dim", markup=False),
     )
-    with Bar(*columns, console=console, transient=True) as bar, _logs_above_the_bar():
+    with Bar(*columns, console=console, transient=True) as bar:
         task = bar.add_task(f"{title}: {PREPARING}", total=None, scores="")
 
         def show(progress: Progress) -> None:
-            bar.update(
-                task,
-                total=progress.total,
-                completed=progress.done,
-                description=title,
-                scores=_scores(progress),
-            )
+            done = {"total": progress.total, "completed": progress.done}
+            bar.update(task, **done, description=title, scores=_scores(progress))
 
         yield show
-
-
-@contextmanager
-def _logs_above_the_bar() -> Iterator[None]:
-    """Log handlers that write to the terminal write through the bar, which moves out of their way."""
-    terminal = (sys.__stdout__, sys.__stderr__)
-    names = [None, *logging.root.manager.loggerDict]
-    moved = [
-        (handler, handler.stream)
-        for name in names
-        for handler in logging.getLogger(name).handlers
-        if isinstance(handler, logging.StreamHandler) and handler.stream in terminal
-    ]
-    for handler, _ in moved:
-        handler.setStream(sys.stderr)
-    try:
-        yield
-    finally:
-        for handler, stream in moved:
-            handler.setStream(stream)
 
 
 def _log_lines(title: str) -> Callable[[Progress], None]:

@@ -36,25 +36,14 @@ def versions() -> dict[str, str]:
 def code_revision() -> str:
     """Git commit of the checkout the package runs from (``+dirty`` with uncommitted changes to the
     code), or ``unknown`` outside a checkout."""
-    folder = Path(__file__).resolve().parent
-
-    def git(*arguments: str) -> str | None:
-        try:
-            done = subprocess.run(
-                ["git", "-C", str(folder), *arguments],
-                capture_output=True,
-                text=True,
-                timeout=10,
-                check=True,
-            )
-        except (OSError, subprocess.SubprocessError):
-            return None
-        return done.stdout.strip()
-
-    commit = git("rev-parse", "HEAD")
-    if not commit:
+    git = ["git", "-C", str(Path(__file__).resolve().parent)]
+    status = [*git, "status", "--porcelain", "--untracked-files=no", "--", ".", "../conf"]
+    how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 10, "check": True}
+    try:
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], **how).stdout.strip()
+        dirty = subprocess.run(status, **how).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
         return "unknown"
-    dirty = git("status", "--porcelain", "--untracked-files=no", "--", ".", "../conf")
     return commit + ("+dirty" if dirty else "")
 
 
