@@ -51,12 +51,10 @@ class StoreError(UserError, RuntimeError):
 
 def record_files(folder: Path) -> list[Path]:
     """The records files of a run folder, in the order in which they count."""
-    shards = sorted(path for path in folder.glob("records-*of*.jsonl") if _SHARD.match(path.name))
+    name = re.compile(r"records-\d+of\d+\.jsonl$")
+    shards = sorted(path for path in folder.glob("records-*of*.jsonl") if name.match(path.name))
     whole = folder / RECORDS
     return [whole, *shards] if whole.exists() else shards
-
-
-_SHARD = re.compile(r"records-\d+of\d+\.jsonl$")
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +99,8 @@ def load_run(folder: Path) -> Run:
     """
     import pandas as pd  # not above: slow to import, and whoever writes records needs none
 
+    if not (folder / MANIFEST).exists():
+        raise StoreError(f"{folder} has records but no {MANIFEST}")
     manifest = read_manifest(folder / MANIFEST)
     records = pd.DataFrame(read_records(folder))
     records = records.reindex(columns=list(dict.fromkeys([*COMMON_FIELDS, *records.columns])))
@@ -147,16 +147,13 @@ def read_manifest(path: Path) -> dict[str, Any]:
         StoreError: it is not there, broken, or of a version that this kvbench does not read.
     """
     try:
-        manifest = parse_manifest(read_file(path))
-    except FileNotFoundError:
-        raise StoreError(f"{path.parent} has records but no {MANIFEST}") from None
-    except OSError as error:
-        raise StoreError(explain_os_error(error, path)) from error
+        with disk_errors(path):
+            manifest = parse_manifest(read_file(path))
     except SchemaError as error:
         hint = "move it away, and the run's command writes a new one; the records stay"
         raise StoreError(f"{path} cannot be read: {error}; {hint}") from error
     written = manifest.get("format", FORMAT)
-    if isinstance(written, bool) or not isinstance(written, int) or not 1 <= written <= FORMAT:
+    if written is True or written not in range(1, FORMAT + 1):
         raise StoreError(
             f"{path} is of format {written!r}; this kvbench reads 1 to {FORMAT}: use the version that "
             "wrote it, or another results_dir"
@@ -203,7 +200,7 @@ def parse_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
 
 @contextmanager
 def disk_errors(path: Path, kept: int | None = None) -> Iterator[None]:
-    """What the file system refuses about `path`, as one line.
+    """Say in one line what the file system refuses about `path`.
 
     Args:
         kept: records that are there whatever happens.
@@ -214,13 +211,11 @@ def disk_errors(path: Path, kept: int | None = None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StoreError(explain_os_error(error, path, kept)) from error
-
-
-def explain_os_error(error: OSError, path: Path, kept: int | None = None) -> str:
-    """One line about a file system error."""
-    earlier = "" if kept is None else f"; the {kept} earlier records are intact"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"no space left to write {path}{earlier}; free some and run the same command again"
-    place = error.filename if error.errno == errno.ELOOP and error.filename else path
-    return f"cannot use {place}: {error.strerror or error}{earlier}"
+        earlier = "" if kept is None else f"; the {kept} earlier records are intact"
+        place = error.filename if error.errno == errno.ELOOP and error.filename else path
+        line = f"cannot use {place}: {error.strerror or error}{earlier}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            line = (
+                f"no space left to write {path}{earlier}; free some and run the same command again"
+            )
+        raise StoreError(line) from error

@@ -45,11 +45,6 @@ class ContextGroup:
     examples: tuple[EncodedExample, ...]
     samples: int = 1
 
-    @property
-    def n(self) -> int:
-        """Prompt tokens of the longest."""
-        return max(example.n for example in self.examples)
-
     @cached_property
     def records(self) -> dict[str, tuple[EncodedExample, int]]:
         """The example and the number of the sample of each record, by its id; sample by sample, so
