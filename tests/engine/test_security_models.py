@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from kvbench.engine import loading
 from kvbench.engine.loading import (
     ModelError,
     ModelSpec,
-    load_config,
     load_model,
     load_tokenizer,
     prompt_encoder,
@@ -72,7 +70,7 @@ def hidden(name: str, index: str | None = None, **config: str) -> Harm:
 
 
 def entry(**fields: Any) -> Callable[[bytes], bytes]:
-    """Change the first tensor's entry in a safetensors header."""
+    """Change the first tensor's entry in a safetensors header, by default its shape."""
 
     def apply(content: bytes) -> bytes:
         size = int.from_bytes(content[:8], "little")
@@ -132,21 +130,10 @@ FOLDERS: dict[str, tuple[Harm, str]] = {
         hidden("adapter_model.bin", transformers_weights="adapter_model.bin"),
         "safetensors",
     ),
-    "a pickle behind an index named by the config": (
-        hidden(
-            "x.bin",
-            "mine.safetensors.index.json",
-            transformers_weights="mine.safetensors.index.json",
-        ),
-        "safetensors",
-    ),
     "a pickle called safetensors": (hidden(WEIGHTS), CANNOT),
     "no weights": (weights(lambda content: b""), CANNOT),
-    "cut weights": (weights(lambda content: content[: len(content) // 2]), CANNOT),
     "a header of exabytes": (weights(lambda _: (2**60).to_bytes(8, "little") + b"{}"), CANNOT),
-    "a header that is no JSON": (weights(lambda _: (5).to_bytes(8, "little") + b"abcde"), CANNOT),
     "an offset beyond the file": (weights(entry(data_offsets=[0, 2**50])), CANNOT),
-    "an unknown type": (weights(entry(dtype="X99")), CANNOT),
     "another shape": (
         weights(entry()),
         "holds model.embed_tokens.weight of shape (128, 1984); allowed: (1984, 128)",
@@ -157,33 +144,21 @@ FOLDERS: dict[str, tuple[Harm, str]] = {
         template("{{ cycler.__init__.__globals__.os.popen('touch MARK').read() }}"),
         "",
     ),
-    "a template that climbs": (template("{{ ''.__class__.__mro__[1].__subclasses__() }}"), ""),
-    "a template that counts for ever": (
-        template("{% for i in range(9999999999) %}x{% endfor %}"),
-        "",
-    ),
     "a template without end": (
         template("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"),
         "writing one message took more than 0.2 s",
     ),
-    "a template that refuses": (template("{{ raise_exception('no') }}"), ""),
-    "half a template": (template("{% if"), ""),
     "a template that says it twice": (
         template("{% for m in messages %}{{ m['content'] }} {{ m['content'] }}{% endfor %}"),
         "prints a message 2 times; allowed: once, as it is",
     ),
-    "a template that says nothing": (template("<bot>"), "prints a message 0 times"),
     "a template that changes it": (
         template("{{ messages[0]['content'] | lower }}"),
         "prints a message 0 times, or changes it",
     ),
     "an end token that is a number": (file("tokenizer_config.json", {"eos_token": 5}), ""),
-    "a length that is text": (file("tokenizer_config.json", {"model_max_length": "x"}), ""),
     "a vocabulary that is none": (file("tokenizer.json", []), ""),
     "an end that is text": (file("generation_config.json", {"eos_token_id": "abc"}), ""),
-    "an end that is half a token": (file("generation_config.json", {"eos_token_id": [1.5]}), ""),
-    "a list of settings": (file("generation_config.json", [1]), ""),
-    "a pattern that is none": (pattern("("), "cannot be loaded: Exception: Oniguruma error"),
     "a pattern that a text breaks": (pattern("(a+a+)+b"), "PanicException: Onig: Regex search"),
 }
 
@@ -254,24 +229,6 @@ def test_a_model_that_cannot_be_is_refused_before_it_is_made(
         )
 
 
-def test_a_hub_that_cannot_be_reached_is_one_line(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
-    with socket.socket() as closed:  # nobody listens at its port
-        closed.bind(("127.0.0.1", 0))
-        place = f"http://127.0.0.1:{closed.getsockname()[1]}"
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", place)
-        for name in ("http_proxy", "https_proxy", "all_proxy"):
-            monkeypatch.delenv(name, raising=False)
-            monkeypatch.delenv(name.upper(), raising=False)
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-        spec = ModelSpec(name="m", path="nobody/has-this")
-        for load in (load_tokenizer, load_config):
-            with pytest.raises(ModelError, match=r"nobody/has-this' cannot be loaded: [^\n]*$"):
-                load(spec)
-    assert "Retry" not in capfd.readouterr().err + caplog.text
-
-
 def test_tokenising_says_what_it_says_and_takes_no_text_of_hundreds_of_megabytes(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -299,12 +256,3 @@ def test_tokenising_says_what_it_says_and_takes_no_text_of_hundreds_of_megabytes
             encoding(text)
     stopping = Stopping(1, end_ids=frozenset({-1, 2, 10**9}), may_be_empty=False)
     assert stopping.first(torch.tensor([[0.0, 1.0, 5.0]])).argmax() == 1, "ends that it lacks"
-
-
-def test_our_own_mistakes_are_told_as_bugs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def mistaken(*_: Any) -> None:
-        raise AssertionError("a bug")
-
-    monkeypatch.setattr(loading, "check_serves_interface", mistaken)
-    with pytest.raises(AssertionError, match="a bug"):
-        loaded(copied(tmp_path / "model"))
