@@ -16,9 +16,8 @@ from torch import Tensor
 from kvbench.engine import memory
 from kvbench.engine.baselines import Baseline, baselines_of
 from kvbench.engine.faults import free_memory
-from kvbench.engine.generate import run_batch
+from kvbench.engine.generate import Prompt, run_batch
 from kvbench.engine.prefill import input_device
-from kvbench.engine.prompts import Prompt
 from kvbench.engine.stopping import Stopping
 from kvbench.errors import one_line
 from kvbench.errors.options import Count, Several, Share, check_options
