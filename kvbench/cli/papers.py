@@ -77,14 +77,11 @@ def paper_items() -> Mapping[str, PaperItem]:
     return found
 
 
-def experiment_called(name: str) -> tuple[str, str | None]:
-    """The experiment that a name of an item or an older name stands for, and the older name under
-    which its results go on; any other name as it is."""
+def experiment_called(name: str) -> str:
+    """The experiment that an item's name or an older name stands for; any other name as it is."""
     items = paper_items()
-    for item in items.values():
-        if name in item.was:
-            return item.experiment, item.was[0]
-    return (items[name].experiment if name in items else name), None
+    was = (item.experiment for item in items.values() if name in item.was)
+    return items[name].experiment if name in items else next(was, name)
 
 
 def experiment_lines() -> dict[str, str]:

@@ -93,7 +93,7 @@ def command_lines(name: str, overrides: Sequence[str]) -> Iterator[list[str]]:
     Raises:
         UserError: see `reproduce`.
     """
-    experiment, _ = experiment_called(name)
+    experiment = experiment_called(name)
     known = catalogue("experiments")
     items = paper_items()
     script = items[experiment].script if experiment in items else ""

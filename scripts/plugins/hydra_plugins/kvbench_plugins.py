@@ -3,29 +3,24 @@
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeperConf
 from hydra.core.config_store import ConfigStore
 
-from kvbench.cli.launch import sweeper
-
-try:
-    from kvbench.cli.launch import gpus, slurm
-except ModuleNotFoundError as error:  # the extra [slurm]: overrides.explain names it
-    if (error.name or "").split(".")[-1] not in ("hydra_submitit_launcher", "submitit"):
-        raise
-else:
-
-    class SlurmLauncher(slurm.SlurmLauncher):
-        """launcher=slurm."""
-
-    class GpuLauncher(gpus.GpuLauncher):
-        """launcher=gpus."""
+from kvbench.cli import jobs, launchers
 
 
-class SharingSweeper(sweeper.SharingSweeper):
+class SlurmLauncher(launchers.SlurmLauncher):
+    """launcher=slurm."""
+
+
+class GpuLauncher(launchers.GpuLauncher):
+    """launcher=gpus."""
+
+
+class Sweeper(jobs.Sweeper):
     """The sweeper of every command."""
 
 
 ConfigStore.instance().store(
     group="hydra/sweeper",
     name="kvbench",
-    node=BasicSweeperConf(f"{__name__}.SharingSweeper"),
+    node=BasicSweeperConf(f"{__name__}.Sweeper"),
     provider="kvbench",
 )
