@@ -15,9 +15,8 @@ PIP_REFERENCES = $(VENV_REFERENCES)/bin/pip install --quiet --disable-pip-versio
   -c tests/references/constraints.txt
 KVBENCH = $(BIN)/python -m kvbench
 
-TARGETS = help setup demo test test-slow test-slurm test-references wheel lint results reproduce reproduce-all \
-  reproduce-theory report site figures wandb-report notebook train-recall-mini bench bench-kvpress gpu-check \
-  bench-throughput frontier clean
+TARGETS = help setup demo test test-all test-references wheel lint results reproduce reproduce-all report \
+  figures wandb-report notebook train-recall-mini bench bench-kvpress gpu-check bench-throughput frontier clean
 .PHONY: $(TARGETS)
 
 help: ## show the targets
@@ -35,14 +34,12 @@ setup: $(VENV)/.ready ## create the virtual environment
 demo: setup ## the shipped model x all methods x tasks; tables, and runs/demo/report.html
 	$(KVBENCH) experiment=demo results_dir=$(RESULTS)
 
-test: setup lint ## lint, types, tests
+test: setup lint ## lint, types, and the tests that take five minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-test-slow: setup ## the long tests: many kill points, fuzzing, a sweep on Slurm
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow
-
-test-slurm: setup ## a sweep on a Slurm of this machine (root; installs slurm-wlm where it is missing)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -rs tests/slow/test_slurm.py
+test-all: test ## all tests: the long ones (a Slurm of this machine among them: root), the reference packages
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -rs -m slow
+	$(MAKE) --no-print-directory test-references
 
 test-references: $(VENV_REFERENCES)/.ready ## compare with the real kvpress and minference packages, in $(VENV_REFERENCES)
 	$(VENV_REFERENCES)/bin/python -m pytest tests/references tests/methods/test_adapters.py \
@@ -72,7 +69,7 @@ lint: setup ## ruff, mypy, and how large the house is
 RUN = $(KVBENCH) results_dir=$(RESULTS) batch_size=8
 OFFICIAL = experiment=demo_official 'task.files=[$(LONGEVAL)/200_lines.jsonl]'
 DRAWING = [uniform,subgen,balancekv,balancekv_needle]
-results reproduce-theory frontier: RESULTS = results
+results frontier: RESULTS = results
 results: setup ## results/ as committed: 200 examples a task, three draws, official cases, four rates; README's tables
 	$(RUN) experiment=demo limit=200
 	$(RUN) experiment=demo_seeds limit=200 seed=0
@@ -82,15 +79,8 @@ results: setup ## results/ as committed: 200 examples a task, three draws, offic
 	$(RUN) experiment=demo task=layer_error_synthetic
 	$(RUN) experiment=demo_rates limit=100
 	$(RUN) experiment=needle_pooling
-	$(RUN) experiment=joint_survival
-	for name in demo demo_rates needle_pooling joint_survival; do $(BIN)/python -m kvbench.report --list $(RESULTS)/$$name; done
+	for name in demo demo_rates needle_pooling; do $(BIN)/python -m kvbench.report --list $(RESULTS)/$$name; done
 	$(BIN)/python scripts/readme_tables.py
-
-THEORY = walk_discrepancy subgen_clusters error_scaling error_scaling_streaming balancekv_ablation \
-  balancekv_needle_ablation balancekv_confirm
-reproduce-theory: setup ## error against memory, discrepancy, clusters, ablation; results/theory/report.html
-	set -e; for name in $(THEORY); do $(KVBENCH) experiment=$$name results_dir=$(RESULTS); done
-	for name in theory balancekv_ablation; do $(BIN)/python -m kvbench.report --list $(RESULTS)/$$name; done
 
 TENSORS = $(KVBENCH) results_dir=$(RESULTS) logger=none experiment=frontier task.seeds=1
 MODELLED = $(KVBENCH) results_dir=$(RESULTS) logger=none experiment=frontier_model
@@ -129,9 +119,6 @@ REPORTED = $(RESULTS)$(addprefix /,$(or $(EXPERIMENT),$(if $(filter runs results
 
 report: setup ## rebuild tables, figures and page from records: make report RESULTS=runs/demo
 	$(BIN)/python -m kvbench.report $(REPORTED)
-
-site: setup ## the committed results as one folder for a static host: make site [SITE=site]
-	$(BIN)/python -m kvbench.report --site $(or $(SITE),site) results/*
 
 figures: setup ## every figure as PDF and PNG, every table as LaTeX: make figures RESULTS=runs/demo
 	$(BIN)/python -m kvbench.report --list $(REPORTED)

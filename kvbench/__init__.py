@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvbench.report.figures.kept import draw_kept
     from kvbench.report.frame import load
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Budget",
     "__version__",

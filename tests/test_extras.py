@@ -9,7 +9,7 @@ from pathlib import Path
 from hydra.errors import HydraException
 from support.paths import DATA
 
-from kvbench.cli.overrides import explain
+from kvbench.cli.config import explain
 
 
 def without(*packages: str) -> str:
@@ -41,7 +41,7 @@ def test_a_missing_extra_is_one_line_that_names_the_command(tmp_path: Path) -> N
 
 def test_a_launcher_whose_package_is_missing_names_the_command() -> None:
     """As Hydra says it; scripts/try_wheel.sh asks for it in an environment that lacks the package."""
-    said = explain(HydraException("Could not find 'hydra/launcher/submitit_local'"), [])
+    said = explain(HydraException("Could not find 'hydra/launcher/submitit_slurm'"))
     assert said.endswith("allowed: pip install 'kvbench[slurm]'")
 
 
@@ -49,8 +49,8 @@ def test_compress_and_the_default_task_need_no_extra() -> None:
     names = ("hydra_plugins.hydra_submitit_launcher", "submitit", "lm_eval", "wandb_workspaces")
     code = without(*names) + (
         "import kvbench.api, kvbench.cli.build, kvbench.tasks.needle, kvbench.tasks.longeval_lines\n"
-        "from kvbench.cli.check import check_command\n"
-        "check_command(['experiment=demo'], sweep=False)\n"
+        "from kvbench.cli.config import composed, hydra_of_conf\n"
+        "with hydra_of_conf() as hydra: composed(hydra, ['experiment=demo'])\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

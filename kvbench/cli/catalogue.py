@@ -57,10 +57,10 @@ class PaperItem:
         others: as experiments.yaml explains them.
     """
 
-    paper: str
-    id: str
-    title: str
-    shows: str
+    paper: str = ""
+    id: str = ""
+    title: str = ""
+    shows: str = ""
     needs: str = ""
     no_data: str | None = None
     experiment: str = ""
@@ -75,16 +75,16 @@ class PaperItem:
 
     @property
     def status(self) -> str:
-        """``no data``, ``script``, ``missing`` (no experiment yet), ``published`` (the paper's numbers
+        """``no data``, ``missing`` (no experiment yet), ``published`` (the paper's numbers
         stand beside ours) or ``ours`` (they could not be read from the paper, or there are none)."""
-        if self.no_data is not None or self.script:
-            return "script" if self.script else "no data"
+        if self.no_data is not None:
+            return "no data"
         config = config_dir() / "experiment" / f"{self.experiment}.yaml"
-        if not config.is_file():
-            return "missing"
+        found = config.is_file() or bool(paper_items().get(self.experiment, self).script)
+        text = config.read_text(encoding="utf-8") if config.is_file() else ""
         files = (folder / f"{self.experiment}.csv" for folder in paper_folders())
-        beside = "\npaper_table:" in config.read_text(encoding="utf-8")
-        return "published" if beside or any(file.is_file() for file in files) else "ours"
+        beside = "\npaper_table:" in text or any(file.is_file() for file in files)
+        return "missing" if not found else "published" if beside else "ours"
 
 
 @lru_cache(maxsize=1)

@@ -1,7 +1,8 @@
 """``kvbench reproduce <name>|all [key=value ...]``: a paper's table or figure, by one command.
 
-Where one takes several runs, they run one after another, on one page. ``limit=`` is of every dataset
-where there are several; with a model that comes with the package the rest is made small, too.
+Where it takes several runs, they run one after another, on one page; a script of scripts/papers runs
+in a process of its own. ``limit=`` is of every dataset where there are several; with a model that comes
+with the package the rest is made small, too.
 """
 
 from __future__ import annotations
@@ -15,16 +16,25 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvbench.cli.catalogue import PaperItem, catalogue, experiment_called, paper_items
-from kvbench.cli.config import composed, hydra_of_conf
+from kvbench.cli.catalogue import PaperItem, catalogue, config_dir, experiment_called, paper_items
+from kvbench.cli.config import composed, hydra_of_conf, results_folder
 from kvbench.cli.jobs import report_error
 from kvbench.errors import UserError, nearest
 
 Run = Callable[[Sequence[str]], int]
 ALL = "all"
-SCRIPTS = Path(__file__).parents[2] / "scripts" / "papers"
 SMALL_MODELS = ("recall_mini", "tiny_random")
 """Models of conf/model that come with the package."""
+_OF_JOBS = [
+    "batch_size",
+    "decode",
+    "example_timeout",
+    "launcher",
+    "logger",
+    "retry_failed",
+    "shards",
+]
+"""Keys that mean nothing to a script."""
 
 
 def reproduce(arguments: Sequence[str], run: Run) -> int:
@@ -42,77 +52,82 @@ def reproduce(arguments: Sequence[str], run: Run) -> int:
     """
     name, *overrides = arguments or [""]
     if name != ALL:
-        item = paper_items().get(name)
-        if item is not None and item.script:
-            return _run_script(item, overrides)
-        return max(map(run, command_lines(name, overrides)))
+        lines = command_lines(name, overrides)
+        return max(run_script(line) if line[0][:7] == "script=" else run(line) for line in lines)
     from kvbench.report.render.landing import write_landing
 
-    items = [i for i in paper_items().values() if i.status not in ("no data", "missing")]
+    items = [item for item in paper_items().values() if item.status not in ("no data", "missing")]
     within = {line for item in items for line in item.runs}  # those that others bring with them
-    made = {i.script or i.experiment: i for i in items if f"experiment={i.name}" not in within}
+    made = {i.experiment: i.name for i in reversed(items) if f"experiment={i.name}" not in within}
     statuses, folders = [0], []
-    for item in made.values():
-        print(f"\n{item.name}", flush=True)
+    for experiment, name in reversed(made.items()):
+        print(f"\n{name}", flush=True)
         try:
-            statuses.append(reproduce([item.name, *overrides], run))
-        except UserError as error:
+            statuses.append(reproduce([name, *overrides], run))
+        except Exception as error:  # noqa: BLE001 - the others are tried all the same
             statuses.append(report_error(error)[1])
-        if not item.script:
-            folders.append(_config_of(item.experiment).experiment_name)
+        if not paper_items().get(experiment, PaperItem()).script:
+            folders.append(_config_of(experiment).experiment_name)
     given = dict(text.partition("=")[::2] for text in overrides)
-    place = Path(given.get("results_dir", "runs")).expanduser()
+    place = results_folder(given.get("results_dir", "runs"))
     print(f"page: {write_landing([place / name for name in dict.fromkeys(folders)])}")
     return max(statuses)
 
 
-def _run_script(item: PaperItem, overrides: Sequence[str]) -> int:
-    script, *own = shlex.split(item.script)
-    file = SCRIPTS / f"{script}.py"
+def run_script(line: Sequence[str]) -> int:
+    """Run a script of scripts/papers; its exit status.
+
+    Raises:
+        UserError: it is not here, as the installed package does not have it.
+    """
+    place = Path("scripts", "papers", f"{line[0].removeprefix('script=')}.py")
+    file = config_dir().resolve().parent / place
     if not file.is_file():
-        raise UserError(
-            f"{item.name} is made by scripts/papers/{script}.py, which this installation has not; "
-            "allowed: kvbench's repository or its source distribution"
-        )
-    return subprocess.run([sys.executable, str(file), *own, *overrides], check=False).returncode
+        raise UserError(f"{place} is not installed; allowed: kvbench's repository, where it is")
+    return subprocess.run([sys.executable, file, *line[1:]], check=False).returncode
 
 
 def command_lines(name: str, overrides: Sequence[str]) -> Iterator[list[str]]:
-    """The overrides of every run that an experiment takes.
+    """The overrides of every run that an experiment takes, ``experiment=`` first; or a script's
+    arguments, ``script=`` first.
 
     Raises:
         UserError: see `reproduce`.
     """
     experiment = experiment_called(name)
     items, known = paper_items(), catalogue("experiments")
-    item = items.get(name) or items.get(experiment) or PaperItem("", experiment, "", "")
-    if experiment not in known:
+    script = items[experiment].script if experiment in items else ""
+    item = items.get(experiment if script else name) or items.get(experiment) or PaperItem()
+    if experiment not in known and not script:
         if name in items:
             raise UserError(f"{name} has no experiment: {item.no_data or item.status}")
         hint = nearest(name, [*known, *items])
         raise UserError(f"unknown experiment {name!r}{hint}; allowed: {', '.join([*known, ALL])}")
-    given = dict(text.partition("=")[::2] for text in overrides)
-    small = shlex.split(item.small if given.get("model") in SMALL_MODELS else "")
     own = list(overrides)
-    if "limit" in given and "per_dataset" in _config_of(experiment).task:
+    given = dict(text.partition("=")[::2] for text in own)
+    small = shlex.split(item.small if given.get("model") in SMALL_MODELS else "")
+    if script:
+        own = [text for text in own if re.split(r"[.=]", text)[0] not in _OF_JOBS]
+    elif "limit" in given and "per_dataset" in _config_of(experiment).task:
         own = [t.replace("limit=", "task.per_dataset=") if t[:6] == "limit=" else t for t in own]
     if any(word.startswith("model=") for word in small):  # another small model, which it needs
         own = [text for text in own if not text.startswith("model=")]
-    for line in item.runs:
+    first = [f"script={script}", f"name={experiment}"] if script else [f"experiment={name}"]
+    for number, line in enumerate(item.runs):
         if line.startswith("experiment="):
             yield from command_lines(line.partition("=")[2], overrides)
             continue
         words = [word if small else os.path.expandvars(word) for word in shlex.split(line)]
         for unset in re.findall(r"\$\{(\w+)\}", "" if small else " ".join(words)):
             raise UserError(
-                f"{unset} is not set; {name} needs {item.needs}: allowed: {unset}=<folder> in the "
-                "environment or of make"
+                f"{unset} is not set; {item.name} needs {item.needs}: allowed: {unset}=<folder> in "
+                "the environment or of make"
             )
-        if "model" in given and any(word.startswith("model=") for word in words):
+        if number and "model" in given and any(word.startswith("model=") for word in words):
             continue
         settings = {word.partition("=")[0]: word for word in (*words, *small)}
         asked = {word.partition("=")[0] for word in own}
-        yield [f"experiment={name}", *(w for key, w in settings.items() if key not in asked), *own]
+        yield [*first, *(word for key, word in settings.items() if key not in asked), *own]
 
 
 def _config_of(experiment: str) -> Any:

@@ -12,10 +12,10 @@ from annotated_types import Ge, Le
 from torch import Tensor
 
 from kvbench.engine import guard
-from kvbench.engine.capture import capture_layers
 from kvbench.engine.fork import layer_generator
 from kvbench.engine.guard import check_finite
 from kvbench.engine.loading import full_attention_layers
+from kvbench.engine.prefill import capture_layers
 from kvbench.errors import one_line
 from kvbench.errors.options import Fraction, Several, Share, check_options
 from kvbench.kernels.quantize import Scheme
@@ -141,10 +141,7 @@ class LayerSource(Probe):
         if self.layers is not None:
             return self.layers
         every = full_attention_layers(session.spec) if self.synthetic is None else [1]
-        if self.most_layers is None or self.most_layers >= len(every):
-            return every
-        gaps = max(1, self.most_layers - 1)
-        return [every[i * (len(every) - 1) // gaps] for i in range(self.most_layers)]
+        return spread(every, self.most_layers)
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
         """One unit per prompt: its layers are computed once for all that is measured of them.
@@ -325,6 +322,12 @@ class LayerProbe(LayerSource):
                 f"can hold {wanted}, as the others do at rate {rate:g}"
             )
         return sized(sizes[fitting - 1])
+
+
+def spread(layers: Sequence[int], most: int | None) -> list[int]:
+    """So many of the layers, evenly from the first to the last; None: all."""
+    count = min(most or len(layers), len(layers))
+    return [layers[i * (len(layers) - 1) // max(1, count - 1)] for i in range(count)]
 
 
 def compress_measured(

@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from hydra.utils import instantiate
+from kvbench.cli.papers import paper_items
 from omegaconf import OmegaConf
 from scipy.stats import chisquare
 from support.command import main, refusal_of
@@ -25,7 +26,6 @@ from support.paths import DATA, ROOT
 
 from kvbench.cli.build import build_job
 from kvbench.cli.catalogue import config_dir
-from kvbench.cli.papers import paper_items
 from kvbench.engine.generate import run_forks
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget, KVError, LayerKV
@@ -276,7 +276,6 @@ def test_runs_go_to_an_ignored_folder_and_results_are_written_by_name_only() -> 
     assert {name for name, folders in written.items() if "results" in folders} == {
         "frontier",
         "results",
-        "reproduce-theory",
     }
     assert written["demo"] == written["reproduce"] == {"runs"}
 

@@ -11,13 +11,20 @@ from typing import Any
 
 import pytest
 import yaml
+from kvbench.cli.aliases import expand_experiments
+from kvbench.cli.papers import (
+    experiment_called,
+    folder_name,
+    limit_key,
+    paper_items,
+    script_path,
+)
 from support.command import main, refusal_of
 from support.configs import composed
 from support.paths import ROOT
 
-from kvbench.cli.aliases import expand_experiments
+from kvbench.cli import reproduce as reproducing
 from kvbench.cli.catalogue import catalogue
-from kvbench.cli.papers import experiment_called, folder_name, limit_key, paper_items
 from kvbench.cli.reproduce import command_lines, reproduce
 from kvbench.errors import UserError
 from kvbench.records.read import load_runs
@@ -27,6 +34,10 @@ from kvbench.run.termination import Terminated
 ITEMS = paper_items()
 PAPERS = {item.paper for item in ITEMS.values()}
 MADE = {name: item for name, item in ITEMS.items() if item.status not in ("no data", "missing")}
+
+COMPOSED = sorted(
+    name for name, item in MADE.items() if not ITEMS.get(item.experiment, item).script
+)
 
 
 def test_the_list_has_every_number_of_the_papers() -> None:
@@ -62,7 +73,7 @@ def test_every_experiment_of_a_paper_is_in_the_list_and_is_called_as_the_list_ca
 def test_every_published_file_is_of_an_item() -> None:
     for path in (ROOT / "results/paper").glob("*.csv"):
         assert path.stem in ITEMS, f"{path.name} is in no line of experiments.yaml"
-    for name in MADE:
+    for name in COMPOSED:
         config = yaml.safe_load(
             (ROOT / f"conf/experiment/{MADE[name].experiment}.yaml").read_text()
         )
@@ -70,7 +81,20 @@ def test_every_published_file_is_of_an_item() -> None:
             assert spec["file"] in ITEMS
 
 
-@pytest.mark.parametrize("name", sorted(MADE))
+def test_scripts_are_there_and_are_given_their_arguments() -> None:
+    for item in ITEMS.values():
+        assert not item.script or script_path(item.script).is_file()
+    words = ["model=recall_mini", "limit=2", "launcher=local", "shards=2", "results_dir=x"]
+    (line,) = command_lines("balancekv_table3", words)
+    assert line == ["script=norms", "name=balancekv_table3", *ITEMS["balancekv_table3"].small.split(),
+                    "model=recall_mini", "limit=2", "results_dir=x"]  # fmt: skip
+    (line,) = command_lines("clustergen_figure1", [])
+    assert line == ["script=clusterability", "name=subgen_figure1"]
+    assert len(list(command_lines("clustergen_c2", []))) == 2
+    assert len(list(command_lines("clustergen_c2", ["model=opt_6_7b"]))) == 1
+
+
+@pytest.mark.parametrize("name", COMPOSED)
 def test_every_command_composes_as_on_the_shipped_model(name: str) -> None:
     lines = list(command_lines(name, ["model=recall_mini", "limit=2", "device=cpu"]))
     assert lines
@@ -195,18 +219,20 @@ def test_a_failure_does_not_keep_the_others_from_being_run(
     def folder_of(name: str) -> str:
         return folder_name(experiment_called(name)[0])
 
+    scripts: list[str] = []
+    monkeypatch.setattr(reproducing, "run_script", lambda line: scripts.append(line[1]) or 0)
     words = ["all", "model=recall_mini", "limit=2", f"results_dir={tmp_path}"]
     assert reproduce(words, run) == 2
     names = [line.partition("=")[2] for line in asked]
-    assert {experiment_called(name)[0] for name in names} == {i.experiment for i in MADE.values()}
+    made = [script.removeprefix("name=") for script in scripts]
+    found = {experiment_called(name)[0] for name in names} | set(made)
+    assert found == {i.experiment for i in MADE.values()}
     page = (tmp_path / "index.html").read_text()
     linked = set(re.findall(r'href="(\w+)/report.html"', page))
     assert linked == {folder_of(name) for name in names[2:]}
     order = re.findall(r'href="(\w+)/report.html"', page)
     assert (
-        order.index("balancekv_theorem3_2")
-        < order.index("subgen_table2")
-        < order.index("h2o_table9")
+        order.index("balancekv_table2") < order.index("subgen_table2") < order.index("h2o_table9")
     )
 
 

@@ -95,6 +95,13 @@ REFUSED += [
     (["seed=" + "[" * 3000 + "]" * 3000], "maximum recursion depth exceeded"),
     (["\x13\x1b[31mred\r"], r"\x13\x1b[31mred\r"),
     (["experiment_name=" + "y" * 3000], " [...] "),
+    (
+        ["results_dir='~nosuchuser/x'", *BASE[:-1]],
+        "results_dir is '~nosuchuser/x'; allowed: after ~",
+    ),
+    (["results_dir='" + "é" * 128 + "'"], "allowed: a folder, in UTF-8"),
+    (["results_dir='a\0b'"], "allowed: a folder, in UTF-8"),
+    (["model.name='...'", *BASE[:3]], "'...'"),
     (["task.num_lines={a: 1}"], "Error merging override task.num_lines={a: 1}: "),
 ]
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from kvbench.probes.ablation import Ablation
 from scipy.stats import ttest_1samp
 from support.report_runs import write_run
 from support.tables import frame, heads, shown
 
-from kvbench.probes.ablation import Ablation
 from kvbench.probes.layers import SyntheticLayers
 from kvbench.report.experiment import Group, load_experiment
 from kvbench.report.tables.ablation import Effect, ablation_of

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvbench.probes.clusters import SubGenClusters
+from kvbench.probes.discrepancy import UnitVectors, WalkDiscrepancy
 from scipy.stats import ttest_1samp
 from support.jobs import Echo
 from support.report_runs import write_run
 from support.tables import shown
 
-from kvbench.probes.clusters import SubGenClusters
-from kvbench.probes.discrepancy import UnitVectors, WalkDiscrepancy
 from kvbench.probes.error_scaling import BoundedData, ErrorScaling
 from kvbench.report.build import build_report
 from kvbench.report.experiment import load_experiment

@@ -1,0 +1,97 @@
+"""Activations of the neurons of MLPs, through plain forward hooks: counted, or set to zero.
+
+A neuron is active at a token where its activation is above 0, and heavy where it is active at more than
+a share of all tokens (H2O, arXiv 2306.14048, appendix).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2CLS
+
+from kvbench.engine.fork import layer_generator
+from kvbench.errors import UserError
+from kvbench.methods.base import SEED_STRIDE
+
+KINDS = tuple({kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values()})
+"""The classes of all activations that a config of transformers can name."""
+WIKITEXT = "task=text task.dataset_name=Salesforce/wikitext task.dataset_config=wikitext-103-raw-v1"
+
+
+def activations_of(model: Any) -> dict[int, nn.Module]:
+    """By layer, from 0, the module whose output is the activations of the MLP's neurons: after ReLU in
+    OPT, the gate after SiLU in Llama.
+
+    Raises:
+        UserError: a layer has none or several (mixtures of experts), or layers share one.
+    """
+    found: dict[int, list[nn.Module]] = {
+        i: [] for i in range(model.config.get_text_config().num_hidden_layers)
+    }
+    for name, module in model.named_modules():
+        layer = next((int(part) for part in name.split(".") if part.isdecimal()), None)
+        if layer is not None and type(module) in KINDS:
+            found.setdefault(layer, []).append(module)
+    alone = {layer: modules[0] for layer, modules in found.items() if len(modules) == 1}
+    if len(alone) < len(found) or len({id(module) for module in alone.values()}) < len(alone):
+        raise UserError(
+            f"{type(model).__name__} has not one activation of its own in every layer; allowed: models "
+            "with one MLP per layer (OPT, Llama, Qwen, GPT-NeoX ...)"
+        )
+    return alone
+
+
+@contextmanager
+def watched(model: Any, hook: Callable[[int, Tensor], Tensor | None]) -> Iterator[None]:
+    """Within the context `hook` is called with each layer and its activations [..., neurons]; it may
+    return what takes their place."""
+    with ExitStack() as stack:
+        for layer, module in activations_of(model).items():
+            handle = module.register_forward_hook(lambda _, __, out, layer=layer: hook(layer, out))
+            stack.callback(handle.remove)
+        yield
+
+
+@torch.no_grad()
+def logits_of(model: Any, ids: Sequence[int]) -> Tensor:
+    """Logits [tokens, vocab] of one pass with the library's own attention."""
+    model.set_attn_implementation("sdpa")
+    return model(input_ids=torch.tensor([list(ids)], device=model.device), use_cache=False).logits[
+        0
+    ]
+
+
+def counts_of(model: Any, texts: Sequence[Sequence[int]]) -> dict[int, Tensor]:
+    """By layer, from 1, for how many tokens of the texts each neuron is active: [neurons] int64."""
+    counts: dict[int, Tensor] = {}
+
+    def count(layer: int, out: Tensor) -> None:
+        active = (out.flatten(0, -2) > 0).sum(0).cpu()
+        counts[layer + 1] = counts.get(layer + 1, 0) + active
+
+    with watched(model, count):
+        for ids in texts:
+            logits_of(model, ids)
+    return counts
+
+
+def heavy_of(
+    counts: Mapping[int, Tensor], least: float, drawn: tuple[int, str] | None = None
+) -> dict[int, Tensor]:
+    """Neurons that are active at more than `least` tokens, [neurons] bool by layer; or, `drawn` with a
+    seed and a name, as many others at random."""
+    heavy = {layer: count > least for layer, count in counts.items()}
+    if drawn is None:
+        return heavy
+    generators = {
+        layer: layer_generator(SEED_STRIDE * drawn[0], drawn[1], layer - 1) for layer in heavy
+    }
+    return {
+        layer: chosen[torch.randperm(len(chosen), generator=generators[layer])]
+        for layer, chosen in heavy.items()
+    }

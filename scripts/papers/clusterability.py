@@ -1,0 +1,106 @@
+"""Radius of k centres against k, of keys and values and of Gaussian vectors like them; t-SNE of one
+head.
+
+SubGen (arXiv 2402.06082), Figure 1: 1,024 generated tokens on MT-Bench's questions, five layers;
+ClusterGen (its later version), appendix C.2: other architectures on TriviaQA. The figures print no
+numbers. The radius is over the root mean square distance of two vectors of the head, mean over the KV
+heads: the faster it falls with k, the better the vectors cluster. Gaussian vectors have the covariance
+and no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from _common import Run, started
+from matplotlib.figure import Figure
+from subgen_clusters import key_distance
+from torch import Tensor
+
+from kvbench.engine.fork import layer_generator
+from kvbench.engine.scoring import greedy_continuation, read
+from kvbench.engine.stopping import Stopping
+from kvbench.kernels.kcentre import greedy_k_centre
+from kvbench.kv import Budget, LayerKV
+from kvbench.methods.base import SEED_STRIDE
+from kvbench.methods.exact import Exact
+
+
+def vectors(
+    layer: LayerKV, of: str, first: int, generator: torch.Generator, gaussian: bool
+) -> Tensor:
+    """Keys or values of the tokens from `first` on, or Gaussian vectors with their mean and covariance:
+    [kv_heads, n - first, d] float64 on the CPU."""
+    x = getattr(layer, of)[0, :, first:].double().cpu()
+    if not gaussian:
+        return x
+    mean = x.mean(1, keepdim=True)
+    values, axes = torch.linalg.eigh((x - mean).mT @ (x - mean) / x.shape[1])
+    drawn = torch.randn(x.shape, generator=generator, dtype=x.dtype)
+    return mean + drawn @ (axes * values.clamp(min=0).sqrt()[:, None]).mT
+
+
+def k_centre_radii(points: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Centres [most] int64 of greedy k-centre from the first of `points` [n, d], and the largest
+    distance of a point to the nearest of the first k of them, k = 1 .. most: [most] float64."""
+    centres = greedy_k_centre(points[None], most, torch.zeros(1, dtype=torch.int64))[0]
+    apart = torch.cdist(points, points[centres], compute_mode="donot_use_mm_for_euclid_dist")
+    return centres, apart.cummin(dim=1).values.amax(0)
+
+
+def draw(points: Tensor, centres: Tensor, seed: int, file: Path) -> None:
+    """t-SNE of points [n, d] with the centres marked, as PNG (needs scikit-learn)."""
+    from sklearn.manifold import TSNE
+
+    perplexity = min(30.0, (len(points) - 1) / 3)
+    flat = TSNE(2, perplexity=perplexity, init="pca", random_state=seed).fit_transform(
+        points.numpy()
+    )
+    figure = Figure(figsize=(4, 4), layout="constrained")
+    ax = figure.subplots()
+    ax.scatter(flat[:, 0], flat[:, 1], s=4)
+    ax.scatter(flat[centres, 0], flat[centres, 1], s=40, marker="*", color="red")
+    figure.savefig(file, dpi=150)
+
+
+def main(given: Sequence[str]) -> None:
+    """A row for each prompt, layer, kind of vector and k. Own keys: generate (tokens that the exact
+    model goes on with, greedily, whose vectors are taken; 0: the prompt's own), counts (the k's),
+    centres and head (of the picture, of the first prompt; 0: none), layers."""
+    counts = [1, 2, 4, 8, 16, 32, 64, 128]
+    own = {"generate": 1024, "counts": counts, "centres": 16, "head": 1, "layers": 5}
+    run = Run(__file__, given, "model=llama2_7b", "task=_mt_bench", **own)
+    rows = []
+    for number, (prompt, ids) in enumerate(run.prompts()):
+        first, model = 0, run.session.model
+        if run.generate:
+            exact = {"exact": (Exact(), Budget())}
+            read_once = read(model, ids, exact, seed=run.seed, example_id=prompt, room=run.generate)
+            stopping, first = Stopping(run.generate), len(ids)
+            ids = (*ids, *greedy_continuation(model, read_once, read_once.forks[0], stopping))
+        for layer, kv in run.captured(ids, run.layers):
+            for kind in ("keys", "values", "keys_gaussian", "values_gaussian"):
+                of, _, gaussian = kind.partition("_")
+                generator = layer_generator(SEED_STRIDE * run.seed, prompt, layer)
+                heads = vectors(kv, of, first, generator, bool(gaussian))
+                found = [k_centre_radii(head, max(run.counts)) for head in heads]
+                radii = torch.stack([r for _, r in found]) / key_distance(heads)[:, None]
+                for k in run.counts:
+                    where = {"prompt": prompt, "layer": layer, "kind": kind, "k": k}
+                    rows.append(where | {"radius": float(radii[:, k - 1].mean())})
+                if number == 0 and run.head and not gaussian:
+                    place = Path(
+                        run.results_dir,
+                        run.name,
+                        f"{run.session.spec.label}-{kind}-layer{layer}.png",
+                    )
+                    place.parent.mkdir(parents=True, exist_ok=True)
+                    head = run.head - 1
+                    draw(heads[head], found[head][0][: run.centres], run.seed, place)
+    run.save(rows, "radius", x="k", by="kind", panel="layer", fit=(1, max(run.counts)))
+
+
+if __name__ == "__main__":
+    started(main)

@@ -1,0 +1,84 @@
+"""Clusters m that SubGen's online clustering opens in the first n keys, for several delta.
+
+SubGen (arXiv 2402.06082), Algorithm 1: its memory is m t + s entries, sublinear in n only where m is.
+delta is in units of the root mean square distance between two keys of the layer, so that it means the
+same for keys of any norm. On random keys, or with synthetic=false on a model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from _common import Run, started
+from torch import Tensor
+
+from kvbench.errors import UserError
+from kvbench.kernels.online_clusters import OnlineClusters
+from kvbench.methods.base import SEED_STRIDE
+from kvbench.probes.error_scaling import BoundedData
+
+DATA = {
+    "d 4": {"head_dim": 4},
+    "d 16": {"head_dim": 16},
+    "d 64": {"head_dim": 64},
+    "d 64, 64 clusters": {"head_dim": 64, "clusters": 64, "spread": 0.1},
+}
+"""Options of `kvbench.probes.error_scaling.BoundedData`."""
+
+
+def key_distance(keys: Tensor) -> Tensor:
+    """Root mean square distance between two keys of [heads, n, d], drawn with replacement: [heads]."""
+    x = keys.double()
+    return (2 * (x - x.mean(1, keepdim=True)).square().sum(-1).mean(-1)).sqrt()
+
+
+def clusters(keys: Tensor, delta: float, steps: Sequence[int]) -> dict[int, float]:
+    """Representatives after each n of `steps`, of keys [heads, n, d] read in order, mean over heads."""
+    apart = (delta * key_distance(keys)).float()
+    online = OnlineClusters(keys.shape[0], keys.shape[2], apart)
+    found, start = {}, 0
+    for stop in sorted(steps):
+        for block in keys[:, start:stop].float().split(256, dim=1):
+            online.count(block)
+        found[stop], start = float(online.clusters.double().mean()), stop
+    return found
+
+
+def layers(run: Run, n: int) -> Iterator[tuple[str, str, Tensor]]:
+    """Data set, repetition and keys [heads, n, d]."""
+    if run.synthetic:
+        for draw in range(run.draws):
+            for name, options in run.data.items():
+                made = BoundedData(**options)
+                layer, _ = made.layer(n, 0, name, SEED_STRIDE * run.seed + draw)
+                yield name, f"draw{draw}", layer.keys[0]
+        return
+    for prompt, ids in run.prompts():
+        if len(ids) < n:
+            raise UserError(
+                f"prompt {prompt!r} has {len(ids)} tokens; allowed: {n} (steps) or more"
+            )
+        for number, layer in run.captured(ids[:n], run.layers):
+            yield f"layer {number}", prompt, layer.keys[0]
+
+
+def main(given: Sequence[str]) -> None:
+    """A row for each data set or layer, n, repetition and delta. Own keys: steps, deltas, data and draws
+    (synthetic=true), layers."""
+    steps, deltas = [64, 256, 1024, 4096, 16384], [0.25, 0.5, 0.75, 1.0]
+    own = {"steps": steps, "deltas": deltas, "data": DATA, "draws": 3, "layers": None}
+    run = Run(__file__, given, "", "", **own)
+    rows = []
+    with torch.no_grad():
+        for name, repetition, keys in layers(run, max(run.steps)):
+            for delta in run.deltas:
+                for n, count in clusters(keys, delta, run.steps).items():
+                    where = {"data": name, "n": n, "repetition": repetition, "delta": delta}
+                    rows.append(where | {"clusters": count})
+    most = max(run.steps)
+    run.save(rows, "clusters", x="n", by="delta", panel="data", fit=(most / 16, most))
+
+
+if __name__ == "__main__":
+    started(main)
