@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -123,6 +124,8 @@ def build_job(config: DictConfig, shared: dict[str, list[EncodedExample]] | None
             raise KVError(str(error)) from error
     device = resolve_device(settings.device)
     spec: ModelSpec = constructed(settings.model, "model", ModelSpec)
+    if not re.search(r"\w", spec.label):  # the store has nothing to call its folder
+        raise KVError(f"model.name is {spec.label!r}; allowed: text with a letter or digit in it")
     budget = constructed(settings.budget, "budget", Budget)
     methods: dict[str, tuple[Method, Budget]] = {}
     method_configs: dict[str, Any] = {}
