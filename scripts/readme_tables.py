@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from kvbench.cli.papers import paper_items
+from kvbench.cli.catalogue import paper_items
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
