@@ -69,6 +69,7 @@ def test_a_run_has_its_scores_answers_heatmap_and_how_it_was_made(tmp_path: Path
     assert list((place / "files" / "media" / "images").glob("heatmap_*.png"))
 
 
+@pytest.mark.slow
 def test_an_experiment_has_a_run_that_sets_the_methods_side_by_side(tmp_path: Path) -> None:
     folder = write(tmp_path / "results")
     write_run(tmp_path / "results", task="lines", method="snapkv", records=lines_records("snapkv"),
@@ -127,6 +128,7 @@ def test_the_real_client_sends_what_was_written(
         assert not ours.not_taken(list((folder / "wandb").glob("offline-run-*")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["errors", "silent", "dies"])
 def test_a_server_that_fails_loses_nothing_and_is_asked_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: Fault
