@@ -14,6 +14,7 @@ from kvbench.engine.streams import EstimatedState, read_text
 from kvbench.kv import Budget, BudgetExceeded, KVError
 from kvbench.methods import build_method
 from kvbench.methods.balancekv_streaming import batch_of_stream
+from kvbench.methods.base import Sample
 from kvbench.probes.streaming_ppl import streaming_nll
 
 NAMES = ("balancekv_streaming", "subgen_streaming")
@@ -31,11 +32,9 @@ class Everything:
 
     def numerator(self):
         keys, values = (torch.cat(side, dim=1) for side in zip(*self.parts, strict=True))
-        return keys, values, torch.zeros(keys.shape[:2])
+        return Sample(torch.zeros(keys.shape[:2]).long(), torch.zeros(keys.shape[:2]), keys, values)
 
-    def denominator(self):
-        keys, _, weights = self.numerator()
-        return keys, weights
+    denominator = numerator
 
 
 class Keeps:
@@ -91,13 +90,13 @@ def test_a_layers_samples_give_the_algorithms_own_estimate(name):
         layer.extend(keys[:, part], values[:, part])
         assert layer.entries <= 110
     query = torch.randn(2, 16)
-    k, v, a = layer.numerator()
+    _, a, k, v = layer.numerator()
     z = (torch.exp((k @ query[:, :, None])[..., 0] * 0.25 + a)[..., None] * v).sum(1)
     weights = torch.softmax((keys @ query[:, :, None])[..., 0] * 0.25, -1)
-    k, b = layer.denominator()
+    _, b, k, _ = layer.denominator()
     tau = torch.exp((k @ query[:, :, None])[..., 0] * 0.25 + b).sum(1, keepdim=True)
     if name == "balancekv_streaming":
-        for head, sample in enumerate(layer.samples()[0]):
+        for head, sample in enumerate(one.numerator() for one in layer.heads):
             assert torch.equal(v[head, : len(sample.values)], sample.values)
             assert a[head, len(sample.values) :].eq(-torch.inf).all()
     error = (z / tau - (weights[:, None] @ values)[:, 0]).norm(dim=-1)
