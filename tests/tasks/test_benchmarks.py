@@ -223,7 +223,7 @@ def test_scbench_asks_each_context_its_turns(turns: Any) -> None:
     found = made.examples(shipped())
     assert len(found) == 9 * 2 * 2
     assert turns().compress_after == "context"
-    assert len(build_job(turns()).units()[0]) == 18
+    assert len(build_job(turns()).units.every) == 18
     assert {example.history for example in found} == {"golden"}
     pairs = {
         e.dataset: (e, f) for e, f in reversed(list(zip(found[::2], found[1::2], strict=True)))
@@ -324,6 +324,6 @@ def test_local_files_make_problems_and_aime_draws_eight_samples(tmp_path: Path, 
     job = build_job(config)
     sampling = Sampling(0.6, 0.95, 8) if name.startswith("aime") else Sampling()
     assert job.session.sampling == sampling
-    assert len(job.units()[0][0].record_ids) == sampling.samples
+    assert len(job.units.every[0].record_ids) == sampling.samples
     with pytest.raises(KVError, match="has no context; allowed: prompt"):
-        build_job(reasoning(name, tmp_path, "compress_after=context")).units()
+        build_job(reasoning(name, tmp_path, "compress_after=context")).units  # noqa: B018
