@@ -20,7 +20,6 @@ from support.stores import fill, make_record, rows_below
 
 from kvbench.methods import build_method
 from kvbench.records import durable
-from kvbench.records.durable import make_folder, replace
 from kvbench.records.read import FORMAT, StoreError, load_runs, read_records
 from kvbench.records.store import RecordStore, write_manifest
 from kvbench.run.runner import run_job
@@ -287,20 +286,3 @@ def test_what_is_no_file_is_neither_read_nor_waited_for(tmp_path: Path, kind: st
         path.rmdir() if kind == "folder" else path.unlink()
         if kept is not None:
             path.write_bytes(kept)
-
-
-def test_files_are_made_anew_and_folders_stay_inside(tmp_path: Path) -> None:
-    victim, contents = victims(tmp_path)
-    before = contents()
-    path = tmp_path / "a" / "b" / "file"
-    make_folder(path.parent, tmp_path)
-    for content in (b"1", b"2"):
-        path.with_name(".file.new").symlink_to(victim / "thesis.doc")
-        replace(path, content)
-    assert [p.name for p in path.parent.iterdir()] == ["file"]
-    assert path.read_bytes() == b"2"
-    (tmp_path / "a" / "c").symlink_to(victim)
-    for outside in ("a/c", "a/c/d", "a/b/../../victim"):
-        with pytest.raises(OSError, match="leads out of"):
-            make_folder(tmp_path / outside, tmp_path / "a")
-    assert contents() == before

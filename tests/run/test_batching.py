@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.faulty import with_session
 from support.jobs import Echo, make_job, records_of
 from support.prompts import facts, methods, unlike_prompts
 from support.tiny import tiny_model
@@ -21,9 +20,8 @@ from kvbench.engine.generate import run_batch
 from kvbench.kv import KVError
 from kvbench.records.read import load_run
 from kvbench.run import batching
-from kvbench.run import plan as plans
 from kvbench.run.batching import AUTO_MOST, check_batch_size, run_units
-from kvbench.run.plan import Outcome, TaskPlan, Unit
+from kvbench.run.plan import Outcome, Unit
 from kvbench.run.runner import run_job
 from kvbench.tasks.base import Example, PromptEncoder
 
@@ -244,27 +242,3 @@ def test_auto_doubles_until_twice_the_need_would_not_fit(
 def test_batch_size_is_a_number_or_auto(value: Any) -> None:
     with pytest.raises(KVError, match=r"batch_size is .*; allowed: an integer >= 1, or auto"):
         check_batch_size(value)
-
-
-def test_kernels_are_launched_once_before_anything_is_clocked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a GPU: a kernel's first launch compiles it. Every method once, of the first prompt; nothing is
-    recorded of it."""
-    job = make_job(tmp_path, echo=Echo(count=2))
-    session = with_session(job, device=torch.device("cuda")).session
-    runs: list[list[int]] = []
-    real = plans.run_conversations
-
-    def run(model: Any, prompts: Any, **how: Any) -> Any:
-        runs.append([p.conversations[0][0].stopping.max_new_tokens for p in prompts])
-        if len(runs) == 1:
-            raise RuntimeError("out of memory")
-        return real(model, prompts, **how)
-
-    monkeypatch.setattr(plans, "run_conversations", run)
-    assert isinstance(job.plan, TaskPlan)
-    for unit in job.units.mine:
-        outcomes = job.plan.run_batch([(unit, job.methods)], session)
-        assert [o.fields["status"] for o in outcomes[0]] == ["ok"] * 3
-    assert runs == [[2], [6], [6]]

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -154,47 +152,6 @@ def test_termination_waits_for_the_example_once() -> None:
             work(times, inside=inside)
         assert (stop.value.code, order) == (143, wanted)
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-# Disks and folders.
-
-
-@contextmanager
-def mounted(folder: Path, *options: str) -> Iterator[Path]:
-    """A file system of its own at `folder`, or a skip that says why not."""
-    folder.mkdir(exist_ok=True)
-    done = subprocess.run(["mount", *options, str(folder)], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"mounting is not permitted here: {done.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-@pytest.mark.slow
-def test_a_full_disk_is_one_line_and_the_records_stay(
-    server: ForkServer, tmp_path: Path, undisturbed: Records
-) -> None:
-    """A disk that is full at several points of a run in turn, the last of them after its records; then
-    one that is read-only."""
-    kept = []
-    with mounted(tmp_path / "runs", "-t", "tmpfs", "-o", "size=512k", "tmpfs") as disk:
-        for room in (0, 12, 24, 96):
-            (disk / "ballast").write_bytes(b"")
-            taken = os.statvfs(disk).f_bavail * 4 - room
-            (disk / "ballast").write_bytes(b"\0" * (taken * 1024))
-            child = server.kvbench(tmp_path, *FEW)
-            assert child.wait() == 1
-            assert "no space left" in one_line(child).lower()
-            kept.append(sum(map(len, rows_below(tmp_path).values())))
-        assert kept == sorted(kept), "nothing written is lost"
-        assert kept[0] == 0
-        assert rows_below(tmp_path) == first_of_each(undisturbed, 3)
-        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-        child = server.kvbench(tmp_path, *FEW, "experiment_name=new")
-        assert child.wait() == 1
-        assert "Read-only file system" in one_line(child)
 
 
 VANISH: dict[str, Callable[[Path], object]] = {
