@@ -28,7 +28,7 @@ from kvbench.tasks.base import Example, PromptEncoder
 
 @pytest.mark.parametrize(
     ("architecture", "compress_after"),
-    [("llama", "prompt"), ("llama", "context"), ("opt", "prompt")],
+    [("llama", "prompt"), pytest.param("opt", "context", marks=pytest.mark.slow)],
 )
 def test_a_batch_answers_what_its_prompts_answer_alone(
     architecture: str, compress_after: str
@@ -52,23 +52,20 @@ def test_a_batch_answers_what_its_prompts_answer_alone(
 
 @dataclass(frozen=True, kw_only=True)
 class Unlike(Echo):
-    """Examples that end at different tokens; one may have a letter of its own."""
-
-    odd: str = ""
+    """Examples that end at different tokens."""
 
     def examples(self, encoder: PromptEncoder) -> Sequence[Example]:
-        found = [
+        return [
             replace(example, max_new_tokens=3 + 2 * (i % 3), stop=("A",) if i % 2 else ())
             for i, example in enumerate(super().examples(encoder))
         ]
-        return [replace(e, context=e.context + self.odd) if e.id == "e2" else e for e in found]
 
 
 LABELS = ("exact", "exact_4bit", "h2o", "balancekv", "snapkv")
 
 
 def job(folder: Path, labels: Sequence[str] = LABELS, **changes: Any) -> Any:
-    task = Unlike(count=changes.pop("count", 7), odd=changes.pop("odd", ""))
+    task = Unlike(count=changes.pop("count", 7))
     picked = {label: method for label, method in methods().items() if label in labels}
     return make_job(folder, picked, **{"echo": task, **changes})
 
@@ -170,20 +167,6 @@ def test_an_example_that_fits_nowhere_leaves_the_others_their_batches(
         found = {row["example_id"]: row["status"] for row in rows}
         assert found == {f"e{i}": "oom" if i == 1 else "ok" for i in range(8)}
     assert batches(result) == sizes
-
-
-def test_an_example_that_fails_as_a_whole_fails_alone(tmp_path: Path) -> None:
-    made = []
-    for size in (1, 4):
-        one = job(tmp_path / str(size), ("exact", "h2o"), odd="z", batch_size=size)
-        (odd,) = one.session.tokenizer.encode("z")
-        with torch.no_grad():
-            one.session.model.model.embed_tokens.weight[odd] = float("nan")
-        made.append(scores(run_job(one)))
-    assert made[0] == made[1]
-    for rows in made[1].values():
-        assert [r["status"] for r in rows] == ["ok"] * 2 + ["error"] + ["ok"] * 4
-        assert "not finite" in rows[2]["error"]
 
 
 # The size itself.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -13,12 +12,8 @@ from typing import Any
 import pytest
 from support.command import FAST
 from support.fork_server import Child, ForkServer
-from support.jobs import make_job
 from support.stores import rows_below
 
-from kvbench.records.read import StoreError, read_records
-from kvbench.run.plan import TaskPlan
-from kvbench.run.runner import run_job
 from kvbench.run.termination import WAIT_NOTICE, Terminated, Termination
 
 EXAMPLES = 40
@@ -97,7 +92,13 @@ STALLS = {
 }
 
 
-@pytest.mark.parametrize("moment", STALLS)
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "an example without end",
+        *(pytest.param(m, marks=pytest.mark.slow) for m in STALLS if "an e" not in m),
+    ],
+)
 def test_terminated_at_any_moment_of_a_command(
     server: ForkServer, tmp_path: Path, undisturbed: Records, moment: str
 ) -> None:
@@ -115,6 +116,7 @@ def test_terminated_at_any_moment_of_a_command(
     assert rows_below(tmp_path) == first_of_each(undisturbed, 3)
 
 
+@pytest.mark.slow
 def test_a_kernel_that_never_returns_is_recorded_and_the_next_start_goes_on_after_it(
     server: ForkServer, tmp_path: Path
 ) -> None:
@@ -152,30 +154,3 @@ def test_termination_waits_for_the_example_once() -> None:
             work(times, inside=inside)
         assert (stop.value.code, order) == (143, wanted)
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-VANISH: dict[str, Callable[[Path], object]] = {
-    "removed": shutil.rmtree,
-    "moved": lambda folder: folder.rename(folder.with_name("elsewhere")),
-    "replaced by a file": lambda folder: (shutil.rmtree(folder), folder.write_text("")),
-}
-
-
-@pytest.mark.parametrize("how", VANISH)
-def test_a_folder_that_vanishes_during_the_run_ends_it_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
-    real, seen = TaskPlan.run, []
-
-    def run(self: TaskPlan, unit: Any, *rest: Any) -> Any:
-        seen.append(unit.id)
-        if unit.id == "e1":
-            VANISH[how](tmp_path / "e")
-        yield from real(self, unit, *rest)
-
-    monkeypatch.setattr(TaskPlan, "run", run)
-    with pytest.raises(StoreError, match="was removed or moved while the run wrote to it"):
-        run_job(make_job(tmp_path))
-    assert seen == ["e0", "e1"], "no hours of records that nobody finds"
-    for path in (tmp_path / "elsewhere").rglob("records.jsonl"):
-        assert len(read_records(path.parent)) == 1

@@ -34,7 +34,7 @@ def often(count: int, slow: int) -> Any:
     return pytest.mark.parametrize("count", [count, pytest.param(slow, marks=pytest.mark.slow)])
 
 
-@often(15, 500)
+@often(8, 500)
 def test_any_command_line(count: int) -> None:
     def check(arguments: list[str]) -> None:
         found = ended(arguments)
