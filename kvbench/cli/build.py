@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
 from pydoc import ErrorDuringImport, locate
@@ -20,7 +21,7 @@ from kvbench.cli.config import Settings, results_folder
 from kvbench.engine.loading import ModelSpec, resolve_device, resolve_dtype
 from kvbench.engine.sampling import Sampling
 from kvbench.errors import complain, first_line, nearest, presentable, printable
-from kvbench.errors.options import fitted, hints_of, refusal
+from kvbench.errors.options import fits, hints_of, refusal
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
 from kvbench.records.read import load_run
@@ -38,25 +39,25 @@ from kvbench.tasks.base import Task
 log = logging.getLogger(__name__)
 
 
-def constructed(node: object, key: str, kinds: Sequence[type]) -> Any:
-    """The object that a config's ``_target_`` names, made of the config's other keys.
+def constructed(node: object, key: str, *kinds: type) -> Any:
+    """The object of which a config names the class in ``_target_`` and has the options.
 
-    The class is looked up and found to be of an expected kind, and the keys to be options of it that
-    allow their values, before anything of it is called. Configs inside the config are made first; what
-    they may be, the hint of their option says.
+    The class is found to be of an expected kind, and its options to be there and to allow their
+    values, before anything of it is called. Configs inside the config are made first, of a class that
+    the hint of their option names.
 
     Args:
         node: the config as plain values.
         key: what the command line calls it.
-        kinds: classes of which the target must be a subclass; `Plan`: a class with its methods.
+        kinds: what the class must be derived from; `Plan`: a class with its methods.
 
     Raises:
         KVError: one line that names the key, its value and what is allowed.
     """
     named = node.get("_target_") if isinstance(node, Mapping) else None
-    words = " or ".join(kind.__name__ for kind in kinds) or "nothing made of a _target_"
+    words = " or ".join(kind.__name__ for kind in kinds) or "nothing that is made of a _target_"
     if not isinstance(node, Mapping) or not isinstance(named, str):
-        raise KVError(f"{key} is {node!r:.200}; allowed: a mapping whose _target_ is a {words}")
+        raise KVError(f"{key} is {node!r:.200}; allowed: a mapping with a _target_: {words}")
     try:
         target: Any = locate(named)
     except ErrorDuringImport as error:
@@ -69,15 +70,11 @@ def constructed(node: object, key: str, kinds: Sequence[type]) -> Any:
             continue
         if hints and name not in hints:
             allowed = ", ".join(hints)
-            raise KVError(
-                f"unknown key {name!r} of {key}{nearest(name, list(hints))}; allowed: {allowed}"
-            )
-        options[name] = _made_inside(value, f"{key}.{name}", _classes_in(hints.get(name)))
-        if name in hints:
-            try:
-                fitted(hints[name], options[name])
-            except ValueError as error:
-                raise KVError(refusal(f"{key}.{name}", value, hints[name])) from error
+            meant = nearest(name, list(hints))
+            raise KVError(f"unknown key {name!r} of {key}{meant}; allowed: {allowed}")
+        options[name] = _with_inner(value, f"{key}.{name}", *_classes_in(hints.get(name)))
+        if name in hints and not fits(hints[name], options[name]):
+            raise KVError(refusal(f"{key}.{name}", value, hints[name]))
     try:
         return target(**options)
     except TypeError as error:
@@ -90,20 +87,20 @@ def _is_kind(target: type, kind: type) -> bool:
     return issubclass(target, kind)
 
 
-def _made_inside(value: Any, key: str, kinds: Sequence[type]) -> Any:
-    """The value of an option, with what its configs make in their place."""
+def _with_inner(value: Any, key: str, *kinds: type) -> Any:
+    """The value of an option, with objects in place of the configs in it."""
     if isinstance(value, Mapping):
         if "_target_" in value:
-            return constructed(value, key, kinds)
-        return {name: _made_inside(inner, f"{key}.{name}", kinds) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_made_inside(inner, f"{key}.{at}", kinds) for at, inner in enumerate(value)]
+            return constructed(value, key, *kinds)
+        return {name: _with_inner(inner, f"{key}.{name}", *kinds) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_inner(inner, f"{key}.{at}", *kinds) for at, inner in enumerate(value)]
     return value
 
 
 def _classes_in(hint: Any) -> list[type]:
-    """The classes of ours that a hint names."""
-    if isinstance(hint, type) and hint.__module__.partition(".")[0] != "builtins":
+    """The classes with options that a hint names."""
+    if isinstance(hint, type) and not get_args(hint):
         return [hint] if is_dataclass(hint) or issubclass(hint, Task) else []
     return [found for part in get_args(hint) for found in _classes_in(part)]
 
@@ -119,22 +116,24 @@ def build_job(config: DictConfig, shared: dict[str, list[EncodedExample]] | None
     """
     settings = Settings.of(config)
     if settings.logger.get("name") == "wandb":
-        from kvbench.report.wandb.send import check_logger
+        from kvbench.report.wandb import check_logger
 
         try:
             check_logger(settings.logger["mode"], settings.logger["timeout_s"])
         except ValueError as error:
             raise KVError(str(error)) from error
     device = resolve_device(settings.device)
-    spec: ModelSpec = constructed(settings.model, "model", [ModelSpec])
-    budget = constructed(settings.budget, "budget", [Budget])
+    spec: ModelSpec = constructed(settings.model, "model", ModelSpec)
+    if not re.search(r"\w", spec.label):  # the store has nothing to call its folder
+        raise KVError(f"model.name is {spec.label!r}; allowed: text with a letter or digit in it")
+    budget = constructed(settings.budget, "budget", Budget)
     methods: dict[str, tuple[Method, Budget]] = {}
     method_configs: dict[str, Any] = {}
     for label, node in settings.methods.items():
-        method: Method = constructed(node, f"methods.{label}", [Method])
+        method: Method = constructed(node, f"methods.{label}", Method)
         method.quantization()  # refuses a scheme that cannot be
         methods[label], method_configs[label] = (method, budget), node
-    task: Any = constructed(settings.task, "task", [Task, Plan])
+    task: Any = constructed(settings.task, "task", Task, Plan)
     plan: Plan = TaskPlan(task, shared) if isinstance(task, Task) else task
     unhashed = task.unhashed if isinstance(task, Task) else ()
     if isinstance(plan, BringsRows):  # ways to generate that are no methods of ours
@@ -152,7 +151,7 @@ def build_job(config: DictConfig, shared: dict[str, list[EncodedExample]] | None
         compress_after=settings.compress_after,
         example_timeout=settings.example_timeout,
         decode=settings.decode,
-        sampling=constructed(settings.sampling, "sampling", [Sampling]),
+        sampling=constructed(settings.sampling, "sampling", Sampling),
     )
     extra: dict[str, Any] = {}
     if shared is None:
@@ -182,11 +181,11 @@ def build_job(config: DictConfig, shared: dict[str, list[EncodedExample]] | None
     )
 
 
-def run_config(config: DictConfig) -> tuple[Path, JobResult]:
-    """Run one job and print its tables. Returns the experiment's folder and what the job left."""
+def run_config(config: DictConfig) -> JobResult:
+    """Run one job and print its tables."""
+    from kvbench.report.build import tables_to_print
     from kvbench.report.experiment import Experiment, group_runs
-    from kvbench.report.render.terminal import print_tables
-    from kvbench.report.sections import tables_of
+    from kvbench.report.render import terminal
 
     job = build_job(config)
     title = presentable(f"{job.spec.label} x {job.task}")
@@ -194,12 +193,12 @@ def run_config(config: DictConfig) -> tuple[Path, JobResult]:
         result = run_job(job, show, termination.example)
     folder = job.results_dir / job.experiment
     runs = tuple(load_run(path) for path in result.folders.values())
-    print_tables(tables_of(Experiment(job.experiment, folder, runs, tuple(group_runs(runs)))))
+    terminal(tables_to_print(Experiment(job.experiment, folder, runs, tuple(group_runs(runs)))))
     if config.logger.name == "wandb" and result.complete:  # of several shards, the last logs
-        from kvbench.report.wandb.log import log_runs
+        from kvbench.report.wandb import log_runs
 
         log_runs(runs, **{str(key): config.logger[key] for key in config.logger if key != "name"})
-    return folder, result
+    return result
 
 
 def print_scores(folder: Path, *, every: bool) -> None:
@@ -208,27 +207,26 @@ def print_scores(folder: Path, *, every: bool) -> None:
     Args:
         every: also the table of each task, which jobs of other processes did not print here.
     """
+    from kvbench.report.build import tables_to_print
     from kvbench.report.experiment import load_experiment
-    from kvbench.report.render.terminal import print_tables
-    from kvbench.report.sections import tables_of
+    from kvbench.report.render import terminal
 
-    tables = tables_of(load_experiment(folder))
+    tables = tables_to_print(load_experiment(folder))
     overviews = [table for table in tables if table.name.startswith("overview-")]
-    print_tables(tables if every or not overviews else overviews)
+    terminal(tables if every or not overviews else overviews)
 
 
 def finish(folder: Path) -> None:
-    """Rebuild the experiment's tables, figures and page from its records; print where they are. Of several
-    processes that finish at once, one builds at a time."""
+    """Rebuild the experiment's tables, figures and page from its records; print where they are.
+    Several processes that finish at once take turns."""
     from kvbench.report.build import build_report
-    from kvbench.report.wandb.overview import log_overview
-    from kvbench.report.wandb.send import not_taken
+    from kvbench.report.wandb import log_overview, not_taken
 
     with FileLock(folder / ".lock-report"):
         paths = build_report(folder)
     for warning in paths.warnings:
         complain(warning)
-    log_overview(folder, paths.scores, paths.manifest)
+    log_overview(folder, paths)
     print(printable(f"page: {paths.page}"))
     runs = sorted((folder / "wandb").glob("offline-run-*"))
     if runs:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Le, MinLen, Predicate
 from hydra import initialize_config_dir
 from hydra._internal.hydra import Hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -21,20 +21,26 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
-from kvbench.cli.catalogue import catalogue, config_dir
-from kvbench.cli.papers import experiment_called
-from kvbench.errors import UserError, first_line, names_a_secret, nearest, needs_extra, text_of
+from kvbench import __version__
+from kvbench.cli.catalogue import catalogue, config_dir, experiment_called
+from kvbench.errors import (
+    UserError,
+    first_line,
+    names_a_secret,
+    nearest,
+    needs_extra,
+    presentable,
+    text_of,
+)
 from kvbench.errors.options import (
     Count,
     NonNegative,
     Positive,
-    Text,
     Whole,
     check_options,
     hints_of,
-    passing,
 )
 from kvbench.records.shards import Shard
 
@@ -47,8 +53,8 @@ GROUPS = ("model", "task", "method", "logger", "launcher", "experiment")
 
 
 def expanded(overrides: Sequence[str]) -> list[str]:
-    """The overrides with ``model=<Hub id or folder>`` as ``model=hf model.path=<...>`` and experiments by
-    their own names in place of older ones.
+    """The overrides with ``model=<Hub id or folder>`` as ``model=hf model.path=<...>``, and experiments
+    by their own names in place of older ones.
 
     Raises:
         UserError: a value that the results would keep and must not.
@@ -64,14 +70,14 @@ def expanded(overrides: Sequence[str]) -> list[str]:
                 "(HF_TOKEN, WANDB_API_KEY)"
             )
         if key == "experiment":
-            found.append(f"experiment={','.join(map(experiment_called, values))}")
+            text = f"experiment={','.join(map(experiment_called, values))}"
         elif key == "model" and "model.path" not in given and all(map(_is_path, values)):
-            found += ["model=hf", f"model.path={value}"]
+            found.append("model=hf")
+            text = f"model.path={value}"
             name = Path(values[0]).name
-            if "model.name" not in given and Path(values[0]).is_dir() and len(values) == 1:
-                found += [f"model.name={name}"] if re.fullmatch(r"[A-Za-z][\w.-]*", name) else []
-        else:
-            found.append(text)
+            if re.fullmatch(r"[A-Za-z][\w.-]*", name) and Path(value).is_dir():
+                found += [] if "model.name" in given else [f"model.name={name}"]
+        found.append(text)
     return found
 
 
@@ -102,19 +108,6 @@ def hydra_of_conf() -> Iterator[Hydra]:
             raise UserError(explain(error)) from error
 
 
-def composed(hydra: Hydra, overrides: Sequence[str], mode: RunMode = RunMode.RUN) -> DictConfig:
-    """The config of these overrides, Hydra's part included; of a sweep without the keys in which its jobs
-    differ.
-
-    Raises:
-        UserError: what cannot be composed, and what is allowed.
-    """
-    with explaining():
-        config = hydra.compose_config("config", list(overrides), mode)
-    HydraConfig.instance().set_config(config)  # for interpolations that ask Hydra
-    return config
-
-
 @contextmanager
 def explaining() -> Iterator[None]:
     """Turns what Hydra raises while it composes into a `UserError` of one line."""
@@ -126,47 +119,44 @@ def explaining() -> Iterator[None]:
         raise UserError(explain(error)) from error
 
 
+def composed(hydra: Hydra, overrides: Sequence[str], mode: RunMode = RunMode.RUN) -> DictConfig:
+    """The config of these overrides, Hydra's part included; of a sweep without the keys in which
+    its jobs differ.
+
+    Raises:
+        UserError: what cannot be composed, and what is allowed.
+    """
+    with explaining():
+        config = hydra.compose_config("config", list(overrides), mode)
+    HydraConfig.instance().set_config(config)  # for interpolations that ask Hydra
+    return config
+
+
 def explain(error: BaseException) -> str:
-    """One line for what cannot be composed: the thing, the value, what is allowed, the nearest to it."""
+    """One line for what cannot be composed: the thing, the value, what is allowed, the nearest."""
     text = " ".join(text_of(error).split()) or f"Hydra cannot compose this ({type(error).__name__})"
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     missing = re.search(r"Could not (?:find|load) '([^']+)/([^'/]*)'", text)
-    if missing:
-        group, choice = missing.groups()
-        if group == "hydra/launcher":
-            return "launcher: " + needs_extra("hydra-submitit-launcher", "slurm")
-        names = list(catalogue(group)) if group in GROUPS else []
-        return f"unknown {group} {choice!r}{nearest(choice, names)}; allowed: {', '.join(names)}"
-    if isinstance(error, OverrideParseException):
+    parent, key = getattr(cause, "parent_node", None), str(getattr(cause, "key", ""))
+    if missing and missing[1] == "hydra/launcher":
+        return "launcher: " + needs_extra("hydra-submitit-launcher", "slurm")
+    if missing and missing[1] in GROUPS:
+        what, key, names = missing[1], missing[2], list(catalogue(missing[1]))
+    elif isinstance(parent, DictConfig) and "not in" in str(cause):
+        names = [str(name) for name in parent._value() or {} if not str(name).startswith("_")]
+        what = f"key of {str(cause.full_key).removesuffix(key).rstrip('.')}"  # type: ignore[union-attr]
+        if what == "key of ":
+            what, names = "key", sorted({*names, *GROUPS})
+            nodes = ((n, parent._value().get(n)) for n in names)
+            names += [f"{n}.{key}" for n, v in nodes if isinstance(v, DictConfig) and key in v]
+    elif isinstance(error, OverrideParseException):
+        meant = nearest(error.override, ("list", "show", "reproduce", "released"))
         return (
-            f"cannot read {error.override!r}{nearest(error.override, ('list', 'show', 'released'))}; "
-            "allowed: key=value, key=[a,b], and quotes around what has brackets, blanks or = in it"
+            f"cannot read {error.override!r}{meant}; allowed: key=value, with quotes around ()[],"
         )
-    if isinstance(cause, MissingMandatoryValue):
-        return f"{cause.full_key} has no value; allowed: {cause.full_key}=..."
-    parent = getattr(cause, "parent_node", None)
-    if "not in" in text_of(cause or error) and isinstance(parent, DictConfig):
-        return _unknown_key(parent, str(getattr(cause, "key", "")), str(cause.full_key))  # type: ignore[union-attr]
-    return f"{text}: {first_line(cause)}" if cause is not None and cause is not error else text
-
-
-def _unknown_key(parent: DictConfig, key: str, full_key: str) -> str:
-    names = [str(name) for name in parent]
-    if not isinstance(parent._value(), dict):
-        return f"{full_key!r} is unknown: what it is in has no keys"
-    where = full_key.removesuffix(key).rstrip(".")
-    if where:
-        return (
-            f"unknown key {key!r} of {where}{nearest(key, names)}; allowed: "
-            f"{', '.join(name for name in names if not name.startswith('_'))}"
-        )
-    names = sorted({*names, *GROUPS} - {"hydra"})
-    nodes = ((name, parent._get_node(name)) for name in names if name in parent)
-    inner = [
-        f"{name}.{key}" for name, node in nodes if isinstance(node, DictConfig) and key in node
-    ]
-    meant = f" (did you mean {' or '.join(inner)}?)" if inner else nearest(key, names)
-    return f"unknown key {key!r}{meant}; allowed: {', '.join(names)}"
+    else:
+        return text if cause in (None, error) else f"{text}: {first_line(cause)}"  # type: ignore[arg-type]
+    return f"unknown {what} {key!r}{nearest(key, names)}; allowed: {', '.join(names)}"
 
 
 def is_folder_name(value: object) -> bool:
@@ -176,24 +166,29 @@ def is_folder_name(value: object) -> bool:
     return bool(re.fullmatch(r"[\w+=@-][\w.+=@-]*", value))
 
 
-FolderName = passing(is_folder_name, "a folder's name")
+FolderName = Annotated[str, Predicate(is_folder_name), "a folder's name"]
+Folder = Annotated[
+    str,
+    Predicate(lambda text: bool(text) and "\0" not in text),
+    Predicate(lambda text: all(len(part.encode()) <= 255 for part in Path(text).parts)),
+    "a folder, in UTF-8, names of at most 255 bytes",
+]
 Keys = Annotated[Mapping[str, Any], "its keys"]
-Chosen = passing(
-    lambda value: (
-        isinstance(value, Mapping) and all(isinstance(v, Mapping) for v in value.values())
-    ),
-    "method=[...] to choose them, methods.<method>.<option>=... to set their options",
-)
-Device = passing(
-    lambda v: isinstance(v, str) and bool(re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", v)),
+Chosen = Annotated[
+    Mapping[str, Any],
+    MinLen(1),
+    "method=[...] to choose one or more, methods.<method>.<option>=... to set options",
+]
+Device = Annotated[
+    str,
+    Predicate(lambda text: bool(re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", text))),
     "auto | cpu | mps | cuda | cuda:N",
-)
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The keys of a composed config and what each may be; conf/config.yaml has their defaults and says
-    what they are."""
+    """The keys of a composed config and what each may be; conf/config.yaml has their defaults."""
 
     model: Keys
     task: Keys
@@ -203,7 +198,7 @@ class Settings:
     logger: Keys
     launcher: Keys
     experiment_name: FolderName
-    results_dir: Text
+    results_dir: Folder
     task_label: FolderName
     seed: Whole
     limit: Count | None
@@ -235,31 +230,28 @@ class Settings:
             if key not in known:
                 names = ", ".join(known)
                 raise UserError(f"unknown key {key!r}{nearest(key, list(known))}; allowed: {names}")
-        for key in known:
-            if key not in values:
-                raise UserError(f"{key} is missing; allowed: {key}=...")
-        made = Settings(**values)
+        made = Settings(**{key: values.get(key) for key in known})
         check_options(made, "", UserError)
         Shard.parse(made.shard)
-        if not made.methods:
-            raise UserError("method is empty; allowed: one or more of kvbench list methods")
         return made
 
+    def announcement(self, jobs: int = 1) -> str:
+        """What will be run and where it goes; told first, as importing torch takes seconds."""
+        what = f"{self.model.get('name')} x {self.task_label}, {len(self.methods)} methods"
+        what = what if jobs == 1 else f"{jobs} jobs, the first: {what}"
+        where = "(dry run)" if self.dry_run else f"-> {self.results_dir}/{self.experiment_name}"
+        return presentable(f"kvbench {__version__}: {what} {where}")
 
-def results_folder(value: object) -> Path:
+
+def results_folder(value: str) -> Path:
     """The folder for results that a config names, ``~`` expanded.
 
     Raises:
-        UserError: it cannot be a folder's name: no text, not UTF-8, a name too long, an unknown user.
+        UserError: ``~`` names no user of this machine.
     """
     try:
-        if isinstance(value, str) and value and "\0" not in value:
-            folder = Path(value).expanduser()
-            if all(len(part.encode()) <= 255 for part in folder.parts):
-                return folder
-    except (RuntimeError, UnicodeEncodeError):  # no such user, or bytes that are no text
-        pass
-    raise UserError(
-        f"results_dir is {value!r:.300}; allowed: a folder, in UTF-8, names of at most 255 bytes, and "
-        "after ~ no user but one of this machine"
-    )
+        return Path(value).expanduser()
+    except RuntimeError as error:
+        raise UserError(
+            f"results_dir is {value!r}; allowed: after ~ a user of this machine"
+        ) from error

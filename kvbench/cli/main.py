@@ -13,17 +13,15 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from hydra._internal.hydra import Hydra
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from kvbench import __version__
-from kvbench.cli.catalogue import KINDS, catalogue, config_dir
-from kvbench.cli.config import GROUPS, Settings, composed, expanded, hydra_of_conf
-from kvbench.cli.jobs import JobOutcome, Jobs, announce, report_error
-from kvbench.cli.papers import experiment_lines
+from kvbench.cli.catalogue import KINDS, catalogue, config_dir, experiment_lines
+from kvbench.cli.config import GROUPS, Settings, composed, expanded, explaining, hydra_of_conf
+from kvbench.cli.jobs import JobOutcome, Jobs, report_error
 from kvbench.cli.reproduce import reproduce
 from kvbench.errors import FAILED, UserError, complain, nearest, redact
 from kvbench.run.termination import TERMINATED, Terminated, Termination
@@ -71,12 +69,10 @@ def main(argv: Sequence[str] | None = None, outcomes: list[JobOutcome] | None = 
 
 def list_kind(arguments: Sequence[str]) -> int:
     """``kvbench list <kind>``."""
-    kinds = ", ".join(KINDS)
-    if len(arguments) != 1:
-        raise UserError(f"list takes one of: {kinds}")
-    kind = arguments[0].removesuffix("s") + "s"
+    kind = " ".join(arguments).removesuffix("s") + "s"
     if kind not in KINDS:
-        raise UserError(f"cannot list {arguments[0]!r}{nearest(kind, KINDS)}; allowed: {kinds}")
+        allowed = ", ".join(KINDS)
+        raise UserError(f"cannot list {arguments}{nearest(kind, KINDS)}; allowed: one of {allowed}")
     lines = experiment_lines() if kind == "experiments" else catalogue(kind)
     width = max(map(len, lines), default=0)
     for name, text in lines.items():
@@ -87,11 +83,8 @@ def list_kind(arguments: Sequence[str]) -> int:
 def show_config(arguments: Sequence[str]) -> int:
     """``kvbench show key=value ...``: the config these overrides compose to, resolved; above it, as
     comments, how the experiment differs from the paper that it stands beside."""
-    from kvbench.report.tables.differences import comments_on
+    from kvbench.report.papers import comments_on
 
-    for argument in arguments:
-        if argument.startswith("-"):
-            raise UserError(f"show has no option {argument!r}; allowed: key=value")
     with hydra_of_conf() as hydra:
         settings = Settings.of(composed(hydra, expanded(arguments)))
     comments = "".join(f"{line}\n" for line in comments_on(settings.paper_table))
@@ -100,7 +93,7 @@ def show_config(arguments: Sequence[str]) -> int:
 
 
 def run(arguments: Sequence[str], outcomes: list[JobOutcome] | None = None) -> int:
-    """A job, or the jobs of a sweep.
+    """Run a job, or the jobs of a sweep; print what they came to.
 
     Returns:
         The exit status.
@@ -113,29 +106,32 @@ def run(arguments: Sequence[str], outcomes: list[JobOutcome] | None = None) -> i
         print(f"kvbench {__version__}")
         return 0
     if options.help or not arguments:
-        _print_help(whole=options.help)
+        first, _, rest = (config_dir() / "help.txt").read_text("utf-8").partition("\n\n\n")
+        groups = "\n".join(f"  {group}: {', '.join(catalogue(group))}" for group in GROUPS)
+        print(first + ("\n\n" + rest.rstrip().format(groups=groups) if options.help else ""))
         return 0
     jobs = Jobs([sys.argv[0], *arguments], outcomes)
+    overrides = expanded(options.overrides)
+    if options.verbose:
+        overrides.append(f"hydra.verbose={'kvbench' if options.verbose == 1 else 'true'}")
+    if options.config_dir is not None:
+        if not Path(options.config_dir).is_dir():
+            raise UserError(
+                f"--config-dir is {options.config_dir!r}; allowed: a folder of YAML files"
+            )
+        overrides.append(f"hydra.searchpath=['file://{Path(options.config_dir).resolve()}']")
     with hydra_of_conf() as hydra:
         if options.shell_completion:
-            return _complete(hydra, options.overrides)
-        overrides = expanded(options.overrides)
-        if options.verbose:
-            overrides.append(f"hydra.verbose={'kvbench' if options.verbose == 1 else 'true'}")
-        if options.config_dir is not None:
-            if not Path(options.config_dir).is_dir():
-                raise UserError(
-                    f"--config-dir is {options.config_dir!r}; allowed: a folder with YAML files"
-                )
-            overrides.append(f"hydra.searchpath=['file://{Path(options.config_dir).resolve()}']")
+            with explaining():
+                hydra.shell_completion("config", options.overrides)
+            return 0
         every = composed(hydra, overrides, RunMode.MULTIRUN)
-        sweep = options.multirun or every.hydra.mode == RunMode.MULTIRUN
-        sweep = sweep or OmegaConf.select(every, "shards") is not None
-        if sweep:
+        shards = OmegaConf.select(every, "shards") is not None
+        if options.multirun or shards or every.hydra.mode == RunMode.MULTIRUN:
             hydra.multirun("config", jobs, overrides)
         else:
             settings = Settings.of(composed(hydra, overrides))
-            announce(settings)
+            print(settings.announcement(), flush=True)
             if settings.dry_run:
                 jobs.check(composed(hydra, overrides))
             else:
@@ -143,13 +139,12 @@ def run(arguments: Sequence[str], outcomes: list[JobOutcome] | None = None) -> i
     if jobs.folders or jobs.status:
         from kvbench.cli.build import finish, print_scores
 
-        several = len(jobs.outcomes) > 1
-        for folder in jobs.folders if several or jobs.elsewhere else []:
-            print_scores(Path(folder), every=jobs.elsewhere)
-        if several:
+        if len(jobs.outcomes) > 1:
+            for folder in jobs.folders:
+                print_scores(folder, every=jobs.elsewhere)
             jobs.print_summary()
         for folder in jobs.folders:
-            finish(Path(folder))
+            finish(folder)
     return jobs.status
 
 
@@ -176,25 +171,3 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
 
     parser.error = refuse  # type: ignore[method-assign]
     return parser.parse_intermixed_args(list(arguments))
-
-
-def _print_help(*, whole: bool) -> None:
-    """conf/help.txt, with what there is to choose from; not whole: its first part."""
-    text = (config_dir() / "help.txt").read_text(encoding="utf-8")
-    first, _, rest = text.partition("\n\n\n")
-    groups = "\n".join(f"  {group}: {', '.join(catalogue(group))}" for group in GROUPS)
-    print(first + ("\n\n" + rest.format(groups=groups) if whole else "\n").rstrip("\n"))
-
-
-def _complete(hydra: Hydra, words: Sequence[Any]) -> int:
-    """Hydra's tab completion."""
-    shells = [f"{verb}={shell}" for verb in ("install", "uninstall", "query") for shell in _SHELLS]
-    if len(words) != 1 or words[0] not in shells:
-        raise UserError(
-            f"--shell-completion takes one of install=, uninstall=, query= and {', '.join(_SHELLS)}"
-        )
-    hydra.shell_completion("config", list(words))
-    return 0
-
-
-_SHELLS = ("bash", "fish", "zsh")

@@ -19,6 +19,7 @@ from kvbench.engine.stopping import Stopping
 from kvbench.errors import one_line
 from kvbench.kv import Budget, BudgetExceeded, KVError
 from kvbench.methods.base import Method
+from kvbench.records.figures import Heatmap, as_json
 from kvbench.records.shards import Shard
 from kvbench.run.encoding import (
     ContextGroup,
@@ -197,15 +198,14 @@ class TaskPlan:
 
     def meta(self) -> dict[str, Any]:
         """See `Plan.meta`."""
-        axes = self.task.heatmap
-        heatmap = None if axes is None else {"kind": "heatmap", "x": axes[0], "y": axes[1]}
+        xy = self.task.heatmap
         return {
             "version": self.task.version,
             "data": dict(self.task.digests()),
             "score_unit": self.task.score_unit,
             "lower_is_better": False,
             "breakdown": list(self.task.breakdown),
-            "figures": [] if heatmap is None else [{**heatmap, "value": "score"}],
+            "figures": as_json([Heatmap(x=xy[0], y=xy[1])] if xy else []),
             "unit": self.task.unit,
             "measures": list(self.task.measures),
         }
