@@ -116,7 +116,7 @@ def build_job(config: DictConfig, shared: dict[str, list[EncodedExample]] | None
     """
     settings = Settings.of(config)
     if settings.logger.get("name") == "wandb":
-        from kvbench.report.wandb.send import check_logger
+        from kvbench.report.wandb import check_logger
 
         try:
             check_logger(settings.logger["mode"], settings.logger["timeout_s"])
@@ -183,9 +183,9 @@ def build_job(config: DictConfig, shared: dict[str, list[EncodedExample]] | None
 
 def run_config(config: DictConfig) -> JobResult:
     """Run one job and print its tables."""
+    from kvbench.report.build import tables_to_print
     from kvbench.report.experiment import Experiment, group_runs
-    from kvbench.report.render.terminal import print_tables
-    from kvbench.report.sections import tables_of
+    from kvbench.report.render import terminal
 
     job = build_job(config)
     title = presentable(f"{job.spec.label} x {job.task}")
@@ -193,9 +193,9 @@ def run_config(config: DictConfig) -> JobResult:
         result = run_job(job, show, termination.example)
     folder = job.results_dir / job.experiment
     runs = tuple(load_run(path) for path in result.folders.values())
-    print_tables(tables_of(Experiment(job.experiment, folder, runs, tuple(group_runs(runs)))))
+    terminal(tables_to_print(Experiment(job.experiment, folder, runs, tuple(group_runs(runs)))))
     if config.logger.name == "wandb" and result.complete:  # of several shards, the last logs
-        from kvbench.report.wandb.log import log_runs
+        from kvbench.report.wandb import log_runs
 
         log_runs(runs, **{str(key): config.logger[key] for key in config.logger if key != "name"})
     return result
@@ -207,27 +207,26 @@ def print_scores(folder: Path, *, every: bool) -> None:
     Args:
         every: also the table of each task, which jobs of other processes did not print here.
     """
+    from kvbench.report.build import tables_to_print
     from kvbench.report.experiment import load_experiment
-    from kvbench.report.render.terminal import print_tables
-    from kvbench.report.sections import tables_of
+    from kvbench.report.render import terminal
 
-    tables = tables_of(load_experiment(folder))
+    tables = tables_to_print(load_experiment(folder))
     overviews = [table for table in tables if table.name.startswith("overview-")]
-    print_tables(tables if every or not overviews else overviews)
+    terminal(tables if every or not overviews else overviews)
 
 
 def finish(folder: Path) -> None:
     """Rebuild the experiment's tables, figures and page from its records; print where they are.
     Several processes that finish at once take turns."""
     from kvbench.report.build import build_report
-    from kvbench.report.wandb.overview import log_overview
-    from kvbench.report.wandb.send import not_taken
+    from kvbench.report.wandb import log_overview, not_taken
 
     with FileLock(folder / ".lock-report"):
         paths = build_report(folder)
     for warning in paths.warnings:
         complain(warning)
-    log_overview(folder, paths.scores, paths.manifest)
+    log_overview(folder, paths)
     print(printable(f"page: {paths.page}"))
     runs = sorted((folder / "wandb").glob("offline-run-*"))
     if runs:

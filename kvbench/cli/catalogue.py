@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from kvbench.report.tables.differences import paper_folders
+from kvbench.report.papers import paper_folders
 
 KINDS = ("methods", "models", "tasks", "experiments", "loggers", "launchers")
 

@@ -83,7 +83,7 @@ def list_kind(arguments: Sequence[str]) -> int:
 def show_config(arguments: Sequence[str]) -> int:
     """``kvbench show key=value ...``: the config these overrides compose to, resolved; above it, as
     comments, how the experiment differs from the paper that it stands beside."""
-    from kvbench.report.tables.differences import comments_on
+    from kvbench.report.papers import comments_on
 
     with hydra_of_conf() as hydra:
         settings = Settings.of(composed(hydra, expanded(arguments)))

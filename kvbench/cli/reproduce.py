@@ -54,7 +54,7 @@ def reproduce(arguments: Sequence[str], run: Run) -> int:
     if name != ALL:
         lines = command_lines(name, overrides)
         return max(run_script(line) if line[0][:7] == "script=" else run(line) for line in lines)
-    from kvbench.report.render.landing import write_landing
+    from kvbench.report.page import write_index
 
     items = [item for item in paper_items().values() if item.status not in ("no data", "missing")]
     within = {line for item in items for line in item.runs}  # those that others bring with them
@@ -70,7 +70,7 @@ def reproduce(arguments: Sequence[str], run: Run) -> int:
             folders.append(_config_of(experiment).experiment_name)
     given = dict(text.partition("=")[::2] for text in overrides)
     place = results_folder(given.get("results_dir", "runs"))
-    print(f"page: {write_landing([place / name for name in dict.fromkeys(folders)])}")
+    print(f"page: {write_index([place / name for name in dict.fromkeys(folders)])}")
     return max(statuses)
 
 

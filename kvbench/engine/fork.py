@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -12,10 +12,15 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from kvbench.engine.attention import LayerCall
-from kvbench.engine.cache import LayerCache, RaggedCache
+from kvbench.engine.cache import (
+    LayerCache,
+    RaggedCache,
+    RecompressedCache,
+    attend_branches,
+    branch_of,
+    rows_by_base,
+)
 from kvbench.engine.faults import release_frames
-from kvbench.engine.recompress import RecompressedCache
-from kvbench.engine.shared import attend_branches, branch_of, merged, rows_by_base
 from kvbench.engine.states import PassingCache, State, clone_of, joined_cache, state_bytes
 from kvbench.kernels.elapsed import Elapsed
 from kvbench.kernels.philox import to_device
@@ -70,10 +75,11 @@ class Cost:
 
     def record(self) -> dict[str, Any]:
         """The fields of a record, but for `prompt_tokens`; `budget_preset` only where there is one."""
-        fields = {name: value for name, value in asdict(self).items() if name != "prompt_tokens"}
+        names = [field.name for field in fields(Cost) if field.name != "prompt_tokens"]
+        found = {name: getattr(self, name) for name in names}
         if self.budget_preset is None:
-            del fields["budget_preset"]
-        return fields | {"ratio": self.ratio}
+            del found["budget_preset"]
+        return found | {"ratio": self.ratio}
 
 
 @dataclass
@@ -166,10 +172,6 @@ class Fork:
             compressible=list(self.compressible),
             carried=dict(self.carried),
         )
-
-    def merged(self) -> Fork:
-        """Of a branch, a fork that holds all entries itself."""
-        return replace(self, layers={index: merged(layer) for index, layer in self.layers.items()})
 
     def carry_to(self, device: torch.device) -> None:
         """What the method noted at earlier layers, on the device of the next."""

@@ -26,9 +26,8 @@ from kvbench.lm_eval.local import write_tasks
 from kvbench.lm_eval.scoring import Answer, Codec, answer_requests
 from kvbench.run.plan import Methods, Outcome, Unit, measured, status_of
 from kvbench.run.session import Session
-from kvbench.tasks.base import TaskError
-from kvbench.tasks.haystack import file_digests
-from kvbench.tasks.options import Tokens
+from kvbench.tasks.base import TaskError, Tokens
+from kvbench.tasks.data import file_digests
 
 log = logging.getLogger(__name__)
 

@@ -84,22 +84,12 @@ class MInference(Method):
         super().__post_init__()
         _module(CLUSTERS[self.cluster][0])
 
-    @property
-    def _pyramid(self) -> PyramidKV:
-        """The same layer budgets as the package's, for the audit."""
-        return PyramidKV(beta=self.beta, budgets="released")
-
-    def layer_capacity(self, budget: Budget, n: int, layer_index: int, num_layers: int) -> int:
-        """Entries per query head this layer may hold."""
+    def layer_capacities(self, budget: Budget, n: int, num_layers: int) -> list[int]:
+        """Entries per query head; of `pyramidkv` by the package's formula, more than the budget."""
         if self.cluster == "pyramidkv":
-            return self._pyramid.layer_capacity(budget, n, layer_index, num_layers)
-        return budget.capacity(n)
-
-    def total_capacity(self, budget: Budget, n: int, num_layers: int) -> int:
-        """num_layers * capacity; for `pyramidkv` the larger sum of the package's formula."""
-        if self.cluster == "pyramidkv":
-            return self._pyramid.total_capacity(budget, n, num_layers)
-        return num_layers * budget.capacity(n)
+            released = PyramidKV(beta=self.beta, budgets="released")
+            return released.layer_capacities(budget, n, num_layers)
+        return [budget.capacity(n)] * num_layers
 
     def _make(self, layer: LayerKV, budget: Budget) -> Any:
         """The package's cluster for this layer.
@@ -119,24 +109,17 @@ class MInference(Method):
                 f"budget.window is {budget.window} and the capacity {capacity}; minference's "
                 f"{self.cluster} allows: a window of 1 or more, less than the capacity"
             )
-        options: dict[str, Any] = {
-            "window_size": budget.window,
-            "max_capacity_prompt": capacity,
-            "kernel_size": self.kernel_size,
-            "pooling": self.pooling,
-        }
-        if self.cluster == "pyramidkv":
-            if layer.num_layers < 2:
-                raise KVError(
-                    "minference's pyramidkv divides by the number of layers less one; "
-                    "allowed: models with two or more full-attention layers"
-                )
-            options |= {
-                "num_hidden_layers": layer.num_layers,
-                "layer_idx": layer.layer_index,
-                "beta": self.beta,
-            }
-        return cluster(**options)
+        shape = {"window_size": budget.window, "max_capacity_prompt": capacity}
+        how = {"kernel_size": self.kernel_size, "pooling": self.pooling}
+        if self.cluster == "snapkv":
+            return cluster(**shape, **how)
+        if layer.num_layers < 2:
+            raise KVError(
+                "minference's pyramidkv divides by the number of layers less one; "
+                "allowed: models with two or more full-attention layers"
+            )
+        place = {"num_hidden_layers": layer.num_layers, "layer_idx": layer.layer_index}
+        return cluster(**shape, **how, **place, beta=self.beta)
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """What the package's cluster keeps, ascending: [batch, heads, c, head_dim].

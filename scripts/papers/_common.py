@@ -21,9 +21,8 @@ from hydra.errors import HydraException
 from hydra.utils import instantiate
 from kvbench.engine.capture import capture_layers
 
+from kvbench.cli.catalogue import config_dir, paper_folders
 from kvbench.cli.config import expanded
-from kvbench.cli.catalogue import config_dir
-from kvbench.cli.catalogue import paper_folders
 from kvbench.engine.loading import full_attention_layers, resolve_device, resolve_dtype
 from kvbench.errors import UserError, complain
 from kvbench.kv import LayerKV

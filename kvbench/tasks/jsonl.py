@@ -1,0 +1,510 @@
+"""Data of one's own as a task, and published benchmarks that need nothing else.
+
+Rows are JSON lines (or a JSON list, or parquet) or come from the Hub; `fields` says which of a row's
+fields is the context, the question and the answers, `template` makes the prompt of them, `metric`
+scores the answer. A benchmark is several such data sets (`subsets`), each with what differs.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from itertools import chain, islice, zip_longest
+from typing import Annotated, Any, ClassVar, Literal
+
+import regex
+from annotated_types import Ge
+
+from kvbench.errors import nearest
+from kvbench.errors.options import Count, Distinct
+from kvbench.tasks.base import Example, NewTokens, PromptEncoder, Task, TaskError
+from kvbench.tasks.data import Source
+from kvbench.tasks.encoding import encode_context, encode_question, parted
+from kvbench.tasks.metrics import METRICS, REGEX_SECONDS, Key
+from kvbench.tasks.template import PromptTemplate
+
+Row = Mapping[str, Any]
+MARK = "\ue000\ue001"
+"""Stands behind the context while a template is rendered, to tell where the question begins."""
+ROLES = ("context", "question", "answers", "questions", "choices", "id", "dataset")
+"""What a field of a row may stand for."""
+USUAL = {"context": "context", "question": "question", "answers": "answers"}
+"""Fields that stand for what they are called."""
+OF_SUBSETS = (
+    *("file", "local", "archive", "config", "split", "dataset", "revision", "fields", "extract"),
+    *("template", "answer_prefix", "metric", "pattern", "chat", "max_new_tokens", "stop"),
+    "merge_answers",
+)
+HISTORIES = {None: "none", True: "golden", False: "own"}
+"""What `golden_turns` says of an example's history."""
+
+
+# rows
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One question of a row.
+
+    Attributes:
+        fields: of the row, those of the question's own object over them: what a template may print.
+    """
+
+    question: str
+    answers: tuple[str, ...]
+    choices: tuple[str, ...]
+    fields: Row
+
+
+@dataclass(frozen=True)
+class Reader:
+    """What the fields of a row stand for.
+
+    Attributes:
+        fields: by role, a field's name, a template (``{{ text[:100] }}``), or None for nothing.
+        extract: further fields by name: a field, and a regular expression on it.
+    """
+
+    fields: Mapping[str, str | None]
+    extract: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def extended(self, row: Row, place: str) -> Row:
+        """The row with the fields that are extracted from others.
+
+        Raises:
+            TaskError: a pattern that is not found.
+        """
+        found = dict(row)
+        for name, (source, pattern) in self.extract.items():
+            text = str(self.field(source, row, place, f"extract.{name}"))
+            match = regex.search(pattern, text, timeout=REGEX_SECONDS)
+            if match is None:
+                raise TaskError(
+                    f"jsonl: {place}: field {source!r} is {_shown(text)}, without {pattern!r} "
+                    f"(task.extract.{name}); allowed: text with it"
+                )
+            found[name] = match[1] if match.re.groups else match[0]
+        return found
+
+    def value(self, role: str, row: Row, place: str) -> Any:
+        """What a row has for a role; None where no field stands for it.
+
+        Raises:
+            TaskError: the row has no such field: one line with those there are.
+        """
+        name = self.fields.get(role)
+        if name is None:
+            return None
+        if "{{" in name:
+            return PromptTemplate(f"fields.{role}", name).render(row)
+        return self.field(name, row, place, f"fields.{role}")
+
+    @staticmethod
+    def field(name: str, row: Row, place: str, option: str = "breakdowns") -> Any:
+        """What a row has in a field.
+
+        Raises:
+            TaskError: the row has no such field: one line with those there are.
+        """
+        if name not in row:
+            there = [str(key) for key in row]
+            raise TaskError(
+                f"jsonl: {place} has no field {name!r} (task.{option}){nearest(name, there)}; fields "
+                f"there are: {', '.join(there)}"
+            )
+        return row[name]
+
+    def text(self, role: str, row: Row, place: str) -> str:
+        """Text of a role, empty where no field stands for it."""
+        value = self.value(role, row, place)
+        if value is None and self.fields.get(role) is None:
+            return ""
+        if not isinstance(value, str | int | float):
+            raise TaskError(
+                f"jsonl: {place}: field {self.fields[role]!r} is {_shown(value)}; allowed: text"
+            )
+        return str(value)
+
+    def asked(self, row: Row, place: str) -> list[Asked]:
+        """The questions of a row: one, or one for each of a list of questions (its answers a list of
+        as many), or for each object of the field that stands for `questions`.
+
+        Raises:
+            TaskError: fields that are missing or of the wrong kind.
+        """
+        several = self.value("questions", row, place)
+        if several is not None:
+            items = _literal(several) if isinstance(several, str) else several
+            if not isinstance(items, list) or not all(isinstance(i, Mapping) for i in items):
+                name = self.fields["questions"]
+                raise TaskError(
+                    f"jsonl: {place}: field {name!r} is {_shown(several)}; allowed: a list of objects"
+                )
+            return [
+                self._one({**row, **item}, f"{place}, question {number}")
+                for number, item in enumerate(items, start=1)
+            ]
+        question, answers = (
+            None if self.fields.get(role) is None else self.value(role, row, place)
+            for role in ("question", "answers")
+        )
+        if not isinstance(question, list):
+            return [self._one(row, place)]
+        if not isinstance(answers, list) or len(answers) != len(question):
+            raise TaskError(
+                f"jsonl: {place}: field {self.fields['question']!r} has {len(question)} questions and "
+                f"{self.fields['answers']!r} is {_shown(answers)}; allowed: a list of as many answers"
+            )
+        names = {role: str(self.fields[role]) for role in ("question", "answers")}
+        return [
+            self._one({**row, names["question"]: q, names["answers"]: a}, place)
+            for q, a in zip(question, answers, strict=True)
+        ]
+
+    def _one(self, row: Row, place: str) -> Asked:
+        choices = self.value("choices", row, place)
+        return Asked(
+            self.text("question", row, place),
+            _texts(self.value("answers", row, place), f"{place}: field {self.fields['answers']!r}"),
+            ()
+            if choices is None
+            else _texts(choices, f"{place}: field {self.fields['choices']!r}"),
+            row,
+        )
+
+
+def _literal(text: str) -> Any:
+    """What a text says as JSON, or as a Python literal."""
+    for parse in (json.loads, ast.literal_eval):
+        try:
+            return parse(text)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            continue
+    return None
+
+
+def _texts(value: Any, place: str) -> tuple[str, ...]:
+    """Answers as texts: one or a list of texts or numbers; an object as JSON.
+
+    Raises:
+        TaskError: there is none, or one is something else.
+    """
+    if isinstance(value, Mapping):
+        return (json.dumps(value, ensure_ascii=False),)
+    several = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    if not several or not all(isinstance(one, str | int | float) for one in several):
+        raise TaskError(
+            f"jsonl: {place} is {_shown(value)}; allowed: a text, a number, or a list of them"
+        )
+    return tuple(str(one) for one in several)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+# the task
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowExample(Example):
+    """An example with what its score needs."""
+
+    metric: str
+    key: Key
+
+
+@dataclass(frozen=True, kw_only=True)
+class Jsonl(Task):
+    """Questions about contexts, from data files or the Hub.
+
+    Attributes:
+        files: globs of JSON-lines files (``.json``: one list; ``.parquet``).
+        dataset, config, split, revision: a data repository on the Hub, in place of files.
+        data, file, archive: of benchmarks: a folder or zip that holds `file`; None: `file` (in the
+            zip `archive`) of the repository. local: in `data`, of a data set that is read from the Hub
+            without a file.
+        fields: by role (`ROLES`), the field of a row, or a template over them; over `USUAL`. No field:
+            null. ``questions``: a list of objects, each a question of the same context.
+        extract: further fields: name, and field and regular expression whose first group (or all) it is.
+        template: the prompt, a Jinja template over a row's fields and ``context`` and ``question``; what
+            follows the context belongs to the question.
+        answer_prefix: how the answer begins; with a chat template it follows the assistant's header.
+        metric: one of `METRICS`. pattern: the regular expression of ``regex``.
+        chat: whether the model's chat template goes around the prompt; None: if there is one.
+        max_new_tokens, stop: generation limits.
+        max_input: tokens of a prompt; longer contexts lose their middle. "model": as many as the model
+            has positions for; None: nothing is cut.
+        merge_answers: rows of one id are one question with several answers.
+        golden_turns: what stands before a question that is not its context's first: the questions
+            before it with their first answers (true), or with what the method answered (false, under
+            ``compress_after=context`` only); None: nothing, each is asked of the context alone.
+        breakdowns: fields of a row that tables split by.
+        subsets: options by data set, over those above. datasets: those that are run, None for all.
+        per_dataset: contexts of each data set.
+    """
+
+    name: ClassVar[str] = "jsonl"
+    unhashed: ClassVar[tuple[str, ...]] = ("files", "data", "revision", "per_dataset")
+
+    files: Sequence[str] = ()
+    dataset: str | None = None
+    config: str | None = None
+    split: str = "test"
+    revision: str | None = None
+    data: str | None = None
+    file: str | None = None
+    archive: str | None = None
+    local: str | None = None
+    fields: Mapping[str, str | None] = field(default_factory=dict)
+    extract: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    template: str = "{{ context }}\n\n{{ question }}\n"
+    answer_prefix: str = "Answer:"
+    metric: str = "contains"
+    pattern: str | None = None
+    chat: bool | None = None
+    max_new_tokens: NewTokens = 64
+    stop: Sequence[str] = ()
+    max_input: Annotated[int, Ge(2)] | Literal["model"] | None = None
+    merge_answers: bool = False
+    golden_turns: bool | None = None
+    breakdowns: Sequence[str] = ()
+    subsets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    datasets: Distinct[str] | None = None
+    per_dataset: Count | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "breakdown", self.breakdowns)
+        object.__setattr__(self, "fields", {**USUAL, **self.fields})
+        for role in self.fields:
+            if role not in ROLES:
+                raise TaskError(
+                    f"jsonl: fields.{role} stands for nothing{nearest(str(role), ROLES)}; allowed: "
+                    f"{', '.join(ROLES)}"
+                )
+        if self.fields.get("answers") is None:
+            raise TaskError("jsonl: fields.answers is null; allowed: the field with the answers")
+        _one_of("metric", self.metric, tuple(METRICS))
+        _check_pattern("pattern", self.pattern)
+        for name, given in self.extract.items():
+            if len(given) != 2:
+                raise TaskError(
+                    f"task.extract.{name} is {list(given)!r}; allowed: a field and a regular expression"
+                )
+            _check_pattern(f"extract.{name}", given[1])
+        if self.subsets and self.files:
+            raise TaskError(
+                f"task.files is {list(self.files)!r} and the task has {len(self.subsets)} data sets; "
+                "allowed: task.data=<folder or zip> with their files"
+            )
+        if not self.subsets and not self.files and self.dataset is None and self.data is None:
+            raise TaskError(
+                "jsonl: no data; allowed: task.files=[my.jsonl], or task.dataset=<owner>/<name>"
+            )
+        for name in self.datasets or ():
+            _one_of("datasets", name, tuple(self.subsets))
+        assert self._template  # refuses a wrong one
+        assert self._parts
+
+    @cached_property
+    def _template(self) -> PromptTemplate:
+        return PromptTemplate("task.template", self.template)
+
+    @cached_property
+    def _parts(self) -> Mapping[str, Jsonl]:
+        """The data sets that are run, by name; of one's own data there is one, without a name."""
+        found: dict[str, Jsonl] = {}
+        for name in self.subsets if self.datasets is None else self.datasets:
+            given = dict(self.subsets[name])
+            for option in given:
+                _one_of(f"subsets.{name}", option, OF_SUBSETS)
+            given["fields"] = {**self.fields, **given.get("fields", {})}
+            found[name] = replace(self, subsets={}, datasets=None, **given)
+        return found or {"": self}
+
+    @cached_property
+    def _source(self) -> Source:
+        where = ("data", "dataset", "config", "split", "revision", "file", "archive", "local")
+        options = {option: getattr(self, option) for option in where}
+        return Source("jsonl", tuple(self.files), **options)
+
+    @cached_property
+    def _digests(self) -> Mapping[str, str]:
+        return {
+            f"{name}/{file}" if name else file: sha
+            for name, part in self._parts.items()
+            for file, sha in part._source.digests().items()
+        }
+
+    def digests(self) -> Mapping[str, str]:
+        """sha256 of each file; of what `datasets` reads from the Hub, its commit."""
+        return self._digests
+
+    def examples(self, encoder: PromptEncoder) -> Sequence[RowExample]:
+        """A context of each data set in turn, with all its questions, in the order of the files.
+
+        Raises:
+            TaskError: data that are missing or wrong, a field that is not there, a template that does
+                not print the context once.
+        """
+        queues = []
+        for name, part in self._parts.items():
+            groups = islice(_grouped(part._prompts(name)), self.per_dataset)
+            queues.append([part._examples(group, encoder) for group in groups])
+        turns = chain.from_iterable(zip_longest(*queues))
+        found = [example for group in turns for example in group or ()]
+        if not found:
+            raise TaskError("jsonl: the data hold no question")
+        return found
+
+    def score(self, prediction: str, example: Example) -> Mapping[str, float]:
+        """The metric's score of a prediction, and those that it gives beside it."""
+        assert isinstance(example, RowExample)
+        return METRICS[example.metric](prediction, example.key)
+
+    def _prompts(self, name: str) -> list[_Prompt]:
+        """Every question of the data with its prompt."""
+        reader = Reader(self.fields, self.extract)
+        found: list[_Prompt] = []
+        for number, (place, stem, row) in enumerate(self._source.rows(), start=1):
+            row = reader.extended(row, place)
+            given = reader.value("dataset", row, place)
+            dataset = name or (stem if given is None else str(given))
+            own = reader.value("id", row, place)
+            label = f"{dataset}-{number:05d}" if own is None else f"{dataset}-{own}"
+            context = reader.text("context", row, place)
+            kept = {field: reader.field(field, row, place) for field in self.breakdowns}
+            asked = reader.asked(row, place)
+            for j, one in enumerate(asked, start=1):
+                where = label if len(asked) == 1 else f"{label}-q{j}"
+                found.append(_Prompt(where, dataset, *self._rendered(context, one), one, kept))
+        if not self.merge_answers:
+            return found
+        merged: dict[str, _Prompt] = {}
+        for prompt in found:
+            before = merged[prompt.id].asked.answers if prompt.id in merged else ()
+            asked_once = replace(prompt.asked, answers=(*before, *prompt.asked.answers))
+            merged[prompt.id] = replace(prompt, asked=asked_once)
+        return list(merged.values())
+
+    def _rendered(self, context: str, asked: Asked) -> tuple[str, str]:
+        """The prompt up to the end of the context and of the white space after it, and the rest."""
+        known = {str(name): value for name, value in asked.fields.items()}
+        known |= {"context": context + MARK, "question": asked.question, "choices": asked.choices}
+        text = self._template.render(known)
+        if self.fields.get("context") is None:
+            return "", text.replace(MARK, "")
+        if text.count(MARK) != 1:
+            raise TaskError(
+                f"jsonl: task.template prints the context {text.count(MARK)} times; allowed: once, as "
+                "{{ context }}"
+            )
+        before, white, question = parted(text, MARK)
+        return before + white, question
+
+    def _examples(self, group: Sequence[_Prompt], encoder: PromptEncoder) -> list[RowExample]:
+        """The examples of one context, which is tokenised by itself and so the same in all of them."""
+        around = self._around(encoder)
+        context = encode_context(around, group[0].head)
+        questions = [encode_question(around, prompt.tail, self.answer_prefix) for prompt in group]
+        room = self._room(encoder, max(map(len, questions)))
+        cut = 0
+        if room is not None and len(context) > room:
+            if room < 2:
+                raise TaskError(
+                    f"jsonl: max_input={self.max_input!r} leaves {room} tokens to the context of "
+                    f"{group[0].id}; allowed: more"
+                )
+            cut = len(context) - 2 * (room // 2)
+            context = (*context[: room // 2], *context[len(context) - room // 2 :])
+        return [
+            RowExample(
+                id=prompt.id,
+                context=prompt.head,
+                question=prompt.tail + self.answer_prefix,
+                answers=prompt.asked.answers,
+                max_new_tokens=self.max_new_tokens,
+                dataset=prompt.dataset,
+                stop=tuple(self.stop),
+                context_ids=context,
+                question_ids=question,
+                complete=True,
+                context_id=None if len(group) == 1 else group[0].id,
+                history=HISTORIES[self.golden_turns],
+                golden=", ".join(prompt.asked.answers) if self.metric == "contains_all" else None,
+                settled=partial(_found, prompt.asked.answers)
+                if self.metric == "contains"
+                else None,
+                fields={**prompt.fields, "truncated_tokens": cut},
+                metric=self.metric,
+                key=Key(prompt.asked.answers, prompt.asked.choices, self.pattern),
+            )
+            for prompt, question in zip(group, questions, strict=True)
+        ]
+
+    def _around(self, encoder: PromptEncoder) -> PromptEncoder:
+        """The encoder, with a chat template or without one as `chat` says."""
+        if self.chat and not encoder.suffix_ids:
+            raise TaskError(
+                "jsonl: chat is true and the model has no chat template, or is told not to use it; "
+                "allowed: null, false, model.chat_template=auto"
+            )
+        if self.chat is False and encoder.suffix_ids:
+            return replace(encoder, prefix_ids=tuple(encoder.begin_ids), suffix_ids=())
+        return encoder
+
+    def _room(self, encoder: PromptEncoder, question: int) -> int | None:
+        """Tokens that a context may have; None for any number."""
+        most = self.max_input
+        if most == "model":
+            known = [] if encoder.max_input is None else [encoder.max_input]
+            if encoder.max_positions is not None:
+                known.append(encoder.max_positions - self.max_new_tokens)
+            most = min(known, default=None)
+        return None if most is None else int(most) - question
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """One question's text: `head` up to the end of the context, `tail` the rest."""
+
+    id: str
+    dataset: str
+    head: str
+    tail: str
+    asked: Asked
+    fields: Mapping[str, str]
+
+
+def _grouped(prompts: Iterable[_Prompt]) -> Iterable[list[_Prompt]]:
+    """The questions of each context together, contexts in the order in which they come first; a question
+    without a context stands alone."""
+    found: dict[tuple[str, str, str], list[_Prompt]] = {}
+    for prompt in prompts:
+        own = "" if prompt.head else prompt.id
+        found.setdefault((prompt.dataset, prompt.head, own), []).append(prompt)
+    return found.values()
+
+
+def _one_of(option: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        hint = nearest(value, allowed)
+        raise TaskError(f"task.{option} is {value!r}{hint}; allowed: {', '.join(allowed)}")
+
+
+def _check_pattern(option: str, pattern: str | None) -> None:
+    try:
+        regex.compile(pattern or "")
+    except regex.error as problem:
+        raise TaskError(
+            f"task.{option} is {pattern!r}, which is no regular expression: {problem}"
+        ) from problem
+
+
+def _found(answers: Sequence[str], text: str) -> bool:
+    return METRICS["contains"](text, Key(tuple(answers)))["score"] == 1.0

@@ -1,0 +1,202 @@
+"""Where RULER's words, essays and documents come from."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache
+from importlib.metadata import version
+from itertools import islice
+from typing import Any
+
+from kvbench.tasks.base import TaskError
+from kvbench.tasks.data import matching, read_text
+from kvbench.tasks.haystack import generated_haystack
+
+GENERATED_SENTENCES = 20_000
+"""Of generated text, in place of essays: more words than 128k tokens have."""
+
+
+@cache
+def word_lists() -> tuple[tuple[str, ...], ...]:
+    """Distinct adjectives, nouns, and words of both and verbs, of wonderwords, each sorted.
+
+    Entries may hold a blank or a hyphen ("contact lens", "e-mail").
+    """
+    from wonderwords import RandomWord
+
+    lists = (["adjective"], ["noun"], ["noun", "adjective", "verb"])
+    words = RandomWord()
+    return tuple(tuple(sorted(set(words.filter(include_categories=each)))) for each in lists)
+
+
+def words_version() -> str:
+    """Of the package of the word lists, which differ between versions."""
+    return f"wonderwords {version('wonderwords')}"
+
+
+@dataclass(frozen=True)
+class Essays:
+    """The text that needles are hidden in.
+
+    Attributes:
+        files: a file or glob: text files, or JSON objects with a field ``text``; none: generated text.
+        seed: of generated text.
+    """
+
+    files: str | None
+    seed: int
+
+    @cached_property
+    def words(self) -> Sequence[str]:
+        """All words of all essays, white space collapsed.
+
+        Raises:
+            TaskError: files that are missing, unreadable or without words.
+        """
+        if self.files is None:
+            return _generated(self.seed)
+        # joined as they are, with no separator
+        words = "".join(map(_essay, _files_of("essays", self.files))).split()
+        if not words:
+            raise TaskError(f"ruler: essays={self.files!r} hold no words")
+        return words
+
+    def text(self, count: int) -> str:
+        """The first `count` words, from the start again where there are no more."""
+        words = self.words
+        times, rest = divmod(count, len(words))
+        return " ".join([*words] * times + [*words[:rest]])
+
+
+@lru_cache(maxsize=1)
+def _generated(seed: int) -> Sequence[str]:
+    """Words of many facts, so that the text repeats itself no more than essays do."""
+    sentences = generated_haystack(f"ruler {seed}", facts=1000)
+    return " ".join(islice(sentences, GENERATED_SENTENCES)).split()
+
+
+def _essay(path: str) -> str:
+    if not path.endswith(".json"):
+        return read_text("ruler", path)
+    text = _json(path)
+    text = text.get("text") if isinstance(text, dict) else None
+    if not isinstance(text, str):
+        raise TaskError(
+            f"ruler: {path} is no object with a field text; allowed: that, or text files"
+        )
+    return text
+
+
+def _files_of(option: str, pattern: str) -> list[str]:
+    paths = matching([pattern])
+    if not paths:
+        raise TaskError(f"ruler: no file matches {option}={pattern!r}; allowed: a file or a glob")
+    return paths
+
+
+def _json(path: str) -> Any:
+    try:
+        return json.loads(read_text("ruler", path))
+    except (ValueError, RecursionError) as problem:
+        raise TaskError(f"ruler: {path} is not complete JSON ({problem})") from problem
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question of a collection of documents.
+
+    Attributes:
+        gold: numbers of the documents that hold the answer.
+        more: numbers of others of the same article.
+    """
+
+    text: str
+    answers: tuple[str, ...]
+    gold: tuple[int, ...]
+    more: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Collection:
+    """Documents and the questions asked of them."""
+
+    documents: Sequence[str]
+    questions: Sequence[Question]
+
+    def drawn(self, question: Question, count: int, rng: random.Random) -> list[str]:
+        """`count` documents, gold among them, shuffled: then others of the same article, then of all.
+
+        Unlike RULER's, no document is taken twice, so `count` is at most the number of documents.
+        """
+        more, known = list(question.more), {*question.gold, *question.more}
+        rest = [number for number in range(len(self.documents)) if number not in known]
+        rng.shuffle(more)
+        rng.shuffle(rest)
+        chosen = [*question.gold, *more, *rest][:count]
+        rng.shuffle(chosen)
+        return [self.documents[number] for number in chosen]
+
+
+def squad(pattern: str) -> Collection:
+    """SQuAD 2.0: distinct paragraphs, sorted, and the questions that have an answer, in file order.
+
+    Raises:
+        TaskError: there is no such file, or it is none of SQuAD.
+    """
+
+    def collection(data: Any) -> Collection:
+        articles = [article["paragraphs"] for article in data["data"]]
+        documents = sorted({part["context"] for article in articles for part in article})
+        place = {text: number for number, text in enumerate(documents)}
+        questions = []
+        for article in articles:
+            within = {place[part["context"]] for part in article}
+            for part in article:
+                gold = place[part["context"]]
+                more = tuple(sorted(within - {gold}))
+                for asked in part["qas"]:
+                    if not asked["is_impossible"]:
+                        answers = tuple(str(answer["text"]) for answer in asked["answers"])
+                        questions.append(Question(asked["question"], answers, (gold,), more))
+        return Collection(documents, questions)
+
+    return _collection("squad", pattern, "SQuAD 2.0", collection)
+
+
+def hotpotqa(pattern: str) -> Collection:
+    """HotpotQA's distractor setting: the ten documents of a question are all gold.
+
+    Raises:
+        TaskError: there is no such file, or it is none of HotpotQA.
+    """
+
+    def collection(data: Any) -> Collection:
+        texts = [[f"{t}\n{''.join(parts)}" for t, parts in row["context"]] for row in data]
+        documents = sorted({text for each in texts for text in each})
+        place = {text: number for number, text in enumerate(documents)}
+        questions = [
+            Question(row["question"], (str(row["answer"]),), tuple({place[t]: 0 for t in each}))
+            for row, each in zip(data, texts, strict=True)
+        ]
+        return Collection(documents, questions)
+
+    return _collection("hotpotqa", pattern, "HotpotQA", collection)
+
+
+def _collection(
+    option: str, pattern: str, name: str, read: Callable[[Any], Collection]
+) -> Collection:
+    path = _files_of(option, pattern)[0]
+    data = _json(path)
+    try:
+        found = read(data)
+    except (KeyError, TypeError, ValueError, AttributeError) as problem:
+        raise TaskError(
+            f"ruler: {path} is not {name}; allowed: its JSON file as published"
+        ) from problem
+    if not found.questions:
+        raise TaskError(f"ruler: {path} holds no question with an answer")
+    return found
