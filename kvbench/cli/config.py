@@ -144,7 +144,7 @@ def explain(error: BaseException) -> str:
         what, key, names = missing[1], missing[2], list(catalogue(missing[1]))
     elif isinstance(parent, DictConfig) and "not in" in str(cause):
         names = [str(name) for name in parent._value() or {} if not str(name).startswith("_")]
-        what = f"key of {str(cause.full_key).removesuffix(key).rstrip('.')}"  # type: ignore[union-attr]
+        what = f"key of {str(cause.full_key).removesuffix(key).rstrip('.')}"
         if what == "key of ":
             what, names = "key", sorted({*names, *GROUPS})
             nodes = ((n, parent._value().get(n)) for n in names)

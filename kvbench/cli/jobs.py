@@ -127,14 +127,8 @@ class Jobs:
         return outcome
 
     def check(self, config: DictConfig, name: str = "") -> None:
-        """Make a job without running it; in a dry run print what it would do.
-
-        Args:
-            name: of one of many jobs, which is told in one line.
-
-        Raises:
-            UserError: what the job would be refused for.
-        """
+        """Make a job without running it; in a dry run print what it would do, in one line if it has a
+        name. Raises a UserError for what the job would be refused for."""
         from kvbench.cli.build import build_job
         from kvbench.run.preview import print_dry_run
 
@@ -239,27 +233,23 @@ def _shards(settings: Settings) -> int:
     return settings.shards or 1
 
 
-class Collected:
+class Collected(dict[int, JobOutcome]):
     """What the jobs of a launcher came to, told as they end."""
 
     def __init__(self, jobs: Jobs, job_overrides: Sequence[Sequence[str]]) -> None:
         self.jobs, self.names = jobs, names(job_overrides)
         self.overrides = [filter_overrides(list(each)) for each in job_overrides]
-        self.outcomes: dict[int, JobOutcome] = {}
 
-    def add(self, number: int, outcome: JobOutcome) -> None:
-        """The outcome of one job."""
-        self.outcomes[number] = outcome
-        complain(f"{len(self.outcomes)} done: {self.names[number]}: {outcome}")
-
-    def lose(self, number: int, how: str, log: Path) -> None:
-        """One job ended without an outcome."""
+    def add(self, number: int, outcome: JobOutcome | None, how: str, log: Path) -> None:
+        """The outcome of one job; None: it ended without one, as `how` says."""
         where = f"log: {log}" if log.exists() else f"no log: it never began, or cannot write {log}"
-        self.add(number, JobOutcome(self.overrides[number], error=f"{how}; {where}", status=FAILED))
+        lost = JobOutcome(self.overrides[number], error=f"job {how}; {where}", status=FAILED)
+        self[number] = lost if outcome is None else outcome
+        complain(f"{len(self)} done: {self.names[number]}: {self[number]}")
 
     def returned(self) -> list[JobReturn]:
         """The outcomes as Hydra's sweepers take them; from here on the command has them, too."""
-        found = [self.outcomes[number] for number in sorted(self.outcomes)]
+        found = [self[number] for number in sorted(self)]
         self.jobs.outcomes.extend(found)
         self.jobs.elsewhere = True
         return [JobReturn(o.overrides, status=JobStatus.COMPLETED, _return_value=o) for o in found]
@@ -348,13 +338,10 @@ class GpuLauncher(launcher.Launcher):
                         continue
                     del running[number]
                     free.append(device)
-                    told = folder / f"{number}.json"
-                    if told.exists():
-                        collected.add(number, JobOutcome(**json.loads(told.read_text())))
-                    else:
-                        how = "killed" if status < 0 else f"exit status {status}"
-                        how = f"job {number} ended without a result ({how})"
-                        collected.lose(number, how, folder / f"{number}.log")
+                    told, log = (folder / f"{number}.{kind}" for kind in ("json", "log"))
+                    outcome = JobOutcome(**json.loads(told.read_text())) if told.exists() else None
+                    how = "killed" if status < 0 else f"exit status {status}"
+                    collected.add(number, outcome, f"{number} ended without a result ({how})", log)
         except BaseException:
             _end([worker for worker, _ in running.values()])
             raise
