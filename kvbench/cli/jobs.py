@@ -185,11 +185,7 @@ class Sweeper(sweeper.Sweeper):
         )
 
     def sweep(self, arguments: list[str]) -> Sequence[JobReturn]:
-        """Run the jobs of these overrides, each split into its shards.
-
-        Raises:
-            UserError: the first job that is wrong.
-        """
+        """Run the jobs of these overrides, each split into its shards; refuses the first wrong one."""
         from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # Hydra loads it anew
 
         params = [f"{key}={value}" for key, value in self.params.items()]
@@ -222,13 +218,11 @@ class Sweeper(sweeper.Sweeper):
 
 def _shards(settings: Settings) -> int:
     """Into how many jobs each is split; with launcher=gpus as many as there are workers."""
-    if settings.shard is not None:
-        if settings.shards is not None:
-            raise UserError(
-                f"shards is {settings.shards} and shard is given, too; allowed: one of the two"
-            )
-        return 1
-    if settings.shards is None and settings.launcher["name"] == "gpus":
+    if settings.shards is not None and settings.shard is not None:
+        raise UserError(
+            f"shards is {settings.shards} and shard is given, too; allowed: one of them"
+        )
+    if settings.shards is settings.shard is None and settings.launcher["name"] == "gpus":
         return len(devices_of(settings.launcher, settings.device))
     return settings.shards or 1
 
@@ -256,11 +250,8 @@ class Collected(dict[int, JobOutcome]):
 
 
 def log_folder(config: DictConfig) -> Path:
-    """The folder for the scripts and logs of a sweep's jobs, made for this user alone.
-
-    Raises:
-        OSError: a link below the results folder would place it somewhere else.
-    """
+    """The folder for the scripts and logs of a sweep's jobs, made for this user alone; refuses a link
+    below the results folder."""
     root, folder = results_folder(config.results_dir), Path(config.hydra.sweep.dir).expanduser()
     make_folder(folder, root if folder.is_relative_to(root) else None)
     folder.chmod(0o700)
@@ -272,13 +263,8 @@ def devices_of(launcher: Mapping[str, Any], device: str) -> list[str]:
     GPUs share them in turn.
 
     Args:
-        launcher: the config of ``launcher=gpus``: `workers` (None: as many as the GPUs are enough
-            for), `gpus_per_worker` (more than one for a model that is spread over several).
-        device: the config's device.
-
-    Raises:
-        UserError: fewer GPUs than one worker needs, no number of workers on the CPU, or a device that
-            names one GPU.
+        launcher: the config of ``launcher=gpus``, with `workers` and `gpus_per_worker`.
+        device: the config's device; one that names a GPU is refused, as are too few GPUs.
     """
     from torch.cuda import device_count
 

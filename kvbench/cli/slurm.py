@@ -54,11 +54,7 @@ class SlurmLauncher(BaseSubmititLauncher):
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
-        """As `BaseSubmititLauncher`.
-
-        Raises:
-            UserError: there is no Slurm here, or it refuses the jobs.
-        """
+        """As `BaseSubmititLauncher`; refused where there is no Slurm, or by it."""
         config, task_function = self.config, self.task_function
         assert config is not None
         collected = Collected(task_function, job_overrides)
@@ -169,12 +165,8 @@ def waiting_line(states: Sequence[tuple[str, str]]) -> str | None:
 @contextmanager
 def requeued_in_time() -> Iterator[None]:
     """In a job of submitit's: what happens when Slurm announces the end of its time. submitit puts
-    the job back into the queue and exits, or raises an error if it cannot: neither may pass for a
-    failure of the example that runs.
-
-    Raises:
-        Terminated: the job is back in the queue, or cannot go there, which its log says.
-    """
+    the job back into the queue and exits, or raises an error if it cannot, which the log says: both
+    are `Terminated` here, as neither may pass for a failure of the example that runs."""
     from submitit import JobEnvironment
 
     number = signal.Signals[f"SIG{JobEnvironment.USR_SIG}"]
