@@ -6,8 +6,8 @@
     python scripts/benchmarks/bench_engine.py questions  ten questions on one context over one question
     python scripts/benchmarks/bench_engine.py scoring    teacher-forced scores over one exact forward
 
-[--tokens of a prompt] [--new tokens of an answer] [--runs] [--methods a,b]. The shipped model reads random
-tokens; the first run warms up. Processor time is what other programs of the machine disturb least.
+[--tokens of a prompt] [--new tokens of an answer] [--runs] [--methods a,b]. The shipped model reads
+random tokens; the first run warms up. Processor time is what other programs of the machine disturb least.
 """
 
 from __future__ import annotations
