@@ -4,7 +4,7 @@ what finishes, so that a typing error ends in one line."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -13,6 +13,7 @@ from annotated_types import Ge, Le
 from kvbench.errors.options import Distinct, check_options
 from kvbench.kv import KVError
 from kvbench.methods.base import Method
+from kvbench.records.figures import Figure, as_json
 from kvbench.run.encoding import encode_example
 from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
@@ -71,20 +72,6 @@ def origin(prompts: Task | None) -> dict[str, Any]:
     return {"data": dict(prompts.digests())}
 
 
-def scaling_figure(
-    x: str, y: str, xlabel: str, ylabel: str, unit: str, **more: Any
-) -> Mapping[str, Any]:
-    """A curve of `y` against `x` for every data set on logarithmic axes, with its slope.
-
-    Args:
-        x, y: record fields.
-        unit: record field of the repetitions.
-        more: see `kvbench.report.tables.scaling`.
-    """
-    axes = {"x": x, "level": x, "y": y, "xlabel": xlabel, "ylabel": ylabel}
-    return {"kind": "scaling", "facet": "dataset", "unit": unit, **axes, **more}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Probe(ABC):
     """A `kvbench.run.plan.Plan` that measures tensors or times: a frozen dataclass whose fields are its
@@ -99,7 +86,7 @@ class Probe(ABC):
     """Record fields that tables split by."""
     measures: ClassVar[tuple[str, ...]] = ()
     """Record fields that a table shows beside the score."""
-    figures: ClassVar[tuple[Mapping[str, Any], ...]] = ()
+    figures: ClassVar[tuple[Figure, ...]] = ()
     repetition: ClassVar[str] = "example_id"
     """Record field of the independent repetitions, which intervals resample."""
 
@@ -121,7 +108,7 @@ class Probe(ABC):
             "lower_is_better": self.lower_is_better,
             "breakdown": list(self.breakdown),
             "measures": list(self.measures),
-            "figures": list(self.figures),
+            "figures": as_json(self.figures),
             "unit": self.repetition,
         }
 

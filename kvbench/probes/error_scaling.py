@@ -31,10 +31,11 @@ from kvbench.errors import nearest, one_line
 from kvbench.errors.options import Count, Distinct
 from kvbench.kv import Budget, BudgetExceeded, KVError, LayerKV, keep_all
 from kvbench.methods.base import SEED_STRIDE, Method, allowed_entries
-from kvbench.probes.base import Tokens, scaling_figure
+from kvbench.probes.base import Tokens
 from kvbench.probes.layer_error import estimate
 from kvbench.probes.layers import compress_measured
 from kvbench.probes.replicated import BoundedData, Replicated
+from kvbench.records.figures import Curve, as_json
 from kvbench.run.plan import Methods, Outcome, Unit, status_of
 from kvbench.run.session import Session
 from kvbench.tasks.base import TaskError
@@ -121,16 +122,19 @@ class ErrorScaling(Replicated):
     def meta(self) -> dict[str, Any]:
         """See `Probe.meta`."""
         unit = "replicate" if self.prompts is None else "prompt"
-        labels = ("entries held", "error / (||softmax|| ||V||)")
-        figure = {
-            **scaling_figure("held", "scaled_error", *labels, unit, finding="error_scaling"),
-            "level": "kept",
-            "guides": [-0.5, -1.0],
-            "fit_most": self.fit_rate * self.n,
-            "expected": dict(self.expected),
-            "compare": self.compare,
-        }
-        return {**super().meta(), "unit": unit, "figures": [figure]}
+        figure = Curve(
+            x="held",
+            y="scaled_error",
+            level="kept",
+            unit=unit,
+            xlabel="entries held",
+            ylabel="error / (||softmax|| ||V||)",
+            guides=(-0.5, -1.0),
+            fit_most=self.fit_rate * self.n,
+            expected=dict(self.expected),
+            compare=self.compare,
+        )
+        return {**super().meta(), "unit": unit, "figures": as_json([figure])}
 
     @property
     def length(self) -> tuple[str, int]:

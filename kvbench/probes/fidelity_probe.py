@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
@@ -16,6 +16,7 @@ from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
 from kvbench.probes.base import Probe, Repeats, Tokens
 from kvbench.probes.fidelity import Fidelity, compare, noise_floor, with_reference
+from kvbench.records.figures import Distances, Figure
 from kvbench.run.encoding import encode_example
 from kvbench.run.plan import Methods, Outcome, Unit, status_of
 from kvbench.run.session import Session
@@ -88,7 +89,7 @@ class FidelityProbe(Probe):
     name: ClassVar[str] = "fidelity"
     score_unit: ClassVar[str] = "KL in nats"
     repetition: ClassVar[str] = "prompt"
-    figures: ClassVar[tuple[Mapping[str, Any], ...]] = ({"kind": "fidelity"},)
+    figures: ClassVar[tuple[Figure, ...]] = (Distances(),)
     lower_is_better: ClassVar[bool] = True
 
     prompts: Task | None = None

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvbench.engine.attention import capped, signed_mean
 from kvbench.kv import CompressedKV, LayerKV, keep_all
 from kvbench.probes.layers import LayerProbe, Look
+from kvbench.records.figures import Bars, as_json
 from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
 
@@ -110,17 +111,15 @@ class LayerError(LayerProbe):
         if not self.held_out:
             unit += ", measured on the queries that chose"
         meta = super().meta()
-        bars = {
-            "kind": "bars",
-            "x": "rate",
-            "value": "score",
-            "ylabel": f"{METRICS[self.metric][1]} of the attention output",
-            "repeat": meta["unit"],
-        }
         by_layer = [] if self.prompts is None else ["layer"]
-        if by_layer:
-            bars["facet"] = "layer"
-        return {**meta, "score_unit": unit, "breakdown": ["rate", *by_layer], "figures": [bars]}
+        bars = Bars(
+            x="rate",
+            facet="layer" if by_layer else None,
+            repeat=meta["unit"],
+            ylabel=f"{METRICS[self.metric][1]} of the attention output",
+        )
+        breakdown = ["rate", *by_layer]
+        return {**meta, "score_unit": unit, "breakdown": breakdown, "figures": as_json([bars])}
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
         """Every method at every layer, rate and seed, on one prompt's tensors."""

@@ -21,9 +21,8 @@ from hydra.errors import HydraException
 from hydra.utils import instantiate
 from kvbench.engine.capture import capture_layers
 
-from kvbench.cli.aliases import expand_model_paths
-from kvbench.cli.catalogue import config_dir
-from kvbench.cli.papers import paper_folders
+from kvbench.cli.catalogue import config_dir, paper_folders
+from kvbench.cli.config import expanded
 from kvbench.engine.loading import full_attention_layers, resolve_device, resolve_dtype
 from kvbench.errors import UserError, complain
 from kvbench.kv import LayerKV
@@ -56,7 +55,7 @@ class Run(SimpleNamespace):
 
     def config(self, *more: str) -> Any:
         """Model and task, with further overrides, as the command line of kvbench composes them."""
-        words = expand_model_paths([*self.overrides, *more])
+        words = expanded([*self.overrides, *more])
         with initialize_config_dir(str(config_dir().resolve()), version_base=None):
             return compose("config", overrides=words)
 
