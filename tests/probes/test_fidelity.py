@@ -21,7 +21,7 @@ from kvbench.methods.base import Method
 from kvbench.probes.fidelity import compare, noise_floor, teacher_forced, with_reference
 from kvbench.probes.fidelity_probe import FidelityProbe
 from kvbench.report.experiment import load_experiment
-from kvbench.report.tables.fidelity import divergence_table, fidelity_table
+from kvbench.report.tables import divergence_table, fidelity_table
 from kvbench.run.runner import run_job
 from kvbench.tasks.base import TaskError
 
@@ -213,14 +213,14 @@ def test_records_hold_the_definition(tmp_path):
     assert run_job(probe_job(tmp_path, probe, methods)).written == 0
     (group,) = load_experiment(tmp_path / "e").groups
     table = fidelity_table(group)
-    halves = [row for row in table.rows if row.values["rate"] == "rate 0.5"]
-    kl = next(r for r in halves if r.values["variant"] == "h2o").values["kl"]
+    halves = table.frame[table.frame["group"] == "rate 0.5"].set_index("variant")
     mine = [r["score"] for r in records["h2o"] if r["rate"] == 0.5]
-    assert kl.value == pytest.approx(sum(mine) / 2)
-    assert kl.low <= kl.value <= kl.high
+    low, kl, high = (halves[f"kl{end}"]["h2o"] for end in ("_low", "", "_high"))
+    assert kl == pytest.approx(sum(mine) / 2)
+    assert low <= kl <= high
     shown = divergence_table(group)
     assert shown is not None
-    assert {row.values["variant"] for row in shown.rows} <= {"snapkv", "h2o"}
+    assert set(shown.frame["variant"]) <= {"snapkv", "h2o"}
 
 
 def test_files_contexts_and_given_texts(tmp_path):

@@ -16,10 +16,11 @@ from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods import build_method
 from kvbench.methods._adapters import scaled_queries
 from kvbench.probes.layer_error import LayerError, estimate, relative_errors
+from kvbench.records.figures import Bars
 from kvbench.report.experiment import load_experiment
-from kvbench.report.figures.bars import bars
-from kvbench.report.tables.score_tables import as_table
-from kvbench.report.tables.scores import score_table
+from kvbench.report.figures import bars
+from kvbench.report.frame import scores, tidy, totals
+from kvbench.report.tables import score_table
 from kvbench.run.runner import run_job
 from kvbench.tasks.base import TaskError
 
@@ -200,7 +201,7 @@ def test_the_title_says_when_methods_saw_what_they_are_measured_on(tmp_path):
         )
         run_job(probe_job(tmp_path / str(held_out), probe))
         group = load_experiment(tmp_path / str(held_out) / "e").groups[0]
-        titles[held_out] = as_table(score_table(group)).title
+        titles[held_out] = score_table(group, tidy(group)).title
     assert "measured on the queries that chose" in titles[False]
     assert "measured on" not in titles[True]
 
@@ -263,17 +264,17 @@ def test_draws_of_a_method_that_draws_nothing_add_no_certainty(tmp_path):
         )  # fmt: skip
         run_job(probe_job(tmp_path / str(seeds), probe))
         group = load_experiment(tmp_path / str(seeds) / "e").groups[0]
-        rows = {row.variant.method: row for row in score_table(group).rows}
-        found[seeds] = rows["streaming_llm"].total.score
+        found[seeds] = totals(scores(group)).loc["streaming_llm"]
         means = group.records[group.records["method"].eq("streaming_llm")].groupby("prompt")
         spread = means["score"].mean()
         assert len(spread) == 4
-        low, high = found[seeds].low, found[seeds].high
+        low, high = found[seeds]["low"], found[seeds]["high"]
         assert high - low > 0.5 * spread.std(), "the prompts' spread, and not none"
-        figure = bars(group, group.meta.figure("bars"))[0]
+        figure = bars(group, group.meta.figure(Bars))
+        assert figure is not None
         assert "standard deviation over 4 prompts" in figure.caption
-    for name in ("value", "low", "high"):
-        assert getattr(found[1], name) == pytest.approx(getattr(found[5], name))
+    for name in ("mean", "low", "high"):
+        assert found[1][name] == pytest.approx(found[5][name])
 
 
 def test_layer_error_on_a_models_layers(tmp_path):

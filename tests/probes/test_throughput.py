@@ -10,7 +10,6 @@ import pytest
 import torch
 from support.configs import composed
 from support.jobs import SMALL, make_job, records_of
-from support.tables import frame
 
 from kvbench.cli.build import build_job
 from kvbench.engine import generate as engine
@@ -22,7 +21,7 @@ from kvbench.probes import throughput
 from kvbench.probes.largest import largest_batch
 from kvbench.probes.throughput import Throughput
 from kvbench.report.experiment import load_experiment
-from kvbench.report.tables.timings import timing_table
+from kvbench.report.tables import timings
 from kvbench.run.runner import run_job
 from kvbench.tasks.base import TaskError
 
@@ -361,7 +360,7 @@ def test_every_experiment_runs_small(experiment, tmp_path):
     result = run_job(build_job(composed(*overrides)))
     assert result.failed == 0
     (group,) = load_experiment(tmp_path / experiment).groups
-    table = frame(timing_table(group))
+    table = timings(group)
     rows = {"exact", "h2o"} if experiment == "h2o_table7" else EVERY_ROW
     assert set(table["method"]) >= rows
     assert (table["runs"] == 1).all()
