@@ -89,8 +89,7 @@ def main(given: Sequence[str]) -> None:
                 for draw in range(run.draws):
                     seed = SEED_STRIDE * run.seed + draw
                     generator = layer_generator(seed, "synthetic", index + 1)
-                    method = build_method(name)
-                    held, _ = compress_measured(name, method, budget, generator, layer)
+                    held, _ = compress_measured(name, build_method(name), budget, generator, layer)
                     rows.append({**where, "draw": draw, "method": name, **read(held)})
             for name, share in limits(budget.capacity(run.n), layer).items():
                 rows.append({**where, "method": name, "share": share})

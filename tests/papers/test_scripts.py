@@ -21,7 +21,6 @@ from support.tiny import tiny_model
 from kvbench.cli.papers import paper_items
 from kvbench.cli.reproduce import command_lines
 from kvbench.errors import UserError
-from kvbench.kernels.self_balancing import self_balancing_walk
 from kvbench.kv import CompressedKV, LayerKV, keep_all
 
 SCRIPTS = ROOT / "scripts" / "papers"
@@ -66,7 +65,7 @@ def test_every_item_is_made_small(
 
 def test_scripts_are_short_and_refuse_what_they_do_not_know() -> None:
     for path in SCRIPTS.glob("*.py"):
-        assert len(path.read_text().splitlines()) <= 110, path.name
+        assert len(path.read_text().splitlines()) <= 100, path.name
     with pytest.raises(UserError, match="'walk=2' is unknown; allowed: model, task, name"):
         Run("x.py", ["walk=2"], "", "", walks=1)
     run = Run(
@@ -122,7 +121,7 @@ def test_norms_are_those_of_plain_loops() -> None:
 
 
 def test_the_walk_is_the_direct_one() -> None:
-    """Sums after each n: against vectors signed one by one, and against the kernel's walk."""
+    """Sums after each n, against vectors signed one by one."""
     rules = [None, 2.0, 0, "theory"]
     sums = dict(walk_discrepancy.walked(3, rules, (5, 1500), 3, seed=7))
     vectors, uniforms = [], []
@@ -141,10 +140,6 @@ def test_the_walk_is_the_direct_one() -> None:
             total += vectors[walk][step] * (1 if uniforms[walk][step] < chance else -1)
             if step + 1 in sums:
                 np.testing.assert_allclose(sums[step + 1][r, walk], total, atol=1e-9)
-    v, u = torch.tensor(np.stack(vectors)), torch.tensor(np.stack(uniforms))
-    signs, _ = self_balancing_walk(v, u, radius=1.0, bound=2.0)
-    total = torch.einsum("wn,wnd->wd", signs, v).numpy()
-    np.testing.assert_allclose(sums[1500][1], total, atol=1e-9)
     random, walk, greedy = np.abs(sums[1500]).max(-1).mean(-1)[:3]
     assert random > 10 > 4 > max(walk, greedy)
     assert walk_discrepancy.pull("theory", 100) == pytest.approx(1 / (60 * math.log(100 / 0.01)))
