@@ -66,7 +66,7 @@ def test_every_item_is_made_small(
 def test_scripts_are_short_and_refuse_what_they_do_not_know() -> None:
     for path in SCRIPTS.glob("*.py"):
         assert len(path.read_text().splitlines()) <= 100, path.name
-    with pytest.raises(UserError, match="'walk=2' is unknown; allowed: model, task, name"):
+    with pytest.raises(UserError, match="'walk=2' is unknown; allowed: model, task, limit"):
         Run("x.py", ["walk=2"], "", "", walks=1)
     run = Run(
         "x.py", ["task=b", "task.y=2", "z=[1]", "model.a=1"], "model=m", "task=a task.x=1", z=0
