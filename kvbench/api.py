@@ -15,16 +15,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from kvbench.engine.architecture import compressible_layers, kvbench_attention_on
 from kvbench.engine.fork import Fork, prompt_name
 from kvbench.engine.generate import run_forks
 from kvbench.engine.kept import entries_of
-from kvbench.engine.live import Compression
-from kvbench.engine.live_model import compressed_generation
-from kvbench.engine.prefill import compressible_layers, prefill
+from kvbench.engine.live import Compression, compressed_generation
+from kvbench.engine.loading import end_token_ids
+from kvbench.engine.prefill import prefill
 from kvbench.engine.prompts import Generation
 from kvbench.engine.stopping import Stopping
-from kvbench.engine.switch import kvbench_attention_on
-from kvbench.engine.tokenizer import end_token_ids
 from kvbench.errors import is_number
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -44,8 +44,9 @@ class Baseline(Method):
     """`model.generate` with one of transformers' caches.
 
     Attributes:
-        cache, cache_config: transformers' ``cache_implementation`` and its configuration.
+        cache: transformers' ``cache_implementation``; "quantized" has 4 bits.
         attention: the attention implementation a user would have.
+        needs: packages of which one must be installed.
     """
 
     saves_memory: ClassVar[bool] = False
@@ -53,8 +54,8 @@ class Baseline(Method):
 
     name: str
     cache: str | None = None
-    cache_config: tuple[tuple[str, Any], ...] = ()
     attention: str = "sdpa"
+    needs: tuple[str, ...] = ()
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """Refused: a baseline generates by code of its own."""
@@ -62,9 +63,9 @@ class Baseline(Method):
 
     def obstacle(self) -> str | None:
         """Why it cannot run here, None when it can."""
-        if self.cache == "quantized" and not (_found("optimum.quanto") or _found("hqq")):
-            return f"{self.name} needs the package optimum-quanto or hqq; neither is installed"
-        return None
+        if not self.needs or any(map(_found, self.needs)):
+            return None
+        return f"{self.name} needs the package {' or '.join(self.needs)}, not installed here"
 
     def around(self, model: PreTrainedModel, budget: Budget, n: int) -> AbstractContextManager[Any]:
         """What to generate inside of."""
@@ -89,23 +90,28 @@ class Baseline(Method):
             pad_token_id=0,
             return_dict_in_generate=True,
         )
-        if self.cache is not None:
-            config.cache_implementation = self.cache
-        if self.cache_config:
-            config.cache_config = {"backend": _quantization_backend(), **dict(self.cache_config)}
+        config.cache_implementation = self.cache
+        if self.cache == "quantized":
+            backend = "quanto" if _found("optimum.quanto") else "hqq"
+            config.cache_config = {"backend": backend, "nbits": 4}
         clock = _FirstToken(ids.device)
         generate: Any = model.generate
-        with _library_attention(model, self.attention), self.around(model, budget, ids.shape[1]):
-            synchronize(ids.device)
-            start = time.perf_counter()
-            output = generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                generation_config=config,
-                logits_processor=LogitsProcessorList([clock]),
-            )
-            synchronize(ids.device)
-            end = time.perf_counter()
+        before = model.config._attn_implementation
+        model.set_attn_implementation(self.attention)
+        try:
+            with self.around(model, budget, ids.shape[1]):
+                synchronize(ids.device)
+                start = time.perf_counter()
+                output = generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    generation_config=config,
+                    logits_processor=LogitsProcessorList([clock]),
+                )
+                synchronize(ids.device)
+                end = time.perf_counter()
+        finally:
+            model.set_attn_implementation(before)
         assert clock.at is not None
         made = output.sequences.shape[1] - ids.shape[1]
         held = _cache_bytes(output.past_key_values)
@@ -120,12 +126,7 @@ class KvpressBaseline(Baseline):
     uses_budget: ClassVar[bool] = True
 
     press: str = "SnapKVPress"
-
-    def obstacle(self) -> str | None:
-        """kvpress wants an older transformers than kvbench runs on by default."""
-        if not _found("kvpress"):
-            return f"{self.name} needs the package kvpress (transformers < 5.3), not installed here"
-        return None
+    needs: tuple[str, ...] = ("kvpress",)
 
     def around(self, model: PreTrainedModel, budget: Budget, n: int) -> AbstractContextManager[Any]:
         """The press's own context."""
@@ -142,7 +143,7 @@ BASELINES: dict[str, Baseline] = {
     for one in (
         Baseline(name="hf_dynamic"),
         Baseline(name="hf_static", cache="static"),
-        Baseline(name="hf_quantized", cache="quantized", cache_config=(("nbits", 4),)),
+        Baseline(name="hf_quantized", cache="quantized", needs=("optimum.quanto", "hqq")),
         KvpressBaseline(name="kvpress_snapkv"),
         # it reads the attention matrix, which only eager attention makes
         KvpressBaseline(name="kvpress_h2o", press="ObservedAttentionPress", attention="eager"),
@@ -177,17 +178,6 @@ class _FirstToken(LogitsProcessor):
         return scores
 
 
-@contextmanager
-def _library_attention(model: PreTrainedModel, implementation: str) -> Iterator[None]:
-    """The model on one of transformers' own implementations; afterwards on what it was."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation(implementation)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
-
-
 def _cache_bytes(cache: Any) -> int | None:
     """Bytes of a transformers cache's keys and values, as reserved."""
     total = 0
@@ -199,10 +189,6 @@ def _cache_bytes(cache: Any) -> int | None:
                 return None
             total += part.numel() * part.element_size()
     return total or None
-
-
-def _quantization_backend() -> str:
-    return "quanto" if _found("optimum.quanto") else "hqq"
 
 
 def _found(package: str) -> bool:

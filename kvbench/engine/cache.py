@@ -1,31 +1,82 @@
-"""The fork cache: what one method holds of one prompt, layer by layer, while it decodes.
+"""The caches of one layer: what one method holds of one prompt, and of the tokens decoded since.
 
 A *fork* is one method's cache made from a shared prefill. Forks decode together, one batch row each;
 every row attends to its own entries, so nothing is padded and a smaller cache is a cheaper step.
+
+`LayerCache` keeps its entries in buffers. Entries may also lie before the buffers (`Before`): packed by
+a scheme's codecs (`Packed`), or in another cache that several go on from (`kvbench.engine.shared`). A
+`RaggedCache` is one cache of one head for each head.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from kvbench.engine.attention import LayerCall, capped, grown_range, signed_mean
-from kvbench.engine.guard import call
-from kvbench.engine.recompress import Recompressor
-from kvbench.kernels.quantize import Codecs, Scheme, never
+from kvbench.engine.guard import call as call_hook
+from kvbench.kernels.quantize import Codec, Scheme, never
 from kvbench.kv import CompressedKV, KVError, weighted_entries
 from kvbench.methods.base import Held, Method, rule_of
 
 GROWTH = 256
 """Entries by which a cache grows that has more to append than it was told."""
 
+PER_ENTRY = ("positions", "log_weights", "scores", "denominators")
+"""Buffers [kv_heads, reserved] of numbers that every entry has, wherever its key and value lie."""
+_BUFFERS = ("keys", "values", *PER_ENTRY)
 
-BESIDE = ("positions", "log_weights", "scores", "denominators")
-_BUFFERS = ("keys", "values", *BESIDE)
+
+class Before(Protocol):
+    """Entries that lie before those in a cache's buffers."""
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of their keys and values."""
+        ...
+
+    def dot_keys(self, query: Tensor) -> Tensor:
+        """q.k of query [kv_heads, q, d] with each of them, [kv_heads, q, entries]."""
+        ...
+
+    def mix_values(self, weights: Tensor) -> Tensor:
+        """weights [kv_heads, q, entries] . v, [kv_heads, q, d]."""
+        ...
+
+
+class Packed(NamedTuple):
+    """Entries in a scheme's codecs, of which keys and values may have taken different numbers.
+
+    Attributes:
+        keys_only: see `CompressedKV.keys_only`.
+    """
+
+    keys: Codec[Any]
+    values: Codec[Any]
+    keys_only: int
+
+    @property
+    def grows(self) -> bool:
+        """Whether tokens that are appended will be packed."""
+        return self.keys.due is not never or self.values.due is not never
+
+    @property
+    def kv_bytes(self) -> int:
+        """See `Before`."""
+        return self.keys.nbytes + self.values.nbytes
+
+    def dot_keys(self, query: Tensor) -> Tensor:
+        """See `Before`."""
+        return self.keys.dot(query)
+
+    def mix_values(self, weights: Tensor) -> Tensor:
+        """See `Before`."""
+        return self.values.mix(weights[..., self.keys_only :])
 
 
 class LayerCache:
@@ -33,13 +84,8 @@ class LayerCache:
 
     Buffers are reserved once; appending a token writes in place (a cache that was not told how many
     tokens will come grows by `GROWTH` entries when it is full). Shapes (no batch dimension: a fork
-    is one row): keys, values [kv_heads, reserved, head_dim], of which the first `length` are held.
-
-    With a `quantization`, entries are held packed, all or all but the last (`Codec.due`); the buffers
-    hold the others and take the new tokens, which may be packed after the step that fed them. Where the
-    first entries hold a key only (`CompressedKV.keys_only`), values begin after them. A branch
-    (`kvbench.engine.shared`) holds in its buffers what came since it was made, and reads the entries
-    before in its `base`.
+    is one row): keys, values [kv_heads, reserved, head_dim]; the buffers of keys begin with entry
+    `first`, those of values with entry `first_value`, and `length` entries are held in all.
 
     Args:
         held: the compressed prompt, batch 1.
@@ -51,8 +97,17 @@ class LayerCache:
         sink: leading tokens that are always kept.
         window: sliding-window length of the layer, None for full attention.
         active: False where the method has no part in this layer (it is left whole).
+        quantization: how entries are packed, all or all but the last (`Codec.due`), at once and after
+            each step.
         layer, seed: what a scheme's draws depend on.
     """
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    log_weights: Tensor | None
+    scores: Tensor | None
+    denominators: Tensor | None
 
     def __init__(
         self,
@@ -69,55 +124,40 @@ class LayerCache:
         layer: int = 0,
         seed: int = 0,
     ) -> None:
-        heads, count, key_dim = held.keys.shape[1:]
+        count = held.keys.shape[2]
         self.length = count
         self.capacity = capacity
         self.granted = capacity if granted is None else granted
-        self.sink = sink
-        self.window = window
-        self.method = method
-        self.active = active
+        self.sink, self.window, self.method = sink, window, method
         self.evicts = method.evicts and active
         self.rule = rule_of(method, self.granted, sink) if self.evicts else None
         self.restricts = method.restricts and active
         if self.evicts:  # it grows to what it was granted, and by the token that is being read
             room = min(room, max(0, self.granted - count) + 1)
-        reserved = count + room
-        self.base: LayerCache | None = None
-        self.again: Recompressor | None = None
-        self.packed: Codecs | None = None
-        if quantization is not None:
-            self.packed = quantization.codecs(held.keys[0], held.values[0], layer=layer, seed=seed)
         if self.evicts and held.keys_only:
             raise KVError(
                 f"{type(method).__name__} evicts and holds {held.keys_only} entries without a value; "
                 "allowed: one or the other"
             )
         self.keys_only = held.keys_only
+        self.before: Before | None = None
+        if quantization is not None:
+            codecs = quantization.codecs(held.keys[0], held.values[0], layer=layer, seed=seed)
+            self.before = Packed(*codecs, held.keys_only)
         self.first, self.first_value = self._packed_counts()
-        value_dim = held.values.shape[-1]
-        self.keys = held.keys.new_empty(heads, reserved - self.first, key_dim)
-        self.values = held.values.new_empty(heads, reserved - self.first_value, value_dim)
-        self.keys[:, : count - self.first] = held.keys[0, :, self.first :]
-        skipped = self.first_value - held.keys_only
-        self.values[:, : count - self.first_value] = held.values[0, :, skipped:]
-        self.positions = held.positions.new_zeros(heads, reserved)
-        self.positions[:, :count] = held.positions[0]
-        self.log_weights: Tensor | None = None
-        if held.log_weights is not None:
-            self.log_weights = held.log_weights.new_zeros(heads, reserved)
-            self.log_weights[:, :count] = held.log_weights[0]
-        self.scores: Tensor | None = None
-        if held.scores is not None and (self.evicts or self.restricts):
-            self.scores = held.scores.new_zeros(heads, reserved)
-            self.scores[:, :count] = held.scores[0]
-        self.denominators: Tensor | None = None
+        buffers = {
+            "keys": held.keys[:, :, self.first :],
+            "values": held.values[:, :, self.first_value - held.keys_only :],
+            "positions": held.positions,
+            "log_weights": held.log_weights,
+            "scores": held.scores if self.evicts or self.restricts else None,
+            "denominators": held.denominators,
+        }
+        for name, part in buffers.items():
+            setattr(self, name, None if part is None else _with_room(part[0], room))
         self.value_range: tuple[Tensor, Tensor] | None = None
-        if held.denominators is not None:
-            self.denominators = held.denominators.new_ones(heads, reserved)
-            self.denominators[:, :count] = held.denominators[0]
-            if held.value_range is not None:
-                self.value_range = (held.value_range[0][0], held.value_range[1][0])
+        if held.value_range is not None:
+            self.value_range = (held.value_range[0][0], held.value_range[1][0])
         # On the host where it is known there; what a GPU has counted, `Fork.audit_prompt` reads.
         self.prompt_entries = self.entries() if self.log_weights is None else held.entries[0]
 
@@ -127,81 +167,23 @@ class LayerCache:
             return torch.full((self.keys.shape[0],), self.length, dtype=torch.int64)
         return weighted_entries(self.log_weights[:, : self.length]).cpu()
 
-    def entry_bytes(self) -> int:
-        """Bytes of what is held: keys, values, weights and scores, as stored. Room for tokens to
-        come is not counted, nor positions."""
-        parts = [
-            part[:, : self.length]
-            for part in (self.log_weights, self.scores, self.denominators)
-            if part is not None
-        ]
-        parts += self.value_range or ()
-        parts += [] if self.again is None else [self.again.queries]
-        return self._kv_bytes() + sum(part.numel() * part.element_size() for part in parts)
+    def charged(self, entries: Tensor) -> int:
+        """Entries per head that a budget is charged, of those of each head: the largest head's."""
+        return int(entries.max())
 
-    def _kv_bytes(self) -> int:
-        held = sum(part.nbytes for part in self.packed or ())
-        if self.base is not None:
-            held = self.base._kv_bytes()
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of all keys and values, as stored."""
+        held = 0 if self.before is None else self.before.kv_bytes
         sides = ((self.keys, self.first), (self.values, self.first_value))
         return held + sum(part[:, : self.length - first].nbytes for part, first in sides)
 
-    def dot_keys(self, query: Tensor, begin: int = 0) -> Tensor:
-        """q.k of query [kv_heads, q, d] with the entries from `begin` on, [kv_heads, q, entries]."""
-        new = self.keys[:, max(0, begin - self.first) : self.length - self.first]
-        logits = query @ new.transpose(1, 2)
-        if self.base is not None:
-            return torch.cat([self.base.dot_keys(query), logits], dim=-1)
-        if self.packed is None:
-            return logits
-        return torch.cat([self.packed[0].dot(query), logits], dim=-1) if self.first else logits
-
-    def mix_values(self, weights: Tensor, begin: int = 0) -> Tensor:
-        """weights [kv_heads, q, entries] . v of the entries from `begin` on, [kv_heads, q, d]."""
-        start = max(begin, self.first_value)
-        new = self.values[:, start - self.first_value : self.length - self.first_value]
-        if self.base is not None:
-            return (
-                self.base.mix_values(weights[..., : self.first]) + weights[..., self.first :] @ new
-            )
-        mixed = weights[..., start - begin :] @ new
-        if self.packed is None or not self.packed[1].count:
-            return mixed
-        return mixed + self.packed[1].mix(weights[..., self.keys_only : start])
-
-    @property
-    def packs_as_it_grows(self) -> bool:
-        """Whether tokens that are appended will be packed."""
-        return any(part.due is not never for part in self.packed or ())
-
-    def _packed_counts(self) -> tuple[int, int]:
-        """The entries that the buffers of keys and of values begin with."""
-        keys, values = (0, 0) if self.packed is None else (part.count for part in self.packed)
-        return keys, self.keys_only + values
-
-    def _pack_due(self) -> None:
-        """Let the codecs take over the exact entries that are due; what is left moves to the front."""
-        if self.packed is None:
-            return
-        keys = self.keys[:, : self.length - self.first]
-        values = self.values[:, : self.length - self.first_value]
-        (first, _), (second, _) = self.packed[0].take(keys), self.packed[1].take(values)
-        self.packed = (first, second)
-        before, (self.first, self.first_value) = (
-            (self.first, self.first_value),
-            self._packed_counts(),
-        )
-        for part, taken, left in (
-            (self.keys, self.first - before[0], self.length - self.first),
-            (self.values, self.first_value - before[1], self.length - self.first_value),
-        ):
-            if taken:
-                part[:, :left] = part[:, taken : taken + left].clone()
-
-    def _held(self) -> Held:
-        n = self.length
-        scores = None if self.scores is None else self.scores[:, :n]
-        return Held(scores, self.positions[:, :n], self.granted, self.sink)
+    def entry_bytes(self) -> int:
+        """Bytes of what is held: keys, values, weights and scores, as stored. Room for tokens to
+        come is not counted, nor positions."""
+        numbers = (self.log_weights, self.scores, self.denominators)
+        held = self.kv_bytes + sum(p[:, : self.length].nbytes for p in numbers if p is not None)
+        return held + sum(end.nbytes for end in self.value_range or ())
 
     def reserved_bytes(self) -> int:
         """Bytes of the buffers, which a copy has of its own."""
@@ -214,44 +196,45 @@ class LayerCache:
         for name in _BUFFERS:
             part = getattr(self, name)
             setattr(twin, name, None if part is None else part.clone())
-        twin.again = None if self.again is None else self.again.clone()
         return twin
 
     @property
-    def charged(self) -> int:
-        """Entries per head that the budget is charged now; of the prompt: `prompt_charged`."""
-        return int(self.entries().max())
+    def is_fixed(self) -> bool:
+        """Whether decoding appends entries and changes none that are held."""
+        packs = isinstance(self.before, Packed) and self.before.grows
+        return not self.evicts and not packs
 
     @property
-    def prompt_charged(self) -> int:
-        """Entries per head that the budget was charged after prefill."""
-        return int(self.prompt_entries.max())
+    def is_plain(self) -> bool:
+        """Whether all entries lie in the buffers with key and value, and attention is an ordinary
+        softmax over all of them."""
+        return (
+            self.before is None
+            and self.window is None
+            and not self.restricts
+            and not self.keys_only
+            and self.denominators is None
+        )
 
     @property
     def takes_one_by_kernel(self) -> bool:
-        """Whether a single token can join through `kvbench.kernels.decode_attention`: all entries
-        lie in the buffers with key and value and are seen, and their number grows by one a token or
-        stays the same (a cache that evicts and is not full yet does first the one, then the other)."""
-        return self._is_plain and (not self.evicts or self.length == self.granted)
+        """Whether a single token can join through `kvbench.kernels.decode_attention`: the cache is
+        plain, and its length grows by one a token or stays the same (a cache that evicts and is not
+        full yet does first the one, then the other)."""
+        return self.is_plain and (not self.evicts or self.length == self.granted)
 
     @property
     def fills_by_kernel(self) -> bool:
-        """The same of a cache that evicts by a rule, whether it is full or not."""
+        """Whether a cache that evicts can take tokens through the kernels before it is full: it goes by
+        a rule."""
         if self.rule is None:
             return False
-        return self._is_plain and (self.rule.leaves == "oldest" or self.scores is not None)
-
-    @property
-    def _is_plain(self) -> bool:
-        plain = self.packed is None and self.window is None and not self.restricts
-        plain = plain and not self.keys_only and self.denominators is None and self.base is None
-        return plain and self.again is None
+        return self.is_plain and (self.rule.leaves == "oldest" or self.scores is not None)
 
     def expect(self, position: int, tokens: int) -> None:
         """Make ready for so many tokens, the first at `position`, that a kernel will append."""
         if self.evicts:
-            full = max(self.granted, self.length)
-            self._reserve(min(self.length + tokens, full + 1))
+            self._reserve(min(self.length + tokens, max(self.granted, self.length) + 1))
             return
         self._reserve(self.length + tokens)
         following = torch.arange(position, position + tokens, device=self.positions.device)
@@ -275,31 +258,18 @@ class LayerCache:
                 f"{type(self.method).__name__} evicted nothing from a full cache of {full} entries"
             )
 
-    def _reserve(self, entries: int) -> None:
-        """Make the buffers hold `entries` at least; a copy only when they do not."""
-        reserved = self.positions.shape[1]
-        if entries <= reserved:
-            return
-        for name in _BUFFERS:
-            part = getattr(self, name)
-            if part is not None:
-                more = entries + GROWTH - reserved
-                wider = part.new_zeros(part.shape[0], part.shape[1] + more, *part.shape[2:])
-                wider[:, : part.shape[1]] = part
-                setattr(self, name, wider)
-
     def step(self, call: LayerCall, positions: Tensor) -> Tensor:
         """Append the t tokens of a call of one row, at positions [t], and attend, causally among them:
         [heads, t, value_dim]."""
-        if not self.evicts and self.again is None:
+        if not self.evicts:
             return self._append_and_attend(call, positions)
-        outputs = []  # what evicts or compresses again changes after a token: a chunk is walked
-        for i in range(len(positions)):
-            one = call.of_row(0, i, i + 1)
-            outputs.append(self._append_and_attend(one, positions[i : i + 1]))
-            if self.again is not None:
-                self.again.after(self, one.query[0])
-        return torch.cat(outputs, dim=1)
+        return torch.cat(
+            [
+                self._append_and_attend(call.of_row(0, i, i + 1), positions[i : i + 1])
+                for i in range(len(positions))
+            ],
+            dim=1,
+        )
 
     def append(self, key: Tensor, value: Tensor, positions: Tensor) -> None:
         """Hold t more tokens: key, value [kv_heads, t, d], positions [t]."""
@@ -319,18 +289,32 @@ class LayerCache:
             self.denominators[:, before:after] = 1
         self.length = after
 
+    def dot_keys(self, query: Tensor, begin: int = 0) -> Tensor:
+        """q.k of query [kv_heads, q, d] with the entries from `begin` on, [kv_heads, q, entries]."""
+        logits = query @ self.keys[:, max(0, begin - self.first) : self.length - self.first].mT
+        if self.before is None or not self.first:
+            return logits
+        return torch.cat([self.before.dot_keys(query), logits], dim=-1)
+
+    def mix_values(self, weights: Tensor, begin: int = 0) -> Tensor:
+        """weights [kv_heads, q, entries] . v of the entries from `begin` on, [kv_heads, q, d]."""
+        start = max(begin, self.first_value)
+        new = self.values[:, start - self.first_value : self.length - self.first_value]
+        mixed = weights[..., start - begin :] @ new
+        if self.before is None or self.first_value == self.keys_only:
+            return mixed
+        return mixed + self.before.mix_values(weights[..., :start])
+
     def _append_and_attend(self, call: LayerCall, positions: Tensor) -> Tensor:
-        query, key, value = call.query[0], call.key[0], call.value[0]
+        query, value = call.query[0], call.value[0]
         heads, tokens, dim = query.shape
-        stored = self.keys.shape[0]
-        self.append(key, value, positions)
-        after = self.length
-        before = after - tokens
-        begin = 0
-        if self.window is not None and tokens == 1 and self.packed is None:
+        self.append(call.key[0], value, positions)
+        after, begin = self.length, 0
+        if self.window is not None and tokens == 1 and self.before is None:
             # A sliding layer's entries lie in the order of their positions: what the window has
             # passed is left of a view, and costs nothing.
             begin = max(0, after - self.window)
+        stored = self.keys.shape[0]
         group = heads // stored
         logits = self.dot_keys(query.reshape(stored, group * tokens, dim), begin)
         logits = capped(logits.float().mul_(call.scaling), call.softcap)
@@ -339,42 +323,169 @@ class LayerCache:
         if tokens > 1:
             order = torch.arange(tokens, device=query.device)
             hidden = (order[None] > order[:, None]).repeat(group, 1)
-            logits[..., before - begin :].masked_fill_(hidden, float("-inf"))
+            logits[..., after - tokens - begin :].masked_fill_(hidden, float("-inf"))
         if self.window is not None and not begin:
             past = self.positions[:, None, :after] <= (positions - self.window)[None, :, None]
             logits.masked_fill_(past.repeat(1, group, 1), float("-inf"))
         if self.restricts:
-            hidden = self._ask(self.method.restrict, self._held(), logits)
+            hidden = call_hook(self.method, self.method.restrict, self._held(), logits)
             logits.masked_fill_(hidden, float("-inf"))
         weights = logits.softmax(-1)
         out = self.mix_values(weights.to(value.dtype), begin)
         if self.denominators is not None:
             ends, self.value_range = grown_range(self.value_range, value, group)
             out = signed_mean(out, weights, self.denominators[:, begin:after], ends)
-        self._pack_due()
+        if isinstance(self.before, Packed):
+            self._pack_due(self.before)
         if self.evicts:
             self._evict(weights.view(stored, group, after).mean(1))
         return out.view(stored, group, tokens, -1).reshape(heads, tokens, -1)
 
-    def _ask(self, hook: Callable[..., Any], *arguments: Any) -> Any:
-        """What a hook of the method answers, which sees this fork's tensors only."""
-        return call(self.method, hook, *arguments)
+    def _held(self) -> Held:
+        n = self.length
+        scores = None if self.scores is None else self.scores[:, :n]
+        return Held(scores, self.positions[:, :n], self.granted, self.sink)
 
     def _evict(self, attention: Tensor) -> None:
         """Let the method drop one entry per head; the last entry moves into its place."""
         n = self.length
         held = self._held()
-        scores, leaving = self._ask(self.method.evict, held, attention)
+        scores, leaving = call_hook(self.method, self.method.evict, held, attention)
         if scores is not None and scores is not held.scores:
             assert held.scores is not None
             held.scores.copy_(scores)
         if leaving is None:
             return
+        packed = isinstance(self.before, Packed)
         row = torch.arange(self.keys.shape[0], device=self.keys.device)
-        for part in (getattr(self, name) for name in (BESIDE if self.packed else _BUFFERS)):
+        for part in (getattr(self, name) for name in (PER_ENTRY if packed else _BUFFERS)):
             if part is not None:
                 part[row, leaving] = part[:, n - 1].clone()
-        if self.packed is not None:  # all of them, the new one too
-            self.packed = (self.packed[0].without(leaving), self.packed[1].without(leaving))
+        if isinstance(self.before, Packed):  # all of the entries, the new one too
+            keys, values, _ = self.before
+            self.before = Packed(keys.without(leaving), values.without(leaving), 0)
             self.first, self.first_value = self._packed_counts()
         self.length = n - 1
+
+    def _packed_counts(self) -> tuple[int, int]:
+        """The entries that the buffers of keys and of values begin with, unless others lie before."""
+        if not isinstance(self.before, Packed):
+            return 0, self.keys_only
+        return self.before.keys.count, self.keys_only + self.before.values.count
+
+    def _pack_due(self, packed: Packed) -> None:
+        """Let the codecs take over the exact entries that are due; what is left moves to the front."""
+        n = self.length
+        sides = ((self.keys, self.first), (self.values, self.first_value))
+        keys, _ = packed.keys.take(self.keys[:, : n - self.first])
+        values, _ = packed.values.take(self.values[:, : n - self.first_value])
+        self.before = Packed(keys, values, self.keys_only)
+        self.first, self.first_value = self._packed_counts()
+        for (part, before), now in zip(sides, (self.first, self.first_value), strict=True):
+            if now > before:
+                part[:, : n - now] = part[:, now - before : n - before].clone()
+
+    def _reserve(self, entries: int) -> None:
+        """Make the buffers hold `entries` at least; a copy only when they do not."""
+        reserved = self.positions.shape[1]
+        if entries <= reserved:
+            return
+        for name in _BUFFERS:
+            part = getattr(self, name)
+            if part is not None:
+                setattr(self, name, _with_room(part, entries + GROWTH - reserved))
+
+
+def _with_room(part: Tensor, room: int) -> Tensor:
+    """A copy of part [kv_heads, n, ...] with `room` more entries, zeros."""
+    n = part.shape[1]
+    wider = part.new_empty(part.shape[0], n + room, *part.shape[2:])
+    wider[:, :n], wider[:, n:] = part, 0
+    return wider
+
+
+class RaggedCache(LayerCache):
+    """A layer whose heads hold different numbers of entries, without padding: one cache of one head for
+    each head, so that what is held and counted is the sum of the heads.
+
+    A token joins every head and attends in each to what that head holds. Rows go alone, not through
+    `kvbench.kernels.decode_attention`.
+
+    Args:
+        held: the compressed prompt, batch 1, with `CompressedKV.lengths`.
+        make: makes the cache of what one head holds.
+    """
+
+    is_fixed = is_plain = False
+    before = rule = denominators = value_range = None
+
+    def __init__(self, held: CompressedKV, make: Callable[[CompressedKV], LayerCache]) -> None:
+        assert held.lengths is not None
+        if held.keys_only or held.scores is not None or held.denominators is not None:
+            raise KVError(
+                "heads of different lengths hold scores, signed weights or keys without values; "
+                "allowed: keys, values and log_weights"
+            )
+        self.heads: list[LayerCache] = []
+        for head, length in enumerate(held.lengths[0].tolist()):
+            here = (slice(None), slice(head, head + 1), slice(length))
+            weights = None if held.log_weights is None else held.log_weights[here]
+            if weights is not None and not weights.any():
+                weights = None
+            one = CompressedKV(held.keys[here], held.values[here], weights, held.positions[here])
+            self.heads.append(make(one))
+        first = self.heads[0]
+        self.method, self.capacity, self.granted = first.method, first.capacity, first.granted
+        self.evicts, self.restricts = first.evicts, first.restricts
+        if self.evicts or self.restricts:
+            raise KVError(
+                f"{type(self.method).__name__} holds heads of different lengths and acts while "
+                "decoding; allowed: one or the other"
+            )
+        self.prompt_entries = held.lengths[0].cpu()
+
+    def charged(self, entries: Tensor) -> int:
+        """See `LayerCache.charged`: the mean of the heads, rounded up."""
+        return -int(-entries.sum() // len(self.heads))
+
+    def padded(self) -> LayerCache:
+        """One cache of all heads, to be looked at: positions, length and log-weights, with padding."""
+        twin, counts = copy.copy(self.heads[0]), self.entries()
+        twin.length, heads = int(counts.max()), len(self.heads)
+        twin.positions = torch.full((heads, twin.length), -1)
+        twin.log_weights = torch.full((heads, twin.length), float("-inf"))
+        for i, (head, count) in enumerate(zip(self.heads, counts.tolist(), strict=True)):
+            twin.positions[i, :count] = head.positions[0, :count]
+            weights = head.log_weights
+            twin.log_weights[i, :count] = 0.0 if weights is None else weights[0, :count]
+        return twin
+
+    def entries(self) -> Tensor:
+        """Entries held per head: [kv_heads] int64."""
+        return torch.cat([head.entries() for head in self.heads])
+
+    def entry_bytes(self) -> int:
+        """The sum of the heads'."""
+        return sum(head.entry_bytes() for head in self.heads)
+
+    def reserved_bytes(self) -> int:
+        """The sum of the heads'."""
+        return sum(head.reserved_bytes() for head in self.heads)
+
+    def clone(self) -> RaggedCache:
+        """A copy that shares nothing with this one that either of them writes to."""
+        twin = copy.copy(self)
+        twin.heads = [head.clone() for head in self.heads]
+        return twin
+
+    def step(self, call: LayerCall, positions: Tensor) -> Tensor:
+        """See `LayerCache.step`."""
+        of_heads = (
+            x.split(x.shape[1] // len(self.heads), 1) for x in (call.query, call.key, call.value)
+        )
+        return torch.cat(
+            [
+                head.step(replace(call, query=query, key=key, value=value), positions)
+                for head, query, key, value in zip(self.heads, *of_heads, strict=True)
+            ]
+        )

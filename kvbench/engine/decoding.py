@@ -17,8 +17,8 @@ from transformers import PreTrainedConfig
 
 from kvbench.engine.attention import LayerCall
 from kvbench.engine.cache import LayerCache
-from kvbench.engine.fork import Fork
-from kvbench.engine.shared import attend_branches, rows_by_base
+from kvbench.engine.fork import Fork, attend_rows
+from kvbench.engine.shared import rows_by_base
 from kvbench.engine.states import PassingCache, joined_cache
 from kvbench.kernels.decode_attention import (
     EntryTable,
@@ -222,19 +222,9 @@ class DecodeState:
         for group in groups:
             assert group.index is not None
             out.index_copy_(0, group.index, self._attend_group(group, call.of_rows(group.index)))
-        for rows in branches:
-            positions = self.positions[rows][:, None].to(query.device)
-            caches = [self.forks[row].layers[call.layer] for row in rows]
-            out[rows] = attend_branches(caches, call.of_rows(rows), positions)
-        for row in alone:
-            fork = self.forks[row]
-            if fork.failure is not None:
-                continue
-            try:
-                position = self.positions[row : row + 1].to(query.device)
-                out[row] = fork.layers[call.layer].step(call.of_row(row), position)
-            except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
-                fork.fail(failure)
+        if branches or alone:
+            positions = self.positions[:, None].to(query.device)
+            attend_rows(self.forks, branches, alone, call, positions, out)
         return out
 
     def _attend_group(self, group: _Group, call: LayerCall) -> Tensor:

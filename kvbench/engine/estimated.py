@@ -41,7 +41,7 @@ class _Layer:
 
 
 class EstimatedState:
-    """Attention state that reads a stream through a method's `Method.layer_stream`.
+    """Attention state that reads a stream through a method's `Method.reading`.
 
     Everything is exact until ``budget.size`` has no room for another `waiting` tokens. Then the
     algorithm reads all tokens between sink and window, and afterwards those that leave the window, up
@@ -124,7 +124,9 @@ class EstimatedState:
         old = slice(sink, max(sink, held - self.budget.window))
         keys, values = layer.keys[:, old], layer.values[:, old]
         if layer.algorithm is None:
-            layer.algorithm = self.method.layer_stream(
+            begin = self.method.reading(self.budget)
+            assert callable(begin)
+            layer.algorithm = begin(
                 keys,
                 values,
                 room=self.room,

@@ -1,21 +1,20 @@
-"""One method's caches of all layers, and several of them decoding together."""
+"""One method's caches of all layers, what they cost, and several of them decoding together."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from kvbench.engine.attention import LayerCall
-from kvbench.engine.cache import LayerCache
+from kvbench.engine.cache import LayerCache, RaggedCache
 from kvbench.engine.faults import release_frames
-from kvbench.engine.ragged import RaggedCache
-from kvbench.engine.recompress import Recompressor
+from kvbench.engine.recompress import RecompressedCache
 from kvbench.engine.shared import attend_branches, branch_of, merged, rows_by_base
 from kvbench.engine.states import PassingCache, State, clone_of, joined_cache, state_bytes
 from kvbench.kernels.elapsed import Elapsed
@@ -37,19 +36,61 @@ def layer_generator(seed: int, example_id: str, layer: int) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What a method's cache of one prompt costs. Every record has these fields.
+
+    Attributes:
+        prompt_tokens: that were compressed.
+        capacity: entries per layer and KV head that the budget allows the method.
+        entries: held per layer and KV head after compression, mean and maximum; None, like the bytes,
+            where a failure left none.
+        cache_bytes, exact_bytes: after compression, and of the exact cache at the same point.
+        cache_bytes_end: after the last token; None before.
+        compressed: False where the prompt is held as it is: it is within its capacity, or the method
+            keeps and stores everything so. True once entries were evicted.
+        compress_s: seconds of compression.
+        budget_preset: the preset that holds more than the budget, if any.
+    """
+
+    prompt_tokens: int
+    capacity: int
+    entries: dict[str, float] | None = None
+    cache_bytes: int | None = None
+    cache_bytes_end: int | None = None
+    exact_bytes: int
+    compressed: bool = False
+    compress_s: float = 0.0
+    budget_preset: str | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """Bytes held over the bytes of the exact cache, after compression."""
+        return None if self.cache_bytes is None else self.cache_bytes / self.exact_bytes
+
+    def record(self) -> dict[str, Any]:
+        """The fields of a record, but for `prompt_tokens`; `budget_preset` only where there is one."""
+        fields = {name: value for name, value in asdict(self).items() if name != "prompt_tokens"}
+        if self.budget_preset is None:
+            del fields["budget_preset"]
+        return fields | {"ratio": self.ratio}
+
+
 @dataclass
 class Fork:
-    """One method on one prompt: its layers, its audit, its seconds.
+    """One method on one prompt: its layers, its audit, its cost.
 
     Attributes:
         label: the method's name in this job.
         room: tokens that will be appended, if the caller knows.
         layers: filled by the prefill, by layer index; states: of the layers that hold no keys.
+        compressible: the layers that the method compresses.
         carried: what the method noted at earlier layers of this prompt (`LayerKV.carried`).
+        compressed: whether the method compresses this prompt. appended: tokens fed since.
         compress_s: seconds of compression; `clocks` are still to be read, by `read_clocks`.
         unaudited: layers whose entries are still to be counted, by `audit_prompt`.
+        after_prompt: the cost at the end of the prefill. bytes_end: at the last `audit`.
         failure: what stopped this fork, if anything did; the other forks go on.
-        budget_preset: see `kvbench.methods.base.allowed_entries`; known after the audit.
     """
 
     label: str
@@ -60,17 +101,19 @@ class Fork:
     room: int
     layers: dict[int, LayerCache] = field(default_factory=dict)
     states: dict[int, State] = field(default_factory=dict)
+    compressible: list[int] = field(default_factory=list)
     carried: dict[str, Tensor] = field(default_factory=dict)
+    compressed: bool = False
+    appended: int = 0
     compress_s: float = 0.0
     clocks: list[Elapsed] = field(default_factory=list)
     unaudited: list[int] = field(default_factory=list)
-    compressed: bool = False
-    appended: int = 0
+    after_prompt: Cost | None = None
+    bytes_end: int | None = None
     failure: Exception | None = None
-    budget_preset: str | None = None
 
     def __post_init__(self) -> None:
-        if self.method.masks_whole_pass:
+        if self.method.whole_pass is not None:
             raise KVError(
                 f"method {self.label!r} masks one pass over prompt and answer, and holds no cache to "
                 "generate with; allowed: methods that do (likelihoods alone, as task=fidelity and "
@@ -89,12 +132,10 @@ class Fork:
         return self.compressed and self.method.rescoring is not None
 
     @property
-    def evicted(self) -> bool:
-        """Whether entries have left while decoding."""
-        return any(
-            cache.evicts and cache.length < int(cache.prompt_entries.max()) + self.appended
-            for cache in self.layers.values()
-        )
+    def tokens(self) -> int:
+        """Tokens in the cache: those of the prompt, which was compressed, and those fed since."""
+        assert self.after_prompt is not None, "the prompt has not been read"
+        return self.after_prompt.prompt_tokens + self.appended
 
     def read_clocks(self) -> None:
         """Add up the seconds of compression so far; waits for a GPU that is not done with it."""
@@ -103,23 +144,27 @@ class Fork:
 
     def fail(self, failure: Exception) -> None:
         """This fork ends here; what it holds is given back, for the others to go on with."""
-        self.failure = failure
+        self.failure, self.bytes_end = failure, None
         release_frames(failure)
-        self.layers.clear()
-        self.carried.clear()
-        self.unaudited.clear()
+        for held in (self.layers, self.compressible, self.carried, self.unaudited):
+            held.clear()
 
     def clone(self) -> Fork:
         """A copy that goes on separately from here."""
-        layers = {index: layer.clone() for index, layer in self.layers.items()}
-        return replace(self, layers=layers, states=clone_of(self.states))
+        return self._with_layers({index: layer.clone() for index, layer in self.layers.items()})
 
     def branch(self) -> Fork:
         """A copy that goes on from here, for as long as nothing is fed to this one: see
         `branch_of`."""
-        layers = {index: branch_of(layer) for index, layer in self.layers.items()}
+        return self._with_layers({index: branch_of(layer) for index, layer in self.layers.items()})
+
+    def _with_layers(self, layers: dict[int, LayerCache]) -> Fork:
         return replace(
-            self, layers=layers, states=clone_of(self.states), carried=dict(self.carried)
+            self,
+            layers=layers,
+            states=clone_of(self.states),
+            compressible=list(self.compressible),
+            carried=dict(self.carried),
         )
 
     def merged(self) -> Fork:
@@ -131,14 +176,19 @@ class Fork:
         for name, noted in self.carried.items():
             self.carried[name] = noted.to(device)
 
+    def hold_whole(self, layer: int, held: CompressedKV, window: int | None) -> None:
+        """Take over a layer in which the method has no part."""
+        count = held.keys.shape[2]
+        self.layers[layer] = LayerCache(
+            held, self.room, self.method, capacity=count, window=window, active=False
+        )
+
     def hold(
         self,
         layer: int,
         held: CompressedKV,
         capacity: int,
         *,
-        compressible: bool = True,
-        window: int | None = None,
         limit: int | None = None,
         prompt: LayerKV | None = None,
     ) -> None:
@@ -153,30 +203,31 @@ class Fork:
                 average where heads hold different numbers.
         """
         granted = capacity if limit is None else limit
-        if compressible and self.method.uses_budget and not self.method.saves_memory:
+        if self.method.uses_budget and not self.method.saves_memory:
             granted = self.budget.capacity(capacity)
-        make = partial(
-            LayerCache,
-            room=self.room,
-            method=self.method,
-            capacity=capacity,
-            granted=granted,
-            sink=self.budget.sink,
-            window=window,
-            active=compressible and (self.compressed or limit is not None),
-            quantization=self.method.quantization() if compressible else None,
-            layer=layer,
-            seed=self.seed,
-        )
-        cache = make(held) if held.lengths is None else RaggedCache(held, make)
-        if compressible and prompt is not None:
+        options: dict[str, Any] = {
+            "capacity": capacity,
+            "granted": granted,
+            "sink": self.budget.sink,
+            "active": self.compressed or limit is not None,
+            "quantization": self.method.quantization(),
+            "layer": layer,
+            "seed": self.seed,
+        }
+        rule = self.method.recompression
+        if rule is not None and prompt is not None and prompt.queries is not None:
             generator = layer_generator(self.seed, f"{self.example_id}\0while decoding", layer)
-            cache.again = Recompressor.begin(
-                self.label, self.method, self.budget, prompt, generator
-            )
+            options |= {"rule": rule, "label": self.label, "budget": self.budget}
+            options |= {"prompt": prompt, "generator": generator}
+        kind = RecompressedCache if "rule" in options else LayerCache
+
+        def make(one: CompressedKV) -> LayerCache:
+            return kind(one, self.room, self.method, **options)
+
+        cache = make(held) if held.lengths is None else RaggedCache(held, make)
         self.layers[layer] = cache
-        if compressible:
-            self.unaudited.append(layer)
+        self.compressible.append(layer)
+        self.unaudited.append(layer)
         if not cache.prompt_entries.is_cuda:
             self.audit_prompt()
 
@@ -195,10 +246,49 @@ class Fork:
         parts = together.split([len(counts) for counts in counted])
         for layer, cache, counts in zip(layers, caches, parts, strict=True):
             cache.prompt_entries = counts
-            if cache.prompt_charged > cache.capacity + 1:
-                raise BudgetExceeded(self.label, layer, cache.capacity, cache.prompt_charged)
+            if cache.charged(counts) > cache.capacity + 1:
+                raise BudgetExceeded(self.label, layer, cache.capacity, cache.charged(counts))
 
-    def audit(self, n: int, compressible: Sequence[int]) -> None:
+    def end_prompt(self, n: int, exact_bytes: int) -> None:
+        """Note what is held of the prompt's n tokens, which have been read and compressed.
+
+        Args:
+            exact_bytes: of the exact cache at this point.
+        """
+        held: dict[str, Any] = {}
+        if self.failure is None:
+            layers = [self.layers[layer] for layer in self.compressible]
+            entries = torch.cat([cache.prompt_entries.cpu() for cache in layers])
+            counts = {"mean": float(entries.float().mean()), "max": int(entries.max())}
+            held = {"entries": counts, "cache_bytes": self.cache_bytes()}
+        self.after_prompt = Cost(
+            prompt_tokens=n,
+            capacity=self.budget.capacity(n) if self.method.saves_memory else n,
+            exact_bytes=exact_bytes,
+            compressed=self.compressed or self.method.quantize is not None,
+            **held,
+        )
+
+    def cost(self) -> Cost:
+        """What the cache costs, by what is known since the prefill and the last `audit`."""
+        assert self.after_prompt is not None, "the prompt has not been read"
+        self.read_clocks()
+        cost = replace(self.after_prompt, compress_s=self.compress_s)
+        if self.bytes_end is None:
+            return cost
+        n, layers = cost.prompt_tokens, [self.layers[layer] for layer in self.compressible]
+        evicted = any(
+            cache.evicts and cache.length < int(cache.prompt_entries.max()) + self.appended
+            for cache in layers
+        )
+        return replace(
+            cost,
+            cache_bytes_end=self.bytes_end,
+            compressed=cost.compressed or evicted,
+            budget_preset=allowed_entries(self.method, self.budget, n, len(layers))[1],
+        )
+
+    def audit(self) -> None:
         """Count the entries of every layer again, after the last token. A cache that evicts holds no
         more than it was granted, or than compression left.
 
@@ -206,27 +296,22 @@ class Fork:
             BudgetExceeded: a layer holds more than its capacity and the tokens since, or all layers
                 together hold more than the budget (one entry a layer of rounding).
         """
-        total = 0
-        for layer in compressible:
+        assert self.after_prompt is not None, "the prompt has not been read"
+        n, total = self.after_prompt.prompt_tokens, 0
+        for layer in self.compressible:
             cache = self.layers[layer]
-            left, found = cache.prompt_charged, cache.charged
+            left, found = cache.charged(cache.prompt_entries), cache.charged(cache.entries())
             allowed = cache.capacity + 1 + self.appended
             if self.limit(n) is not None:
                 allowed = max(cache.granted, left)
             if found > allowed:
                 raise BudgetExceeded(self.label, layer, allowed, found)
             total += left
-        allowed, self.budget_preset = allowed_entries(
-            self.method, self.budget, n, len(compressible)
-        )
-        if total > allowed + len(compressible):
+        count = len(self.compressible)
+        allowed, _ = allowed_entries(self.method, self.budget, n, count)
+        if total > allowed + count:
             raise BudgetExceeded(self.label, -1, allowed, total)
-
-    def prompt_counts(self, compressible: Sequence[int]) -> dict[str, float]:
-        """Entries held after compression, per layer and KV head: mean and maximum."""
-        entries = [self.layers[layer].prompt_entries.flatten() for layer in compressible]
-        counts = torch.cat([one.to(entries[0].device) for one in entries])  # layers of other GPUs
-        return {"mean": float(counts.float().mean()), "max": int(counts.max())}
+        self.bytes_end = self.cache_bytes()
 
     def cache_bytes(self) -> int:
         """Bytes held now, all layers and states."""
@@ -235,17 +320,16 @@ class Fork:
 
 
 class ForkBatch:
-    """Attention state of a decode step: row i of the batch is fork ``forks[i]``.
+    """Attention state of a pass: row i of the batch is fork ``forks[i]``.
 
     Args:
         forks: one per batch row.
-        positions: position of each token fed in this step: [t], the same for every row, or [rows, t].
+        positions: position of each token fed: [t], the same for every row, or [rows, t].
     """
 
     def __init__(self, forks: Sequence[Fork], positions: Tensor) -> None:
         self.forks = forks
         self.positions = positions
-
         self._past: PassingCache | None = None
 
     def past(self, config: PreTrainedConfig) -> PassingCache:
@@ -256,22 +340,40 @@ class ForkBatch:
     def attend(self, call: LayerCall) -> Tensor:
         """Each row against its own cache; a row whose fork failed attends to nothing. Rows that share
         entries read those together."""
-        query = call.query
-        if self.positions.device != query.device:  # once, not at every layer
-            self.positions = to_device(self.positions, query.device)
+        device = call.query.device
+        if self.positions.device != device:  # once, not at every layer
+            self.positions = to_device(self.positions, device)
         positions = self.positions.expand(len(self.forks), -1)
-        out = query.new_zeros(*query.shape[:3], call.value.shape[-1])
-        caches = [fork.layers.get(call.layer) for fork in self.forks]
-        joined = rows_by_base(caches)
-        for rows in joined:
-            held = [cache for cache in (caches[row] for row in rows) if cache is not None]
-            out[rows] = attend_branches(held, call.of_rows(rows), positions[rows])
+        out = call.query.new_zeros(*call.query.shape[:3], call.value.shape[-1])
+        joined = rows_by_base([fork.layers.get(call.layer) for fork in self.forks])
         done = {row for rows in joined for row in rows}
-        for i, fork in enumerate(self.forks):
-            if fork.failure is not None or i in done:
-                continue
+        alone = [row for row in range(len(self.forks)) if row not in done]
+        attend_rows(self.forks, joined, alone, call, positions, out)
+        return out
+
+
+def attend_rows(
+    forks: Sequence[Fork],
+    joined: Sequence[Sequence[int]],
+    alone: Sequence[int],
+    call: LayerCall,
+    positions: Tensor,
+    out: Tensor,
+) -> None:
+    """Feed some rows' tokens to their caches, and put the attention into `out`.
+
+    Args:
+        forks: of all rows. joined: rows whose caches are branches of one base (`rows_by_base`).
+        alone: further rows; one whose fork has failed is passed over.
+        positions: [rows, t]. out: [rows, heads, t, value_dim].
+    """
+    for rows in joined:
+        caches = [forks[row].layers[call.layer] for row in rows]
+        out[rows] = attend_branches(caches, call.of_rows(rows), positions[rows])
+    for row in alone:
+        fork = forks[row]
+        if fork.failure is None:
             try:
-                out[i] = fork.layers[call.layer].step(call.of_row(i), positions[i])
+                out[row] = fork.layers[call.layer].step(call.of_row(row), positions[row])
             except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
                 fork.fail(failure)
-        return out

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,19 +20,11 @@ from kvbench.engine.fork import Fork
 from kvbench.engine.graphs import StepGraphs
 from kvbench.engine.kept import strips_of
 from kvbench.engine.limits import active_seconds
-from kvbench.engine.prefill import compressible_layers, input_device, prefill
+from kvbench.engine.prefill import Prefill, input_device, prefill
 from kvbench.engine.prompts import Generation, Prompt, Question
-from kvbench.engine.rows import (
-    DecodingRow,
-    close_row,
-    decode_rows,
-    feed_questions,
-    open_row,
-    picked,
-    take,
-)
+from kvbench.engine.rows import DecodingRow, decode_rows, feed_questions, picked
 from kvbench.engine.sampling import GREEDY, Sampling
-from kvbench.engine.shared import is_shared
+from kvbench.engine.shared import is_shareable
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget
 from kvbench.methods.base import Method
@@ -114,28 +107,29 @@ def run_conversations(
         prefill as a whole (keys that are not finite, no memory) is raised.
     """
     readings = [_read(model, prompt, seed) for prompt in prompts]
-    compressible = compressible_layers(model)
     most = max(len(prompt.conversations) for prompt in prompts)
     at_once = _copies_at_once(readings, most, input_device(model))
     for first in range(0, most, at_once):
         talks = [reading.talks(first, first + at_once) for reading in readings]
         turns = (len(talk.questions) for each in talks for talk in each)
         for turn in range(max(turns, default=0)):
-            rows: list[DecodingRow] = []
+            asked: list[tuple[_Reading, _Conversation]] = []
             for reading, each in zip(readings, talks, strict=True):
                 begun = active_seconds()
                 going_on = [talk for talk in each if turn < len(talk.questions)]
-                rows += _ask(model, going_on, turn, seed, sampling)
+                _ask(model, going_on, turn, seed, sampling, reading.start.logits)
                 reading.spent_s += active_seconds() - begun
                 for talk in going_on:
                     talk.row.spent_s = reading.spent_s
+                asked += [(reading, talk) for talk in going_on]
             begun = active_seconds()
-            decode_rows(model, [row for row in rows if row.chosen], graphs or StepGraphs())
+            rows = [talk.row for _, talk in asked if talk.row.chosen]
+            decode_rows(model, rows, graphs or StepGraphs())
             for reading in readings:
                 reading.spent_s += active_seconds() - begun
-            for row in rows:
-                row.result.batch = len(prompts)
-                close_row(row, compressible)
+            for reading, talk in asked:
+                kept = reading.kept.get(talk.row.fork.label)
+                talk.said.append(talk.row.finish(batch=len(prompts), kept=kept))
     return [
         {label: [one for talk in said for one in talk] for label, said in reading.said.items()}
         for reading in readings
@@ -144,12 +138,15 @@ def run_conversations(
 
 @dataclass
 class _Conversation:
-    """One method's part in one conversation; `row` is that of its latest question."""
+    """One method's part in one conversation.
+
+    Attributes:
+        row: of its latest question. said: its answers.
+    """
 
     questions: Sequence[Question]
-    said: list[Generation]
     row: DecodingRow
-    logits: Tensor  # at the end of the prompt
+    said: list[Generation]
 
 
 @dataclass
@@ -157,36 +154,38 @@ class _Reading:
     """One prompt that has been read, and what its forks have answered.
 
     Attributes:
-        rows: of each method, at the end of the prefill; logits: [vocab], there.
         spent_s: wall seconds so far, other prompts' own left out.
-        said: of each method, the answers of each conversation.
+        kept: by method, what it holds of the prompt, where that is asked for.
+        said: by method, the answers of each conversation.
     """
 
     prompt: Prompt
-    rows: list[DecodingRow]
-    logits: Tensor
+    forks: list[Fork]
+    start: Prefill
     spent_s: float
+    kept: dict[str, dict[str, Any]]
     said: dict[str, list[list[Generation]]]
 
     def talks(self, first: int, last: int) -> list[_Conversation]:
         """The conversations from `first` to before `last`; where there are several, each with a cache
         that goes on from what has been read."""
+        n, several = self.start.n, len(self.prompt.conversations) > 1
 
-        def going_on(row: DecodingRow) -> DecodingRow:
-            if len(self.prompt.conversations) == 1:
-                return row
-            return replace(row, fork=row.fork.clone() if _copied(row) else row.fork.branch())
+        def row_of(fork: Fork) -> DecodingRow:
+            if several:
+                fork = fork.clone() if self.copies(fork) else fork.branch()
+            return DecodingRow(fork, self.prompt.stopping, n, self.start.prefill_s)
 
         return [
-            _Conversation(
-                self.prompt.conversations[number],
-                self.said[row.fork.label][number],
-                going_on(row),
-                self.logits,
-            )
-            for number in range(len(self.prompt.conversations))[first:last]
-            for row in self.rows
+            _Conversation(questions, row_of(fork), self.said[fork.label][number])
+            for number, questions in list(enumerate(self.prompt.conversations))[first:last]
+            for fork in self.forks
         ]
+
+    def copies(self, fork: Fork) -> bool:
+        """Whether a conversation has a copy even of what it could share: rows that share are not decoded
+        by the kernel, which costs more than it saves once their own tokens are the most."""
+        return fork.room > self.start.n
 
 
 def _read(model: PreTrainedModel, prompt: Prompt, seed: int) -> _Reading:
@@ -202,19 +201,13 @@ def _read(model: PreTrainedModel, prompt: Prompt, seed: int) -> _Reading:
     ]
     start = prefill(model, prompt.ids, forks, encoder=prompt.encoder)
     spent_s = active_seconds() - begun
-    compressible = compressible_layers(model)
-    rows = [open_row(fork, start, prompt.stopping, compressible) for fork in forks]
-    for row in rows if prompt.note_kept else ():
-        if row.fork.failure is None:
-            row.result.kept = strips_of(row.fork, len(prompt.ids), compressible)
+    kept = {
+        fork.label: strips_of(fork, start.n, fork.compressible)
+        for fork in forks
+        if prompt.note_kept and fork.failure is None
+    }
     said = {label: [list[Generation]() for _ in prompt.conversations] for label in prompt.methods}
-    return _Reading(prompt, rows, start.logits, spent_s, said)
-
-
-def _copied(row: DecodingRow) -> bool:
-    """Whether a conversation has a copy even of what it could share: rows that share are not decoded by
-    the kernel, which costs more than it saves once their own tokens are the most."""
-    return row.fork.room > row.prefilled
+    return _Reading(prompt, forks, start, spent_s, kept, said)
 
 
 def _copies_at_once(readings: Sequence[_Reading], most: int, device: torch.device) -> int:
@@ -225,9 +218,9 @@ def _copies_at_once(readings: Sequence[_Reading], most: int, device: torch.devic
     copies = sum(
         cache.reserved_bytes()
         for reading in readings
-        for row in reading.rows
-        for cache in row.fork.layers.values()
-        if _copied(row) or not is_shared(cache)
+        for fork in reading.forks
+        for cache in fork.layers.values()
+        if reading.copies(fork) or not is_shareable(cache)
     )
     return max(1, min(most, (total - used) // (2 * copies))) if copies else most
 
@@ -238,33 +231,27 @@ def _ask(
     turn: int,
     seed: int,
     sampling: Sampling,
-) -> list[DecodingRow]:
+    logits: Tensor,
+) -> None:
     """One more question of each conversation, after the answer to the one before (its ending token left
-    out); every row holds its first new token afterwards."""
+    out); every row holds its first new token afterwards. `logits` [vocab] are those after the prompt."""
     fed: list[DecodingRow] = []
     questions: list[list[int]] = []
     for talk in talks:
         question, before = talk.questions[turn], talk.row
         unread = [token for token in before.chosen[-1:] if token not in before.stopping.end_ids]
-        talk.row = row = DecodingRow(
-            before.fork,
-            question.stopping,
-            replace(before.result, decode_s=0.0),
-            before.prefilled,
-            before.position,
-            sampling=sampling,
-            uniforms=sampling.uniforms(
-                seed, question.name, question.sample, question.stopping.max_new_tokens
-            ),
+        uniforms = sampling.uniforms(
+            seed, question.name, question.sample, question.stopping.max_new_tokens
         )
-        talk.said.append(row.result)
+        talk.row = row = DecodingRow(
+            before.fork, question.stopping, before.position, before.prefill_s, sampling, uniforms
+        )
         ids = [*unread, *question.ids]
         if row.fork.failure is None and ids:
             fed.append(row)
             questions.append(ids)
         elif row.fork.failure is None:
-            ((token,), (finite,)) = picked([row], talk.logits[None]).tolist()
-            take(row, token, bool(finite))
+            ((token,), (finite,)) = picked([row], logits[None]).tolist()
+            row.take(token, bool(finite))
     if fed:
         feed_questions(model, fed, questions)
-    return [talk.row for talk in talks]

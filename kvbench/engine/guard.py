@@ -107,11 +107,13 @@ def settings_unchanged(label: str) -> Iterator[None]:
     before = {name: _PROCESS[name][0]() for name in names}
     try:
         yield
-    except (SystemExit, GeneratorExit) as exit:
+    except BaseException as failure:
         _restore(before)
-        raise MethodExit(f"method {label!r} raised {type(exit).__name__}") from exit
-    except BaseException:
-        _restore(before)
+        if type(failure) in (
+            SystemExit,
+            GeneratorExit,
+        ):  # no subclass: SIGTERM raises one of its own
+            raise MethodExit(f"method {label!r} raised {type(failure).__name__}") from failure
         raise
     changed = _restore(before)
     if changed:

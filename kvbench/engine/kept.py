@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.engine.cache import LayerCache
+from kvbench.engine.cache import LayerCache, RaggedCache
 from kvbench.engine.fork import Fork
-from kvbench.engine.ragged import RaggedCache
 
 BINS, MOST_LAYERS = 128, 16
 """The most pieces of the prompt and layers (evenly spread) in the result of `strips_of`."""

@@ -1,36 +1,318 @@
-"""transformers' own `generate` with compressed caches: what `kvbench.compress` adds to a model.
+"""transformers' own `generate` with compressed caches, and contexts that are asked many questions: what
+`kvbench.compress` gives.
 
-Within it, a forward hook replaces the cache that `generate` made by a `LiveCache`, which does
-generate's bookkeeping (lengths, beams) and holds no keys or values itself: the attention function gives
-those to the forks, one per batch row, as in the benchmark.
+A forward hook replaces the cache that `generate` made by a `LiveCache`, which does generate's
+bookkeeping (lengths, beams) and holds no keys or values itself: the attention function gives those to
+the forks, one per batch row, as in the benchmark.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import update_wrapper
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache
 
-from kvbench.engine.architecture import rotary_of
+from kvbench.engine.architecture import compressible_layers, kvbench_attention_on, rotary_of
 from kvbench.engine.attention import LayerCall
-from kvbench.engine.context import Context, Text
-from kvbench.engine.fork import Fork, ForkBatch, prompt_name
-from kvbench.engine.live_cache import (
-    NO_ATTENTIONS,
-    NO_CACHE,
-    NOT_OURS,
-    LiveCache,
-    Row,
-    UnsupportedGeneration,
-)
-from kvbench.engine.prefill import PrefillState
+from kvbench.engine.fork import Cost, Fork, ForkBatch, prompt_name
+from kvbench.engine.graphs import StepGraphs
+from kvbench.engine.loading import end_token_ids, model_end_ids
+from kvbench.engine.prefill import PrefillState, prefill
+from kvbench.engine.rows import DecodingRow, decode_rows, feed_questions
+from kvbench.engine.states import PassingCache, is_hybrid, row_of, state_bytes, states_in
+from kvbench.engine.stopping import Stopping
 from kvbench.errors import is_integer
 from kvbench.kv import Budget, KVError, Rotary
 from kvbench.methods.base import Method
+from kvbench.tasks.base import PromptEncoder, check_length, tokenizing
+
+Text = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or what a tokenizer returns for one text."""
+
+
+class UnsupportedGeneration(ValueError):
+    """A use of `generate` that a compressed cache cannot serve: one line with what is allowed."""
+
+
+class LiveCache(Cache):
+    """The forks of a batch, as generate's cache; operations it cannot serve are refused.
+
+    Args:
+        model: whose keys and values they hold.
+        forks: one per row.
+        rows: what each costs, its tokens without padding; empty before the prefill.
+        seen: tokens fed so far, padding included.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        forks: Sequence[Fork],
+        rows: Sequence[Cost] = (),
+        *,
+        seen: int = 0,
+    ) -> None:
+        config = model.config.get_text_config()
+        super().__init__(layers=PassingCache(config).layers if is_hybrid(config) else [])
+        self.model = model
+        self.forks, self.rows = list(forks), list(rows)
+        self.seen = seen
+        self.open = True  # until the generation that it belongs to is over
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LiveCache:
+        """An independent copy; if the model is copied too, it belongs to that copy."""
+        forks = [fork.clone() for fork in self.forks]
+        model = memo.get(id(self.model), self.model)
+        return LiveCache(model, forks, self.rows, seen=self.seen)
+
+    def __len__(self) -> int:
+        return int(self.model.config.get_text_config().num_hidden_layers)
+
+    @property
+    def is_compileable(self) -> bool:
+        """Rows differ in length, so there is nothing to compile."""
+        return False
+
+    @property
+    def is_croppable(self) -> bool:
+        """False: what a method dropped does not come back."""
+        return False
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return the new keys and values unchanged: the attention function stores them.
+
+        Raises:
+            UnsupportedGeneration: the generation is over, so that nothing would store them.
+        """
+        if not self.open:
+            raise UnsupportedGeneration(
+                "past_key_values is a compressed cache whose generation is over; allowed: inside "
+                "compress, where it can be given back to generate with the whole conversation as "
+                "input_ids"
+            )
+        return key_states, value_states
+
+    def load_states(self, state: ForkBatch) -> None:
+        """Load the recurrent states of a hybrid model's forks, batched, for a pass with this state."""
+        config = self.model.config.get_text_config()
+        if is_hybrid(config):
+            self.layers = state.past(config).layers
+
+    def store_states(self) -> None:
+        """After the prefill: store each row's recurrent states in its fork."""
+        for number, fork in enumerate(self.forks):
+            fork.states = row_of(states_in(self), number)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens fed so far, padding included."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
+        """Length and offset of the mask that transformers believes it needs."""
+        count = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
+        return self.seen + count, 0
+
+    def _reorder_rows(self, indices: Sequence[int]) -> None:
+        """Select rows by index; a row that is selected more than once is copied."""
+        taken: set[int] = set()
+        forks = []
+        for index in indices:
+            fork = self.forks[index]
+            forks.append(fork.clone() if index in taken else fork)
+            taken.add(index)
+        self.forks = forks
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Beam search: row i goes on from row ``beam_idx[i]``."""
+        self._reorder_rows(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row `repeats` times."""
+        self._reorder_rows([row for row in range(len(self.forks)) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep some rows."""
+        self._reorder_rows(torch.arange(len(self.forks))[indices.cpu()].tolist())
+
+    def crop(self, tokens: int) -> None:
+        """Refused: what a method dropped does not come back."""
+        raise UnsupportedGeneration("a compressed cache cannot be cropped; call generate again")
+
+    def reset(self) -> None:
+        """Refused: every call of generate starts afresh anyway."""
+        raise UnsupportedGeneration("a compressed cache cannot be reset; call generate again")
+
+
+class Context:
+    """One prompt, prefilled once and compressed before any question is known.
+
+    `ask` answers without changing the cache, so that answers do not depend on earlier questions; with
+    ``keep=True`` the question and its answer are added to the cache. Draws depend on the seed, the
+    prompt and the layer, so that a document is always compressed to the same cache.
+
+    Attributes:
+        entries: per layer and KV head after compression, mean and maximum.
+        cache_bytes, exact_bytes: after compression, and of the exact cache.
+        prefill_s, compress_s: seconds.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        method: Method,
+        budget: Budget,
+        prompt: Text,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        label: str = "method",
+        seed: int = 0,
+    ) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self._ids = token_ids(prompt, tokenizer, "the context")
+        fork = Fork(label, method, budget, seed, prompt_name(self._ids), room=0)
+        with kvbench_attention_on(model), torch.inference_mode():
+            encoder = None if tokenizer is None else PromptEncoder(tokenizer)
+            start = prefill(model, self._ids, [fork], encoder=encoder)
+        if fork.failure is not None:
+            raise fork.failure
+        self._fork, cost = fork, fork.cost()
+        self.entries, self.cache_bytes = _held(cost)
+        self.exact_bytes, self.compress_s = cost.exact_bytes, cost.compress_s
+        self.prefill_s = start.prefill_s
+
+    @property
+    def ratio(self) -> float:
+        """`cache_bytes` over `exact_bytes`."""
+        return self.cache_bytes / self.exact_bytes
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the cache: the prompt's, and those of turns that were kept."""
+        return self._fork.tokens
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Tokens of prompt, questions and answers; an answer's last one is fed with the next turn."""
+        return list(self._ids)
+
+    def ask(
+        self,
+        question: Text,
+        *,
+        max_new_tokens: int = 64,
+        stop: Sequence[str] = (),
+        keep: bool = False,
+    ) -> Any:
+        """The greedy answer to one question: text where there is a tokenizer, else token ids.
+
+        Args:
+            question: what follows the context, as text (tokenised without special tokens) or ids.
+            stop: strings that end an answer, and are cut from it; need a tokenizer.
+            keep: add the question and its answer to the cache.
+
+        Raises:
+            KVError: an empty question, text without a tokenizer, a wrong `max_new_tokens`.
+            BudgetExceeded, and whatever the method raises; the cache is then unchanged.
+        """
+        ids = self._ids_of(question)
+        ((answer, row),) = self._answers([ids], max_new_tokens, stop)
+        if keep:
+            self._ids += [*ids, *row.chosen]
+            self._fork = row.fork.merged()
+        return answer
+
+    def ask_all(
+        self, questions: Sequence[Text], *, max_new_tokens: int = 64, stop: Sequence[str] = ()
+    ) -> list[Any]:
+        """The answers to several questions, each as `ask` gives it, decoded as one batch that reads the
+        context's entries once."""
+        asked = [self._ids_of(question) for question in questions]
+        return [answer for answer, _ in self._answers(asked, max_new_tokens, stop)]
+
+    def cache(self) -> LiveCache:
+        """A cache for ``model.generate(input_ids, past_key_values=...)`` inside `compress`, to continue
+        from here; ``input_ids`` must begin with all of `token_ids`, as transformers requires."""
+        fork = self._fork.branch()
+        return LiveCache(self.model, [fork], [fork.cost()], seen=self.tokens)
+
+    def _answers(
+        self, asked: Sequence[Sequence[int]], max_new_tokens: int, stop: Sequence[str]
+    ) -> list[tuple[Any, DecodingRow]]:
+        tokenizer = self.tokenizer
+        if not is_integer(max_new_tokens, 1):
+            raise KVError(f"max_new_tokens is {max_new_tokens!r}; allowed: an integer >= 1")
+        if stop and tokenizer is None:
+            raise KVError("stop is given and there is no tokenizer; allowed: read(..., tokenizer)")
+        if tokenizer is None:
+            stopping = Stopping(max_new_tokens, model_end_ids(self.model))
+        else:
+            ends = end_token_ids(self.model, tokenizer)
+            stopping = Stopping(max_new_tokens, ends, tuple(stop), self._decoded)
+        unread = self._ids[self.tokens :]
+        with kvbench_attention_on(self.model), torch.inference_mode():
+            rows = [DecodingRow(self._fork.branch(), stopping, self.tokens) for _ in asked]
+            feed_questions(self.model, rows, [[*unread, *ids] for ids in asked])
+            decode_rows(self.model, [row for row in rows if row.chosen], StepGraphs())
+            answers = [row.finish() for row in rows]
+        found: list[tuple[Any, DecodingRow]] = []
+        for row, answer in zip(rows, answers, strict=True):
+            if answer.failure is not None:
+                raise answer.failure
+            tokens = answer.tokens
+            found.append(
+                (tokens if tokenizer is None else stopping.cut(self._decoded(tokens)), row)
+            )
+        return found
+
+    def _ids_of(self, question: Any) -> list[int]:
+        return token_ids(question, self.tokenizer, "the question", special=False)
+
+    def _decoded(self, tokens: Sequence[int]) -> str:
+        assert self.tokenizer is not None
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+def _held(cost: Cost) -> tuple[dict[str, float], int]:
+    """Entries and bytes after compression, of a prompt that was read without a failure."""
+    assert cost.entries is not None
+    assert cost.cache_bytes is not None
+    return cost.entries, cost.cache_bytes
+
+
+def token_ids(
+    given: Text, tokenizer: PreTrainedTokenizerBase | None, what: str, *, special: bool = True
+) -> list[int]:
+    """The token ids of a text, of ids, or of a tokenizer's output.
+
+    Raises:
+        KVError: no tokens, several texts, or text where there is no tokenizer.
+    """
+    if isinstance(given, str):
+        if tokenizer is None:
+            raise KVError(f"{what} is text and there is no tokenizer; allowed: ids, or a tokenizer")
+        check_length(given)
+        with tokenizing(tokenizer):
+            given = tokenizer(given, add_special_tokens=special)
+    ids: Any = given["input_ids"] if isinstance(given, Mapping) else given
+    ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+    if ids and isinstance(ids[0], list):
+        if len(ids) > 1:
+            raise KVError(f"{what} has {len(ids)} texts; allowed: one")
+        ids = ids[0]
+    if not ids or not all(isinstance(token, int) for token in ids):
+        raise KVError(f"{what} has no token ids; allowed: text, or at least one token id")
+    return ids
 
 
 class _BatchPrefill:
@@ -39,28 +321,27 @@ class _BatchPrefill:
     Args:
         forks: one per row.
         padding: leading tokens of each row that are padding.
+        lengths: tokens of each row that are compressed; those after them go through the compressed
+            cache.
         compressible: see `compressible_layers`.
-        context: tokens of each row that are compressed; those after them go through the compressed
-            cache. None: all.
     """
 
     def __init__(
         self,
         forks: Sequence[Fork],
         padding: Sequence[int],
+        lengths: Sequence[int],
         compressible: Sequence[int],
-        context: int | None = None,
-        rotary: Rotary | None = None,
+        rotary: Rotary | None,
     ) -> None:
-        self.padding = padding
-        self.context = context
-        self.rows = [PrefillState([fork], compressible, rotary=rotary) for fork in forks]
+        self.padding, self.lengths = padding, lengths
+        self.rows = [PrefillState([fork], compressible, rotary) for fork in forks]
 
     def attend(self, call: LayerCall) -> Tensor:
         """Exact attention of each row's own tokens; padding attends to nothing."""
         out = call.query.new_zeros(*call.query.shape[:3], call.value.shape[-1])
         for i, (row, start) in enumerate(zip(self.rows, self.padding, strict=True)):
-            end = call.query.shape[2] if self.context is None else start + self.context
+            end = start + self.lengths[i]
             out[i : i + 1, :, start:end] = row.attend(call.of_row(i, start, end))
             (fork,) = row.forks
             if fork.failure is None and end < call.query.shape[2]:
@@ -79,9 +360,7 @@ class Compression:
     """One method around one model; yielded by `kvbench.compress`.
 
     Attributes:
-        rows: one per batch row of every prompt so far, in order (`generate` repeats a prompt for
-            each beam and each returned sequence).
-        last: the rows of the latest call.
+        last: of each row of the latest call what its cache costs.
         compress_after: see `kvbench.compress`.
     """
 
@@ -91,11 +370,10 @@ class Compression:
     label: str
     seed: int = 0
     compress_after: str | int | None = None
-    rows: list[Row] = field(default_factory=list)
-    last: list[Row] = field(default_factory=list)
-    _compressible: list[int] = field(default_factory=list, repr=False)
-    _cache: LiveCache | None = field(default=None, repr=False)
-    _prefill: _BatchPrefill | None = field(default=None, repr=False)
+    last: list[Cost] = field(default_factory=list)
+    _earlier: list[Cost] = field(default_factory=list)
+    _cache: LiveCache | None = None
+    _prefill: _BatchPrefill | None = None
 
     def __repr__(self) -> str:
         last = f", ratio of the last {self.ratio[-1]:.3g}" if self.rows else ""
@@ -132,14 +410,20 @@ class Compression:
         )
 
     @property
+    def rows(self) -> list[Cost]:
+        """What the cache of every batch row of every prompt so far costs, in order (`generate` repeats a
+        prompt for each beam and each returned sequence)."""
+        return [*self._earlier, *self.last]
+
+    @property
     def entries(self) -> list[float]:
         """Entries per layer and KV head after compression, mean over both, of each row."""
-        return [row.entries["mean"] for row in self.rows]
+        return [_held(row)[0]["mean"] for row in self.rows]
 
     @property
     def cache_bytes(self) -> list[int]:
         """Bytes held after compression, of each row."""
-        return [row.cache_bytes for row in self.rows]
+        return [_held(row)[1] for row in self.rows]
 
     @property
     def exact_bytes(self) -> list[int]:
@@ -149,7 +433,7 @@ class Compression:
     @property
     def ratio(self) -> list[float]:
         """`cache_bytes` over `exact_bytes`, of each row."""
-        return [row.ratio for row in self.rows]
+        return [_held(row)[1] / row.exact_bytes for row in self.rows]
 
     @property
     def compress_s(self) -> list[float]:
@@ -167,13 +451,38 @@ class Compression:
         if shaped is None:
             raise UnsupportedGeneration("compress needs input_ids or inputs_embeds")
         batch, count = shaped.shape[:2]
-        mask = kwargs.get("attention_mask")
+        mask, given = kwargs.get("attention_mask"), kwargs.get("past_key_values")
+        self._check_call(kwargs)
+        if isinstance(given, LiveCache):
+            self._continue_with(given)
+            state = ForkBatch(given.forks, _positions(given, batch, count, mask))
+            given.load_states(state)
+            kwargs["kvbench"] = state
+            return args, kwargs
+        if given is not None:
+            if type(given) is not DynamicCache or getattr(given, "offloading", False):
+                raise UnsupportedGeneration(
+                    f"past_key_values is a {type(given).__name__}; allowed: none, since compress "
+                    "brings its own cache"
+                )
+            if given.get_seq_length():
+                raise _not_ours(given)
+        self.finish()
+        self._start(tokens, batch, count, mask)
+        kwargs |= {"past_key_values": self._cache, "use_cache": True, "kvbench": self._prefill}
+        return args, kwargs
+
+    def _check_call(self, kwargs: Mapping[str, Any]) -> None:
+        """Refuse arguments of the model's forward that a compressed cache cannot serve."""
+        mask, use_cache = kwargs.get("attention_mask"), kwargs.get("use_cache")
+        if use_cache is None:
+            use_cache = getattr(self.model.config.get_text_config(), "use_cache", True)
         if mask is not None and mask.dim() != 2:
             raise UnsupportedGeneration(
                 f"attention_mask has {mask.dim()} dimensions; allowed: 2 (batch, tokens)"
             )
         if kwargs.get("output_attentions"):
-            raise UnsupportedGeneration(NO_ATTENTIONS)
+            raise UnsupportedGeneration(_REFUSED["output_attentions"][1])
         if kwargs.get("token_type_ids") is not None and hasattr(self.model.config, "text_config"):
             raise UnsupportedGeneration(
                 "token_type_ids says which tokens are an image's, which attend to each other both "
@@ -183,32 +492,8 @@ class Compression:
             raise UnsupportedGeneration(
                 "compress does not keep gradients; allowed: generate, or calls under torch.no_grad()"
             )
-        given = kwargs.get("past_key_values")
-        if isinstance(given, LiveCache):
-            self._continue_with(given)
-            state = ForkBatch(given.forks, self._positions(given, batch, count, mask))
-            given.load_states(state)
-            kwargs["kvbench"] = state
-            return args, kwargs
-        use_cache = kwargs.get("use_cache")
-        if use_cache is None:
-            use_cache = getattr(self.model.config.get_text_config(), "use_cache", True)
-        if not use_cache:
-            raise UnsupportedGeneration(NO_CACHE)
-        if given is not None:
-            if type(given) is not DynamicCache or getattr(given, "offloading", False):
-                raise UnsupportedGeneration(
-                    f"past_key_values is a {type(given).__name__}; allowed: none, since compress "
-                    "brings its own cache"
-                )
-            if given.get_seq_length():
-                raise UnsupportedGeneration(NOT_OURS.format(kind="DynamicCache"))
-        self.finish()
-        self._start(tokens, batch, count, mask)
-        kwargs["past_key_values"] = self._cache
-        kwargs["use_cache"] = True
-        kwargs["kvbench"] = self._prefill
-        return args, kwargs
+        if not use_cache and not isinstance(kwargs.get("past_key_values"), LiveCache):
+            raise UnsupportedGeneration(_REFUSED["use_cache"][1])
 
     def _start(self, tokens: Tensor | None, batch: int, count: int, mask: Tensor | None) -> None:
         """Forks for a new batch of prompts.
@@ -228,20 +513,20 @@ class Compression:
                 "generate reads a prompt once; allowed: session.read(context, tokenizer).ask(question)"
             )
         padding = _left_padding(mask, batch, count)
-        context = None if self.compress_after in (None, "prompt") else int(self.compress_after or 0)
-        ids = None if tokens is None else [tokens[i, p:].tolist() for i, p in enumerate(padding)]
+        context = self.compress_after if isinstance(self.compress_after, int) else None
         lengths = [count - start for start in padding]
         if context is not None:
             lengths = [min(n, context) for n in lengths]
         forks = []
-        for i, n in enumerate(lengths):
-            name = f"row {i}" if ids is None else prompt_name(ids[i][:n])
+        for i, (start, n) in enumerate(zip(padding, lengths, strict=True)):
+            read = None if tokens is None else tokens[i, start : start + n].tolist()
+            name = f"row {i}" if read is None else prompt_name(read)
             fork = Fork(self.label, self.method, self.budget, self.seed, name, room=0)
             fork.compressed = self.method.uses_budget and n > self.budget.capacity(n)
             forks.append(fork)
-        self._cache = LiveCache(self.model, forks, lengths, [[] for _ in forks] if ids else None)
-        rotary = rotary_of(self.model)
-        self._prefill = _BatchPrefill(forks, padding, self._compressible, context, rotary)
+        self._cache = LiveCache(self.model, forks)
+        layers, rotary = compressible_layers(self.model), rotary_of(self.model)
+        self._prefill = _BatchPrefill(forks, padding, lengths, layers, rotary)
 
     def _continue_with(self, cache: LiveCache) -> None:
         """Continue with a cache: this generation's, or one from an earlier generation.
@@ -256,19 +541,8 @@ class Compression:
                 "past_key_values is a compressed cache of another model; allowed: one of this model"
             )
         self.finish()
+        self._earlier = [row for row in self.rows if not any(row is one for one in cache.rows)]
         self._cache, self.last, cache.open = cache, cache.rows, True
-        self.rows.extend(row for row in cache.rows if not any(row is one for one in self.rows))
-
-    def _positions(self, cache: LiveCache, batch: int, count: int, mask: Tensor | None) -> Tensor:
-        """Positions [rows, tokens] of the tokens fed in a decode step."""
-        if batch != len(cache.forks):
-            raise UnsupportedGeneration(
-                f"the batch has {batch} rows and the cache {len(cache.forks)}; allowed: as many"
-            )
-        if mask is not None and not bool(mask[:, -count:].all()):
-            raise UnsupportedGeneration("attention_mask hides new tokens; allowed: left padding")
-        first = [n + fork.appended for n, fork in zip(cache.lengths, cache.forks, strict=True)]
-        return torch.tensor(first)[:, None] + torch.arange(count)
 
     def after_forward(
         self,
@@ -284,27 +558,24 @@ class Compression:
         tokens = kwargs.get("input_ids", args[0] if args else None)
         count = (kwargs["inputs_embeds"] if tokens is None else tokens).shape[1]
         cache.seen += count
-        starting = self._prefill
-        padding = [0] * len(cache.forks) if starting is None else starting.padding
-        if tokens is None:
-            cache.tokens = None
-        elif cache.tokens is not None:
-            for ids, row, start in zip(cache.tokens, tokens.tolist(), padding, strict=True):
-                ids += row[start:]
-        for start, n, fork in zip(padding, cache.lengths, cache.forks, strict=True):
-            if fork.failure is not None:
-                raise fork.failure
-            fork.appended += count if starting is None else count - start - n
+        starting, self._prefill = self._prefill, None
         if starting is None:
+            for fork in cache.forks:
+                if fork.failure is not None:
+                    raise fork.failure
+                fork.appended += count
             return
         cache.store_states()
-        cache.rows = [
-            Row.of(fork, count - start, state.exact_bytes, self._compressible)
-            for start, fork, state in zip(padding, cache.forks, starting.rows, strict=True)
-        ]
-        self.last = cache.rows
-        self.rows.extend(cache.rows)
-        self._prefill = None
+        for fork, start, n, state in zip(
+            cache.forks, starting.padding, starting.lengths, starting.rows, strict=True
+        ):
+            state.settle()
+            if fork.failure is not None:
+                raise fork.failure
+            fork.appended += count - start - n
+            fork.end_prompt(n, state.exact_bytes + state_bytes(fork.states))
+            cache.rows.append(replace(fork.cost(), prompt_tokens=count - start))
+        self._earlier, self.last = self.rows, cache.rows
 
     def finish(self, *, audit: bool = True) -> None:
         """End the generation: audit every row's entries, and release the cache.
@@ -313,17 +584,30 @@ class Compression:
             BudgetExceeded: a row holds more than its budget and the tokens since.
         """
         cache, self._cache = self._cache, None
-        if cache is not None:
-            cache.open = False
-        if self._prefill is not None:  # the prefill failed
-            self._prefill = None
+        failed, self._prefill = self._prefill is not None, None
+        if cache is None:
             return
-        if cache is None or not audit:
+        cache.open = False
+        if failed or not audit:
             return
-        for row, n, fork in zip(cache.rows, cache.lengths, cache.forks, strict=False):
-            fork.audit(n, self._compressible)
-            row.compressed |= fork.evicted
-            row.cache_bytes_end = fork.cache_bytes()
+        for fork in cache.forks:
+            fork.audit()
+        cache.rows = self.last = [
+            replace(fork.cost(), prompt_tokens=row.prompt_tokens)
+            for row, fork in zip(cache.rows, cache.forks, strict=False)
+        ]
+
+
+def _positions(cache: LiveCache, batch: int, count: int, mask: Tensor | None) -> Tensor:
+    """Positions [rows, tokens] of the tokens fed in a decode step."""
+    if batch != len(cache.forks):
+        raise UnsupportedGeneration(
+            f"the batch has {batch} rows and the cache {len(cache.forks)}; allowed: as many"
+        )
+    if mask is not None and not bool(mask[:, -count:].all()):
+        raise UnsupportedGeneration("attention_mask hides new tokens; allowed: left padding")
+    first = [fork.tokens for fork in cache.forks]
+    return torch.tensor(first)[:, None] + torch.arange(count)
 
 
 def _left_padding(mask: Tensor | None, batch: int, count: int) -> list[int]:
@@ -338,9 +622,8 @@ def _left_padding(mask: Tensor | None, batch: int, count: int) -> list[int]:
         raise UnsupportedGeneration(
             f"attention_mask has shape {tuple(mask.shape)}; allowed: {(batch, count)}, the prompt's"
         )
-    kept = mask.to("cpu", torch.bool)
     padding = []
-    for i, row in enumerate(kept):
+    for i, row in enumerate(mask.to("cpu", torch.bool)):
         start = count - int(row.sum())
         if start == count or not bool(row[start:].all()):
             raise UnsupportedGeneration(
@@ -349,3 +632,152 @@ def _left_padding(mask: Tensor | None, batch: int, count: int) -> list[int]:
             )
         padding.append(start)
     return padding
+
+
+def _not_ours(cache: Any) -> UnsupportedGeneration:
+    return UnsupportedGeneration(
+        f"past_key_values is a {type(cache).__name__} that was not filled under compress, without the "
+        "queries that methods choose by; allowed: none, or a cache that compress made of this model "
+        "(the past_key_values of an earlier output, context.cache())"
+    )
+
+
+_ASSISTED = (
+    "{} asks for assisted decoding, which takes tokens back out of the cache; allowed: greedy, "
+    "sampling, beam search"
+)
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "assistant_model": ((None,), _ASSISTED),
+    "prompt_lookup_num_tokens": ((None,), _ASSISTED),
+    "assistant_early_exit": ((None,), _ASSISTED),
+    "cache_implementation": (
+        (None, "dynamic"),
+        "{} is {!r}; allowed: none, since compress brings its own cache",
+    ),
+    "prefill_chunk_size": (
+        (None,),
+        "{} is set; methods see the whole prompt at once; allowed: none",
+    ),
+    "guidance_scale": (
+        (None, 1),
+        "{} is {}, which generates from two prompts with two caches at once; allowed: none",
+    ),
+    "use_cache": (
+        (None, True),
+        "use_cache is False, so there is no cache to compress; allowed: True",
+    ),
+    "output_attentions": (
+        (None, False),
+        "output_attentions is set; compress computes none; allowed: False",
+    ),
+}
+"""Options of `generate` that a compressed cache cannot serve: what is allowed, and the line."""
+
+
+def _check_options(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
+    """Refuse, before anything runs, options of `generate` that a compressed cache cannot serve."""
+    past = given.get("past_key_values")
+    if past is not None and not isinstance(past, LiveCache):
+        raise _not_ours(past)
+    ids = given.get("inputs") if given.get("inputs") is not None else given.get("input_ids")
+    if past is not None and ids is not None:
+        mask = given.get("attention_mask")
+        whole = ids.shape[1] if mask is None else max(ids.shape[1], mask.shape[1])
+        if whole <= past.seen:
+            raise UnsupportedGeneration(
+                f"input_ids have {whole} tokens and past_key_values holds {past.seen}; allowed: the "
+                "whole conversation, new tokens included"
+            )
+    sources = (given.get("generation_config"), model.generation_config)
+    for name, (allowed, line) in _REFUSED.items():
+        values = [given.get(name), *(getattr(source, name, None) for source in sources)]
+        value = next((value for value in values if value is not None), None)
+        if value not in allowed:
+            raise UnsupportedGeneration(line.format(name, value))
+
+
+class _CheckedGenerate:
+    """`model.generate`, with its options checked and every generation ended by `Compression.finish`.
+
+    An object, not a closure, so that a deep copy of the model has its own.
+    """
+
+    def __init__(self, compression: Compression, original: Callable[..., Any]) -> None:
+        self.compression = compression
+        self.original = original
+        self.thread: dict[str, int] = {}  # the thread that generates now
+        update_wrapper(self, original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """See `transformers.GenerationMixin.generate`."""
+        bound = inspect.signature(self.original).bind_partial(*args, **kwargs).arguments
+        _check_options(self.compression.model, {**bound, **bound.get("kwargs", {})})
+        if self.thread.setdefault("id", threading.get_ident()) != threading.get_ident():
+            raise UnsupportedGeneration(
+                "another thread generates inside the same compress; allowed: one generation at a time "
+                "(a copy of the model for each thread, or one batch)"
+            )
+        try:
+            self.compression.finish()
+            output = self.original(*args, **kwargs)
+        except BaseException:
+            self.compression.finish(audit=False)
+            raise
+        finally:
+            self.thread.clear()
+        self.compression.finish()
+        return output
+
+
+def _no_batches(*_: Any, **__: Any) -> NoReturn:
+    """Replaces `generate_batch`."""
+    raise UnsupportedGeneration(
+        "generate_batch has a paged cache of its own; allowed: generate, with a batch of prompts"
+    )
+
+
+@contextmanager
+def _attribute(model: PreTrainedModel, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute of this object within the context; restored afterwards."""
+    own = {name: model.__dict__[name]} if name in model.__dict__ else {}
+    model.__dict__[name] = value
+    try:
+        yield
+    finally:
+        del model.__dict__[name]
+        model.__dict__.update(own)
+
+
+@contextmanager
+def compressed_generation(compression: Compression) -> Iterator[Compression]:
+    """See `kvbench.compress`.
+
+    Raises:
+        UnsupportedModel: see `kvbench_attention_on` and `compressible_layers`.
+        UnsupportedGeneration: the model is under compression already.
+    """
+    model: Any = getattr(compression.model, "_orig_mod", compression.model)  # compiled
+    compression.model = model
+    with ExitStack() as stack:
+        stack.enter_context(kvbench_attention_on(model))
+        if isinstance(model.__dict__.get("generate"), _CheckedGenerate):
+            raise UnsupportedGeneration(
+                f"{type(model).__name__} is under compress already; allowed: one at a time"
+            )
+        compressible_layers(model)  # refuses a model without any
+        before, after = compression.before_forward, compression.after_forward
+        hooks = (
+            model.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+            model.register_forward_hook(after, with_kwargs=True),
+        )
+        for hook in hooks:
+            stack.callback(hook.remove)
+        guarded = _CheckedGenerate(compression, model.generate)
+        stack.enter_context(_attribute(model, "generate", guarded))
+        stack.enter_context(_attribute(model, "generate_batch", _no_batches))
+        try:
+            yield compression
+        except BaseException:
+            compression.finish(audit=False)
+            raise
+        compression.finish()

@@ -1,38 +1,72 @@
-"""Models and tokenizers: the shipped one, local folders, the Hub, or random weights."""
+"""Models and tokenizers: the shipped one, local folders, the Hub, or random weights.
+
+Nothing is unpickled: weights are read from safetensors files, or by transformers' own loader of GGUF
+files; bitsandbytes packs the former while they are read.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
+import transformers
 from annotated_types import Ge
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
     PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
+from transformers.utils import cached_file
+from transformers.utils import logging as library_logging
 
-from kvbench.engine.attention import UnsupportedModel
+from kvbench.engine.architecture import check_serves_interface, full_layers
+from kvbench.engine.attention import IMPLEMENTATION, register
 from kvbench.engine.faults import is_out_of_memory
-from kvbench.engine.states import HYBRIDS, check_hybrid
-from kvbench.errors import UserError, first_line, one_line, traceback_of
+from kvbench.engine.limits import in_main_thread, time_limit
+from kvbench.engine.memory import total_bytes
+from kvbench.errors import UserError, complain, first_line, needs_extra, one_line, traceback_of
 from kvbench.errors.options import Text, check_options
+from kvbench.tasks.base import PromptEncoder, tokenizing
 from kvbench.tasks.hub import hub_answers, retries_announced_once
 
 log = logging.getLogger(__name__)
 
+Model = PreTrainedModel
+Tokenizer = PreTrainedTokenizerBase
 
 ASSET_PREFIX = "asset:"
 """``path: asset:recall_mini`` names a model that ships with the package."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+PACKAGES = {"bnb4": "bitsandbytes", "bnb8": "bitsandbytes", "gguf": "gguf"}
+"""What each choice of `ModelSpec.quantization` needs beside transformers."""
+
+BNB_DEVICES = ("cuda", "cpu", "xpu")
+"""Where bitsandbytes has kernels for both of its kinds."""
+
+MOST_LAYERS = 10_000
+"""Most layers of a model; its config lists every layer."""
+
+TEMPLATE_S = 5.0
+"""Time limit of a chat template for one message; some never end."""
+
+_MARK = "KVBENCH_PROMPT_GOES_HERE"
 
 
 class ModelError(UserError, ValueError):
@@ -62,7 +96,7 @@ class ModelSpec:
             result, so neither this nor `max_memory` is part of a run's hash.
         max_memory: what "auto" may use of each device, e.g. ``{0: 70GiB, cpu: 200GiB}``.
         trust_remote_code: run code from the model repository. Off unless written in a config.
-        quantization: of the weights, see `kvbench.engine.quantized`: "bnb4" and "bnb8" pack them while
+        quantization: of the weights, see `_packing`: "bnb4" and "bnb8" pack them while
             they are read, "gguf" reads a file that holds them packed.
         gguf_file: that file, in the folder or repository of `path`; None: the only one of a folder.
     """
@@ -196,46 +230,38 @@ def local_path(path: str) -> str:
 @contextmanager
 def one_line_failures(what: str, spec: ModelSpec) -> Iterator[None]:
     """Turn failures of the Hub and of loading into one line that says what to do."""
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        RepositoryNotFoundError,
-        StrictDataclassError,
-    )
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
+    name = f"{what} {spec.path!r}"
     try:
-        with retries_announced_once(f"{what} {spec.path!r}"):
+        with retries_announced_once(name):
             yield
     except ModelError:
         raise
-    except GatedRepoError as error:
-        raise ModelError(
-            f"{what} {spec.path!r} is gated: accept its licence on its Hub page, then set HF_TOKEN "
-            "to a token that may read it"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise ModelError(
-            f"{what} {spec.path!r} is not on the Hub, or is private: check the name, or set HF_TOKEN"
-        ) from error
-    except (OSError, ValueError, StrictDataclassError) as error:
-        if "gated repo" in str(error).lower():
-            raise ModelError(
-                f"{what} {spec.path!r} is gated: accept its licence on its Hub page, then set "
-                "HF_TOKEN to a token that may read it"
-            ) from error
-        if "trust_remote_code" in str(error):
-            raise ModelError(
-                f"{what} {spec.path!r} brings code of its own; allowed: a model that transformers "
-                "knows, or model.trust_remote_code=true to run that code"
-            ) from error
-        raise ModelError(f"{what} {spec.path!r} cannot be loaded: {first_line(error)}") from error
     except Exception as error:  # anything that libraries raise for damaged files
-        if is_out_of_memory(error):
-            raise ModelError(
-                f"{what} {spec.path!r} does not fit into memory; allowed: a smaller model, "
-                "dtype=bfloat16, or model.device_map=auto over several devices"
-            ) from error
-        log.debug("%s", traceback_of(error))
-        raise ModelError(f"{what} {spec.path!r} cannot be loaded: {one_line(error)}") from error
+        text = str(error)
+        if isinstance(error, GatedRepoError) or "gated repo" in text.lower():
+            line = (
+                "is gated: accept its licence on its Hub page, then set HF_TOKEN to a token that may "
+                "read it"
+            )
+        elif isinstance(error, RepositoryNotFoundError):
+            line = "is not on the Hub, or is private: check the name, or set HF_TOKEN"
+        elif "trust_remote_code" in text:
+            line = (
+                "brings code of its own; allowed: a model that transformers knows, or "
+                "model.trust_remote_code=true to run that code"
+            )
+        elif is_out_of_memory(error):
+            line = (
+                "does not fit into memory; allowed: a smaller model, dtype=bfloat16, or "
+                "model.device_map=auto over several devices"
+            )
+        else:
+            log.debug("%s", traceback_of(error))
+            known = isinstance(error, OSError | ValueError)
+            line = f"cannot be loaded: {first_line(error) if known else one_line(error)}"
+        raise ModelError(f"{name} {line}") from error
 
 
 def load_config(spec: ModelSpec) -> PreTrainedConfig:
@@ -253,32 +279,20 @@ def load_config(spec: ModelSpec) -> PreTrainedConfig:
 
 
 def _config_of_path(spec: ModelSpec) -> PreTrainedConfig:
-    from kvbench.engine.quantized import gguf_options
-
-    folder = Path(local_path(spec.path))
+    path = local_path(spec.path)
+    folder = Path(path)
     if spec.quantization != "gguf" and folder.is_dir() and not (folder / "config.json").is_file():
         raise ModelError(
             f"model path {spec.path!r} has no config.json but GGUF files; allowed: "
             "model.quantization=gguf"
         )
-    where: dict[str, Any] = {
-        "revision": spec.revision,
-        "local_files_only": _only_local(spec.path),
-        **gguf_options(spec),
-    }
+    where = {**_origin(spec.path, spec.revision), **_gguf_options(spec)}
     with one_line_failures("model", spec):
-        fields, _ = PreTrainedConfig.get_config_dict(local_path(spec.path), **where)
+        fields, _ = PreTrainedConfig.get_config_dict(path, **where)
         _check_layers({**fields, **spec.config}, spec)
         return AutoConfig.from_pretrained(
-            local_path(spec.path),
-            trust_remote_code=spec.trust_remote_code,
-            **where,
-            **spec.config,
+            path, trust_remote_code=spec.trust_remote_code, **where, **spec.config
         )
-
-
-MOST_LAYERS = 10_000
-"""Most layers of a model; its config lists every layer."""
 
 
 def _check_layers(fields: Mapping[str, Any], spec: ModelSpec) -> None:
@@ -296,10 +310,11 @@ def _check_layers(fields: Mapping[str, Any], spec: ModelSpec) -> None:
             )
 
 
-def _only_local(path: str) -> bool:
-    """Whether to look for `path` on this machine only: it is a folder, or the Hub cannot be reached
-    (which the library would retry for half a minute)."""
-    return local_path(path) != path or Path(path).exists() or not hub_answers()
+def _origin(path: str, revision: str | None) -> dict[str, Any]:
+    """Arguments of the library's loaders: the revision, and whether to look on this machine only:
+    `path` is a folder, or the Hub cannot be reached (which it would retry for half a minute)."""
+    local = local_path(path) != path or Path(path).exists() or not hub_answers()
+    return {"revision": revision, "local_files_only": local}
 
 
 def checked_config(spec: ModelSpec) -> PreTrainedConfig:
@@ -314,39 +329,333 @@ def checked_config(spec: ModelSpec) -> PreTrainedConfig:
     return config
 
 
-def check_serves_interface(config: PreTrainedConfig) -> None:
-    """Refuse architectures that compute attention themselves, where nothing could be compressed.
-
-    Raises:
-        UnsupportedModel: naming the architecture.
-    """
-    mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING
-    try:
-        architecture = mapping[type(config)]
-    except KeyError:
-        return  # from_pretrained says what it is
-    check_hybrid(config)
-    known = config.model_type in HYBRIDS
-    if not known and not getattr(architecture, "_supports_attention_backend", False):
-        raise UnsupportedModel(
-            f"model type {config.model_type!r} ({architecture.__name__}) computes its attention itself "
-            "instead of through transformers' attention interface; allowed: models that use it "
-            "(Llama, Qwen, Mistral, Gemma, OPT, GPT-NeoX ...)"
-        )
-
-
 def full_attention_layers(spec: ModelSpec) -> list[int]:
     """Numbers from 1 of the model's layers with full attention, by its config; loads no model.
 
     Raises:
-        ModelError, UnsupportedModel: see `checked_config`; there is none.
+        ModelError, UnsupportedModel: see `checked_config` and `full_layers`.
+    """
+    return [layer + 1 for layer in full_layers(checked_config(spec).get_text_config())]
+
+
+def load_model(
+    spec: ModelSpec, *, device: torch.device, dtype: torch.dtype, seed: int = 0
+) -> PreTrainedModel:
+    """The model, in evaluation mode, with kvbench's attention function.
+
+    Args:
+        seed: of the random weights; not used otherwise.
+
+    Raises:
+        ModelError: what cannot be loaded, and what to do.
+    """
+    register()
+    config = load_config(spec) if spec.random_weights else _config_of_path(spec)
+    check_serves_interface(config)
+    with one_line_failures("model", spec):
+        if spec.random_weights:
+            _check_fits(config, spec, device, dtype)
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+                torch.manual_seed(seed)
+                with device:
+                    model = AutoModelForCausalLM.from_config(
+                        config, dtype=dtype, attn_implementation=IMPLEMENTATION
+                    )
+        else:
+            model = _with_weights(spec, config, device, dtype)
+    placed = spec.device_map is not None or spec.quantization in ("bnb4", "bnb8")
+    if spec.random_weights or not placed:
+        model = model.to(device)
+    return model.eval()
+
+
+def _with_weights(
+    spec: ModelSpec, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
+) -> Any:
+    """The model with the weights of its files; incomplete files are refused: the library would draw
+    what is missing at random.
+
+    Raises:
+        ModelError: naming the first weight that is missing or has another shape.
+    """
+    packed = _packing(spec, device, dtype)
+    if "gguf_file" not in packed:
+        _check_safetensors(spec, config)
+    place = spec.device_map
+    options: dict[str, Any] = {
+        **_origin(spec.path, spec.revision or "main"),  # else the library converts other formats
+        "device_map": dict(place) if isinstance(place, Mapping) else place,
+        "max_memory": None if spec.max_memory is None else dict(spec.max_memory),
+        **packed,
+    }
+    verbosity = library_logging.get_verbosity()
+    library_logging.set_verbosity_error()  # what is wrong with a checkpoint becomes a line of ours
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            local_path(spec.path),
+            config=config,
+            dtype=dtype,
+            attn_implementation=IMPLEMENTATION,
+            trust_remote_code=spec.trust_remote_code,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # reported in `found`, and refused below
+            output_loading_info=True,
+            **options,
+        )
+    finally:
+        library_logging.set_verbosity(verbosity)
+    model, found = loaded
+    for name, shape, wanted in sorted(found["mismatched_keys"], key=lambda one: one[0])[:1]:
+        raise ModelError(
+            f"model {spec.path!r} holds {name} of shape {tuple(shape)}; allowed: {tuple(wanted)}, as "
+            "its config says"
+        )
+    missing = found["missing_keys"]
+    if missing:
+        raise ModelError(
+            f"model {spec.path!r} lacks {len(missing)} weights, e.g. {min(missing)}; allowed: a "
+            "folder with all of them"
+        )
+    model_end_ids(model)
+    return model
+
+
+def _check_safetensors(spec: ModelSpec, config: PreTrainedConfig) -> None:
+    """Refuse a model whose index or config names weight files that are not safetensors. The library's
+    ``use_safetensors`` checks only the name of the first file, and would unpickle the others.
+
+    Raises:
+        ModelError: naming the file.
+    """
+    named = getattr(config, "transformers_weights", None) or "model.safetensors.index.json"
+    names = [named.removesuffix(".index.json")]
+    index = cached_file(
+        local_path(spec.path),
+        named if named.endswith(".index.json") else "model.safetensors.index.json",
+        **_origin(spec.path, spec.revision or "main"),
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    if index is not None:
+        names += json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()
+    for file in names:
+        if not file.endswith(".safetensors"):
+            raise ModelError(
+                f"model {spec.path!r} keeps weights in {file!r}; allowed: safetensors files, since "
+                "others may run code when they are read"
+            )
+
+
+def _check_fits(
+    config: PreTrainedConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Refuse random weights that the device cannot hold, before any is drawn.
+
+    Raises:
+        ModelError: naming the bytes needed and the bytes available.
+    """
+    with torch.device("meta"):
+        shape = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    needed = sum(part.nbytes for part in shape.parameters())
+    there = total_bytes(device)
+    if there is not None and needed > there:
+        raise ModelError(
+            f"model {spec.name!r} has {needed / 1e9:.0f} GB of weights and {device} {there / 1e9:.0f} "
+            "GB of memory; allowed: a smaller model, or dtype=bfloat16"
+        )
+
+
+def _gguf_options(spec: ModelSpec) -> dict[str, Any]:
+    """What transformers' loaders of config, tokenizer and weights are told; nothing without GGUF.
+
+    Raises:
+        ModelError: the package is missing, or there is no one file.
+    """
+    if spec.quantization != "gguf":
+        return {}
+    _check_package(spec)
+    if spec.gguf_file is not None:
+        return {"gguf_file": spec.gguf_file}
+    there = sorted(path.name for path in Path(local_path(spec.path)).glob("*.gguf"))
+    if len(there) != 1:
+        of = ", ".join(there) or "those of the model's repository"
+        raise ModelError(
+            f"model.quantization is gguf and model {spec.path!r} has {len(there) or 'no'} such files "
+            f"on this machine; allowed: model.gguf_file=<one of: {of}>"
+        )
+    return {"gguf_file": there[0]}
+
+
+def _packing(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """What `from_pretrained` is told of quantized weights. bitsandbytes packs them while reading, as
+    its 4 bits "nf4" (QLoRA, 2305.14314, section 3), and computes in `dtype`; GGUF's blocks are unpacked
+    to `dtype` at once, so that no kernel is fetched from the Hub.
+
+    Raises:
+        ModelError: the package is missing, or it cannot be used on this device.
+    """
+    if spec.quantization is None:
+        return {}
+    if spec.quantization == "gguf":
+        unpacked: Any = getattr(transformers, "GgufConfig", None)  # older ones always unpack
+        plan = {} if unpacked is None else {"quantization_config": unpacked(dequantize=True)}
+        return {**_gguf_options(spec), **plan}
+    _check_package(spec)
+    if device.type not in BNB_DEVICES:
+        raise ModelError(
+            f"model.quantization is {spec.quantization} and device is {str(device)!r}, for which "
+            f"bitsandbytes has no kernels; allowed: {', '.join(BNB_DEVICES)}"
+        )
+    if spec.quantization == "bnb4":
+        how = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
+        )
+    else:
+        how = BitsAndBytesConfig(load_in_8bit=True)
+    placed = {} if spec.device_map is not None else {"device_map": {"": str(device)}}
+    return {"quantization_config": how, **placed}
+
+
+def _check_package(spec: ModelSpec) -> None:
+    """Raises:
+    ModelError: the package that the quantization needs is not installed.
+    """
+    package = PACKAGES[str(spec.quantization)]
+    if find_spec(package) is None:
+        raise ModelError(
+            f"model.quantization is {spec.quantization}: {needs_extra(package, 'quantized')}"
+        )
+
+
+def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, or the one `spec.tokenizer` names."""
+    path = spec.tokenizer or spec.path
+    with one_line_failures("tokenizer of model", spec):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            local_path(path),
+            trust_remote_code=spec.trust_remote_code,
+            **_origin(path, None if spec.tokenizer else spec.revision),
+            **({} if spec.tokenizer else _gguf_options(spec)),
+        )
+    if spec.own_template:
+        tokenizer.chat_template = spec.chat_template
+    return tokenizer
+
+
+def prompt_encoder(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> PromptEncoder:
+    """How prompts become token ids: the chat template around them, or the tokenizer's own BOS.
+
+    Raises:
+        ModelError: `chat_template: always` and the tokenizer has none; a template that does not write a
+            message once, as it is.
+    """
+
+    def encode(text: str, *, special: bool = False) -> list[int]:
+        with one_line_failures("tokenizer of model", spec), tokenizing(tokenizer):
+            return list(tokenizer.encode(text, add_special_tokens=special))
+
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    if spec.chat_template == "always" and not has_template:
+        raise ModelError(
+            f"model.chat_template is 'always' and the tokenizer of {spec.path!r} has none; "
+            "allowed: auto, never"
+        )
+    if not has_template or spec.chat_template == "never":
+        plain, whole = encode("a"), encode("a", special=True)
+        before_text = whole.index(plain[0]) if plain and plain[0] in whole else 0
+        return PromptEncoder(tokenizer, tuple(whole[:before_text]), ())
+    limit = TEMPLATE_S if in_main_thread() else None
+    hung = partial(complain, f"the chat template of model {spec.path!r} never ends")
+    with (
+        one_line_failures("chat template of model", spec),
+        time_limit(limit, hung, "writing one message"),
+    ):
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True
+        )
+    times = str(text).count(_MARK)
+    if times != 1:
+        raise ModelError(
+            f"the chat template of model {spec.path!r} prints a message {times} times"
+            f"{'' if times else ', or changes it'}; allowed: once, as it is (or "
+            "model.chat_template=never)"
+        )
+    before, _, after = str(text).partition(_MARK)
+    return PromptEncoder(tokenizer, tuple(encode(before)), tuple(encode(after)))
+
+
+def with_model_facts(
+    encoder: PromptEncoder, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec
+) -> PromptEncoder:
+    """The encoder with the facts about the model that benchmark protocols use.
+
+    Raises:
+        ModelError: a stop token that the tokenizer does not have.
     """
     config = checked_config(spec).get_text_config()
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    found = [i for i, kind in enumerate(kinds, start=1) if kind == "full_attention"]
-    if not found:
-        raise UnsupportedModel(
-            f"model {spec.name} has {', '.join(sorted(set(kinds)))} layers only; allowed: models with "
-            "full-attention layers"
-        )
-    return found
+    positions = getattr(config, "max_position_embeddings", None)
+    return replace(
+        encoder,
+        family=str(config.model_type),
+        chat=bool(getattr(tokenizer, "chat_template", None)) and spec.chat_template != "never",
+        max_input=spec.max_input,
+        max_positions=positions if isinstance(positions, int) else None,
+        end_ids=stop_token_ids(tokenizer, spec),
+    )
+
+
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> frozenset[int]:
+    """The tokenizer's end token and the model's `stop_tokens`.
+
+    Raises:
+        ModelError: a stop token that the tokenizer does not have.
+    """
+    vocabulary = tokenizer.get_vocab() if spec.stop_tokens else {}
+    for token in spec.stop_tokens:
+        if token not in vocabulary:
+            raise ModelError(
+                f"model.stop_tokens names {token!r}, which the tokenizer of {spec.path!r} does not "
+                "have; allowed: tokens of its vocabulary"
+            )
+    ids = {vocabulary[token] for token in spec.stop_tokens}
+    end = tokenizer.eos_token_id
+    return frozenset(ids if end is None else {*ids, end})
+
+
+def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Tokens that end a generation: the generation config's (one or several), the tokenizer's."""
+    end = tokenizer.eos_token_id
+    return model_end_ids(model) | (frozenset() if end is None else {end})
+
+
+def model_end_ids(model: PreTrainedModel) -> frozenset[int]:
+    """Tokens that end a generation, by the model's configs.
+
+    Raises:
+        ModelError: a config names something that is no token.
+    """
+    ids: set[int] = set()
+    for source in (model.generation_config, model.config):
+        end = getattr(source, "eos_token_id", None)
+        several = list(end) if isinstance(end, list | tuple) else [] if end is None else [end]
+        if not all(isinstance(one, int) and not isinstance(one, bool) for one in several):
+            raise ModelError(
+                f"eos_token_id of model {model.name_or_path!r} is {end!r}; allowed: a token's number, "
+                "or a list of them"
+            )
+        ids.update(several)
+    return frozenset(ids)
+
+
+@contextmanager
+def quiet_unless_terminal() -> Iterator[None]:
+    """transformers' bars ("Loading weights") only on a terminal; afterwards as before."""
+    if sys.stderr.isatty() or not library_logging.is_progress_bar_enabled():
+        yield
+        return
+    library_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        library_logging.enable_progress_bar()

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvbench.engine import guard
-from kvbench.engine.architecture import rotary_of
+from kvbench.engine.architecture import compressible_layers, rotary_of
 from kvbench.engine.attention import AttentionState, LayerCall, UnsupportedModel
 from kvbench.engine.fork import Fork, layer_generator
 from kvbench.engine.guard import check_finite, refuse_non_finite
-from kvbench.engine.rescore import Feed, Rescorer
+from kvbench.engine.rescore import Feed, RepeatedPrompt
 from kvbench.engine.states import (
-    EMPTY,
-    STATEFUL,
     PassingCache,
     Stateful,
     States,
-    check_hybrid,
     clone_of,
     is_hybrid,
     state_bytes,
@@ -39,44 +36,6 @@ from kvbench.kv import (
     keep_all,
 )
 from kvbench.tasks.base import PromptEncoder
-
-
-def compressible_layers(model: PreTrainedModel) -> list[int]:
-    """Indices of the full-attention layers; sliding-window layers are left whole, and so are those that
-    carry a state (`kvbench.engine.states`).
-
-    Raises:
-        UnsupportedModel: there is none, or other layers hold what no fork does (chunks, keys shared
-            between layers).
-    """
-    config = model.config.get_text_config()
-    count = config.num_hidden_layers
-    kinds = getattr(config, "layer_types", None)
-    shared = getattr(config, "num_kv_shared_layers", 0)
-    if shared or "reuse" in (getattr(config, "kv_sharing_modes", None) or ()):
-        raise UnsupportedModel(
-            f"{type(model).__name__} shares keys and values between layers; "
-            "allowed: models whose layers have their own"
-        )
-    check_hybrid(config)
-    if kinds is not None:
-        for kind in kinds[:count]:
-            if kind not in ("full_attention", "sliding_attention", *STATEFUL, *EMPTY):
-                raise UnsupportedModel(
-                    f"{type(model).__name__} has {kind} layers; allowed: full_attention, "
-                    f"sliding_attention, {', '.join(STATEFUL)}"
-                )
-        layers = [i for i, kind in enumerate(kinds[:count]) if kind in ("full_attention", "hybrid")]
-    elif getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-        layers = []
-    else:
-        layers = list(range(count))
-    if not layers:
-        raise UnsupportedModel(
-            f"{type(model).__name__} has sliding-window layers only (window "
-            f"{getattr(config, 'sliding_window', None)}); allowed: models with full-attention layers"
-        )
-    return layers
 
 
 def synchronize(device: torch.device) -> None:
@@ -139,7 +98,7 @@ class PrefillState:
         self.rotary = rotary
         self.forks = forks
         self.order = {layer: index for index, layer in enumerate(compressible)}
-        self.later = Rescorer([fork for fork in forks if fork.rescores])
+        self.exact = RepeatedPrompt() if any(fork.rescores for fork in forks) else None
         self.exact_bytes = 0
         self.clocks: list[Elapsed] = []
         self.non_finite: dict[int, Tensor] = {}
@@ -176,8 +135,9 @@ class PrefillState:
             held = layer_kv(call, index, count, self.rotary, normalisers)
             check_finite(held, self.non_finite)
             self.exact_bytes += call.nbytes
-            if self.later.forks:
-                self.later.keep(layer, held)
+            if self.exact is not None:
+                self.exact.held[layer] = (key, value)
+                self.exact.layers[layer] = replace(held, queries=None, shared={})
             for fork in self.forks:
                 if fork.failure is None and not fork.rescores:
                     self._compress(fork, layer, held)
@@ -204,9 +164,17 @@ class PrefillState:
 
     def rescore(self, ids: Sequence[int], encoder: PromptEncoder | None, feed: Feed) -> None:
         """Have the prompt repeated for the methods that ask for it, and compress as they say then."""
-        if self.later.running:
-            self.later.states = self.states
-            self.clocks.append(self.later.run(ids, encoder, feed, self._compress))
+        forks = [fork for fork in self.forks if fork.rescores and fork.failure is None]
+        if self.exact is None or not forks:
+            return
+        clock = Elapsed(next(iter(self.exact.held.values()))[0].device)
+        self.exact.states = self.states
+        self.exact.feed(forks, ids, encoder, feed)
+        for layer, kv in self.exact.layers.items():
+            for fork in forks:
+                if fork.failure is None:
+                    self._compress(fork, layer, kv)
+        self.clocks.append(clock.stop())
 
     def _compress(self, fork: Fork, layer: int, kv: LayerKV) -> None:
         charged = kv.charge_shared_work()
@@ -237,14 +205,14 @@ class PrefillState:
         n = key.shape[2]
         first = 0 if window is None else max(0, n - window)
         key, value = key[:, :, first:], value[:, :, first:]
-        if self.later.forks:
-            self.later.held[layer] = (key, value)
+        if self.exact is not None:
+            self.exact.held[layer] = (key, value)
         self.exact_bytes += key.numel() * key.element_size() + value.numel() * value.element_size()
         positions = torch.arange(first, n, device=key.device).expand(*key.shape[:3])
         for fork in self.forks:
             if fork.failure is None:
                 whole = CompressedKV(key, value, None, positions)
-                fork.hold(layer, whole, key.shape[2], compressible=False, window=window)
+                fork.hold_whole(layer, whole, window)
 
 
 @dataclass(frozen=True)
@@ -286,13 +254,6 @@ def forward_rows(
     return output.logits
 
 
-def mark_compressed(forks: Sequence[Fork], n: int, *, always: bool = False) -> None:
-    """Note which methods compress a prompt of n tokens."""
-    for fork in forks:
-        over = always or n > fork.budget.capacity(n)
-        fork.compressed = fork.method.uses_budget and over
-
-
 # Methods and later decoding write to their own tensors, which inference mode allows nowhere else.
 @torch.inference_mode(False)
 @torch.no_grad()
@@ -313,7 +274,9 @@ def prefill(
     """
     device = input_device(model)
     compressible = compressible_layers(model)
-    mark_compressed(forks, len(ids), always=always_compress)
+    for fork in forks:
+        over = always_compress or len(ids) > fork.budget.capacity(len(ids))
+        fork.compressed = fork.method.uses_budget and over
     tokens = torch.tensor([list(ids)], device=device)
 
     def feed(following: Sequence[int], state: AttentionState) -> None:
@@ -329,4 +292,56 @@ def prefill(
     synchronize(device)
     seconds = time.perf_counter() - start - state.settle()
     state.store_states()
+    for fork in forks:
+        fork.end_prompt(len(ids), state.exact_bytes)
     return Prefill(logits[0], seconds, state.exact_bytes, len(ids))
+
+
+@dataclass
+class CaptureState:
+    """Attention state that runs exact attention and keeps chosen layers' q, k, v (for probes)."""
+
+    layers: dict[int, LayerKV | None]
+    num_layers: int
+    rotary: Rotary | None = None
+
+    def attend(self, call: LayerCall) -> Tensor:
+        """Exact attention; queries, keys and values of the chosen layers are kept."""
+        if call.layer in self.layers:
+            if call.sliding_window is not None:
+                raise UnsupportedModel(
+                    f"layer {call.layer} has a sliding window of {call.sliding_window}; "
+                    "allowed: full-attention layers"
+                )
+            out, normalisers = call.exact_with_normalisers()
+            self.layers[call.layer] = layer_kv(
+                call, call.layer, self.num_layers, self.rotary, normalisers
+            )
+            return out
+        return call.exact()
+
+
+@torch.inference_mode(False)  # as `prefill`
+@torch.no_grad()
+def capture_layers(
+    model: PreTrainedModel, ids: Sequence[int], layers: Sequence[int]
+) -> dict[int, LayerKV]:
+    """q, k, v after position encoding of the given layers (0-based) for one prompt.
+
+    Raises:
+        UnsupportedModel: a layer that does not exist or has a sliding window.
+    """
+    config = model.config.get_text_config()
+    count = config.num_hidden_layers
+    for layer in layers:
+        if not 0 <= layer < count:
+            raise UnsupportedModel(
+                f"layer {layer} does not exist; allowed: 0..{count - 1} (0-based)"
+            )
+    if is_hybrid(config) and not set(layers) <= set(full := compressible_layers(model)):
+        raise UnsupportedModel(f"layers {list(layers)} hold no keys; allowed here, from 0: {full}")
+    state = CaptureState(dict.fromkeys(layers), count, rotary_of(model))
+    device = input_device(model)
+    tokens = torch.tensor([list(ids)], device=device)
+    forward(model, tokens, torch.arange(len(ids), device=device), state)
+    return {layer: kv for layer, kv in state.layers.items() if kv is not None}

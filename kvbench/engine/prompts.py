@@ -6,46 +6,36 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvbench.engine.fork import Cost
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget
 from kvbench.methods.base import Method
 from kvbench.tasks.base import PromptEncoder
 
 
-@dataclass
-class Generation:
-    """What one fork generated, and its costs.
+@dataclass(frozen=True, kw_only=True)
+class Generation(Cost):
+    """What one fork generated, and what it cost.
 
     Attributes:
         tokens: new tokens, without the ending token.
         new_tokens: tokens produced, the ending token included.
-        entries: prompt entries per layer and KV head after compression, mean and maximum.
-        cache_bytes, exact_bytes: after compression, and of the exact cache at the same point.
-        cache_bytes_end: after the last token.
-        prefill_s, compress_s: seconds of this prompt's own prefill, and of this fork's compression;
-            the same for all questions about one compressed prompt.
+        prefill_s: seconds of this prompt's own prefill; the same, like `compress_s`, for all questions
+            about one compressed prompt.
         decode_s: seconds of the decode steps this fork took part in, divided by the rows of each
             (decoding is shared by methods and prompts; the throughput probe measures methods alone).
-        batch: prompts that were decoded together.
         failure: what stopped the fork; None if it succeeded.
-        budget_preset: the preset that holds more than the budget, if any.
+        batch: prompts that were decoded together.
         kept: what was held of the prompt after compression (`kvbench.engine.kept.strips_of`), if
             requested.
     """
 
     tokens: list[int]
     new_tokens: int
-    entries: dict[str, float] | None
-    cache_bytes: int | None
-    cache_bytes_end: int | None
-    exact_bytes: int
-    compressed: bool
     prefill_s: float
-    compress_s: float
     decode_s: float
     failure: Exception | None
     batch: int = 1
-    budget_preset: str | None = None
     kept: dict[str, Any] | None = None
 
 

@@ -23,101 +23,68 @@ Feed = Callable[[Sequence[int], AttentionState], object]
 
 
 @dataclass
-class Rescorer:
-    """The exact cache of a prompt, kept while the model repeats the prompt.
+class RepeatedPrompt:
+    """Attention state of sequences that follow a prompt and join no cache; it holds the exact cache.
 
     Attributes:
-        forks: those whose methods are shown the repetition, and compress afterwards.
         held: keys and values by layer; for a sliding-window layer, those in its window.
-        layers: those that are compressed, without the prompt's queries.
-        states: by layer that is recurrent (hybrid models).
+        layers: those that will be compressed, without the prompt's queries.
+        states: after the prompt, by layer that is recurrent (hybrid models).
+        shown: the forks whose methods see the sequence, and which tokens of the prompt it repeats.
     """
 
-    forks: Sequence[Fork]
     held: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     layers: dict[int, LayerKV] = field(default_factory=dict)
     states: States = field(default_factory=dict)
+    shown: tuple[Sequence[Fork], int, int] = ((), 0, 0)
 
-    def keep(self, layer: int, kv: LayerKV) -> None:
-        """Keep a layer that will be compressed, without its queries."""
-        self.held[layer] = (kv.keys, kv.values)
-        self.layers[layer] = replace(kv, queries=None, shared={})
-
-    @property
-    def running(self) -> list[Fork]:
-        """The forks that have not failed."""
-        return [fork for fork in self.forks if fork.failure is None]
-
-    def run(
-        self,
-        ids: Sequence[int],
-        encoder: PromptEncoder | None,
-        feed: Feed,
-        compress: Callable[[Fork, int, LayerKV], None],
-    ) -> Elapsed:
-        """Repeat the prompt `ids`, once for all forks with the same `Rescoring`, then compress every
-        layer of each fork. Returns the clock of the whole.
+    def feed(
+        self, forks: Sequence[Fork], ids: Sequence[int], encoder: PromptEncoder | None, feed: Feed
+    ) -> None:
+        """Repeat the prompt `ids`, once for all forks with the same `Rescoring`.
 
         Args:
             encoder: encodes the instruction to repeat, and what the chat template puts before an
                 answer.
         """
-        device = next(iter(self.held.values()))[0].device
-        whole = Elapsed(device)
         asked: dict[tuple[Rescoring, int], list[Fork]] = {}
-        for fork in self.running:
+        for fork in forks:
             assert fork.method.rescoring is not None
             asked.setdefault((fork.method.rescoring, fork.budget.sink), []).append(fork)
-        for (rescoring, sink), forks in asked.items():
-            clock = Elapsed(device)
+        for (rescoring, sink), alike in asked.items():
+            clock = Elapsed(next(iter(self.held.values()))[0].device)
             try:
                 for start, stop, tokens in sequences(rescoring, ids, sink, encoder):
-                    feed(tokens, _Repeating(self, forks, start, stop))
+                    self.shown = (alike, start, stop)
+                    feed(tokens, self)
             except Exception as failure:  # noqa: BLE001 - a failure of theirs, not of the others
-                for fork in forks:
+                for fork in alike:
                     fork.fail(failure)
             clock.stop()
-            for fork in forks:
+            for fork in alike:
                 fork.clocks.append(clock)
-        for layer, kv in self.layers.items():
-            for fork in self.running:
-                compress(fork, layer, kv)
-        return whole.stop()
-
-
-@dataclass
-class _Repeating:
-    """Attention state of a sequence that follows the prompt and is not added to any cache."""
-
-    rescorer: Rescorer
-    forks: Sequence[Fork]
-    start: int
-    stop: int
 
     def past(self, config: PreTrainedConfig) -> PassingCache:
         """See `kvbench.engine.states.Stateful`: copies of the states after the prompt."""
-        return joined_cache(config, [clone_of(self.rescorer.states)])
+        return joined_cache(config, [clone_of(self.states)])
 
     def attend(self, call: LayerCall) -> Tensor:
         """Exact attention to the prompt and the sequence itself; the methods are shown its queries."""
-        keys, values = self.rescorer.held[call.layer]
+        keys, values = self.held[call.layer]
         both = replace(
             call, key=torch.cat([keys, call.key], 2), value=torch.cat([values, call.value], 2)
         )
-        out = both.exact()
-        layer = self.rescorer.layers.get(call.layer)
-        if layer is None:
-            return out
-        repeated = Repetition(self.start, self.stop, call.query, call.key, call.value)
-        for fork in self.forks:
-            if fork.failure is not None:
+        layer, (forks, start, stop) = self.layers.get(call.layer), self.shown
+        repeated = Repetition(start, stop, call.query, call.key, call.value)
+        for fork in forks:
+            if layer is None or fork.failure is not None:
                 continue
             fork.carry_to(call.key.device)
             try:
                 guard.rescore(fork.label, fork.method, layer, repeated, fork.budget, fork.carried)
             except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
                 fork.fail(failure)
-        return out
+        return both.exact()
 
 
 def sequences(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from kvbench.engine.faults import NonFiniteLogits
 from kvbench.engine.fork import Fork, ForkBatch
 from kvbench.engine.graphs import FIRST_STEPS, StepGraphs
 from kvbench.engine.limits import active_seconds
-from kvbench.engine.prefill import Prefill, forward, input_device, synchronize
+from kvbench.engine.prefill import forward, input_device, synchronize
 from kvbench.engine.prompts import Generation
 from kvbench.engine.sampling import GREEDY, Sampling
 from kvbench.engine.stopping import Stopping
@@ -23,18 +24,26 @@ from kvbench.engine.stopping import Stopping
 
 @dataclass
 class DecodingRow:
-    """One fork's generation in the making: a row of the decoding batch."""
+    """One fork's generation in the making: a row of the decoding batch.
+
+    Attributes:
+        position: of the next token to be fed.
+        prefill_s: seconds of its prompt's prefill. spent_s: wall seconds before the rows of all prompts
+            were joined. decode_s: its share of the decoding since.
+        chosen: its answer so far, the ending token included; `ended` with it.
+        uniforms: one number for each token that is drawn, None where none is.
+    """
 
     fork: Fork
     stopping: Stopping
-    result: Generation
-    prefilled: int  # tokens compressed, as the audit counts them
-    position: int  # of the next token to be fed
-    spent_s: float = 0.0  # wall seconds before the rows of all prompts were joined
+    position: int
+    prefill_s: float = 0.0
+    sampling: Sampling = GREEDY
+    uniforms: Tensor | None = None
+    spent_s: float = 0.0
+    decode_s: float = 0.0
     chosen: list[int] = field(default_factory=list)
     ended: bool = False
-    sampling: Sampling = GREEDY
-    uniforms: Tensor | None = None  # one number for each token that is drawn
 
     @property
     def draw(self) -> float:
@@ -48,44 +57,34 @@ class DecodingRow:
         """Whether there is something left to decode."""
         return self.fork.failure is None and not self.ended
 
+    def take(self, token: int, finite: bool) -> None:
+        """Go on with this token, unless the logits it came from mean nothing."""
+        if self.fork.failure is None and not finite:
+            self.fork.fail(NonFiniteLogits(len(self.chosen) + 1))
+        if self.fork.failure is None:
+            self.chosen.append(token)
+            self.ended = self.stopping.reached(self.chosen)
 
-def open_row(
-    fork: Fork, start: Prefill, stopping: Stopping, compressible: Sequence[int]
-) -> DecodingRow:
-    """A row at the end of its prefill, with what can be told by now."""
-    healthy = fork.failure is None
-    result = Generation(
-        tokens=[],
-        new_tokens=0,
-        entries=fork.prompt_counts(compressible) if healthy else None,
-        cache_bytes=fork.cache_bytes() if healthy else None,
-        cache_bytes_end=None,
-        exact_bytes=start.exact_bytes,
-        compressed=fork.compressed or fork.method.quantize is not None,
-        prefill_s=start.prefill_s,
-        compress_s=fork.compress_s,
-        decode_s=0.0,
-        failure=None,
-    )
-    return DecodingRow(fork, stopping, result, start.n, start.n)
-
-
-def close_row(row: DecodingRow, compressible: Sequence[int]) -> None:
-    """Count the entries again, and complete the row's result."""
-    fork, result = row.fork, row.result
-    if fork.failure is None:
-        try:
-            fork.audit(row.prefilled, compressible)
-            result.compressed |= fork.evicted  # an uncompressed prompt may not stay so
-            result.cache_bytes_end = fork.cache_bytes()
-            result.budget_preset = fork.budget_preset
-        except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
-            fork.fail(failure)
-    result.failure = fork.failure
-    result.new_tokens = len(row.chosen)
-    result.tokens = list(row.chosen)
-    if result.tokens and result.tokens[-1] in row.stopping.end_ids:
-        result.tokens.pop()
+    def finish(self, *, batch: int = 1, kept: dict[str, Any] | None = None) -> Generation:
+        """Audit the fork, and say what it generated; see `Generation`."""
+        fork, tokens = self.fork, list(self.chosen)
+        if fork.failure is None:
+            try:
+                fork.audit()
+            except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
+                fork.fail(failure)
+        if tokens and tokens[-1] in self.stopping.end_ids:
+            tokens.pop()
+        return Generation(
+            **vars(fork.cost()),
+            tokens=tokens,
+            new_tokens=len(self.chosen),
+            prefill_s=self.prefill_s,
+            decode_s=self.decode_s,
+            failure=fork.failure,
+            batch=batch,
+            kept=kept,
+        )
 
 
 def feed_questions(
@@ -123,17 +122,8 @@ def _step(
         if row.running:
             row.fork.appended += tokens
             row.position += tokens
-            row.result.decode_s += seconds
-            take(row, token, bool(sound))
-
-
-def take(row: DecodingRow, token: int, finite: bool) -> None:
-    """A row goes on with this token, unless the logits it came from mean nothing."""
-    if row.fork.failure is None and not finite:
-        row.fork.fail(NonFiniteLogits(len(row.chosen) + 1))
-    if row.fork.failure is None:
-        row.chosen.append(token)
-        row.ended = row.stopping.reached(row.chosen)
+            row.decode_s += seconds
+            row.take(token, bool(sound))
 
 
 def decode_rows(model: PreTrainedModel, rows: list[DecodingRow], graphs: StepGraphs) -> None:

@@ -17,17 +17,9 @@ from kvbench.engine.architecture import kv_heads
 from kvbench.engine.attention import LayerCall, exact_attention
 from kvbench.engine.faults import NonFiniteLogits
 from kvbench.engine.fork import Fork, ForkBatch
-from kvbench.engine.generate import decode_rows, feed_questions, open_row
 from kvbench.engine.graphs import StepGraphs
-from kvbench.engine.prefill import (
-    Prefill,
-    compressible_layers,
-    forward,
-    forward_rows,
-    input_device,
-    layer_kv,
-    prefill,
-)
+from kvbench.engine.prefill import Prefill, forward, forward_rows, input_device, layer_kv, prefill
+from kvbench.engine.rows import DecodingRow, decode_rows, feed_questions
 from kvbench.engine.stopping import Stopping
 from kvbench.errors import UserError
 from kvbench.kv import Budget
@@ -49,7 +41,7 @@ class CompressedPrompt:
 
     Attributes:
         forks: one per method that compresses, in the order given.
-        whole: the methods that mask a whole pass instead (`Method.masks_whole_pass`).
+        whole: the methods that mask a whole pass instead (`Method.whole_pass`).
         lead: tokens of the prompt that are still to be fed; the logits after the last of them predict
             the continuation's first token. Empty after a prompt of one token, which leaves nothing to
             compress: then they are the prefill's.
@@ -92,7 +84,7 @@ def read(
             f"the prompt has {n} tokens, of which {head} are to be compressed; allowed: at least one, "
             "and fewer than there are"
         )
-    whole = {label: pair for label, pair in methods.items() if pair[0].masks_whole_pass}
+    whole = {label: pair for label, pair in methods.items() if pair[0].whole_pass is not None}
     alone = n == 1  # nothing to compress
     forks = [
         Fork(
@@ -155,12 +147,11 @@ def feed_continuations(
             first + part.start,
             forward_rows(model, chunk, positions, ForkBatch(forks, positions)),
         )
-    layers = compressible_layers(model)
     for fork in forks:
         fork.appended += len(fed[0])
         if fork.failure is None:
             try:
-                fork.audit(reading.start.n, layers)
+                fork.audit()
             except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
                 fork.fail(failure)
 
@@ -190,7 +181,8 @@ class WholePass:
                 out.append(one.exact())
                 continue
             method, budget = pair
-            seen = method.mask(layer_kv(one, call.layer, self.num_layers), budget)
+            assert method.whole_pass is not None
+            seen = method.whole_pass.mask(layer_kv(one, call.layer, self.num_layers), budget)
             group = one.query.shape[1] // one.key.shape[1]
             out.append(
                 exact_attention(
@@ -233,7 +225,8 @@ def masked_pass_cache(
     query sees, and its bytes over those of the exact cache. Each query head chooses for itself."""
     config = model.config.get_text_config()
     method, budget = pair
-    entries = method.masked_entries(budget, tokens)
+    assert method.whole_pass is not None
+    entries = method.whole_pass.entries(budget, tokens)
     heads = config.num_attention_heads
     group = heads // kv_heads(config)
     return entries, entries * group / tokens
@@ -335,7 +328,7 @@ def greedy_continuation(
     """What the fork answers when it decodes greedily, the ending token included; the fork itself stays
     as it is."""
     twin = fork.clone()
-    row = open_row(twin, reading.start, stopping, compressible_layers(model))
+    row = DecodingRow(twin, stopping, reading.start.n)
     feed_questions(model, [row], [list(reading.lead)])
     decode_rows(model, [row], StepGraphs())
     if twin.failure is not None:

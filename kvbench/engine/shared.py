@@ -10,51 +10,43 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from kvbench.engine.attention import QUERY_BLOCK, LayerCall, capped
-from kvbench.engine.cache import BESIDE, LayerCache
-from kvbench.engine.ragged import RaggedCache
+from kvbench.engine.cache import PER_ENTRY, LayerCache
+
+
+def is_shareable(cache: LayerCache) -> bool:
+    """Whether a branch can read this cache's entries where they are."""
+    return cache.is_fixed and cache.window is None
 
 
 def branch_of(base: LayerCache) -> LayerCache:
     """A cache that goes on from `base` and reads its entries where they are, so that nothing may be
-    appended to `base` any more. What evicts, or packs what is decoded, changes all entries, and is
-    copied; so is a sliding window, which is short."""
-    if not is_shared(base):
+    appended to `base` any more. A cache whose entries change while decoding is copied; so is a sliding
+    window, which is short."""
+    if not is_shareable(base):
         return base.clone()
     twin, n = copy.copy(base), base.length
-    twin.base, twin.packed, twin.first, twin.first_value = base, None, n, n
+    twin.before, twin.first, twin.first_value = base, n, n
     twin.keys, twin.values = base.keys[:, :0], base.values[:, :0]
-    _copy_beside(twin)
+    _copy_numbers(twin)
     return twin
-
-
-def is_shared(base: LayerCache) -> bool:
-    """Whether a branch reads this cache's entries where they are."""
-    fixed = not base.evicts and not base.packs_as_it_grows and not changes(base)
-    return fixed and base.window is None
-
-
-def changes(cache: LayerCache) -> bool:
-    """Whether its entries may be replaced while decoding, or lie in several places."""
-    return cache.again is not None or isinstance(cache, RaggedCache)
 
 
 def merged(cache: LayerCache) -> LayerCache:
     """The cache itself, or, of a branch, one like it that holds all its entries itself."""
-    if cache.base is None:
+    if not isinstance(cache.before, LayerCache):
         return cache
-    base, twin, n = merged(cache.base), copy.copy(cache), cache.length
-    twin.base, twin.packed = None, base.packed
-    twin.first, twin.first_value = base.first, base.first_value
+    base, twin, n = merged(cache.before), copy.copy(cache), cache.length
+    twin.before, twin.first, twin.first_value = base.before, base.first, base.first_value
     before = base.keys[:, : base.length - base.first]
     twin.keys = torch.cat([before, cache.keys[:, : n - cache.first]], dim=1)
     before = base.values[:, : base.length - base.first_value]
     twin.values = torch.cat([before, cache.values[:, : n - cache.first_value]], dim=1)
-    _copy_beside(twin)
+    _copy_numbers(twin)
     return twin
 
 
-def _copy_beside(cache: LayerCache) -> None:
-    for name in BESIDE:
+def _copy_numbers(cache: LayerCache) -> None:
+    for name in PER_ENTRY:
         part = getattr(cache, name)
         if part is not None:
             setattr(cache, name, part[:, : cache.length].clone())
@@ -65,10 +57,10 @@ def rows_by_base(caches: Sequence[LayerCache | None]) -> list[list[int]]:
     softmax over all they hold."""
     found: dict[int, list[int]] = {}
     for place, cache in enumerate(caches):
-        if cache is None or cache.base is None:
+        if cache is None or not isinstance(cache.before, LayerCache):
             continue
         if not cache.restricts and cache.denominators is None:
-            found.setdefault(id(cache.base), []).append(place)
+            found.setdefault(id(cache.before), []).append(place)
     return [places for places in found.values() if len(places) > 1]
 
 
@@ -83,8 +75,8 @@ def attend_branches(caches: Sequence[LayerCache], call: LayerCall, positions: Te
         caches: one per row of `call`; they neither evict nor restrict, and have no sliding window.
         positions: [rows, t].
     """
-    base = caches[0].base
-    assert base is not None
+    base = caches[0].before
+    assert isinstance(base, LayerCache)
     rows, heads, tokens, dim = call.query.shape
     stored = base.keys.shape[0]
     group = heads // stored

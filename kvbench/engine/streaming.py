@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvbench.engine.architecture import compressible_layers
 from kvbench.engine.attention import LayerCall, UnsupportedModel, capped
 from kvbench.engine.cache import LayerCache
 from kvbench.engine.fork import Fork, ForkBatch
-from kvbench.engine.prefill import compressible_layers, forward_rows, input_device, prefill
+from kvbench.engine.prefill import forward_rows, input_device, prefill
 from kvbench.engine.scoring import vocabulary
 from kvbench.kv import Budget, CompressedKV
 from kvbench.methods.base import Method

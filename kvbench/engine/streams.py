@@ -21,7 +21,7 @@ from kvbench.engine.streaming import (
     stream_fork,
 )
 from kvbench.kv import Budget, KVError
-from kvbench.methods.base import Method
+from kvbench.methods.base import Band, Method
 
 POSITIONS = ("cache", "absolute")
 
@@ -48,11 +48,10 @@ def check_reads(label: str, method: Method, budget: Budget, positions: str) -> N
     Raises:
         KVError: naming the method.
     """
-    if method.band(budget) is not None or (method.recomputes and budget.size is not None):
+    way = method.reading(budget)
+    if isinstance(way, Band) or (way is not None and positions == "absolute"):
         return
     if method.evicts and (positions == "absolute" or budget.size is not None):
-        return
-    if method.streams and positions == "absolute" and budget.size is not None:
         return
     raise KVError(
         f"method {label!r} with positions={positions} and budget.size={budget.size} cannot read a "
@@ -83,23 +82,23 @@ def read_text(
         KVError: see `check_reads`. UnsupportedModel: see `stream`. Whatever stopped the method.
     """
     check_reads(label, method, budget, positions)
-    band, n = method.band(budget), len(ids)
-    if method.recomputes:
+    way, n = method.reading(budget), len(ids)
+    if isinstance(way, Band) and way.recomputed:
         assert budget.size is not None
         nll, entries = torch.cat(list(recomputed(model, ids, recent=budget.size))), budget.size
         return _read(model, nll, min(n, entries), None)
-    if band is None and method.evicts and positions == "absolute":
+    if way is None and method.evicts and positions == "absolute":
         fork = Fork(label, method, budget, seed, name, room=1)
         nll = torch.cat(stream_fork(model, ids, fork))
         return _read(model, nll, min(n, budget.capacity(n)), fork.cache_bytes())
     rotation = rotation_of(model) if positions == "cache" else None
     state: StreamState | PlacedState | EstimatedState
-    if method.streams:
-        state = EstimatedState(label, method, budget, n, seed, name)
-    elif band is None:
+    if isinstance(way, Band):
+        state = StreamState(way.first, n if way.last is None else way.last, rotation)
+    elif way is None:
         state = PlacedState(method, budget, rotation)
     else:
-        state = StreamState(band[0], n if band[1] is None else band[1], rotation)
+        state = EstimatedState(label, method, budget, n, seed, name)
     start, recent = state.start, state.recent
     parts = stream(model, ids, start=start, recent=recent, positions=positions, state=state)
     nll = torch.cat(list(parts))

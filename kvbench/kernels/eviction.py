@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,16 +14,36 @@ from kvbench.kernels._choice import use_triton
 from kvbench.kernels.decode_attention import EntryTable
 
 
-class Rule(Protocol):
-    """Which entry of each head leaves: `kvbench.methods._eviction.Eviction`."""
+@dataclass(frozen=True)
+class Eviction:
+    """The rule by which an entry of each KV head leaves a full cache, once a token has joined: of those
+    that are neither sink nor recent the oldest, or the one of least (most) accumulated attention.
 
-    @property
-    def leaves(self) -> Literal["oldest", "lightest", "heaviest"]: ...
-    @property
-    def sink(self) -> int: ...
-    @property
-    def recent(self) -> int: ...
-    def choose(self, scores: Tensor | None, positions: Tensor) -> Tensor: ...
+    Attributes:
+        leaves: oldest | lightest | heaviest. The latter two go by `Held.scores`, to which the attention
+            of every token is added.
+        sink: tokens at positions below it stay.
+        recent: so many of the newest tokens stay, the one that joined included.
+    """
+
+    leaves: Literal["oldest", "lightest", "heaviest"]
+    sink: int = 0
+    recent: int = 0
+
+    def choose(self, scores: Tensor | None, positions: Tensor) -> Tensor:
+        """Index [kv_heads] of the entry that leaves, the first on a tie; scores [kv_heads, c] float32
+        (not read with `oldest`), positions [kv_heads, c], the newest entry last."""
+        worth = positions
+        if self.leaves != "oldest":
+            assert scores is not None
+            worth = scores if self.leaves == "lightest" else -scores
+        most = torch.inf if worth.is_floating_point() else torch.iinfo(worth.dtype).max
+        if self.sink:
+            worth = worth.masked_fill(positions < self.sink, most)
+        if self.recent:
+            # Tokens come one position after the other, and recent ones never leave.
+            worth = worth.masked_fill(positions > positions[:, -1:] - self.recent, most)
+        return worth.argmin(-1)
 
 
 @dataclass(frozen=True)
@@ -38,7 +58,7 @@ class EvictionTable:
         places: of each row among those of the whole batch.
     """
 
-    rules: tuple[Rule, ...]
+    rules: tuple[Eviction, ...]
     limits: tuple[int, ...]
     scores: tuple[Tensor | None, ...]
     positions: tuple[Tensor, ...]
@@ -72,7 +92,7 @@ class EvictionTable:
 
 
 def eviction_table(
-    rules: Sequence[Rule],
+    rules: Sequence[Eviction],
     limits: Sequence[int],
     scores: Sequence[Tensor | None],
     positions: Sequence[Tensor],

@@ -1,4 +1,4 @@
-"""The Self-Balancing Walk (BalanceKV, Algorithm 3), on vectors and on the kernel of Algorithm 2."""
+"""The Self-Balancing Walk (BalanceKV, Algorithm 3) on the kernel of Algorithm 2."""
 
 from __future__ import annotations
 
@@ -12,37 +12,6 @@ from torch import Tensor
 def walk_bound(n: int, delta: float, constant: float = 30.0) -> float:
     """c = constant * log(n / delta): how far a walk of n steps may stray but for probability delta."""
     return constant * math.log(max(n, 2) / delta)
-
-
-def self_balancing_walk(
-    vectors: Tensor, uniforms: Tensor, *, radius: float, bound: float
-) -> tuple[Tensor, Tensor]:
-    """Signs that keep the signed sum of a stream of vectors small, in memory O(dim).
-
-    With w the signed sum so far, the next sign is +1 with probability 1/2 - <w, v> / (2 c R^2).
-
-    Args:
-        vectors: [walks, n, dim], of l2 norm at most `radius` R.
-        uniforms: [walks, n] in [0, 1).
-        bound: c; see `walk_bound`.
-
-    Returns:
-        signs [walks, n] of +-1, and [walks] bool: the walks that failed, which is those in which
-        |<w, v>| exceeded c R^2 at some step (there the probability was taken as 0 or 1).
-    """
-    walks, n, dim = vectors.shape
-    total = torch.zeros(walks, dim, dtype=vectors.dtype)
-    signs = torch.empty(walks, n, dtype=vectors.dtype)
-    failed = torch.zeros(walks, dtype=torch.bool)
-    limit = bound * radius**2
-    for step in range(n):
-        vector = vectors[:, step]
-        inner = (total * vector).sum(-1)
-        failed |= inner.abs() > limit
-        sign = torch.where(uniforms[:, step] < 0.5 - inner / (2 * limit), 1.0, -1.0)
-        total.addcmul_(vector, sign.unsqueeze(-1).to(vector.dtype))
-        signs[:, step] = sign
-    return signs, failed
 
 
 def softmax_balance(

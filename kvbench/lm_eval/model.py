@@ -21,14 +21,19 @@ from lm_eval.models.utils import (
 )
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.fork import prompt_name
 from kvbench.engine.generate import Prompt, run_batch
-from kvbench.engine.loading import ModelSpec, resolve_device, resolve_dtype
+from kvbench.engine.loading import (
+    ModelSpec,
+    end_token_ids,
+    load_model,
+    load_tokenizer,
+    resolve_device,
+    resolve_dtype,
+)
 from kvbench.engine.stopping import Stopping
 from kvbench.engine.streams import POSITIONS, read_text
-from kvbench.engine.switch import kvbench_attention_on
-from kvbench.engine.tokenizer import end_token_ids, load_tokenizer
-from kvbench.engine.weights import load_model
 from kvbench.errors import UserError, is_integer, nearest
 from kvbench.kv import Budget
 from kvbench.lm_eval.scoring import SCORINGS, Codec, answer_requests, positions_of

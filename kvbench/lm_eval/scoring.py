@@ -10,10 +10,8 @@ from typing import Any
 from lm_eval.api.model import TemplateLM
 
 from kvbench.engine.fork import Fork, prompt_name
-from kvbench.engine.prefill import compressible_layers
+from kvbench.engine.loading import Model, Tokenizer
 from kvbench.engine.scoring import CompressedPrompt, masked_pass_cache, read, score
-from kvbench.engine.tokenizer import Tokenizer
-from kvbench.engine.weights import Model
 from kvbench.errors import UserError
 from kvbench.kv import Budget
 from kvbench.methods.base import Method
@@ -186,7 +184,6 @@ def answer_requests(
     for number, (context, _) in enumerate(cut):
         by_context.setdefault(tuple(context), []).append(number)
     answers: list[dict[str, Answer]] = [{} for _ in pairs]
-    layers = compressible_layers(model)
     for context in sorted(by_context, key=len, reverse=True):
         members = by_context[context]
         tails = [cut[number][1] for number in members]
@@ -199,7 +196,7 @@ def answer_requests(
             room=max(map(len, tails)),
             encoder=encoder,
         )
-        held = {fork.label: _held(fork, reading, layers) for fork in reading.forks}
+        held = {fork.label: _held(fork, reading) for fork in reading.forks}
         for label in reading.whole:
             pair = reading.whole[label]
             entries, ratio = masked_pass_cache(model, pair, len(context) + max(map(len, tails)))
@@ -235,15 +232,16 @@ def _nothing(reading: CompressedPrompt) -> Answer:
     )
 
 
-def _held(fork: Fork, reading: CompressedPrompt, layers: Sequence[int]) -> Answer:
+def _held(fork: Fork, reading: CompressedPrompt) -> Answer:
     """What a fork holds after compression, before anything is scored."""
     answer = _nothing(reading)
     if fork.failure is not None:
         return replace(answer, failure=fork.failure)
+    cost = fork.cost()
     return replace(
         answer,
-        compressed=fork.compressed or fork.method.quantize is not None,
-        entries=fork.prompt_counts(layers),
-        cache_bytes=fork.cache_bytes(),
-        compress_s=fork.compress_s,
+        compressed=cost.compressed,
+        entries=cost.entries,
+        cache_bytes=cost.cache_bytes,
+        compress_s=cost.compress_s,
     )

@@ -12,9 +12,8 @@ from typing import Any
 
 import yaml
 
-from kvbench.errors import nearest
 from kvbench.kv import KVError
-from kvbench.methods.base import Held, Method
+from kvbench.methods.base import Held, Method, check_known
 
 __all__ = ["Held", "Method", "available_methods", "build_method", "method_class"]
 
@@ -33,8 +32,7 @@ def method_class(name: str) -> type[Method]:
     """
     known = available_methods()
     if name not in known:
-        known = sorted([*known, *variants()])
-        raise KVError(f"unknown method {name!r}{nearest(name, known)}; allowed: {', '.join(known)}")
+        check_known(f"unknown method {name!r}", name, sorted([*known, *variants()]))
     module = importlib.import_module(f"{__name__}.{name}")
     classes = [
         value
@@ -85,17 +83,9 @@ def build_method(name: str, preset: str | None = None, **options: Any) -> Method
         options = {**_options_of(name), **options}
         name = options.pop("_target_").split(".")[-2]
     cls = method_class(name)
-    presets = sorted(cls.presets)
-    if preset is not None and preset not in presets:
-        raise KVError(
-            f"method {name!r} has no preset {preset!r}{nearest(preset, presets)}; "
-            f"allowed: {', '.join(presets) or 'none'}"
-        )
+    if preset is not None:
+        check_known(f"method {name!r} has no preset {preset!r}", preset, sorted(cls.presets))
     fields = [field.name for field in dataclasses.fields(cls)]
     for option in options:
-        if option not in fields:
-            raise KVError(
-                f"method {name!r} has no option {option!r}{nearest(option, fields)}; "
-                f"allowed: {', '.join(fields) or 'none'}"
-            )
+        check_known(f"method {name!r} has no option {option!r}", option, fields)
     return cls(**{**(cls.presets[preset] if preset else {}), **options})

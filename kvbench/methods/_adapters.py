@@ -4,38 +4,17 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvbench.kv import CompressedKV, KVError, LayerKV
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-
-def fingerprints(*parts: Tensor) -> Tensor:
-    """A 64-bit number for every row, the same for rows of the same bits.
-
-    Integer arithmetic, so that neither the shape nor the order of the rows changes a bit of it.
-
-    Args:
-        parts: [batch, heads, n, d], any float dtype: a row is what they hold at one place.
-
-    Returns:
-        [batch, heads, n] int64.
-    """
-    total = torch.zeros(parts[0].shape[:3], dtype=torch.int64, device=parts[0].device)
-    generator = torch.Generator().manual_seed(0)
-    for part in parts:
-        width = part.shape[-1] * part.element_size()
-        whole = next(size for size in (8, 4, 2, 1) if width % size == 0)
-        low, high = -(2**62), 2**62
-        odd = torch.randint(low, high, (width // whole,), generator=generator) * 2 + 1
-        odd = odd.to(part.device)
-        for row in range(part.shape[0]):
-            for head in range(part.shape[1]):  # one head at a time: the products are 8 bytes each
-                bits = part[row, head].contiguous().view(_INTEGERS[whole])
-                total[row, head] += (bits * odd).sum(-1)
-    return total
+def _bits(parts: tuple[Tensor, ...]) -> np.ndarray:
+    """Rows of tensors [batch, heads, n, d] as one number of bytes each, [batch, heads, n]."""
+    whole = torch.cat([part.contiguous().view(torch.uint8) for part in parts], -1).cpu().numpy()
+    return whole.view(np.dtype((np.void, whole.shape[-1])))[..., 0]
 
 
 def find_rows(kept: tuple[Tensor, ...], rows: tuple[Tensor, ...]) -> Tensor:
@@ -48,21 +27,17 @@ def find_rows(kept: tuple[Tensor, ...], rows: tuple[Tensor, ...]) -> Tensor:
     Returns:
         [batch, copies * heads, c] int64 in 0 .. n - 1, -1 for a row that is not among the originals.
     """
-    count, (batch, heads, n, _) = kept[0].shape[2], rows[0].shape
-    copies = kept[0].shape[1] // heads
-    originals, order = (
-        part.repeat_interleave(copies, 1) for part in fingerprints(*rows).sort(dim=-1, stable=True)
-    )
-    wanted, back = fingerprints(*kept).sort(dim=-1, stable=True)
-    repeats = torch.arange(count, device=back.device) - torch.searchsorted(wanted, wanted)
-    place = (torch.searchsorted(originals, wanted) + repeats).clamp(max=n - 1)
-    found = torch.empty_like(back).scatter_(-1, back, order.gather(-1, place))
-    same = torch.ones_like(found, dtype=torch.bool)
-    index = found.view(batch, heads, -1, 1)
-    for mine, original in zip(kept, rows, strict=True):
-        here = original.gather(2, index.expand(-1, -1, -1, original.shape[-1]))
-        same &= (here.view_as(mine) == mine).all(-1)
-    return torch.where(same, found, -1)
+    wanted, originals = _bits(kept), _bits(rows)
+    copies, n = wanted.shape[1] // originals.shape[1], originals.shape[2]
+    found = np.empty(wanted.shape, dtype=np.int64)
+    for row, head in np.ndindex(*wanted.shape[:2]):
+        theirs, mine = originals[row, head // copies], wanted[row, head]
+        order, back = theirs.argsort(kind="stable"), mine.argsort(kind="stable")
+        mine = mine[back]
+        repeats = np.arange(len(mine)) - mine.searchsorted(mine)
+        place = (theirs.searchsorted(mine, sorter=order) + repeats).clip(max=n - 1)
+        found[row, head, back] = np.where(theirs[order[place]] == mine, order[place], -1)
+    return torch.from_numpy(found).to(kept[0].device)
 
 
 def held_entries(keys: Tensor, values: Tensor, layer: LayerKV) -> CompressedKV:

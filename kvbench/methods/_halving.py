@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.kernels.balanced_cut import halve
-
 PADDING = -1
 """Position of an entry that exists only because another head holds more."""
 
@@ -63,15 +61,6 @@ class Survivors:
         place = torch.arange(self.order.shape[2], device=self.order.device)
         beyond = place >= self.counts.unsqueeze(-1)
         return self.order.masked_fill(beyond, PADDING), self.weights.masked_fill(beyond, 0.0)
-
-
-def cut(state: Survivors, positive: Tensor) -> Survivors:
-    """Halve the first m entries of every head exactly (`kernels.balanced_cut`).
-
-    Args:
-        positive: [batch, kv_heads, m] bool, the signs of the first m entries.
-    """
-    return Survivors(*halve(positive, state.order, state.weights))
 
 
 def smaller_classes(

@@ -12,6 +12,7 @@ from annotated_types import Ge
 from torch import Tensor
 
 from kvbench.errors.options import NonNegative, Several
+from kvbench.kernels.balanced_cut import halve
 from kvbench.kernels.balanced_walk import balanced_walk
 from kvbench.kernels.philox import to_device
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
@@ -21,7 +22,6 @@ from kvbench.methods._halving import (
     Survivors,
     block_counts,
     blocked,
-    cut,
     plan_halvings,
     smaller_classes,
 )
@@ -119,10 +119,8 @@ class BalanceKV(Method):
             for (_, size), b in zip(plan, sizes, strict=True)
         ]
         order = positions_between(layer, budget.sink, n - budget.window)
-        chosen, weights = self._select(layer.keys, layer.values, draws, plan, order)
-        # The cut leaves every head the same number: no need to ask the device for padding.
-        ragged = self.selection != "cut"
-        return self._weighted(layer, budget, chosen, weights, plan, ragged=ragged)
+        chosen, weights = self.select(layer.keys, layer.values, draws, plan=plan, order=order)
+        return self._weighted(layer, budget, chosen, weights, plan)
 
     def select(
         self,
@@ -130,43 +128,36 @@ class BalanceKV(Method):
         values: Tensor | None,
         uniforms: Sequence[Tensor],
         kept: int | None = None,
+        *,
+        plan: Sequence[tuple[int, int]] | None = None,
+        order: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The choice as a pure function of the draws.
 
         Args:
-            keys, values: the middle, [batch, kv_heads, n, dim]; values None as with use_values=False.
+            keys, values: [batch, kv_heads, n, dim]; values None as with use_values=False.
             uniforms: one tensor [batch, kv_heads, blocks, block_size] in [0, 1) per halving (a batch
                 dimension of 1 is shared); blocks = ceil(entries to halve / block_size).
             kept: entries to keep, when the last halving is to be partial; None halves everything
                 len(uniforms) times.
+            plan: in place of `kept`, see `plan_halvings`.
+            order: [batch, kv_heads, c] int64, the entries among which to choose, in that order; None:
+                all of them.
 
         Returns:
-            positions: [batch, kv_heads, c] int64, indices into the middle: ascending, or in the
-                released code's order with order=released; -1 pads heads that kept fewer.
+            positions: [batch, kv_heads, c] int64, of `order`: ascending, or in the released code's
+                order with order=released; -1 pads heads that kept fewer.
             weights: [batch, kv_heads, c] float32, powers of two (before `normalise`); 0 on padding.
         """
-        left, plan = keys.shape[2], []
-        for _ in uniforms:
-            plan.append((left, left))
-            left //= 2
-        if plan and kept is not None:
-            left = plan[-1][0]
-            if not left <= 2 * kept <= 2 * left:
-                raise KVError(f"kept is {kept}; allowed: from half of {left} to all of it")
-            plan[-1] = (left, 2 * (left - kept))
-        order = torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
-        return self._select(keys, values, uniforms, plan, order)
-
-    def _select(
-        self,
-        keys: Tensor,
-        values: Tensor | None,
-        uniforms: Sequence[Tensor],
-        plan: list[tuple[int, int]],
-        order: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """`select` among the entries `order` [batch, kv_heads, n] of keys and values, in that order,
-        without a copy of them."""
+        if order is None:
+            order = torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
+        if plan is None:
+            plan = [(order.shape[2] >> t, order.shape[2] >> t) for t in range(len(uniforms))]
+            if plan and kept is not None:
+                left = plan[-1][0]
+                if not left <= 2 * kept <= 2 * left:
+                    raise KVError(f"kept is {kept}; allowed: from half of {left} to all of it")
+                plan[-1] = (left, 2 * (left - kept))
         batch, heads = keys.shape[:2]
         device = keys.device
         if not self.use_values:
@@ -199,7 +190,7 @@ class BalanceKV(Method):
                 centre=self.centre,
             ).view(batch, heads, places)
             if self.selection == "cut":
-                state = cut(state, positive[:, :, :size])
+                state = Survivors(*halve(positive[:, :, :size], state.order, state.weights))
             else:
                 state = smaller_classes(state, positive, b, size, halved)
         return state.marked()
@@ -210,11 +201,9 @@ class BalanceKV(Method):
         budget: Budget,
         chosen: Tensor,
         weights: Tensor,
-        plan: list[tuple[int, int]],
-        *,
-        ragged: bool = True,
+        plan: Sequence[tuple[int, int]],
     ) -> CompressedKV:
-        """Entries and log-weights from the choice (prompt positions; `ragged`: some may be padding)."""
+        """Entries and log-weights from the choice, as prompt positions."""
         padding = chosen == PADDING
         middle, count = budget.middle(layer.n), chosen.shape[2]
         if self.order == "released":
@@ -236,7 +225,8 @@ class BalanceKV(Method):
             values = kept.values.clone()
             values[:, :, inside] *= (weights / mean).to(values.dtype).unsqueeze(-1)
             kept = replace(kept, values=values)
-        if not (ragged and bool(padding.any())):
+        # The cut leaves every head the same number: no need to ask the device for padding.
+        if (plan and self.selection == "cut") or not padding.any():
             plain = self.weights in ("none", "values")
             return replace(kept, log_weights=None if plain else log_weights)
         log_weights[:, :, inside].masked_fill_(padding, -math.inf)

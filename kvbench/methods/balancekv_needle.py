@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from kvbench.errors.options import Whole
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
@@ -55,37 +56,29 @@ class BalanceKVNeedle(BalanceKV):
             return super().compress(layer, budget, generator)
         means = self._means(layer, budget)
         batch, heads, middle = means.shape
-        kept = budget.middle_kept(layer.n)
         # One draw for every halving any head may need, shared by the rows of a batch.
-        device = layer.keys.device
         draws = [
-            _draws.uniforms(generator, device, heads, math.ceil((middle >> step) / b), b)
+            _draws.uniforms(generator, means.device, heads, math.ceil((middle >> step) / b), b)
             for step, b in enumerate(per_halving(self, "block_size", middle.bit_length()))
         ]
         chosen = [
-            [
-                self._one_head(layer, budget, means[row, head], kept, draws, row, head)
-                for head in range(heads)
-            ]
+            self._one_head(layer, budget, means[row, head], draws, row, head)
             for row in range(batch)
+            for head in range(heads)
         ]
-        width = max(len(positions) for row in chosen for positions, _ in row)
-        positions = torch.full((batch, heads, width), PADDING, device=means.device)
-        weights = torch.zeros(batch, heads, width, device=means.device)
-        for row in range(batch):
-            for head in range(heads):
-                mine, mine_weights = chosen[row][head]
-                positions[row, head, : len(mine)] = mine
-                weights[row, head, : len(mine)] = mine_weights
+        positions, weights = (
+            pad_sequence(parts, batch_first=True, padding_value=fill).unflatten(0, (batch, heads))
+            for parts, fill in zip(
+                map(list, zip(*chosen, strict=True)), (PADDING, 0.0), strict=True
+            )
+        )
         plain = replace(self, normalise=False, order="position")
         return plain._weighted(layer, budget, positions, weights, [])
 
     def _means(self, layer: LayerKV, budget: Budget) -> Tensor:
         """Each token's mean inner product, lowered to the least within `dilation`: [.., middle]."""
-        name = "/".join(
-            str(part)
-            for part in ("balancekv_needle", self.layer, self.dilation, self.block_size, budget)
-        )
+        options = (self.layer, self.dilation, self.block_size, budget)
+        name = "/".join(map(str, ("balancekv_needle", *options)))
         if layer.layer_index == self.layer:
             middle = layer.keys[:, :, budget.sink : layer.n - budget.window]
             layer.carried[name] = needle_means(
@@ -103,12 +96,12 @@ class BalanceKVNeedle(BalanceKV):
         layer: LayerKV,
         budget: Budget,
         means: Tensor,
-        kept: int,
         draws: list[Tensor],
         row: int,
         head: int,
     ) -> tuple[Tensor, Tensor]:
         """Kept prompt positions of the middle of one head, ascending, and their weights."""
+        kept = budget.middle_kept(layer.n)
         protected = (means <= self.threshold).nonzero().squeeze(-1)
         if len(protected) > kept:
             lowest = means[protected].argsort(stable=True)[:kept]
@@ -125,21 +118,20 @@ class BalanceKVNeedle(BalanceKV):
             draw[:, head : head + 1, : math.ceil(size / draw.shape[3])]
             for draw, (_, size) in zip(draws, plan, strict=False)
         ]
-        survivors, weights = self._select(
+        survivors, weights = self.select(
             layer.keys[row : row + 1, head : head + 1],
             layer.values[row : row + 1, head : head + 1],
             uniforms,
-            plan,
-            (left + budget.sink).view(1, 1, -1),
+            plan=plan,
+            order=(left + budget.sink).view(1, 1, -1),
         )
         real = survivors[0, 0] != PADDING
         survivors, weights = survivors[0, 0][real], weights[0, 0][real]
         if self.normalise:
             weights = weights * (len(left) / weights.sum().clamp(min=1.0))
         positions, order = torch.cat([protected + budget.sink, survivors]).sort()
-        return positions, torch.cat([torch.ones_like(protected, dtype=weights.dtype), weights])[
-            order
-        ]
+        exact = torch.ones_like(protected, dtype=weights.dtype)
+        return positions, torch.cat([exact, weights])[order]
 
 
 def needle_means(keys: Tensor, block_size: int, dilation: int) -> Tensor:

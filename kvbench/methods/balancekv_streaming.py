@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
 from annotated_types import Ge
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from kvbench.errors.options import Positive, Share
 from kvbench.kernels.self_balancing import softmax_balance, walk_bound
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
 from kvbench.methods._estimator import combine
-from kvbench.methods._layer_streams import BalanceKVLayer, batch_of_stream
-from kvbench.methods.base import SEED_STRIDE, Method
+from kvbench.methods.base import SEED_STRIDE, Method, StreamAlgorithm
 
 RESTARTS = 100
 """Fresh attempts at a batch whose walk failed, with on_fail=restart, before giving up."""
@@ -23,6 +24,16 @@ RESTARTS = 100
 
 class BalanceFailure(RuntimeError):
     """A walk strayed farther than its bound (Algorithm 2's FAIL)."""
+
+
+class Sample(NamedTuple):
+    """Tokens that stand for a stream: positions in it [c] int64 and log-weights [c], keys [c, d], values
+    [c, e]; of several heads with one more dimension in front, padded with -1, -inf and 0."""
+
+    positions: Tensor
+    log_weights: Tensor
+    keys: Tensor
+    values: Tensor
 
 
 class MergeAndReduce:
@@ -33,7 +44,8 @@ class MergeAndReduce:
 
     Attributes:
         t: entries that fill a level.
-        levels: for each level the stream positions of its entries, [c] int64, at most t of them.
+        value_radius: what no value's norm exceeds; None: values count 1 (the denominator).
+        levels: positions [c], keys and values of each level's entries, at most t of them.
         seen: tokens so far.
         batches: times that level 0 was full.
     """
@@ -43,20 +55,16 @@ class MergeAndReduce:
         t: int,
         *,
         key_radius: float,
-        value_radius: float,
-        use_values: bool,
+        value_radius: float | None,
         bound: float,
         on_fail: str,
         seed: int,
         halve: str = "even",
     ) -> None:
         self.t, self.seen, self.batches = t, 0, 0
-        self.levels: list[Tensor] = [torch.zeros(0, dtype=torch.int64)]
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
-        self.key_radius, self._value_radius = key_radius, value_radius
-        self._use_values, self._bound, self._on_fail = use_values, bound, on_fail
-        self._exact_half = halve == "even"
+        self.levels: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.key_radius, self.value_radius = key_radius, value_radius
+        self._bound, self._on_fail, self._exact_half = bound, on_fail, halve == "even"
         self._generator = torch.Generator().manual_seed(seed)
 
     def extend(self, positions: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -65,63 +73,54 @@ class MergeAndReduce:
         Raises:
             BalanceFailure: a walk failed (on_fail=raise, or again and again).
         """
-        while len(positions):
-            room = self.t - len(self.levels[0])
-            parts = (positions[:room], keys[:room], values[:room])
-            self._append(0, *parts)
-            self.seen += len(parts[0])
-            positions, keys, values = positions[room:], keys[room:], values[room:]
-            if len(self.levels[0]) == self.t:
+        start, held = 0, len(self.levels[0][0]) if self.levels else 0
+        while start < len(positions):
+            part = slice(start, start + self.t - held)
+            self._append(0, positions[part], keys[part], values[part])
+            start, held = part.stop, len(self.levels[0][0])
+            if held == self.t:
                 self.batches += 1
-                level, batches = 0, self.batches
+                level, batches, held = 0, self.batches, 0
                 self._reduce(level)
                 while batches % 2 == 0:
                     level, batches = level + 1, batches // 2
                     self._reduce(level)
+        self.seen += len(positions)
 
-    def _append(self, level: int, positions: Tensor, keys: Tensor, values: Tensor) -> None:
+    def _append(self, level: int, *tokens: Tensor) -> None:
         if level == len(self.levels):
-            self.levels.append(positions[:0])
-        if level == len(self._keys):
-            self._keys.append(keys[:0])
-            self._values.append(values[:0])
-        self.levels[level] = torch.cat([self.levels[level], positions])
-        self._keys[level] = torch.cat([self._keys[level], keys])
-        self._values[level] = torch.cat([self._values[level], values])
+            self.levels.append((tokens[0][:0], tokens[1][:0], tokens[2][:0]))
+        positions, keys, values = map(torch.cat, zip(self.levels[level], tokens, strict=True))
+        self.levels[level] = positions, keys, values
 
     def _reduce(self, level: int) -> None:
         """Move what SoftmaxBalance keeps of a level into the next one."""
-        positions, keys, values = self.levels[level], self._keys[level], self._values[level]
-        kept = None
+        positions, keys, values = self.levels[level]
         for _ in range(1 if self._on_fail == "raise" else RESTARTS):
             kept = softmax_balance(
                 keys,
-                values if self._use_values else None,
+                None if self.value_radius is None else values,
                 torch.rand(len(positions), generator=self._generator),
                 key_radius=self.key_radius,
-                value_radius=self._value_radius,
+                value_radius=self.value_radius or 1.0,
                 bound=self._bound,
                 exact_half=self._exact_half,
             )
             if kept is not None:
                 break
-        if kept is None:
+        else:
             raise BalanceFailure(
                 f"the walk over {len(positions)} entries of level {level} exceeded its bound "
                 f"{self._bound:g}; a larger constant or smaller t avoids it"
             )
+        self.levels[level] = positions[:0], keys[:0], values[:0]
         self._append(level + 1, positions[kept], keys[kept], values[kept])
-        self.levels[level] = positions[:0]
-        self._keys[level], self._values[level] = keys[:0], values[:0]
 
-    def entries(self) -> tuple[Tensor, Tensor]:
-        """Positions [c] int64 and log-weights level * log 2, [c] float32, of all levels."""
-        weights = [torch.full((len(p),), i * math.log(2)) for i, p in enumerate(self.levels)]
-        return torch.cat(self.levels), torch.cat(weights)
-
-    def stored(self) -> tuple[Tensor, Tensor]:
-        """Keys [c, d] and values [c, e] of `entries`, in the same order."""
-        return torch.cat(self._keys), torch.cat(self._values)
+    def sample(self) -> Sample:
+        """All levels, with log-weights level * log 2."""
+        positions, keys, values = map(torch.cat, zip(*self.levels, strict=True))
+        weights = [torch.full((len(p),), i * math.log(2)) for i, (p, *_) in enumerate(self.levels)]
+        return Sample(positions, torch.cat(weights), keys, values)
 
 
 class BalanceKVStream:
@@ -141,35 +140,23 @@ class BalanceKVStream:
     """
 
     def __init__(
-        self,
-        *,
-        n: int,
-        t: int,
-        key_radius: float,
-        eps: float = 0.1,
-        delta: float = 0.01,
-        constant: float = 30.0,
-        on_fail: str = "raise",
-        halve: str = "even",
-        seed: int = 0,
+        self, options: BalanceKVStreaming, *, n: int, t: int, key_radius: float, seed: int = 0
     ) -> None:
         """`n`: tokens the stream may have; `key_radius`: r, which no key's norm may exceed."""
-        self.n, self.t, self.key_radius, self.eps, self.seed = n, t, key_radius, eps, seed
-        self.bound, self.on_fail = walk_bound(n, delta, constant), on_fail
-        self.halve = halve
+        self.options, self.n, self.t, self.key_radius, self.seed = options, n, t, key_radius, seed
+        self.bound = walk_bound(n, options.delta, options.constant)
         self.buckets: dict[int, MergeAndReduce] = {}
-        self.denominator = self._structure(1.0, use_values=False, salt=0)
-        self.largest, self.seen, self._value_dim = 0.0, 0, 0
+        self.denominator = self._structure(None, salt=0)
+        self.largest, self.seen = 0.0, 0
 
-    def _structure(self, value_radius: float, *, use_values: bool, salt: int) -> MergeAndReduce:
+    def _structure(self, value_radius: float | None, salt: int) -> MergeAndReduce:
         return MergeAndReduce(
             self.t,
             key_radius=self.key_radius,
             value_radius=value_radius,
-            use_values=use_values,
             bound=self.bound,
-            on_fail=self.on_fail,
-            halve=self.halve,
+            on_fail=self.options.on_fail,
+            halve=self.options.halve,
             seed=(SEED_STRIDE * self.seed + salt) % 2**62,
         )
 
@@ -185,40 +172,19 @@ class BalanceKVStream:
             raise KVError(f"a key has norm {longest:g}; allowed: at most {self.key_radius:g}")
         positions = torch.arange(self.seen, self.seen + len(keys))
         self.denominator.extend(positions, keys, values[:, :0])
-        self._value_dim = values.shape[1]
+        self._nothing = Sample(positions[:0], torch.zeros(0), keys[:0], values[:0])
         norms = values.double().norm(dim=-1)
-        # frexp: norm = mantissa * 2^exponent with the mantissa in [1/2, 1).
-        index = torch.frexp(norms).exponent.long() - 1
+        index = buckets_of(norms)
         for i in index[norms > 0].unique().tolist():
             mine = ((index == i) & (norms > 0)).nonzero().squeeze(-1)
             if i not in self.buckets:
-                salt = 2 * (i + 5000) + 1
-                self.buckets[i] = self._structure(2.0 ** (i + 1), use_values=True, salt=salt)
+                self.buckets[i] = self._structure(2.0 ** (i + 1), salt=2 * (i + 5000) + 1)
             self.buckets[i].extend(positions[mine], keys[mine], values[mine])
         self.largest = max(self.largest, float(norms.max()))
         self.seen += len(keys)
-        least = self.eps / (2 * self.n) * self.largest
+        least = self.options.eps / (2 * self.n) * self.largest
         least *= math.exp(-(self.key_radius**2) / keys.shape[1] ** 0.5)
         self.buckets = {i: kept for i, kept in self.buckets.items() if 2.0 ** (i + 1) > least}
-
-    def query(self, query: Tensor, scaling: float) -> Tensor:
-        """The estimate of attention over the stream so far (line 13), in log space: [e].
-
-        NaN where the denominator holds nothing, so that there is no estimate: with halve=smaller
-        all entries of a batch may go.
-
-        Args:
-            query: [d]; logits are scaling * q.k.
-        """
-        below = self.denominator.stored()[0] @ query * scaling + self.denominator.entries()[1]
-        if not len(below):
-            return torch.full((self._value_dim,), math.nan)
-        top, out = below.max(), torch.zeros(self._value_dim)
-        for bucket in self.buckets.values():
-            keys, values = bucket.stored()
-            above = keys @ query * scaling + bucket.entries()[1]
-            out += torch.exp(above - top) @ values
-        return out / torch.exp(below - top).sum()
 
     def widen(self, key_radius: float) -> None:
         """Let keys be as long as `key_radius` from here on; a walk needs the radius of its own batch."""
@@ -226,17 +192,58 @@ class BalanceKVStream:
         for one in (self.denominator, *self.buckets.values()):
             one.key_radius = self.key_radius
 
-    def numerator_entries(self) -> tuple[Tensor, Tensor]:
-        """Positions and log-weights of all buckets, as `MergeAndReduce.entries`."""
-        parts = [self.buckets[i].entries() for i in sorted(self.buckets)]
-        if not parts:
-            return torch.zeros(0, dtype=torch.int64), torch.zeros(0)
-        positions, weights = zip(*parts, strict=True)
-        return torch.cat(positions), torch.cat(weights)
+    def numerator(self) -> Sample:
+        """The entries of all buckets."""
+        parts = [self._nothing, *(self.buckets[i].sample() for i in sorted(self.buckets))]
+        return Sample(*map(torch.cat, zip(*parts, strict=True)))
 
-    def denominator_entries(self) -> tuple[Tensor, Tensor]:
-        """Positions and log-weights of the structure with v = 1."""
-        return self.denominator.entries()
+
+class BalanceKVLayer:
+    """Algorithm 1 for several heads side by side (`LayerStream`)."""
+
+    def __init__(self, heads: Sequence[BalanceKVStream]) -> None:
+        self.heads = heads
+
+    def samples(self) -> tuple[list[Sample], list[Sample]]:
+        """Of every head the numerator's and the denominator's."""
+        above = [head.numerator() for head in self.heads]
+        return above, [head.denominator.sample() for head in self.heads]
+
+    @property
+    def entries(self) -> int:
+        """See `LayerStream`; a token that a bucket and the denominator hold counts twice."""
+        pairs = zip(*self.samples(), strict=True)
+        return max(len(above.positions) + len(below.positions) for above, below in pairs)
+
+    @property
+    def nbytes(self) -> int:
+        """See `LayerStream`."""
+        return sum(one.keys.nbytes + one.values.nbytes for side in self.samples() for one in side)
+
+    def extend(self, keys: Tensor, values: Tensor) -> None:
+        """See `LayerStream`. A walk is given the radius of the longest key so far, since nobody knows
+        that of the whole stream."""
+        parts = (self.heads, keys.float().cpu(), values.float().cpu())
+        for head, key, value in zip(*parts, strict=True):
+            head.widen(float(key.double().norm(dim=-1).max()))
+            head.extend(key, value)
+
+    def numerator(self) -> tuple[Tensor, Tensor, Tensor]:
+        """See `LayerStream`."""
+        found = side_by_side(self.samples()[0])
+        return found.keys, found.values, found.log_weights
+
+    def denominator(self) -> tuple[Tensor, Tensor]:
+        """See `LayerStream`."""
+        found = side_by_side(self.samples()[1])
+        return found.keys, found.log_weights
+
+
+def side_by_side(samples: Sequence[Sample]) -> Sample:
+    """Samples of several heads as one, padded."""
+    padding = (-1, -math.inf, 0.0, 0.0)
+    parts = zip(zip(*samples, strict=True), padding, strict=True)
+    return Sample(*(pad_sequence(list(p), True, padding_value=fill) for p, fill in parts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,7 +271,6 @@ class BalanceKVStreaming(Method):
 
     paper: ClassVar[str] = "arXiv 2502.07861, Algorithms 1, 2 and 4"
     version: ClassVar[int] = 2
-    streams: ClassVar[bool] = True
 
     t: Annotated[int, Ge(2)] | None = None
     eps: Positive = 0.1
@@ -282,41 +288,36 @@ class BalanceKVStreaming(Method):
         """
         batch, heads, n = layer.keys.shape[:3]
         start, stop = budget.sink, n - budget.window
-        keys = layer.keys[:, :, start:stop].float().cpu()
-        values = layer.values[:, :, start:stop].float().cpu()
-        t = self.t or largest_batch(values, budget.middle_kept(n))
-        radius = float(keys.double().norm(dim=-1).max())
-        seeds = torch.randint(2**40, (heads,), generator=generator).tolist()
-        parts: dict[str, list[tuple[Tensor, Tensor]]] = {"numerator": [], "denominator": []}
-        for row in range(batch):
-            for head in range(heads):
-                stream = BalanceKVStream(
-                    n=stop - start,
-                    t=t,
-                    key_radius=radius,
-                    eps=self.eps,
-                    delta=self.delta,
-                    constant=self.constant,
-                    on_fail=self.on_fail,
-                    halve=self.halve,
-                    seed=seeds[head],
-                )
-                stream.extend(keys[row, head], values[row, head])
-                parts["numerator"].append(stream.numerator_entries())
-                parts["denominator"].append(stream.denominator_entries())
-        exact = torch.cat([torch.arange(start), torch.arange(stop, n)])
-        padded = {name: _padded(entries, start, (batch, heads)) for name, entries in parts.items()}
-        device = layer.keys.device
-        numerator, denominator = (
-            (padded[name][0].to(device), padded[name][1].to(device))
-            for name in ("numerator", "denominator")
+        keys, values = (
+            x[:, :, start:stop].flatten(0, 1).float().cpu() for x in (layer.keys, layer.values)
         )
+        t = self.t or largest_batch(values, budget.middle_kept(n))
+        seeds = torch.randint(2**40, (heads,), generator=generator).tolist()
+        radius = float(keys.double().norm(dim=-1).max())
+        streams = BalanceKVLayer(
+            [
+                BalanceKVStream(self, n=stop - start, t=t, key_radius=radius, seed=seed)
+                for seed in seeds * batch  # the rows of a batch have the same draws
+            ]
+        )
+        streams.extend(keys, values)
+        sides = []
+        for found in map(side_by_side, streams.samples()):
+            positions = torch.where(found.positions < 0, -1, found.positions + start)
+            pair = (positions.to(layer.keys.device), found.log_weights.to(layer.keys.device))
+            sides.append((pair[0].view(batch, heads, -1), pair[1].view(batch, heads, -1)))
+        exact = torch.cat([torch.arange(start), torch.arange(stop, n)])
+        numerator, denominator = sides
         return combine(layer, numerator, denominator, exact)
+
+    def reading(self, budget: Budget) -> StreamAlgorithm | None:
+        """Algorithm 1, in the entries that the size leaves."""
+        return None if budget.size is None else self.layer_stream
 
     def layer_stream(
         self, keys: Tensor, values: Tensor, *, room: int, tokens: int, generator: torch.Generator
     ) -> BalanceKVLayer:
-        """Algorithm 1 as it reads: t null is `batch_of_stream`, r the norm of the longest key so far.
+        """Algorithm 1 as it reads (`StreamAlgorithm`): t null is `batch_of_stream`.
 
         Raises:
             KVError: no t fits.
@@ -328,25 +329,20 @@ class BalanceKVStreaming(Method):
                 "allowed: a larger budget.size"
             )
         seeds = torch.randint(2**40, (len(keys),), generator=generator).tolist()
-        options = {"eps": self.eps, "delta": self.delta, "constant": self.constant}
         return BalanceKVLayer(
-            [
-                BalanceKVStream(
-                    n=tokens,
-                    t=t,
-                    key_radius=0.0,
-                    on_fail=self.on_fail,
-                    halve=self.halve,
-                    seed=seed,
-                    **options,
-                )
-                for seed in seeds
-            ]
+            [BalanceKVStream(self, n=tokens, t=t, key_radius=0.0, seed=seed) for seed in seeds]
         )
 
 
+def buckets_of(norms: Tensor) -> Tensor:
+    """i of 2^i <= norm < 2^(i+1), int64."""
+    # frexp: norm = mantissa * 2^exponent with the mantissa in [1/2, 1).
+    return torch.frexp(norms).exponent.long() - 1
+
+
 def largest_batch(values: Tensor, room: int) -> int:
-    """The largest even t with which every head's structures surely hold at most `room` entries.
+    """The largest even t with which the structures of every head's values [heads, m, e] surely hold at
+    most `room` entries.
 
     After m tokens a structure holds m mod t entries at level 0 and at most t / 2 at each level whose
     bit is set in the number of batches, floor(m / t).
@@ -354,11 +350,10 @@ def largest_batch(values: Tensor, room: int) -> int:
     Raises:
         KVError: there is none.
     """
-    norms = values.double().norm(dim=-1).flatten(0, 1)
-    index = torch.frexp(norms).exponent.long()
+    norms = values.double().norm(dim=-1)
     sizes = [
-        [len(head), *head[norm > 0].unique(return_counts=True)[1].tolist()]
-        for head, norm in zip(index, norms, strict=True)
+        [len(head), *buckets_of(head[head > 0]).unique(return_counts=True)[1].tolist()]
+        for head in norms
     ]
     for t in range(2 * (room // 2), 1, -2):
         bounds = (sum(m % t + t // 2 * (m // t).bit_count() for m in head) for head in sizes)
@@ -370,14 +365,25 @@ def largest_batch(values: Tensor, room: int) -> int:
     )
 
 
-def _padded(
-    parts: list[tuple[Tensor, Tensor]], start: int, shape: tuple[int, int]
-) -> tuple[Tensor, Tensor]:
-    """Entries of all heads side by side: prompt positions (-1 pads) and log-weights (-inf)."""
-    width = max(len(positions) for positions, _ in parts)
-    positions = torch.full((len(parts), width), -1)
-    weights = torch.full((len(parts), width), -math.inf)
-    for row, (mine, log_weights) in enumerate(parts):
-        positions[row, : len(mine)] = mine + start
-        weights[row, : len(mine)] = log_weights
-    return positions.view(*shape, width), weights.view(*shape, width)
+def batch_of_stream(values: Tensor, room: int, tokens: int) -> int:
+    """The largest even t with which the structures of a stream of so many tokens hold at most `room`
+    entries, if the norms of values go on as in the first ones [kv_heads, m, e]; one bucket more than
+    these fill is counted, for a twentieth of the tokens. 0: there is none.
+
+    After m tokens level 0 of a structure has at most t - 1 entries, and t / 2 each level whose bit is
+    set in the number of batches.
+    """
+    index = buckets_of(values.double().norm(dim=-1))
+    shares = [
+        [1.0, 0.05, *(head.unique(return_counts=True)[1] / len(head)).tolist()] for head in index
+    ]
+
+    def of_structure(t: int, read: float) -> int:
+        levels = int(math.log2(read // t + 1))  # bits that a number of batches has at most
+        return min(t - 1, math.ceil(read)) + t // 2 * levels
+
+    def most(t: int) -> int:
+        return max(sum(of_structure(t, share * tokens) for share in head) for head in shares)
+
+    fitting = (t for t in range(2 * (room // 2), 1, -2) if most(t) <= room)
+    return next(fitting, 0)

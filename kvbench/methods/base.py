@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Protocol
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from kvbench.errors import nearest
 from kvbench.errors.options import check_options
+from kvbench.kernels.eviction import Eviction
 from kvbench.kernels.qjl import QJL
 from kvbench.kernels.quantize import Quantization, Scheme
 from kvbench.kernels.turboquant import TurboQuant
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
-from kvbench.methods._eviction import Eviction
 
 SCHEMES: Mapping[str, type[Quantization] | type[QJL] | type[TurboQuant]] = {
     "affine": Quantization,
@@ -26,6 +26,19 @@ SCHEMES: Mapping[str, type[Quantization] | type[QJL] | type[TurboQuant]] = {
 
 SEED_STRIDE = 1_000_003
 """Draws of two seeds lie this far apart: more than any seed has draws."""
+
+
+def check_known(what: str, name: str, known: Sequence[str]) -> None:
+    """Refuse a name that is not among the known ones.
+
+    Raises:
+        KVError: `what` it is, the nearest known name, and all that are allowed.
+    """
+    if name not in known:
+        raise KVError(f"{what}{nearest(name, known)}; allowed: {', '.join(known) or 'none'}")
+
+
+# --- what a method may do while decoding ----------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -47,34 +60,6 @@ class Held:
     sink: int
 
 
-class LayerStream(Protocol):
-    """A streaming algorithm over the tokens of one layer, all KV heads in step: two samples, with
-    weights, of what attention sums up over the tokens read so far."""
-
-    @property
-    def entries(self) -> int:
-        """Keys and values held, by the head that holds most."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        ...
-
-    def extend(self, keys: Tensor, values: Tensor) -> None:
-        """Read tokens in order: keys [kv_heads, m, d], values [kv_heads, m, e]."""
-        ...
-
-    def numerator(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the sum of exp(q.k) v: keys [kv_heads, c, d], values [kv_heads, c, e] and log-weights
-        [kv_heads, c], -inf where a head has fewer."""
-        ...
-
-    def denominator(self) -> tuple[Tensor, Tensor]:
-        """Of the sum of exp(q.k): keys and log-weights."""
-        ...
-
-
 @dataclass(frozen=True)
 class Recompression:
     """When what is held is compressed again while decoding.
@@ -91,6 +76,9 @@ class Recompression:
     to: int
     queries: int
     phase: str = "steps"
+
+
+# --- a second look at the prompt ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -127,6 +115,74 @@ class Repetition:
     values: Tensor
 
 
+class WholePass(Protocol):
+    """A rule for one pass over prompt and continuation, which scores likelihoods, holds no cache and
+    cannot generate."""
+
+    def mask(self, layer: LayerKV, budget: Budget) -> Tensor:
+        """Which key each query sees: [heads, n, n] bool, False above the diagonal; `layer` has queries
+        and keys of all n tokens, those of the continuation included."""
+        ...
+
+    def entries(self, budget: Budget, n: int) -> int:
+        """Keys that a query of an n-token pass sees at most: the entries of a cache that is imagined,
+        since all of them are held."""
+        ...
+
+
+# --- how a method reads a stream of tokens --------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Band:
+    """A token sees the first and the last tokens before it, and no others; `last` None: all.
+
+    Attributes:
+        recomputed: no cache is held, and every token comes from a fresh pass over those it sees.
+    """
+
+    first: int
+    last: int | None
+    recomputed: bool = False
+
+
+class LayerStream(Protocol):
+    """A streaming algorithm over the tokens of one layer, all KV heads in step: two samples, with
+    weights, of what attention sums up over the tokens read so far."""
+
+    @property
+    def entries(self) -> int:
+        """Keys and values held, by the head that holds most."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        ...
+
+    def extend(self, keys: Tensor, values: Tensor) -> None:
+        """Read tokens in order: keys [kv_heads, m, d], values [kv_heads, m, e]."""
+        ...
+
+    def numerator(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the sum of exp(q.k) v: keys [kv_heads, c, d], values [kv_heads, c, e] and log-weights
+        [kv_heads, c], -inf where a head has fewer."""
+        ...
+
+    def denominator(self) -> tuple[Tensor, Tensor]:
+        """Of the sum of exp(q.k): keys and log-weights."""
+        ...
+
+
+StreamAlgorithm = Callable[..., LayerStream]
+"""Makes the algorithm for a layer of a stream, before it has read anything: of ``keys, values``
+[kv_heads, m, d], the first that it will read, to choose by what the paper leaves open, and by name
+``room`` (entries that it may hold), ``tokens`` (of the whole stream, at most) and ``generator``."""
+
+
+# --- the method -----------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, kw_only=True)
 class Method:
     """A KV-cache compression method: a frozen dataclass whose fields are the paper's knobs.
@@ -143,21 +199,16 @@ class Method:
     """Named sets of options, e.g. ``{"released": {"order": "released"}}``."""
     saves_memory: ClassVar[bool] = True
     """False when the cache stays whole (exact, topk): no budget applies, and the record says so."""
-
-    quantize: Scheme | Mapping[str, Any] | None = None
-    """How the kept entries are stored: ``{bits: 4, group_size: 64}``, or ``{scheme: qjl}`` with that
-    scheme's options (`SCHEMES`); None: as they are."""
-
+    uses_budget: ClassVar[bool] = True
+    """False when `compress` does not look at the budget (exact): one record serves every rate."""
     recompresses: ClassVar[bool] = False
     """True where `compress` may be called again on what is held (`LayerKV` of entries in the order of
     their positions, with the queries of the last tokens): it chooses entries by their keys, values and
     those queries, or by chance, and its weights multiply."""
 
-    streams: ClassVar[bool] = False
-    """True where `layer_stream` is there: the method is an algorithm that reads a stream."""
-
-    uses_budget: ClassVar[bool] = True
-    """False when `compress` does not look at the budget (exact): one record serves every rate."""
+    quantize: Scheme | Mapping[str, Any] | None = None
+    """How the kept entries are stored: ``{bits: 4, group_size: 64}``, or ``{scheme: qjl}`` with that
+    scheme's options (`SCHEMES`); None: as they are."""
 
     def __post_init__(self) -> None:
         """Check the options by their hints; a subclass with more to check calls this first.
@@ -166,47 +217,6 @@ class Method:
             KVError: one line that names the option, its value and what is allowed.
         """
         check_options(self, type(self).__module__.rpartition(".")[2] + ".", KVError)
-
-    @property
-    def evicts(self) -> bool:
-        """True when `evict` is to be called: the cache does not grow while decoding."""
-        return False
-
-    @property
-    def restricts(self) -> bool:
-        """True when `restrict` is to be called: a decoding query sees part of what is held."""
-        return False
-
-    @property
-    def masks_whole_pass(self) -> bool:
-        """True when `mask` takes the place of `compress`: a rule for one pass over prompt and
-        continuation, which scores likelihoods, holds no cache and cannot generate."""
-        return False
-
-    @property
-    def recompression(self) -> Recompression | None:
-        """When `compress` is called again while decoding; None: never."""
-        return None
-
-    @property
-    def rescoring(self) -> Rescoring | None:
-        """The pass over the prompt that `rescore` looks at; None: none."""
-        return None
-
-    def rescore(self, layer: LayerKV, repeated: Repetition, budget: Budget) -> None:
-        """Look at one layer while the model repeats a chunk of its prompt, and note in `layer.carried`
-        what `compress` will ask for, under a name of the layer's own.
-
-        `compress` is called once every layer has seen every chunk; `layer` is then, as here, without the
-        prompt's own queries. Called only where there is a `rescoring` and the prompt is compressed.
-        """
-        raise NotImplementedError(f"{type(self).__name__}.rescore")
-
-    def token_scores(self, layer: LayerKV, budget: Budget) -> Tensor:
-        """How much each token of the prompt is worth keeping: [batch, kv_heads, n] float32 >= 0, with
-        heads on one scale; 0 for tokens that `compress` keeps whatever their score. For methods that
-        choose by such scores; others (`adakv`, `pages`) then choose by them, too."""
-        raise NotImplementedError(f"{type(self).__name__}.token_scores")
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """What `layer` holds instead.
@@ -218,6 +228,12 @@ class Method:
         """
         raise NotImplementedError(f"{type(self).__name__}.compress")
 
+    def token_scores(self, layer: LayerKV, budget: Budget) -> Tensor:
+        """How much each token of the prompt is worth keeping: [batch, kv_heads, n] float32 >= 0, with
+        heads on one scale; 0 for tokens that `compress` keeps whatever their score. For methods that
+        choose by such scores; others (`adakv`, `pages`) then choose by them, too."""
+        raise NotImplementedError(f"{type(self).__name__}.token_scores")
+
     def layer_capacity(self, budget: Budget, n: int, layer_index: int, num_layers: int) -> int:
         """Entries per KV head the method may hold at this layer after prefill of n tokens.
 
@@ -225,6 +241,14 @@ class Method:
         ``num_layers * budget.capacity(n)`` (see `total_capacity`).
         """
         return budget.capacity(n) if self.saves_memory else n
+
+    def total_capacity(self, budget: Budget, n: int, num_layers: int) -> int:
+        """Entries per KV head summed over the layers that the audit allows.
+
+        More than the budget is granted to a named preset only (one that reproduces a released code's
+        own split), and records and reports say so.
+        """
+        return num_layers * (budget.capacity(n) if self.saves_memory else n)
 
     def quantization(self) -> Scheme | None:
         """How the kept entries are stored, checked.
@@ -235,60 +259,43 @@ class Method:
         """
         if self.quantize is None:
             return None
-        name = type(self).__name__
+        name = f"{type(self).__name__}.quantize"
         if self.recompression is not None:
             raise KVError(
-                f"{name}.quantize is set and the method compresses again while decoding; allowed: one "
-                "or the other"
+                f"{name} is set and the method compresses again while decoding; allowed: one or the "
+                "other"
             )
-        scheme = self.quantize if not isinstance(self.quantize, Mapping) else self._scheme(name)
+        scheme = self.quantize
+        if isinstance(scheme, Mapping):
+            options = dict(scheme)
+            kind = str(options.pop("scheme", "affine"))
+            check_known(f"{name}.scheme is {kind!r}", kind, [*SCHEMES])
+            known = [field.name for field in fields(SCHEMES[kind])]
+            for option in options:
+                check_known(f"{name} has no option {option!r}", str(option), known)
+            try:
+                scheme = SCHEMES[kind](**options)
+            except (TypeError, ValueError) as error:
+                raise KVError(f"{name} is {self.quantize}: {error}") from error
         if self.evicts and not scheme.by_entry:
             raise KVError(
-                f"{name}.quantize packs entries together and the method evicts while decoding; allowed: "
+                f"{name} packs entries together and the method evicts while decoding; allowed: "
                 "decode=grow, or entries packed one by one: quantize.keys=entry, "
                 "quantize.scheme=turboquant"
             )
         return scheme
 
-    def _scheme(self, name: str) -> Scheme:
-        """The scheme that `quantize` describes."""
-        assert isinstance(self.quantize, Mapping)
-        options = dict(self.quantize)
-        kind = options.pop("scheme", "affine")
-        if kind not in SCHEMES:
-            raise KVError(
-                f"{name}.quantize.scheme is {kind!r}{nearest(str(kind), [*SCHEMES])}; "
-                f"allowed: {', '.join(SCHEMES)}"
-            )
-        known = [field.name for field in fields(SCHEMES[kind])]
-        for option in options:
-            if option not in known:
-                raise KVError(
-                    f"{name}.quantize has no option {option!r}{nearest(str(option), known)}; "
-                    f"allowed: {', '.join(known)}"
-                )
-        try:
-            return SCHEMES[kind](**options)
-        except (TypeError, ValueError) as error:
-            raise KVError(f"{name}.quantize is {dict(self.quantize)}: {error}") from error
-
-    def total_capacity(self, budget: Budget, n: int, num_layers: int) -> int:
-        """Entries per KV head summed over the layers that the audit allows.
-
-        More than the budget is granted to a named preset only (one that reproduces a released code's
-        own split), and records and reports say so.
-        """
-        return num_layers * (budget.capacity(n) if self.saves_memory else n)
+    # What few methods do beside: each of these is all that such a method adds.
 
     def eviction(self, capacity: int, sink: int) -> Eviction | None:
-        """The rule by which `evict` goes, for a cache of `capacity` entries per head whose first `sink`
-        tokens are always kept; the engine then reads many tokens, or decodes many rows, at once. None:
-        an `evict` of its own, asked at every token."""
+        """The rule by which one entry leaves for each decoded token, so that a cache of `capacity`
+        entries per head, whose first `sink` tokens are always kept, does not grow. None: it grows, or
+        goes by an `evict` of the method's own."""
         return None
 
     def evict(self, held: Held, attention: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """After one decoded token: new scores, and which entry leaves. Goes by `eviction`; a method
-        with a rule that cannot be said so overrides it.
+        """After one decoded token: new scores, and which entry leaves. By `eviction`, unless a method
+        with a rule that cannot be said so overrides this: it is then asked at every token.
 
         Args:
             held: what the layer holds, the new token's entry last.
@@ -309,46 +316,9 @@ class Method:
         full = held.positions.shape[-1] > held.capacity
         return scores, rule.choose(scores, held.positions) if full else None
 
-    def band(self, budget: Budget) -> tuple[int, int | None] | None:
-        """How many of the first and of the last tokens a cache holds that reads a stream, if that is all
-        it holds (None of the last: all). None: the method chooses otherwise."""
-        return None
-
-    @property
-    def recomputes(self) -> bool:
-        """True for a baseline of streams that holds no cache: every token comes from a fresh pass over
-        the ``budget.size`` tokens before it."""
-        return False
-
-    def layer_stream(
-        self, keys: Tensor, values: Tensor, *, room: int, tokens: int, generator: torch.Generator
-    ) -> LayerStream:
-        """The method's own algorithm for a layer of a stream, before it has read anything. Called only
-        when `streams`.
-
-        Args:
-            keys, values: [kv_heads, m, d], the first that it will read, to choose by what the paper
-                leaves open. room: entries that it may hold. tokens: of the whole stream, at most.
-        """
-        raise NotImplementedError(f"{type(self).__name__}.layer_stream")
-
-    def mask(self, layer: LayerKV, budget: Budget) -> Tensor:
-        """Which key each query sees: [heads, n, n] bool, False above the diagonal.
-
-        Args:
-            layer: queries and keys of all n tokens, those of the continuation included.
-
-        Called only when `masks_whole_pass`.
-        """
-        raise NotImplementedError(f"{type(self).__name__}.mask")
-
-    def masked_entries(self, budget: Budget, n: int) -> int:
-        """Keys that a query of an n-token pass sees at most: the entries of a cache that is imagined,
-        since all of them are held. Called only when `masks_whole_pass`."""
-        raise NotImplementedError(f"{type(self).__name__}.masked_entries")
-
     def restrict(self, held: Held, logits: Tensor) -> Tensor:
-        """Which entries a decoding query does not attend to.
+        """Which entries a decoding query does not attend to, for a method that holds more than a query
+        sees.
 
         Args:
             held: what the layer holds, the tokens fed in this step last.
@@ -358,6 +328,45 @@ class Method:
             [kv_heads, queries, c] bool, True for hidden. Called only when `restricts`.
         """
         raise NotImplementedError(f"{type(self).__name__}.restrict")
+
+    @property
+    def evicts(self) -> bool:
+        """True where there is an `eviction`, or an `evict` of the method's own: the cache does not grow
+        while decoding."""
+        return type(self).evict is not Method.evict or self.eviction(1, 0) is not None
+
+    @property
+    def restricts(self) -> bool:
+        """True where there is a `restrict`: a decoding query sees part of what is held."""
+        return type(self).restrict is not Method.restrict
+
+    @property
+    def recompression(self) -> Recompression | None:
+        """When `compress` is called again while decoding; None: never."""
+        return None
+
+    @property
+    def rescoring(self) -> Rescoring | None:
+        """The pass over the prompt that `rescore` looks at; None: none."""
+        return None
+
+    def rescore(self, layer: LayerKV, repeated: Repetition, budget: Budget) -> None:
+        """Look at one layer while the model repeats a chunk of its prompt, and note in `layer.carried`
+        what `compress` will ask for, under a name of the layer's own.
+
+        `compress` is called once every layer has seen every chunk; `layer` is then, as here, without the
+        prompt's own queries. Called only where there is a `rescoring` and the prompt is compressed.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.rescore")
+
+    @property
+    def whole_pass(self) -> WholePass | None:
+        """What takes the place of `compress` and of the cache; None: nothing."""
+        return None
+
+    def reading(self, budget: Budget) -> Band | StreamAlgorithm | None:
+        """How the method reads a stream in bounded memory; None: as it evicts, or not at all."""
+        return None
 
 
 def preset_of(method: Method) -> str | None:

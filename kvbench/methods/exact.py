@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from kvbench.kv import Budget, CompressedKV, LayerKV, keep_all
-from kvbench.methods.base import Method
+from kvbench.methods.base import Band, Method
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,10 +19,10 @@ class Exact(Method):
     saves_memory: ClassVar[bool] = False
     uses_budget: ClassVar[bool] = False
 
-    def band(self, budget: Budget) -> tuple[int, None]:
-        """All."""
-        return 0, None
-
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """All entries, without a copy."""
         return keep_all(layer)
+
+    def reading(self, budget: Budget) -> Band | None:
+        """All tokens; a stream's entries are not packed."""
+        return Band(0, None) if self.quantize is None else None

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvbench.errors.options import Fraction
+from kvbench.kernels.eviction import Eviction
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
-from kvbench.methods._eviction import Eviction
 from kvbench.methods._select import group_mean, positions_between, top_positions
 from kvbench.methods.base import Method
 
@@ -52,32 +52,76 @@ class H2O(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.keeps == "lightest" and self.masks_whole_pass:
+        if self.keeps == "lightest" and self.semantics != "paper":
             raise KVError(
                 f"h2o.keeps is 'lightest' and h2o.semantics {self.semantics!r}; allowed: heaviest, or "
                 "semantics=paper"
             )
 
-    def _worth(self, mass: Tensor) -> Tensor:
-        """What is kept has most of it."""
-        return mass if self.keeps == "heaviest" else -mass
+    def token_scores(self, layer: LayerKV, budget: Budget) -> Tensor:
+        """See `Method.token_scores`: accumulated attention, mean over the group."""
+        mass = group_mean(layer.attention_mass(), layer.keys.shape[1])
+        return mass if self.keeps == "heaviest" else mass.amax(-1, keepdim=True) - mass
+
+    def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
+        """Heavy hitters, ascending, then the recent tokens; `scores` when the cache evicts.
+
+        Raises:
+            KVError: the layer does not hold all prompt queries; released semantics.
+        """
+        if self.semantics != "paper":
+            raise KVError(
+                f"h2o.semantics is {self.semantics!r}, a mask of one pass over prompt and answer, which "
+                "holds no cache to decode with; allowed: paper (likelihoods alone take the others)"
+            )
+        n, capacity = layer.n, budget.capacity(layer.n)
+        recent = self.recent(capacity)
+        mass = group_mean(layer.attention_mass(), layer.keys.shape[1])
+        older = mass[:, :, : n - recent] if self.keeps == "heaviest" else -mass[:, :, : n - recent]
+        heavy = top_positions(older, capacity - recent)
+        positions = torch.cat([heavy, positions_between(layer, n - recent, n)], dim=-1)
+        kept = gather_entries(layer, positions)
+        return replace(kept, scores=mass.gather(2, positions)) if self.evicts else kept
+
+    def eviction(self, capacity: int, sink: int) -> Eviction | None:
+        """Scores grow by each token's attention; the lightest entry that is not recent leaves."""
+        if self.decode == "grow" or self.semantics != "paper":
+            return None
+        leaves: Literal["lightest", "heaviest"] = (
+            "lightest" if self.keeps == "heaviest" else "heaviest"
+        )
+        return Eviction(leaves, recent=self.recent(capacity))
+
+    def recent(self, capacity: int) -> int:
+        """Entries of a cache of `capacity` that are the most recent tokens."""
+        return capacity - round(self.heavy_fraction * capacity)
 
     @property
-    def evicts(self) -> bool:
-        """True for ``decode=evict``."""
-        return self.decode == "evict" and not self.masks_whole_pass
+    def whole_pass(self) -> ReleasedMask | None:
+        """With the released semantics their mask."""
+        if self.semantics == "paper":
+            return None
+        return ReleasedMask(self.semantics.removeprefix("released_"), self.heavy_fraction)
 
-    @property
-    def masks_whole_pass(self) -> bool:
-        """True for the released semantics."""
-        return self.semantics != "paper"
+
+@dataclass(frozen=True)
+class ReleasedMask:
+    """`released_mask` under a budget (`kvbench.methods.base.WholePass`).
+
+    Attributes:
+        semantics: global | sequential.
+        heavy_fraction: share of the budget that is heavy.
+    """
+
+    semantics: str
+    heavy_fraction: float
 
     def _ratios(self, budget: Budget) -> tuple[float, float]:
         """Shares of the sequence that are heavy and recent."""
         if budget.share is None:
             raise KVError(
-                f"h2o.semantics is {self.semantics!r} and budget.size is {budget.size}; allowed: a "
-                "share of the sequence, as budget.total_rate"
+                f"h2o.semantics is released_{self.semantics} and budget.size is {budget.size}; "
+                "allowed: a share of the sequence, as budget.total_rate"
             )
         return self.heavy_fraction * budget.share, (1.0 - self.heavy_fraction) * budget.share
 
@@ -88,52 +132,17 @@ class H2O(Method):
         return released_mask(
             layer.queries[0].float(),
             layer.keys[0].repeat_interleave(layer.group, dim=0).float(),
-            semantics=self.semantics.removeprefix("released_"),
+            semantics=self.semantics,
             heavy_ratio=heavy,
             recent_ratio=recent,
             scaling=layer.scaling,
             softcap=layer.softcap,
         )
 
-    def masked_entries(self, budget: Budget, n: int) -> int:
-        """Keys that a query sees at most: heavy and recent, and with ``released_global`` itself."""
+    def entries(self, budget: Budget, n: int) -> int:
+        """Heavy and recent keys, and with ``global`` the query's own."""
         heavy, recent = (int(ratio * n) for ratio in self._ratios(budget))
-        return min(n, heavy + recent + (self.semantics == "released_global"))
-
-    def recent(self, capacity: int) -> int:
-        """Entries of a cache of `capacity` that are the most recent tokens."""
-        return capacity - round(self.heavy_fraction * capacity)
-
-    def token_scores(self, layer: LayerKV, budget: Budget) -> Tensor:
-        """See `Method.token_scores`: accumulated attention, mean over the group."""
-        worth = self._worth(group_mean(layer.attention_mass(), layer.keys.shape[1]))
-        return worth if self.keeps == "heaviest" else worth - worth.amin(-1, keepdim=True)
-
-    def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """Heavy hitters, ascending, then the recent tokens; `scores` when the cache evicts.
-
-        Raises:
-            KVError: the layer does not hold all prompt queries; released semantics.
-        """
-        if self.masks_whole_pass:
-            raise KVError(
-                f"h2o.semantics is {self.semantics!r}, a mask of one pass over prompt and answer, which "
-                "holds no cache to decode with; allowed: paper (likelihoods alone take the others)"
-            )
-        n, capacity = layer.n, budget.capacity(layer.n)
-        recent = self.recent(capacity)
-        mass = group_mean(layer.attention_mass(), layer.keys.shape[1])
-        heavy = top_positions(self._worth(mass)[:, :, : n - recent], capacity - recent)
-        positions = torch.cat([heavy, positions_between(layer, n - recent, n)], dim=-1)
-        kept = gather_entries(layer, positions)
-        return replace(kept, scores=mass.gather(2, positions)) if self.evicts else kept
-
-    def eviction(self, capacity: int, sink: int) -> Eviction:
-        """Scores grow by each token's attention; the lightest entry that is not recent leaves."""
-        leaves: Literal["lightest", "heaviest"] = (
-            "lightest" if self.keeps == "heaviest" else "heaviest"
-        )
-        return Eviction(leaves, recent=self.recent(capacity))
+        return min(n, heavy + recent + (self.semantics == "global"))
 
 
 QUERY_ROWS = 512

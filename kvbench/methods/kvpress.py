@@ -12,43 +12,34 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvbench.errors import first_line, nearest
+from kvbench.errors import first_line
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods._adapters import held_entries
 from kvbench.methods._press_module import AttentionModule, ColumnSums
 from kvbench.methods.adakv import keep
-from kvbench.methods.base import Method
+from kvbench.methods.base import Method, check_known
 
 INSTALL = "pip install 'kvbench[kvpress]' (it needs transformers < 5.3)"
 
-_DECODES = "it compresses while decoding, not after the prompt, as method recompress does"
-_LEARNED = "it needs weights, patterns or statistics learned for one model, which it downloads"
-_REPLAYS = "it runs the model on the prompt again, by hooks of its own on the whole model"
-_OWN_RATIO = "its ratio cannot be set, so no budget can be given to it"
-
-REFUSED: Mapping[str, str] = {
-    "DMSPress": "it evicts by a threshold; " + _OWN_RATIO,
-    "DuoAttentionPress": _LEARNED,
-    "LUKVPress": _LEARNED,
-    "KVzipPress": _REPLAYS + "; method kvzip does so in the engine",
-    "KVgradPress": _REPLAYS + ", with gradients",
-    "RestoreKVPress": _REPLAYS + ", and writes into its cache",
-    "KVComposePress": _REPLAYS,
-    "FastKVzipPress": _LEARNED,
-    "KVzapPress": _LEARNED,
-    "QFilterPress": _LEARNED,
-    "ExpectedAttentionStatsPress": _LEARNED,
-    "KeyRerotationPress": "it moves keys to new positions; a fork decodes at the prompt's own",
-    "FinchPress": "it cuts the prompt at a delimiter token and moves keys to new positions",
-    "ThinKPress": "it zeroes channels of keys and evicts no entry",
-    "SimLayerKVPress": "it compresses a layer or not by a threshold; " + _OWN_RATIO,
-    "PerLayerCompressionPress": _OWN_RATIO,
-    "ComposedPress": _OWN_RATIO,
-    "DecodingPress": _DECODES,
-    "CompressionRatioDecodingPress": _DECODES,
-    "PrefillDecodingPress": _DECODES + "; name its prefilling press instead",
-    "CAMPress": _DECODES,
+_REASONS = {
+    "it compresses while decoding, not after the prompt, as method recompress does": (
+        *("DecodingPress", "CompressionRatioDecodingPress", "PrefillDecodingPress", "CAMPress"),
+    ),
+    "it needs weights, patterns or statistics learned for one model, which it downloads": (
+        *("DuoAttentionPress", "LUKVPress", "FastKVzipPress", "KVzapPress", "QFilterPress"),
+        "ExpectedAttentionStatsPress",
+    ),
+    "it runs the model on the prompt again, by hooks of its own on the whole model (method kvzip does "
+    "so in the engine)": ("KVzipPress", "KVgradPress", "RestoreKVPress", "KVComposePress"),
+    "its ratio cannot be set, so no budget can be given to it": (
+        *("DMSPress", "SimLayerKVPress", "PerLayerCompressionPress", "ComposedPress"),
+    ),
+    "it moves keys to new positions; a fork decodes at the prompt's own": (
+        *("KeyRerotationPress", "FinchPress"),
+    ),
+    "it zeroes channels of keys and evicts no entry": ("ThinKPress",),
 }
+REFUSED: Mapping[str, str] = {name: why for why, names in _REASONS.items() for name in names}
 """Presses that cannot run on what a method sees of one layer, and what is missing; subclasses too."""
 
 PLAIN = ("ExpectedAttentionPress", "CapPress", "LeverageScorePress", "CompactorPress")
@@ -69,15 +60,12 @@ def _package() -> ModuleType:
     """
     try:
         return importlib.import_module("kvpress")
-    except ModuleNotFoundError as error:
-        if error.name != "kvpress":
-            raise KVError(f"method 'kvpress' cannot import its package: {error}") from error
-        raise KVError(
-            f"method 'kvpress' needs the package kvpress; install it: {INSTALL}"
-        ) from error
     except ImportError as error:
-        reason = f"{first_line(error)}; {INSTALL}"
-        raise KVError(f"method 'kvpress' cannot import its package: {reason}") from error
+        if isinstance(error, ModuleNotFoundError) and error.name == "kvpress":
+            reason = "needs the package kvpress; install it"
+        else:
+            reason = f"cannot import its package: {first_line(error)}"
+        raise KVError(f"method 'kvpress' {reason}: {INSTALL}") from error
 
 
 def available_presses() -> list[str]:
@@ -102,11 +90,8 @@ def _press_class(name: object) -> type[Any]:
     Raises:
         KVError: unknown name, or a press that is refused, with the reason.
     """
-    known = available_presses()
-    if not isinstance(name, str) or name not in known:
-        hint = nearest(name, known) if isinstance(name, str) else ""
-        raise KVError(f"unknown press {name!r}{hint}; allowed: {', '.join(known)}")
-    press: type[Any] = getattr(_package(), name)
+    check_known(f"unknown press {name!r}", str(name), available_presses())
+    press: type[Any] = getattr(_package(), str(name))
     for ancestor in press.__mro__:
         if ancestor.__name__ in REFUSED:
             raise KVError(f"press {name} cannot run as a method: {REFUSED[ancestor.__name__]}")
@@ -129,18 +114,13 @@ def make_press(name: object, options: Mapping[str, Any], budget: Budget) -> Any:
     allowed = [
         option for option in inspect.signature(cls).parameters if option != "compression_ratio"
     ]
-    arguments: dict[str, Any] = {}
-    for option, value in options.items():
+    for option in options:
         if option == "compression_ratio":
             raise KVError(
                 f"press {name} takes its compression_ratio from budget.rate; leave it out"
             )
-        if option not in allowed:
-            raise KVError(
-                f"press {name} has no option {option!r}{nearest(str(option), allowed)}; "
-                f"allowed: {', '.join(allowed) or 'none'}"
-            )
-        arguments[option] = value
+        check_known(f"press {name} has no option {option!r}", str(option), allowed)
+    arguments = dict(options)
     for option in allowed:
         if option in _WRAPPED:
             inner = arguments.get(option)
@@ -239,16 +219,12 @@ class KVPress(Method):
                 self._compress_row(layer, row, budget, wanted, seed)
                 for row in range(layer.keys.shape[0])
             ]
-            if isinstance(
-                rows[0], Tensor
-            ):  # which entries stay, of every head as many as it deserves
+            if isinstance(rows[0], Tensor):  # of every head as many as it deserves
                 return keep(layer, torch.stack([row for row in rows if isinstance(row, Tensor)]))
             kept = [row for row in rows if isinstance(row, tuple)]
             most = max(keys.shape[2] for keys, _ in kept)
-            if most <= allowed:
-                break
-            wanted -= most - allowed
-            if wanted < 1:
+            wanted -= max(0, most - allowed)
+            if most <= allowed or wanted < 1:
                 break
         if len({keys.shape[2] for keys, _ in kept}) > 1:
             raise KVError(

@@ -7,10 +7,10 @@ from typing import ClassVar, Literal
 
 import torch
 
+from kvbench.kernels.eviction import Eviction
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
-from kvbench.methods._eviction import Eviction
 from kvbench.methods._select import positions_between
-from kvbench.methods.base import Method
+from kvbench.methods.base import Band, Method
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,20 +33,6 @@ class Local(Method):
     decode: Literal["grow", "evict"] = "grow"
     recompute: bool = False
 
-    @property
-    def evicts(self) -> bool:
-        """True for ``decode=evict``."""
-        return self.decode == "evict" and not self.recompute
-
-    @property
-    def recomputes(self) -> bool:
-        """True for ``recompute``."""
-        return self.recompute
-
-    def band(self, budget: Budget) -> tuple[int, int] | None:
-        """The size."""
-        return None if budget.size is None or self.recompute else (0, budget.size)
-
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """The last `capacity` entries, ascending.
 
@@ -58,6 +44,10 @@ class Local(Method):
         n = layer.n
         return gather_entries(layer, positions_between(layer, n - budget.capacity(n), n))
 
-    def eviction(self, capacity: int, sink: int) -> Eviction:
-        """The oldest entry leaves."""
-        return Eviction("oldest")
+    def eviction(self, capacity: int, sink: int) -> Eviction | None:
+        """With ``decode=evict`` the oldest entry leaves."""
+        return Eviction("oldest") if self.decode == "evict" and not self.recompute else None
+
+    def reading(self, budget: Budget) -> Band | None:
+        """As many of the last tokens as the size says."""
+        return None if budget.size is None else Band(0, budget.size, self.recompute)

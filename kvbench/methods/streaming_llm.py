@@ -7,10 +7,10 @@ from typing import ClassVar, Literal
 
 import torch
 
+from kvbench.kernels.eviction import Eviction
 from kvbench.kv import Budget, CompressedKV, LayerKV, gather_entries
-from kvbench.methods._eviction import Eviction
 from kvbench.methods._select import positions_between
-from kvbench.methods.base import Method
+from kvbench.methods.base import Band, Method
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,15 +29,6 @@ class StreamingLLM(Method):
 
     decode: Literal["grow", "evict"] = "grow"
 
-    @property
-    def evicts(self) -> bool:
-        """True for ``decode=evict``."""
-        return self.decode == "evict"
-
-    def band(self, budget: Budget) -> tuple[int, int] | None:
-        """Sink, and what the size leaves."""
-        return None if budget.size is None else (budget.sink, budget.size - budget.sink)
-
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """Sink, then the last capacity - sink entries, ascending."""
         n = layer.n
@@ -46,6 +37,10 @@ class StreamingLLM(Method):
         positions = torch.cat([sink, positions_between(layer, n - recent, n)], dim=-1)
         return gather_entries(layer, positions)
 
-    def eviction(self, capacity: int, sink: int) -> Eviction:
-        """The oldest entry after the sink leaves."""
-        return Eviction("oldest", sink=sink)
+    def eviction(self, capacity: int, sink: int) -> Eviction | None:
+        """With ``decode=evict`` the oldest entry after the sink leaves."""
+        return Eviction("oldest", sink=sink) if self.decode == "evict" else None
+
+    def reading(self, budget: Budget) -> Band | None:
+        """Sink, and what the size leaves."""
+        return None if budget.size is None else Band(budget.sink, budget.size - budget.sink)

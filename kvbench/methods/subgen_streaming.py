@@ -16,8 +16,7 @@ from kvbench.kernels.philox import to_device
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, rows_at
 from kvbench.methods._draws import uniforms
 from kvbench.methods._estimator import combine
-from kvbench.methods._layer_streams import SubGenLayer
-from kvbench.methods.base import Method
+from kvbench.methods.base import Method, StreamAlgorithm
 
 BISECTIONS = 6
 """Halvings of the interval in which `delta: null` looks for a radius."""
@@ -117,19 +116,47 @@ class SubGenStream:
         empty = (self.counts == 0).unsqueeze(-1)
         return self.slots.masked_fill(empty, -1).flatten(1), weights.flatten(1)
 
-    def query(self, query: Tensor, scaling: float) -> Tensor:
-        """The estimate z / tau of attention over the stream so far, in log space: [h, value_dim].
 
-        Args:
-            query: [h, dim]; logits are scaling * q.k.
-        """
-        logits = (self.sampled_keys @ query.unsqueeze(-1)).squeeze(-1) * scaling
-        above = logits + self.numerator()[1]
-        logits = (self.slot_keys.flatten(1, 2) @ query.unsqueeze(-1)).squeeze(-1) * scaling
-        below = logits + self.denominator()[1]
-        top = torch.cat([above, below], dim=-1).amax(-1, keepdim=True)
-        z = (torch.exp(above - top).unsqueeze(-1) * self.sampled_values).sum(1)
-        return z / torch.exp(below - top).sum(-1, keepdim=True)
+class SubGenLayer:
+    """Algorithm 1 for all KV heads of a layer (`LayerStream`), on the CPU.
+
+    Args:
+        generator: of the draws.
+    """
+
+    def __init__(self, stream: SubGenStream, generator: torch.Generator) -> None:
+        self.stream, self.generator = stream, generator
+
+    @property
+    def _clusters(self) -> int:
+        return int(self.stream.found.clusters.max())
+
+    @property
+    def entries(self) -> int:
+        """See `LayerStream`: of each cluster its representative and samples, and the numerator's."""
+        return self._clusters * (self.stream.t + 1) + self.stream.s
+
+    @property
+    def nbytes(self) -> int:
+        """See `LayerStream`."""
+        stream, m = self.stream, self._clusters
+        parts = (stream.found.points[:, :m], stream.slot_keys[:, :m], stream.counts[:, :m])
+        return sum(part.nbytes for part in (*parts, stream.sampled_keys, stream.sampled_values))
+
+    def extend(self, keys: Tensor, values: Tensor) -> None:
+        """See `LayerStream`."""
+        drawn = len(keys), self.stream.t + self.stream.s
+        for key, value in zip(keys.split(BLOCK, 1), values.split(BLOCK, 1), strict=True):
+            draws = torch.rand(key.shape[1], *drawn, generator=self.generator)
+            self.stream.extend(key.cpu(), value.cpu(), draws)
+
+    def numerator(self) -> tuple[Tensor, Tensor, Tensor]:
+        """See `LayerStream`."""
+        return self.stream.sampled_keys, self.stream.sampled_values, self.stream.numerator()[1]
+
+    def denominator(self) -> tuple[Tensor, Tensor]:
+        """See `LayerStream`."""
+        return self.stream.slot_keys.flatten(1, 2), self.stream.denominator()[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +182,6 @@ class SubGenStreaming(Method):
 
     paper: ClassVar[str] = "arXiv 2402.06082, Algorithm 1"
     version: ClassVar[int] = 3
-    streams: ClassVar[bool] = True
 
     delta: NonNegative | None = None
     t: Count = 4
@@ -171,53 +197,19 @@ class SubGenStreaming(Method):
             KVError: the capacity leaves no room for one cluster and one sample.
         """
         stream = self.stream(layer, budget, generator)
-        batch, heads = layer.keys.shape[:2]
-        numerator, denominator = (
-            (positions.view(batch, heads, -1), weights.view(batch, heads, -1))
-            for positions, weights in (stream.numerator(), stream.denominator())
+        shape = (*layer.keys.shape[:2], -1)
+        recent = torch.arange(stream.seen, layer.n, device=layer.keys.device)
+        above, below = (
+            (positions.view(shape), log_weights.view(shape))
+            for positions, log_weights in (stream.numerator(), stream.denominator())
         )
-        return combine(
-            layer,
-            numerator,
-            denominator,
-            torch.arange(stream.seen, layer.n, device=layer.keys.device),
-        )
-
-    def layer_stream(
-        self, keys: Tensor, values: Tensor, *, room: int, tokens: int, generator: torch.Generator
-    ) -> SubGenLayer:
-        """Algorithm 1 as it reads. With `delta` null the radius is one at which the first keys form half
-        of the clusters that there is room for; once there are all, a key joins the nearest one.
-
-        Raises:
-            KVError: no room for a cluster and a sample.
-        """
-        s = max(1, room // 2) if self.s is None else self.s
-        clusters = (room - s) // (self.t + 1)
-        if clusters < 1:
-            raise KVError(
-                f"subgen_streaming.s is {s}; allowed: an s that leaves a representative and t = "
-                f"{self.t} samples of the {room} entries beside the recent ones"
-            )
-        delta = torch.full((len(keys),), self.delta or 0.0)
-        if self.delta is None:
-            delta = _radius(keys.float(), max(1, min(clusters // 2, keys.shape[1]))).cpu()
-        dims = keys.shape[-1], values.shape[-1]
-        most = clusters if self.delta is None else None
-        return SubGenLayer(SubGenStream(len(keys), *dims, delta, self.t, s, most), generator)
+        return combine(layer, above, below, recent)
 
     def stream(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> SubGenStream:
         """Algorithm 1 after the older tokens of `layer`, its batch and KV heads flattened."""
         batch, heads, n, dim = layer.keys.shape
         recent = budget.window if self.recent is None else self.recent
-        room = budget.capacity(n) - recent
-        s = max(1, room // 2) if self.s is None else self.s
-        clusters = (room - s) // self.t
-        if clusters < 1:
-            raise KVError(
-                f"subgen_streaming.s is {s}; allowed: an s that leaves t = {self.t} of the "
-                f"{max(room, 0)} entries beside the recent ones"
-            )
+        s, clusters = self._shares(budget.capacity(n) - recent, self.t)
         older = n - recent
         keys = layer.keys[:, :, :older].reshape(batch * heads, older, dim).float()
         values = layer.values[:, :, :older].reshape(batch * heads, older, -1)
@@ -231,6 +223,43 @@ class SubGenStreaming(Method):
             draws = to_device(draws[0][:, None], keys.device).expand(-1, batch, -1, -1)
             stream.extend(key, value, draws.flatten(1, 2))
         return stream
+
+    def _shares(self, room: int, of_cluster: int) -> tuple[int, int]:
+        """s, and the clusters of so many entries for which it leaves room.
+
+        Raises:
+            KVError: for none.
+        """
+        s = max(1, room // 2) if self.s is None else self.s
+        clusters = (room - s) // of_cluster
+        if clusters < 1:
+            raise KVError(
+                f"subgen_streaming.s is {s}; allowed: an s that leaves t = {self.t} of a cluster "
+                f"in the {max(room, 0)} entries beside the recent ones"
+            )
+        return s, clusters
+
+    def reading(self, budget: Budget) -> StreamAlgorithm | None:
+        """Algorithm 1, in the entries that the size leaves."""
+        return None if budget.size is None else self.layer_stream
+
+    def layer_stream(
+        self, keys: Tensor, values: Tensor, *, room: int, tokens: int, generator: torch.Generator
+    ) -> SubGenLayer:
+        """Algorithm 1 as it reads (`StreamAlgorithm`). With `delta` null the radius is one at which the
+        first keys form half of the clusters that there is room for; once there are all, a key joins the
+        nearest one. A cluster's representative counts beside its samples.
+
+        Raises:
+            KVError: no room for a cluster and a sample.
+        """
+        s, clusters = self._shares(room, self.t + 1)
+        delta, most = torch.full((len(keys),), self.delta or 0.0), None
+        if self.delta is None:
+            delta = _radius(keys.float(), max(1, min(clusters // 2, keys.shape[1]))).cpu()
+            most = clusters
+        dims = keys.shape[-1], values.shape[-1]
+        return SubGenLayer(SubGenStream(len(keys), *dims, delta, self.t, s, most), generator)
 
 
 def _radius(keys: Tensor, clusters: int) -> Tensor:

@@ -30,11 +30,6 @@ class TopK(Method):
 
     heavy_hitters: bool = False
 
-    @property
-    def restricts(self) -> bool:
-        """Always."""
-        return True
-
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """All entries; `scores` 1 for heavy hitters when they are asked for."""
         held = keep_all(layer)

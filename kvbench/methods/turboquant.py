@@ -6,18 +6,20 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
-import torch
-
 from kvbench.kernels.quantize import Scheme
 from kvbench.kernels.turboquant import TurboQuant
-from kvbench.kv import Budget, CompressedKV, LayerKV, keep_all
-from kvbench.methods.base import Method
+from kvbench.methods.exact import Exact
 
 DEFAULTS: Mapping[str, Any] = {"scheme": "turboquant", **asdict(TurboQuant())}
 
 
+def _widths(bits: int, outlier_bits: int, outlier_share: float) -> Mapping[str, Any]:
+    widths = {"bits": bits, "outlier_bits": outlier_bits, "outlier_share": outlier_share}
+    return {"quantize": {**DEFAULTS, **widths}}
+
+
 @dataclass(frozen=True, kw_only=True)
-class TurboQuantCache(Method):
+class TurboQuantCache(Exact):
     """Keeps every entry, stored by `kvbench.kernels.turboquant.TurboQuant`; no budget applies.
 
     The scheme's options go into `quantize`, and with ``{scheme: turboquant, ...}`` there any other
@@ -26,24 +28,11 @@ class TurboQuantCache(Method):
     """
 
     paper: ClassVar[str] = "arXiv 2504.19874"
-    saves_memory: ClassVar[bool] = False
-    uses_budget: ClassVar[bool] = False
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "paper_2_5": {
-            "quantize": {
-                **DEFAULTS,
-                "bits": 2,
-                "outlier_bits": 3,
-                "outlier_share": 0.25,
-            }
-        },
-        "paper_3_5": {"quantize": {**DEFAULTS, "bits": 3, "outlier_bits": 4, "outlier_share": 0.5}},
+        "paper_2_5": _widths(2, 3, 0.25),
+        "paper_3_5": _widths(3, 4, 0.5),
     }
 
     quantize: Scheme | Mapping[str, Any] | None = field(
         default_factory=lambda: dict(DEFAULTS), hash=False
     )
-
-    def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        """All entries, without a copy; the cache packs them."""
-        return keep_all(layer)

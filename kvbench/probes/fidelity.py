@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.fork import Fork
-from kvbench.engine.prefill import compressible_layers
+from kvbench.engine.loading import Model
 from kvbench.engine.scoring import (
     CompressedPrompt,
     LogitsHook,
@@ -20,8 +21,6 @@ from kvbench.engine.scoring import (
     relabelled_copy,
     run_masked_pass,
 )
-from kvbench.engine.switch import kvbench_attention_on
-from kvbench.engine.weights import Model
 from kvbench.kv import Budget
 from kvbench.methods.base import Method
 from kvbench.methods.exact import Exact
@@ -163,14 +162,13 @@ def compare(
     model: Model, reading: CompressedPrompt, continuation: Sequence[int]
 ) -> dict[str, Fidelity]:
     """Every method of a reading against its first fork, which is exact."""
-    layers = compressible_layers(model)
-    results = {fork.label: _after_compression(fork, reading, layers) for fork in reading.forks}
+    results = {fork.label: _after_compression(fork, reading) for fork in reading.forks}
     sound = [fork for fork in reading.forks if fork.failure is None]
     on_logits: LogitsHook = _CompareWithFirst([results[fork.label] for fork in sound], continuation)
     feed_continuations(model, reading, [(fork, continuation) for fork in sound], on_logits)
     for fork in sound:
         results[fork.label].failure = fork.failure
-        results[fork.label].compressed |= fork.failure is None and fork.evicted
+        results[fork.label].compressed = fork.cost().compressed
     for label, pair in reading.whole.items():
         entries, ratio = masked_pass_cache(model, pair, len(reading.prompt_ids) + len(continuation))
         results[label] = Fidelity(
@@ -195,16 +193,17 @@ def compare(
     return results
 
 
-def _after_compression(fork: Fork, reading: CompressedPrompt, layers: Sequence[int]) -> Fidelity:
+def _after_compression(fork: Fork, reading: CompressedPrompt) -> Fidelity:
     """What is known of a fork after compression."""
     if fork.failure is not None:
         return Fidelity(failure=fork.failure)
+    cost = fork.cost()
     return Fidelity(
-        entries=fork.prompt_counts(layers),
-        cache_bytes=fork.cache_bytes(),
-        exact_bytes=reading.start.exact_bytes,
-        compressed=fork.compressed or fork.method.quantize is not None,
-        compress_s=fork.compress_s,
+        entries=cost.entries,
+        cache_bytes=cost.cache_bytes,
+        exact_bytes=cost.exact_bytes,
+        compressed=cost.compressed,
+        compress_s=cost.compress_s,
         prefill_s=reading.start.prefill_s,
     )
 

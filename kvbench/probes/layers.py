@@ -12,10 +12,10 @@ from annotated_types import Ge, Le
 from torch import Tensor
 
 from kvbench.engine import guard
-from kvbench.engine.capture import capture_layers
 from kvbench.engine.fork import layer_generator
 from kvbench.engine.guard import check_finite
 from kvbench.engine.loading import full_attention_layers
+from kvbench.engine.prefill import capture_layers
 from kvbench.errors import one_line
 from kvbench.errors.options import Fraction, Several, Share, check_options
 from kvbench.kernels.quantize import Scheme

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvbench.engine.capture import capture_layers
 from kvbench.engine.fork import layer_generator
+from kvbench.engine.prefill import capture_layers
 from kvbench.errors.options import Fraction, Positive, Whole, check_options
 from kvbench.kv import KVError, LayerKV
 from kvbench.methods.base import SEED_STRIDE

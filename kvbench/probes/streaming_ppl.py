@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from kvbench.engine.architecture import kvbench_attention_on
+from kvbench.engine.loading import Model
 from kvbench.engine.streaming import stream
-from kvbench.engine.switch import kvbench_attention_on
-from kvbench.engine.weights import Model
 from kvbench.kv import KVError
 
 

@@ -9,18 +9,20 @@ from typing import Literal
 import torch
 
 from kvbench.engine.graphs import StepGraphs, check_decode
-from kvbench.engine.loading import ModelSpec, checked_config
-from kvbench.engine.quiet import quiet_unless_terminal
-from kvbench.engine.sampling import GREEDY, Sampling
-from kvbench.engine.stopping import Stopping
-from kvbench.engine.tokenizer import (
+from kvbench.engine.loading import (
+    Model,
+    ModelSpec,
     Tokenizer,
+    checked_config,
     end_token_ids,
+    load_model,
     load_tokenizer,
     prompt_encoder,
+    quiet_unless_terminal,
     with_model_facts,
 )
-from kvbench.engine.weights import Model, load_model
+from kvbench.engine.sampling import GREEDY, Sampling
+from kvbench.engine.stopping import Stopping
 from kvbench.errors.options import check_options
 from kvbench.kv import KVError
 from kvbench.tasks.base import Example, PromptEncoder

@@ -19,11 +19,10 @@ from transformers import PreTrainedModel
 
 from kvbench.engine.fork import Fork
 from kvbench.engine.graphs import StepGraphs
-from kvbench.engine.loading import ModelSpec
-from kvbench.engine.prefill import compressible_layers, prefill
-from kvbench.engine.rows import DecodingRow, decode_rows, open_row, picked, take
+from kvbench.engine.loading import ModelSpec, load_model
+from kvbench.engine.prefill import prefill
+from kvbench.engine.rows import DecodingRow, decode_rows, picked
 from kvbench.engine.stopping import Stopping
-from kvbench.engine.weights import load_model
 from kvbench.kv import Budget
 from kvbench.methods import build_method
 
@@ -40,8 +39,8 @@ def read(model: PreTrainedModel, n: int, names: list[str], new: int) -> dict[str
     for fork in forks:
         if fork.failure is not None:
             raise fork.failure
-        row = open_row(fork, start, Stopping(new), compressible_layers(model))
-        take(row, int(picked([row], start.logits[None])[0, 0]), finite=True)
+        row = DecodingRow(fork, Stopping(new), start.n, start.prefill_s)
+        row.take(int(picked([row], start.logits[None])[0, 0]), finite=True)
         rows[fork.label] = row
     return rows
 

@@ -17,10 +17,9 @@ from dataclasses import dataclass, field
 import torch
 
 from kvbench.engine.generate import run_batch
-from kvbench.engine.loading import ModelSpec, resolve_device, resolve_dtype
+from kvbench.engine.loading import ModelSpec, load_model, resolve_device, resolve_dtype
 from kvbench.engine.prompts import Prompt
 from kvbench.engine.stopping import Stopping
-from kvbench.engine.weights import load_model
 from kvbench.kv import Budget
 from kvbench.methods import build_method
 

@@ -15,8 +15,7 @@ import time
 import torch
 
 from kvbench import compress
-from kvbench.engine.loading import ModelSpec, resolve_device, resolve_dtype
-from kvbench.engine.weights import load_model
+from kvbench.engine.loading import ModelSpec, load_model, resolve_device, resolve_dtype
 
 CONTEXT, QUESTION, NEW_TOKENS, QUESTIONS, RUNS = 4096, 16, 16, 10, 3
 

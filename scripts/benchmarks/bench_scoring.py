@@ -18,10 +18,9 @@ from collections.abc import Callable
 import torch
 
 from kvbench.cli.catalogue import catalogue
-from kvbench.engine.loading import ModelSpec
+from kvbench.engine.architecture import kvbench_attention_on
+from kvbench.engine.loading import ModelSpec, load_model
 from kvbench.engine.scoring import read, score
-from kvbench.engine.switch import kvbench_attention_on
-from kvbench.engine.weights import load_model
 from kvbench.kv import Budget
 from kvbench.methods import build_method
 

@@ -11,10 +11,9 @@ import time
 
 import torch
 
-from kvbench.engine.loading import ModelSpec
+from kvbench.engine.architecture import kvbench_attention_on
+from kvbench.engine.loading import ModelSpec, load_model
 from kvbench.engine.streaming import StreamState, rotation_of, stream
-from kvbench.engine.switch import kvbench_attention_on
-from kvbench.engine.weights import load_model
 
 
 def main() -> None:

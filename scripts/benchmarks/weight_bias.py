@@ -17,11 +17,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from kvbench.engine.capture import capture_layers
 from kvbench.engine.fork import layer_generator
-from kvbench.engine.loading import ModelSpec
-from kvbench.engine.tokenizer import load_tokenizer, prompt_encoder
-from kvbench.engine.weights import load_model
+from kvbench.engine.loading import ModelSpec, load_model, load_tokenizer, prompt_encoder
+from kvbench.engine.prefill import capture_layers
 from kvbench.kv import Budget, LayerKV
 from kvbench.methods import build_method
 from kvbench.methods.base import Method

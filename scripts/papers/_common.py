@@ -21,8 +21,8 @@ from hydra.utils import instantiate
 
 from kvbench.cli.aliases import expand_model_paths
 from kvbench.cli.catalogue import config_dir
-from kvbench.engine.capture import capture_layers
 from kvbench.engine.loading import full_attention_layers, resolve_device, resolve_dtype
+from kvbench.engine.prefill import capture_layers
 from kvbench.errors import UserError, complain
 from kvbench.kv import LayerKV
 from kvbench.probes.base import encoded_prompts

@@ -17,9 +17,7 @@ from support.chromium import BROWSER, Chromium
 from support.cli_cases import ended
 from support.report_runs import LINES_META, write_run
 
-from kvbench.engine.loading import ModelError, ModelSpec
-from kvbench.engine.tokenizer import load_tokenizer
-from kvbench.engine.weights import load_model
+from kvbench.engine.loading import ModelError, ModelSpec, load_model, load_tokenizer
 from kvbench.errors import HIDDEN, names_a_secret, redact
 from kvbench.methods.snapkv import SnapKV
 from kvbench.records.read import load_runs

@@ -9,16 +9,15 @@ import torch
 from support.tiny import prompt_ids, tiny_model
 from support.variants import VARIANTS, label
 
-import kvbench.engine.context as context_module
 from kvbench import compress
-from kvbench.engine.context import Context
+from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.fork import prompt_name
-from kvbench.engine.generate import DecodingRow, run_forks
-from kvbench.engine.loading import ModelSpec
+from kvbench.engine.generate import run_forks
+from kvbench.engine.live import Context
+from kvbench.engine.loading import ModelSpec, load_model, load_tokenizer
+from kvbench.engine.prompts import Generation
+from kvbench.engine.rows import DecodingRow
 from kvbench.engine.stopping import Stopping
-from kvbench.engine.switch import kvbench_attention_on
-from kvbench.engine.tokenizer import load_tokenizer
-from kvbench.engine.weights import load_model
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
 
@@ -74,17 +73,20 @@ def test_every_question_meets_the_same_cache(variant: tuple[str, dict[str, Any]]
 def test_bytes_are_audited_after_every_question(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every row, as if it stood alone: what compression left, and its own tokens since."""
     model = tiny_model("llama")
-    rows: list[DecodingRow] = []
-    close = context_module.close_row
-    monkeypatch.setattr(
-        context_module, "close_row", lambda row, layers: (close(row, layers), rows.append(row))
-    )
+    rows: list[Generation] = []
+    finish = DecodingRow.finish
+
+    def finished(row: DecodingRow) -> Generation:
+        rows.append(finish(row))
+        return rows[-1]
+
+    monkeypatch.setattr(DecodingRow, "finish", finished)
     more: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in ("topk", "h2o", "balancekv")]
     for name, options in [*more, *MORE]:
         context = Context(model, build_method(name, **options), Budget(0.25, **SMALL), CONTEXT)
         context.ask_all(QUESTIONS, max_new_tokens=5)
         context.ask(QUESTIONS[0], max_new_tokens=5, keep=True)
-        found = [row.result.cache_bytes_end for row in rows]
+        found = [row.cache_bytes_end for row in rows]
         twin = context._fork
         assert found[-1] == twin.cache_bytes(), "the copy that stays holds it all itself"
         held, width = context.cache_bytes, 0

@@ -13,13 +13,11 @@ import pytest
 import torch
 from support.tiny import prompt_ids, tiny_model
 
-from kvbench.engine.capture import capture_layers
 from kvbench.engine.fork import Fork
 from kvbench.engine.generate import Generation, run_forks
-from kvbench.engine.loading import ModelError, ModelSpec
-from kvbench.engine.prefill import input_device
+from kvbench.engine.loading import ModelError, ModelSpec, load_model
+from kvbench.engine.prefill import capture_layers, input_device
 from kvbench.engine.stopping import Stopping
-from kvbench.engine.weights import load_model
 from kvbench.kv import Budget
 from kvbench.methods import build_method
 from kvbench.run.runner import run_job

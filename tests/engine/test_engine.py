@@ -8,12 +8,11 @@ from support.attention import step
 from support.forward import SMALL, generate, reference
 from support.tiny import CONFIGS, Broken, Everything, Greedy, on_kvbench, prompt_ids, tiny_model
 
-from kvbench.engine.architecture import kv_heads
+from kvbench.engine.architecture import compressible_layers, kv_heads
 from kvbench.engine.attention import UnsupportedModel, exact_attention
 from kvbench.engine.cache import LayerCache
-from kvbench.engine.capture import capture_layers
 from kvbench.engine.fork import Fork, layer_generator
-from kvbench.engine.prefill import compressible_layers, prefill
+from kvbench.engine.prefill import capture_layers, prefill
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods import build_method
@@ -250,7 +249,7 @@ def test_attention_refuses_what_it_does_not_compute():
 
     sliding = t.MistralConfig(num_hidden_layers=2, sliding_window=8)
     windowed = type("M", (), {"config": sliding})()
-    with pytest.raises(UnsupportedModel, match="sliding-window layers only"):
+    with pytest.raises(UnsupportedModel, match="has sliding_attention layers only"):
         compressible_layers(windowed)
 
 

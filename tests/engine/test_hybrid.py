@@ -12,11 +12,10 @@ from support.tiny import GROUPED, Everything, on_kvbench, prompt_ids, tiny_model
 
 from kvbench import compress
 from kvbench.engine import states
+from kvbench.engine.architecture import check_serves_interface, compressible_layers
 from kvbench.engine.attention import UnsupportedModel, register
-from kvbench.engine.capture import capture_layers
 from kvbench.engine.fork import Fork
-from kvbench.engine.loading import check_serves_interface
-from kvbench.engine.prefill import compressible_layers, prefill
+from kvbench.engine.prefill import capture_layers, prefill
 from kvbench.engine.states import HYBRIDS, joined_cache, state_bytes
 from kvbench.methods import build_method
 from kvbench.probes.fidelity import teacher_forced

@@ -14,10 +14,10 @@ from support.tiny import Everything, prompt_ids, tiny_model
 from support.variants import VARIANTS, label
 
 import kvbench
+from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.fork import Fork, prompt_name
 from kvbench.engine.kept import BINS, MOST_LAYERS, strips_of
 from kvbench.engine.prefill import prefill
-from kvbench.engine.switch import kvbench_attention_on
 from kvbench.errors import UserError
 from kvbench.kv import Budget, CompressedKV, KVError
 from kvbench.methods import build_method

@@ -11,10 +11,17 @@ import torch
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from transformers import AutoTokenizer
 
-from kvbench.engine import loading, memory, tokenizer
-from kvbench.engine.loading import ModelError, ModelSpec, resolve_device, resolve_dtype
-from kvbench.engine.tokenizer import end_token_ids, load_tokenizer, prompt_encoder
-from kvbench.engine.weights import load_model
+from kvbench.engine import loading, memory
+from kvbench.engine.loading import (
+    ModelError,
+    ModelSpec,
+    end_token_ids,
+    load_model,
+    load_tokenizer,
+    prompt_encoder,
+    resolve_device,
+    resolve_dtype,
+)
 
 RECALL = ModelSpec(name="recall_mini", path="asset:recall_mini")
 CPU = torch.device("cpu")
@@ -38,7 +45,7 @@ def test_the_hubs_failures_are_one_line(monkeypatch, error, message):
     def refuse(*arguments, **options):
         raise error
 
-    monkeypatch.setattr(tokenizer.AutoTokenizer, "from_pretrained", refuse)
+    monkeypatch.setattr(loading.AutoTokenizer, "from_pretrained", refuse)
     with pytest.raises(ModelError) as caught:
         load_tokenizer(ModelSpec(name="m", path="someone/model"))
     text = str(caught.value)

@@ -13,12 +13,10 @@ from support.configs import composed
 from support.tiny import prompt_ids, tiny_model
 
 from kvbench.cli.build import build_job
-from kvbench.engine import quantized
+from kvbench.engine import loading as quantized
 from kvbench.engine.generate import run_forks
-from kvbench.engine.loading import ModelError, ModelSpec
+from kvbench.engine.loading import ModelError, ModelSpec, load_model, load_tokenizer
 from kvbench.engine.stopping import Stopping
-from kvbench.engine.tokenizer import load_tokenizer
-from kvbench.engine.weights import load_model
 from kvbench.kv import Budget
 from kvbench.methods import build_method
 from kvbench.records.read import load_runs
@@ -174,4 +172,4 @@ def test_a_device_without_kernels_is_one_line() -> None:
     spec = ModelSpec(name="m", path="p", quantization="bnb8")
     pytest.importorskip("bitsandbytes", reason="needs the bitsandbytes package")
     with pytest.raises(ModelError, match="device is 'mps', for which bitsandbytes has no kernels"):
-        quantized.weight_options(spec, torch.device("mps"), torch.float32)
+        quantized._packing(spec, torch.device("mps"), torch.float32)

@@ -17,11 +17,16 @@ from safetensors.torch import load_file, save_file
 from support.attacks import PACKAGE, model_folder
 
 from kvbench import compare
-from kvbench.engine import tokenizer, weights
-from kvbench.engine.loading import ModelError, ModelSpec, load_config
+from kvbench.engine import loading
+from kvbench.engine.loading import (
+    ModelError,
+    ModelSpec,
+    load_config,
+    load_model,
+    load_tokenizer,
+    prompt_encoder,
+)
 from kvbench.engine.stopping import Stopping
-from kvbench.engine.tokenizer import load_tokenizer, prompt_encoder
-from kvbench.engine.weights import load_model
 from kvbench.tasks.base import PromptEncoder, TaskError, tokenizing
 
 INDEX = "model.safetensors.index.json"
@@ -207,7 +212,7 @@ def test_odd_tokenizers_and_settings_are_one_line_and_run_nothing(
 def test_a_template_without_end_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvbench.engine.tokenizer.TEMPLATE_S", 0.05)
+    monkeypatch.setattr("kvbench.engine.loading.TEMPLATE_S", 0.05)
     folder = copied(tmp_path / "model")
     loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     changed(folder / "tokenizer_config.json", chat_template=loops)
@@ -234,7 +239,7 @@ def test_a_template_that_does_not_print_a_message_once_is_refused(
     changed(folder / "tokenizer_config.json", chat_template=template)
     line = refused(folder)
     assert f"prints a message {times}; allowed: once, as it is" in line
-    assert tokenizer._MARK not in line
+    assert loading._MARK not in line
 
 
 def test_what_a_template_puts_around_a_message_is_all_that_it_adds(tmp_path: Path) -> None:
@@ -368,6 +373,6 @@ def test_what_is_no_model_file_is_a_bug_and_told_as_one(
     def mistaken(*_: Any) -> None:
         raise AssertionError("a bug")
 
-    monkeypatch.setattr(weights, "check_serves_interface", mistaken)
+    monkeypatch.setattr(loading, "check_serves_interface", mistaken)
     with pytest.raises(AssertionError):
         loaded(copied(tmp_path / "model"))

@@ -10,12 +10,11 @@ import torch
 from support.tiny import prompt_ids, tiny_model
 
 from kvbench import compress
-from kvbench.engine.context import Context
+from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.fork import prompt_name
 from kvbench.engine.generate import run_forks
-from kvbench.engine.live import UnsupportedGeneration
+from kvbench.engine.live import Context, UnsupportedGeneration
 from kvbench.engine.stopping import Stopping
-from kvbench.engine.switch import kvbench_attention_on
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
 

@@ -17,7 +17,7 @@ from support.method_layers import make_layer
 
 from kvbench.kv import KVError, LayerKV
 from kvbench.methods import build_method
-from kvbench.methods._adapters import find_rows, fingerprints, held_entries, scaled_queries
+from kvbench.methods._adapters import find_rows, held_entries, scaled_queries
 from kvbench.methods.kvpress import ratio_for
 from kvbench.methods.minference import _module
 
@@ -57,9 +57,8 @@ def test_options_are_checked_even_where_the_package_is_absent() -> None:
         build_method("kvpress", options=3)
 
 
-@pytest.mark.parametrize("dim", [1, 3, 6, 16])
-@pytest.mark.parametrize("copies", [1, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("copies", "dim"), [(1, 1), (4, 3), (2, 16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_are_found_by_their_bits(dtype: torch.dtype, copies: int, dim: int) -> None:
     generator = torch.Generator().manual_seed(0)
     rows = (torch.arange(3000.0).view(2, 3, 500, 1) / 2048 + torch.zeros(dim)).to(torch.float64)
@@ -78,8 +77,6 @@ def test_rows_are_found_by_their_bits(dtype: torch.dtype, copies: int, dim: int)
     found = find_rows(kept, (rows, extra))
     assert found[0, 1, 7] == -1
     assert (found == where).sum() == where.numel() - 1
-    alone = fingerprints(rows[1:, 2:, 4:9].clone())
-    assert torch.equal(fingerprints(rows)[1:, 2:, 4:9], alone)
 
 
 def test_equal_rows_are_told_off_in_order() -> None:

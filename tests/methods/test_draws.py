@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from support.jobs import SMALL
-from support.method_layers import make_layer, run
+from support.method_layers import make_layer
 from support.tiny import prompt_ids, tiny_model
 
 from kvbench.engine.fork import Fork
@@ -50,12 +50,6 @@ def test_draws_are_philox_under_a_key_of_the_generator() -> None:
     copy = torch.Generator()
     copy.set_state(going_on.get_state())
     assert torch.equal(place(going_on, 2, 50, CPU), place(copy, 2, 50, CPU))
-
-
-def test_a_halved_subset_is_drawn_alike() -> None:
-    subset, coin = build_method("uniform", scope="subset"), build_method("balancekv", gamma=0.0)
-    found, expected = (run(method, make_layer(300), BUDGET) for method in (subset, coin))
-    assert torch.equal(found.positions, expected.positions)
 
 
 def test_places_are_a_fair_sample_without_replacement() -> None:

@@ -63,19 +63,11 @@ def test_lightest_drops_the_heavy_hitters_and_keeps_the_recent():
         build_method("h2o", keeps="lightest", semantics="released_global")
 
 
-def test_grow_keeps_no_scores():
+def test_fractions_of_table_9_and_a_cache_that_grows():
     layer, budget = make_layer(80), Budget(rate=0.25, sink=4, window=4)
     growing = build_method("h2o", decode="grow")
-    assert not growing.evicts
-    assert build_method("h2o").evicts
+    assert (growing.evicts, build_method("h2o").evicts) == (False, True)
     assert run(growing, layer, budget).scores is None
-    assert torch.equal(
-        run(growing, layer, budget).positions, run(build_method("h2o"), layer, budget).positions
-    )
-
-
-def test_fractions_of_table_9():
-    layer, budget = make_layer(80), Budget(rate=0.25, sink=4, window=4)
     capacity = budget.capacity(80)
     local = run(build_method("h2o", heavy_fraction=0.0), layer, budget).positions
     assert torch.equal(local, run(build_method("local"), layer, budget).positions)
@@ -171,62 +163,53 @@ def test_released_masks_are_golden(shared_file):
             assert out.tolist() == pytest.approx(case["last_row_output"][semantics], abs=1e-6)
 
 
-def sequential_by_hand(attention, heavy, recent):
-    """The rule of the sequential mask in plain Python, for one head."""
-    n = len(attention)
-    scores = [sum(attention[i][j] for i in range(heavy)) if j < heavy else 0.0 for j in range(n)]
-    rows = []
-    for i in range(n):
-        if i < heavy:
-            rows.append({*range(i + 1)})
-            continue
-        kept = set(sorted(range(n), key=lambda j: (-scores[j], j))[: heavy - 1]) | {i}
-        scores = [scores[j] + attention[i][j] if j in kept else 0.0 for j in range(n)]
-        rows.append({j for j in kept if j <= i} | {*range(max(0, i - recent), i + 1)})
-    return rows
-
-
 def test_released_masks_by_hand_in_blocks(monkeypatch):
+    """The rules in plain Python, head by head."""
     monkeypatch.setattr("kvbench.methods.h2o.QUERY_ROWS", 7)
-    generator = torch.Generator().manual_seed(3)
-    query, key = torch.randn(2, 2, 40, 8, generator=generator).unbind()
-    later = torch.ones(40, 40, dtype=torch.bool).triu(1)
+    generator, n, heavy, recent = torch.Generator().manual_seed(3), 40, 8, 4
+    query, key = torch.randn(2, 2, n, 8, generator=generator).unbind()
+    later = torch.ones(n, n, dtype=torch.bool).triu(1)
     attention = (query @ key.mT).masked_fill(later, -torch.inf).softmax(-1)
-    found = released_mask(query, key, "sequential", heavy_ratio=0.2, recent_ratio=0.1)
-    for head in range(2):
-        rows = sequential_by_hand(attention[head].tolist(), 8, 4)
-        assert [set(row.nonzero().flatten().tolist()) for row in found[head]] == rows
-    found = released_mask(query, key, "global", heavy_ratio=0.2, recent_ratio=0.1)
-    heavy = attention.sum(1).topk(8).indices
-    for head in range(2):
-        for i, row in enumerate(found[head]):
-            want = {j for j in heavy[head].tolist() if j <= i} | {*range(max(0, i - 4), i + 1)}
-            assert set(row.nonzero().flatten().tolist()) == want
+    near = [{*range(max(0, i - recent), i + 1)} for i in range(n)]
+    for semantics in ("sequential", "global"):
+        found = released_mask(query, key, semantics, heavy_ratio=0.2, recent_ratio=0.1)
+        for head, rows in enumerate(attention.tolist()):
+            best = set(attention[head].sum(0).topk(heavy).indices.tolist())
+            scores = [sum(row[j] for row in rows[:heavy]) * (j < heavy) for j in range(n)]
+            for i, row in enumerate(rows):
+                want = {j for j in best if j <= i} | near[i]
+                if semantics == "sequential":
+                    kept = {*sorted(range(n), key=lambda j: (-scores[j], j))[: heavy - 1], i}
+                    want = {j for j in kept if j <= i} | near[i]
+                    if i < heavy:
+                        want = {*range(i + 1)}
+                    else:
+                        scores = [scores[j] + row[j] if j in kept else 0.0 for j in range(n)]
+                assert set(found[head, i].nonzero().flatten().tolist()) == want
     with pytest.raises(KVError, match="allowed: global, sequential"):
         released_mask(query, key, "local")
 
 
 @pytest.mark.parametrize("semantics", ["released_global", "released_sequential"])
-@pytest.mark.parametrize("architecture", ["llama", "opt", "gpt_neox"])
+@pytest.mark.parametrize("architecture", ["llama", "opt"])
 def test_released_semantics_score_one_masked_pass(architecture, semantics):
-    """Against a model whose attention layers are masked by hooks, one after another."""
+    """Against a model whose attention layers are masked, one after another."""
     model, ids, answer = tiny_model(architecture), prompt_ids(50), prompt_ids(6, seed=4)
-    method = build_method("h2o", semantics=semantics)
-    budget = Budget(total_rate=0.4, sink=0, window=0)
+    method, budget = (
+        build_method("h2o", semantics=semantics),
+        Budget(total_rate=0.4, sink=0, window=0),
+    )
     found = teacher_forced(model, ids, answer, {"h2o": (method, budget)})["h2o"]
     assert found.failure is None
     assert found.imagined
     assert found.entries["max"] == 22 + (semantics == "released_global")
-    masks = []
+    rule = semantics.removeprefix("released_")
 
     class Masked:
         def attend(self, call):
             group = call.query.shape[1] // call.key.shape[1]
             key, value = (x.repeat_interleave(group, 1) for x in (call.key, call.value))
-            seen = released_mask(
-                call.query[0], key[0], semantics.removeprefix("released_"), 0.2, 0.2, call.scaling
-            )
-            masks.append(seen)
+            seen = released_mask(call.query[0], key[0], rule, 0.2, 0.2, call.scaling)
             logits = (call.query.double() @ key.double().mT) * call.scaling
             weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
             return (weights @ value.double()).to(call.query.dtype)
@@ -237,8 +220,6 @@ def test_released_semantics_score_one_masked_pass(architecture, semantics):
         logits = forward_rows(model, tokens, torch.arange(56), Masked())[0, 49:-1]
     want = -logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
     assert found.nll == pytest.approx(want.tolist(), abs=1e-4)
-    assert max(found.kl) > 1e-3
-    assert len(masks) == model.config.num_hidden_layers
 
 
 def test_released_semantics_hold_nothing_to_generate_with(tmp_path):
@@ -248,4 +229,4 @@ def test_released_semantics_hold_nothing_to_generate_with(tmp_path):
     with pytest.raises(KVError, match="holds no cache"):
         run(method, make_layer(200, kv_heads=2, group=2), Budget())
     with pytest.raises(KVError, match=r"budget\.size is 20"):
-        method.masked_entries(Budget(size=20, sink=2, window=2), 40)
+        method.whole_pass.entries(Budget(size=20, sink=2, window=2), 40)

@@ -12,7 +12,7 @@ from support.golden import arrays_of, assert_near, cases_of, checked
 from support.method_layers import attend, make_layer, run
 
 from kvbench.kernels.pivoted_cholesky import Gaussian, lambert_w, nystroem, pivoted_cholesky
-from kvbench.kv import Budget, KVError, LayerKV
+from kvbench.kv import Budget, LayerKV
 from kvbench.methods import build_method
 from kvbench.methods.wildcat import Bins
 
@@ -183,30 +183,17 @@ def test_lambert_w_inverts():
 
 
 BUDGET = Budget(rate=0.25, sink=4, window=6)
-SHAPES = [(n, dim) for n in (41, 42, 200) for dim in (16, 64, 128)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("n", "dim"), SHAPES)
-@pytest.mark.parametrize(
-    "options", [{}, {"bins": "released"}, {"bin_size": 0}, {"bin_size": 3, "normalise": True}]
-)
-def test_what_is_held(n, dim, dtype, options):
-    layer = make_layer(n, kv_heads=1, dim=dim, dtype=dtype, scale=1.5)
+@pytest.mark.parametrize("n", [41, 42, 200])
+@pytest.mark.parametrize("options", [{}, {"bins": "released"}, {"bin_size": 3, "normalise": True}])
+def test_sink_and_window_are_exact_and_bins_spend_the_budget(n, options):
+    layer = make_layer(n, kv_heads=1, dim=64, scale=1.5)
     method, budget = build_method("wildcat", **options), Budget(rate=0.9, sink=4, window=6)
     kept = run(method, layer, budget)
-    capacity = method.layer_capacity(budget, n, 0, 4)
-    assert int(kept.entries.max()) <= capacity
     if options.get("bin_size") != 3:  # there a bin may have fewer tokens than its share
-        assert kept.entries.unique().tolist() == [capacity]
-    assert kept.keys.dtype == kept.values.dtype == dtype
-    assert kept.values.isfinite().all()
-    assert kept.denominators.isfinite().all()
-    at = kept.positions[..., None].expand(-1, -1, -1, dim)
-    assert torch.equal(kept.keys, layer.keys.gather(2, at)), "keys of the prompt, bit for bit"
-    ends = torch.cat([torch.arange(4), torch.arange(n - 6, n)])
-    assert set(ends.tolist()) <= set(kept.positions[0, 0].tolist())
-    outside = [0, 1, 2, 3, *range(-6, 0)]
+        assert kept.entries.unique().tolist() == [method.layer_capacity(budget, n, 0, 4)]
+    outside, ends = [*range(4), *range(-6, 0)], [*range(4), *range(n - 6, n)]
     assert torch.equal(kept.values[:, :, outside], layer.values[:, :, ends])
     assert kept.denominators[:, :, outside].eq(1).all()
     if options.get("bins") != "released":
@@ -233,17 +220,6 @@ def test_attention_is_exact_where_the_coreset_spans_the_keys():
     torch.testing.assert_close(kept.denominators, shifted.denominators, rtol=1e-3, atol=1e-3)
     tenfold = run(method, replace(layer, values=8 * layer.values), BUDGET)
     assert torch.equal(tenfold.values, 8 * kept.values)
-
-
-def test_one_seed_one_result_on_any_batch():
-    whole = make_layer(90, batch=3, seed=5)
-    order = [2, 0]
-    part = replace(whole, keys=whole.keys[order], values=whole.values[order])
-    method = build_method("wildcat")
-    kept, some = (run(method, layer, BUDGET, seed=3) for layer in (whole, part))
-    assert torch.equal(kept.positions[order], some.positions)
-    assert torch.equal(kept.denominators[order], some.denominators)
-    assert not torch.equal(kept.positions, run(method, whole, BUDGET, seed=4).positions)
 
 
 def test_large_keys_move_into_log_weights():
@@ -274,17 +250,6 @@ def test_better_than_uniform_on_clustered_keys():
         return sum(float((out - exact).norm() / exact.norm()) for out in outs) / 3
 
     assert error("wildcat", bin_size=0) < 0.5 * error("uniform")
-
-
-def test_released_refuses_an_empty_middle():
-    with pytest.raises(KVError, match=r"wildcat.bins is released and rate 0.001 of 190 tokens"):
-        run(
-            build_method("wildcat", "released"),
-            make_layer(200),
-            Budget(rate=0.001, sink=4, window=6),
-        )
-    with pytest.raises(KVError, match=r"wildcat.query_norm is 0; allowed: a finite number > 0"):
-        build_method("wildcat", query_norm=0)
 
 
 def test_bins_without_rank_hold_fewer():

@@ -13,8 +13,8 @@ from support.jobs import Echo, records_of
 from support.probing import probe_job
 from support.tiny import CONFIGS, Broken, prompt_ids, tiny_model
 
+from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.scoring import read, score
-from kvbench.engine.switch import kvbench_attention_on
 from kvbench.kv import Budget, KVError, gather_entries
 from kvbench.methods import build_method
 from kvbench.methods.base import Method

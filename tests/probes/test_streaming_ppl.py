@@ -10,6 +10,7 @@ import torch
 from support.golden import golden_model
 from support.tiny import prompt_ids, tiny_model
 
+from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.attention import LayerCall, UnsupportedModel
 from kvbench.engine.streaming import (
     PlacedState,
@@ -20,7 +21,6 @@ from kvbench.engine.streaming import (
     stream,
 )
 from kvbench.engine.streams import read_text
-from kvbench.engine.switch import kvbench_attention_on
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
 from kvbench.methods.streaming_llm import StreamingLLM
@@ -111,7 +111,7 @@ def test_refusals():
 class Engine(StreamingLLM):
     """StreamingLLM by its own eviction, not as the band that it is."""
 
-    def band(self, budget):
+    def reading(self, budget):
         return None
 
 

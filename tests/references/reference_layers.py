@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvbench.engine.capture import capture_layers
 from kvbench.engine.loading import ASSET_PREFIX, ModelSpec, local_path
+from kvbench.engine.prefill import capture_layers
 from kvbench.kv import Budget, CompressedKV, LayerKV
 from kvbench.methods.base import Method
 from kvbench.run.encoding import encode_example

@@ -7,7 +7,7 @@ import torch
 from reference_layers import shipped_spec
 
 from kvbench.engine.baselines import BASELINES
-from kvbench.engine.weights import load_model
+from kvbench.engine.loading import load_model
 from kvbench.kv import Budget
 
 pytest.importorskip("kvpress", reason="needs the package kvpress: make test-references")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -35,6 +36,17 @@ def make_layer(
     return LayerKV(
         keys.to(dtype), values.to(dtype), queries.to(dtype), layer_index, num_layers, dim**-0.5
     )
+
+
+def rotary(dim: int, theta: float = 10000.0) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """A model's rotary table: cos, sin [p, dim] of positions [p], halves repeated."""
+
+    def table(positions: Tensor) -> tuple[Tensor, Tensor]:
+        angles = positions[:, None] * theta ** (-torch.arange(0, dim, 2).double() / dim)
+        angles = torch.cat([angles, angles], dim=-1)
+        return angles.cos(), angles.sin()
+
+    return table
 
 
 def exact_capacity(capacity: int, window: int) -> Budget:

@@ -1,4 +1,4 @@
-"""What tests of methods properties and others share."""
+"""Every method, and those of its options that change what is kept."""
 
 from __future__ import annotations
 
@@ -34,6 +34,29 @@ VARIANTS: list[tuple[str, dict[str, object]]] = [
     ("balancekv_needle", {"layer": 0, "block_size": 8, "dilation": 0, "selection": "algorithm2"}),
     ("balancekv_needle", {"layer": 3, "block_size": 16, "normalise": True}),
 ]
+
+OTHERS: list[tuple[str, dict[str, object]]] = [
+    ("adakv", {}),
+    ("adakv", {"of": "h2o", "safeguard": 0.5}),
+    ("adakv", {"of": "expected_attention"}),
+    ("pages", {"size": 5}),
+    ("pages", {"of": "h2o", "size": 1, "tokens": "mean"}),
+    ("expected_attention", {}),
+    ("rkv", {"window": 1}),
+    ("recompress", {"of": "uniform"}),
+    ("wildcat", {}),
+    ("wildcat", {"bins": "released", "bin_size": 3}),
+    ("wildcat", {"bin_size": 3, "normalise": True}),
+    ("wildcat", {"bin_size": 0}),
+    ("balancekv_streaming", {}),
+    ("balancekv_streaming", {"eps": 1e6, "on_fail": "restart", "halve": "smaller"}),
+    ("subgen_streaming", {}),
+    ("subgen_streaming", {"t": 1, "s": 3, "recent": 0}),
+    ("qjl", {}),
+    ("turboquant", {}),
+]
+"""Those that need a rotary table, hold heads of different lengths, mixed values or entries twice, or
+store what they hold in few bits."""
 
 
 def label(variant: tuple[str, dict[str, object]]) -> str:

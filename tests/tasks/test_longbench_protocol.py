@@ -10,9 +10,8 @@ import torch
 from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from kvbench.engine.loading import ModelError, ModelSpec, local_path
+from kvbench.engine.loading import ModelError, ModelSpec, local_path, prompt_encoder, stop_token_ids
 from kvbench.engine.stopping import Stopping
-from kvbench.engine.tokenizer import prompt_encoder, stop_token_ids
 from kvbench.tasks.base import PromptEncoder, TaskError
 from kvbench.tasks.longbench import E_DATASETS, LongBench
 from kvbench.tasks.longbench.protocol import PROTOCOLS, truncate_middle

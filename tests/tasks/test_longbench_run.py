@@ -133,7 +133,7 @@ def test_every_model_config_makes_a_model_that_can_be_run(name):
 
 def test_a_chat_template_of_the_config_goes_around_the_prompt():
     template = model_spec("longchat_7b_v15_32k").chat_template
-    from kvbench.engine.tokenizer import load_tokenizer, prompt_encoder
+    from kvbench.engine.loading import load_tokenizer, prompt_encoder
 
     spec = ModelSpec(name="m", path="asset:recall_mini", chat_template=template)
     made = load_tokenizer(spec)
