@@ -26,8 +26,13 @@ from kvbench.engine.prefill import capture_layers
 from kvbench.errors import UserError, complain
 from kvbench.kv import LayerKV
 from kvbench.probes.base import encoded_prompts
-from kvbench.probes.layers import spread
 from kvbench.run.session import Session
+
+
+def spread(layers: Sequence[int], most: int | None) -> list[int]:
+    """So many of the layers, evenly from the first to the last; None: all."""
+    count = min(most or len(layers), len(layers))
+    return [layers[i * (len(layers) - 1) // max(1, count - 1)] for i in range(count)]
 
 
 class Run(SimpleNamespace):

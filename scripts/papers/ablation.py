@@ -21,8 +21,7 @@ from kvbench.errors import UserError
 from kvbench.kv import Budget, LayerKV, keep_all
 from kvbench.methods import build_method
 from kvbench.methods.base import SEED_STRIDE
-from kvbench.probes.layer_error import estimate, relative_errors
-from kvbench.probes.layers import SyntheticLayers, compress_measured
+from kvbench.probes.layer_error import SyntheticLayers, compress_measured, estimate, relative_errors
 
 RELEASED: dict[str, Any] = {"centre": "released", "order": "released", "weights": "released"}
 NOTEBOOK = {f"block_{b}": {**RELEASED, "temperature": 0.1, "block_size": b} for b in (256, 128, 64)}

@@ -21,7 +21,7 @@ from kvbench.engine.fork import layer_generator
 from kvbench.kv import Budget, CompressedKV
 from kvbench.methods import build_method
 from kvbench.methods.base import SEED_STRIDE
-from kvbench.probes.layers import compress_measured
+from kvbench.probes.layer_error import compress_measured
 
 METHODS: dict[str, dict[str, Any]] = {name: {} for name in ("exact", "uniform", "snapkv", "h2o")}
 METHODS |= {"subgen": {}, "balancekv": {}, "gamma_0": {"name": "balancekv", "gamma": 0.0}}

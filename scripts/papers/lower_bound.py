@@ -24,8 +24,7 @@ from kvbench.engine.fork import layer_generator
 from kvbench.kv import Budget, CompressedKV, LayerKV, keep_all
 from kvbench.methods import build_method
 from kvbench.methods.base import SEED_STRIDE
-from kvbench.probes.layer_error import estimate
-from kvbench.probes.layers import compress_measured
+from kvbench.probes.layer_error import compress_measured, estimate
 
 
 def index_layer(n: int, dim: int, norm: float, index: int, count: int) -> LayerKV:

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from _common import Run, started
+from _common import Run, spread, started
 from _neurons import WIKITEXT, counts_of, heavy_of
 
 from kvbench.engine.loading import full_attention_layers
-from kvbench.probes.layers import spread
 
 
 def main(given: Sequence[str]) -> None:

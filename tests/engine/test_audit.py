@@ -18,8 +18,7 @@ from kvbench.kv import Budget, BudgetExceeded, CompressedKV, LayerKV, gather_ent
 from kvbench.methods import build_method
 from kvbench.methods.base import Method
 from kvbench.probes.error_scaling import check_total
-from kvbench.probes.layer_error import LayerError
-from kvbench.probes.layers import SyntheticLayers
+from kvbench.probes.layer_error import LayerError, SyntheticLayers
 from kvbench.report.experiment import load_experiment
 from kvbench.report.tables.score_notes import notes_of
 from kvbench.report.tables.scores import score_table

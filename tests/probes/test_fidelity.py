@@ -18,8 +18,13 @@ from kvbench.engine.scoring import read, score
 from kvbench.kv import Budget, KVError, gather_entries
 from kvbench.methods import build_method
 from kvbench.methods.base import Method
-from kvbench.probes.fidelity import compare, noise_floor, teacher_forced, with_reference
-from kvbench.probes.fidelity_probe import FidelityProbe
+from kvbench.probes.fidelity import (
+    FidelityProbe,
+    compare,
+    noise_floor,
+    teacher_forced,
+    with_reference,
+)
 from kvbench.report.experiment import load_experiment
 from kvbench.report.tables.fidelity import divergence_table, fidelity_table
 from kvbench.run.runner import run_job

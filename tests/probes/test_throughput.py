@@ -19,8 +19,7 @@ from kvbench.engine.baselines import BASELINES, KvpressBaseline, baselines_of
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
 from kvbench.probes import throughput
-from kvbench.probes.largest import largest_batch
-from kvbench.probes.throughput import Throughput
+from kvbench.probes.throughput import Throughput, largest_batch
 from kvbench.report.experiment import load_experiment
 from kvbench.report.tables.timings import timing_table
 from kvbench.run.runner import run_job
@@ -33,7 +32,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _no_collection(monkeypatch):
     """Collecting garbage takes longer than everything else here."""
-    for module in ("probes.throughput", "probes.largest", "run.attempts", "run.batching"):
+    for module in ("probes.throughput", "run.attempts", "run.batching"):
         monkeypatch.setattr(f"kvbench.{module}.free_memory", lambda device: None)
 
 
