@@ -25,7 +25,7 @@ from kvbench.engine.loading import ModelSpec
 from kvbench.errors import UserError
 from kvbench.kv import KVError
 from kvbench.lm_eval import KVBenchLM
-from kvbench.lm_eval.local import MAKERS
+from kvbench.lm_eval.local import OWN as MAKERS
 from kvbench.lm_eval.scoring import truncated
 from kvbench.lm_eval.task import HarnessTask
 from kvbench.methods import build_method

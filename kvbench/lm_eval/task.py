@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import io
 import logging
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, chdir, contextmanager, nullcontext, redirect_stderr
+from contextlib import ExitStack, chdir
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Le
 from lm_eval.api.instance import Instance
-from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.models.utils import postprocess_generated_text
 from lm_eval.tasks import TaskManager
 
-from kvbench.engine.fork import prompt_name
-from kvbench.engine.generate import Prompt, run_batch
+from kvbench.engine.generate import run_batch
 from kvbench.engine.stopping import Stopping
 from kvbench.errors import UserError, first_line, one_line
 from kvbench.errors.options import Count, Distinct, check_options
 from kvbench.lm_eval.local import write_tasks
-from kvbench.lm_eval.scoring import Answer, Codec, answer_requests
+from kvbench.lm_eval.scoring import Answer, Requests, answer_requests, quietly
 from kvbench.run.plan import Methods, Outcome, Unit, measured, status_of
 from kvbench.run.session import Session
 from kvbench.tasks.base import TaskError
@@ -127,7 +125,7 @@ class HarnessTask:
         folder = None if self.include_path is None else Path(self.include_path).resolve()
         try:
             with ExitStack() as stack:
-                stack.enter_context(_quietly())
+                stack.enter_context(quietly())
                 if self.source == "local":
                     folder = Path(stack.enter_context(TemporaryDirectory(prefix="kvbench-tasks-")))
                     write_tasks(folder)
@@ -173,14 +171,14 @@ class HarnessTask:
         by_task = []
         for name, task in self._load().items():
             try:
-                with _quietly():
+                with quietly():
                     task.build_all_requests(
                         rank=0,
                         world_size=1,
                         system_instruction=self.system,
                         apply_chat_template=self.chat,
                         fewshot_as_multiturn=self.multiturn,
-                        chat_template=Codec(session.tokenizer).chat if self.chat else None,
+                        chat_template=partial(_chat, session.tokenizer) if self.chat else None,
                     )
             except ValueError as error:  # of the sampler
                 raise TaskError(
@@ -220,15 +218,13 @@ class HarnessTask:
         if document.requests[0].request_type == "generate_until":
             yield from self._generate(unit, methods, session, shared)
             return
-        codec = Codec(session.tokenizer)
-        pairs = [codec.pair(*request.args) for request in document.requests]
-        positions = session.encoder.max_positions
+        side = self._side(session)
         answers = answer_requests(
             session.model,
-            pairs,
+            [side.pair(*request.args) for request in document.requests],
             methods,
             seed=session.seed,
-            max_length=self.max_length or positions or max(len(c) + len(y) for c, y in pairs),
+            max_length=side.max_length,
             scoring=self.scoring,
             encoder=session.encoder,
         )
@@ -268,22 +264,9 @@ class HarnessTask:
     ) -> Iterator[Outcome]:
         document: Document = unit.payload
         (request,) = document.requests
-        options = normalize_gen_kwargs(request.args[1])
-        if options.get("do_sample") or options.get("temperature"):
-            raise UserError(
-                f"task {request.task_name!r} asks for sampling; allowed: greedy decoding"
-            )
-        most = int(options["max_gen_toks"])
-        until = [stop for stop in options.get("until") or [] if stop]
-        ids = Codec(session.tokenizer).tok_encode(request.args[0])
-        positions = self.max_length or session.encoder.max_positions
-        if positions is not None:
-            ids = ids[-max(2, positions - most) :]
         decode = session.encoder.decode
-        stopping = Stopping(
-            most, session.end_ids, tuple(until), decode, timeout_s=session.example_timeout
-        )
-        prompt = Prompt(ids[:-1], ids[-1:], methods, stopping, prompt_name(ids))
+        stopping = Stopping(1, session.end_ids, decode=decode, timeout_s=session.example_timeout)
+        prompt = self._side(session).prompt(*request.args, methods, stopping)
         prompt = replace(prompt, encoder=session.encoder)
         (found,) = run_batch(
             session.model,
@@ -292,37 +275,39 @@ class HarnessTask:
             compress_after=session.compress_after,
             graphs=session.graphs,
         )
+        n = len(prompt.context_ids) + 1
         for label, result in found.items():
-            fields = {**shared, "prompt_tokens": len(ids), **measured(result)}
+            fields = {**shared, "prompt_tokens": n, **measured(result)}
             if result.failure is None:
+                until = list(prompt.stopping.strings)
                 text = postprocess_generated_text(decode(result.tokens), until, None)
                 fields |= {"prediction": text, **self._scored(document, [text])}
             yield Outcome(label, unit.id, fields)
 
+    def _side(self, session: Session) -> Requests:
+        """How requests become tokens; made once for a model."""
+        if "requests" not in self._loaded:
+            length = self.max_length or session.encoder.max_positions
+            self._loaded["requests"] = Requests(session.model, session.tokenizer, max_length=length)
+        return self._loaded["requests"]
 
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Without that harness's bars and remarks about its own defaults; what fails is raised."""
-    its = logging.getLogger("lm_eval")
-    level = its.level
-    its.setLevel(logging.ERROR)
-    try:
-        with nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        its.setLevel(level)
+
+def _chat(tokenizer: Any, history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+    """A conversation as text, by the tokenizer's chat template."""
+    last = {"continue_final_message": not add_generation_prompt}
+    last["add_generation_prompt"] = add_generation_prompt
+    return str(tokenizer.apply_chat_template(history, tokenize=False, **last))
 
 
 def _held(answers: Sequence[Answer]) -> dict[str, Any]:
     """Record fields of what was held: of several contexts (choices in the context), all together."""
-    first, found = answers[0], {id(a.entries): a for a in answers}  # one per context
-    several = list(found.values())
-    known = [a for a in several if a.cache_bytes is not None]
-    held = sum(a.cache_bytes or 0 for a in known)
-    exact = sum(a.exact_bytes for a in known)
+    first = answers[0]
+    several = list({id(a.entries): a for a in answers}.values())  # one per context
+    held = sum(a.cache_bytes or 0 for a in several)
+    exact = sum(a.exact_bytes for a in several if a.cache_bytes is not None)
     return {
-        "prompt_tokens": max(a.prompt_tokens for a in answers),
-        "compressed_tokens": max(a.compressed_tokens for a in answers),
+        "prompt_tokens": max(a.context_tokens for a in answers),
+        "compressed_tokens": max(a.prompt_tokens for a in answers),
         "new_tokens": sum(a.tokens for a in answers),
         "choices": len(answers),
         "contexts": len(several),
