@@ -411,7 +411,7 @@ def test_task_refusals(options, words):
 
 def test_unknown_tasks_and_too_many_shots(saved, tmp_path):
     for options, words in (
-        ({"tasks": ["copaa"]}, "'copaa' is not in the local ones; allowed: copa"),
+        ({"tasks": ["copaa"]}, "'copaa' is unknown to lm-evaluation-harness.*; allowed: copa"),
         ({"tasks": ["copa"], "num_fewshot": 99}, "fewer examples"),
     ):
         task = HarnessTask(source="local", **options)
