@@ -142,7 +142,7 @@ bench-throughput: setup ## seconds and memory by context, beside transformers' c
 	  'task.prompt_tokens=[$(CONTEXT)]' results_dir=$(RESULTS)
 
 bench: setup ## what sharing a prefill saves, what compression costs, every kernel against its floor
-	$(BIN)/python scripts/benchmarks/bench_sharing.py
+	$(BIN)/python scripts/benchmarks/bench_engine.py sharing
 	$(BIN)/python scripts/benchmarks/bench_compress.py
 	$(BIN)/python scripts/benchmarks/bench_kernels.py
 	$(BIN)/python scripts/benchmarks/bench_store.py --folder .

@@ -13,22 +13,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from kvbench.engine.architecture import compressible_layers, kvbench_attention_on
 from kvbench.engine.fork import Fork, prompt_name
 from kvbench.engine.generate import run_forks
 from kvbench.engine.kept import entries_of
-from kvbench.engine.live import Compression, compressed_generation
+from kvbench.engine.live import Compression, compressed_generation, decoder, token_ids
 from kvbench.engine.loading import end_token_ids
 from kvbench.engine.prefill import prefill
-from kvbench.engine.prompts import Generation
+from kvbench.engine.rows import Generation
 from kvbench.engine.stopping import Stopping
 from kvbench.errors import is_number
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
 from kvbench.methods.base import Method
-from kvbench.tasks.base import PromptEncoder, check_length, tokenizing
+from kvbench.tasks.base import PromptEncoder
 from kvbench.tasks.needle import word_recall
 
 if TYPE_CHECKING:
@@ -162,15 +163,13 @@ def compare(
     if not budgets:
         raise KVError("rate is empty; allowed: one or more numbers in (0, 1]")
     prompts, several = _prompts(prompt)
-    references = _references(reference, list(prompts), several=several)
+    references = _references(reference, list(prompts))
     if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise KVError(f"max_new_tokens is {max_new_tokens!r}; allowed: an integer >= 1")
     tokens = {name: _token_ids(tokenizer, one) for name, one in prompts.items()}
 
-    def decode(tokens: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
-
-    stopping = Stopping(max_new_tokens, end_token_ids(model, tokenizer), tuple(stop), decode)
+    ends = end_token_ids(model, tokenizer)
+    stopping = Stopping(max_new_tokens, ends, tuple(stop), decoder(tokenizer))
     once = {label for label, method in named.items() if not method.uses_budget}
     forks = {
         (r, label): (method, budget)
@@ -178,6 +177,8 @@ def compare(
         for label, method in named.items()
         if label not in once or r == rates[0]
     }
+    marked = len(budgets) > 1
+    labels = [f"{label}@{r}" if marked else label for r, label in forks]
     lines = {}
     with kvbench_attention_on(model):
         for name, ids in tokens.items():
@@ -185,29 +186,41 @@ def compare(
                 model,
                 ids,
                 [],
-                {
-                    f"{label}@{r}" if len(budgets) > 1 else label: f
-                    for (r, label), f in forks.items()
-                },
+                dict(zip(labels, forks.values(), strict=True)),
                 stopping,
                 seed=seed,
                 example_id=prompt_name(ids),
                 encoder=PromptEncoder(tokenizer),
             )
             found = dict(zip(forks, results.values(), strict=True))
-            for r in budgets:
-                for label in named:
-                    result = found[rates[0] if label in once else r, label]
-                    lines[name, r, label] = _line(result, stopping, references[name], score)
+            for r, label in product(budgets, named):
+                result = found[rates[0] if label in once else r, label]
+                lines[name, r, label] = _line(result, stopping, references[name], score)
     index = pd.MultiIndex.from_tuples(list(lines), names=["prompt", "rate", "method"])
-    frame = pd.DataFrame(list(lines.values()), index=index, columns=_COLUMNS)
-    unused: list[Any] = [
-        key for key, used in (("prompt", several), ("rate", len(budgets) > 1)) if not used
-    ]
+    columns = ["text", "score", "bytes", "ratio", "seconds", "error"]
+    frame = pd.DataFrame(list(lines.values()), index=index, columns=columns)
+    unused: list[Any] = [key for key, used in (("prompt", several), ("rate", marked)) if not used]
     frame = frame.droplevel(unused) if unused else frame
-    if frame["error"].isna().all():
-        frame = frame.drop(columns="error")
-    return frame
+    return frame.drop(columns="error") if frame["error"].isna().all() else frame
+
+
+def _line(
+    result: Generation,
+    stopping: Stopping,
+    reference: str | None,
+    score: Callable[[str, str], float],
+) -> dict[str, Any]:
+    if result.failure is not None:
+        return {"error": str(result.failure)}
+    assert stopping.decode is not None
+    text = stopping.cut(stopping.decode(result.tokens))
+    return {
+        "text": text,
+        "score": None if reference is None else score(text, reference),
+        "bytes": result.cache_bytes,
+        "ratio": result.ratio,
+        "seconds": result.prefill_s + result.compress_s + result.decode_s,
+    }
 
 
 def _check_model(model: Any) -> None:
@@ -236,20 +249,19 @@ def _prompts(
 
 
 def _references(
-    reference: str | Sequence[str] | Mapping[str, str] | None, names: list[Any], *, several: bool
+    reference: str | Sequence[str] | Mapping[str, str] | None, names: list[Any]
 ) -> dict[Any, str | None]:
     """The expected answer of each prompt."""
     if isinstance(reference, Mapping):
         return {name: reference.get(name) for name in names}
-    if reference is None or isinstance(reference, str):
-        if reference is not None and several and len(names) > 1:
-            raise KVError("reference is one text for several prompts; allowed: one of each prompt")
-        return dict.fromkeys(names, reference)
-    if len(reference) != len(names):
+    if reference is None:
+        return dict.fromkeys(names)
+    each = [reference] if isinstance(reference, str) else reference
+    if len(each) != len(names):
         raise KVError(
-            f"reference has {len(reference)} texts for {len(names)} prompts; allowed: one of each"
+            f"reference has {len(each)} texts for {len(names)} prompts; allowed: one of each"
         )
-    return dict(zip(names, reference, strict=True))
+    return dict(zip(names, each, strict=True))
 
 
 def kept(
@@ -316,30 +328,6 @@ def kept(
     return frame
 
 
-_COLUMNS = ["text", "score", "bytes", "ratio", "seconds", "error"]
-
-
-def _line(
-    result: Generation,
-    stopping: Stopping,
-    reference: str | None,
-    score: Callable[[str, str], float],
-) -> list[Any]:
-    if result.failure is not None:
-        return [None, None, None, None, None, str(result.failure)]
-    assert stopping.decode is not None
-    assert result.cache_bytes is not None
-    text = stopping.cut(stopping.decode(result.tokens))
-    return [
-        text,
-        None if reference is None else score(text, reference),
-        result.cache_bytes,
-        result.cache_bytes / result.exact_bytes,
-        result.prefill_s + result.compress_s + result.decode_s,
-        None,
-    ]
-
-
 def _method(method: str | Method, options: Mapping[str, Any]) -> tuple[str, Method]:
     """A method, and what messages call it."""
     if isinstance(method, str):
@@ -355,37 +343,27 @@ def _method(method: str | Method, options: Mapping[str, Any]) -> tuple[str, Meth
 
 
 def _labelled(methods: Sequence[str | Method] | Mapping[str, str | Method]) -> dict[str, Method]:
-    if isinstance(methods, str):
-        methods = [methods]
-    if not methods:
-        raise KVError("methods is empty; allowed: one or more names, e.g. ['exact', 'snapkv']")
     if isinstance(methods, Mapping):
         return {label: _method(method, {})[1] for label, method in methods.items()}
-    named: dict[str, Method] = {}
-    for method in methods:
-        label, built = _method(method, {})
-        if label in named:
-            raise KVError(
-                f"methods names {label!r} twice; allowed: each once, or a mapping from labels"
-            )
-        named[label] = built
-    return named
+    made = [_method(one, {}) for one in ([methods] if isinstance(methods, str) else methods)]
+    if not made:
+        raise KVError("methods is empty; allowed: one or more names, e.g. ['exact', 'snapkv']")
+    labels = [label for label, _ in made]
+    twice = next((label for label in labels if labels.count(label) > 1), None)
+    if twice is not None:
+        raise KVError(
+            f"methods names {twice!r} twice; allowed: each once, or a mapping from labels"
+        )
+    return dict(made)
 
 
 def _token_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
     if isinstance(prompt, str):
-        check_length(prompt)
-        with tokenizing(tokenizer):
-            ids = tokenizer(prompt)["input_ids"]
-    else:
-        chat = [dict(m) for m in prompt if isinstance(m, Mapping)]
-        if isinstance(prompt, Mapping) or len(chat) < len(prompt):
-            raise KVError(
-                f"prompt is a {type(prompt).__name__}; allowed: one text, or the messages of a chat"
-            )
-        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)[
-            "input_ids"
-        ]
-    if not ids:
-        raise KVError("prompt is empty; allowed: at least one token")
-    return list(ids)
+        return token_ids(prompt, tokenizer, "prompt")
+    chat = [dict(m) for m in prompt if isinstance(m, Mapping)]
+    if isinstance(prompt, Mapping) or len(chat) < len(prompt):
+        raise KVError(
+            f"prompt is a {type(prompt).__name__}; allowed: one text, or the messages of a chat"
+        )
+    given = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)
+    return token_ids(given, tokenizer, "prompt")

@@ -98,9 +98,8 @@ class Budget:
         """
         if self.size is not None:
             raise KVError(f"budget.size is {self.size}, so there is no rate to vary; allowed: null")
-        if self.total_rate is None:
-            return replace(self, rate=share)
-        return replace(self, total_rate=share)
+        at_rate = self.total_rate is None
+        return replace(self, rate=share) if at_rate else replace(self, total_rate=share)
 
     def middle(self, n: int) -> int:
         """Tokens of an n-token prompt that are neither sink nor window (0 for short prompts)."""
@@ -173,7 +172,8 @@ class LayerKV:
         softcap: s of s * tanh(logit / s), for the models that bound their logits (Gemma 2), else None.
         withheld: how many of the prompt's last tokens do not show their queries (their keys and
             values are there): those that a method is then judged by. `queries` end before them.
-        shared: what `once` remembers: tensors used by several methods.
+        shared: what `once` remembers: tensors used by several methods. used: the names of those that
+            were asked for in one method's turn.
         output: gives a copy of what mixes the heads' outputs, [hidden, heads * head_dim]; or None.
         rotary: the model's table: positions [p] -> cos, sin [p, width], halves repeated; or None.
         carried: what methods noted at earlier layers of the same prompt; one for all layers.
@@ -191,8 +191,7 @@ class LayerKV:
     rotary: Rotary | None = field(default=None, compare=False, repr=False)
     shared: dict[str, Shared] = field(default_factory=dict, compare=False, repr=False)
     carried: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
-    _own: set[str] = field(default_factory=set, compare=False, repr=False)
-    _reused: set[str] = field(default_factory=set, compare=False, repr=False)
+    used: set[str] = field(default_factory=set, compare=False, repr=False)
 
     @property
     def n(self) -> int:
@@ -212,21 +211,18 @@ class LayerKV:
         of = (self.keys, self.values, self.queries)
         if name not in self.shared:
             clock = Elapsed(self.keys.device)
-            tensor = compute()
-            self.shared[name] = Shared(tensor, clock.stop(), of)
-            self._own.add(name)
+            self.shared[name] = Shared(compute(), clock.stop(), of)
         elif any(mine is not its for mine, its in zip(of, self.shared[name].of, strict=True)):
             return compute()  # a layer that a method made of this one, with tensors of its own
-        elif name not in self._own:
-            self._reused.add(name)
+        self.used.add(name)
         return self.shared[name].tensor
 
     def charge_shared_work(self) -> Callable[[], list[Elapsed]]:
         """Begin one method's turn. The function returned gives, after it, the clocks of the shared work
         that the method used and an earlier one had paid for."""
-        self._own.clear()
-        self._reused.clear()
-        return lambda: [self.shared[name].clock for name in self._reused]
+        before = set(self.shared)
+        self.used.clear()
+        return lambda: [self.shared[name].clock for name in self.used & before]
 
     def attention_mass(self) -> Tensor:
         """Causal softmax attention every key received from all prompt queries, [batch, heads, n].
@@ -237,13 +233,7 @@ class LayerKV:
         Raises:
             KVError: when the layer does not hold all n prompt queries.
         """
-        have = 0 if self.queries is None else self.queries.shape[2]
-        if have != self.n - self.withheld:
-            raise KVError(
-                f"layer {self.layer_index} holds {have} of {self.n - self.withheld} prompt queries; "
-                "attention_mass needs all of them"
-            )
-        return self.attention_of_last(have)
+        return self.attention_of_last(self.n - self.withheld)
 
     def attention_of_last(self, count: int) -> Tensor:
         """The same of the last `count` queries that are not withheld, [batch, heads, n] float32.
@@ -257,8 +247,8 @@ class LayerKV:
         have = 0 if queries is None else queries.shape[2]
         if queries is None or have < count:
             raise KVError(
-                f"layer {self.layer_index} holds {have} prompt queries; "
-                f"the observation window needs {count}"
+                f"layer {self.layer_index} holds {have} prompt queries; the method needs the last "
+                f"{count}"
             )
         known = self.shared.get(NORMALISERS) if have == self.n else None
         ours = known is not None and known.of[0] is self.keys and known.of[2] is queries

@@ -34,10 +34,9 @@ import transformers
 from torch import Tensor
 
 from kvbench.engine.faults import free_memory
-from kvbench.engine.generate import run_batch
+from kvbench.engine.generate import Generation, Prompt, run_batch
 from kvbench.engine.graphs import StepGraphs
 from kvbench.engine.loading import ModelSpec, load_model
-from kvbench.engine.prompts import Generation, Prompt
 from kvbench.engine.stopping import Stopping
 from kvbench.errors import UserError, one_line
 from kvbench.kernels.attention_mass import attention_mass

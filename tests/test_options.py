@@ -79,11 +79,3 @@ def test_lists_are_frozen_and_one_value_stands_for_a_list() -> None:
         UserError, match=r"^task\.steps is \[0\]; allowed: a list of integers >= 1$"
     ):
         check_options(Options(steps=[0]), "task.", UserError)
-
-
-def test_hints_that_cannot_be_read_allow_everything() -> None:
-    @dataclass
-    class Options:
-        later: Unknown = 1  # type: ignore[name-defined]  # noqa: F821
-
-    check_options(Options(), "", UserError)

@@ -32,8 +32,8 @@ from kvbench.records.read import COMMON_FIELDS, MANIFEST, StoreError, read_manif
 from kvbench.records.store import RecordStore, config_hash, run_folder, write_manifest
 from kvbench.report.__main__ import main as report
 from kvbench.tasks.base import TaskError
-from kvbench.tasks.longbench.metrics import score as longbench_score
-from kvbench.tasks.ruler.task import QA, clean, match_all, match_part
+from kvbench.tasks.longbench import score as longbench_score
+from kvbench.tasks.ruler import clean, matched
 
 PREDICTIONS, SETTINGS, METRICS = "predictions.csv", "config.yaml", "metrics.json"
 SAMPLES = "samples_*.jsonl"
@@ -195,8 +195,7 @@ def _record_of(
     seen[key] += 1
     try:
         if dataset == "ruler":
-            match = match_part if name in QA else match_all
-            value = match(clean(prediction), answers)
+            value = matched(name, clean(prediction), answers)
         else:
             short = name.removesuffix("-e").removesuffix("_e")
             value = longbench_score(

@@ -21,7 +21,7 @@ from kvbench.errors import UserError, nearest, printable
 from kvbench.records.durable import read_file
 from kvbench.records.read import MANIFEST, read_manifest, read_records
 from kvbench.records.store import RecordStore, write_manifest
-from kvbench.tasks.longbench.metrics import score
+from kvbench.tasks.longbench import score
 
 KEYS = ("run", "predictions")
 _OURS = ("entries", "cache_bytes", "exact_bytes", "ratio", "prefill_s", "compress_s", "decode_s")

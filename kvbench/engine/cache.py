@@ -3,26 +3,28 @@
 A *fork* is one method's cache made from a shared prefill. Forks decode together, one batch row each;
 every row attends to its own entries, so nothing is padded and a smaller cache is a cheaper step.
 
-`LayerCache` keeps its entries in buffers. Entries may also lie before the buffers (`Before`): packed by
-a scheme's codecs (`Packed`), or in another cache that several go on from (`kvbench.engine.shared`). A
-`RaggedCache` is one cache of one head for each head.
+A `LayerCache` keeps its entries in buffers. Entries may also lie before the buffers: packed by a
+scheme's codecs (`Packed`), or in another cache from which several branches go on (`branch_of`). A
+`RaggedCache` is one cache of one head for each head; a `RecompressedCache` is compressed again while
+decoding.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from kvbench.engine.attention import LayerCall, capped, grown_range, signed_mean
-from kvbench.engine.guard import call as call_hook
+from kvbench.engine import guard
+from kvbench.engine.attention import QUERY_BLOCK, LayerCall, capped, grown_range, signed_mean
 from kvbench.kernels.quantize import Codec, Scheme, never
-from kvbench.kv import CompressedKV, KVError, weighted_entries
-from kvbench.methods.base import Held, Method, rule_of
+from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, weighted_entries
+from kvbench.methods.base import Held, Method, Recompression, rule_of
 
 GROWTH = 256
 """Entries by which a cache grows that has more to append than it was told."""
@@ -30,23 +32,6 @@ GROWTH = 256
 PER_ENTRY = ("positions", "log_weights", "scores", "denominators")
 """Buffers [kv_heads, reserved] of numbers that every entry has, wherever its key and value lie."""
 _BUFFERS = ("keys", "values", *PER_ENTRY)
-
-
-class Before(Protocol):
-    """Entries that lie before those in a cache's buffers."""
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of their keys and values."""
-        ...
-
-    def dot_keys(self, query: Tensor) -> Tensor:
-        """q.k of query [kv_heads, q, d] with each of them, [kv_heads, q, entries]."""
-        ...
-
-    def mix_values(self, weights: Tensor) -> Tensor:
-        """weights [kv_heads, q, entries] . v, [kv_heads, q, d]."""
-        ...
 
 
 class Packed(NamedTuple):
@@ -67,15 +52,15 @@ class Packed(NamedTuple):
 
     @property
     def kv_bytes(self) -> int:
-        """See `Before`."""
+        """Bytes of keys and values, as stored."""
         return self.keys.nbytes + self.values.nbytes
 
     def dot_keys(self, query: Tensor) -> Tensor:
-        """See `Before`."""
+        """q.k of query [kv_heads, q, d] with each entry, [kv_heads, q, entries]."""
         return self.keys.dot(query)
 
     def mix_values(self, weights: Tensor) -> Tensor:
-        """See `Before`."""
+        """weights [kv_heads, q, entries] . v, [kv_heads, q, d]."""
         return self.values.mix(weights[..., self.keys_only :])
 
 
@@ -140,7 +125,7 @@ class LayerCache:
                 "allowed: one or the other"
             )
         self.keys_only = held.keys_only
-        self.before: Before | None = None
+        self.before: Packed | LayerCache | None = None
         if quantization is not None:
             codecs = quantization.codecs(held.keys[0], held.values[0], layer=layer, seed=seed)
             self.before = Packed(*codecs, held.keys_only)
@@ -199,10 +184,11 @@ class LayerCache:
         return twin
 
     @property
-    def is_fixed(self) -> bool:
-        """Whether decoding appends entries and changes none that are held."""
+    def is_shareable(self) -> bool:
+        """Whether a branch can read the entries where they are: decoding appends some and changes none.
+        A sliding window, which is short, is copied."""
         packs = isinstance(self.before, Packed) and self.before.grows
-        return not self.evicts and not packs
+        return not self.evicts and not packs and self.window is None
 
     @property
     def is_plain(self) -> bool:
@@ -217,19 +203,12 @@ class LayerCache:
         )
 
     @property
-    def takes_one_by_kernel(self) -> bool:
-        """Whether a single token can join through `kvbench.kernels.decode_attention`: the cache is
-        plain, and its length grows by one a token or stays the same (a cache that evicts and is not
-        full yet does first the one, then the other)."""
-        return self.is_plain and (not self.evicts or self.length == self.granted)
-
-    @property
-    def fills_by_kernel(self) -> bool:
-        """Whether a cache that evicts can take tokens through the kernels before it is full: it goes by
-        a rule."""
-        if self.rule is None:
-            return False
-        return self.is_plain and (self.rule.leaves == "oldest" or self.scores is not None)
+    def steps_by_kernel(self) -> bool:
+        """Whether single tokens can join through `kvbench.kernels.decode_attention`: the cache is plain
+        and grows, or evicts by a rule (`Method.eviction`) for which it holds what is needed."""
+        if not self.evicts or not self.is_plain:
+            return self.is_plain
+        return self.rule is not None and (self.rule.leaves == "oldest" or self.scores is not None)
 
     def expect(self, position: int, tokens: int) -> None:
         """Make ready for so many tokens, the first at `position`, that a kernel will append."""
@@ -239,24 +218,6 @@ class LayerCache:
         self._reserve(self.length + tokens)
         following = torch.arange(position, position + tokens, device=self.positions.device)
         self.positions[:, self.length : self.length + tokens] = following
-
-    def evict_one(self, attention: Tensor, position: Tensor) -> None:
-        """A kernel appended the token at `position` and attended, `attention` [kv_heads, >= length +
-        1] being what every entry received: let the method drop an entry in its place.
-
-        Raises:
-            RuntimeError: the method dropped none, although the cache was full.
-        """
-        full = self.length
-        self.positions[:, full] = position
-        if self.scores is not None:
-            self.scores[:, full] = 0
-        self.length = full + 1
-        self._evict(attention[:, : full + 1])
-        if self.length != full:
-            raise RuntimeError(
-                f"{type(self.method).__name__} evicted nothing from a full cache of {full} entries"
-            )
 
     def step(self, call: LayerCall, positions: Tensor) -> Tensor:
         """Append the t tokens of a call of one row, at positions [t], and attend, causally among them:
@@ -289,56 +250,50 @@ class LayerCache:
             self.denominators[:, before:after] = 1
         self.length = after
 
-    def dot_keys(self, query: Tensor, begin: int = 0) -> Tensor:
-        """q.k of query [kv_heads, q, d] with the entries from `begin` on, [kv_heads, q, entries]."""
-        logits = query @ self.keys[:, max(0, begin - self.first) : self.length - self.first].mT
+    def dot_keys(self, query: Tensor) -> Tensor:
+        """q.k of query [kv_heads, q, d] with all entries, [kv_heads, q, entries]."""
+        logits = query @ self.keys[:, : self.length - self.first].mT
         if self.before is None or not self.first:
             return logits
         return torch.cat([self.before.dot_keys(query), logits], dim=-1)
 
-    def mix_values(self, weights: Tensor, begin: int = 0) -> Tensor:
-        """weights [kv_heads, q, entries] . v of the entries from `begin` on, [kv_heads, q, d]."""
-        start = max(begin, self.first_value)
-        new = self.values[:, start - self.first_value : self.length - self.first_value]
-        mixed = weights[..., start - begin :] @ new
-        if self.before is None or self.first_value == self.keys_only:
+    def mix_values(self, weights: Tensor) -> Tensor:
+        """weights [kv_heads, q, entries] . v of all entries, [kv_heads, q, d]."""
+        first = self.first_value
+        mixed = weights[..., first:] @ self.values[:, : self.length - first]
+        if self.before is None or first == self.keys_only:
             return mixed
-        return mixed + self.before.mix_values(weights[..., :start])
+        return mixed + self.before.mix_values(weights[..., :first])
 
     def _append_and_attend(self, call: LayerCall, positions: Tensor) -> Tensor:
         query, value = call.query[0], call.value[0]
         heads, tokens, dim = query.shape
         self.append(call.key[0], value, positions)
-        after, begin = self.length, 0
-        if self.window is not None and tokens == 1 and self.before is None:
-            # A sliding layer's entries lie in the order of their positions: what the window has
-            # passed is left of a view, and costs nothing.
-            begin = max(0, after - self.window)
-        stored = self.keys.shape[0]
+        n, stored = self.length, self.keys.shape[0]
         group = heads // stored
-        logits = self.dot_keys(query.reshape(stored, group * tokens, dim), begin)
+        logits = self.dot_keys(query.reshape(stored, group * tokens, dim))
         logits = capped(logits.float().mul_(call.scaling), call.softcap)
         if self.log_weights is not None:
-            logits += self.log_weights[:, None, begin:after]
+            logits += self.log_weights[:, None, :n]
         if tokens > 1:
             order = torch.arange(tokens, device=query.device)
             hidden = (order[None] > order[:, None]).repeat(group, 1)
-            logits[..., after - tokens - begin :].masked_fill_(hidden, float("-inf"))
-        if self.window is not None and not begin:
-            past = self.positions[:, None, :after] <= (positions - self.window)[None, :, None]
+            logits[..., n - tokens :].masked_fill_(hidden, float("-inf"))
+        if self.window is not None:
+            past = self.positions[:, None, :n] <= (positions - self.window)[None, :, None]
             logits.masked_fill_(past.repeat(1, group, 1), float("-inf"))
         if self.restricts:
-            hidden = call_hook(self.method, self.method.restrict, self._held(), logits)
+            hidden = guard.call(self.method, self.method.restrict, self._held(), logits)
             logits.masked_fill_(hidden, float("-inf"))
         weights = logits.softmax(-1)
-        out = self.mix_values(weights.to(value.dtype), begin)
+        out = self.mix_values(weights.to(value.dtype))
         if self.denominators is not None:
             ends, self.value_range = grown_range(self.value_range, value, group)
-            out = signed_mean(out, weights, self.denominators[:, begin:after], ends)
+            out = signed_mean(out, weights, self.denominators[:, :n], ends)
         if isinstance(self.before, Packed):
             self._pack_due(self.before)
         if self.evicts:
-            self._evict(weights.view(stored, group, after).mean(1))
+            self._evict(weights.view(stored, group, n).mean(1))
         return out.view(stored, group, tokens, -1).reshape(heads, tokens, -1)
 
     def _held(self) -> Held:
@@ -350,7 +305,7 @@ class LayerCache:
         """Let the method drop one entry per head; the last entry moves into its place."""
         n = self.length
         held = self._held()
-        scores, leaving = call_hook(self.method, self.method.evict, held, attention)
+        scores, leaving = guard.call(self.method, self.method.evict, held, attention)
         if scores is not None and scores is not held.scores:
             assert held.scores is not None
             held.scores.copy_(scores)
@@ -416,7 +371,7 @@ class RaggedCache(LayerCache):
         make: makes the cache of what one head holds.
     """
 
-    is_fixed = is_plain = False
+    is_shareable = is_plain = False
     before = rule = denominators = value_range = None
 
     def __init__(self, held: CompressedKV, make: Callable[[CompressedKV], LayerCache]) -> None:
@@ -489,3 +444,187 @@ class RaggedCache(LayerCache):
                 for head, query, key, value in zip(self.heads, *of_heads, strict=True)
             ]
         )
+
+
+class RecompressedCache(LayerCache):
+    """A layer that its method compresses again while decoding, by its `Method.recompression`.
+
+    Args:
+        rule: when, and to how many entries. label, budget: those of the fork.
+        prompt: the prompt's layer, with queries.
+        generator: draws of all compressions, in order.
+
+    Attributes:
+        tokens: fed so far; with ``phase=tokens``, the prompt's included.
+        queries: the last ones fed, [heads, at most rule.queries, head_dim], whose bytes are counted.
+        times: how often the layer was compressed.
+    """
+
+    is_shareable = is_plain = False
+
+    def __init__(
+        self,
+        held: CompressedKV,
+        room: int,
+        method: Method,
+        *,
+        rule: Recompression,
+        label: str,
+        budget: Budget,
+        prompt: LayerKV,
+        generator: torch.Generator,
+        **options: Any,
+    ) -> None:
+        super().__init__(held, room, method, **options)
+        assert prompt.queries is not None
+        self.recompression, self.label, self.generator = rule, label, generator
+        self.to = Budget(sink=budget.sink, window=budget.window, size=rule.to)
+        self.queries = prompt.queries[0, :, -rule.queries :].clone()
+        self.tokens = prompt.n if rule.phase == "tokens" else 0
+        self.times = 0
+        none = prompt.keys[:, :, :0]  # does not keep the prompt in memory
+        self.shape = replace(prompt, keys=none, values=none, queries=None, shared={}, carried={})
+
+    def entry_bytes(self) -> int:
+        """See `LayerCache.entry_bytes`; with those of the queries."""
+        return super().entry_bytes() + self.queries.nbytes
+
+    def clone(self) -> LayerCache:
+        """See `LayerCache.clone`; the copy draws the same numbers."""
+        twin = super().clone()
+        assert isinstance(twin, RecompressedCache)
+        twin.generator = torch.Generator()
+        twin.generator.set_state(self.generator.get_state())
+        return twin
+
+    def step(self, call: LayerCall, positions: Tensor) -> Tensor:
+        """See `LayerCache.step`.
+
+        Raises:
+            BudgetExceeded: the method holds more than it may; and whatever the method raises.
+        """
+        outputs = []
+        for i in range(len(positions)):
+            one = call.of_row(0, i, i + 1)
+            outputs.append(super().step(one, positions[i : i + 1]))
+            before, self.tokens = self.tokens, self.tokens + 1
+            self.queries = torch.cat([self.queries, one.query[0]], dim=1)
+            self.queries = self.queries[:, -self.recompression.queries :]
+            counted = before if self.recompression.phase == "tokens" else self.tokens
+            if counted % self.recompression.every == 0 and self.length > self.recompression.to:
+                self._recompress()
+        return torch.cat(outputs, dim=1)
+
+    def _recompress(self) -> None:
+        """Hold what the method keeps of the entries: its positions are places among them, and its
+        log-weights add to theirs."""
+        n = self.length
+        layer = replace(
+            self.shape,
+            keys=self.keys[None, :, :n],
+            values=self.values[None, :, :n],
+            queries=self.queries[None],
+            shared={},
+        )
+        held, _, _ = guard.compress(self.label, self.method, layer, self.to, self.generator, {})
+        if held.charged > self.recompression.to + 1:
+            raise BudgetExceeded(self.label, layer.layer_index, self.recompression.to, held.charged)
+        places, count = held.positions[0], held.positions.shape[2]
+        self.positions[:, :count] = self.positions.gather(1, places)
+        if self.log_weights is not None:
+            self.log_weights[:, :count] = self.log_weights.gather(1, places)
+        if held.log_weights is not None:
+            if self.log_weights is None:
+                self.log_weights = held.log_weights.new_zeros(self.positions.shape)
+            self.log_weights[:, :count] += held.log_weights[0]
+        self.keys[:, :count], self.values[:, :count] = held.keys[0], held.values[0]
+        self.length = count
+        self.times += 1
+
+
+def branch_of(base: LayerCache) -> LayerCache:
+    """A cache that goes on from `base` and reads its entries where they are, so that nothing may be
+    appended to `base` any more. A cache whose entries change while decoding is copied; so is a sliding
+    window, which is short."""
+    if not base.is_shareable:
+        return base.clone()
+    twin, n = copy.copy(base), base.length
+    twin.before, twin.first, twin.first_value = base, n, n
+    twin.keys, twin.values = base.keys[:, :0], base.values[:, :0]
+    for name in PER_ENTRY:
+        part = getattr(base, name)
+        setattr(twin, name, None if part is None else part[:, :n].clone())
+    return twin
+
+
+def rows_by_base(caches: Sequence[LayerCache | None]) -> list[list[int]]:
+    """Places of the caches that are branches of one base, two or more, and attend by an ordinary
+    softmax over all they hold."""
+    found: dict[int, list[int]] = {}
+    for place, cache in enumerate(caches):
+        if cache is None or not isinstance(cache.before, LayerCache):
+            continue
+        if not cache.restricts and cache.denominators is None:
+            found.setdefault(id(cache.before), []).append(place)
+    return [places for places in found.values() if len(places) > 1]
+
+
+def attend_branches(caches: Sequence[LayerCache], call: LayerCall, positions: Tensor) -> Tensor:
+    """Append t tokens to each branch of one base, and attend: [rows, heads, t, value_dim].
+
+    The softmax over a row's entries is taken in two parts, the base's entries for the queries of all
+    rows at once and each row's own after it, which are joined by their normalisers (log-sum-exp):
+    the same sum in another order.
+
+    Args:
+        caches: one per row of `call`; they neither evict nor restrict, and have no sliding window.
+        positions: [rows, t].
+    """
+    base = caches[0].before
+    assert isinstance(base, LayerCache)
+    rows, heads, tokens, dim = call.query.shape
+    stored = base.keys.shape[0]
+    group = heads // stored
+    queries = call.query.reshape(rows, stored, group * tokens, dim)
+    together = queries.transpose(0, 1).reshape(stored, -1, dim)
+    parts = [_attend_base(base, block, call) for block in together.split(QUERY_BLOCK, dim=1)]
+    mixed, total, top = (
+        torch.cat(part, dim=1).unflatten(1, (rows, -1)).transpose(0, 1)
+        for part in zip(*parts, strict=True)
+    )
+    for row, cache in enumerate(caches):
+        cache.append(call.key[row], call.value[row], positions[row])
+    keys = _side_by_side([cache.keys[:, : cache.length - cache.first] for cache in caches])
+    values = _side_by_side(
+        [cache.values[:, : cache.length - cache.first_value] for cache in caches]
+    )
+    logits = capped((queries @ keys.mT).float().mul_(call.scaling), call.softcap)
+    device = logits.device
+    ends = torch.tensor([cache.length - cache.first for cache in caches], device=device)
+    seen = ends[:, None] - tokens + torch.arange(tokens, device=device)  # the last entry of a query
+    hidden = torch.arange(keys.shape[2], device=device) > seen[..., None]
+    logits.masked_fill_(hidden[:, None].repeat(1, 1, group, 1), float("-inf"))
+    limit = torch.maximum(top, logits.amax(-1, keepdim=True))
+    weights = logits.sub_(limit).exp_()
+    before = torch.exp(top - limit)
+    normaliser = total * before + weights.sum(-1, keepdim=True)
+    out = (mixed * before + (weights.to(values.dtype) @ values).float()) / normaliser
+    return out.to(call.value.dtype).reshape(rows, heads, tokens, -1)
+
+
+def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    """[kv_heads, entries, dim] of each row as [rows, kv_heads, most entries, dim]."""
+    return pad_sequence([part.transpose(0, 1) for part in parts], batch_first=True).transpose(1, 2)
+
+
+def _attend_base(base: LayerCache, query: Tensor, call: LayerCall) -> tuple[Tensor, Tensor, Tensor]:
+    """Of query [kv_heads, q, d] over all entries of the base: the values' weighted sum [.., value_dim],
+    the sum of the weights and the largest logit [.., 1], float32."""
+    logits = capped(base.dot_keys(query).float().mul_(call.scaling), call.softcap)
+    if base.log_weights is not None:
+        logits += base.log_weights[:, None, : base.length]
+    top = logits.amax(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)
+    weights = logits.sub_(top).exp_()
+    total = weights.sum(-1, keepdim=True)
+    mixed = base.mix_values(weights.to(base.values.dtype)).float()
+    return mixed, total, top

@@ -12,10 +12,15 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from kvbench.engine.attention import LayerCall
-from kvbench.engine.cache import LayerCache, RaggedCache
+from kvbench.engine.cache import (
+    LayerCache,
+    RaggedCache,
+    RecompressedCache,
+    attend_branches,
+    branch_of,
+    rows_by_base,
+)
 from kvbench.engine.faults import release_frames
-from kvbench.engine.recompress import RecompressedCache
-from kvbench.engine.shared import attend_branches, branch_of, merged, rows_by_base
 from kvbench.engine.states import PassingCache, State, clone_of, joined_cache, state_bytes
 from kvbench.kernels.elapsed import Elapsed
 from kvbench.kernels.philox import to_device
@@ -166,10 +171,6 @@ class Fork:
             compressible=list(self.compressible),
             carried=dict(self.carried),
         )
-
-    def merged(self) -> Fork:
-        """Of a branch, a fork that holds all entries itself."""
-        return replace(self, layers={index: merged(layer) for index, layer in self.layers.items()})
 
     def carry_to(self, device: torch.device) -> None:
         """What the method noted at earlier layers, on the device of the next."""

@@ -7,6 +7,7 @@ is answered does not depend on which others are in the batch.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,16 +20,63 @@ from kvbench.engine import memory
 from kvbench.engine.fork import Fork
 from kvbench.engine.graphs import StepGraphs
 from kvbench.engine.kept import strips_of
-from kvbench.engine.limits import active_seconds
 from kvbench.engine.prefill import Prefill, input_device, prefill
-from kvbench.engine.prompts import Generation, Prompt, Question
-from kvbench.engine.rows import DecodingRow, decode_rows, feed_questions, picked
+from kvbench.engine.rows import DecodingRow, Generation, decode_rows, feed_questions, picked
 from kvbench.engine.sampling import GREEDY, Sampling
-from kvbench.engine.shared import is_shareable
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget
 from kvbench.methods.base import Method
 from kvbench.tasks.base import PromptEncoder
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question about a compressed prompt.
+
+    Attributes:
+        ids: fed after the prompt; empty if the prompt itself ends with the question.
+        stopping: when the answer ends.
+        name: seeds the draws of sampled tokens, together with the job's seed.
+        sample: its number among several samples; each has its own draws.
+    """
+
+    ids: Sequence[int]
+    stopping: Stopping
+    name: str = ""
+    sample: int = 0
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of a batch.
+
+    Attributes:
+        context_ids, question_ids: the prompt is their concatenation.
+        methods: by label, each with its budget; one fork each.
+        stopping: when its generations end.
+        example_id: seeds the methods' draws, together with seed and layer.
+        room: new tokens to reserve memory for; None: `stopping.max_new_tokens`.
+        conversations: asked once context and question have been read and compressed: each conversation
+            continues a copy of that cache, and each of its questions follows the answer to the one
+            before. Empty: one question, see `run_batch`.
+        note_kept: whether to report what every method kept.
+        encoder: see `kvbench.engine.prefill.prefill`.
+    """
+
+    context_ids: Sequence[int]
+    question_ids: Sequence[int]
+    methods: Mapping[str, tuple[Method, Budget]]
+    stopping: Stopping
+    example_id: str
+    room: int | None = None
+    conversations: Sequence[Sequence[Question]] = ()
+    note_kept: bool = False
+    encoder: PromptEncoder | None = None
+
+    @property
+    def ids(self) -> list[int]:
+        """The whole prompt."""
+        return [*self.context_ids, *self.question_ids]
 
 
 def run_forks(
@@ -115,18 +163,18 @@ def run_conversations(
         for turn in range(max(turns, default=0)):
             asked: list[tuple[_Reading, _Conversation]] = []
             for reading, each in zip(readings, talks, strict=True):
-                begun = active_seconds()
+                begun = time.perf_counter()
                 going_on = [talk for talk in each if turn < len(talk.questions)]
                 _ask(model, going_on, turn, seed, sampling, reading.start.logits)
-                reading.spent_s += active_seconds() - begun
+                reading.spent_s += time.perf_counter() - begun
                 for talk in going_on:
                     talk.row.spent_s = reading.spent_s
                 asked += [(reading, talk) for talk in going_on]
-            begun = active_seconds()
+            begun = time.perf_counter()
             rows = [talk.row for _, talk in asked if talk.row.chosen]
             decode_rows(model, rows, graphs or StepGraphs())
             for reading in readings:
-                reading.spent_s += active_seconds() - begun
+                reading.spent_s += time.perf_counter() - begun
             for reading, talk in asked:
                 kept = reading.kept.get(talk.row.fork.label)
                 talk.said.append(talk.row.finish(batch=len(prompts), kept=kept))
@@ -190,7 +238,7 @@ class _Reading:
 
 def _read(model: PreTrainedModel, prompt: Prompt, seed: int) -> _Reading:
     """Prefill one prompt, and compress it by every method."""
-    begun = active_seconds()
+    begun = time.perf_counter()
     room = max(
         sum(len(q.ids) + max(prompt.room or 0, q.stopping.max_new_tokens) for q in questions)
         for questions in prompt.conversations
@@ -200,7 +248,7 @@ def _read(model: PreTrainedModel, prompt: Prompt, seed: int) -> _Reading:
         for label, (method, budget) in prompt.methods.items()
     ]
     start = prefill(model, prompt.ids, forks, encoder=prompt.encoder)
-    spent_s = active_seconds() - begun
+    spent_s = time.perf_counter() - begun
     kept = {
         fork.label: strips_of(fork, start.n, fork.compressible)
         for fork in forks
@@ -220,7 +268,7 @@ def _copies_at_once(readings: Sequence[_Reading], most: int, device: torch.devic
         for reading in readings
         for fork in reading.forks
         for cache in fork.layers.values()
-        if reading.copies(fork) or not is_shareable(cache)
+        if reading.copies(fork) or not cache.is_shareable
     )
     return max(1, min(most, (total - used) // (2 * copies))) if copies else most
 

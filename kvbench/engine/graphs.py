@@ -65,29 +65,22 @@ class StepGraphs:
     def wanted(self, model: PreTrainedModel, state: DecodeState, steps: int) -> bool:
         """Whether a step of this state, with so many to come, is to be captured."""
         worth = self.decode != "eager" and steps >= FIRST_STEPS + WORTH_STEPS
-        return worth and self.obstacle(model, state) is None
+        return worth and self.is_possible(model, state)
 
-    def obstacle(self, model: PreTrainedModel, state: DecodeState) -> str | None:
-        """Why steps of this state cannot be captured; None when they may be tried."""
+    def is_possible(self, model: PreTrainedModel, state: DecodeState) -> bool:
+        """Whether steps of this state can be captured: the model lies on one GPU, no row decodes alone,
+        no layer carries a state, which a capture would move on, and no capture has failed."""
         devices = {parameter.device for parameter in model.parameters()}
-        if any(device.type != "cuda" for device in devices):
-            return "the model is not on a GPU"
-        if len(devices) > 1:
-            return f"the model lies on {len(devices)} devices"
-        if is_hybrid(model.config.get_text_config()):
-            return "a layer carries a state, which a capture would move on"
-        if not state.all_together:
-            return "a method or a layer of the batch decodes row by row"
-        if self.failed:
-            return "an earlier capture of this model failed"
-        return None
+        if len(devices) > 1 or devices.pop().type != "cuda":
+            return False
+        hybrid = is_hybrid(model.config.get_text_config())
+        return not hybrid and state.all_together and not self.failed
 
     def capture(
-        self, model: PreTrainedModel, state: DecodeState, step: Callable[[], Tensor]
+        self, model: PreTrainedModel, step: Callable[[], Tensor]
     ) -> Callable[[], Tensor] | None:
         """A function that does what `step` does, by replaying it; None if it could not be captured.
-
-        Capturing runs nothing: afterwards the state is as it was before.
+        Capturing runs nothing.
 
         Args:
             step: works on the same tensors at every call and returns one, always the same afterwards.
@@ -103,7 +96,6 @@ class StepGraphs:
             if is_out_of_memory(failure):
                 raise
             self.failed = True
-            state.restore()
             log.warning(
                 "%s decodes without CUDA graphs: %s", type(model).__name__, first_line(failure)
             )

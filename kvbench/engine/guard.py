@@ -34,31 +34,23 @@ class MethodExit(RuntimeError):
     """A method asked the program to end (SystemExit, GeneratorExit); only the method fails."""
 
 
-def _set_device(device: torch.device) -> None:
-    torch.set_default_device(None if device.type == "cpu" else device)
-
-
 def _set_environment(variables: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update(variables)
 
 
-def _deterministic() -> tuple[bool, bool]:
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    return torch.are_deterministic_algorithms_enabled(), warns
+_SDPA = ("flash", "mem_efficient", "math", "cudnn")
+"""Kernels of torch's attention."""
 
 
-def _set_deterministic(mode: tuple[bool, bool]) -> None:
-    torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
+def _kernels() -> tuple[bool, ...]:
+    return tuple(getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in _SDPA)
 
 
-_BACKENDS = torch.backends.cuda
-_SDPA: dict[str, tuple[Callable[[], bool], Callable[[bool], None]]] = {
-    "flash": (_BACKENDS.flash_sdp_enabled, _BACKENDS.enable_flash_sdp),
-    "memory-efficient": (_BACKENDS.mem_efficient_sdp_enabled, _BACKENDS.enable_mem_efficient_sdp),
-    "math": (_BACKENDS.math_sdp_enabled, _BACKENDS.enable_math_sdp),
-    "cudnn": (_BACKENDS.cudnn_sdp_enabled, _BACKENDS.enable_cudnn_sdp),
-}
+def _set_kernels(enabled: tuple[bool, ...]) -> None:
+    for name, flag in zip(_SDPA, enabled, strict=True):
+        getattr(torch.backends.cuda, f"enable_{name}_sdp")(flag)
+
 
 _PROCESS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
@@ -68,9 +60,15 @@ _PROCESS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         torch.set_float32_matmul_precision,
     ),
     "torch's number of threads": (torch.get_num_threads, torch.set_num_threads),
-    "torch's default device": (torch.get_default_device, _set_device),
-    "torch's deterministic algorithms": (_deterministic, _set_deterministic),
-    **{f"torch's {name} attention": access for name, access in _SDPA.items()},
+    "torch's default device": (
+        torch.get_default_device,
+        lambda device: torch.set_default_device(None if device.type == "cpu" else device),
+    ),
+    "torch's deterministic algorithms": (
+        torch.get_deterministic_debug_mode,
+        torch.set_deterministic_debug_mode,
+    ),
+    "torch's attention kernels": (_kernels, _set_kernels),
     "the working directory": (os.getcwd, os.chdir),
     "the environment": (partial(dict, os.environ), _set_environment),
     "torch's global generator": (torch.get_rng_state, torch.set_rng_state),
@@ -109,10 +107,8 @@ def settings_unchanged(label: str) -> Iterator[None]:
         yield
     except BaseException as failure:
         _restore(before)
-        if type(failure) in (
-            SystemExit,
-            GeneratorExit,
-        ):  # no subclass: SIGTERM raises one of its own
+        # No subclass of these: SIGTERM raises one of its own.
+        if type(failure) in (SystemExit, GeneratorExit):
             raise MethodExit(f"method {label!r} raised {type(failure).__name__}") from failure
         raise
     changed = _restore(before)

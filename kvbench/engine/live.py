@@ -226,10 +226,10 @@ class Context:
             BudgetExceeded, and whatever the method raises; the cache is then unchanged.
         """
         ids = self._ids_of(question)
-        ((answer, row),) = self._answers([ids], max_new_tokens, stop)
+        ((answer, row),) = self._answers([ids], max_new_tokens, stop, keep=keep)
         if keep:
             self._ids += [*ids, *row.chosen]
-            self._fork = row.fork.merged()
+            self._fork = row.fork
         return answer
 
     def ask_all(
@@ -247,40 +247,38 @@ class Context:
         return LiveCache(self.model, [fork], [fork.cost()], seen=self.tokens)
 
     def _answers(
-        self, asked: Sequence[Sequence[int]], max_new_tokens: int, stop: Sequence[str]
+        self,
+        asked: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        stop: Sequence[str],
+        keep: bool = False,
     ) -> list[tuple[Any, DecodingRow]]:
-        tokenizer = self.tokenizer
+        model, tokenizer = self.model, self.tokenizer
         if not is_integer(max_new_tokens, 1):
             raise KVError(f"max_new_tokens is {max_new_tokens!r}; allowed: an integer >= 1")
         if stop and tokenizer is None:
             raise KVError("stop is given and there is no tokenizer; allowed: read(..., tokenizer)")
-        if tokenizer is None:
-            stopping = Stopping(max_new_tokens, model_end_ids(self.model))
-        else:
-            ends = end_token_ids(self.model, tokenizer)
-            stopping = Stopping(max_new_tokens, ends, tuple(stop), self._decoded)
+        ends, decode = model_end_ids(model), None
+        if tokenizer is not None:
+            ends, decode = end_token_ids(model, tokenizer), decoder(tokenizer)
+        stopping = Stopping(max_new_tokens, ends, tuple(stop), decode)
         unread = self._ids[self.tokens :]
-        with kvbench_attention_on(self.model), torch.inference_mode():
-            rows = [DecodingRow(self._fork.branch(), stopping, self.tokens) for _ in asked]
-            feed_questions(self.model, rows, [[*unread, *ids] for ids in asked])
-            decode_rows(self.model, [row for row in rows if row.chosen], StepGraphs())
+        with kvbench_attention_on(model), torch.inference_mode():
+            going_on = self._fork.clone if keep else self._fork.branch
+            rows = [DecodingRow(going_on(), stopping, self.tokens) for _ in asked]
+            feed_questions(model, rows, [[*unread, *ids] for ids in asked])
+            decode_rows(model, [row for row in rows if row.chosen], StepGraphs())
             answers = [row.finish() for row in rows]
         found: list[tuple[Any, DecodingRow]] = []
         for row, answer in zip(rows, answers, strict=True):
             if answer.failure is not None:
                 raise answer.failure
-            tokens = answer.tokens
-            found.append(
-                (tokens if tokenizer is None else stopping.cut(self._decoded(tokens)), row)
-            )
+            said = answer.tokens if decode is None else stopping.cut(decode(answer.tokens))
+            found.append((said, row))
         return found
 
     def _ids_of(self, question: Any) -> list[int]:
         return token_ids(question, self.tokenizer, "the question", special=False)
-
-    def _decoded(self, tokens: Sequence[int]) -> str:
-        assert self.tokenizer is not None
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
 def _held(cost: Cost) -> tuple[dict[str, float], int]:
@@ -288,6 +286,11 @@ def _held(cost: Cost) -> tuple[dict[str, float], int]:
     assert cost.entries is not None
     assert cost.cache_bytes is not None
     return cost.entries, cost.cache_bytes
+
+
+def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
+    """Token ids to text, without special tokens."""
+    return lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
 def token_ids(
@@ -303,7 +306,7 @@ def token_ids(
             raise KVError(f"{what} is text and there is no tokenizer; allowed: ids, or a tokenizer")
         check_length(given)
         with tokenizing(tokenizer):
-            given = tokenizer(given, add_special_tokens=special)
+            given = tokenizer(given, **({} if special else {"add_special_tokens": False}))
     ids: Any = given["input_ids"] if isinstance(given, Mapping) else given
     ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
     if ids and isinstance(ids[0], list):
@@ -737,18 +740,6 @@ def _no_batches(*_: Any, **__: Any) -> NoReturn:
 
 
 @contextmanager
-def _attribute(model: PreTrainedModel, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute of this object within the context; restored afterwards."""
-    own = {name: model.__dict__[name]} if name in model.__dict__ else {}
-    model.__dict__[name] = value
-    try:
-        yield
-    finally:
-        del model.__dict__[name]
-        model.__dict__.update(own)
-
-
-@contextmanager
 def compressed_generation(compression: Compression) -> Iterator[Compression]:
     """See `kvbench.compress`.
 
@@ -766,15 +757,19 @@ def compressed_generation(compression: Compression) -> Iterator[Compression]:
             )
         compressible_layers(model)  # refuses a model without any
         before, after = compression.before_forward, compression.after_forward
-        hooks = (
-            model.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
-            model.register_forward_hook(after, with_kwargs=True),
+        hook = model.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+        stack.callback(hook.remove)
+        stack.callback(model.register_forward_hook(after, with_kwargs=True).remove)
+        replaced = {
+            "generate": _CheckedGenerate(compression, model.generate),
+            "generate_batch": _no_batches,
+        }
+        stack.callback(
+            model.__dict__.update, {k: v for k, v in vars(model).items() if k in replaced}
         )
-        for hook in hooks:
-            stack.callback(hook.remove)
-        guarded = _CheckedGenerate(compression, model.generate)
-        stack.enter_context(_attribute(model, "generate", guarded))
-        stack.enter_context(_attribute(model, "generate_batch", _no_batches))
+        for name in replaced:
+            stack.callback(model.__dict__.pop, name)
+        model.__dict__.update(replaced)
         try:
             yield compression
         except BaseException:

@@ -42,7 +42,7 @@ from kvbench.engine.memory import total_bytes
 from kvbench.errors import UserError, complain, first_line, needs_extra, one_line, traceback_of
 from kvbench.errors.options import Text, check_options
 from kvbench.tasks.base import PromptEncoder, tokenizing
-from kvbench.tasks.hub import hub_answers, retries_announced_once
+from kvbench.tasks.data import hub_answers, retries_announced_once
 
 log = logging.getLogger(__name__)
 

@@ -262,21 +262,17 @@ def prefill(
     ids: Sequence[int],
     forks: Sequence[Fork],
     *,
-    always_compress: bool = False,
     encoder: PromptEncoder | None = None,
 ) -> Prefill:
     """Run the prompt once, exactly; every fork holds its compressed cache afterwards.
 
     Args:
-        always_compress: call the methods even where the prompt is within their capacity, so that
-            they can note the scores of what they keep (reading in chunks goes on from there).
         encoder: of the words in which a method asks for the prompt again (`Rescoring`).
     """
     device = input_device(model)
     compressible = compressible_layers(model)
     for fork in forks:
-        over = always_compress or len(ids) > fork.budget.capacity(len(ids))
-        fork.compressed = fork.method.uses_budget and over
+        fork.compressed = fork.method.uses_budget and len(ids) > fork.budget.capacity(len(ids))
     tokens = torch.tensor([list(ids)], device=device)
 
     def feed(following: Sequence[int], state: AttentionState) -> None:

@@ -1,4 +1,4 @@
-"""Rows of a decoding batch: each one fork and the answer it is giving."""
+"""Rows of a decoding batch: each one fork and the answer that it gives."""
 
 from __future__ import annotations
 
@@ -13,13 +13,37 @@ from transformers import PreTrainedModel
 
 from kvbench.engine.decoding import DecodeState
 from kvbench.engine.faults import NonFiniteLogits
-from kvbench.engine.fork import Fork, ForkBatch
+from kvbench.engine.fork import Cost, Fork, ForkBatch
 from kvbench.engine.graphs import FIRST_STEPS, StepGraphs
-from kvbench.engine.limits import active_seconds
 from kvbench.engine.prefill import forward, input_device, synchronize
-from kvbench.engine.prompts import Generation
 from kvbench.engine.sampling import GREEDY, Sampling
 from kvbench.engine.stopping import Stopping
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation(Cost):
+    """What one fork generated, and what it cost.
+
+    Attributes:
+        tokens: new tokens, without the ending token.
+        new_tokens: tokens produced, the ending token included.
+        prefill_s: seconds of this prompt's own prefill; the same, like `compress_s`, for all questions
+            about one compressed prompt.
+        decode_s: seconds of the decode steps this fork took part in, divided by the rows of each
+            (decoding is shared by methods and prompts; the throughput probe measures methods alone).
+        failure: what stopped the fork; None if it succeeded.
+        batch: prompts that were decoded together.
+        kept: what was held of the prompt after compression (`kvbench.engine.kept.strips_of`), if
+            requested.
+    """
+
+    tokens: list[int]
+    new_tokens: int
+    prefill_s: float
+    decode_s: float
+    failure: Exception | None
+    batch: int = 1
+    kept: dict[str, Any] | None = None
 
 
 @dataclass
@@ -132,11 +156,11 @@ def decode_rows(model: PreTrainedModel, rows: list[DecodingRow], graphs: StepGra
     A row that has ended leaves the batch; where steps are replayed, when half of the batch has.
     """
     batch: _Batch | None = None
-    begun = active_seconds()
+    begun = time.perf_counter()
     while True:
         # Making a batch and capturing its step are part of what decoding takes.
         since = time.perf_counter()
-        _time_out(rows, active_seconds() - begun)
+        _time_out(rows, time.perf_counter() - begun)
         running = [row for row in rows if row.running]
         if batch is None or batch.is_over(running):
             if batch is not None:
@@ -177,7 +201,7 @@ class _Batch:
         """One token for every row that has not ended; its clock has run `since` then."""
         if self.may_capture and self.state.taken == FIRST_STEPS:
             self.may_capture = False
-            self.replay = self.graphs.capture(self.model, self.state, self._run)
+            self.replay = self.graphs.capture(self.model, self._run)
         for place, row in enumerate(self.rows):
             if not row.running and place not in self.ended:
                 self.ended.add(place)
@@ -185,13 +209,12 @@ class _Batch:
         if self.draws is not None:
             self.draws.copy_(torch.tensor([row.draw for row in self.rows]))
         _step(self.rows, 1, self.replay or self._run, since)
-        self.state.count()
+        self.state.taken += 1
 
     def is_over(self, running: Sequence[DecodingRow]) -> bool:
-        """Whether a new batch should take over: of the running rows alone, or because a cache is
-        full."""
+        """Whether a new batch, of the running rows alone, should take over."""
         few = len(self.rows) // 2 if self.replay is not None else len(self.rows) - 1
-        return len(running) <= few or self.state.outgrown
+        return len(running) <= few
 
 
 def _time_out(rows: Sequence[DecodingRow], elapsed: float) -> None:

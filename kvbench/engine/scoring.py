@@ -85,20 +85,12 @@ def read(
             "and fewer than there are"
         )
     whole = {label: pair for label, pair in methods.items() if pair[0].whole_pass is not None}
-    alone = n == 1  # nothing to compress
+    head = max(1, head)
     forks = [
-        Fork(
-            label,
-            Exact() if alone else method,
-            budget,
-            seed,
-            example_id,
-            room=room + n - max(1, head),
-        )
+        Fork(label, method if n > 1 else Exact(), budget, seed, example_id, room=room + n - head)
         for label, (method, budget) in methods.items()
         if label not in whole
     ]
-    head = max(1, head)
     start = prefill(model, prompt_ids[:head], forks, encoder=encoder)
     return CompressedPrompt(forks, whole, list(prompt_ids[head:]), list(prompt_ids), start)
 
@@ -226,7 +218,7 @@ def masked_pass_cache(
     config = model.config.get_text_config()
     method, budget = pair
     assert method.whole_pass is not None
-    entries = method.whole_pass.entries(budget, tokens)
+    entries = method.whole_pass.masked_entries(budget, tokens)
     heads = config.num_attention_heads
     group = heads // kv_heads(config)
     return entries, entries * group / tokens
@@ -244,39 +236,6 @@ class Scored:
     logprobs: list[float]
     greedy: list[bool]
     failure: Exception | None = None
-
-
-class LogProbs:
-    """A `LogitsHook` that keeps each row's log-probability of its next token, and if it is greedy."""
-
-    def __init__(self, continuations: Sequence[Sequence[int]]) -> None:
-        longest = max(map(len, continuations))
-        self.continuations = continuations
-        self.targets = torch.tensor([repeat_last(tokens, longest) for tokens in continuations])
-        self.found: list[Tensor] = []
-
-    def __call__(self, begin: int, logits: Tensor) -> None:
-        """See `LogitsHook`."""
-        targets = self.targets[:, begin : begin + logits.shape[1]].to(logits.device)[..., None]
-        logprobs = logits.float().log_softmax(-1)
-        mine = logprobs.gather(-1, targets)[..., 0]
-        greedy = logits.argmax(-1) == targets[..., 0]
-        self.found.append(torch.stack([mine, greedy.to(mine.dtype)], dim=-1).cpu())
-
-    def scored(self) -> list[Scored]:
-        """What was found, by row."""
-        found = torch.cat(self.found, dim=1)
-        rows = []
-        for row, tokens in zip(found, self.continuations, strict=True):
-            mine = row[: len(tokens)]
-            bad = mine[:, 0].isnan().nonzero()
-            failure = NonFiniteLogits(int(bad[0]) + 1) if len(bad) else None
-            rows.append(
-                Scored(mine[:, 0].tolist(), mine[:, 1].bool().tolist())
-                if failure is None
-                else Scored([], [], failure)
-            )
-        return rows
 
 
 def score(
@@ -304,21 +263,47 @@ def score(
             (fork if len(continuations) == 1 else fork.clone(), tokens)
             for fork, tokens in pairs[begin : begin + batch_rows]
         ]
-        on_logits = LogProbs([tokens for _, tokens in batch])
-        feed_continuations(model, reading, batch, on_logits)
-        for (fork, _), scored in zip(batch, on_logits.scored(), strict=True):
-            failed = fork.failure is not None
-            results[fork.label].append(Scored([], [], fork.failure) if failed else scored)
+        found: list[Tensor] = []
+        hook = _log_probabilities([tokens for _, tokens in batch], found)
+        feed_continuations(model, reading, batch, hook)
+        for (fork, tokens), row in zip(batch, torch.cat(found, dim=1), strict=True):
+            results[fork.label].append(_scored(row[: len(tokens)], fork.failure))
     for fork in reading.forks:
         if not results[fork.label]:  # it failed while it compressed
             results[fork.label] = [Scored([], [], fork.failure)] * len(continuations)
     for label, pair in reading.whole.items():
         results[label] = []
         for tokens in continuations:
-            on_logits = LogProbs([tokens])
-            run_masked_pass(model, reading.prompt_ids, tokens, [pair], on_logits)
-            results[label] += on_logits.scored()
+            found = []
+            hook = _log_probabilities([tokens], found)
+            run_masked_pass(model, reading.prompt_ids, tokens, [pair], hook)
+            results[label].append(_scored(torch.cat(found, dim=1)[0], None))
     return results
+
+
+def _log_probabilities(continuations: Sequence[Sequence[int]], found: list[Tensor]) -> LogitsHook:
+    """A hook that notes of each row its next token's log-probability, and whether that one is greedy:
+    [rows, tokens, 2]."""
+    longest = max(map(len, continuations))
+    every = torch.tensor([repeat_last(tokens, longest) for tokens in continuations])
+
+    def note(begin: int, logits: Tensor) -> None:
+        targets = every[:, begin : begin + logits.shape[1]].to(logits.device)[..., None]
+        mine = logits.float().log_softmax(-1).gather(-1, targets)[..., 0]
+        greedy = logits.argmax(-1) == targets[..., 0]
+        found.append(torch.stack([mine, greedy.to(mine.dtype)], dim=-1).cpu())
+
+    return note
+
+
+def _scored(row: Tensor, failure: Exception | None) -> Scored:
+    """A row [tokens, 2] of what was noted, or the failure of its fork or its logits."""
+    bad = row[:, 0].isnan().nonzero()
+    if failure is None and len(bad):
+        failure = NonFiniteLogits(int(bad[0]) + 1)
+    if failure is not None:
+        return Scored([], [], failure)
+    return Scored(row[:, 0].tolist(), row[:, 1].bool().tolist())
 
 
 @torch.inference_mode()

@@ -1,29 +1,39 @@
-"""Reading a text through a method's bounded cache: which way each method reads, and what it held."""
+"""Reading a text of any length through a method's bounded cache, by chunks.
+
+Every token attends to what it would attend to if tokens were fed one by one, so that results do not
+depend on the chunks. What is held between them is one of three states: a band of first and last tokens
+(`BandState`), the cache of a method that evicts (`EvictingState`), or a streaming algorithm's samples
+(`EstimatedState`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvbench.engine.attention import LayerCall, UnsupportedModel, capped
+from kvbench.engine.cache import LayerCache
 from kvbench.engine.estimate import shape_of
-from kvbench.engine.estimated import EstimatedState
-from kvbench.engine.fork import Fork
-from kvbench.engine.streaming import (
-    PlacedState,
-    StreamState,
-    recomputed,
-    rotation_of,
-    stream,
-    stream_fork,
-)
-from kvbench.kv import Budget, KVError
-from kvbench.methods.base import Band, Method
+from kvbench.engine.fork import layer_generator
+from kvbench.engine.prefill import compressible_layers, forward_rows, input_device
+from kvbench.engine.scoring import CHUNK_LOGITS, vocabulary
+from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError
+from kvbench.methods.base import Band, LayerStream, Method, StreamAlgorithm, rule_of
 
 POSITIONS = ("cache", "absolute")
+"""How positions are counted: inside the cache (as StreamingLLM: entries and query by their place there,
+so that the text may be longer than the model's positions), or every entry keeps its own."""
+
+CHUNK = 256
+"""Tokens per chunk."""
+
+MOST_WAITING = 64
+"""Most tokens that are collected before a streaming algorithm reads them."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +62,11 @@ def check_reads(label: str, method: Method, budget: Budget, positions: str) -> N
     if isinstance(way, Band) or (way is not None and positions == "absolute"):
         return
     if method.evicts and (positions == "absolute" or budget.size is not None):
+        if positions == "cache" and method.quantize is not None:
+            raise KVError(
+                f"method {label!r} packs its entries, which have no place in the cache to be turned to; "
+                "allowed: positions=absolute, or quantize=null"
+            )
         return
     raise KVError(
         f"method {label!r} with positions={positions} and budget.size={budget.size} cannot read a "
@@ -75,7 +90,7 @@ def read_text(
     """-log p of every token but the first, each from what is held when it comes.
 
     Args:
-        positions: cache (counted inside the cache) | absolute (every entry keeps its own).
+        positions: see `POSITIONS`.
         name: of the text, for a method's draws.
 
     Raises:
@@ -83,32 +98,424 @@ def read_text(
     """
     check_reads(label, method, budget, positions)
     way, n = method.reading(budget), len(ids)
-    if isinstance(way, Band) and way.recomputed:
-        assert budget.size is not None
-        nll, entries = torch.cat(list(recomputed(model, ids, recent=budget.size))), budget.size
-        return _read(model, nll, min(n, entries), None)
-    if way is None and method.evicts and positions == "absolute":
-        fork = Fork(label, method, budget, seed, name, room=1)
-        nll = torch.cat(stream_fork(model, ids, fork))
-        return _read(model, nll, min(n, budget.capacity(n)), fork.cache_bytes())
-    rotation = rotation_of(model) if positions == "cache" else None
-    state: StreamState | PlacedState | EstimatedState
-    if isinstance(way, Band):
-        state = StreamState(way.first, n if way.last is None else way.last, rotation)
-    elif way is None:
-        state = PlacedState(method, budget, rotation)
-    else:
-        state = EstimatedState(label, method, budget, n, seed, name)
-    start, recent = state.start, state.recent
-    parts = stream(model, ids, start=start, recent=recent, positions=positions, state=state)
-    nll = torch.cat(list(parts))
-    entries = state.most if isinstance(state, EstimatedState) else min(n, start + recent)
-    return _read(model, nll, entries, state.held_bytes)
-
-
-def _read(model: PreTrainedModel, nll: Tensor, entries: int, held: int | None) -> Read:
-    """With the bytes of exact caches of as many tokens as were read, and as there are entries."""
     shape = shape_of(model.config.get_text_config(), model.dtype)
     assert shape is not None  # the models that kvbench supports say so
-    n = len(nll) + 1
-    return Read(nll, entries, shape.bytes(n, entries) if held is None else held, shape.bytes(n, n))
+    if isinstance(way, Band) and way.recomputed:
+        assert way.last is not None
+        nll, entries = torch.cat(list(recomputed(model, ids, recent=way.last))), min(n, way.last)
+        return Read(nll, entries, shape.bytes(n, entries), shape.bytes(n, n))
+    rotation = rotation_of(model) if positions == "cache" else None
+    state: StreamState
+    if isinstance(way, Band):
+        state = BandState(way.first, n if way.last is None else way.last, rotation)
+    elif way is None:
+        state = EvictingState(method, budget, n, rotation)
+    else:
+        state = EstimatedState(label, way, budget, n, seed, name)
+    nll = torch.cat(list(stream(model, ids, state, positions)))
+    return Read(nll, min(n, state.most), state.held_bytes, shape.bytes(n, n))
+
+
+@torch.inference_mode()
+def stream(
+    model: PreTrainedModel, ids: Sequence[int], state: StreamState, positions: str = "cache"
+) -> Iterator[Tensor]:
+    """-log p of every token but the first, in chunks, each [tokens] float32 on the CPU.
+
+    Args:
+        state: what is held; it may go on from an earlier text.
+        positions: see `POSITIONS`.
+
+    Raises:
+        UnsupportedModel: layers without full attention.
+    """
+    device = input_device(model)
+    if len(compressible_layers(model)) < model.config.get_text_config().num_hidden_layers:
+        raise UnsupportedModel(
+            f"{type(model).__name__} has sliding-window layers; allowed: full attention"
+        )
+    tokens = torch.tensor(list(ids), dtype=torch.int64, device=device)
+    size = max(1, min(CHUNK, CHUNK_LOGITS // vocabulary(model)))
+    for begin in range(0, len(tokens) - 1, size):
+        chunk = tokens[begin : begin + size]
+        at = torch.arange(state.seen, state.seen + len(chunk), device=device)
+        if positions == "cache":  # 0: not rotated; learned positions have the place in the cache
+            at = at.clamp(max=state.most) if state.rotation is None else torch.zeros_like(at)
+        logits = forward_rows(model, chunk[None], at, state)[0]
+        state.seen += len(chunk)
+        yield nll_of(logits, tokens[begin + 1 : begin + 1 + len(chunk)])
+
+
+@torch.inference_mode()
+def recomputed(
+    model: PreTrainedModel, ids: Sequence[int], *, recent: int, rows: int = 16
+) -> Iterator[Tensor]:
+    """As `stream`, by sliding-window re-computation: each token from a new pass over the `recent` tokens
+    before it and itself. O(len(ids) * recent^2)."""
+    device = input_device(model)
+    tokens = torch.tensor(list(ids), dtype=torch.int64, device=device)
+    whole = tokens[: recent + 1][None]
+    logits = forward_rows(model, whole, torch.arange(whole.shape[1], device=device), _Exact())[0]
+    yield nll_of(logits, tokens[1 : recent + 2])
+    ends = list(range(recent + 1, len(tokens) - 1))
+    at = torch.arange(recent + 1, device=device)
+    for begin in range(0, len(ends), rows):
+        some = torch.tensor(ends[begin : begin + rows], device=device)
+        windows = tokens[some[:, None] - recent + at]
+        logits = forward_rows(model, windows, at, _Exact(), keep=1)[:, -1]
+        yield nll_of(logits, tokens[some + 1])
+
+
+def nll_of(logits: Tensor, target: Tensor) -> Tensor:
+    """-log p of the tokens `target` [t] by the first t of logits [>= t, vocab]: float32 on the CPU."""
+    logprobs = logits[: len(target)].float().log_softmax(-1)
+    return -logprobs.gather(-1, target[:, None])[:, 0].cpu()
+
+
+@dataclass
+class _Exact:
+    """Attention state of plain causal attention.
+
+    Attributes:
+        found: the first layer's queries and keys.
+    """
+
+    found: list[Tensor] = field(default_factory=list)
+
+    def attend(self, call: LayerCall) -> Tensor:
+        """Exact attention."""
+        if call.layer == 0:
+            self.found = [call.query, call.key]
+        return call.exact()
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Rotary position encoding of the first dimensions, halves paired, by fixed frequencies.
+
+    Attributes:
+        frequencies: [pairs] float32.
+    """
+
+    frequencies: Tensor
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x [..., tokens, dim] at positions [tokens], in float32."""
+        return rotated(x, *self.table(positions.to(x.device)))
+
+    def table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of positions [tokens], each [tokens, 2 * pairs] float32."""
+        frequencies = self.frequencies.to(positions.device)
+        angles = (positions[:, None].double() * frequencies.double()).repeat(1, 2)
+        return angles.cos().float(), angles.sin().float()
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [..., tokens, dim] rotated by cosines and sines [..., tokens, width], in float32."""
+    part, rest = x.float().split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
+    one, two = part.chunk(2, dim=-1)
+    return torch.cat([part * cos + torch.cat([-two, one], dim=-1) * sin, rest], dim=-1)
+
+
+@torch.inference_mode()
+def rotation_of(model: PreTrainedModel) -> Rotation | None:
+    """The model's rotary encoding; None where positions enter with the embedding (OPT).
+
+    The rotation is verified on the first layer: a key at position 0 is not rotated, and rotated here to
+    another position it must equal the model's own key there.
+
+    Raises:
+        UnsupportedModel: another encoding, such as frequencies that depend on the length.
+    """
+    buffers = dict(model.named_buffers())
+    named = [buffer for name, buffer in buffers.items() if name.endswith("inv_freq")]
+    if not named:
+        return None
+    rotation = Rotation(named[0].float())
+    ids = torch.tensor([[5, 3, 4]], device=input_device(model)) % vocabulary(model)
+    there = torch.tensor([3, 17, 40], device=ids.device)
+    plain, moved = _Exact(), _Exact()
+    forward_rows(model, ids, torch.zeros_like(there), plain, keep=1)
+    forward_rows(model, ids, there, moved, keep=1)
+    tolerance = 1e-3 if model.dtype == torch.float32 else 3e-2
+    for at_zero, at_there in zip(plain.found, moved.found, strict=True):
+        apart = (rotation(at_zero, there) - at_there.float()).abs().max()
+        if float(apart) > tolerance * float(at_there.abs().max()):
+            raise UnsupportedModel(
+                f"{type(model).__name__} encodes positions otherwise than by fixed rotary frequencies; "
+                "allowed with positions=cache: models that do, or that learn their positions"
+            )
+    return rotation
+
+
+class StreamState:
+    """Attention state that reads a stream.
+
+    Attributes:
+        most: entries of any layer and head after a token, at most. seen: tokens read so far.
+        rotation: turns keys, which are held as the model computes them, to their places in the cache;
+            None: keys keep their positions, or learn them with the embedding.
+    """
+
+    def __init__(self, most: int, rotation: Rotation | None = None) -> None:
+        self.most, self.rotation, self.seen = most, rotation, 0
+
+    def attend(self, call: LayerCall) -> Tensor:
+        """Attention of each of the chunk's tokens to the entries held when it is read, and to itself."""
+        raise NotImplementedError
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes held."""
+        raise NotImplementedError
+
+
+class BandState(StreamState):
+    """Holds the first `start` and the last `recent` tokens."""
+
+    def __init__(self, start: int, recent: int, rotation: Rotation | None = None) -> None:
+        super().__init__(start + recent, rotation)
+        self.start, self.recent = start, recent
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def times(self) -> Tensor:
+        """The time (token number) at which each held entry was read."""
+        first = min(self.start, self.seen)
+        last = range(max(first, self.seen - self.recent), self.seen)
+        return torch.tensor([*range(first), *last], dtype=torch.int64)
+
+    def attend(self, call: LayerCall) -> Tensor:
+        """See `StreamState`."""
+        key, value, device = call.key[0], call.value[0], call.key.device
+        if call.layer in self._layers:
+            keys, values = self._layers[call.layer]
+            key, value = torch.cat([keys, key], dim=1), torch.cat([values, value], dim=1)
+        now = torch.arange(self.seen, self.seen + call.query.shape[2], device=device)
+        times = torch.cat([self.times.to(device), now])
+        heads, kv_heads = call.query.shape[1], key.shape[0]
+        query = call.query[0].view(kv_heads, heads // kv_heads, len(now), -1)
+        logits = self._logits(query, key[:, None], now, times) * call.scaling
+        distance = now[:, None] - times
+        seen = (distance >= 0) & ((times < self.start) | (distance <= self.recent))
+        weights = capped(logits.float(), call.softcap).masked_fill(~seen, -torch.inf).softmax(-1)
+        out = weights.to(value.dtype) @ value[:, None]
+        kept = (times < self.start) | (times > now[-1] - self.recent)
+        self._layers[call.layer] = key[:, kept], value[:, kept]
+        return out.reshape(1, heads, len(now), -1)
+
+    def _logits(self, query: Tensor, key: Tensor, now: Tensor, times: Tensor) -> Tensor:
+        """q.k of queries [kv_heads, group, t, d] at `now` and entries [kv_heads, 1, c, d] of `times`.
+
+        Places in the cache are counted from the oldest entry: once the cache is full, a query has the
+        place start + recent, so that its distance to a recent entry is the difference of their times,
+        and to a first entry the difference of their places.
+        """
+        if self.rotation is None:
+            return query @ key.mT
+        first = int((times < self.start).sum())
+        base = times[first] if first < len(times) else now[0]
+        recent = self.rotation(query, now - base) @ self.rotation(key, times - base).mT
+        place = now.clamp(max=self.most)
+        begin = self.rotation(query, place) @ self.rotation(key[:, :, :first], times[:first]).mT
+        return torch.cat([begin, recent[..., first:]], dim=-1)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the keys and values held."""
+        return sum(part.nbytes for held in self._layers.values() for part in held)
+
+
+class _PlacedCache(LayerCache):
+    """A cache of unrotated keys that evicts: each key is given the position of its place among the held
+    entries, by age.
+
+    Attributes:
+        table: cosines and sines of the places.
+    """
+
+    table: tuple[Tensor, Tensor]
+
+    def dot_keys(self, query: Tensor, begin: int = 0) -> Tensor:
+        """q.k of the newest token's query [kv_heads, q, d] with all that is held."""
+        n = self.length
+        places = self.positions[:, :n].argsort(-1).argsort(-1)
+        cos, sin = (part[places] for part in self.table)
+        last = (part[n - 1] for part in self.table)
+        return rotated(query, *last) @ rotated(self.keys[:, :n], cos, sin).mT
+
+
+class EvictingState(StreamState):
+    """Holds what a method that evicts leaves.
+
+    Every token, from the first on, is added, attends, and evicts an entry once the cache is full, layer
+    by layer, so that accumulated scores (H2O's) are those of Algorithm 1.
+
+    Args:
+        tokens: length of the whole text.
+    """
+
+    def __init__(
+        self, method: Method, budget: Budget, tokens: int, rotation: Rotation | None
+    ) -> None:
+        super().__init__(budget.capacity(tokens), rotation)
+        self.method, self.sink = method, budget.sink
+        self._layers: dict[int, LayerCache] = {}
+
+    def attend(self, call: LayerCall) -> Tensor:
+        """See `StreamState`."""
+        if call.layer not in self._layers:
+            self._layers[call.layer] = self._begin(call)
+        query = call.query
+        at = torch.arange(self.seen, self.seen + query.shape[2], device=query.device)
+        return self._layers[call.layer].step(call, at)[None].to(query.dtype)
+
+    def _begin(self, call: LayerCall) -> LayerCache:
+        none = call.key.new_zeros(1, call.key.shape[1], 0, dtype=torch.float32)
+        rule = rule_of(self.method, self.most, self.sink)
+        scores = none if rule is None or rule.leaves != "oldest" else None
+        held = CompressedKV(call.key[:, :, :0], call.value[:, :, :0], None, none.long(), scores)
+        room = self.most + 1
+        size: dict[str, Any] = {"capacity": self.most, "sink": self.sink}
+        if self.rotation is None:
+            packs = self.method.quantization()
+            return LayerCache(held, room, self.method, quantization=packs, **size)
+        cache = _PlacedCache(held, room, self.method, **size)
+        cache.table = self.rotation.table(torch.arange(room, device=call.key.device))
+        return cache
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes held, of scores too."""
+        return sum(cache.entry_bytes() for cache in self._layers.values())
+
+
+@dataclass
+class _Sampled:
+    """What a layer holds: sink and recent tokens exactly [kv_heads, entries, d], and the algorithm's
+    estimators of the others, updated whenever it reads."""
+
+    keys: Tensor
+    values: Tensor
+    algorithm: LayerStream | None = None
+    numerator: tuple[Tensor, Tensor, Tensor] | None = None
+    denominator: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def entries(self) -> int:
+        """Entries of the head that holds most."""
+        exact = self.keys.shape[1]
+        return exact if self.algorithm is None else exact + self.algorithm.entries
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        exact = self.keys.nbytes + self.values.nbytes
+        return exact if self.algorithm is None else exact + self.algorithm.nbytes
+
+    def attend(self, query: Tensor, call: LayerCall) -> Tensor:
+        """Attention of query [heads, t, d], whose own keys are the last `t` that are held: the quotient
+        of the two estimators, sink and recent tokens being exact in both."""
+        heads, t, dim = query.shape
+        kv_heads, held = self.keys.shape[:2]
+        rows = query.reshape(kv_heads, -1, dim).float()
+
+        def logits(keys: Tensor) -> Tensor:
+            return capped(rows @ keys.float().mT * call.scaling, call.softcap)
+
+        order = torch.arange(held, device=query.device)
+        hidden = order > order[held - t :, None]
+        exact = logits(self.keys).masked_fill(hidden.repeat(heads // kv_heads, 1), -torch.inf)
+        if self.numerator is None or self.denominator is None:
+            return (exact.softmax(-1) @ self.values.float()).view(heads, t, -1)
+        above = logits(self.numerator[0]) + self.numerator[2][:, None]
+        below = logits(self.denominator[0]) + self.denominator[1][:, None]
+        top = exact.amax(-1, keepdim=True)
+        for part in (above, below):
+            if part.shape[-1]:
+                top = torch.maximum(top, part.amax(-1, keepdim=True))
+        exact, above, below = (torch.exp(part - top) for part in (exact, above, below))
+        total = exact @ self.values.float() + above @ self.numerator[1].float()
+        out = total / (exact.sum(-1, keepdim=True) + below.sum(-1, keepdim=True))
+        return out.view(heads, t, -1)
+
+
+class EstimatedState(StreamState):
+    """Holds the samples of a streaming algorithm (BalanceKV's, SubGen's), and the tokens at both ends.
+
+    Everything is exact until ``budget.size`` has no room for another `waiting` tokens. Then the
+    algorithm reads all tokens between sink and window, and afterwards those that leave the window, up
+    to `waiting` at a time: when it reads depends on positions alone, not on the chunks of the model's
+    passes.
+
+    Args:
+        tokens: length of the whole text, which BalanceKV needs.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        algorithm: StreamAlgorithm,
+        budget: Budget,
+        tokens: int,
+        seed: int,
+        name: str,
+    ) -> None:
+        assert budget.size is not None
+        super().__init__(0)
+        self.label, self.algorithm, self.budget, self.size = label, algorithm, budget, budget.size
+        self.tokens, self.seed, self.name = tokens, seed, name
+        between = self.size - budget.sink - budget.window
+        self.waiting = max(1, min(MOST_WAITING, between // 8))
+        self.room = between - self.waiting
+        self._layers: dict[int, _Sampled] = {}
+
+    def attend(self, call: LayerCall) -> Tensor:
+        """See `StreamState`."""
+        key, value = call.key[0], call.value[0]
+        layer = self._layers.setdefault(call.layer, _Sampled(key[:, :0], value[:, :0]))
+        out, begin, end = [], 0, key.shape[1]
+        while begin < end:  # up to the next token at which the algorithm may read
+            step = min(end - begin, self.waiting - (self.seen + begin) % self.waiting)
+            part = slice(begin, begin + step)
+            layer.keys = torch.cat([layer.keys, key[:, part]], dim=1)
+            layer.values = torch.cat([layer.values, value[:, part]], dim=1)
+            out.append(layer.attend(call.query[0, :, part], call))
+            begin += step
+            self.most = max(self.most, layer.entries)
+            if (self.seen + begin) % self.waiting == 0:
+                self._read(layer, call.layer)
+        return torch.cat(out, dim=1)[None].to(call.query.dtype)
+
+    def _read(self, layer: _Sampled, index: int) -> None:
+        """Let the algorithm read the tokens that have left the window, once the cache is full.
+
+        Raises:
+            BudgetExceeded: the layer holds more than the budget.
+        """
+        sink, held = self.budget.sink, layer.keys.shape[1]
+        if layer.algorithm is None and held + self.waiting <= self.size:
+            return
+        end = max(sink, held - self.budget.window)
+        keys, values = layer.keys[:, sink:end], layer.values[:, sink:end]
+        if layer.algorithm is None:
+            generator = layer_generator(self.seed, self.name, index)
+            layer.algorithm = self.algorithm(
+                keys, values, room=self.room, tokens=self.tokens, generator=generator
+            )
+        layer.algorithm.extend(keys, values)
+        layer.keys, layer.values = (
+            torch.cat([part[:, :sink], part[:, end:]], dim=1) for part in (layer.keys, layer.values)
+        )
+        device = layer.keys.device
+        keys, values, log_weights = layer.algorithm.numerator()
+        layer.numerator = keys.to(device), values.to(device), log_weights.to(device)
+        keys, log_weights = layer.algorithm.denominator()
+        layer.denominator = keys.to(device), log_weights.to(device)
+        if layer.entries + self.waiting > self.size:
+            raise BudgetExceeded(self.label, index, self.size, layer.entries + self.waiting)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes held."""
+        return sum(layer.nbytes for layer in self._layers.values())

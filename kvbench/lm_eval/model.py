@@ -201,7 +201,7 @@ class KVBenchLM(Requests):
         for answer in answers:
             if answer.failure is not None:
                 raise answer.failure
-            self.records.append(answer.record)
+            self.records.append(answer.record())
         return [(answer.logprob, answer.greedy) for answer in answers]
 
     def loglikelihood_rolling(
@@ -242,7 +242,8 @@ class KVBenchLM(Requests):
         texts: list[str] = []
         for begin in range(0, len(requests), self.batch_size):
             part = requests[begin : begin + self.batch_size]
-            prompts = [self.prompt(*request.args, self.methods, stopping) for request in part]
+            asked = [request.args for request in part]
+            prompts = [self.prompt(text, given, self.methods, stopping) for text, given in asked]
             with kvbench_attention_on(self.model):
                 found = run_batch(self.model, prompts, seed=self.seed, compress_after=after)
             for answers, prompt in zip(found, prompts, strict=True):

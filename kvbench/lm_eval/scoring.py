@@ -67,7 +67,6 @@ class Answer(Cost):
     imagined: bool = False
     failure: Exception | None = None
 
-    @property
     def record(self) -> dict[str, Any]:
         """What that harness's results have no place for."""
         shown = (
@@ -136,8 +135,12 @@ def answer_requests(
         for label, scored in score(model, reading, tails, batch_rows=batch_rows).items():
             for number, tail, one in zip(members, tails, scored, strict=True):
                 total = sum(one.logprobs) / (len(one.logprobs) or 1 if scoring == "mean" else 1)
-                said = {"logprob": total, "greedy": all(one.greedy), "failure": one.failure}
-                answers[number][label] = replace(held[label], tokens=len(tail), **said)
+                found: dict[str, Any] = {
+                    "logprob": total,
+                    "greedy": all(one.greedy),
+                    "failure": one.failure,
+                }
+                answers[number][label] = replace(held[label], tokens=len(tail), **found)
     return answers
 
 

@@ -26,9 +26,8 @@ from kvbench.lm_eval.scoring import Answer, Requests, answer_requests, quietly
 from kvbench.probes.base import Probe
 from kvbench.run.plan import Methods, Outcome, Unit, measured, status_of
 from kvbench.run.session import Session
-from kvbench.tasks.base import TaskError
-from kvbench.tasks.haystack import file_digests
-from kvbench.tasks.options import Tokens
+from kvbench.tasks.base import TaskError, Tokens
+from kvbench.tasks.data import file_digests
 
 log = logging.getLogger(__name__)
 
@@ -239,7 +238,8 @@ class HarnessTask(Probe):
         task, (request,) = unit.payload
         decode = session.encoder.decode
         stopping = Stopping(1, session.end_ids, decode=decode, timeout_s=session.example_timeout)
-        prompt = self._side(session).prompt(*request.args, methods, stopping)
+        context, given = request.args
+        prompt = self._side(session).prompt(context, given, methods, stopping)
         prompt = replace(prompt, encoder=session.encoder)
         (found,) = run_batch(
             session.model,

@@ -124,7 +124,7 @@ class WholePass(Protocol):
         and keys of all n tokens, those of the continuation included."""
         ...
 
-    def entries(self, budget: Budget, n: int) -> int:
+    def masked_entries(self, budget: Budget, n: int) -> int:
         """Keys that a query of an n-token pass sees at most: the entries of a cache that is imagined,
         since all of them are held."""
         ...
@@ -240,7 +240,11 @@ class Method:
         The audit holds the method to it, and holds its sum over the layers to
         ``num_layers * budget.capacity(n)`` (see `total_capacity`).
         """
-        return budget.capacity(n) if self.saves_memory else n
+        return self.layer_capacities(budget, n, num_layers)[layer_index]
+
+    def layer_capacities(self, budget: Budget, n: int, num_layers: int) -> Sequence[int]:
+        """`layer_capacity` of every layer, where they depend on one another."""
+        return [budget.capacity(n) if self.saves_memory else n] * num_layers
 
     def total_capacity(self, budget: Budget, n: int, num_layers: int) -> int:
         """Entries per KV head summed over the layers that the audit allows.
@@ -248,7 +252,7 @@ class Method:
         More than the budget is granted to a named preset only (one that reproduces a released code's
         own split), and records and reports say so.
         """
-        return num_layers * (budget.capacity(n) if self.saves_memory else n)
+        return sum(self.layer_capacities(budget, n, num_layers))
 
     def quantization(self) -> Scheme | None:
         """How the kept entries are stored, checked.

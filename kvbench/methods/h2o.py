@@ -97,33 +97,9 @@ class H2O(Method):
         return capacity - round(self.heavy_fraction * capacity)
 
     @property
-    def whole_pass(self) -> ReleasedMask | None:
-        """With the released semantics their mask."""
-        if self.semantics == "paper":
-            return None
-        return ReleasedMask(self.semantics.removeprefix("released_"), self.heavy_fraction)
-
-
-@dataclass(frozen=True)
-class ReleasedMask:
-    """`released_mask` under a budget (`kvbench.methods.base.WholePass`).
-
-    Attributes:
-        semantics: global | sequential.
-        heavy_fraction: share of the budget that is heavy.
-    """
-
-    semantics: str
-    heavy_fraction: float
-
-    def _ratios(self, budget: Budget) -> tuple[float, float]:
-        """Shares of the sequence that are heavy and recent."""
-        if budget.share is None:
-            raise KVError(
-                f"h2o.semantics is released_{self.semantics} and budget.size is {budget.size}; "
-                "allowed: a share of the sequence, as budget.total_rate"
-            )
-        return self.heavy_fraction * budget.share, (1.0 - self.heavy_fraction) * budget.share
+    def whole_pass(self) -> H2O | None:
+        """The method itself with the released semantics."""
+        return None if self.semantics == "paper" else self
 
     def mask(self, layer: LayerKV, budget: Budget) -> Tensor:
         """See `released_mask`; grouped heads choose each for itself."""
@@ -132,17 +108,26 @@ class ReleasedMask:
         return released_mask(
             layer.queries[0].float(),
             layer.keys[0].repeat_interleave(layer.group, dim=0).float(),
-            semantics=self.semantics,
+            semantics=self.semantics.removeprefix("released_"),
             heavy_ratio=heavy,
             recent_ratio=recent,
             scaling=layer.scaling,
             softcap=layer.softcap,
         )
 
-    def entries(self, budget: Budget, n: int) -> int:
-        """Heavy and recent keys, and with ``global`` the query's own."""
+    def masked_entries(self, budget: Budget, n: int) -> int:
+        """Heavy and recent keys, and with ``released_global`` the query's own."""
         heavy, recent = (int(ratio * n) for ratio in self._ratios(budget))
-        return min(n, heavy + recent + (self.semantics == "global"))
+        return min(n, heavy + recent + (self.semantics == "released_global"))
+
+    def _ratios(self, budget: Budget) -> tuple[float, float]:
+        """Shares of the sequence that are heavy and recent."""
+        if budget.share is None:
+            raise KVError(
+                f"h2o.semantics is {self.semantics!r} and budget.size is {budget.size}; allowed: a "
+                "share of the sequence, as budget.total_rate"
+            )
+        return self.heavy_fraction * budget.share, (1.0 - self.heavy_fraction) * budget.share
 
 
 QUERY_ROWS = 512

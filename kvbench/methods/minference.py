@@ -84,22 +84,12 @@ class MInference(Method):
         super().__post_init__()
         _module(CLUSTERS[self.cluster][0])
 
-    @property
-    def _pyramid(self) -> PyramidKV:
-        """The same layer budgets as the package's, for the audit."""
-        return PyramidKV(beta=self.beta, budgets="released")
-
-    def layer_capacity(self, budget: Budget, n: int, layer_index: int, num_layers: int) -> int:
-        """Entries per query head this layer may hold."""
+    def layer_capacities(self, budget: Budget, n: int, num_layers: int) -> list[int]:
+        """Entries per query head; of `pyramidkv` by the package's formula, more than the budget."""
         if self.cluster == "pyramidkv":
-            return self._pyramid.layer_capacity(budget, n, layer_index, num_layers)
-        return budget.capacity(n)
-
-    def total_capacity(self, budget: Budget, n: int, num_layers: int) -> int:
-        """num_layers * capacity; for `pyramidkv` the larger sum of the package's formula."""
-        if self.cluster == "pyramidkv":
-            return self._pyramid.total_capacity(budget, n, num_layers)
-        return num_layers * budget.capacity(n)
+            released = PyramidKV(beta=self.beta, budgets="released")
+            return released.layer_capacities(budget, n, num_layers)
+        return [budget.capacity(n)] * num_layers
 
     def _make(self, layer: LayerKV, budget: Budget) -> Any:
         """The package's cluster for this layer.

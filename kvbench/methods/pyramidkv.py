@@ -39,7 +39,7 @@ class PyramidKV(SnapKV):
     budgets: Literal["linear", "released"] = "linear"
 
     def layer_capacities(self, budget: Budget, n: int, num_layers: int) -> list[int]:
-        """Entries per head of every layer after a prompt of n tokens, the window included."""
+        """Falling from layer to layer, the window included; `released` sums to more than the budget."""
         capacity = budget.capacity(n)
         mean = capacity - budget.window
         if n <= capacity or n < 2 * mean or num_layers == 1:
@@ -53,11 +53,3 @@ class PyramidKV(SnapKV):
         wanted = [first - Fraction(layer * (first - last), steps) for layer in range(num_layers)]
         entries = by_largest_remainder(wanted, num_layers * mean)
         return [count + budget.window for count in entries]
-
-    def layer_capacity(self, budget: Budget, n: int, layer_index: int, num_layers: int) -> int:
-        """Entries per head this layer may hold."""
-        return self.layer_capacities(budget, n, num_layers)[layer_index]
-
-    def total_capacity(self, budget: Budget, n: int, num_layers: int) -> int:
-        """num_layers * capacity, or the larger sum of the `released` formula."""
-        return sum(self.layer_capacities(budget, n, num_layers))

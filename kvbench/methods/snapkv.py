@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -43,22 +43,13 @@ def keep_best(
         per_query_head: every query head chooses for itself, from its own copy of the keys;
             otherwise the scores of a group are averaged and the group shares one choice.
     """
-    batch, heads = scores.shape[:2]
-    kv_heads, n = layer.keys.shape[1], layer.n
-    chosen = top_positions(scores if per_query_head else group_mean(scores, kv_heads), count)
-    if not per_query_head:
-        window_positions = positions_between(layer, n - window, n)
-        return gather_entries(layer, torch.cat([chosen, window_positions], dim=-1))
-    recent = torch.arange(n - window, n, device=chosen.device).expand(batch, heads, window)
-    positions = torch.cat([chosen, recent], dim=-1)
-
-    def gather(entries: Tensor) -> Tensor:
-        group, dim = heads // kv_heads, entries.shape[-1]
-        repeated = entries.unsqueeze(2).expand(batch, kv_heads, group, n, dim)
-        index = positions.view(batch, kv_heads, group, -1, 1).expand(-1, -1, -1, -1, dim)
-        return repeated.gather(3, index).flatten(1, 2)
-
-    return CompressedKV(gather(layer.keys), gather(layer.values), None, positions)
+    if per_query_head:
+        group = scores.shape[1] // layer.keys.shape[1]
+        keys, values = (x.repeat_interleave(group, 1) for x in (layer.keys, layer.values))
+        layer = replace(layer, keys=keys, values=values)
+    chosen = top_positions(group_mean(scores, layer.keys.shape[1]), count)
+    recent = positions_between(layer, layer.n - window, layer.n)
+    return gather_entries(layer, torch.cat([chosen, recent], dim=-1))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,7 @@ class SpAtten(Method):
     paper: ClassVar[str] = "arXiv 2012.09852, as in arXiv 2306.14048, Table 11"
 
     def layer_capacities(self, budget: Budget, n: int, num_layers: int) -> list[int]:
-        """Entries per head of every layer after a prompt of n tokens; non-increasing."""
+        """Falling over the first third of the layers."""
         capacity = budget.capacity(n)
         falling = -(-num_layers // 3)
         extra = falling - 1  # the fractions of the fall, over m, sum to (m - 1) / 2
@@ -53,10 +53,6 @@ class SpAtten(Method):
             for layer in range(num_layers)
         ]
         return by_largest_remainder(wanted, total)
-
-    def layer_capacity(self, budget: Budget, n: int, layer_index: int, num_layers: int) -> int:
-        """Entries per head this layer may hold."""
-        return self.layer_capacities(budget, n, num_layers)[layer_index]
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """The tokens still alive at this layer, ascending, the same for all heads.

@@ -157,16 +157,14 @@ class WildCat(Method):
         count = target // size
         return Bins(tuple(b * (middle // count) for b in range(count + 1)), (size,) * count)
 
-    def layer_capacity(self, budget: Budget, n: int, layer_index: int, num_layers: int) -> int:
-        """The budget's; with bins=released sink, window, what joins it, and the bins' entries."""
+    def layer_capacities(self, budget: Budget, n: int, num_layers: int) -> list[int]:
+        """The budget's; with bins=released sink, window, what joins it (which may be more than the
+        budget), and the bins' entries."""
         if self.bins == "even":
-            return budget.capacity(n)
+            return [budget.capacity(n)] * num_layers
         bins = self.cut(budget, n)
-        return budget.sink + budget.window + budget.middle(n) - bins.edges[-1] + sum(bins.entries)
-
-    def total_capacity(self, budget: Budget, n: int, num_layers: int) -> int:
-        """bins=released may hold more than the budget, where the remainder of the middle is long."""
-        return num_layers * self.layer_capacity(budget, n, 0, num_layers)
+        rest = budget.middle(n) - bins.edges[-1]
+        return [budget.sink + budget.window + rest + sum(bins.entries)] * num_layers
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """Sink, the coresets, window. Draws: one tensor [r, kv_heads, bins, largest bin] float32, row t

@@ -308,5 +308,7 @@ class ErrorScaling(Probe):
     def _sized(self, label: str, method: Method, kept: int) -> Method:
         """The method with the options that grow with the memory."""
         factors = self.per_kept.get(label, {})
-        sized = {option: max(2, round(factor * kept)) for option, factor in factors.items()}
+        sized: dict[str, Any] = {
+            option: max(2, round(factor * kept)) for option, factor in factors.items()
+        }
         return replace(method, **sized)

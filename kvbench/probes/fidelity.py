@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice, pairwise
 from typing import Any, ClassVar, Literal
 
@@ -38,7 +39,7 @@ from kvbench.run.encoding import encode_example
 from kvbench.run.plan import Methods, Outcome, Unit, status_of
 from kvbench.run.session import Session
 from kvbench.tasks.base import PromptEncoder, Task, TaskError
-from kvbench.tasks.haystack import file_digests, texts_of_files
+from kvbench.tasks.data import file_digests, texts_of_files
 
 REFERENCE = "(reference)"
 """The label of the exact fork that all are compared with."""
@@ -215,12 +216,16 @@ def noise_floor(
     for found, rows in zip(both, (1, 2), strict=True):
         twins = [relabelled_copy(reading.forks[0], REFERENCE) for _ in range(rows)]
         pairs = [(twin, continuation) for twin in twins]
-        feed_continuations(model, reading, pairs, lambda _, logits, f=found: f.append(logits[0]))
+        feed_continuations(model, reading, pairs, partial(_keep_first, found))
     floor = [
         divergence(*(logits.float().log_softmax(-1) for logits in pair))
         for pair in zip(*both, strict=False)
     ]
     return torch.cat(floor).tolist()
+
+
+def _keep_first(found: list[Tensor], begin: int, logits: Tensor) -> None:
+    found.append(logits[0])
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,8 @@ from kvbench.probes.fidelity import group_name, position_groups
 from kvbench.run.plan import Methods, Outcome, Unit, status_of
 from kvbench.run.session import Session
 from kvbench.tasks.base import TaskError
-from kvbench.tasks.haystack import (
-    file_digests,
-    generated_haystack,
-    texts_of_dataset,
-    texts_of_files,
-)
+from kvbench.tasks.data import file_digests, texts_of_dataset, texts_of_files
+from kvbench.tasks.haystack import generated_haystack
 
 
 @dataclass(frozen=True, kw_only=True)

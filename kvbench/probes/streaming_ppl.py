@@ -8,7 +8,7 @@ import torch
 
 from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.loading import Model
-from kvbench.engine.streaming import stream
+from kvbench.engine.streams import POSITIONS, BandState, rotation_of, stream
 from kvbench.kv import KVError
 
 
@@ -24,9 +24,9 @@ def streaming_nll(
 
     Raises:
         KVError: other positions; sizes that hold nothing; absolute positions beyond the model's.
-        UnsupportedModel: see `kvbench.engine.streaming.stream`.
+        UnsupportedModel: see `kvbench.engine.streams.stream`.
     """
-    if positions not in ("cache", "absolute"):
+    if positions not in POSITIONS:
         raise KVError(f"positions is {positions!r}; allowed: cache, absolute")
     if start < 0 or recent < 1:
         raise KVError(f"start is {start} and recent {recent}; allowed: start >= 0, recent >= 1")
@@ -37,5 +37,6 @@ def streaming_nll(
             "model's positions, or positions=cache"
         )
     with kvbench_attention_on(model):
-        parts = list(stream(model, ids, start=start, recent=recent, positions=positions))
+        rotation = rotation_of(model) if positions == "cache" else None
+        parts = list(stream(model, ids, BandState(start, recent, rotation), positions))
     return torch.cat(parts).tolist() if parts else []

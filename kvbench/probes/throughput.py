@@ -18,9 +18,8 @@ from torch import Tensor
 from kvbench.engine import memory
 from kvbench.engine.baselines import Baseline, baselines_of
 from kvbench.engine.faults import free_memory, is_out_of_memory
-from kvbench.engine.generate import run_batch
+from kvbench.engine.generate import Prompt, run_batch
 from kvbench.engine.prefill import input_device
-from kvbench.engine.prompts import Prompt
 from kvbench.engine.stopping import Stopping
 from kvbench.errors import one_line
 from kvbench.errors.options import Count, Several, Share, check_options
@@ -126,7 +125,7 @@ class Throughput(Probe):
                     "with a rate as the fourth where task.rates is empty"
                 )
             rates: Sequence[Any] = cell[3:] or self.rates or (None,)
-            found += [Setting(*cell[:3], rate) for rate in rates]
+            found += [Setting(*(*cell[:3], rate)) for rate in rates]
         return found
 
     def rows(self) -> tuple[dict[str, Method], dict[str, str]]:

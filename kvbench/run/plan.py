@@ -13,8 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from kvbench.engine.faults import free_memory, is_out_of_memory, release_frames
 from kvbench.engine.fork import Fork
-from kvbench.engine.generate import run_conversations
-from kvbench.engine.prompts import Generation, Prompt, Question
+from kvbench.engine.generate import Generation, Prompt, Question, run_conversations
 from kvbench.engine.stopping import Stopping
 from kvbench.errors import one_line
 from kvbench.kv import Budget, BudgetExceeded, KVError

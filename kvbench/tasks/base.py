@@ -9,9 +9,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
+from math import gcd, lcm
 from operator import eq
 from tempfile import TemporaryFile
-from typing import Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar, Protocol
+
+from annotated_types import Ge, Le
 
 from kvbench.errors import UserError
 from kvbench.errors.options import check_options
@@ -20,6 +23,16 @@ from kvbench.errors.options import check_options
 class TaskError(UserError, ValueError):
     """A user-facing error: one line that names the thing, its value and what is allowed."""
 
+
+Many = Annotated[int, Ge(1), Le(1_000_000)]
+"""Examples, fillers, facts; these bounds are far above what finishes, so that a typing error ends in
+one line."""
+Repeats = Annotated[int, Ge(1), Le(1000)]
+"""Copies of one thing in a prompt."""
+Tokens = Annotated[int, Ge(1), Le(10_000_000)]
+"""Tokens of a prompt."""
+NewTokens = Annotated[int, Ge(1), Le(100_000)]
+"""Tokens of an answer."""
 
 MOST_CHARACTERS = 20_000_000
 """Of one text to be tokenised: some seconds of work, and more tokens than any model reads."""
@@ -290,3 +303,27 @@ class Task(ABC):
     @abstractmethod
     def score(self, prediction: str, example: Example) -> Mapping[str, float]:
         """Scores of one prediction; ``"score"`` is the primary one, others are kept beside it."""
+
+
+def _spread(count: int) -> list[int]:
+    """0..count-1 with neighbours far apart: a prefix takes from both ends and the middle."""
+    step = next(s for s in range(max(1, round(0.618 * count)), 2 * count + 1) if gcd(s, count) == 1)
+    return [(place * step) % count for place in range(count)]
+
+
+def balanced_order(sizes: Sequence[int]) -> list[tuple[int, ...]]:
+    """Every combination of range(sizes[0]) x range(sizes[1]) x ... once.
+
+    Whatever the prefix, a value of one of them has come up as often as any other of it, or once more
+    or less: each runs round and round, and starts one place later whenever all before it and it are
+    back where they began.
+    """
+    found: list[tuple[int, ...]] = [()]
+    for size in sizes:
+        known, values = len(found), _spread(size)
+        turn = lcm(known, size)
+        found = [
+            (*found[place % known], values[(place + place // turn) % size])
+            for place in range(known * size)
+        ]
+    return found

@@ -45,6 +45,16 @@ def _behind(encoder: PromptEncoder, prefix: str) -> tuple[int, ...]:
     return (*encoder.suffix_ids, *(encoder.encode_text(prefix) if prefix else ()))
 
 
+def parted(template: str, field: str) -> tuple[str, str, str]:
+    """What stands before a template's field, the white space behind it, and the rest.
+
+    White space that begins a question belongs to the context, so that the boundary is one between words.
+    """
+    before, _, after = template.partition(field)
+    question = after.lstrip()
+    return before, after[: len(after) - len(question)], question
+
+
 def largest_fitting(
     tokens: Callable[[int], int], room: int, *, least: int, most: int, guess: int
 ) -> int | None:

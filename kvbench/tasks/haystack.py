@@ -11,37 +11,16 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-from kvbench.errors import first_line
 from kvbench.tasks.base import PromptEncoder, TaskError
-from kvbench.tasks.files import digests_of, matching, read_text
 
 # fmt: off
-PEOPLE = (
-    "gardener", "teacher", "baker", "sailor", "farmer", "painter", "doctor", "tailor", "miller",
-    "driver", "singer", "student", "carpenter", "librarian", "fisherman", "mayor", "neighbor",
-    "merchant", "shepherd", "clerk",
-)
-PLACES = (
-    "market", "harbor", "garden", "library", "kitchen", "station", "bridge", "village",
-    "workshop", "school", "orchard", "tower", "valley", "river", "square", "museum", "forest",
-    "mill", "theater", "lake",
-)
-THINGS = (
-    "basket", "letter", "lantern", "map", "clock", "bread", "boat", "ladder", "blanket", "kettle",
-    "wagon", "mirror", "violin", "bucket", "table", "coat", "apple", "candle", "book", "rope",
-)
-QUALITIES = (
-    "old", "small", "quiet", "bright", "heavy", "warm", "green", "broken", "clean", "narrow",
-    "simple", "empty", "famous", "gentle", "white", "dusty", "strong", "pale", "round", "cheap",
-)
-ACTIONS = (
-    "repairs", "carries", "paints", "sells", "finds", "keeps", "cleans", "hides", "brings",
-    "borrows", "admires", "counts", "moves", "lifts", "returns", "watches",
-)
+PEOPLE = ["gardener", "teacher", "baker", "sailor", "farmer", "painter", "doctor", "tailor", "miller", "driver", "singer", "student", "carpenter", "librarian", "fisherman", "mayor", "neighbor", "merchant", "shepherd", "clerk"]
+PLACES = ["market", "harbor", "garden", "library", "kitchen", "station", "bridge", "village", "workshop", "school", "orchard", "tower", "valley", "river", "square", "museum", "forest", "mill", "theater", "lake"]
+THINGS = ["basket", "letter", "lantern", "map", "clock", "bread", "boat", "ladder", "blanket", "kettle", "wagon", "mirror", "violin", "bucket", "table", "coat", "apple", "candle", "book", "rope"]
+QUALITIES = ["old", "small", "quiet", "bright", "heavy", "warm", "green", "broken", "clean", "narrow", "simple", "empty", "famous", "gentle", "white", "dusty", "strong", "pale", "round", "cheap"]
+ACTIONS = ["repairs", "carries", "paints", "sells", "finds", "keeps", "cleans", "hides", "brings", "borrows", "admires", "counts", "moves", "lifts", "returns", "watches"]
 TIMES = (
     "in the morning", "at noon", "in the evening", "every week", "after the rain",
     "before breakfast", "in the winter", "on market days", "late at night", "once a year",
@@ -60,35 +39,22 @@ OPENERS = (
 # fmt: on
 
 
-class Document:
-    """An endless document about a few subjects.
+def sentences(rng: random.Random, facts: int = 24) -> Iterator[str]:
+    """Sentences without end of a document about a few subjects, each with its full stop and without
+    white space around it; join them with single spaces. The facts are drawn at once.
 
-    Attributes:
+    Args:
         facts: how many different facts the document states; fewer means more redundancy.
     """
+    people, places, things = rng.sample(PEOPLE, 6), rng.sample(PLACES, 6), rng.sample(THINGS, 8)
+    kinds = (people, ACTIONS, QUALITIES, things, places, TIMES, REASONS)
+    known = [[rng.choice(kind) for kind in kinds] for _ in range(max(1, facts))]
+    return _told(rng, known)
 
-    def __init__(self, rng: random.Random, facts: int = 24) -> None:
-        self._rng = rng
-        people = rng.sample(PEOPLE, 6)
-        places = rng.sample(PLACES, 6)
-        things = rng.sample(THINGS, 8)
-        self._facts = [
-            (
-                rng.choice(people),
-                rng.choice(ACTIONS),
-                rng.choice(QUALITIES),
-                rng.choice(things),
-                rng.choice(places),
-                rng.choice(TIMES),
-                rng.choice(REASONS),
-            )
-            for _ in range(max(1, facts))
-        ]
 
-    def sentence(self) -> str:
-        """The next sentence, with its full stop and without white space around it."""
-        rng = self._rng
-        who, does, how, what, where, when, why = rng.choice(self._facts)
+def _told(rng: random.Random, known: Sequence[Sequence[str]]) -> Iterator[str]:
+    while True:
+        who, does, how, what, where, when, why = rng.choice(known)
         text = rng.choice(
             (
                 f"the {who} {does} the {how} {what} near the {where} {when}",
@@ -103,64 +69,12 @@ class Document:
         )
         if rng.random() < 0.25:
             text = f"{rng.choice(OPENERS).lower()} {text}".replace("still the", "still, the")
-        return text[0].upper() + text[1:] + "."
-
-    def sentences(self) -> Iterator[str]:
-        """Sentences without end."""
-        while True:
-            yield self.sentence()
+        yield text[0].upper() + text[1:] + "."
 
 
 def generated_haystack(seed: int | str, facts: int = 24) -> Iterator[str]:
-    """Sentences of the document with this seed; join them with single spaces."""
-    return Document(random.Random(f"kvbench haystack {seed}"), facts).sentences()
-
-
-def file_digests(patterns: Sequence[str]) -> Mapping[str, str]:
-    """sha256 of each file that matches, by file name."""
-    return digests_of(matching(patterns))
-
-
-def texts_of_files(patterns: Sequence[str]) -> list[tuple[str, str]]:
-    """Name and text of each file that matches, by path.
-
-    Raises:
-        TaskError: there is none, or one cannot be read.
-    """
-    paths = matching(patterns)
-    if not paths:
-        raise TaskError(
-            f"needle: no file matches haystack_files={list(patterns)}; the protocol's essays come "
-            "with: git clone https://github.com/gkamradt/LLMTest_NeedleInAHaystack"
-        )
-    return [(Path(path).name, read_text("needle", path)) for path in paths]
-
-
-def texts_of_dataset(
-    name: str, config: str | None, split: str, column: str, limit: int = 200
-) -> list[tuple[str, str]]:
-    """Number and text of each of the first ``limit`` rows of a Hugging Face dataset.
-
-    Raises:
-        TaskError: it cannot be loaded, or has no such column.
-    """
-    from datasets import load_dataset
-
-    where = " ".join(part for part in (name, config, split) if part)
-    texts: list[tuple[str, str]] = []
-    try:
-        rows: Any = load_dataset(name, config, split=split, streaming=True)
-        for row in rows.take(limit):
-            if column not in row:
-                raise TaskError(
-                    f"needle: dataset {where} has no column {column!r}; one of {', '.join(row)}"
-                )
-            texts.append((f"row {len(texts)}", str(row[column])))
-    except TaskError:
-        raise
-    except Exception as problem:
-        raise TaskError(f"needle: cannot load dataset {where}: {first_line(problem)}") from problem
-    return texts
+    """`sentences` of the document with this seed."""
+    return sentences(random.Random(f"kvbench haystack {seed}"), facts)
 
 
 def filler(

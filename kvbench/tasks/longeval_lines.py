@@ -12,22 +12,19 @@ the cache redundant; the record is harder for a method the less redundant it is.
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Le
 
 from kvbench.errors.options import Distinct, Whole
-from kvbench.tasks.base import Example, PromptEncoder, Task, TaskError
-from kvbench.tasks.files import digests_of, read_text
-from kvbench.tasks.options import Many, NewTokens, Repeats
+from kvbench.tasks.base import Example, Many, NewTokens, PromptEncoder, Repeats, Task, TaskError
+from kvbench.tasks.data import file_digests, file_rows
 
 INTRODUCTION = (
     "Below is a record of lines I want you to remember. Each line begins with 'line <line index>' "
@@ -71,14 +68,13 @@ def parse_number(text: str) -> int:
         return -1
 
 
-def _test_case(row: str) -> dict[str, Any] | None:
-    """One line of an official file with its numbers as integers; None if it is no such line."""
+def _test_case(case: Any) -> dict[str, Any] | None:
+    """A row of an official file with its numbers as integers; None if it is no such row."""
     try:
-        case = json.loads(row)
         prompt, (key, place) = case["prompt"], case["random_idx"]
         total = case.get("num_lines") or prompt.count(": REGISTER_CONTENT is <")
         expected, place, total = int(case["expected_number"]), int(place), int(total)
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
         return None
     texts = (prompt, key, case.get("correct_line") or "")
     if not all(isinstance(text, str) for text in texts) or not 0 <= place < max(1, total):
@@ -129,7 +125,7 @@ class LongEvalLines(Task):
 
     def digests(self) -> Mapping[str, str]:
         """sha256 of each official file, by file name."""
-        return digests_of(self.files)
+        return file_digests(self.files)
 
     def examples(self, encoder: PromptEncoder) -> Sequence[Example]:
         """Round robin over the lengths (or files), so that every prefix is balanced."""
@@ -162,22 +158,19 @@ class LongEvalLines(Task):
         while len(keys) < lines:
             key = f"{rng.choice(adjectives)}-{rng.choice(nouns)}"
             keys.setdefault(key, rng.randint(low, high))
-        asked = rng.randrange(lines)
-        key = list(keys)[asked]
+        key = list(keys)[rng.randrange(lines)]
         order = list(keys)
         if self.repeats > 1:
             order = order * self.repeats
             rng.shuffle(order)
         record = "".join(LINE.format(key=each, number=keys[each]) for each in order)
-        places = [place for place, each in enumerate(order) if each == key]
         return self._example(
-            id=f"lines{lines}-{number:04d}",
-            context=INTRODUCTION + record,
-            question=QUESTION.format(key=key),
-            number=keys[key],
+            f"lines{lines}-{number:04d}",
+            f"{lines} lines",
+            (INTRODUCTION + record, QUESTION.format(key=key)),
+            keys[key],
+            (key, order.index(key)),
             num_lines=lines,
-            key=key,
-            place=places[0],
             total=len(order),
         )
 
@@ -187,10 +180,8 @@ class LongEvalLines(Task):
                 f"longeval_lines: no file {path}; the official ones come with: git clone "
                 "https://github.com/DachengLi1/LongChat (longeval/evaluation/lines/testcases)"
             )
-        found = []
-        lines = enumerate(StringIO(read_text("longeval_lines", path)), 1)
-        rows = [(line, row) for line, row in lines if row.strip()]
-        for number, (line, row) in enumerate(rows):
+        found: list[Example] = []
+        for line, row in file_rows("longeval_lines", str(path)):
             case = _test_case(row)
             if case is None:
                 raise TaskError(
@@ -205,16 +196,14 @@ class LongEvalLines(Task):
                     f"{QUESTION_START.strip()!r} after a blank line; only the lines task is read"
                 )
             example = self._example(
-                id=f"{path.stem}-{number:04d}",
-                context=prompt[:cut],
-                question=prompt[cut:],
-                number=case["expected_number"],
+                f"{path.stem}-{len(found):04d}",
+                path.stem,
+                (prompt[:cut], prompt[cut:]),
+                case["expected_number"],
+                case["random_idx"],
                 num_lines=total,
-                key=case["random_idx"][0],
-                place=case["random_idx"][1],
                 total=total,
-                correct_line=case.get("correct_line"),
-                dataset=path.stem,
+                line=case.get("correct_line"),
             )
             found.append(example)
         if not found:
@@ -223,32 +212,31 @@ class LongEvalLines(Task):
 
     def _example(
         self,
-        *,
         id: str,
-        context: str,
-        question: str,
+        dataset: str,
+        prompt: tuple[str, str],
         number: int,
+        asked: tuple[str, int],
+        *,
         num_lines: int,
-        key: str,
-        place: int,
         total: int,
-        correct_line: str | None = None,
-        dataset: str | None = None,
+        line: str | None = None,
     ) -> Example:
-        depth = 100.0 * place / max(1, total - 1)
-        line = correct_line or LINE.format(key=key, number=number)
+        """An example about a line `asked` (key, place) among `total`."""
+        key, place = asked
+        line = line or LINE.format(key=key, number=number)
         return Example(
             id=id,
-            context=context,
-            question=question,
+            context=prompt[0],
+            question=prompt[1],
             answers=(str(number),),
             max_new_tokens=self.max_new_tokens,
-            dataset=dataset or f"{num_lines} lines",
+            dataset=dataset,
             stop=tuple(self.stop),
             evidence=line.strip(),
             fields={
                 "num_lines": num_lines,
-                "depth": int(10 * round(depth / 10)),
+                "depth": int(10 * round(10.0 * place / max(1, total - 1))),
                 "repeats": 1 if self.files else self.repeats,
                 "line_key": key,
                 "line_place": place,

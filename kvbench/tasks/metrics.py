@@ -6,20 +6,23 @@ Where lm-eval has a benchmark's own function, that is called; see each group for
 from __future__ import annotations
 
 import ast
+import difflib
 import json
 import re
 import string
+import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from functools import lru_cache
+from functools import cache
+from importlib import import_module
+from threading import Thread
 from typing import Any
 
 import regex
 
 from kvbench.tasks.base import TaskError
-from kvbench.tasks.longbench.metrics import score as longbench_score
-from kvbench.tasks.needle import containment
 
 REGEX_SECONDS = 2.0
 """That a pattern may take on one prediction."""
@@ -31,7 +34,7 @@ class Key:
 
     Attributes:
         answers: acceptable answers.
-        choices: texts of the options A, B ..., where there are any.
+        choices: texts of the options A, B ..., or names of classes, where there are any.
         pattern: regular expression of `regex`.
     """
 
@@ -52,22 +55,76 @@ class Key:
 
 
 Metric = Callable[[str, Key], Mapping[str, float]]
+Pairwise = Callable[[str, str], float]
+"""Of a prediction and one answer."""
 
 
-def _best(score: Callable[[str, str], float]) -> Metric:
+def _best(score: Pairwise) -> Metric:
     return lambda prediction, key: {
         "score": max((float(score(prediction, answer)) for answer in key.answers), default=0.0)
     }
+
+
+@cache
+def _harness(benchmark: str) -> Any:
+    """lm-eval's functions for a benchmark; importing fuzzywuzzy warns about its backend."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return import_module(f"lm_eval.tasks.{benchmark}")
+
+
+@cache
+def _rouge_scorer(*kinds: str, stem: bool) -> Any:
+    from rouge_score.rouge_scorer import RougeScorer
+
+    return RougeScorer(list(kinds), use_stemmer=stem)
+
+
+# words of an answer
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+", text.lower())
+
+
+def containment(prediction: str, answer: str) -> float:
+    """1 if the answer stands in the prediction; case, runs of white space and the answer's own full
+    stop at the end do not matter."""
+    wanted = " ".join(answer.lower().split())
+    return float((wanted.rstrip(".!?") or wanted) in " ".join(prediction.lower().split()))
+
+
+def word_recall(prediction: str, answer: str) -> float:
+    """Share of the answer's words, repetitions counted, that the prediction has; letters and digits
+    make words, punctuation does not count."""
+    wanted = Counter(_words(answer))
+    if not wanted:
+        return 0.0
+    return sum((wanted & Counter(_words(prediction))).values()) / sum(wanted.values())
+
+
+def released_recall(prediction: str, answer: str) -> float:
+    """The recall of github.com/ksheth96/BalanceKV, run_needle_in_haystack.py: the share of the answer's
+    different words that the prediction has, where words are what white space separates, lower-cased.
+    It departs from `word_recall` in two ways: a word counts once however often the answer has
+    it, and punctuation is part of it ("day." is not "day"). Words such as "a", "and" and "in" count like
+    any other: their answer has 11 different words, and an unrelated sentence with "a", "and", "in" and
+    "on" scores 4/11."""
+    wanted = set(answer.lower().split())
+    return len(wanted & set(prediction.lower().split())) / len(wanted) if wanted else 0.0
+
+
+def rouge1(prediction: str, answer: str) -> float:
+    """ROUGE-1 F of rouge-score against the answer, without stemming. The released script of BalanceKV
+    compares with the whole needle, stems, and multiplies by ten."""
+    scores = _rouge_scorer("rouge1", stem=False).score(answer, prediction)
+    return float(scores["rouge1"].fmeasure)
 
 
 def normalised(text: str) -> str:
     """SQuAD's form for comparisons: lower case, no punctuation, no articles, single blanks."""
     text = "".join(c for c in text.lower() if c not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
-
-
-def _longbench(dataset: str) -> Metric:
-    return lambda prediction, key: {"score": longbench_score(dataset, prediction, key.answers)}
 
 
 def _contains_all(prediction: str, key: Key) -> dict[str, float]:
@@ -126,6 +183,51 @@ def _choice(prediction: str, key: Key) -> dict[str, float]:
     return {"score": float(chosen_letter(prediction, key.choices) in key.letters)}
 
 
+# LongBench: metrics.py of github.com/THUDM/LongBench, of which lm-eval's copy is called but where it
+# differs. Code similarity: lm-eval skips blank lines before it picks the line to compare, the original
+# takes a blank line as well; and fuzzywuzzy's ratio depends on whether the Levenshtein package is
+# installed, which LongBench's requirements do not ask for: here it is always difflib's. ROUGE-L
+# reconstructs subsequences by recursion and gives 0 where Python's recursion limit is hit: a thread's
+# own stack makes that independent of how deep the caller is.
+
+
+def _longbench(name: str) -> Pairwise:
+    return lambda prediction, answer: getattr(_harness("longbench.metrics"), name)(
+        prediction, answer
+    )
+
+
+def _with_fresh_stack(score: Pairwise) -> Pairwise:
+    def scored(prediction: str, answer: str) -> float:
+        found: list[float] = []
+        thread = Thread(target=lambda: found.append(score(prediction, answer)), name="rouge")
+        thread.start()
+        thread.join()
+        return found[0]
+
+    return scored
+
+
+def code_similarity(prediction: str, answer: str) -> float:
+    """Similarity of the first line free of backtick, ``#`` and ``//`` to the answer, in whole per
+    cent: what fuzzywuzzy's ratio is without the Levenshtein package."""
+    lines = prediction.lstrip("\n").split("\n")
+    code = (line for line in lines if "`" not in line and "#" not in line and "//" not in line)
+    line = next(code, "")
+    if line == answer:
+        return 1.0
+    if not line or not answer:
+        return 0.0
+    return round(100 * difflib.SequenceMatcher(None, line, answer).ratio()) / 100
+
+
+def _classification(prediction: str, key: Key) -> Mapping[str, float]:
+    """Of classes `Key.choices`."""
+    score = _harness("longbench.metrics").classification_score
+    classes = list(key.choices)
+    return _best(lambda said, answer: score(said, answer, all_classes=classes))(prediction, key)
+
+
 # MATH, GSM8K, AIME: \\boxed{} and the comparison are lm-eval's copies of those of the MATH data set's
 # authors (arXiv 2103.03874, github.com/hendrycks/math)
 
@@ -139,16 +241,15 @@ def _number(text: str) -> Decimal | None:
 def _boxed(prediction: str, key: Key) -> dict[str, float]:
     """Whether the last \\boxed{} of a prediction holds an answer: the same number, or the same text once
     both are written in one way. ``null``: nothing is boxed."""
-    from lm_eval.tasks.hendrycks_math import utils
-
+    math = _harness("hendrycks_math.utils")
     try:
-        box = utils.last_boxed_only_string(prediction)
-        found = utils.remove_boxed(box.replace("\\fbox", "\\boxed", 1))
+        box = math.last_boxed_only_string(prediction)
+        found = math.remove_boxed(box.replace("\\fbox", "\\boxed", 1))
     except (AttributeError, AssertionError, IndexError):  # no box, or a broken one
         return {"score": 0.0, "null": 1.0}
     number = _number(found)
     right = any(
-        utils.is_equiv(found, answer) or (number is not None and number == _number(answer))
+        math.is_equiv(found, answer) or (number is not None and number == _number(answer))
         for answer in key.answers
     )
     return {"score": float(right), "null": 0.0}
@@ -170,12 +271,9 @@ def _longbench_v2(prediction: str, key: Key) -> dict[str, float]:
 
 def _infinitebench(name: str) -> Metric:
     def score(prediction: str, key: Key) -> dict[str, float]:
-        from lm_eval.tasks.infinitebench import utils
-
+        process = getattr(_harness("infinitebench.utils"), f"process_results{name}")
         doc = {"answer": list(key.answers), "options": list(key.choices)}
-        return {
-            "score": float(getattr(utils, f"process_results{name}")(doc, [prediction])["score"])
-        }
+        return {"score": float(process(doc, [prediction])["score"])}
 
     return score
 
@@ -215,21 +313,12 @@ def _first_letter(prediction: str, key: Key) -> dict[str, float]:
 # ZeroSCROLLS: metrics of arXiv 2305.14196 and of SCROLLS, huggingface.co/datasets/tau/scrolls
 
 
-@lru_cache(maxsize=1)
-def _rouge() -> Any:
-    from rouge_score.rouge_scorer import RougeScorer
-
-    return RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
-
-
 def _rouge_geometric(prediction: str, key: Key) -> dict[str, float]:
     """The geometric mean of ROUGE-1, -2 and -L of each example; the benchmark takes that of the three
     means over a set, which the three scores beside it give."""
-    scores = [_rouge().score(answer, prediction) for answer in key.answers]
-    each = {
-        name: max((score[name].fmeasure for score in scores), default=0.0)
-        for name in ("rouge1", "rouge2", "rougeL")
-    }
+    kinds = ("rouge1", "rouge2", "rougeL")
+    scores = [_rouge_scorer(*kinds, stem=True).score(each, prediction) for each in key.answers]
+    each = {kind: max((s[kind].fmeasure for s in scores), default=0.0) for kind in kinds}
     product = each["rouge1"] * each["rouge2"] * each["rougeL"]
     return {"score": product ** (1 / 3), **each}
 
@@ -239,15 +328,12 @@ def _letter_accuracy(prediction: str, answer: str) -> float:
     return float(found is not None and right is not None and found[0] == right[0])
 
 
-def _percentage(text: str) -> float | None:
-    found = re.search(r"(\d+\.?\d*)%", text)
-    return None if found is None else float(found[1])
-
-
 def _exponential_similarity(prediction: str, answer: str) -> float:
     """Half as good for every ten points that the percentage is wrong."""
-    said, right = _percentage(prediction), _percentage(answer)
-    return 0.0 if said is None or right is None else 0.5 ** (abs(said - right) / 10)
+    said, right = (re.search(r"(\d+\.?\d*)%", text) for text in (prediction, answer))
+    if said is None or right is None:
+        return 0.0
+    return float(0.5 ** (abs(float(said[1]) - float(right[1])) / 10))
 
 
 def _concordance(prediction: str, answer: str) -> float:
@@ -272,7 +358,7 @@ def _rouge_2(prediction: str, key: Key) -> dict[str, float]:
     for answer in key.answers if prediction.strip(". \n\t") else ():
         found = Rouge(metrics=[*best]).get_scores(prediction, answer)[0]
         best = {name: max(value, float(found[name]["f"])) for name, value in best.items()}
-    of_lines = longbench_score("gov_report", prediction, key.answers)
+    of_lines = METRICS["rouge_l"](prediction, key)["score"]
     return {"score": best["rouge-2"], "rouge1": best["rouge-1"], "rougeL": of_lines}
 
 
@@ -282,8 +368,6 @@ def _rouge_2(prediction: str, key: Key) -> dict[str, float]:
 def _loogle(prediction: str, key: Key) -> dict[str, float]:
     """ROUGE-L as LooGLE reports it, i.e. recall, and beside it ROUGE-1 and BLEU-1 and -4. Its METEOR,
     BERTScore and GPT-4 scores need models and word nets and are not computed."""
-    import warnings
-
     from nltk.translate.bleu_score import sentence_bleu
     from rouge import Rouge
 
@@ -321,19 +405,25 @@ def _loogle_cloze(prediction: str, key: Key) -> dict[str, float]:
     return {"score": exact / len(right), "partial": partial / len(right)}
 
 
-GENERAL: Mapping[str, Metric] = {
+METRICS: Mapping[str, Metric] = {
+    # of any data
     "contains": _best(containment),
     "exact": _best(lambda prediction, answer: normalised(prediction) == normalised(answer)),
-    "f1": _longbench("qasper"),
-    "rouge_l": _longbench("gov_report"),
+    "f1": _best(_longbench("qa_f1_score")),
+    "rouge_l": _best(_with_fresh_stack(_longbench("rouge_score"))),
     "rouge_2": _rouge_2,
     "choice": _choice,
     "regex": _regex,
-}
-METRICS: Mapping[str, Metric] = {
-    **GENERAL,
+    # of benchmarks
     "boxed": _boxed,
     "contains_all": _contains_all,
+    "f1_zh": _best(_longbench("qa_f1_zh_score")),
+    "rouge_l_zh": _best(_with_fresh_stack(_longbench("rouge_zh_score"))),
+    "classification": _classification,
+    "count": _best(_longbench("count_score")),
+    "retrieval": _best(_longbench("retrieval_score")),
+    "retrieval_zh": _best(_longbench("retrieval_zh_score")),
+    "code_similarity": _best(code_similarity),
     "longbench_v2": _longbench_v2,
     "first_integer": _infinitebench("_int_match"),
     "word": _infinitebench("_kv"),
@@ -354,4 +444,4 @@ METRICS: Mapping[str, Metric] = {
     "loogle": _loogle,
     "loogle_cloze": _loogle_cloze,
 }
-"""Every metric by the name that a config gives it; those of `GENERAL` suit any data."""
+"""Every metric by the name that a config gives it."""

@@ -18,75 +18,32 @@ released with BalanceKV counts) and ``rouge1`` (ROUGE-1 F).
 from __future__ import annotations
 
 import random
-import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Le, MinLen
 
 from kvbench.errors.options import Distinct, Text
-from kvbench.tasks.base import Example, PromptEncoder, Task, TaskError
-from kvbench.tasks.haystack import (
-    file_digests,
-    filler,
-    place_needles,
-    texts_of_dataset,
-    texts_of_files,
+from kvbench.tasks.base import (
+    Example,
+    Many,
+    NewTokens,
+    PromptEncoder,
+    Repeats,
+    Task,
+    TaskError,
+    Tokens,
+    balanced_order,
 )
+from kvbench.tasks.data import file_digests, texts_of_dataset, texts_of_files
+from kvbench.tasks.haystack import filler, place_needles
 from kvbench.tasks.longeval_lines import word_lists
-from kvbench.tasks.options import Many, NewTokens, Repeats, Tokens
-from kvbench.tasks.order import balanced_order
+from kvbench.tasks.metrics import containment, released_recall, rouge1, word_recall
 
 HAYSTACK, QUESTION = "{haystack}", "{question}"
 PARTS = {"needle": ("{key}", "{value}"), "question": ("{key}",), "answer": ("{value}",)}
 """What the texts of needles that are hidden together must hold."""
-
-
-def _words(text: str) -> list[str]:
-    return re.findall(r"\w+", text.lower())
-
-
-def containment(prediction: str, answer: str) -> float:
-    """1 if the answer stands in the prediction; case, runs of white space and the answer's own full
-    stop at the end do not matter."""
-    wanted = " ".join(answer.lower().split())
-    return float((wanted.rstrip(".!?") or wanted) in " ".join(prediction.lower().split()))
-
-
-def word_recall(prediction: str, answer: str) -> float:
-    """Share of the answer's words, repetitions counted, that the prediction has; letters and digits
-    make words, punctuation does not count."""
-    wanted = Counter(_words(answer))
-    if not wanted:
-        return 0.0
-    return sum((wanted & Counter(_words(prediction))).values()) / sum(wanted.values())
-
-
-def released_recall(prediction: str, answer: str) -> float:
-    """The recall of github.com/ksheth96/BalanceKV, run_needle_in_haystack.py: the share of the answer's
-    different words that the prediction has, where words are what white space separates, lower-cased.
-    It departs from `word_recall` in two ways: a word counts once however often the answer has
-    it, and punctuation is part of it ("day." is not "day"). Words such as "a", "and" and "in" count like
-    any other: their answer has 11 different words, and an unrelated sentence with "a", "and", "in" and
-    "on" scores 4/11."""
-    wanted = set(answer.lower().split())
-    return len(wanted & set(prediction.lower().split())) / len(wanted) if wanted else 0.0
-
-
-@lru_cache(maxsize=1)
-def _scorer() -> Any:
-    from rouge_score.rouge_scorer import RougeScorer
-
-    return RougeScorer(["rouge1"], use_stemmer=False)
-
-
-def rouge1(prediction: str, answer: str) -> float:
-    """ROUGE-1 F of rouge-score against the answer, without stemming. The released script of BalanceKV
-    compares with the whole needle, stems, and multiplies by ten."""
-    return float(_scorer().score(answer, prediction)["rouge1"].fmeasure)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,18 +122,14 @@ class Needle(Task):
             raise TaskError(
                 "task.dataset_name is null; allowed with haystack=dataset: a Hugging Face dataset"
             )
-        if self.together:
-            self._check_together()
-
-    def _check_together(self) -> None:
-        for option in ("needle", "question", "answer"):
-            text, names = getattr(self, option), PARTS[option]
-            if not all(name in text for name in names):
+        for option, names in PARTS.items():
+            text = getattr(self, option)
+            if self.together and not all(name in text for name in names):
                 raise TaskError(
                     f"task.{option} is {text!r}; allowed with together=true: text with "
                     f"{' and '.join(names)}"
                 )
-        if self.repeats > 1:
+        if self.together and self.repeats > 1:
             raise TaskError(
                 f"task.repeats is {self.repeats}; allowed with together=true: 1 (a needle per depth)"
             )
@@ -190,30 +143,16 @@ class Needle(Task):
         of each depth and of each filler are those of the whole to within one example (one context,
         where all depths are `together`)."""
         texts = self._texts()
-        begin = 2 * self._begin_ids(encoder)
+        begin = encoder.begin_ids if self.begin_tokens else []
         fillers = [
-            filler(texts, self.seed, number, max(self.lengths), begin, encoder, self.facts)
+            filler(texts, self.seed, number, max(self.lengths), 2 * begin, encoder, self.facts)
             for number in range(self.num_examples)
         ]
-        if self.together:
-            return [
-                example
-                for i, k in balanced_order((len(self.lengths), self.num_examples))
-                for example in self._together(encoder, fillers[k], k, self.lengths[i])
-            ]
-        # Copies of the needle: the first at the depth, the others evenly over the rest.
-        others = range(self.repeats - 1)
-        copies = [100.0 * (copy + 0.5) / (self.repeats - 1) for copy in others]
-        needles = [self.needle] * self.repeats
-        asked = (self.question, self.answer)
-        sizes = (len(self.lengths), len(self.depths), self.num_examples)
+        sizes = (len(self.lengths), 1 if self.together else len(self.depths), self.num_examples)
         return [
             example
             for i, j, k in balanced_order(sizes)
-            for depth in [self.depths[j]]
-            for example in self._asked(
-                encoder, fillers[k], k, self.lengths[i], [depth, *copies], needles, {depth: asked}
-            )
+            for example in self._asked(encoder, fillers[k], k, self.lengths[i], self.depths[j])
         ]
 
     def score(self, prediction: str, example: Example) -> Mapping[str, float]:
@@ -242,34 +181,25 @@ class Needle(Task):
             raise TaskError(f"needle: the {self.haystack} haystack holds no text")
         return texts
 
-    def _begin_ids(self, encoder: PromptEncoder) -> list[int]:
-        """Tokens that the tokenizer puts before any text; none unless `begin_tokens`."""
-        return encoder.begin_ids if self.begin_tokens else []
-
-    def _together(
-        self,
-        encoder: PromptEncoder,
-        filling: tuple[str, Sequence[Sequence[int]]],
-        number: int,
-        length: int,
-    ) -> list[Example]:
-        """A prompt with a needle at every depth, and a question about each."""
+    def _facts(
+        self, number: int, length: int, depth: float
+    ) -> tuple[list[tuple[float, str]], list[tuple[int, str, str]]]:
+        """Depth and text of each needle of a context, and which is asked for by which question with
+        which answer: the needle and its copies, or a fact at every depth."""
+        if not self.together:
+            copies = range(self.repeats - 1)  # the others evenly over the text
+            depths = [depth, *(100.0 * (copy + 0.5) / (self.repeats - 1) for copy in copies)]
+            return [(each, self.needle) for each in depths], [(0, self.question, self.answer)]
         rng = random.Random(f"kvbench needles {self.seed} {number} {length}")
-        words = [word for word in word_lists()[1] if word.isalpha()]
-        keys = rng.sample(words, len(self.depths))
+        keys = rng.sample([word for word in word_lists()[1] if word.isalpha()], len(self.depths))
         values = rng.sample(range(10_000, 100_000), len(self.depths))
 
         def told(text: str, fact: int) -> str:
             return text.replace("{key}", keys[fact]).replace("{value}", str(values[fact]))
 
-        facts = range(len(self.depths))
-        return self._asked(
-            encoder, filling, number, length, self.depths, [told(self.needle, f) for f in facts],
-            {
-                self.depths[f]: (told(self.question, f), told(self.answer, f))
-                for f in rng.sample(facts, len(facts))
-            },
-        )  # fmt: skip
+        order = rng.sample(range(len(self.depths)), len(self.depths))
+        needles = [(each, told(self.needle, fact)) for fact, each in enumerate(self.depths)]
+        return needles, [(f, told(self.question, f), told(self.answer, f)) for f in order]
 
     def _asked(
         self,
@@ -277,59 +207,53 @@ class Needle(Task):
         filling: tuple[str, Sequence[Sequence[int]]],
         number: int,
         length: int,
-        depths: Sequence[float],
-        needles: Sequence[str],
-        asked: Mapping[float, tuple[str, str]],
+        depth: float,
     ) -> list[Example]:
-        """One context with these needles at these depths, and an example for each depth that is asked
-        about, with its question and answer. The longest has exactly `length` tokens."""
+        """The examples of one context. The longest has exactly `length` tokens."""
+        needles, asked = self._facts(number, length, depth)
         before, _, after = self.template.partition(HAYSTACK)
         before_ids = encoder.encode_text(before) if before else []
-        questions = {depth: after.replace(QUESTION, text) for depth, (text, _) in asked.items()}
-        question_ids = {depth: encoder.encode_text(text) for depth, text in questions.items()}
-        begin = self._begin_ids(encoder)
+        questions = [after.replace(QUESTION, question) for _, question, _ in asked]
+        question_ids = [encoder.encode_text(question) for question in questions]
+        begin = encoder.begin_ids if self.begin_tokens else []
         put = [
             (
                 begin + encoder.encode_text(text if text[0].isspace() else " " + text),
                 begin + encoder.encode_text(text if text[-1].isspace() else text + " "),
             )
-            for text in needles
+            for _, text in needles
         ]
-        around = encoder.overhead + len(before_ids) + max(map(len, question_ids.values()))
+        around = encoder.overhead + len(before_ids) + max(map(len, question_ids))
         room = length - (around if self.buffer is None else self.buffer)
+        depths = [depth for depth, _ in needles]
         context, spans = place_needles(filling[1], put, depths, length, room)
         ids, text = (*before_ids, *context), before + encoder.decode(context)
-        found = []
-        for depth, (_, answer) in asked.items():
-            place = list(depths).index(depth)
-            start, tokens = spans[place]
-            found.append(
-                Example(
-                    id=f"len{length}-depth{depth:g}-{number:04d}",
-                    context=text,
-                    question=questions[depth],
-                    answers=(answer,),
-                    max_new_tokens=self.max_new_tokens,
-                    dataset=self.name,
-                    stop=tuple(self.stop),
-                    context_ids=ids,
-                    evidence=needles[place].strip(),
-                    question_ids=tuple(question_ids[depth]),
-                    end_ids=self._end_ids(encoder),
-                    context_id=f"len{length}-{number:04d}" if self.together else None,
-                    fields={
-                        "length": length,
-                        "depth": depth,
-                        "filler": filling[0],
-                        "needle_start": start + len(encoder.prefix_ids) + len(before_ids),
-                        "needle_tokens": tokens,
-                        "haystack": self.haystack,
-                        "repeats": self.repeats,
-                    },
-                )
+        ends = {encoder.encode_text(end)[-1] for end in self.end_tokens}
+        return [
+            Example(
+                id=f"len{length}-depth{depths[fact]:g}-{number:04d}",
+                context=text,
+                question=question,
+                answers=(answer,),
+                max_new_tokens=self.max_new_tokens,
+                dataset=self.name,
+                stop=tuple(self.stop),
+                context_ids=ids,
+                evidence=needles[fact][1].strip(),
+                question_ids=tuple(asked_ids),
+                end_ids=encoder.end_ids | ends if ends else None,
+                context_id=f"len{length}-{number:04d}" if self.together else None,
+                fields={
+                    "length": length,
+                    "depth": depths[fact],
+                    "filler": filling[0],
+                    "needle_start": spans[fact][0] + len(encoder.prefix_ids) + len(before_ids),
+                    "needle_tokens": spans[fact][1],
+                    "haystack": self.haystack,
+                    "repeats": self.repeats,
+                },
             )
-        return found
-
-    def _end_ids(self, encoder: PromptEncoder) -> frozenset[int] | None:
-        ends = {encoder.encode_text(text)[-1] for text in self.end_tokens}
-        return encoder.end_ids | ends if ends else None
+            for (fact, _, answer), question, asked_ids in zip(
+                asked, questions, question_ids, strict=True
+            )
+        ]

@@ -7,15 +7,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import ClassVar
 
-from kvbench.tasks.base import Example, PromptEncoder, Task, TaskError
-from kvbench.tasks.haystack import (
-    file_digests,
-    generated_haystack,
-    texts_of_dataset,
-    texts_of_files,
-)
+from kvbench.tasks.base import Example, Many, NewTokens, PromptEncoder, Task, TaskError, Tokens
+from kvbench.tasks.data import file_digests, texts_of_dataset, texts_of_files
+from kvbench.tasks.haystack import generated_haystack
 from kvbench.tasks.metrics import METRICS, Key
-from kvbench.tasks.options import Many, NewTokens, Tokens
 
 
 @dataclass(frozen=True, kw_only=True)

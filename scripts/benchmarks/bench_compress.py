@@ -1,25 +1,35 @@
-"""Time BalanceKV's compression of one layer against its own unavoidable block products.
+"""Time the compression of one layer against its own unavoidable matrix products, on one thread.
 
-    python scripts/benchmarks/bench_compress.py  # n = 16384, 8 KV heads, head_dim 128, b = 256, T = 2
-    python scripts/benchmarks/bench_compress.py --key-scale 4  # keys whose exponentials overflow float32
+    python scripts/benchmarks/bench_compress.py    # n = 16384, 8 KV heads, head_dim 128, rate 1/4
+    python scripts/benchmarks/bench_compress.py --methods balancekv --key-scale 4
+    python scripts/benchmarks/bench_compress.py --methods rkv,subgen_streaming --n 4096
 
-Compression is everything `BalanceKV.compress` does, from drawing the uniforms to the gathered
-entries. The yardstick is the batched matrix products of the kernel matrices alone, full b x b blocks
-of keys and of values in both halvings, on contiguous tensors, into memory allocated beforehand. Both
-are timed in turn, `--repeats` times; the medians are compared and the ratio is printed last.
+Compression is all that `compress` does, packing included for methods that store entries packed. The
+yardstick of balancekv is the products of the kernel matrices alone, full b x b blocks of keys and of
+values in both halvings (b = 256), of the others the products that they cannot go without; all into memory
+allocated beforehand. `--key-scale 4`: keys whose exponentials overflow float32. Both are timed in turn in
+seconds of processor time, which other programs of the machine disturb less than the clock; the medians
+are compared.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from kvbench.kv import Budget, LayerKV
 from kvbench.methods import build_method
+
+NAMES = (
+    *("balancekv", "wildcat", "qjl", "turboquant", "expected_attention", "snapkv", "adakv"),
+    "pages",
+)
 
 
 def block_products(
@@ -31,7 +41,7 @@ def block_products(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Callable[[], None]:
-    """The matrix products of all blocks and halvings, keys and values."""
+    """The matrix products of all of BalanceKV's blocks and halvings, keys and values."""
     blocks = heads * n // b
     x = torch.randn(blocks, b, dim, device=device).to(dtype)
     out = torch.empty(blocks, b, b, device=device, dtype=dtype)
@@ -45,48 +55,90 @@ def block_products(
     return run
 
 
+def products(name: str, x: Tensor, kept: int) -> Callable[[], object]:
+    """The products of one method on x [heads, n, dim]."""
+    heads, n, dim = x.shape
+    if name == "balancekv":
+        return block_products(n, heads, dim, 256, 2)
+    if name == "wildcat":
+        bins = kept * heads // 12
+        size = heads * n // bins
+        keys = x.reshape(-1, dim)[: bins * size].view(bins, size, dim)
+        weights = x.new_ones(bins, 12, size)
+        gram, mixed = x.new_empty(bins, size, size), x.new_empty(bins, 12, dim)
+        return lambda: (torch.bmm(keys, keys.mT, out=gram), torch.bmm(weights, keys, out=mixed))
+    if name == "qjl":  # the first layers': 512 projections of the inliers, 128 of the outliers
+        sketch, out = x.new_ones(dim, 640), x.new_empty(heads * n, 640)
+        return lambda: torch.mm(x.view(-1, dim), sketch, out=out)
+    if name == "turboquant":
+        turn, out = x.new_ones(dim, dim), x.new_empty(heads * n, dim)
+        return lambda: [torch.mm(x.view(-1, dim), turn, out=out) for _ in ("keys", "values")]
+    if name == "expected_attention":
+        spread, wide = x.new_ones(heads, dim, dim), x.new_empty(heads, dim, dim)
+        out = x.new_empty(x.shape)
+        return lambda: (torch.bmm(x.mT, x, out=wide), torch.bmm(x, spread, out=out))
+    if name == "rkv":
+        out = x.new_empty(heads, 512, n)
+        return lambda: [torch.bmm(x[:, i : i + 512], x.mT, out=out) for i in range(0, n, 512)]
+    if name == "subgen_streaming":  # keys with representatives, once; and the draws
+        s = (kept - 32) // 2
+        centres, out = x[:, : s // 4], x.new_empty(heads, n, s // 4)
+        return lambda: (torch.bmm(x, centres.mT, out=out), torch.rand(n, heads, 4 + s))
+    window, out = x[:, -32:], x.new_empty(heads, 32, n)
+    return lambda: torch.bmm(window, x.mT, out=out)
+
+
 def seconds(run: Callable[[], object]) -> float:
-    """Wall time of one call."""
-    start = time.perf_counter()
+    """Processor time of one call."""
+    start = time.process_time()
     run()
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def main() -> None:
+    """Print a line for each method."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--n", type=int, default=16384, help="prompt tokens")
-    parser.add_argument("--heads", type=int, default=8, help="KV heads")
+    parser.add_argument("--heads", type=int, default=8, help="KV heads; one query head each")
     parser.add_argument("--dim", type=int, default=128, help="head_dim")
-    parser.add_argument("--block", type=int, default=256, help="block_size")
-    parser.add_argument("--halvings", type=int, default=2)
     parser.add_argument("--key-scale", type=float, default=1.0, help="factor on normal keys")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--methods", default=",".join(NAMES))
     args = parser.parse_args()
-
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(1)
     torch.manual_seed(0)
-    shape = (1, args.heads, args.n, args.dim)
+    x, values, queries = torch.randn(3, args.heads, args.n, args.dim)
+    x = args.key_scale * x
+
+    def rotary(positions: Tensor) -> tuple[Tensor, Tensor]:
+        pairs = torch.arange(args.dim).view(2, -1).flatten() / args.dim
+        angles = positions[:, None] * 1e4**-pairs
+        return angles.cos(), angles.sin()
+
     layer = LayerKV(
-        args.key_scale * torch.randn(shape), torch.randn(shape), None, 0, 1, args.dim**-0.5
-    )
-    # The whole prompt is middle, so that compression and yardstick cover the same blocks.
-    budget = Budget(rate=0.5**args.halvings, sink=0, window=0)
-    method = build_method("balancekv", block_size=args.block)
+        x[None], values[None], queries[None], 0, 1, args.dim**-0.5, rotary=rotary
+    )  # fmt: skip
+    print(f"load {os.getloadavg()[0]:.1f}; seconds of processor time, medians of {args.repeats}")
+    for name in args.methods.split(","):
+        # of balancekv the whole prompt is middle, so that both cover the same blocks
+        ends = 0 if name == "balancekv" else 32
+        budget, method = Budget(rate=0.25, sink=ends, window=ends), build_method(name)
+        scheme = method.quantization()
 
-    def compress() -> None:
-        kept = method.compress(layer, budget, torch.Generator().manual_seed(0))
-        assert kept.keys.shape[2] == args.n >> args.halvings
+        def compress() -> None:
+            layer.shared.clear()  # what methods of one job would share
+            held = method.compress(layer, budget, torch.Generator().manual_seed(0))  # noqa: B023
+            if scheme is not None:  # noqa: B023
+                scheme.codecs(held.keys[0], held.values[0], layer=0, seed=0)  # noqa: B023
 
-    products = block_products(args.n, args.heads, args.dim, args.block, args.halvings)
-    products()  # warm-up
-    compress()
-    pairs = [(seconds(products), seconds(compress)) for _ in range(args.repeats)]
-    product, total = (statistics.median(column) for column in zip(*pairs, strict=True))
-    for name, column in zip(("products", "compress"), zip(*pairs, strict=True), strict=True):
-        print(f"{name} seconds: {' '.join(f'{value:.3f}' for value in column)}")
-    print(f"block products {product:.3f} s, compression {total:.3f} s (medians)")
-    print(f"{total / product:.2f}")
+        needed = products(name, x, budget.capacity(args.n))
+        needed()
+        compress()
+        pairs = [(seconds(needed), seconds(compress)) for _ in range(args.repeats)]
+        product, total = (statistics.median(column) for column in zip(*pairs, strict=True))
+        print(
+            f"{name:20} products {product:7.3f}  compression {total:7.3f}  {total / product:6.2f}"
+        )
 
 
 if __name__ == "__main__":

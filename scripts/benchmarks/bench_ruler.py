@@ -18,8 +18,7 @@ from transformers import AutoTokenizer
 
 import kvbench
 from kvbench.tasks.base import PromptEncoder
-from kvbench.tasks.ruler import Ruler
-from kvbench.tasks.ruler.task import GENERATED
+from kvbench.tasks.ruler import GENERATED, Ruler
 
 
 def main() -> None:

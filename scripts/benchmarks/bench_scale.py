@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from kvbench.records.store import config_hash, run_folder
 
 METHODS = ("exact", "streaming_llm", "uniform", "snapkv", "pyramidkv", "h2o", "subgen", "balancekv")
 DATASETS = 4
+IDENTITY = {"experiment": "bench", "model": "m", "task": "t", "method": "snapkv", "seed": 0}
 META = {"version": 1, "score_unit": "fraction", "breakdown": ["length_bucket"]}
 
 
@@ -47,13 +48,7 @@ def write_experiment(results: Path, name: str, records: int, seed: int = 0) -> P
     ease = draws.random(count)
     for place, method in enumerate(METHODS):
         config = {"method": {"name": method}, "budget": {"rate": 0.25}, "seed": 0}
-        identity: dict[str, Any] = {
-            "experiment": name,
-            "model": "m",
-            "task": "t",
-            "method": method,
-            "seed": 0,
-        }
+        identity: dict[str, Any] = {**IDENTITY, "experiment": name, "method": method}
         code = config_hash(config)
         folder = run_folder(results, name, "m", "t", method, code)
         folder.mkdir(parents=True)
@@ -63,11 +58,12 @@ def write_experiment(results: Path, name: str, records: int, seed: int = 0) -> P
         right = ease + 0.05 * place < draws.random(count) + 0.5
         with (folder / RECORDS).open("w", encoding="utf-8") as file:
             for number in range(count):
-                file.write(json.dumps(_record(identity, number, bool(right[number]))) + "\n")
+                file.write(json.dumps(record(identity, number, bool(right[number]))) + "\n")
     return results / name
 
 
-def _record(identity: dict[str, Any], number: int, right: bool) -> dict[str, Any]:
+def record(identity: Mapping[str, Any], number: int, right: bool) -> dict[str, Any]:
+    """A record as a task of one-word answers writes it: about 1 kB."""
     return {
         **dict.fromkeys(COMMON_FIELDS),
         **identity,

@@ -31,8 +31,8 @@ from kvbench.run.session import Session
 
 def spread(layers: Sequence[int], most: int | None) -> list[int]:
     """So many of the layers, evenly from the first to the last; None: all."""
-    count = min(most or len(layers), len(layers))
-    return [layers[i * (len(layers) - 1) // max(1, count - 1)] for i in range(count)]
+    last, count = len(layers) - 1, min(most or len(layers), len(layers))
+    return [layers[i * last // max(1, count - 1)] for i in range(count)]
 
 
 class Run(SimpleNamespace):
@@ -87,9 +87,9 @@ class Run(SimpleNamespace):
         subject = "synthetic" if self.synthetic else self.session.spec.label
         return Path(self.results_dir, self.name, subject).expanduser()
 
-    def save(self, rows: list[Any], y: str, x: str, by: str, panel: str, fit: Any = None) -> None:
+    def save(self, rows: list[Any], **how: Any) -> None:
         """See `_output.write`."""
-        write(rows, self.place, y, x, by, panel, fit)
+        write(rows, self.place, **how)
 
 
 def started(main: Any) -> None:

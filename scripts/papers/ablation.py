@@ -91,7 +91,7 @@ def main(given: Sequence[str]) -> None:
                     row = {"prompt": prompt, "layer": layer, "rate": rate, "draw": draw, **found}
                     row |= {"variant": label, "seconds": cost["compress_s"]}
                     rows.append(row | {"change": found[run.metric] / reference - 1})
-    run.save(rows, run.metric, x="rate", by="variant", panel="layer")
+    run.save(rows, y=run.metric, x="rate", by="variant", panel="layer")
     print(pd.DataFrame(rows).groupby("variant", sort=False)[["change", "seconds"]].mean())
 
 

@@ -90,7 +90,7 @@ def main(given: Sequence[str]) -> None:
             said = processor.decode(new, skip_special_tokens=True).split("\n")[0]
             row = {"image": file, "method": method, "rate": rate, "caption": said, "of": "images"}
             rows.append(row | {"cider": cider.score(said, texts), "rouge_l": rouge_l(said, texts)})
-    run.save(rows, "cider", x="rate", by="method", panel="of")
+    run.save(rows, y="cider", x="rate", by="method", panel="of")
     for names, part in pd.DataFrame(rows).groupby(["method", "rate"], sort=False):
         scores = bleu(list(part["caption"]), [references[file] for file in part["image"]])
         print(*names, "BLEU-1 to -4:", *(f"{100 * value:.1f}" for value in scores))

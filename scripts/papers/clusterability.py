@@ -93,7 +93,7 @@ def main(given: Sequence[str]) -> None:
                 if number == 0 and run.head and not gaussian:
                     marked = found[run.head - 1][0][: run.centres]
                     draw(heads[run.head - 1], marked, run.seed, f"{run.place}-{kind}-{layer}.png")
-    run.save(rows, "radius", x="k", by="kind", panel="layer", fit=(1, max(run.counts)))
+    run.save(rows, y="radius", x="k", by="kind", panel="layer", fit=(1, max(run.counts)))
 
 
 if __name__ == "__main__":

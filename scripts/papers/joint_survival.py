@@ -93,7 +93,7 @@ def main(given: Sequence[str]) -> None:
                         ratio = joint_survival(kept, torch.tensor(inside), d) if inside else None
                         where = {"prompt": prompt, "layer": layer, "draw": draw, "method": label}
                         rows.append({**where, "distance": d, "ratio": ratio})
-    run.save(rows, "ratio", x="distance", by="method", panel="layer")
+    run.save(rows, y="ratio", x="distance", by="method", panel="layer")
 
 
 if __name__ == "__main__":

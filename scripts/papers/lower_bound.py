@@ -92,7 +92,7 @@ def main(given: Sequence[str]) -> None:
                     rows.append({**where, "draw": draw, "method": name, **read(held)})
             for name, share in limits(budget.capacity(run.n), layer).items():
                 rows.append({**where, "method": name, "share": share})
-    run.save(rows, "share", x="rate", by="method", panel="n")
+    run.save(rows, y="share", x="rate", by="method", panel="n")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def main(given: Sequence[str]) -> None:
                 row = {"prompt": prompt, "layer": layer, "rank": rank}
                 row |= {"frequency": float(often[rank - 1]), "of": "prompts"}
                 rows.append(row | {"heavy": float(heavy[layer].double().mean())})
-    run.save(rows, "frequency", x="rank", by="layer", panel="of", fit=(1, max(run.ranks)))
+    run.save(rows, y="frequency", x="rank", by="layer", panel="of", fit=(1, max(run.ranks)))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast
 from wonderwords import RandomWord
 
-from kvbench.tasks.haystack import Document
+from kvbench.tasks.haystack import sentences
 
 VOCAB_SIZE = 1984
 EOS = "<|end|>"
@@ -60,8 +60,8 @@ def whole_words() -> list[str]:
     text = [PREFIX, QUESTION, *(f" {word}" for word in COMMON)]
     rng = random.Random("recall_mini tokenizer")
     for _ in range(200):
-        document = Document(rng)
-        text += [document.sentence() + " " + document.sentence() for _ in range(10)]
+        document = sentences(rng)
+        text += [next(document) + " " + next(document) for _ in range(10)]
     split = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
     pieces = [" REGISTER_CONTENT is <", ">\n"]
     pieces += [f"{number:02d}" for number in range(100)]
@@ -269,7 +269,7 @@ class Generator:
         """Filler of about ``length`` tokens with ``count`` random needles, then their questions."""
         pieces: list[list[int]] = []
         total = 0
-        document = Document(rng, rng.choice((8, 16, 24, 24, 48, 200)))
+        document = sentences(rng, rng.choice((8, 16, 24, 24, 48, 200)))
         salad = rng.random() < 0.15
         while total < length:
             if salad:
@@ -282,7 +282,7 @@ class Generator:
                 )
                 piece = self.encode(f" {text}" if pieces else text)
             else:
-                text = document.sentence()
+                text = next(document)
                 piece = self.words(f" {text}" if pieces else text)
             pieces.append(piece)
             total += len(piece)
@@ -354,11 +354,11 @@ class Generator:
         """As :meth:`needles`, in other filler and with needles of any kind."""
         prose = self.prose(rng)
         grammar = rng.random() < 0.25
-        document = Document(rng, rng.choice((8, 24, 48, 200)))
+        document = sentences(rng, rng.choice((8, 24, 48, 200)))
         pieces: list[str] = []
         total = 0.0
         while total < length:
-            text = document.sentence() if grammar else next(prose)
+            text = next(document) if grammar else next(prose)
             gap = "" if not pieces or pieces[-1].endswith("\n") else " "
             pieces.append(gap + text)
             total += len(self.encode(pieces[-1]))

@@ -11,8 +11,7 @@ from support.prompts import methods as variants
 from support.tiny import prompt_ids, tiny_model
 
 from kvbench.engine import generate as engine
-from kvbench.engine.generate import run_batch, run_conversations
-from kvbench.engine.prompts import Prompt, Question
+from kvbench.engine.generate import Prompt, Question, run_batch, run_conversations
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget
 from kvbench.methods import available_methods, build_method

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from support.jobs import SMALL
-from support.pretended import PRETEND, counted, needs_cuda, needs_pretend
-from support.probing import SYNTHETIC
+from support.pretended import counted, needs_cuda, needs_pretend
 from support.prompts import EVERY_METHOD, facts
 from support.tiny import prompt_ids, tiny_model
 from support.variants import VARIANTS, label
 
-import kvbench
-from kvbench.engine import attention
-from kvbench.engine.attention import exact_attention
 from kvbench.engine.decoding import DecodeState
 from kvbench.engine.fork import Fork
-from kvbench.engine.generate import run_batch
-from kvbench.engine.loading import ModelSpec
+from kvbench.engine.generate import Prompt, run_batch
 from kvbench.engine.prefill import prefill
-from kvbench.engine.prompts import Prompt
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import KVError
-from kvbench.methods import _draws, build_method
-from kvbench.probes.layer_error import LayerError
-from kvbench.run.session import Session
+from kvbench.methods import build_method
 
 pytestmark = [pytest.mark.cuda, needs_cuda]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -56,15 +46,6 @@ def test_every_method_answers_as_on_the_cpu(compress_after, monkeypatch):
     assert found == answers(model_on(CPU), METHODS, compress_after=compress_after)
 
 
-THROUGH_KERNELS = (*("exact", "h2o", "snapkv", "subgen", "balancekv", "uniform"),)
-
-
-def test_methods_with_kernels_of_their_own_answer_as_on_the_cpu(monkeypatch):
-    monkeypatch.setenv("KVBENCH_KERNELS", "auto")
-    found = answers(model_on(CUDA), THROUGH_KERNELS, n=40, new=2)
-    assert found == answers(model_on(CPU), THROUGH_KERNELS, n=40, new=2)
-
-
 def test_a_model_on_two_gpus_answers_as_on_the_cpu(monkeypatch):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
@@ -80,58 +61,6 @@ def test_a_model_on_two_gpus_answers_as_on_the_cpu(monkeypatch):
     add_hook_to_module(model.model.rotary_emb, AlignDevicesHook(execution_device=CUDA))
     found = answers(model, ("exact", "h2o", "balancekv"), n=40, new=2)
     assert found == answers(model_on(CPU), ("exact", "h2o", "balancekv"), n=40, new=2)
-
-
-def test_float32_with_grouped_heads_forms_no_matrix_of_all_logits(monkeypatch):
-    """torch's fused kernels do not take it on CUDA; its fallback holds all n x n logits."""
-    monkeypatch.setattr(attention, "QUERY_BLOCK", 16)
-    q, k, v = torch.randn(1, 4, 50, 16), torch.randn(1, 2, 50, 16), torch.randn(1, 2, 50, 16)
-    expected = exact_attention(q, k, v, scaling=0.25)
-    q, k, v = q.to(CUDA), k.to(CUDA), v.to(CUDA)
-
-    def refused(*_, **__):
-        raise AssertionError("scaled_dot_product_attention of grouped float32 heads")
-
-    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", refused)
-    found = exact_attention(q, k, v, scaling=0.25)
-    torch.testing.assert_close(found.cpu(), expected)
-
-
-def test_synthetic_layers_are_on_the_device_of_the_session(monkeypatch):
-    monkeypatch.setenv("KVBENCH_KERNELS", "torch")
-    session = Session(ModelSpec(name="none", path="none"), CUDA, torch.float32)
-    probe = LayerError(synthetic=SYNTHETIC, layers=(1,), rates=(0.25,), seeds=1, exact=40)
-    methods = {name: (build_method(name), SMALL) for name in ("h2o", "balancekv", "subgen")}
-    (unit,) = probe.units(session, methods)
-    ((_, layer),) = probe.captured(unit, session)
-    assert {x.device for x in (layer.keys, layer.values, layer.queries)} == {CUDA}
-    on_cpu = replace(session, device=CPU)
-    expected = {o.method: o.fields["score"] for o in probe.run(unit, methods, on_cpu)}
-    for outcome in probe.run(unit, methods, session):
-        assert outcome.fields["score"] == pytest.approx(expected[outcome.method], rel=1e-4)
-
-
-@pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_draws_are_those_of_the_cpu_whatever_draws_them(kernels, monkeypatch):
-    """And the host neither copies nor waits for one."""
-    monkeypatch.setenv("KVBENCH_KERNELS", kernels)
-
-    def drawn(device):
-        generator = torch.Generator().manual_seed(4)
-        return (
-            _draws.uniforms(generator, device, 2, 33),
-            _draws.place(generator, 2, 50, device),
-            _draws.places(generator, 2, 50, 20, device),
-        )
-
-    on_gpu = drawn(CUDA)
-    assert {x.device for x in on_gpu} == {CUDA}
-    for here, there in zip(drawn(CPU), on_gpu, strict=True):
-        assert torch.equal(here, there.cpu())
-    if PRETEND:
-        assert not counted(lambda: drawn(CUDA), "sync")
-        assert not counted(lambda: drawn(CUDA), "pin") or kernels == "torch"
-        assert sum(counted(lambda: drawn(CUDA), "launch").values()) <= 12
 
 
 @pytest.mark.parametrize(("part", "value"), [("k_proj", float("nan")), ("v_proj", float("inf"))])
@@ -186,15 +115,6 @@ def test_a_decode_step_waits_for_its_token_only(name, monkeypatch):
     assert many - few == 3, found
 
 
-@pytest.mark.parametrize("name", ["h2o", "snapkv"])
-def test_attention_mass_takes_the_normalisers_of_the_prefill(name, monkeypatch):
-    monkeypatch.setenv("KVBENCH_KERNELS", "auto")
-    first_pass = "kvbench.kernels._triton_mass.normaliser_kernel"
-    monkeypatch.setattr(first_pass, None)
-    on_cpu, on_cuda = model_on(CPU, kind="gpt_neox"), model_on(CUDA, kind="gpt_neox")
-    assert answers(on_cuda, [name], n=40, new=2) == answers(on_cpu, [name], n=40, new=2)
-
-
 EVICTING = {
     "h2o": build_method("h2o"),
     "streaming_llm": build_method("streaming_llm", decode="evict"),
@@ -235,24 +155,3 @@ def test_evicting_takes_four_launches_a_layer_at_most(name, monkeypatch):
     few, many = (launches_per_layer(EVICTING[name], rows, monkeypatch) for rows in (2, 8))
     assert few == many
     assert grows < few <= grows + 4
-
-
-@needs_pretend
-def test_compress_around_generate_waits_at_no_layer(monkeypatch):
-    monkeypatch.setenv("KVBENCH_KERNELS", "torch")
-    ids = torch.tensor([prompt_ids(60)])
-
-    def waits(layers, new):
-        model = tiny_model("llama", layers=layers).to(CUDA)
-        given = ids.to(CUDA)
-        options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
-        with torch.no_grad(), kvbench.compress(model, "snapkv", rate=0.25, sink=4, window=4):
-            mask = torch.ones_like(given)
-            found = counted(
-                lambda: model.generate(given, attention_mask=mask, pad_token_id=0, **options),
-                "sync",
-            )
-        return sum(found.values())
-
-    per_token = [(waits(layers, 5) - waits(layers, 2)) / 3 for layers in (1, 3)]
-    assert per_token[0] == per_token[1]

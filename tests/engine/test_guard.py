@@ -75,10 +75,12 @@ CHANGES: dict[str, Callable[[], Any]] = {
     "torch's float32 matmul precision at medium (it was highest)": lambda: (
         torch.set_float32_matmul_precision("medium")
     ),
-    "torch's deterministic algorithms at (True, False)": lambda: torch.use_deterministic_algorithms(
+    "torch's deterministic algorithms at 2 (it was 0)": lambda: torch.use_deterministic_algorithms(
         True
     ),
-    "torch's math attention at False": lambda: torch.backends.cuda.enable_math_sdp(False),
+    "torch's attention kernels at (True, True, False, True)": lambda: (
+        torch.backends.cuda.enable_math_sdp(False)
+    ),
     "the working directory at /": lambda: os.chdir("/"),
     "the environment in another state": lambda: os.environ.update(KVBENCH_FAULT="1"),
     "torch's global generator in another state": lambda: torch.rand(1),

@@ -14,9 +14,8 @@ from kvbench import compress
 from kvbench.engine import states
 from kvbench.engine.architecture import check_serves_interface, compressible_layers
 from kvbench.engine.attention import UnsupportedModel, register
-from kvbench.engine.fork import Fork
-from kvbench.engine.prefill import capture_layers, prefill
-from kvbench.engine.states import HYBRIDS, joined_cache, state_bytes
+from kvbench.engine.prefill import capture_layers
+from kvbench.engine.states import HYBRIDS
 from kvbench.methods import build_method
 from kvbench.probes.fidelity import teacher_forced
 
@@ -132,21 +131,6 @@ def test_rows_of_a_batch_are_as_alone_and_scoring_is_one_pass():
     assert scored["exact"].nll == pytest.approx(want.tolist(), abs=1e-4)
 
 
-def test_rows_of_a_pass_are_views_that_a_step_moves_on():
-    model = on_kvbench(hybrid())
-    forks = [Fork(str(i), build_method("exact"), SMALL, 0, "x", room=4) for i in range(2)]
-    prefill(model, prompt_ids(30), forks)
-    before = [fork.clone() for fork in forks]
-    cache = joined_cache(model.config, [fork.states for fork in forks])
-    cache.layers[0].recurrent_states[0].add_(torch.tensor([1.0, 2.0])[:, None, None, None])
-    for number, (fork, copied) in enumerate(zip(forks, before, strict=True)):
-        moved = fork.states[0].recurrent_states[0] - copied.states[0].recurrent_states[0]
-        assert torch.allclose(moved, torch.full_like(moved, number + 1.0), atol=1e-5)
-    assert state_bytes(forks[0].states) * 2 == sum(
-        part.nbytes for layer in cache.layers for part in parts_of(layer)
-    )
-
-
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "falcon_h1"])
 def test_inside_compress(name):
     model = hybrid(name)
@@ -170,18 +154,6 @@ def test_inside_compress(name):
     with compress(model, "exact") as session:
         beams = model.generate(**batch, num_beams=2)
     assert torch.equal(beams, model.generate(**batch, num_beams=2))
-
-
-def test_a_context_is_asked_again_and_again():
-    model = hybrid()
-    model.generation_config.eos_token_id = None
-    question = prompt_ids(20, seed=4)
-    with compress(model, "snapkv", sink=4, window=4) as session:
-        context = session.read(prompt_ids(90))
-        first = context.ask(question, max_new_tokens=6)
-        assert context.ask(question, max_new_tokens=6) == first
-        context.ask(question, max_new_tokens=4, keep=True)
-        assert context.tokens == 90 + 20 + 3
 
 
 def test_a_transformers_without_states_refuses_hybrids(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,16 +10,15 @@ import pytest
 import torch
 from support.jobs import Echo, make_job, records_of
 from support.jobs import Letters as _Letters
-from support.tiny import Everything, prompt_ids, tiny_model
+from support.tiny import prompt_ids, tiny_model
 from support.variants import VARIANTS, label
 
 import kvbench
 from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.fork import Fork, prompt_name
-from kvbench.engine.kept import BINS, MOST_LAYERS, strips_of
+from kvbench.engine.kept import BINS, strips_of
 from kvbench.engine.prefill import prefill
-from kvbench.errors import UserError
-from kvbench.kv import Budget, CompressedKV, KVError
+from kvbench.kv import Budget
 from kvbench.methods import build_method
 from kvbench.run.runner import run_job
 
@@ -81,47 +80,6 @@ def test_strips_are_the_weight_per_token_of_each_piece() -> None:
         np.testing.assert_allclose(strips["layers"][str(layer)], 100 * expected, atol=0.5001)
     whole = strips_of(fork_of(build_method("exact"), ids), 300, [0, 3])
     assert whole["layers"] == {"0": [100] * 100, "3": [100] * 100}
-
-
-def test_entries_of_no_single_token_are_counted_and_not_placed() -> None:
-    class Merged(Everything):
-        def compress(self, layer: Any, budget: Any, generator: Any) -> CompressedKV:
-            held = super().compress(layer, budget, generator)
-            positions = held.positions.clone()
-            positions[..., ::4] = -1
-            return CompressedKV(held.keys, held.values, None, positions)
-
-    fork = fork_of(Merged(), prompt_ids(80))
-    strips = strips_of(fork, 80, [0])
-    assert strips["unplaced"] == 0.25
-    assert strips["layers"]["0"][:4] == [0, 100, 100, 100]
-    frame = kvbench.kept(tiny_model("llama"), Letters(), PROMPT, Merged(), **SMALL)
-    assert frame["token"].isna().sum() == (frame["position"] == -1).sum() == len(frame) / 4
-
-
-def test_strips_stay_small_for_a_long_prompt_and_a_deep_model() -> None:
-    fork = fork_of(build_method("snapkv"), prompt_ids(100))
-    fork.layers = {index: fork.layers[index % 4] for index in range(80)}
-    strips = strips_of(fork, 10**6, list(fork.layers))
-    assert len(strips["layers"]) == MOST_LAYERS
-    assert len(json.dumps(strips)) < 20_000
-
-
-def test_a_figure_of_what_is_kept() -> None:
-    model = tiny_model("llama")
-    frames = [kvbench.kept(model, Letters(), PROMPT, name, **SMALL) for name in ("exact", "snapkv")]
-    figure = kvbench.draw_kept(*frames)
-    assert [ax.get_title(loc="left").split()[0] for ax in figure.axes] == ["exact", "snapkv"]
-    (first, *_), (second, *_) = ([p.get_data() for p in ax.patches] for ax in figure.axes)
-    assert np.ptp(first.values) == 0 < np.ptp(second.values)
-    with pytest.raises(UserError, match="no frames"):
-        kvbench.draw_kept()
-    foreign = frames[0].copy()
-    foreign.attrs = {}
-    with pytest.raises(UserError, match="a frame does not say its prompt"):
-        kvbench.draw_kept(foreign)
-    with pytest.raises(KVError, match="prompt is empty"):
-        kvbench.kept(model, Letters(), "", "snapkv")
 
 
 def test_records_of_the_first_examples_say_what_was_kept_and_of_no_others(tmp_path: Any) -> None:

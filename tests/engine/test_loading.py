@@ -1,17 +1,25 @@
-"""Loading models and tokenizers: what is refused and how, prompts' surroundings, end tokens."""
+"""Loading models and tokenizers: what is refused and how, packed weights, weights on several devices.
+
+Without a GPU the second device is the disk: accelerate brings a layer's weights in as the layer is
+needed. Between two passes they are nowhere (on "meta"), so nothing may ask the model where it is.
+"""
 
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
 import torch
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from support.tiny import prompt_ids, tiny_model
 from transformers import AutoTokenizer
 
 from kvbench.engine import loading, memory
+from kvbench.engine.generate import run_forks
 from kvbench.engine.loading import (
     ModelError,
     ModelSpec,
@@ -22,9 +30,36 @@ from kvbench.engine.loading import (
     resolve_device,
     resolve_dtype,
 )
+from kvbench.engine.prefill import input_device
+from kvbench.engine.stopping import Stopping
+from kvbench.kv import Budget
+from kvbench.methods import build_method
 
 RECALL = ModelSpec(name="recall_mini", path="asset:recall_mini")
 CPU = torch.device("cpu")
+SPREAD = ("exact", "balancekv", "h2o", "snapkv", "spatten")
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Any:
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: Any) -> Path:
+    path: Path = tmp_path_factory.mktemp("model")
+    tiny_model("llama").save_pretrained(path)
+    return path
+
+
+def load(folder: Path | str, **options: Any) -> Any:
+    spec = ModelSpec(name="tiny", path=str(folder), **options)
+    return load_model(spec, device=CPU, dtype=torch.float32)
+
+
+def recall(**options: Any) -> Any:
+    """The shipped model: bitsandbytes' kernels want rows of whole blocks."""
+    return load("asset:recall_mini", **options)
 
 
 def hub_error(kind, status):
@@ -75,16 +110,6 @@ def test_devices_and_dtypes():
         resolve_device("gpu")
     with pytest.raises(ModelError, match=r"'cuda:99'; this machine has \d+ GPUs"):
         resolve_device("cuda:99")
-
-
-def test_mps_is_taken_where_torch_has_it(monkeypatch):
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    with pytest.raises(
-        ModelError, match="'mps', which this torch does not have; allowed: auto, cpu"
-    ):
-        resolve_device("mps")
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    assert resolve_dtype("auto", resolve_device("mps")) == torch.float32
 
 
 def test_a_gpu_that_auto_cannot_use_is_told_in_one_line(monkeypatch, caplog, tmp_path):
@@ -186,3 +211,150 @@ def test_random_weights_need_no_download_and_follow_the_seed():
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     assert torch.equal(state, torch.random.get_rng_state()), "the caller's generator is untouched"
+
+
+def logits(model: Any, ids: list[int]) -> torch.Tensor:
+    """[ids, vocabulary] float32, by transformers' own attention."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        found: torch.Tensor = model(torch.tensor([ids])).logits[0]
+    model.set_attn_implementation(before)
+    return found
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def test_a_gguf_file_is_the_model_it_was_written_from(tiny: Any, tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="needs the gguf package: pip install 'kvbench[quantized]'")
+    from support.gguf_files import write_gguf
+
+    write_gguf(tiny, tmp_path / "tiny-f32.gguf")
+    model = load(tmp_path, quantization="gguf")
+    assert torch.equal(logits(model, prompt_ids(40)), logits(tiny, prompt_ids(40)))
+    tokenizer = load_tokenizer(ModelSpec(name="t", path=str(tmp_path), quantization="gguf"))
+    assert tokenizer.decode(tokenizer.encode("hello you"), skip_special_tokens=True) == "hello you"
+    assert tokenizer.eos_token_id == 2
+
+
+def test_a_gguf_file_of_few_bits_is_read_as_the_format_says(tiny: Any, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf", reason="needs the gguf package")
+    from support.gguf_files import write_gguf
+
+    write_gguf(tiny, tmp_path / "tiny-q8.gguf", "Q8_0")
+    write_gguf(tiny, tmp_path / "tiny-q4.gguf", "Q4_0")
+    for name, kind in (("tiny-q8", "Q8_0"), ("tiny-q4", "Q4_0")):
+        model = load(tmp_path, quantization="gguf", gguf_file=f"{name}.gguf")
+        found = model.model.layers[1].mlp.up_proj.weight.detach().numpy()
+        written = tiny.model.layers[1].mlp.up_proj.weight.detach().numpy()
+        quant = gguf.GGMLQuantizationType[kind]
+        unpacked = gguf.quants.dequantize(gguf.quants.quantize(written, quant), quant)
+        assert (found == unpacked).all()
+        assert (found != written).any()
+    with pytest.raises(ModelError, match=r"has 2 such .*=<one of: tiny-q4.gguf, tiny-q8.gguf>"):
+        load(tmp_path, quantization="gguf")
+    with pytest.raises(ModelError, match=r"no config.json but GGUF files; allowed: model.quant"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "worst"), [("bnb8", 0.02), ("bnb4", 0.2)])
+def test_bitsandbytes_packs_the_weights_while_they_are_read(name: str, worst: float) -> None:
+    bnb = pytest.importorskip("bitsandbytes", reason="needs the bitsandbytes package")
+    model, whole = recall(quantization=name), recall()
+    layer = model.model.layers[1].mlp.up_proj
+    assert isinstance(layer, {"bnb4": bnb.nn.Linear4bit, "bnb8": bnb.nn.Linear8bitLt}[name])
+    assert layer.weight.element_size() == 1
+    ids = prompt_ids(40)
+    assert 0 < relative(logits(model, ids), logits(whole, ids)) < worst
+    methods = {name: (build_method(name), Budget(rate=0.5)) for name in ("exact", "snapkv")}
+    found = run_forks(model, ids[:30], ids[30:], methods, Stopping(4), seed=3, example_id="x")
+    assert {(one.failure, len(one.tokens)) for one in found.values()} == {(None, 4)}
+
+
+def test_nf4_is_as_far_from_the_weights_as_its_levels_allow() -> None:
+    bnb = pytest.importorskip("bitsandbytes", reason="needs the bitsandbytes package")
+    packed = recall(quantization="bnb4").model.layers[1].mlp.up_proj.weight
+    assert packed.quant_type == "nf4"
+    unpacked = bnb.functional.dequantize_4bit(packed.data, packed.quant_state)
+    written = recall().model.layers[1].mlp.up_proj.weight.detach()
+    blocks = written.reshape(-1, packed.quant_state.blocksize)
+    error = (unpacked - written).abs().reshape(blocks.shape).amax(1) / blocks.abs().amax(1)
+    assert float(error.max()) < (1 - 0.6961928) / 2 + 1e-5  # half of the widest gap, 2305.14314 E
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"quantization": "bnb3"}, "allowed: bnb4 . bnb8 . gguf"),
+        ({"gguf_file": "x.gguf"}, "allowed: model.quantization=gguf"),
+        ({"quantization": "bnb4", "random_weights": True}, "allowed: null, since only weights"),
+    ],
+)
+def test_options_that_cannot_be_are_one_line(options: Any, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        ModelSpec(name="m", path="p", **options)
+
+
+@pytest.mark.parametrize("name", ["bnb4", "bnb8", "gguf"])
+def test_a_package_that_is_missing_is_one_line(name: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(loading, "find_spec", lambda package: None)
+    with pytest.raises(ModelError) as caught:
+        recall(quantization=name)
+    wanted = f"{loading.PACKAGES[name]} is not installed; allowed: pip install 'kvbench[quantized]'"
+    assert str(caught.value) == f"model.quantization is {name}: {wanted}"
+
+
+def test_a_device_without_kernels_is_one_line() -> None:
+    spec = ModelSpec(name="m", path="p", quantization="bnb8")
+    pytest.importorskip("bitsandbytes", reason="needs the bitsandbytes package")
+    with pytest.raises(ModelError, match="device is 'mps', for which bitsandbytes has no kernels"):
+        loading._packing(spec, torch.device("mps"), torch.float32)
+
+
+def halves(first: str, second: str) -> dict[str, str]:
+    """A device map with the embedding and two of four layers on `first`, the rest on `second`."""
+    layers = {f"model.layers.{i}": first if i < 2 else second for i in range(4)}
+    ends = {"model.embed_tokens": first, "model.norm": second, "lm_head": second}
+    return {**layers, **ends, "model.rotary_emb": first}
+
+
+def answers(model: Any, compress_after: str) -> dict[str, Any]:
+    budget, ids = Budget(rate=0.25, sink=4, window=4), prompt_ids(96)
+    methods = {name: (build_method(name), budget) for name in SPREAD}
+    found = run_forks(
+        model, ids[:80], ids[80:], methods, Stopping(12), seed=3, example_id="x",
+        compress_after=compress_after,
+    )  # fmt: skip
+    assert all(one.failure is None for one in found.values())
+    return {label: (one.tokens, one.entries, one.cache_bytes) for label, one in found.items()}
+
+
+MAPS = {
+    "cpu, then disk": {"device_map": halves("cpu", "disk")},
+    "disk, then cpu": {"device_map": halves("disk", "cpu")},
+    "auto": {"device_map": "auto", "max_memory": {"cpu": "300KB"}},
+}
+
+
+@pytest.mark.parametrize("placement", MAPS.values(), ids=MAPS)
+@pytest.mark.parametrize("compress_after", ["prompt", "context"])
+def test_tokens_are_those_of_one_device(folder, placement, compress_after):
+    spread = load(folder, **placement)
+    assert set(spread.hf_device_map.values()) == {"cpu", "disk"}
+    assert any(weight.is_meta for weight in spread.parameters()), "nothing is offloaded"
+    assert input_device(spread) == torch.device("cpu")
+    expected = answers(load(folder), compress_after)
+    assert len({str(tokens) for tokens, *_ in expected.values()}) > 2, "methods must differ"
+    assert answers(spread, compress_after) == expected
+
+
+def test_a_device_map_that_cannot_be_is_one_line(folder):
+    with pytest.raises(
+        ModelError, match=r"device_map is 'balanced' and model.random_weights is true"
+    ):
+        ModelSpec(name="x", path="y", random_weights=True, device_map="balanced")
+    with pytest.raises(ModelError, match="cannot be loaded") as error:
+        load(folder, device_map="autu")
+    assert "\n" not in str(error.value)

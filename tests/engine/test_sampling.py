@@ -96,8 +96,3 @@ def test_a_long_answer_is_not_read_again_at_every_token(new: int) -> None:
         assert not stopping.reached(range(length))  # type: ignore[arg-type]
     assert sum(read) <= 400 * new
     assert stopping.reached(range(new))  # type: ignore[arg-type]
-
-
-def test_a_short_answer_ends_where_it_is_settled() -> None:
-    stopping = Stopping(99, decode=lambda t: "x" * len(t), settled=lambda text: len(text) >= 7)
-    assert [stopping.reached(range(n)) for n in (6, 7)] == [False, True]  # type: ignore[arg-type]

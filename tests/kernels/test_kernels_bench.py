@@ -47,11 +47,6 @@ def test_every_case_runs_and_has_its_floor(script):
     mass = next(row for row in rows if row.size == "heads=2 queries=40 n=40")
     assert mass.floor_s >= 2 * 820 * 2 * 128 / 1e12  # 820 causal pairs
     assert mass.beside == "exact attention (sdpa)"
-    assert mass.beside_s > 0
-    assert [row.size for row in rows if row.beside == "its block products"] == ["balancekv n=300"]
-    entries = next(row for row in rows if row.size == "rows=2 entries=64")
-    assert entries.floor_by == "bytes"
-    assert entries.floor_s == pytest.approx(2 * 8 * 64 * 2 * 128 * 4 / 1e9)
     text = script.table(rows)
     assert len(text.splitlines()) == len(rows) + 1
 
@@ -68,10 +63,3 @@ def test_the_report_names_device_commit_and_command(script, tmp_path, monkeypatc
     assert report["code_revision"]
     assert "no CUDA device" in report["triton"]
     assert "no CUDA device" in capsys.readouterr().out
-
-
-def test_the_choice_is_forced_and_taken_back(script, monkeypatch):
-    monkeypatch.setenv("KVBENCH_KERNELS", "auto")
-    with script.forced("torch"):
-        assert script.os.environ["KVBENCH_KERNELS"] == "torch"
-    assert script.os.environ["KVBENCH_KERNELS"] == "auto"

@@ -62,13 +62,14 @@ def check(kernels: list[dict], capability: int) -> None:
             assert kernel["wgmma"], kernel  # Hopper's wide matrix instructions
 
 
+@pytest.mark.slow
 def test_the_main_configurations_build_for_hopper(tmp_path):
     told = build(90, "quick", tmp_path)
     kernels = [kernel for kernel in told if "kernel" in kernel]
     assert {kernel["kernel"] for kernel in kernels} >= {
         "walk_kernel", "cut_kernel", "split_kernel", "reduce_kernel", "mass_kernel",
         "append_kernel", "normaliser_kernel", "column_kernel", "visit_kernel",
-        "compare_kernel", "choose_kernel", "finish_kernel", "first_come_kernel", "turns_kernel",
+        "compare_kernel", "choose_kernel", "finish_kernel", "first_come_kernel",
         "philox_kernel", "evict_kernel",
     }  # fmt: skip
     check(kernels, 90)

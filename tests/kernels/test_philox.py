@@ -55,37 +55,15 @@ def test_numbers_are_the_upper_bits_of_words():
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="the package triton is not installed")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1,), (3, 7), (2, 1025), (4, 0)])
-@pytest.mark.parametrize("key", [0, 1, 2**32, KEY])
+@pytest.mark.parametrize(
+    ("key", "shape"), [(0, (1,)), (2**32, (3, 7)), (KEY, (2, 1025)), (1, (4, 0))]
+)
 def test_the_kernel_gives_the_same_bits(key, shape, dtype):
     here = philox(key, *shape, dtype=dtype, device=CPU, implementation="torch")
     there = philox(key, *shape, dtype=dtype, device=torch.device(DEVICE), implementation="triton")
     assert there.dtype == here.dtype == dtype
     assert there.shape == here.shape == shape
     assert torch.equal(there.cpu(), here)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_numbers_begin_the_same_whatever_their_count(dtype):
-    few, many = (philox(KEY, n, dtype=dtype, device=CPU) for n in (7, 100))
-    assert torch.equal(many[:7], few)
-
-
-def test_numbers_are_uniform_and_keys_independent():
-    """Fixed keys, so that nothing is left to chance: quantiles of about 1 in 10,000."""
-    n = 1 << 16
-    x, y = (philox(key, n, dtype=torch.float64, device=CPU) for key in (KEY, KEY + 1))
-    single = philox(KEY, n, dtype=torch.float32, device=CPU).double()
-    for numbers in (x, y, single):
-        assert 0 <= float(numbers.min()) < float(numbers.max()) < 1
-        counts = torch.histc(numbers, 256, 0, 1)
-        assert 180 < float((counts - n / 256).square().sum() / (n / 256)) < 345  # 255 degrees
-        assert abs(float(numbers.mean()) - 1 / 2) < 4 * (1 / 12 / n) ** 0.5
-        assert abs(float(numbers.var()) - 1 / 12) < 4 * (1 / 180 / n) ** 0.5
-        assert abs(float(torch.corrcoef(torch.stack([numbers[1:], numbers[:-1]]))[0, 1])) < 4 / 256
-    assert abs(float(torch.corrcoef(torch.stack([x, y]))[0, 1])) < 4 / 256
-    bits = philox(KEY, n, dtype=torch.int64, device=CPU)[:, None] >> torch.arange(64) & 1
-    assert bool(((bits.double().mean(0) - 1 / 2).abs() < 4.5 / 2 / 256).all())
 
 
 def test_what_is_not_allowed():

@@ -19,9 +19,6 @@ from kvbench.kernels.turboquant import TurboQuant, hadamard_rotation, lloyd_max,
 from kvbench.kv import CompressedKV, KVError
 from kvbench.methods import build_method
 
-QJL_CASES = ("rot_small", "rot_128", "gauss", "no_outliers")
-TURBO_CASES = ("qr_mse3", "hadamard_mse2", "qr_prod3", "hadamard_prod4", "hadamard_prod1")
-
 
 @pytest.fixture
 def qjl_golden(shared_file):
@@ -33,14 +30,10 @@ def turbo_golden(shared_file):
     return arrays_of(shared_file("golden/next/turboquant.npz"))
 
 
-def test_every_case_is_listed(qjl_golden, turbo_golden):
-    assert [*cases_of(qjl_golden)] == [*QJL_CASES]
-    assert [*cases_of(turbo_golden)] == [*TURBO_CASES]
-
-
-@pytest.mark.parametrize("name", QJL_CASES)
+@pytest.mark.parametrize("name", ["rot_small", "rot_128", "gauss", "no_outliers"])
 def test_qjl_as_released(qjl_golden, name):
     golden, case = qjl_golden, cases_of(qjl_golden)[name]
+    assert len(cases_of(qjl_golden)) == 4
     hkv, hq, n, d, m, m_out = (case[k] for k in ("hkv", "hq", "n", "d", "m", "m_out"))
     g = np.random.default_rng(case["seed"])
     keys = g.standard_normal((1, hkv, n, d), dtype=np.float32) * np.float32(case["key_scale"])
@@ -99,9 +92,12 @@ def test_qjl_as_released(qjl_golden, name):
     assert scheme.nbytes(hkv, n, d, 2, 20) == hkv * (sides["keys"] + sides["values"])
 
 
-@pytest.mark.parametrize("name", TURBO_CASES)
+@pytest.mark.parametrize(
+    "name", ["qr_mse3", "hadamard_mse2", "qr_prod3", "hadamard_prod4", "hadamard_prod1"]
+)
 def test_turboquant_by_the_papers_formulas(turbo_golden, name):
     golden, case = turbo_golden, cases_of(turbo_golden)[name]
+    assert len(cases_of(turbo_golden)) == 5
     n, d = case["n"], case["d"]
     g = np.random.default_rng(case["seed"])
     scale = np.linspace(0.5, 3, n).astype(np.float32)[:, None]
@@ -146,8 +142,9 @@ DISTORTION = {0: 1.0, 1: 0.36089, 2: 0.11600, 3: 0.03397, 4: 0.00931}
 """Of unit vectors on the sphere of R^128, by bits."""
 
 
-@pytest.mark.parametrize("rotation", ["qr", "hadamard"])
-@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("rotation", "bits"), [("qr", 1), ("qr", 3), ("hadamard", 2), ("hadamard", 4)]
+)
 def test_turboquant_distortion_is_the_theorys(bits, rotation):
     generator = torch.Generator().manual_seed(bits)
     x = torch.nn.functional.normalize(torch.randn(1, 2000, 128, generator=generator), dim=-1)
@@ -209,6 +206,10 @@ def test_bits(bits):
     assert torch.equal(unpack_bits(packed, bits, 21), codes)
     whole = sum(int(code) << (bits * j) for j, code in enumerate(codes[0]))
     assert packed[0].tolist() == [*whole.to_bytes(packed.shape[1], "little")]
+    # A slice may begin at an address that no wider number has.
+    part = torch.cat([codes.new_zeros(5), codes.flatten()])[5:].view(3, 21)
+    assert torch.equal(pack_bits(part, bits), packed)
+    assert torch.equal(pack_bits(part.T, bits), pack_bits(codes.T.clone(), bits))
 
 
 SCHEMES = {
@@ -221,7 +222,7 @@ SCHEMES = {
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_cache_packs_as_it_grows(name, dtype):
     """Prefill of all tokens and decoding to them hold the same codes and bytes; clones part."""
     torch.manual_seed(0)
@@ -314,21 +315,10 @@ def test_what_cannot_be_stored_says_so():
         assert first.dot(torch.ones(1, 1, 16)).eq(0).all()
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4])
-def test_bits_of_a_slice_are_packed_as_those_of_a_copy(bits: int) -> None:
-    """A slice may begin at an address that no wider number has."""
-    codes = torch.randint(2**bits, (3, 41, 16), dtype=torch.uint8).flatten()[5:][: 16 * 40]
-    codes = codes.view(40, 16)
-    places = torch.arange(16)
-    expected = torch.zeros(40, 2 * bits, dtype=torch.int64)
-    expected.index_add_(1, places * bits // 8, codes.long() << (places * bits % 8))
-    assert torch.equal(pack_bits(codes, bits).long(), expected)
-    assert torch.equal(pack_bits(codes.T, bits), pack_bits(codes.T.clone(), bits))
-
-
-@pytest.mark.parametrize("bits", [0, 1, 2, 3, 4, 5])
-@pytest.mark.parametrize("d", [8, 16, 128])
-@pytest.mark.parametrize("codebook", ["beta", "normal"])
+@pytest.mark.parametrize(
+    ("bits", "d", "codebook"),
+    [(bits, d, "beta") for bits in range(6) for d in (8, 128)] + [(3, 16, "normal")],
+)
 def test_nearest_code_is_that_of_a_search_on_edges_and_beside_them(
     bits: int, d: int, codebook: str
 ) -> None:

@@ -229,4 +229,4 @@ def test_released_semantics_hold_nothing_to_generate_with(tmp_path):
     with pytest.raises(KVError, match="holds no cache"):
         run(method, make_layer(200, kv_heads=2, group=2), Budget())
     with pytest.raises(KVError, match=r"budget\.size is 20"):
-        method.whole_pass.entries(Budget(size=20, sink=2, window=2), 40)
+        method.whole_pass.masked_entries(Budget(size=20, sink=2, window=2), 40)

@@ -233,25 +233,6 @@ def test_large_keys_move_into_log_weights():
     assert attend(layer.queries, kept, 0.25).isfinite().all()
 
 
-def test_better_than_uniform_on_clustered_keys():
-    generator = torch.Generator().manual_seed(2)
-    layer = make_layer(1000, kv_heads=2, group=1, dim=16, seed=3)
-    centres = 2 * torch.randn(2, 20, 16, generator=generator)
-    which = torch.randint(20, (1000,), generator=generator)
-    layer = replace(layer, keys=centres[None][:, :, which] + layer.keys / 10)
-    budget, query = Budget(rate=0.125, sink=4, window=4), layer.queries[:, :, -64:]
-    exact = attend(query, run(build_method("exact"), layer, budget), layer.scaling)
-
-    def error(name, **options):
-        outs = [
-            attend(query, run(build_method(name, **options), layer, budget, s), 0.25)
-            for s in range(3)
-        ]
-        return sum(float((out - exact).norm() / exact.norm()) for out in outs) / 3
-
-    assert error("wildcat", bin_size=0) < 0.5 * error("uniform")
-
-
 def test_bins_without_rank_hold_fewer():
     layer = make_layer(200)
     same = replace(layer, keys=layer.keys[:, :, :1].expand(-1, -1, 200, -1).contiguous())

@@ -10,8 +10,7 @@ from support.tiny import prompt_ids, tiny_model
 
 from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.attention import LayerCall
-from kvbench.engine.estimated import EstimatedState
-from kvbench.engine.streams import read_text
+from kvbench.engine.streams import EstimatedState, read_text
 from kvbench.kv import Budget, BudgetExceeded, KVError
 from kvbench.methods import build_method
 from kvbench.methods.balancekv_streaming import batch_of_stream
@@ -58,12 +57,12 @@ def test_with_an_algorithm_that_drops_nothing_attention_is_exact(chunk):
     torch.manual_seed(0)
     n = 300
     q, k, v = torch.randn(1, 4, n, 16), torch.randn(1, 2, n, 16), torch.randn(1, 2, n, 16)
-    state = EstimatedState("keeps", Keeps(), SIZE, n, 0, "")
+    state = EstimatedState("keeps", Keeps().begin, SIZE, n, 0, "")
     out = []
     for begin in range(0, n, chunk):
         part = slice(begin, begin + chunk)
         out.append(state.attend(LayerCall(0, q[:, :, part], k[:, :, part], v[:, :, part], 0.25)))
-        state.advance(min(chunk, n - begin))
+        state.seen += min(chunk, n - begin)
         assert state._layers[0].keys.shape[1] <= SIZE.size
     want = LayerCall(0, q, k, v, 0.25).exact()
     torch.testing.assert_close(torch.cat(out, dim=2), want, atol=1e-5, rtol=1e-5)
@@ -73,7 +72,7 @@ def test_with_an_algorithm_that_drops_nothing_attention_is_exact(chunk):
 
 def test_more_than_its_part_is_over_the_budget():
     q, k = torch.randn(1, 4, 200, 16), torch.randn(1, 2, 200, 16)
-    state = EstimatedState("keeps", Keeps(extra=80), SIZE, 200, 0, "")
+    state = EstimatedState("keeps", Keeps(extra=80).begin, SIZE, 200, 0, "")
     with pytest.raises(BudgetExceeded):
         state.attend(LayerCall(0, q, k, k, 0.25))
 
@@ -114,7 +113,7 @@ def test_streams_of_a_model(name, architecture, monkeypatch):
     method = build_method(name)
     with kvbench_attention_on(model):
         read = read_text(model, ids, method, SIZE, "absolute")
-        monkeypatch.setattr("kvbench.engine.streaming.CHUNK", 7)
+        monkeypatch.setattr("kvbench.engine.streams.CHUNK", 7)
         again = read_text(model, ids[:150], method, replace(SIZE, size=150), "absolute").nll
     exact = torch.tensor(streaming_nll(model, ids, 0, 300, "absolute"))
     assert torch.isfinite(read.nll).all()
@@ -130,7 +129,7 @@ def test_chunks_of_the_model_change_nothing(name, monkeypatch):
     model, ids, method = tiny_model("llama"), prompt_ids(200), build_method(name)
     with kvbench_attention_on(model):
         whole = read_text(model, ids, method, SIZE, "absolute", seed=3).nll
-        monkeypatch.setattr("kvbench.engine.streaming.CHUNK", 7)
+        monkeypatch.setattr("kvbench.engine.streams.CHUNK", 7)
         parts = read_text(model, ids, method, SIZE, "absolute", seed=3).nll
     torch.testing.assert_close(parts, whole, atol=1e-4, rtol=1e-4)
 

@@ -12,15 +12,15 @@ from support.tiny import prompt_ids, tiny_model
 
 from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.attention import LayerCall, UnsupportedModel
-from kvbench.engine.streaming import (
-    PlacedState,
+from kvbench.engine.streams import (
+    BandState,
+    EvictingState,
     Rotation,
-    StreamState,
+    read_text,
     recomputed,
     rotation_of,
     stream,
 )
-from kvbench.engine.streams import read_text
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
 from kvbench.methods.streaming_llm import StreamingLLM
@@ -43,9 +43,9 @@ def test_chunks_change_nothing(architecture, monkeypatch):
     model, ids = tiny_model(architecture), prompt_ids(70)
     for positions in ("absolute", "cache"):
         whole = streaming_nll(model, ids, 3, 10, positions)
-        monkeypatch.setattr("kvbench.engine.streaming.CHUNK", 7)
+        monkeypatch.setattr("kvbench.engine.streams.CHUNK", 7)
         parts = streaming_nll(model, ids, 3, 10, positions)
-        monkeypatch.setattr("kvbench.engine.streaming.CHUNK", 1)
+        monkeypatch.setattr("kvbench.engine.streams.CHUNK", 1)
         single = streaming_nll(model, ids, 3, 10, positions)
         monkeypatch.undo()
         assert parts == pytest.approx(whole, abs=1e-4)
@@ -80,9 +80,9 @@ def test_texts_longer_than_the_model_in_flat_memory():
     with pytest.raises(KVError, match="at most 512"):
         streaming_nll(model, ids, 4, 20, "absolute")
     with kvbench_attention_on(model):
-        state = StreamState(4, 20, rotation_of(model))
+        state = BandState(4, 20, rotation_of(model))
         held = []
-        for part in stream(model, ids, start=4, recent=20, state=state):
+        for part in stream(model, ids, state):
             assert torch.isfinite(part).all()
             held.append(state.held_bytes)
     assert set(held) == {4 * 2 * 2 * 24 * 16 * 4}  # layers, k and v, heads, entries, dim, bytes
@@ -156,13 +156,13 @@ def test_h2o_counts_places_by_age():
     size, dim = 8, 16
     rotation = Rotation(1.0 / 100 ** (torch.arange(8) / 8))
     method = build_method("h2o")
-    state = PlacedState(method, Budget(size=size, sink=0, window=0), rotation)
+    state = EvictingState(method, Budget(size=size, sink=0, window=0), 40, rotation)
     held = [[], []]
     for step in range(40):
         q, k, v = torch.randn(1, 4, 1, dim), torch.randn(1, 2, 1, dim), torch.randn(1, 2, 1, dim)
         call = LayerCall(0, q, k, v, 0.25, None, None)
         got = state.attend(call)
-        state.advance(1)
+        state.seen += 1
         for head, entries in enumerate(held):
             entries.append([step, k[0, head], v[0, head], 0.0])
             keys = torch.cat([rotation(e[1], torch.tensor([i])) for i, e in enumerate(entries)])

@@ -267,7 +267,6 @@ def test_an_alarm_at_the_very_end_leaves_no_alarm_behind(
     real = signal.setitimer
     before = signal.getsignal(signal.SIGALRM)
     with monkeypatch.context() as patch:
-        patch.setattr(interrupts.RunClock, "elapsed", lambda self: 40.0)
         patch.setattr(interrupts.threading, "Event", event)
         patch.setattr(signal, "setitimer", setitimer)
         try:

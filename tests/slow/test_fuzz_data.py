@@ -22,7 +22,7 @@ from kvbench.report.render.text import markdown
 from kvbench.report.sections import tables_of
 from kvbench.run.plan import TaskPlan, check_ids
 from kvbench.tasks.base import Example, PromptEncoder, TaskError
-from kvbench.tasks.longbench.data import Source
+from kvbench.tasks.longbench import rows_of, source_of
 from kvbench.tasks.longeval_lines import QUESTION_START, LongEvalLines
 from kvbench.tasks.needle import Needle
 
@@ -222,15 +222,15 @@ def longbench_rows(content: bytes, stem: str) -> None:
         path = Path(folder) / f"{stem}.jsonl"
         path.write_bytes(content)
         try:
-            rows = Source(location=folder).rows(stem)
+            rows = rows_of(source_of(stem, folder), stem)
         except TaskError as error:
             one_line(error, path.name, stem)
             return
         lines = [line for line in content.splitlines() if line.strip()]
         assert len(rows) == len(lines), "a row was skipped"
         for row in rows:
-            assert row.answers
-            assert all(isinstance(answer, str) for answer in row.answers)
+            assert row["answers"]
+            assert all(isinstance(answer, str) for answer in row["answers"])
 
 
 BAD_ROWS = [
@@ -271,7 +271,8 @@ def test_json_lines_are_read_without_the_reader_that_broken_files_crash(
     with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
         archive.writestr("data/hotpotqa.jsonl", content)
     for place in (tmp_path, tmp_path / "data.zip"):
-        assert [row.id for row in Source(location=str(place)).rows("hotpotqa")] == ["0a"]
+        (row,) = rows_of(source_of("hotpotqa", str(place)), "hotpotqa")
+        assert row["_id"] == "0a"
     for bad in BAD_ROWS:
         longbench_rows(bad, "hotpotqa")
     (tmp_path / "1_lines.jsonl").write_text(json.dumps(LINE))

@@ -1,6 +1,6 @@
 """Compile the Triton kernels for GPUs that need not be there, exactly as they would be launched.
 
-    python tests/compile_kernels.py 90 quick|full     # sm_90; prints one JSON line per kernel compiled
+    python tests/support/compile_kernels.py 90 quick|full   # sm_90; a line of JSON per kernel compiled
 
 The launchers run on tensors without storage under a driver that only names the target, so every
 constant, type, alignment and option is the one a launch on that GPU would have. Nothing is launched.

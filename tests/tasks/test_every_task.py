@@ -1,9 +1,11 @@
-"""Every task, on generated or invented data, with the eight methods of the default list."""
+"""Every task on invented data with the eight methods of the default list; options that are refused; a
+task of one's own as conf/README.md has it."""
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
 import zlib
 from pathlib import Path
 from typing import Any
@@ -11,36 +13,36 @@ from typing import Any
 import pytest
 from hydra.utils import instantiate
 from support.benchmarks import WRITERS
+from support.command import main
 from support.configs import composed
 from support.jobs import make_job, records_of
-from support.paths import DATA
+from support.paths import DATA, ROOT
 
-from kvbench.cli.catalogue import catalogue
+from kvbench.cli.catalogue import catalogue, config_dir
+from kvbench.engine.loading import ModelSpec, checked_config
 from kvbench.run.runner import run_job
-from kvbench.tasks.base import PromptEncoder, Task
+from kvbench.tasks.base import PromptEncoder, Task, TaskError
+from kvbench.tasks.jsonl import Jsonl
+from kvbench.tasks.longbench import LongBench
+from kvbench.tasks.longeval_lines import LongEvalLines
+from kvbench.tasks.needle import Needle
+from kvbench.tasks.retrieval import KeyValue, Passkey
+from kvbench.tasks.ruler import Ruler
+from kvbench.tasks.text import RunningText
 
 DEFAULT = ["exact", "streaming_llm", "uniform", "snapkv", "pyramidkv", "h2o", "subgen", "balancekv"]
 FEW = ["task.max_new_tokens=2"]
 TASKS: dict[str, list[str]] = {
     "ruler": ["task.tasks=[vt,fwe,niah_multiquery]", "task.lengths=[1200]", "task.num_examples=1"],
     "key_value": [*FEW, "task.num_pairs=[4]", "task.num_examples=2", "task.queries=2"],
-    "passkey": [*FEW, "task.lengths=[300]", "task.num_examples=1", "task.queries=3"],
-    "number_string": [*FEW, "task.lengths=[300]", "task.num_examples=1"],
-    "needle": [*FEW, "task.lengths=[300]", "task.depths=[50]", "task.num_examples=1"],
-    "needle_short": [*FEW, "task.lengths=[300]", "task.depths=[50]", "task.num_examples=1"],
     "needle_questions": [*FEW, "task.lengths=[300]", "task.depths=[0,100]", "task.num_examples=1"],
     "gsm8k": FEW,
     "longeval_lines": [*FEW, "task.num_lines=[6]", "task.num_examples=2"],
-    "longeval_redundant": [*FEW, "task.num_lines=[4]", "task.num_examples=1"],
     "longbench": [
         "task.datasets=[passage_count]", "task.per_dataset=1", "task.max_input=300",
         f"task.data={DATA}",
     ],
-    "longbench_v2": [*FEW, "task.per_dataset=1"],
-    "infinitebench": ["task.datasets=[passkey,code_run,math_find,code_debug]", "task.per_dataset=1"],
     "zeroscrolls": FEW,
-    "loogle": [f"task.subsets.{n}.max_new_tokens=2" for n in
-               ("shortdep_qa", "longdep_qa", "shortdep_cloze", "longdep_summarization")],
     "jsonl": [*FEW, "task.fields={context: text, question: q, answers: gold}", "task.metric=f1"],
 }  # fmt: skip
 
@@ -83,7 +85,7 @@ def made(name: str, folder: Path) -> Task:
     ("name", "compress_after"),
     [
         *((name, "prompt" if name == "gsm8k" else "context") for name in TASKS),
-        *((name, "prompt") for name in ("jsonl", "passkey")),
+        ("jsonl", "prompt"),
     ],
 )
 def test_every_task_runs_with_every_default_method(
@@ -114,3 +116,155 @@ def test_the_list_of_tasks_names_them_with_a_line_each() -> None:
     for name in TASKS:
         assert 15 < len(listed[name]) < 200
         assert "\n" not in listed[name]
+
+
+MODELS = sorted(
+    path.stem for path in (config_dir() / "model").glob("[!_]*.yaml") if path.stem != "hf"
+)
+
+
+def test_every_model_config_makes_a_model_that_can_be_run() -> None:
+    for name in MODELS:
+        config = composed(f"model={name}", "task_label=t")
+        spec: ModelSpec = instantiate(config.model, _convert_="all")
+        assert re.fullmatch(r"[0-9a-f]{40}", spec.revision or "0" * 40), name
+        architecture = checked_config(spec)
+        if spec.max_input is not None:
+            assert spec.max_input + 512 <= architecture.max_position_embeddings, name
+        assert not spec.trust_remote_code
+
+
+# what is refused
+
+GIVEN: dict[type[Task], dict[str, Any]] = {
+    Needle: {"needle": "a {key} {value}", "question": "{key}?", "answer": "{value}"},
+    KeyValue: {"template": "{pairs} {key}"},
+    Passkey: {
+        "template": "{context} {question}", "needle": "{key}", "question": "?",
+        "answer_prefix": "", "noise": "Grass.",
+    },
+    Jsonl: {"files": ["x.jsonl"]},
+}  # fmt: skip
+REFUSED: dict[type[Task], list[tuple[dict[str, Any], str]]] = {
+    Needle: [
+        ({"lengths": [0]}, "lengths is [0]"),
+        ({"lengths": []}, "lengths is []; allowed: a list of"),
+        ({"depths": [101]}, "depths is [101]; allowed: a list of numbers in [0, 100]"),
+        ({"depths": ["top"]}, "depths is ['top']"),
+        ({"depths": [5, 5]}, "each once"),
+        ({"primary": "bleu"}, "primary is 'bleu'; allowed: containment"),
+        ({"haystack": "wiki"}, "generated | files | dataset"),
+        ({"haystack": "files"}, "task.haystack_files is empty"),
+        ({"haystack": "dataset"}, "task.dataset_name is null"),
+        ({"repeats": 0}, "repeats is 0"),
+        ({"needle": " "}, "needle is ' '; allowed: text that is not empty"),
+        ({"template": "{question} {haystack}"}, "{haystack} and, after it, {question}, each once"),
+        ({"template": "{haystack}{haystack}{question}"}, "template is"),
+        ({"buffer": -1}, "buffer is -1"),
+        ({"end_tokens": [""]}, "end_tokens"),
+        ({"together": True, "needle": "A {key}."}, "together=true: text with {key} and {value}"),
+        ({"together": True, "question": "What?"}, "together=true: text with {key}"),
+        ({"together": True, "answer": "5"}, "together=true: text with {value}"),
+        ({"together": True, "repeats": 2}, "together=true: 1 (a needle per depth)"),
+    ],
+    RunningText: [({"files": ["a"], "dataset_name": "b"}, "one of them at most")],
+    LongEvalLines: [
+        ({"num_lines": [0]}, "num_lines is [0]; allowed: a list of integers from 1 to"),
+        ({"num_lines": [5, 5]}, "each once"),
+        ({"num_examples": 0}, "num_examples is 0"),
+        ({"number_range": [5, 1]}, "number_range is [5, 1]"),
+        ({"number_range": [5]}, "number_range is [5]; allowed: a list of 2: integers"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+    ],
+    KeyValue: [
+        ({"num_pairs": [12], "queries": 13}, "task.queries is 13; allowed: at most 12"),
+        ({"template": "{key} {pairs}"}, "{pairs} and, after it, {key}, each once"),
+    ],
+    Passkey: [
+        ({"needle": "none"}, "task.needle is 'none'; allowed: text with {key}"),
+        ({"queries": 2}, "task.needle is '{key}' and queries 2; allowed: text with {name}"),
+    ],
+    Ruler: [
+        ({"tasks": ["niah_singel_1"]}, "did you mean 'niah_single_"),
+        ({"tasks": []}, "tasks is []; allowed: a list of texts, each once"),
+        ({"lengths": [4096, 4096]}, "each once"),
+        ({"num_examples": True}, "num_examples is True; allowed: an integer from 1"),
+        ({"tasks": ["qa_1"]}, "qa_1 needs task.squad=<file>, dev-v2.0.json"),
+        ({"tasks": ["qa_2"], "hotpotqa": 3}, "hotpotqa is 3; allowed: text, or null"),
+    ],
+    LongBench: [
+        ({"split": "x"}, "task.split is 'x'; allowed: e | full"),
+        ({"protocol": "x"}, "task.protocol is 'x'; allowed: longbench | balancekv"),
+        ({"datasets": ["qaspr"]}, "'qaspr', which is not in split 'e' (did you mean 'qasper'?)"),
+        ({"datasets": ["narrativeqa"]}, "'narrativeqa', which is not in split 'e'"),
+        ({"datasets": []}, "datasets is []; allowed: a list of texts, each once, or null"),
+        ({"per_dataset": 0}, "per_dataset is 0; allowed: an integer >= 1, or null"),
+        ({"max_input": 1.5}, "max_input is 1.5; allowed: an integer >= 2, or null"),
+    ],
+    Jsonl: [
+        (
+            {"fields": {"contxt": "text"}},
+            "fields.contxt stands for nothing (did you mean 'context'?)",
+        ),
+        ({"fields": {"answers": None}}, "fields.answers is null"),
+        ({"metric": "rouge"}, "task.metric is 'rouge' (did you mean 'rouge_"),
+        (
+            {"metric": "regex", "pattern": "("},
+            "task.pattern is '(', which is no regular expression",
+        ),
+        ({"extract": {"a": ["x"]}}, "task.extract.a is ['x']; allowed: a field and a regular"),
+        ({"files": []}, "no data; allowed: task.files"),
+        ({"max_input": "modell"}, "task.max_input is 'modell'; allowed: "),
+        ({"datasets": ["x"]}, "task.datasets is 'x'"),
+        ({"subsets": {"a": {}}}, "task.files is ['x.jsonl'] and the task has 1 data sets"),
+    ],
+}
+
+
+@pytest.mark.parametrize("task", REFUSED, ids=lambda task: task.name)
+def test_what_is_refused_is_one_line(task: type[Task]) -> None:
+    for options, said in REFUSED[task]:
+        with pytest.raises(TaskError) as caught:
+            task(**{**GIVEN.get(task, {}), **options})
+        assert said in str(caught.value), options
+        assert "\n" not in str(caught.value)
+
+
+# a task of one's own
+
+SECTION = re.search(
+    r"^## Add your own task\n(.*?)^## ", (ROOT / "conf/README.md").read_text(), re.M | re.S
+)
+assert SECTION is not None
+BLOCKS = dict(re.findall(r"^```(\w+)\n(.*?)^```$", SECTION[1], re.M | re.S))
+
+
+@pytest.mark.parametrize("form", ["sh", "yaml"])
+def test_a_task_of_one_s_own_works_as_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, form: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.jsonl").write_text(BLOCKS["json"])
+    _, *command = shlex.split(BLOCKS["sh"])
+    if form == "yaml":
+        assert len(BLOCKS["yaml"].splitlines()) <= 10
+        (tmp_path / "conf/task").mkdir(parents=True)
+        (tmp_path / "conf/task/mine.yaml").write_text(BLOCKS["yaml"])
+        command = ["task=mine", f"hydra.searchpath=[file://{tmp_path / 'conf'}]", command[-1]]
+    quiet = ["logger=none", f"results_dir={tmp_path}", "method=[exact,snapkv,balancekv]"]
+    status, out, err = main(capsys, *command, *quiet)
+    assert status == 0, err
+    assert "balancekv" in out
+    files = {path.parent.name.rpartition("-")[0]: path for path in tmp_path.rglob("records.jsonl")}
+    assert set(files) == {"exact", "snapkv", "balancekv"}
+    for label, path in files.items():
+        mine = [json.loads(line) for line in path.read_text().splitlines()]
+        assert [record["answers"] for record in mine] == [["millstone"], ["Ann"]]
+        assert {record["status"] for record in mine} == {"ok"}
+        assert len({record["context_id"] for record in mine}) == 1
+        assert all(record["compressed"] for record in mine) == (label != "exact")
+    wrong = [word.replace("context: text", "context: txt") for word in command]
+    if form == "sh":
+        status, _, err = main(capsys, *wrong, "logger=none", f"results_dir={tmp_path / 'runs'}")
+        assert (status, err.count("\n")) == (2, 1)
+        assert "no field 'txt' (task.fields.context) (did you mean 'text'?)" in err

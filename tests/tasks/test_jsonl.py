@@ -1,10 +1,10 @@
-"""Data of one's own: fields, templates, metrics, several questions of one context, errors."""
+"""Data of one's own: fields, templates, several questions of one context, errors."""
 
 from __future__ import annotations
 
 import json
 import time
-import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,9 @@ import pytest
 from support.encoders import chat, ids_of, shipped
 
 from kvbench.run.encoding import encode_examples
-from kvbench.tasks.base import Example, TaskError
+from kvbench.tasks.base import TaskError
 from kvbench.tasks.jsonl import Jsonl
-from kvbench.tasks.jsonl.template import PromptTemplate
-from kvbench.tasks.metrics import GENERAL, METRICS, Key, chosen_letter
+from kvbench.tasks.template import PromptTemplate
 
 FIELDS = {"context": "text", "question": "q", "answers": "gold"}
 ROWS = [
@@ -44,11 +43,8 @@ def texts(examples: list[Any]) -> list[str]:
     return [example.context + example.question for example in examples]
 
 
-# prompts
-
-
-def test_rows_become_prompts_and_those_of_one_context_stand_together(file):
-    hat, who, cups = made(file)
+def test_rows_become_prompts_and_those_of_one_context_stand_together(file: str) -> None:
+    hat, who, cups = made(file, breakdowns=["level", "nr"])
     assert texts([hat, who]) == [
         "Ann has a red hat.\n\nWhich hat?\nAnswer:",
         "Ann has a red hat.\n\nWho?\nAnswer:",
@@ -57,44 +53,18 @@ def test_rows_become_prompts_and_those_of_one_context_stand_together(file):
     assert hat.context_id == who.context_id is not None
     assert cups.context_id is None
     assert cups.answers == ("3", "three")
-    assert hat.context_ids == who.context_ids
+    assert cups.fields == {"level": "hard", "nr": 2, "truncated_tokens": 0}
     encoded = encode_examples([hat, who, cups], shipped())
-    assert [shipped().decode([*e.context_ids, *e.question_ids]) for e in encoded] == texts(
-        [hat, who, cups]
-    )
+    assert encoded[0].context_ids == encoded[1].context_ids
+    read = [shipped().decode([*e.context_ids, *e.question_ids]) for e in encoded]
+    assert read == texts([hat, who, cups])
+    assert hat.settled("it is red.")
+    assert not hat.settled("it is")
+    assert made(file, metric="exact")[0].settled is None
+    assert set(Jsonl(files=[file], fields=FIELDS).digests()) == {"my.jsonl"}
 
 
-def test_the_same_from_a_list_a_folder_and_the_hub(file, tmp_path, monkeypatch):
-    (tmp_path / "my.json").write_text(json.dumps(ROWS))
-    assert texts(made(str(tmp_path / "my.json"))) == texts(made(file))
-    (tmp_path / "deep").mkdir()
-    write(tmp_path / "deep" / "other.jsonl", ROWS[1:2])
-    both = made(str(tmp_path / "**/*.jsonl"))
-    assert sorted({example.dataset for example in both}) == ["my", "other"]
-
-    def load(path: str, **options: Any) -> list[dict[str, Any]]:
-        assert (path, options["name"], options["split"]) == ("org/name", "easy", "dev")
-        return ROWS
-
-    monkeypatch.setattr("datasets.load_dataset", load)
-    monkeypatch.setattr("kvbench.tasks.hub.hub_answers", lambda: True)
-    options = {"files": [], "dataset": "org/name", "config": "easy", "split": "dev"}
-    assert texts(made(file, **options)) == texts(made(file))
-    monkeypatch.setattr("kvbench.tasks.hub.hub_answers", lambda: False)
-    with pytest.raises(TaskError, match="cannot read org/name easy dev: the Hub cannot be reached"):
-        made(file, **options)
-
-
-def test_parquet_is_read_too(file, tmp_path):
-    import pyarrow
-    import pyarrow.parquet
-
-    rows = [{**row, "gold": list(map(str, [row["gold"]]))} for row in ROWS]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "my.parquet")
-    assert texts(made(str(tmp_path / "my.parquet"))) == texts(made(file))
-
-
-def test_one_row_may_ask_several_questions(tmp_path):
+def test_one_row_may_ask_several_questions(tmp_path: Path) -> None:
     rows = [
         {"text": "T.", "q": ["A?", "B?"], "gold": ["a", ["b", "c"]]},
         {"text": "U.", "q": ["C?"], "gold": ["d"]},
@@ -112,42 +82,51 @@ def test_one_row_may_ask_several_questions(tmp_path):
         found = made(path, fields=fields)
         assert [e.answers for e in found] == [("a",), ("b",)]
         assert found[1].question.startswith("B?")
+    rows = [{"i": 7, "text": "T.", "q": "A?", "gold": gold} for gold in ("a", "b")]
+    path = write(tmp_path / "i.jsonl", rows)
+    (one,) = made(path, fields={**FIELDS, "id": "i"}, merge_answers=True)
+    assert (one.id, one.answers) == ("i-7", ("a", "b"))
 
 
-def test_a_template_says_everything_about_the_prompt(file):
-    template = (
-        "Level {{ level | upper }}{% if nr > 1 %} ({{ nr + 1 }}){% endif %}: <{{ context }}>  \n"
-        "{% for letter in [level, q] %}{{ loop.index }}={{ letter[:4] }} {% endfor %}{{ question }}"
-    )
-    hat, _, who = made(file, template=template, answer_prefix=" So:")
-    assert hat.context == "Level EASY: <Ann has a red hat."
-    assert hat.question == ">  \n1=easy 2=Whic Which hat? So:"
-    assert who.context == "Level HARD (4): <Ann has a red hat."
-    assert who.context_id is None, "another context once it is rendered"
-    (only, *_) = made(file, fields={**FIELDS, "context": None}, template="{{ question }}")
-    assert (only.context, only.question) == ("", "Which hat?Answer:")
+def test_fields_templates_and_subsets_say_what_a_row_is(file: str, tmp_path: Path) -> None:
+    fields = {**FIELDS, "context": "{{ text[:3] }}!", "question": None, "dataset": "level"}
+    template = "{% if nr > 2 %}Late. {% endif %}{{ context }} {{ name }} ({{ nr }})"
+    found = made(
+        file, fields=fields, template=template, extract={"name": ["text", r"^(\w+)"]},
+        answer_prefix="",
+    )  # fmt: skip
+    assert texts(found) == ["Ann! Ann (1)", "Bob! Bob (2)", "Late. Ann! Ann (3)"]
+    assert [e.dataset for e in found] == ["easy", "hard", "hard"]
+    with pytest.raises(TaskError, match=r"without 'x' \(task.extract.name\)"):
+        made(file, extract={"name": ["text", "x"]})
+    write(tmp_path / "b.jsonl", ROWS[1:2])
+    subsets = {"a": {"file": "my.jsonl"}, "b": {"file": "b.jsonl", "metric": "exact"}}
+    options = {"files": [], "data": str(tmp_path), "subsets": subsets}
+    found = made("", **options)
+    assert [(e.dataset, e.metric) for e in found[:3]] == [
+        ("a", "contains"), ("a", "contains"), ("b", "exact"),
+    ]  # fmt: skip
+    assert [e.dataset for e in made("", **options, per_dataset=1)] == ["a", "a", "b"]
+    assert [e.dataset for e in made("", **options, datasets=["b"])] == ["b"]
 
 
-def test_the_chat_template_is_on_or_off(file):
+def test_a_chat_template_goes_around_the_prompt_unless_told_otherwise(file: str) -> None:
     hat, *_ = made(file, chat())
     text = "<user>Ann has a red hat.\n\nWhich hat?\n</user><model>Answer:"
     assert chat().decode(ids_of(hat)) == text
-    hat, *_ = made(file, chat(), chat=False)
-    assert chat().decode(ids_of(hat)) == "Ann has a red hat.\n\nWhich hat?\nAnswer:"
-    assert ids_of(made(file, chat(), chat=True)[0]) == ids_of(made(file, chat())[0])
+    plain, *_ = made(file, chat(), chat=False)
+    assert chat().decode(ids_of(plain)) == "Ann has a red hat.\n\nWhich hat?\nAnswer:"
+    assert ids_of(made(file, chat(), chat=True)[0]) == ids_of(hat)
     with pytest.raises(TaskError, match="chat is true and the model has no chat template"):
         made(file, chat=True)
 
 
-def test_a_long_context_loses_its_middle_and_says_so(tmp_path):
-    rows = [
-        {"text": " ".join(map(str, range(10, 99))), "q": q, "gold": "x"} for q in ("A?", "Is it B?")
-    ]
+def test_a_long_context_loses_its_middle_and_says_so(tmp_path: Path) -> None:
+    text = " ".join(map(str, range(10, 99)))
+    rows = [{"text": text, "q": q, "gold": "x"} for q in ("A?", "Is it B?")]
     path = write(tmp_path / "long.jsonl", rows)
-    whole = made(path)
-    short = made(path, max_input=60)
-    assert [len(ids_of(e)) <= 60 for e in short] == [True, True]
-    assert max(len(ids_of(e)) for e in short) >= 59
+    whole, short = made(path), made(path, max_input=60)
+    assert 59 <= max(len(ids_of(e)) for e in short) <= 60
     assert short[0].context_ids == short[1].context_ids
     for long, cut in zip(whole, short, strict=True):
         assert long.fields["truncated_tokens"] == 0
@@ -156,171 +135,73 @@ def test_a_long_context_loses_its_middle_and_says_so(tmp_path):
         assert cut.context_ids[:half] == long.context_ids[:half]
         assert cut.context_ids[-half:] == long.context_ids[-half:]
         assert cut.question_ids == long.question_ids
-    from dataclasses import replace
-
     (one, _) = made(path, replace(shipped(), max_positions=124), max_input="model")
     assert len(ids_of(one)) + one.max_new_tokens <= 124
-    with pytest.raises(
-        TaskError, match=r"max_input=12 leaves -?\d tokens to the context of long-0"
-    ):
+    with pytest.raises(TaskError, match=r"max_input=12 leaves -?\d tokens to the context of long-"):
         made(path, max_input=12)
 
 
-# metrics
+# errors
+
+TEMPLATES = [
+    "{{ 'x' * 1000000000 }}",
+    "{{ 10 ** 10 ** 10 }}",
+    "{% for i in range(1000000000) %}x{% endfor %}",
+    "{{ context | join(context) }}",
+    "{{ context | replace('a', context) }}",
+    "{{ context.__class__.__mro__ }}",
+    "{{ '%1000000000d' % 1 }}",
+    "{{ 'a' | center(1000000000) }}",
+    "{% set x = context ~ context %}{{ x }}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "{% include 'other' %}",
+    "{{ context.format(1) }}",
+    "{% for a in q %}{% for b in q %}{% for c in q %}x{% endfor %}{% endfor %}{% endfor %}",
+    "{{ context",
+    "{{ context[::0] }}",
+]
 
 
-@pytest.mark.parametrize(
-    ("metric", "prediction", "answers", "score"),
-    [
-        ("contains", "It is the  Red hat!", ["red hat."], 1.0),
-        ("contains", "blue", ["red", "green"], 0.0),
-        ("exact", " The red hat. ", ["red hat"], 1.0),
-        ("exact", "a red hat, I think", ["red hat"], 0.0),
-        ("f1", "red coat", ["red hat", "no"], 0.5),
-        ("rouge_l", "the cat sat on a mat", ["the cat sat on a mat"], 1.0),
-        ("choice", "The answer is (C), not A.", ["C"], 1.0),
-        ("choice", "B. because", ["b"], 1.0),
-        ("choice", "A red hat is D", ["A"], 0.0),
-        ("choice", "", ["A"], 0.0),
-        ("regex", "I see 17 of them", [r"\b17\b"], 1.0),
-        ("regex", "I see 170", [r"\b17\b"], 0.0),
-    ],
-)
-def test_metrics_for_any_data(metric, prediction, answers, score):
-    found = METRICS[metric](prediction, Key(tuple(answers)))["score"]
-    assert found == pytest.approx(score, abs=1e-6)
-    assert metric in GENERAL
-
-
-def test_choices_may_be_told_by_their_text():
-    options = ("red", "green", "dark blue")
-    assert chosen_letter("Dark blue, I think", options) == "C"
-    assert METRICS["choice"]("(B)", Key(("green",), options))["score"] == 1.0
-    assert METRICS["choice"]("dark blue", Key(("C",), options))["score"] == 1.0
-
-
-def test_a_pattern_finds_the_answer(file):
-    task = Jsonl(files=[file], fields=FIELDS, metric="regex", pattern=r"#### (\d+)")
-    _, _, cups = task.examples(shipped())
-    assert task.score("so 5 + 5 #### 3", cups) == {"score": 1.0}
-    assert task.score("3", cups) == {"score": 0.0}
-
-
-def test_a_pattern_that_runs_for_ever_is_stopped(monkeypatch):
-    monkeypatch.setattr("kvbench.tasks.metrics.REGEX_SECONDS", 0.2)
+def test_what_a_template_may_not_do_is_one_line(file: str, monkeypatch: Any) -> None:
     start = time.monotonic()
-    with pytest.raises(TaskError, match=r"takes more than 0.2 s on one prediction"):
-        METRICS["regex"]("a" * 60 + "!", Key(("x",), pattern=r"(a|aa|a?)+$"))
+    for template in TEMPLATES:
+        with pytest.raises(TaskError, match=r"^task\.template") as caught:
+            made(file, template=template)
+        assert "\n" not in str(caught.value)
     assert time.monotonic() - start < 5
-
-
-def test_an_answer_that_contains_the_gold_may_end(file):
-    hat, _, _ = made(file)
-    assert hat.settled("it is red.")
-    assert not hat.settled("it is")
-    assert made(file, metric="exact")[0].settled is None
-
-
-# templates that would not end
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ 'x' * 1000000000 }}",
-        "{{ 10 ** 10 ** 10 }}",
-        "{% for i in range(1000000000) %}x{% endfor %}",
-        "{{ context | join(context) }}",
-        "{{ context | replace('a', context) }}",
-        "{{ context.__class__.__mro__ }}",
-        "{{ '%1000000000d' % 1 }}",
-        "{{ 'a' | center(1000000000) }}",
-        "{% set x = context ~ context %}{{ x }}",
-        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-        "{% include 'other' %}",
-        "{{ context.format(1) }}",
-        "{% for a in q %}{% for b in q %}{% for c in q %}x{% endfor %}{% endfor %}{% endfor %}",
-        "{{ context",
-        "{{ context[::0] }}",
-    ],
-)
-def test_what_a_template_may_not_do_is_one_line(file, template):
-    start = time.monotonic()
-    with pytest.raises(TaskError, match=r"^task\.template") as caught:
-        made(file, template=template)
-    assert "\n" not in str(caught.value)
-    assert time.monotonic() - start < 5
-
-
-def test_text_that_a_template_makes_is_counted(monkeypatch):
-    monkeypatch.setattr("kvbench.tasks.jsonl.template.MOST_CHARACTERS", 1000)
+    monkeypatch.setattr("kvbench.tasks.template.MOST_CHARACTERS", 1000)
     loops = PromptTemplate("t", "{% for a in x %}{% for b in x %}{{ x }}{% endfor %}{% endfor %}")
     assert len(loops.render({"x": "abc"})) == 27
     with pytest.raises(TaskError, match="more than 1000 characters"):
         loops.render({"x": "abcdefghijklmn"})
 
 
-# errors
-
-
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
+def test_wrong_fields_are_one_line_with_those_there_are(file: str) -> None:
+    known = "fields there are: text, q, gold, level, nr"
+    for options, line in (
         ({"fields": {**FIELDS, "context": "txt"}},
-         r"row 1 has no field 'txt' \(task.fields.context\) \(did you mean 'text'\?\); fields there "
-         r"are: text, q, gold, level, nr"),
-        ({"fields": {**FIELDS, "contxt": "text"}}, "fields.contxt stands for nothing"),
-        ({"fields": {**FIELDS, "answers": None}}, "fields.answers is null"),
-        ({"metric": "rouge"}, r"task.metric is 'rouge' \(did you mean 'rouge_\w+'\?\); allowed: con"),
-        ({"metric": "regex", "pattern": "("}, "task.pattern is '\\(', which is no regular expression"),
+         rf"row 1 has no field 'txt' \(task.fields.context\) \(did you mean 'text'\?\); {known}"),
         ({"template": "{{ questoin }}{{ context }}"}, "'questoin' is undefined; fields there are: "),
         ({"template": "{{ question }}"}, "prints the context 0 times"),
         ({"template": "{{ context }}{{ context }}"}, "prints the context 2 times"),
         ({"breakdowns": ["lvl"]}, r"no field 'lvl' \(task.breakdowns\)"),
-        ({"files": ["nothing*.jsonl"]}, "no file matches files='nothing"),
-        ({"files": []}, "no data; allowed: task.files"),
-        ({"max_input": "modell"}, "task.max_input is 'modell'; allowed: "),
-        ({"max_new_tokens": 0}, "task.max_new_tokens is 0; allowed: an integer from 1"),
-        ({"datasets": ["x"]}, "task.datasets is 'x'"),
-    ],
-)  # fmt: skip
-def test_what_is_wrong_is_one_line(file, options, line):
-    with pytest.raises(TaskError, match=line) as caught:
-        made(file, **options)
-    assert "\n" not in str(caught.value)
+    ):  # fmt: skip
+        with pytest.raises(TaskError, match=line) as caught:
+            made(file, **options)  # type: ignore[arg-type]
+        assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("content", "line"),
-    [
-        ("[1]\n", "row 1 is not an object"),
-        ('{"text": "x"\n', "line 1 is not complete JSON"),
-        ('{"text": 1, "q": {}, "gold": "x"}\n', r"field 'q' is \{\}; allowed: text"),
-        (
-            '{"text": "x", "q": "y", "gold": null}\n',
-            "field 'gold' is None; allowed: a text, a number",
-        ),
-        ('{"text": "x", "q": "y", "gold": []}\n', r"field 'gold' is \[\]"),
-        ('{"text": "x", "q": ["y"], "gold": "z"}\n', "has 1 questions and 'gold' is 'z'"),
-        ("", "the data hold no question"),
-    ],
-)
-def test_wrong_rows_are_one_line(tmp_path, content, line):
-    (tmp_path / "bad.jsonl").write_text(content)
-    with pytest.raises(TaskError, match=line) as caught:
-        made(str(tmp_path / "bad.jsonl"))
-    assert "\n" not in str(caught.value)
-
-
-def test_another_file_or_template_is_another_run(file, tmp_path):
-    task = Jsonl(files=[file], fields=FIELDS)
-    assert set(task.digests()) == {"my.jsonl"}
-    before = task.digests()["my.jsonl"]
-    write(tmp_path / "my.jsonl", ROWS[:1])
-    assert Jsonl(files=[file], fields=FIELDS).digests()["my.jsonl"] != before
-    with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
-        archive.writestr("data/my.jsonl", json.dumps(ROWS[0]))
-    zipped = Jsonl(data=str(tmp_path / "data.zip"), file="my.jsonl", fields=FIELDS)
-    (example,) = zipped.examples(shipped())
-    assert isinstance(example, Example)
-    assert len(zipped.digests()["my.jsonl"]) == 64
+def test_wrong_rows_are_one_line(tmp_path: Path) -> None:
+    row = {"text": "x", "q": "y", "gold": "z"}
+    for content, line in (
+        ([1], "row 1 is not an object"),
+        ({**row, "q": {}}, r"field 'q' is \{\}; allowed: text"),
+        ({**row, "gold": None}, "field 'gold' is None; allowed: a text, a number"),
+        ({**row, "gold": []}, r"field 'gold' is \[\]"),
+        ({**row, "q": ["y"]}, "has 1 questions and 'gold' is 'z'"),
+    ):
+        with pytest.raises(TaskError, match=line) as caught:
+            made(write(tmp_path / "bad.jsonl", [content]))
+        assert "\n" not in str(caught.value)
+    with pytest.raises(TaskError, match="the data hold no question"):
+        made(write(tmp_path / "bad.jsonl", []))

@@ -1,290 +1,350 @@
-"""LongBench: scores and prompts of the original, and data that are refused in one line."""
+"""LongBench: prompts of the original, data that are refused in one line, the tokens and answers of the
+benchmark's and of BalanceKV's code, and an experiment from end to end."""
 
 from __future__ import annotations
 
 import json
-import logging
-import socket
-import zipfile
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pandas as pd
 import pytest
+import torch
+from support.paths import DATA
+from tokenizers import processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from kvbench.cli.main import main
+from kvbench.engine.loading import ModelError, ModelSpec, local_path, prompt_encoder, stop_token_ids
+from kvbench.engine.stopping import Stopping
+from kvbench.records.read import load_runs
+from kvbench.tasks import longbench
 from kvbench.tasks.base import TaskError
-from kvbench.tasks.hub import commit_of, hub_answers, hub_rows
-from kvbench.tasks.longbench import E_DATASETS, bucket_means, prompt_template, prompts, score
-from kvbench.tasks.longbench.data import Source
-from kvbench.tasks.longbench.metrics import code_similarity
-from kvbench.tasks.longbench.prompts import PINNED, fill, max_new_tokens
+from kvbench.tasks.longbench import (
+    BUCKETS,
+    DATASETS,
+    E_DATASETS,
+    PROTOCOLS,
+    LongBench,
+    fill,
+    prompt_template,
+    rows_of,
+    source_of,
+    truncate_middle,
+)
 
-EXAMPLES = Path(__file__).parents[1] / "data" / "longbench"
-
-
-@pytest.fixture
-def golden(shared_file):
-    return json.loads(shared_file("golden/longbench_metrics.json").read_text(encoding="utf-8"))
-
-
-def test_every_case_scored_by_the_original_code_scores_the_same(golden):
-    assert len(golden["cases"]) == 342
-    for case in golden["cases"]:
-        found = score(case["dataset"], case["prediction"], case["answers"], case["all_classes"])
-        assert found == pytest.approx(case["score"], abs=1e-9), (case["dataset"], case["case"])
+# templates and data
 
 
-def test_buckets_and_whole_sets_are_the_originals(golden):
-    for dataset, whole in golden["whole_set"].items():
-        cases = [case for case in golden["cases"] if case["dataset"] == dataset]
-        assert len(cases) == whole["n"]
-        scores = [
-            score(dataset, c["prediction"], c["answers"], whole["all_classes"]) for c in cases
-        ]
-        assert round(100 * sum(scores) / len(scores), 2) == pytest.approx(whole["scorer"], abs=1e-9)
-        means = bucket_means(scores, [case["length"] for case in cases])
-        for name, expected in whole["scorer_e"].items():
-            assert round(100 * means[name], 2) == pytest.approx(expected, abs=1e-9), (dataset, name)
-
-
-def test_code_similarity_ignores_an_installed_levenshtein(golden, monkeypatch):
-    class Wrong:
-        def __init__(self, *arguments):
-            raise AssertionError("the backend of fuzzywuzzy was asked")
-
-    monkeypatch.setattr("fuzzywuzzy.fuzz.SequenceMatcher", Wrong)
-    differing = [c for c in golden["cases"] if c.get("score_levenshtein_backend") != c["score"]]
-    for case in (c for c in differing if "score_levenshtein_backend" in c):
-        found = score(case["dataset"], case["prediction"], case["answers"])
-        assert found == pytest.approx(case["score"], abs=1e-9)
-
-
-def test_a_line_of_code_may_be_blank():
-    assert code_similarity("\n\n# comment\n\nx = 1", "x = 1") == 0.0  # the blank line is compared
-    assert code_similarity("", "") == 1.0
-    assert code_similarity("# nothing else", "x") == 0.0
-
-
-def test_rouge_does_not_depend_on_the_depth_of_its_caller():
-    text = " ".join(f"w{i}" for i in range(900))
-
-    def deep(levels: int) -> float:
-        return score("gov_report", text, [text]) if levels == 0 else deep(levels - 1)
-
-    assert deep(0) == deep(700) == pytest.approx(0.999999995, abs=1e-9)
-    longer = " ".join(f"w{i}" for i in range(1010))
-    assert score("gov_report", longer, [longer]) == 0.0  # the original's recursion limit
-
-
-def test_all_chinese_metrics_run():
-    assert score("multifieldqa_zh", "北京", ["北京"]) == 1.0
-    assert score("vcsum", "会议讨论了预算", ["会议讨论了预算"]) == pytest.approx(1.0)
-    assert score("passage_retrieval_zh", "段落3", ["段落3"]) == 1.0
-    assert score("lsht", "\n体育\n财经", ["体育"], ["体育", "财经"]) == 1.0
-
-
-def test_unknown_datasets_and_missing_classes_are_named():
-    with pytest.raises(TaskError, match="dataset 'quality' unknown; allowed: 2wikimqa"):
-        score("quality", "a", ["a"])
-    with pytest.raises(TaskError, match="trec is scored by its classes"):
-        score("trec", "a", ["a"])
-    assert score("qasper", "a", []) == 0.0
-
-
-def test_every_template_is_the_originals(shared_file):
+def test_every_template_is_the_originals(shared_file, monkeypatch) -> None:
     expected = json.loads(shared_file("golden/longbench_prompt_sha256.json").read_text())
-    assert {name: (e["sha256"], e["max_new_tokens"]) for name, e in expected.items()} == PINNED
+    assert set(expected) == set(DATASETS)
     for name, entry in expected.items():
-        template = prompt_template(name)  # its hash is checked
-        assert len(template) == entry["n_chars"]
-        assert max_new_tokens(name) == entry["max_new_tokens"]
-        assert "{context}" in template
-
-
-def test_a_template_that_is_not_the_originals_stops_the_task(monkeypatch):
+        assert entry["sha256"].startswith(DATASETS[name].sha256)
+        assert entry["max_new_tokens"] == DATASETS[name].new_tokens
+        assert len(prompt_template(name)) == entry["n_chars"]  # its hash is checked
     prompt_template.cache_clear()
-    monkeypatch.setattr(prompts, "_template_of_lm_eval", lambda name: "Read {context}\n{input}")
-    with pytest.raises(TaskError, match="template of samsum in the installed lm-eval is not"):
-        prompt_template("samsum")
-    monkeypatch.undo()
-    monkeypatch.setattr(prompts, "files", lambda package: Path("nowhere"))
+    with monkeypatch.context() as patch:
+        patch.setattr(longbench, "_template_of_lm_eval", lambda name: "Read {context}\n{input}")
+        with pytest.raises(TaskError, match="template of samsum in the installed lm-eval is not"):
+            prompt_template("samsum")
+    monkeypatch.setattr(longbench, "files", lambda package: Path("nowhere"))
     with pytest.raises(TaskError, match="has no template of samsum"):
         prompt_template("samsum")
     prompt_template.cache_clear()
 
 
-def test_braces_in_the_text_are_left_alone():
+def test_braces_in_the_text_are_left_alone() -> None:
     prompt, cut = fill("A {context} B {input} C", "{input} {context} {x}", "{context}")
     assert prompt == "A {input} {context} {x} B {context} C"
     assert prompt[:cut] == "A {input} {context} {x}"
 
 
-@pytest.mark.parametrize("name", E_DATASETS)
-def test_the_invented_examples_have_the_format(name):
-    rows = Source(str(EXAMPLES)).rows(f"{name}_e")
-    assert len(rows) == 3
-    assert [row.id for row in rows] == sorted(row.id for row in rows)
-    assert all(row.answers and row.context for row in rows)
-
-
-def test_invented_examples_reach_every_length_bucket():
-    lengths = [r.length for n in E_DATASETS for r in Source(str(EXAMPLES)).rows(f"{n}_e")]
+def test_the_data_have_the_format_and_reach_every_length_bucket(shared_file) -> None:
+    lengths = []
+    for name in E_DATASETS:
+        rows = rows_of(source_of(f"{name}_e", str(DATA)), name)
+        assert len(rows) == 3
+        lengths += [row["length"] for row in rows]
+        assert [row["_id"] for row in rows] == sorted(row["_id"] for row in rows)
     assert min(lengths) < 4000 <= sorted(lengths)[-2] < 8000 <= max(lengths)
-
-
-def test_real_data_can_be_read(shared_file):
-    source = Source(str(shared_file("data/longbench")))
-    rows = source.rows("multi_news")
-    assert len(rows) == 200
-    assert [row.id for row in rows] == sorted(row.id for row in rows)
-    raw = map(json.loads, shared_file("data/longbench/multi_news.jsonl").open(encoding="utf-8"))
-    by_id = {line["_id"]: line for line in raw}
+    file = shared_file("data/longbench/multi_news.jsonl")
+    raw = {row["_id"]: row for row in map(json.loads, file.open(encoding="utf-8"))}
+    rows = rows_of(source_of("multi_news", str(file.parent)), "multi_news")
+    assert len(rows) == len(raw) == 200
     for row in rows:
-        assert row.context == by_id[row.id]["context"]
-        assert list(row.answers) == by_id[row.id]["answers"]
-        assert row.length == by_id[row.id]["length"]
+        assert all(row[key] == raw[row["_id"]][key] for key in ("context", "answers", "length"))
 
 
-def test_a_folder_a_zip_and_parquet_give_the_same_rows(tmp_path):
-    file = EXAMPLES / "trec_e.jsonl"
-    with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
-        archive.write(file, "data/trec_e.jsonl")
-    import pandas as pd
-
-    (tmp_path / "trec_e").mkdir()
-    frame = pd.read_json(file, lines=True).rename(columns={"input": "question"})
-    frame.to_parquet(tmp_path / "trec_e" / "test-00000-of-00001.parquet")
-    folder = Source(str(EXAMPLES))
-    archived = Source(str(tmp_path / "data.zip"))
-    assert folder.rows("trec_e") == archived.rows("trec_e") == Source(str(tmp_path)).rows("trec_e")
-    assert folder.digest("trec_e") == archived.digest("trec_e")
-
-
-GOOD = {
-    "_id": "a",
-    "context": "c",
-    "input": "i",
-    "answers": ["x"],
-    "length": 3,
-    "all_classes": None,
-}
-CUT = json.dumps({**GOOD, "_id": "b"})[:-9]
+GOOD = {"_id": "a", "context": "c", "input": "i", "answers": ["x"], "length": 3}
 
 
 @pytest.mark.parametrize(
-    ("stem", "text", "message"),
+    ("stem", "rows", "said"),
     [
-        ("qasper_e", [GOOD, CUT], r"qasper_e.jsonl line 2 is not complete JSON"),
-        ("qasper_e", [GOOD, b'{"_id": "\xff"}'], r"line 2 is not UTF-8 \(byte 9\)"),
-        ("qasper_e", [GOOD, "", {"_id": "b"}], r"line 3: field context is missing; allowed: text"),
-        ("qasper_e", [{**GOOD, "answers": []}], r"line 1: field answers is \[\]; allowed: a list"),
+        ("qasper_e", [GOOD, {"_id": "b"}], r"row 2: field context is missing; allowed: text"),
+        ("qasper_e", [{**GOOD, "answers": []}], r"row 1: field answers is \[\]; allowed: a list"),
         ("qasper_e", [{**GOOD, "answers": "x"}], r"field answers is 'x'; allowed: a list"),
-        ("qasper_e", [{**GOOD, "length": None}], r"field length is None; allowed: an integer >= 0"),
-        (
-            "qasper_e",
-            [{**GOOD, "context": " "}],
-            r"field context is ' '; allowed: text that is not",
-        ),
-        ("trec_e", [GOOD], r"trec_e.jsonl line 1: field all_classes is None; allowed: a list"),
-        (
-            "passage_retrieval_en_e",
-            [GOOD],
-            r"field answers is \['x'\]; allowed: text with Paragraph",
-        ),
+        ("qasper_e", [{**GOOD, "length": None}], r"length is None; allowed: an integer >= 0"),
+        ("qasper_e", [{**GOOD, "context": " "}], r"context is ' '; allowed: text that is not"),
+        ("trec_e", [{**GOOD, "all_classes": None}], r"trec_e.jsonl row 1: field all_classes is None"),
+        ("passage_retrieval_en_e", [GOOD], r"answers is \['x'\]; allowed: text with Paragraph"),
         ("qasper_e", [GOOD, GOOD], r"has _id 'a' twice; allowed: once"),
         ("qasper_e", [], r"holds no example"),
-        ("qasper_e", ["[1, 2]"], r"line 1 is not an object with fields"),
     ],
-)
-def test_bad_data_is_one_line_naming_file_line_and_field(tmp_path, capsys, stem, text, message):
-    lines = [
-        t if isinstance(t, bytes) else (t if isinstance(t, str) else json.dumps(t)).encode()
-        for t in text
-    ]
-    (tmp_path / f"{stem}.jsonl").write_bytes(b"\n".join(lines))
-    with pytest.raises(TaskError, match=message) as caught:
-        Source(str(tmp_path)).rows(stem)
+)  # fmt: skip
+def test_bad_rows_are_one_line_naming_file_row_and_field(tmp_path, stem, rows, said) -> None:
+    (tmp_path / f"{stem}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(TaskError, match=said) as caught:
+        rows_of(source_of(stem, str(tmp_path)), stem.removesuffix("_e"))
     assert "\n" not in str(caught.value)
-    assert capsys.readouterr().err == ""
 
 
-def test_text_that_looks_like_a_date_stays_text(tmp_path):
-    row = {**GOOD, "answers": ["2009-01-02"], "input": "2009-01-03"}
-    (tmp_path / "qasper_e.jsonl").write_text(json.dumps(row))
-    (found,) = Source(str(tmp_path)).rows("qasper_e")
-    assert found.answers == ("2009-01-02",)
-    assert found.input == "2009-01-03"
+def test_where_the_data_are(tmp_path) -> None:
+    row = {**GOOD, "answers": ["2009-01-02"], "question": GOOD["input"]}
+    del row["input"]  # as parquet mirrors call it
+    pd.DataFrame([row]).to_parquet(tmp_path / "qasper_e.parquet")
+    (found,) = rows_of(source_of("qasper_e", str(tmp_path)), "qasper")
+    assert (list(found["answers"]), found["input"]) == (["2009-01-02"], "i"), "text stays text"
+    mirror = source_of("qasper_e", "hf://datasets/someone/LongBench", "r")
+    where = ("dataset", "config", "split", "revision")
+    assert [getattr(mirror, name) for name in where] == [
+        *("someone/LongBench", "qasper_e", "test", "r"),
+    ]
+    archive = source_of("qasper", None, "r")
+    assert (archive.dataset, archive.archive) == ("THUDM/LongBench", "data.zip")
+    with pytest.raises(TaskError, match=r"hf download THUDM/LongBench data\.zip --repo-type data"):
+        rows_of(source_of("lcc", str(tmp_path)), "lcc")
 
 
-def test_missing_files_say_how_to_get_them(tmp_path):
-    with pytest.raises(
-        TaskError, match=r"hf download THUDM/LongBench data\.zip --repo-type dataset"
-    ):
-        Source(str(tmp_path)).rows("qasper_e")
-    with pytest.raises(TaskError, match="which does not exist"):
-        Source(str(tmp_path / "nothing")).rows("qasper_e")
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(TaskError, match="allowed: a folder, a zip archive"):
-        Source(str(tmp_path / "file")).rows("qasper_e")
+# protocols
+
+OFFICIAL, BALANCEKV = PROTOCOLS["longbench"], PROTOCOLS["balancekv"]
+QWEN_PLAIN = {"gov_report", "multi_news", "trec", "triviaqa", "samsum", "lcc", "repobench-p"}
+OFFICIAL_PLAIN = {"trec", "triviaqa", "samsum", "lcc", "repobench-p"}
+LLAMA3 = (
+    "{{ bos_token }}{% for m in messages %}<|head|>{{ m['role'] }}<|endhead|>\n\n"
+    "{{ m['content'] | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|head|>assistant<|endhead|>\n\n{% endif %}"
+)
+QWEN = (
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nDefault of this template."
+    "<|im_end|>\n{% endif %}{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
-@pytest.mark.parametrize("reached", [True, False])
-def test_the_hubs_archive_is_fetched_at_its_revision(tmp_path, monkeypatch, caplog, reached):
-    monkeypatch.setattr("kvbench.tasks.hub.hub_answers", lambda: reached)
-    with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
-        archive.write(EXAMPLES / "lcc_e.jsonl", "data/lcc_e.jsonl")
-    asked = []
-
-    def fetch(repository, name, *, repo_type, revision, local_files_only):
-        asked.append((repository, name, repo_type, revision, local_files_only))
-        return str(tmp_path / name)
-
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
-    assert Source(None, "abc").rows("lcc_e") == Source(str(EXAMPLES)).rows("lcc_e")
-    assert set(asked) == {("THUDM/LongBench", "data.zip", "dataset", "abc", not reached)}
-
-    def refuse(*arguments, **options):
-        logging.getLogger("huggingface_hub.utils").warning("Retrying in 1s")
-        raise OSError("no network\nat all")
-
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
-    with (
-        caplog.at_level(logging.WARNING),
-        pytest.raises(TaskError, match=r"revision abc\) cannot be fetched \(OSError\); allowed: a"),
-    ):
-        Source(None, "abc").rows("lcc_e")
-    assert not caplog.records, "the error is the only line"
+def encoder(family: str, template: str, special: list[str], stop: list[str], positions: int) -> Any:
+    """The shipped model's pieces, with special tokens (begin, end ...) and another's chat template."""
+    inner = AutoTokenizer.from_pretrained(local_path("asset:recall_mini")).backend_tokenizer
+    inner.add_special_tokens([token for token in special if token])
+    bos, end, *_ = special
+    if bos:
+        inner.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, inner.token_to_id(bos))]
+        )
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token=bos or None, eos_token=end)
+    made.chat_template = template
+    spec = ModelSpec(name="m", path="x", stop_tokens=stop)
+    facts = {"family": family, "chat": True, "max_positions": positions}
+    return replace(prompt_encoder(made, spec), end_ids=stop_token_ids(made, spec), **facts)
 
 
-def test_a_mirror_is_read_by_datasets(monkeypatch):
-    raw = [json.loads(line) for line in (EXAMPLES / "qasper_e.jsonl").open()]
-    asked = []
-
-    def load(path, *, name, split, streaming, revision):
-        asked.append((path, name, split, revision))
-        return raw
-
-    monkeypatch.setattr("datasets.load_dataset", load)
-    monkeypatch.setattr("kvbench.tasks.hub.hub_answers", lambda: True)
-    rows = Source("hf://datasets/someone/LongBench", "r").rows("qasper_e")
-    assert asked == [("someone/LongBench", "qasper_e", "test", "r")]
-    assert [row.id for row in rows] == sorted(line["_id"] for line in raw)
-
-    monkeypatch.setattr("kvbench.tasks.hub.hub_answers", lambda: False)
-    with pytest.raises(TaskError, match="the Hub cannot be reached; allowed: a network"):
-        hub_rows("longbench", "someone/LongBench", "qasper_e", "test", None)
-    with pytest.raises(TaskError, match="someone/LongBench"):
-        commit_of("longbench", "someone/LongBench", None)
-    assert len(asked) == 1, "the library is not asked where the Hub is silent"
+@pytest.fixture(scope="module")
+def llama():
+    special = ["<|bos|>", "<|eos|>", "<|eot_id|>", "<|head|>", "<|endhead|>"]
+    return encoder("llama", LLAMA3, special, ["<|eot_id|>"], 131072)
 
 
-def test_a_hub_that_is_not_there_is_found_out_at_once(monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.is_offline_mode", lambda: False)
-    monkeypatch.setattr("kvbench.tasks.hub.getproxies", dict)
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{port}")
-        assert not hub_answers(), "bound, not listening: refused"
-        server.listen()
-        assert hub_answers()
-    monkeypatch.setattr("kvbench.tasks.hub.getproxies", lambda: {"https": "http://proxy"})
-    assert hub_answers(), "behind a proxy the library finds out itself"
+@pytest.fixture(scope="module")
+def qwen():
+    return encoder("qwen2", QWEN, ["", "<|im_end|>", "<|im_start|>"], [], 32768)
+
+
+def examples(encoder, **options) -> Any:
+    return LongBench(data=str(DATA), per_dataset=1, **options).examples(encoder)
+
+
+def whole(example) -> list[int]:
+    return [*example.context_ids, *example.question_ids]
+
+
+def in_chat(encoder, text: str) -> list[int]:
+    message = [{"role": "user", "content": text}]
+    return encoder.tokenizer.apply_chat_template(
+        message, add_generation_prompt=True, return_dict=True
+    )["input_ids"]
+
+
+def test_balancekv_prompts_llama_plainly_and_qwen_by_its_template_on_six_datasets(
+    llama, qwen
+) -> None:
+    found = examples(llama)
+    assert [e.dataset for e in found] == list(E_DATASETS)
+    ends = {llama.tokenizer.convert_tokens_to_ids(token) for token in ("<|eos|>", "<|eot_id|>")}
+    for e in found:
+        assert whole(e) == llama.tokenizer.encode(e.context + e.question)
+        assert whole(e)[0] == llama.tokenizer.bos_token_id
+        assert e.end_ids == ends
+        assert e.complete
+        assert e.may_be_empty
+    for e in examples(qwen):
+        plain = e.dataset in QWEN_PLAIN
+        text = e.context + e.question
+        assert whole(e) == (qwen.tokenizer.encode(text) if plain else in_chat(qwen, text))
+        assert ("Default of this template." in qwen.decode(whole(e))) != plain
+        assert e.end_ids == {qwen.tokenizer.eos_token_id}
+    with pytest.raises(TaskError, match="does not say how to prompt a chat model of type 'gemma2'"):
+        examples(replace(qwen, family="gemma2"), datasets=["qasper"])
+    (e,) = examples(replace(qwen, family="opt", chat=False), datasets=["qasper"])
+    assert whole(e) == qwen.tokenizer.encode(e.context + e.question)
+
+
+def test_the_benchmark_gives_its_chat_template_to_all_but_few_shot_and_code(llama) -> None:
+    for e in examples(llama, protocol="longbench"):
+        text = e.context + e.question
+        plain = e.dataset in OFFICIAL_PLAIN
+        assert whole(e) == (llama.tokenizer.encode(text) if plain else in_chat(llama, text))
+
+
+def test_slow_tokenizers_find_the_same_boundary(llama) -> None:
+    class Slow:
+        def __call__(self, text, **options):
+            return {"input_ids": llama.tokenizer(text, **options)["input_ids"]}
+
+    slow = replace(llama, tokenizer=Slow())
+    for text in ("the quick line 17 jumps over 24169 fences", "a b"):
+        for cut in range(len(text)):
+            ids, fast_cut = llama.encode_prompt(text, cut, special=True)
+            slow_ids, slow_cut = slow.encode_prompt(text, cut, special=True)
+            assert (slow_ids, slow_cut <= fast_cut) == (ids, True)
+            kept = llama.tokenizer.decode(ids[1:fast_cut])
+            assert text.startswith(kept)
+            assert len(kept) <= cut
+
+
+def test_middle_truncation() -> None:
+    for n, limit in ((10, 10), (11, 10), (30, 10), (30, 11), (5, 100)):
+        ids, half = list(range(n)), limit // 2
+        for cut in range(n + 1):
+            found = truncate_middle(ids, cut, limit)
+            assert found.ids == (ids if n <= limit else ids[:half] + ids[-half:])
+            assert found.truncated == n - len(found.ids)
+            assert found.ids[: found.cut] == [i for i in found.ids if i < cut]
+
+
+def test_balancekv_truncates_ids_and_the_benchmark_text_before_the_template(llama, qwen) -> None:
+    (full,) = examples(qwen, datasets=["qasper"])
+    (short,) = examples(qwen, datasets=["qasper"], max_input=100)
+    assert whole(short) == whole(full)[:50] + whole(full)[-50:]
+    assert short.fields["truncated_tokens"] == len(whole(full)) - 100
+    tight = replace(qwen, max_input=60)
+    assert len(BALANCEKV.encode(tight, "trec", "x y " * 200, 9, 100).ids) == 60, "the smaller limit"
+    (full,) = examples(llama, datasets=["hotpotqa"], protocol="longbench")
+    (short,) = examples(llama, datasets=["hotpotqa"], protocol="longbench", max_input=90)
+    plain = llama.tokenizer.encode(full.context + full.question)
+    assert whole(short) == in_chat(llama, llama.decode(plain[:45]) + llama.decode(plain[-45:]))
+    assert full.question[-30:] in llama.tokenizer.decode(list(short.question_ids))
+    assert short.fields["truncated_tokens"] == len(plain) - 90
+    with pytest.raises(TaskError, match=r"allowed: model.max_input or task.max_input"):
+        examples(replace(llama, max_positions=None), protocol="longbench")
+    tight = replace(llama, max_positions=400)
+    for e in examples(tight, protocol="longbench", datasets=["qasper", "trec"]):
+        assert len(whole(e)) + e.max_new_tokens <= 400
+
+
+def test_samsum_stops_at_a_newline_that_is_not_its_first_token(llama) -> None:
+    (e,) = examples(llama, datasets=["samsum"], protocol="longbench")
+    newline = llama.tokenizer.encode("\n", add_special_tokens=False)[-1]
+    assert e.end_ids == llama.end_ids | {newline}
+    assert not e.may_be_empty
+    stopping = Stopping(8, e.end_ids, may_be_empty=e.may_be_empty)
+    logits = torch.zeros(2, len(llama.tokenizer))
+    logits[:, newline], logits[:, 7] = 2.0, 1.0
+    assert stopping.first(logits).argmax(-1).tolist() == [7, 7]
+    assert stopping.reached([7, newline])
+    assert examples(llama, datasets=["qasper"], protocol="longbench")[0].end_ids is None
+    spec = ModelSpec(name="m", path="x", stop_tokens=["<|nothing|>"])
+    with pytest.raises(ModelError, match=r"names '<\|nothing\|>', which the tokenizer of 'x' does"):
+        stop_token_ids(llama.tokenizer, spec)
+
+
+def released(prediction: str, dataset: str, llama: bool) -> str:
+    """The released evaluation's cut, step by step."""
+    text = prediction.strip()
+    if dataset not in ("lcc", "repobench-p") or llama:
+        text = text.lstrip("\n").split("\n")[0]
+        text = text.split("  ")[0]
+    return text
+
+
+PREDICTIONS = [
+    *("", " \n ", "Ashe", "  Ashe\nNo", "\n\nAshe  river", "Ashe \nNo", "a  b\nc", "a\n  b", "x\n"),
+    *("x \n\n y", "    return 1\n    x", "\tA\tB  C"),
+]
+
+
+def test_answers_are_cut_as_in_the_released_code_and_nothing_follows_a_settled_one(
+    llama, qwen
+) -> None:
+    names, settled = ["qasper", "gov_report", "samsum", "trec", "lcc"], 0
+    for encoder in (llama, qwen):
+        for dataset in names:
+            for said in PREDICTIONS:
+                expected = released(said, dataset, encoder is llama)
+                assert BALANCEKV.answer(encoder, dataset, said) == expected
+        for protocol in PROTOCOLS:
+            task = LongBench(data=str(DATA), per_dataset=1, protocol=protocol, datasets=names)
+            for e in task.examples(encoder):
+                for prediction in PREDICTIONS:
+                    for end in range(len(prediction)):
+                        start = prediction[: end + 1]
+                        if e.settled(start):
+                            settled += 1
+                            assert task.score(start, e) == task.score(prediction, e)
+    assert settled > 100
+
+
+# the task
+
+
+def test_datasets_take_turns_and_the_full_benchmark_leaves_chinese_to_be_asked_for(llama) -> None:
+    task = LongBench(data=str(DATA), per_dataset=2, datasets=["lcc", "trec"])
+    found = task.examples(llama)
+    ids = ["lcc-lcc-00", "trec-trec-00", "lcc-lcc-01", "trec-trec-01"]
+    assert [e.id for e in found] == ids
+    assert found[1].fields["length_bucket"] == "0-4k"
+    assert set(task.digests()) == {"lcc_e", "trec_e"}
+    assert len(LongBench(split="full").datasets or ()) == 16
+    assert LongBench(split="full", datasets=["dureader"]).datasets == ("dureader",)
+
+
+@pytest.fixture
+def _short_answers(monkeypatch):
+    """Of 8 tokens and not up to 512: the limits themselves are pinned beside the templates."""
+    short = {name: entry._replace(new_tokens=8) for name, entry in DATASETS.items()}
+    monkeypatch.setattr(longbench, "DATASETS", short)
+
+
+@pytest.mark.usefixtures("_short_answers")
+def test_table_1_has_every_method_and_dataset_beside_the_papers(tmp_path) -> None:
+    narrow = ["model=recall_mini", f"task.data={DATA}", "task.per_dataset=1", "task.max_input=150"]
+    with pytest.raises(SystemExit) as stop:
+        main(["experiment=balancekv_table1", *narrow, "logger=none", f"results_dir={tmp_path}"])
+    assert not stop.value.code
+    folder = tmp_path / "balancekv_table1"
+    records = pd.concat(r.records for r in load_runs(folder))
+    methods = {"exact", "streaming_llm", "pyramidkv", "snapkv", "uniform", "balancekv"}
+    assert set(records["method"]) == methods
+    assert set(records["dataset"]) == set(E_DATASETS)
+    assert set(records["length_bucket"]) <= set(BUCKETS)
+    assert set(records["status"]) == {"ok"}
+    (file,) = (folder / "tables").glob("*published.csv")
+    published = pd.read_csv(file)
+    llama = published[published["published_model"] == "Llama-3.1-8B-Instruct"]
+    cell = llama[(llama["method"] == "balancekv") & (llama["column"] == "repobench-p")]
+    assert cell["published"].tolist() == [41.4]
+    frame = pd.read_csv(folder / "tables" / "longbench-recall_mini.csv")
+    exact = frame[frame["method"] == "exact"].set_index("dataset")["score"]
+    assert exact["average"] == pytest.approx(exact.drop("average").mean(), rel=1e-4)

@@ -1,10 +1,11 @@
-"""Key-value retrieval, passkey and number string: what is hidden, where, and what is asked."""
+"""LongEval's lines, key-value retrieval, passkey, number string: what is hidden and where."""
 
 from __future__ import annotations
 
 import json
 import re
 import uuid
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,88 @@ from support.encoders import Letters, chat, ids_of, shipped
 
 from kvbench.run.encoding import encode_examples
 from kvbench.tasks.base import PromptEncoder, TaskError
+from kvbench.tasks.longeval_lines import INTRODUCTION, LINE, QUESTION, LongEvalLines
+
+
+def lines(**options: Any) -> Any:
+    return LongEvalLines(**options).examples(PromptEncoder(tokenizer=Letters()))
+
+
+def lines_of(text: str) -> list[tuple[str, str]]:
+    return re.findall(r"^line (\S.*): REGISTER_CONTENT is <(\d+)>$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("count", [200, 300, 680])
+def test_official_files(shared_file: Any, count: int) -> None:
+    path = shared_file(f"data/longeval_lines/{count}_lines.jsonl")
+    found = lines(files=[str(path)])
+    cases = [json.loads(row) for row in path.read_text().splitlines()]
+    assert len(found) == len(cases) == 50
+    for example, case in zip(found, cases, strict=True):
+        assert example.context + example.question == case["prompt"]
+        record = "".join(LINE.format(key=k, number=n) for k, n in lines_of(case["prompt"]))
+        question = QUESTION.format(key=case["random_idx"][0])
+        assert INTRODUCTION + record + question == case["prompt"]
+        assert example.context.endswith(">\n")
+        assert example.answers == (str(case["expected_number"]),)
+        assert example.dataset == f"{count}_lines"
+        kept = ("num_lines", "correct_line")
+        assert all(example.fields[name] == case[name] for name in kept)
+        assert example.fields["line_key"] == case["random_idx"][0]
+    assert len({example.id for example in found}) == 50
+
+
+def test_generated_records_depend_on_the_seed_and_every_prefix_is_balanced() -> None:
+    options = {"num_lines": [5, 40, 9], "num_examples": 3, "number_range": [7, 900]}
+    found = lines(**options, seed=3)
+    for example in found:
+        pairs = lines_of(example.context)
+        keys = [key for key, _ in pairs]
+        assert len(pairs) == example.fields["num_lines"] == len(set(keys))
+        assert {int(number) for _, number in pairs} <= set(range(7, 901))
+        asked = example.fields["line_key"]
+        assert dict(pairs)[asked] == example.answers[0]
+        assert keys[example.fields["line_place"]] == asked
+        assert example.context.startswith(INTRODUCTION)
+        assert example.question == QUESTION.format(key=asked)
+        assert example.evidence == LINE.format(key=asked, number=example.answers[0]).strip()
+    assert [e.fields["num_lines"] for e in found] == [5, 40, 9] * 3
+    assert [e.id for e in found[:2]] == ["lines5-0000", "lines40-0000"]
+    more = {e.id: e for e in lines(**options | {"num_examples": 4}, seed=3)}
+    assert all(more[example.id] == example for example in found)
+    other = lines(**options, seed=4)
+    assert all(a.context != b.context for a, b in zip(found, other, strict=True))
+    (example,) = lines(num_lines=[12], num_examples=1, repeats=4)
+    keys = [key for key, _ in lines_of(example.context)]
+    assert all(keys.count(key) == 4 for key in keys)
+    assert keys[:12] * 4 != keys
+
+
+def test_wrong_files_of_lines_are_one_line(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    with pytest.raises(TaskError, match="git clone"):
+        lines(files=[str(bad)])
+    case = {"prompt": "x", "expected_number": 1, "random_idx": ["a-b", 0]}
+    numbers = (10**300, -(10**300), "7" * 400, 7e400)
+    for text, said in (
+        ("{}\n", "line 1 is not a test case"),
+        ("not json\n", "line 1 is not complete JSON"),
+        ("", "no test case"),
+        *((json.dumps(case | {"expected_number": n}), "at most 18 digits") for n in numbers),
+        (json.dumps(case), "after a blank line"),
+    ):
+        bad.write_text(text)
+        with pytest.raises(TaskError, match=said):
+            lines(files=[str(bad)])
+    prompt = INTRODUCTION + LINE.format(key="a-b", number=1) + QUESTION.format(key="a-b")
+    bad.write_text(json.dumps(case | {"prompt": prompt}) + "\n")
+    (example,) = lines(files=str(bad))
+    assert example.fields["num_lines"] == 1
+    (tmp_path / "other").mkdir()
+    other = bad.rename(tmp_path / "other" / "bad.jsonl")
+    bad.write_text(other.read_text())
+    with pytest.raises(TaskError, match="file names must differ"):
+        lines(files=[str(other), str(bad)])
 
 
 def task(name: str, **options: Any) -> Any:
@@ -21,7 +104,7 @@ def task(name: str, **options: Any) -> Any:
     return instantiate(composed(f"task={name}", *settings).task, _convert_="all")
 
 
-def test_an_object_of_uuids_and_the_value_of_a_key():
+def test_an_object_of_uuids_and_the_value_of_a_key() -> None:
     made = task("key_value", num_pairs="[5,9]", num_examples=3)
     found = made.examples(shipped())
     assert [e.fields["num_pairs"] for e in found] == [5, 9] * 3
@@ -35,33 +118,29 @@ def test_an_object_of_uuids_and_the_value_of_a_key():
         assert made.score(f' "{example.answers[0].upper()}",', example) == {"score": 1.0}
         assert made.score(example.answers[0][:-1], example) == {"score": 0.0}
         assert example.settled("is " + example.answers[0])
-    again = task("key_value", num_pairs="[5,9]", num_examples=3).examples(shipped())
-    assert [(e.id, e.context, e.question) for e in again] == [
-        (e.id, e.context, e.question) for e in found
-    ]
     assert len({e.context for e in found}) == 6
 
 
-def test_several_keys_are_asked_of_one_object():
-    found = task("key_value", num_pairs="[12]", num_examples=4, queries=3).examples(shipped())
-    for first in range(0, len(found), 3):
-        group = found[first : first + 3]
-        assert len({e.context for e in group}) == len({e.context_id for e in group}) == 1
-        assert len({e.answers for e in group}) == 3
-        depths = [e.fields["depth"] for e in group]
-        assert depths == sorted(depths)
-        encoded = encode_examples(group, shipped())
-        assert len({e.context_ids for e in encoded}) == 1
-    with pytest.raises(Exception, match=r"task.queries is 13; allowed: at most 12"):
-        task("key_value", num_pairs="[12]", queries=13)
-    with pytest.raises(
-        Exception, match=r"task.template is .*allowed: \{pairs\} and, after it, \{key\}"
-    ):
-        task("key_value", template="'{key} {pairs}'")
+def test_several_keys_are_asked_of_one_context() -> None:
+    for name, options in (("key_value", {"num_pairs": "[12]"}), ("passkey", {"lengths": "[500]"})):
+        found = task(name, **options, num_examples=3, queries=3).examples(shipped())
+        for first in range(0, len(found), 3):
+            group = found[first : first + 3]
+            assert len({e.context for e in group}) == len({e.context_id for e in group}) == 1
+            assert len({e.answers for e in group}) == 3
+            depths = [e.fields["depth"] for e in group]
+            assert depths == sorted(depths)
+            assert len({e.context_ids for e in encode_examples(group, shipped())}) == 1
+            for example in group if name == "passkey" else ():
+                key = re.search(r"What is the pass key( of the \w+ \w+)\?", example.question)
+                assert key is not None
+                told = f"The pass key{key[1]} is {example.answers[0]}. Remember it. "
+                assert told in example.context
+                assert example.question.endswith(f"The pass key{key[1]} is")
 
 
 @pytest.mark.parametrize("name", ["passkey", "number_string"])
-def test_a_key_is_hidden_in_a_text_as_long_as_there_is_room(name):
+def test_a_key_is_hidden_in_a_text_as_long_as_there_is_room(name: str) -> None:
     made = task(name, lengths="[400,900]", num_examples=12)
     found = made.examples(shipped())
     for example in found:
@@ -78,37 +157,18 @@ def test_a_key_is_hidden_in_a_text_as_long_as_there_is_room(name):
         assert example.settled(key + ".")
     if name == "number_string":
         assert all(re.search(r"(\d)\1", e.answers[0]) for e in found)
-        assert found[0].question == ("What is the sequence of digits?\n\nThe sequence of digits is")
     assert len({e.fields["depth"] for e in found}) > 4
     assert made.examples(shipped()) == found
     other = task(name, seed=1, lengths="[400]").examples(shipped())
     assert other[0].context not in {e.context for e in found}
 
 
-def test_several_keys_have_names():
-    found = task("passkey", lengths="[500]", num_examples=3, queries=3).examples(shipped())
-    for first in range(0, len(found), 3):
-        group = found[first : first + 3]
-        assert len({e.context_id for e in group}) == len({e.context_ids for e in group}) == 1
-        for example in group:
-            name = re.search(r"What is the pass key( of the \w+ \w+)\?", example.question)
-            assert name is not None
-            (key,) = example.answers
-            assert f"The pass key{name[1]} is {key}. Remember it. {key} is" in example.context
-            assert example.question.endswith(f"The pass key{name[1]} is")
-    with pytest.raises(Exception, match=r"task.question is .* allowed: text with \{name\}"):
-        task("passkey", queries=2, question="Which?")
-
-
-def test_the_answer_begins_behind_the_assistants_header():
+def test_the_answer_begins_behind_the_assistants_header_within_the_length() -> None:
     (example,) = task("passkey", lengths="[300]", num_examples=1).examples(chat())
     text = chat().decode(ids_of(example))
     assert text.endswith("What is the pass key?</user><model>\n\nThe pass key is")
     assert len(ids_of(example)) <= 300
-
-
-def test_a_length_that_is_too_short_is_one_line():
-    with pytest.raises(TaskError, match=r"task.lengths has 50, and the shortest prompt takes \d+"):
-        task("passkey", lengths="[50]").examples(shipped())
     (example, *_) = task("passkey", lengths="[2000]").examples(PromptEncoder(Letters()))
     assert 1900 <= len(ids_of(example)) <= 2000
+    with pytest.raises(TaskError, match=r"task.lengths has 50, and the shortest prompt takes \d+"):
+        task("passkey", lengths="[50]").examples(shipped())

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from importlib.metadata import version
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from kvbench.tasks.base import TaskError
-from kvbench.tasks.files import matching, read_text
+from kvbench.tasks.data import matching, read_text
 from kvbench.tasks.haystack import generated_haystack
 
 GENERATED_SENTENCES = 20_000
@@ -21,19 +20,16 @@ GENERATED_SENTENCES = 20_000
 
 
 @cache
-def word_lists() -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+def word_lists() -> tuple[tuple[str, ...], ...]:
     """Distinct adjectives, nouns, and words of both and verbs, of wonderwords, each sorted.
 
     Entries may hold a blank or a hyphen ("contact lens", "e-mail").
     """
     from wonderwords import RandomWord
 
-    words = RandomWord()
     lists = (["adjective"], ["noun"], ["noun", "adjective", "verb"])
-    adjectives, nouns, union = (
-        tuple(sorted(set(words.filter(include_categories=kinds)))) for kinds in lists
-    )
-    return adjectives, nouns, union
+    words = RandomWord()
+    return tuple(tuple(sorted(set(words.filter(include_categories=each)))) for each in lists)
 
 
 def words_version() -> str:
@@ -63,7 +59,7 @@ class Essays:
         if self.files is None:
             return _generated(self.seed)
         # joined as they are, with no separator
-        words = "".join(map(_essay, files_of("essays", self.files))).split()
+        words = "".join(map(_essay, _files_of("essays", self.files))).split()
         if not words:
             raise TaskError(f"ruler: essays={self.files!r} hold no words")
         return words
@@ -82,10 +78,10 @@ def _generated(seed: int) -> Sequence[str]:
     return " ".join(islice(sentences, GENERATED_SENTENCES)).split()
 
 
-def _essay(path: Path) -> str:
-    if path.suffix != ".json":
+def _essay(path: str) -> str:
+    if not path.endswith(".json"):
         return read_text("ruler", path)
-    text = load_json(path)
+    text = _json(path)
     text = text.get("text") if isinstance(text, dict) else None
     if not isinstance(text, str):
         raise TaskError(
@@ -94,24 +90,14 @@ def _essay(path: Path) -> str:
     return text
 
 
-def files_of(option: str, pattern: str) -> list[Path]:
-    """The files that an option names, by path.
-
-    Raises:
-        TaskError: there is none.
-    """
-    paths = [Path(name) for name in matching([pattern])]
+def _files_of(option: str, pattern: str) -> list[str]:
+    paths = matching([pattern])
     if not paths:
         raise TaskError(f"ruler: no file matches {option}={pattern!r}; allowed: a file or a glob")
     return paths
 
 
-def load_json(path: Path) -> Any:
-    """What a JSON file holds.
-
-    Raises:
-        TaskError: it cannot be read.
-    """
+def _json(path: str) -> Any:
     try:
         return json.loads(read_text("ruler", path))
     except (ValueError, RecursionError) as problem:
@@ -130,7 +116,7 @@ class Question:
     text: str
     answers: tuple[str, ...]
     gold: tuple[int, ...]
-    more: tuple[int, ...]
+    more: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -154,57 +140,63 @@ class Collection:
         return [self.documents[number] for number in chosen]
 
 
-def _shaped(name: str, path: Path) -> Any:
-    return TaskError(f"ruler: {path} is not {name}; allowed: its JSON file as published")
-
-
-def squad(path: Path) -> Collection:
+def squad(pattern: str) -> Collection:
     """SQuAD 2.0: distinct paragraphs, sorted, and the questions that have an answer, in file order.
 
     Raises:
-        TaskError: the file is none of SQuAD.
+        TaskError: there is no such file, or it is none of SQuAD.
     """
-    data = load_json(path)
-    try:
-        articles = [[p["context"] for p in article["paragraphs"]] for article in data["data"]]
-        documents = sorted({text for texts in articles for text in texts})
+
+    def collection(data: Any) -> Collection:
+        articles = [article["paragraphs"] for article in data["data"]]
+        documents = sorted({part["context"] for article in articles for part in article})
         place = {text: number for number, text in enumerate(documents)}
         questions = []
-        for article in data["data"]:
-            for paragraph in article["paragraphs"]:
-                gold = place[paragraph["context"]]
-                others = {place[p["context"]] for p in article["paragraphs"]} - {gold}
-                for asked in paragraph["qas"]:
+        for article in articles:
+            within = {place[part["context"]] for part in article}
+            for part in article:
+                gold = place[part["context"]]
+                more = tuple(sorted(within - {gold}))
+                for asked in part["qas"]:
                     if not asked["is_impossible"]:
                         answers = tuple(str(answer["text"]) for answer in asked["answers"])
-                        more = tuple(sorted(others))
                         questions.append(Question(asked["question"], answers, (gold,), more))
-    except (KeyError, TypeError, AttributeError) as problem:
-        raise _shaped("SQuAD 2.0", path) from problem
-    return _checked(Collection(documents, questions), path)
+        return Collection(documents, questions)
+
+    return _collection("squad", pattern, "SQuAD 2.0", collection)
 
 
-def hotpotqa(path: Path) -> Collection:
+def hotpotqa(pattern: str) -> Collection:
     """HotpotQA's distractor setting: the ten documents of a question are all gold.
 
     Raises:
-        TaskError: the file is none of HotpotQA.
+        TaskError: there is no such file, or it is none of HotpotQA.
     """
-    data = load_json(path)
-    try:
+
+    def collection(data: Any) -> Collection:
         texts = [[f"{t}\n{''.join(parts)}" for t, parts in row["context"]] for row in data]
         documents = sorted({text for each in texts for text in each})
         place = {text: number for number, text in enumerate(documents)}
         questions = [
-            Question(row["question"], (str(row["answer"]),), tuple({place[t]: 0 for t in each}), ())
+            Question(row["question"], (str(row["answer"]),), tuple({place[t]: 0 for t in each}))
             for row, each in zip(data, texts, strict=True)
         ]
-    except (KeyError, TypeError, ValueError) as problem:
-        raise _shaped("HotpotQA", path) from problem
-    return _checked(Collection(documents, questions), path)
+        return Collection(documents, questions)
+
+    return _collection("hotpotqa", pattern, "HotpotQA", collection)
 
 
-def _checked(found: Collection, path: Path) -> Collection:
+def _collection(
+    option: str, pattern: str, name: str, read: Callable[[Any], Collection]
+) -> Collection:
+    path = _files_of(option, pattern)[0]
+    data = _json(path)
+    try:
+        found = read(data)
+    except (KeyError, TypeError, ValueError, AttributeError) as problem:
+        raise TaskError(
+            f"ruler: {path} is not {name}; allowed: its JSON file as published"
+        ) from problem
     if not found.questions:
         raise TaskError(f"ruler: {path} holds no question with an answer")
     return found

@@ -7,7 +7,9 @@ scores the answer. A benchmark is several such data sets (`subsets`), each with 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import ast
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain, islice, zip_longest
@@ -18,36 +20,194 @@ from annotated_types import Ge
 
 from kvbench.errors import nearest
 from kvbench.errors.options import Count, Distinct
-from kvbench.tasks.base import Example, PromptEncoder, Task, TaskError
-from kvbench.tasks.encoding import encode_context, encode_question
-from kvbench.tasks.jsonl.rows import ROLES, Asked, Reader, Source
-from kvbench.tasks.jsonl.template import PromptTemplate
-from kvbench.tasks.metrics import METRICS, Key
-from kvbench.tasks.options import NewTokens
+from kvbench.tasks.base import Example, NewTokens, PromptEncoder, Task, TaskError
+from kvbench.tasks.data import Source
+from kvbench.tasks.encoding import encode_context, encode_question, parted
+from kvbench.tasks.metrics import METRICS, REGEX_SECONDS, Key
+from kvbench.tasks.template import PromptTemplate
 
+Row = Mapping[str, Any]
 MARK = "\ue000\ue001"
 """Stands behind the context while a template is rendered, to tell where the question begins."""
-OF_SUBSETS = (
-    *(
-        "file",
-        "local",
-        "archive",
-        "config",
-        "split",
-        "fields",
-        "extract",
-        "template",
-        "answer_prefix",
-        "metric",
-    ),
-    *("pattern", "chat", "max_new_tokens", "stop", "merge_answers", "dataset", "revision"),
-)
-
-
-HISTORIES = {None: "none", True: "golden", False: "own"}
-"""What `golden_turns` says of an example's history."""
+ROLES = ("context", "question", "answers", "questions", "choices", "id", "dataset")
+"""What a field of a row may stand for."""
 USUAL = {"context": "context", "question": "question", "answers": "answers"}
 """Fields that stand for what they are called."""
+OF_SUBSETS = (
+    *("file", "local", "archive", "config", "split", "dataset", "revision", "fields", "extract"),
+    *("template", "answer_prefix", "metric", "pattern", "chat", "max_new_tokens", "stop"),
+    "merge_answers",
+)
+HISTORIES = {None: "none", True: "golden", False: "own"}
+"""What `golden_turns` says of an example's history."""
+
+
+# rows
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One question of a row.
+
+    Attributes:
+        fields: of the row, those of the question's own object over them: what a template may print.
+    """
+
+    question: str
+    answers: tuple[str, ...]
+    choices: tuple[str, ...]
+    fields: Row
+
+
+@dataclass(frozen=True)
+class Reader:
+    """What the fields of a row stand for.
+
+    Attributes:
+        fields: by role, a field's name, a template (``{{ text[:100] }}``), or None for nothing.
+        extract: further fields by name: a field, and a regular expression on it.
+    """
+
+    fields: Mapping[str, str | None]
+    extract: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def extended(self, row: Row, place: str) -> Row:
+        """The row with the fields that are extracted from others.
+
+        Raises:
+            TaskError: a pattern that is not found.
+        """
+        found = dict(row)
+        for name, (source, pattern) in self.extract.items():
+            text = str(self.field(source, row, place, f"extract.{name}"))
+            match = regex.search(pattern, text, timeout=REGEX_SECONDS)
+            if match is None:
+                raise TaskError(
+                    f"jsonl: {place}: field {source!r} is {_shown(text)}, without {pattern!r} "
+                    f"(task.extract.{name}); allowed: text with it"
+                )
+            found[name] = match[1] if match.re.groups else match[0]
+        return found
+
+    def value(self, role: str, row: Row, place: str) -> Any:
+        """What a row has for a role; None where no field stands for it.
+
+        Raises:
+            TaskError: the row has no such field: one line with those there are.
+        """
+        name = self.fields.get(role)
+        if name is None:
+            return None
+        if "{{" in name:
+            return PromptTemplate(f"fields.{role}", name).render(row)
+        return self.field(name, row, place, f"fields.{role}")
+
+    @staticmethod
+    def field(name: str, row: Row, place: str, option: str = "breakdowns") -> Any:
+        """What a row has in a field.
+
+        Raises:
+            TaskError: the row has no such field: one line with those there are.
+        """
+        if name not in row:
+            there = [str(key) for key in row]
+            raise TaskError(
+                f"jsonl: {place} has no field {name!r} (task.{option}){nearest(name, there)}; fields "
+                f"there are: {', '.join(there)}"
+            )
+        return row[name]
+
+    def text(self, role: str, row: Row, place: str) -> str:
+        """Text of a role, empty where no field stands for it."""
+        value = self.value(role, row, place)
+        if value is None and self.fields.get(role) is None:
+            return ""
+        if not isinstance(value, str | int | float):
+            raise TaskError(
+                f"jsonl: {place}: field {self.fields[role]!r} is {_shown(value)}; allowed: text"
+            )
+        return str(value)
+
+    def asked(self, row: Row, place: str) -> list[Asked]:
+        """The questions of a row: one, or one for each of a list of questions (its answers a list of
+        as many), or for each object of the field that stands for `questions`.
+
+        Raises:
+            TaskError: fields that are missing or of the wrong kind.
+        """
+        several = self.value("questions", row, place)
+        if several is not None:
+            items = _literal(several) if isinstance(several, str) else several
+            if not isinstance(items, list) or not all(isinstance(i, Mapping) for i in items):
+                name = self.fields["questions"]
+                raise TaskError(
+                    f"jsonl: {place}: field {name!r} is {_shown(several)}; allowed: a list of objects"
+                )
+            return [
+                self._one({**row, **item}, f"{place}, question {number}")
+                for number, item in enumerate(items, start=1)
+            ]
+        question, answers = (
+            None if self.fields.get(role) is None else self.value(role, row, place)
+            for role in ("question", "answers")
+        )
+        if not isinstance(question, list):
+            return [self._one(row, place)]
+        if not isinstance(answers, list) or len(answers) != len(question):
+            raise TaskError(
+                f"jsonl: {place}: field {self.fields['question']!r} has {len(question)} questions and "
+                f"{self.fields['answers']!r} is {_shown(answers)}; allowed: a list of as many answers"
+            )
+        names = {role: str(self.fields[role]) for role in ("question", "answers")}
+        return [
+            self._one({**row, names["question"]: q, names["answers"]: a}, place)
+            for q, a in zip(question, answers, strict=True)
+        ]
+
+    def _one(self, row: Row, place: str) -> Asked:
+        choices = self.value("choices", row, place)
+        return Asked(
+            self.text("question", row, place),
+            _texts(self.value("answers", row, place), f"{place}: field {self.fields['answers']!r}"),
+            ()
+            if choices is None
+            else _texts(choices, f"{place}: field {self.fields['choices']!r}"),
+            row,
+        )
+
+
+def _literal(text: str) -> Any:
+    """What a text says as JSON, or as a Python literal."""
+    for parse in (json.loads, ast.literal_eval):
+        try:
+            return parse(text)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            continue
+    return None
+
+
+def _texts(value: Any, place: str) -> tuple[str, ...]:
+    """Answers as texts: one or a list of texts or numbers; an object as JSON.
+
+    Raises:
+        TaskError: there is none, or one is something else.
+    """
+    if isinstance(value, Mapping):
+        return (json.dumps(value, ensure_ascii=False),)
+    several = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    if not several or not all(isinstance(one, str | int | float) for one in several):
+        raise TaskError(
+            f"jsonl: {place} is {_shown(value)}; allowed: a text, a number, or a list of them"
+        )
+    return tuple(str(one) for one in several)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+# the task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,20 +327,19 @@ class Jsonl(Task):
             found[name] = replace(self, subsets={}, datasets=None, **given)
         return found or {"": self}
 
-    @property
+    @cached_property
     def _source(self) -> Source:
-        return Source(
-            tuple(self.files), self.data, self.dataset, self.config, self.split, self.revision,
-            self.file, self.archive, self.local,
-        )  # fmt: skip
+        where = ("data", "dataset", "config", "split", "revision", "file", "archive", "local")
+        options = {option: getattr(self, option) for option in where}
+        return Source("jsonl", tuple(self.files), **options)
 
     @cached_property
     def _digests(self) -> Mapping[str, str]:
-        found: dict[str, str] = {}
-        for name, part in self._parts.items():
-            prefix = f"{name}/" if name else ""
-            found |= {prefix + file: sha for file, sha in part._source.digests().items()}
-        return found
+        return {
+            f"{name}/{file}" if name else file: sha
+            for name, part in self._parts.items()
+            for file, sha in part._source.digests().items()
+        }
 
     def digests(self) -> Mapping[str, str]:
         """sha256 of each file; of what `datasets` reads from the Hub, its commit."""
@@ -195,7 +354,7 @@ class Jsonl(Task):
         """
         queues = []
         for name, part in self._parts.items():
-            groups = islice(_grouped(part._rows(name)), self.per_dataset)
+            groups = islice(_grouped(part._prompts(name)), self.per_dataset)
             queues.append([part._examples(group, encoder) for group in groups])
         turns = chain.from_iterable(zip_longest(*queues))
         found = [example for group in turns for example in group or ()]
@@ -208,10 +367,10 @@ class Jsonl(Task):
         assert isinstance(example, RowExample)
         return METRICS[example.metric](prediction, example.key)
 
-    def _rows(self, name: str) -> Iterator[_Prompt]:
+    def _prompts(self, name: str) -> list[_Prompt]:
         """Every question of the data with its prompt."""
         reader = Reader(self.fields, self.extract)
-        merged: dict[str, _Prompt] = {}
+        found: list[_Prompt] = []
         for number, (place, stem, row) in enumerate(self._source.rows(), start=1):
             row = reader.extended(row, place)
             given = reader.value("dataset", row, place)
@@ -219,20 +378,19 @@ class Jsonl(Task):
             own = reader.value("id", row, place)
             label = f"{dataset}-{number:05d}" if own is None else f"{dataset}-{own}"
             context = reader.text("context", row, place)
+            kept = {field: reader.field(field, row, place) for field in self.breakdowns}
             asked = reader.asked(row, place)
             for j, one in enumerate(asked, start=1):
                 where = label if len(asked) == 1 else f"{label}-q{j}"
-                head, tail = self._rendered(context, one)
-                kept = {field: reader.field(field, row, place) for field in self.breakdowns}
-                made = _Prompt(where, dataset, head, tail, one, kept)
-                if not self.merge_answers:
-                    yield made
-                elif where in merged:
-                    more = (*merged[where].asked.answers, *one.answers)
-                    merged[where] = replace(made, asked=replace(one, answers=more))
-                else:
-                    merged[where] = made
-        yield from merged.values()
+                found.append(_Prompt(where, dataset, *self._rendered(context, one), one, kept))
+        if not self.merge_answers:
+            return found
+        merged: dict[str, _Prompt] = {}
+        for prompt in found:
+            before = merged[prompt.id].asked.answers if prompt.id in merged else ()
+            asked_once = replace(prompt.asked, answers=(*before, *prompt.asked.answers))
+            merged[prompt.id] = replace(prompt, asked=asked_once)
+        return list(merged.values())
 
     def _rendered(self, context: str, asked: Asked) -> tuple[str, str]:
         """The prompt up to the end of the context and of the white space after it, and the rest."""
@@ -246,9 +404,8 @@ class Jsonl(Task):
                 f"jsonl: task.template prints the context {text.count(MARK)} times; allowed: once, as "
                 "{{ context }}"
             )
-        before, _, after = text.partition(MARK)
-        question = after.lstrip()
-        return before + after[: len(after) - len(question)], question
+        before, white, question = parted(text, MARK)
+        return before + white, question
 
     def _examples(self, group: Sequence[_Prompt], encoder: PromptEncoder) -> list[RowExample]:
         """The examples of one context, which is tokenised by itself and so the same in all of them."""
@@ -324,14 +481,14 @@ class _Prompt:
     fields: Mapping[str, str]
 
 
-def _grouped(prompts: Iterator[_Prompt]) -> Iterator[list[_Prompt]]:
+def _grouped(prompts: Iterable[_Prompt]) -> Iterable[list[_Prompt]]:
     """The questions of each context together, contexts in the order in which they come first; a question
     without a context stands alone."""
     found: dict[tuple[str, str, str], list[_Prompt]] = {}
     for prompt in prompts:
         own = "" if prompt.head else prompt.id
         found.setdefault((prompt.dataset, prompt.head, own), []).append(prompt)
-    yield from found.values()
+    return found.values()
 
 
 def _one_of(option: str, value: str, allowed: Sequence[str]) -> None:

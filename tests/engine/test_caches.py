@@ -1,18 +1,30 @@
-"""What methods do after the prefill: restricted attention, packed caches, reading in chunks."""
+"""The caches of a layer against brute force: packed, restricted, signed, ragged, shared, evicting,
+compressed again."""
 
 from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
 
 import pytest
 import torch
 from support.attention import step
 from support.forward import SMALL, generate, reference
+from support.method_layers import attend, make_layer, run
 from support.tiny import prompt_ids, tiny_model
 
-from kvbench.engine.cache import LayerCache
+from kvbench.engine.attention import LayerCall
+from kvbench.engine.cache import LayerCache, attend_branches, branch_of, rows_by_base
+from kvbench.engine.fork import Fork
+from kvbench.engine.generate import run_forks
+from kvbench.engine.stopping import Stopping
 from kvbench.kernels.quantize import Quantization, pack, unpack
 from kvbench.kernels.turboquant import TurboQuant
-from kvbench.kv import Budget, CompressedKV, KVError
+from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, keep_all
 from kvbench.methods import build_method
+
+EXACT = build_method("exact")
 
 
 def ready(architecture="llama"):
@@ -39,13 +51,6 @@ def test_packed_numbers_are_within_half_a_step(bits, by_channel, shape):
     assert packed.nbytes == shape[0] * rows * (-(-columns * bits // 8) + 2 * groups * 4)
 
 
-def test_packing_constants_and_extremes_is_exact():
-    x = torch.full((1, 8, 8), 3.25)
-    assert torch.equal(unpack(pack(x, Quantization(2, 4), by_channel=True)), x)
-    ends = torch.tensor([[[-1.0, 2.0, 0.0, 1.0]]])
-    assert torch.equal(unpack(pack(ends, Quantization(2, 4), by_channel=False)), ends)
-
-
 @pytest.mark.parametrize("name", ["exact", "snapkv", "uniform"])
 def test_a_quantised_cache_holds_packed_bytes_and_answers_nearly_alike(name):
     model = ready()
@@ -61,27 +66,6 @@ def test_a_quantised_cache_holds_packed_bytes_and_answers_nearly_alike(name):
         per_token = 4 * 2 * 16 * 2 * 4 + (4 * 2 * 4 if name == "uniform" else 0)
         assert grown == (len(result.tokens) - 1) * per_token, "new tokens stay as they are"
     assert sizes[2] < sizes[4] < 0.5 * sizes[None]
-
-
-def test_a_packed_cache_attends_to_what_it_unpacks():
-    torch.manual_seed(0)
-    keys, values = torch.randn(1, 2, 40, 16), torch.randn(1, 2, 40, 16)
-    how = Quantization(4, 8)
-    held = CompressedKV(keys, values, None, torch.arange(40).expand(1, 2, 40))
-    plain = CompressedKV(
-        unpack(pack(keys[0], how, by_channel=True))[None],
-        unpack(pack(values[0], how, by_channel=False))[None],
-        None,
-        held.positions,
-    )
-    method = build_method("exact")
-    packed = LayerCache(held, 0, method, capacity=40, quantization=how)
-    unpacked = LayerCache(plain, 0, method, capacity=40)
-    for more in range(3):  # the buffers grow beyond what was reserved
-        q, k = torch.randn(4, 1, 16), torch.randn(2, 1, 16)
-        at = torch.tensor([40 + more])
-        got, want = (step(c, q, k, k, at, 0.25) for c in (packed, unpacked))
-        torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize(
@@ -142,17 +126,6 @@ def test_a_packed_cache_evicts_as_lists_of_restored_entries_do(scheme, name):
     assert cache.length == cache.first == capacity
     scores = 0 if cache.scores is None else 2 * capacity * 4
     assert cache.entry_bytes() == scheme.nbytes(2, capacity, dim, 4) + scores
-
-
-def test_h2o_in_four_bits_answers_and_its_bytes_are_those_stored():
-    model, found = ready(), {}
-    for scheme in (None, {"bits": 4, "group_size": 16, "keys": "entry"}):
-        method = build_method("h2o", quantize=scheme)
-        result = generate(model, prompt_ids(120), {"m": (method, SMALL)})["m"]
-        assert result.failure is None
-        found[scheme is None] = result
-    assert found[False].entries == found[True].entries
-    assert found[False].cache_bytes == found[False].cache_bytes_end < 0.5 * found[True].cache_bytes
 
 
 def test_quantize_is_refused_where_it_cannot_be():
@@ -225,7 +198,7 @@ def test_entries_that_count_differently_in_the_normaliser(quantized):
         keys = unpack(pack(keys[0], how, by_channel=True))[None]
         values = unpack(pack(values[0], how, by_channel=False))[None]
     single = LayerCache(held, 0, method, capacity=20, quantization=how)
-    assert not whole.takes_one_by_kernel
+    assert not whole.steps_by_kernel
     before = whole.entry_bytes()
     q, k, v = torch.randn(4, 3, 16), torch.randn(2, 3, 16), torch.randn(2, 3, 16)
     got = step(whole, q, k, v, torch.arange(20, 23), 0.25)
@@ -247,3 +220,206 @@ def test_entries_that_count_differently_in_the_normaliser(quantized):
             torch.testing.assert_close(
                 got[head, t].double(), want.clamp(low, high), rtol=1e-4, atol=1e-5
             )
+
+
+HEADS, STORED, DIM, VALUE_DIM, COUNT = 4, 2, 8, 6, 21
+
+
+def held(*, weighted: bool, keys_only: int = 0) -> CompressedKV:
+    weights = torch.randn(1, STORED, COUNT)
+    weights[:, 1, -3:] = -math.inf  # padding of a head that holds less
+    return CompressedKV(
+        torch.randn(1, STORED, COUNT, DIM),
+        torch.randn(1, STORED, COUNT - keys_only, VALUE_DIM),
+        weights if weighted else None,
+        torch.arange(COUNT).expand(1, STORED, COUNT).clone(),
+        keys_only=keys_only,
+    )
+
+
+def call(rows: int, tokens: int, softcap: float | None) -> LayerCall:
+    return LayerCall(
+        0,
+        torch.randn(rows, HEADS, tokens, DIM),
+        torch.randn(rows, STORED, tokens, DIM),
+        torch.randn(rows, STORED, tokens, VALUE_DIM),
+        0.4,
+        softcap,
+    )
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("kind", ["plain", "weighted", "keys only", "packed"])
+def test_rows_on_one_base_attend_as_rows_of_their_own(kind: str, softcap: float | None) -> None:
+    torch.manual_seed(0)
+    kept = held(weighted=kind != "plain", keys_only=5 if kind == "keys only" else 0)
+    packed = Quantization(4, 4) if kind == "packed" else None
+    base = LayerCache(kept, 0, build_method("exact"), capacity=COUNT, quantization=packed)
+    whole = [base.clone() for _ in range(3)]
+    branches = [branch_of(base) for _ in range(3)]
+    length = COUNT
+    for rows, tokens in (([0, 1, 2], 4), ([1, 2], 1), ([1, 2], 1), ([0, 1, 2], 3)):
+        step = call(len(rows), tokens, softcap)
+        positions = torch.arange(length, length + tokens).expand(len(rows), -1)
+        assert rows_by_base([branches[row] for row in rows]) == [list(range(len(rows)))]
+        got = attend_branches([branches[row] for row in rows], step, positions)
+        for place, row in enumerate(rows):
+            alone = whole[row].step(step.of_row(place), positions[place])
+            torch.testing.assert_close(got[place], alone, atol=2e-6, rtol=2e-6)
+        length += tokens
+    for branch, own in zip(branches, whole, strict=True):
+        assert base.length == COUNT
+        assert branch.entry_bytes() == own.entry_bytes()
+        assert torch.equal(branch.positions[:, : own.length], own.positions[:, : own.length])
+    one = call(1, 2, softcap)
+    last = one, torch.tensor([90, 91])
+    expected = whole[0].step(*last)
+    for cache in (branches[0], branch_of(branches[0])):
+        got = branch_of(cache).step(*last)
+        torch.testing.assert_close(got, expected, atol=2e-6, rtol=2e-6)
+
+
+def test_what_evicts_or_slides_is_copied_and_goes_alone() -> None:
+    torch.manual_seed(0)
+    kept = replace(held(weighted=False), scores=torch.rand(1, STORED, COUNT))
+    evicting = LayerCache(kept, 0, build_method("h2o"), capacity=COUNT)
+    sliding = LayerCache(kept, 0, build_method("snapkv"), capacity=COUNT, window=9)
+    for cache in (evicting, sliding):
+        twins = [branch_of(cache) for _ in range(2)]
+        assert [twin.before for twin in twins] == [None, None]
+        assert twins[0].keys.data_ptr() != cache.keys.data_ptr()
+        assert rows_by_base(twins) == []
+    restricting = LayerCache(kept, 0, build_method("topk"), capacity=COUNT)
+    assert rows_by_base([branch_of(restricting) for _ in range(2)]) == []
+    single = LayerCache(kept, 0, build_method("snapkv"), capacity=COUNT)
+    assert rows_by_base([branch_of(single), single, None]) == []
+
+
+def fork_of(method, budget, room=0):
+    return Fork("m", method, budget, 0, "x", room=room)
+
+
+@pytest.mark.parametrize("lengths", [(40, 1, 0), (12, 12, 12), (0, 0, 7)])
+def test_ragged_heads_are_the_padded_ones_without_the_padding(lengths):
+    torch.manual_seed(0)
+    most, heads = max(lengths), len(lengths)
+    keys, values = torch.randn(1, heads, most, 8), torch.randn(1, heads, most, 8)
+    real = torch.arange(most) < torch.tensor(lengths)[:, None]
+    padding = torch.where(real, 0.0, -math.inf)[None]
+    at = torch.where(real, torch.arange(most), -1)[None]
+    held = CompressedKV(keys, values, padding, at, lengths=torch.tensor([lengths]))
+    budget = Budget(rate=1.0, sink=0, window=0)
+    fork = fork_of(build_method("adakv"), budget)
+    fork.hold(0, held, most)
+    cache = fork.layers[0]
+    assert cache.entry_bytes() == sum(lengths) * 2 * 8 * 4 == held.nbytes
+    shown = cache.padded()
+    assert torch.equal(shown.positions, at[0])
+    assert torch.equal(shown.log_weights, padding[0])
+    twin = cache.clone()
+    q, k, v = torch.randn(2 * heads, 5, 8), torch.randn(heads, 5, 8), torch.randn(heads, 5, 8)
+    positions = torch.arange(50, 55)
+    out = step(cache, q, k, v, positions, 0.3)
+    for t in range(5):
+        one = slice(t, t + 1)
+        alone = step(twin, q[:, one], k[:, one], v[:, one], positions[one], 0.3)
+        torch.testing.assert_close(alone, out[:, one])
+        whole = CompressedKV(
+            torch.cat([keys, k[None, :, : t + 1]], 2),
+            torch.cat([values, v[None, :, : t + 1]], 2),
+            torch.cat([padding, torch.zeros(1, heads, t + 1)], 2),
+            torch.cat([at, positions[: t + 1].expand(1, heads, -1)], 2),
+        )
+        want = attend(q[None, :, one], whole, 0.3)[0]
+        torch.testing.assert_close(out[:, one].double(), want, rtol=1e-5, atol=1e-6)
+    assert cache.entries().tolist() == [n + 5 for n in lengths]
+    assert cache.entry_bytes() == (sum(lengths) + 5 * heads) * 2 * 8 * 4
+
+
+def test_a_ragged_layer_is_audited_by_its_sum():
+    layer = make_layer(100, kv_heads=2)
+    held = keep_all(layer)
+    held = replace(held, lengths=torch.tensor([[90, 10]]))
+    fork_of(build_method("adakv"), Budget()).hold(0, held, 50)
+    with pytest.raises(BudgetExceeded):
+        fork_of(build_method("adakv"), Budget()).hold(0, held, 48)
+
+
+def schedule(method, n, steps):
+    """Entries held after each generated token."""
+    torch.manual_seed(0)
+    layer = make_layer(n, kv_heads=2, num_layers=1)
+    budget = Budget(size=method.to, sink=0, window=4)
+    held = run(method, layer, budget) if method.phase == "tokens" else keep_all(layer)
+    fork = fork_of(method, budget)
+    fork.hold(0, held, n, prompt=layer)
+    cache, lengths = fork.layers[0], []
+    for t in range(steps):
+        q, k, v = torch.randn(4, 1, 8), torch.randn(2, 1, 8), torch.randn(2, 1, 8)
+        step(cache, q, k, v, torch.tensor([n + t]), layer.scaling)
+        lengths.append(cache.length)
+        positions = cache.positions[:, : cache.length]
+        assert positions.diff(dim=-1).gt(0).all(), "true positions, ascending"
+        assert int(positions.max()) == n + t
+    return lengths
+
+
+def test_schedules(shared_file):
+    listed = json.loads(shared_file("golden/next/decoding.json").read_text())["schedules"]
+    for case in listed[:3]:
+        every, to = case["interval"], case["target"]
+        steps = min(case["steps"], 150)
+        press = build_method("recompress", every=every, to=to, queries=8)
+        assert schedule(press, case["n"], steps) == case["held_decoding_press"][:steps]
+        rkv = build_method("rkv", every=every, to=to, window=4)
+        assert schedule(rkv, case["n"], steps) == case["held_rkv"][:steps]
+
+
+def test_weights_multiply():
+    layer = make_layer(60, kv_heads=2, num_layers=1)
+    budget = Budget(size=30, sink=2, window=4)
+    method = build_method("recompress", of="uniform", every=2, to=20)
+    fork = fork_of(method, budget)
+    fork.hold(0, run(method, layer, budget), 30, prompt=layer)
+    cache = fork.layers[0]
+    assert cache.log_weights is not None
+    for t in range(2):
+        q, k = torch.randn(4, 1, 8), torch.randn(2, 1, 8)
+        step(cache, q, k, k, torch.tensor([60 + t]), 0.3)
+    assert cache.length == 20
+    weights = cache.log_weights[:, :20].exp()
+    first, again = 54 / 24, 26 / 14
+    allowed = torch.tensor([1.0, first, again, first * again])
+    assert ((weights[..., None] - allowed).abs().amin(-1) < 1e-4).all()
+    assert weights.amax() == pytest.approx(first * again, rel=1e-4)
+    assert fork.cache_bytes() == 20 * 2 * (2 * 8 + 1) * 4 + 4 * 32 * 8 * 4, "the queries count"
+
+
+@pytest.mark.parametrize("name", ["rkv", "recompress", "adakv"])
+def test_answers_do_not_depend_on_the_batch(name):
+    model = tiny_model("llama")
+    model.set_attn_implementation("kvbench")
+    ids = prompt_ids(120)
+    options = {} if name == "adakv" else {"every": 4, "to": 24}
+    method = build_method(name, **options)
+    budget = Budget(size=24, sink=2, window=6)
+
+    def answers(methods):
+        return run_forks(
+            model, ids[:-5], ids[-5:], methods, Stopping(14), seed=0, example_id="x",
+            compress_after="context",
+        )  # fmt: skip
+
+    alone = answers({"m": (method, budget)})["m"]
+    assert alone.failure is None
+    together = answers({"a": (build_method("exact"), budget), "m": (method, budget)})["m"]
+    assert together.tokens == alone.tokens
+    assert together.cache_bytes_end == alone.cache_bytes_end
+    if name != "adakv":
+        assert alone.cache_bytes_end < alone.exact_bytes
+
+
+def test_what_cannot_be_combined_says_so():
+    method = build_method("rkv", quantize={"bits": 4})
+    with pytest.raises(KVError, match="compresses again while decoding; allowed: one or the other"):
+        method.quantization()

@@ -1,0 +1,207 @@
+"""What the engine's ways of working cost: CPU seconds on one thread, medians of runs in turn.
+
+    python scripts/benchmarks/bench_engine.py sharing    eight methods in one job over `exact` alone
+    python scripts/benchmarks/bench_engine.py decode     a token's time at rate 0.25 over exact's
+    python scripts/benchmarks/bench_engine.py answers    a token's time along an answer of 8,192 tokens
+    python scripts/benchmarks/bench_engine.py questions  ten questions on one context over one question
+    python scripts/benchmarks/bench_engine.py scoring    teacher-forced scores over one exact forward
+
+[--tokens of a prompt] [--new tokens of an answer] [--runs] [--methods a,b]. The shipped model reads random
+tokens; the first run warms up. Processor time is what other programs of the machine disturb least.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvbench import compress
+from kvbench.engine.architecture import kvbench_attention_on
+from kvbench.engine.generate import Generation, Prompt, Stopping, run_batch
+from kvbench.engine.loading import ModelSpec, load_model
+from kvbench.engine.scoring import read, score
+from kvbench.kv import Budget
+from kvbench.methods import build_method
+
+EIGHT = ("exact", "streaming_llm", "uniform", "snapkv", "pyramidkv", "h2o", "subgen", "balancekv")
+CHEAP = ("exact", "streaming_llm", "uniform", "snapkv", "pyramidkv", "h2o", "topk", "local")
+RATE = Budget(rate=0.25)
+
+
+def shipped() -> PreTrainedModel:
+    """The shipped model on kvbench's attention."""
+    torch.set_num_threads(1)
+    spec = ModelSpec(name="recall_mini", path="asset:recall_mini")
+    return load_model(spec, device=torch.device("cpu"), dtype=torch.float32)
+
+
+def drawn(tokens: int, seed: int = 0) -> list[int]:
+    """Random token ids, none of them special."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(5, 100, (tokens,), generator=generator).tolist()
+
+
+def medians(runs: dict[str, Callable[[], object]], count: int) -> dict[str, float]:
+    """Processor seconds of each, run in turn `count` times after a warm-up."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(count + 1):
+        for name, run in runs.items():
+            start = time.process_time()
+            run()
+            if turn:
+                seconds[name].append(time.process_time() - start)
+    return {name: statistics.median(each) for name, each in seconds.items()}
+
+
+def generated(
+    model: PreTrainedModel, ids: list[int], names: Iterable[str], stopping: Stopping, budget: Budget
+) -> dict[str, Generation]:
+    """What each method generates from one prefill.
+
+    Raises:
+        RuntimeError: one failed.
+    """
+    methods = {name: (build_method(name), budget) for name in names}
+    with kvbench_attention_on(model):
+        (found,) = run_batch(model, [Prompt(ids, [], methods, stopping, "bench")], seed=0)
+    for name, answer in found.items():
+        if answer.failure is not None:
+            raise RuntimeError(f"{name} failed") from answer.failure
+    return found
+
+
+def bench_sharing(given: argparse.Namespace) -> None:
+    """One prefill and one decoding for eight methods, over a job of `exact` alone."""
+    model, ids = shipped(), drawn(given.tokens or 4096)
+    stopping, names = Stopping(given.new or 32), given.methods or EIGHT
+    jobs = {"exact": ["exact"], "all": names}
+    runs = {
+        key: lambda some=some: generated(model, ids, some, stopping, RATE)
+        for key, some in jobs.items()
+    }
+    found = medians(runs, given.runs)
+    print(f"exact {found['exact']:.3f} s; {len(names)} methods in one job {found['all']:.3f} s")
+    print(f"ratio {found['all'] / found['exact']:.2f}")
+
+
+def bench_decode(given: argparse.Namespace) -> None:
+    """Milliseconds per token of each method; after a prompt of 64 tokens, which no cache goes below."""
+    model, tokens = shipped(), given.tokens or 16384
+    names = ["exact", *(given.methods or ("snapkv", "streaming_llm", "h2o", "balancekv"))]
+    lengths = {name: (name, tokens) for name in names} | {"(64 tokens)": ("exact", 64)}
+    each: dict[str, list[float]] = {label: [] for label in lengths}
+    new = given.new or 64
+    for turn in range(given.runs + 1):
+        for label, (name, length) in lengths.items():
+            found = generated(model, drawn(length), [name], Stopping(new), RATE)[name]
+            if turn:
+                each[label].append(1000 * found.decode_s / (new - 1))
+    taken = {label: statistics.median(times) for label, times in each.items()}
+    for label, ms in taken.items():
+        print(f"{label:16} {ms:7.2f} ms per token, {taken['exact'] / ms:.2f} times exact's speed")
+
+
+@dataclass(frozen=True)
+class Clocked(Stopping):
+    """Notes when each token is there."""
+
+    times: list[float] = field(default_factory=list)
+
+    def reached(self, tokens: object) -> bool:
+        """As `Stopping.reached`."""
+        self.times.append(time.perf_counter())
+        return super().reached(tokens)  # type: ignore[arg-type]
+
+
+def bench_answers(given: argparse.Namespace) -> None:
+    """A method that evicts holds as many entries at the last token as at the first, so that its tokens
+    all cost the same; an exact cache grows, and a token costs what reading it takes."""
+    model, budget = shipped(), Budget(size=256, sink=4, window=32)
+    for name in given.methods or ("exact", "snapkv", "h2o"):
+        stopping = Clocked(given.new or 8192, decode=lambda ids: "", settled=lambda text: False)
+        generated(model, drawn(given.tokens or 256), [name], stopping, budget)
+        steps = [1000 * (b - a) for a, b in itertools.pairwise(stopping.times)]
+        size = len(steps) // 4
+        quarters = [sum(steps[i * size : (i + 1) * size]) / size for i in range(4)]
+        told = "  ".join(f"{ms:6.2f}" for ms in quarters)
+        print(f"{name:16} ms per token by quarter {told}  ratio {quarters[3] / quarters[0]:.2f}")
+
+
+def bench_questions(given: argparse.Namespace) -> None:
+    """A context is read and compressed in both; questions and answers have 16 tokens."""
+    model, new = shipped(), given.new or 16
+    model.generation_config.eos_token_id = None
+    questions = [drawn(16, seed) for seed in range(10)]
+    context = drawn(given.tokens or 4096)
+    for method in given.methods or ("exact", "snapkv", "balancekv"):
+        with compress(model, method, rate=0.25) as session:
+
+            def ask(count: int, session: Any = session) -> None:
+                session.read(context).ask_all(questions[:count], max_new_tokens=new)
+
+            found = medians({str(n): lambda n=n: ask(n) for n in (1, 10)}, given.runs)
+        one, ten = found.values()
+        print(f"{method:12} one {one:6.2f} s  10 {ten:6.2f} s  ratio {ten / one:.2f}")
+
+
+def bench_scoring(given: argparse.Namespace) -> None:
+    """Every method's scores of one continuation from one prefill, over one forward pass of transformers
+    over the same tokens; the target is 1.5 for eight methods together."""
+    model, tokens, new = shipped(), given.tokens or 4096, given.new or 64
+    ids = drawn(tokens + new)
+    prompt, answer = ids[:tokens], ids[tokens:]
+
+    @torch.inference_mode()
+    def plain() -> None:
+        model.set_attn_implementation("sdpa")
+        model(input_ids=torch.tensor([ids[:-1]]), use_cache=False, logits_to_keep=new)
+
+    def scored(names: Iterable[str]) -> None:
+        methods = {name: (build_method(name), Budget()) for name in names}
+        with kvbench_attention_on(model):
+            reading = read(model, prompt, methods, seed=0, example_id="x", room=new)
+            for label, (one,) in score(model, reading, [answer]).items():
+                assert one.failure is None, (label, one.failure)
+
+    for names in (("exact",), CHEAP, (*CHEAP[:6], "subgen", "balancekv")):
+        runs = {"plain": plain, "scored": lambda names=names: scored(names)}
+        found = medians(runs, given.runs)
+        times = found["scored"] / found["plain"]
+        print(
+            f"{len(names)} methods {found['scored']:.3f} s, {times:.2f} times: {', '.join(names)}"
+        )
+
+
+BENCHES = {
+    "sharing": bench_sharing,
+    "decode": bench_decode,
+    "answers": bench_answers,
+    "questions": bench_questions,
+    "scoring": bench_scoring,
+}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=BENCHES)
+    parser.add_argument("--tokens", type=int, help="of the prompt")
+    parser.add_argument("--new", type=int, help="tokens of the answer")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--methods", type=lambda text: text.split(","))
+    given = parser.parse_args()
+    BENCHES[given.what](given)
+
+
+if __name__ == "__main__":
+    main()

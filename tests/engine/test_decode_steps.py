@@ -1,0 +1,428 @@
+"""Decode steps: caches that fill up evict from there; steps that are replayed give the same tokens.
+
+The bookkeeping of replayed steps is tested everywhere, by steps that run again where a graph would be
+replayed; the graphs themselves where there is a GPU.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from support.forward import reference
+from support.pretended import needs_real
+from support.prompts import facts, methods, unlike_prompts
+from support.tiny import prompt_ids, tiny_model
+
+from kvbench import compress
+from kvbench.engine import graphs, rows
+from kvbench.engine.attention import LayerCall
+from kvbench.engine.cache import LayerCache
+from kvbench.engine.decoding import DecodeState, _Counters
+from kvbench.engine.fork import Fork
+from kvbench.engine.generate import Prompt, Question, run_batch, run_conversations
+from kvbench.engine.graphs import StepGraphs
+from kvbench.engine.loading import ModelSpec
+from kvbench.engine.prefill import PrefillState
+from kvbench.engine.sampling import Sampling
+from kvbench.engine.stopping import Stopping
+from kvbench.kv import Budget, BudgetExceeded, KVError
+from kvbench.methods import available_methods, build_method, method_class
+from kvbench.methods.base import Held, Method
+from kvbench.methods.streaming_llm import StreamingLLM
+from kvbench.run.session import Session
+
+SINK, NEW = 4, 60
+ROOM = Budget(size=50, sink=SINK, window=4)
+EVICTING = ("h2o", "streaming_llm", "local")
+PATHS = ("shared", "context", "batched", "live")
+
+
+def model_on(device: str = "cpu", architecture: str = "llama") -> Any:
+    model = tiny_model(architecture).to(device)
+    model.set_attn_implementation("kvbench")
+    return model
+
+
+def evicting(name: str) -> Method:
+    return build_method(name, decode="evict")
+
+
+def test_no_method_that_evicts_is_forgotten_here() -> None:
+    able = [n for n in available_methods() if "decode" in method_class(n).__dataclass_fields__]
+    assert {name for name in able if evicting(name).evicts} == set(EVICTING)
+
+
+@dataclass
+class Seen:
+    """What the caches of a generation did: the most entries after any token, and their ends."""
+
+    lengths: list[int]
+    ends: list[dict[int, list[list[int]]]]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    found = Seen([], [])
+    attend, move_on, audit = LayerCache._append_and_attend, _Counters.move_on, Fork.audit
+
+    def attended(cache: LayerCache, *given: Any) -> Any:
+        out = attend(cache, *given)
+        found.lengths.append(int(cache.entries().max()))
+        return out
+
+    def moved_on(counters: _Counters) -> None:
+        move_on(counters)
+        found.lengths.extend(counters.lengths.tolist())
+
+    def audited(fork: Fork) -> None:
+        caches = fork.layers.items()
+        found.ends.append(
+            {i: c.positions[:, : c.length].sort(-1).values.tolist() for i, c in caches}
+        )
+        audit(fork)
+
+    monkeypatch.setattr(LayerCache, "_append_and_attend", attended)
+    monkeypatch.setattr(_Counters, "move_on", moved_on)
+    monkeypatch.setattr(Fork, "audit", audited)
+    return found
+
+
+def generate(path: str, n: int, method: Method, budget: Budget = ROOM) -> Any:
+    """A generation of `NEW` tokens from an n-token prompt: what the path says of it."""
+    ids, model = prompt_ids(n), tiny_model("llama")
+    if path == "live":
+        share = {"rate": budget.rate, "sink": budget.sink, "window": budget.window}
+        with compress(model, method, size=budget.size, **share) as session:  # type: ignore[arg-type]
+            model.generate(torch.tensor([ids]), min_new_tokens=NEW, max_new_tokens=NEW)
+        return session.rows[0]
+    model.set_attn_implementation("kvbench")
+    split, pair = n - 10, {"m": (method, budget)}
+    prompts = [Prompt(ids[:split], ids[split:], pair, Stopping(NEW), "p")]
+    if path == "batched":  # beside a prompt that is over the budget from the start
+        prompts.append(Prompt(prompt_ids(90), [], pair, Stopping(NEW - 20), "longer"))
+    after = "context" if path == "context" else "prompt"
+    result = run_batch(model, prompts, seed=0, compress_after=after)[0]["m"]
+    if result.failure is not None:
+        raise result.failure
+    return result
+
+
+@pytest.mark.parametrize("n", [40, 50, 51])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", EVICTING)
+def test_a_cache_that_fills_up_evicts_from_there(name: str, path: str, n: int, seen: Seen) -> None:
+    """40 prompt and 60 new tokens, 50 entries: never 51, and what is left is what the rule says."""
+    result = generate(path, n, evicting(name))
+    assert max(seen.lengths) <= 50
+    assert result.compressed  # at the end it is not what exact holds
+    assert result.cache_bytes_end == 4 * 2 * 50 * (2 * 16 * 4 + (4 if name == "h2o" else 0))
+    (end, *others) = seen.ends
+    assert len(others) == (path == "batched")
+    fed = n + NEW - 1  # the last token is not fed
+    latest = {
+        "local": [*range(fed - 50, fed)],
+        "streaming_llm": [*range(SINK), *range(fed - 50 + SINK, fed)],
+    }
+    for held in (held for heads in end.values() for held in heads):
+        assert len(held) == 50
+        assert held == latest.get(name, held)
+        assert set(range(fed - 25, fed)) <= set(held)  # H2O's recent half
+
+
+def h2o_by_hand(queries: torch.Tensor, keys: torch.Tensor, n: int) -> tuple[list[int], int]:
+    """What one KV head holds after n prompt tokens and the others one by one, 50 entries at most; and
+    how many of the prompt's left while decoding. Queries, keys: [heads of the group, tokens, dim]."""
+    total, dim = keys.shape[1:]
+    scores = [0.0] * total
+    held, left = set(range(n)), 0
+
+    def attend(t: int, among: list[int]) -> None:
+        logits = (keys[:, among] @ queries[:, t, :, None])[..., 0] * dim**-0.5
+        for position, mass in zip(among, logits.softmax(-1).mean(0).tolist(), strict=True):
+            scores[position] += mass
+
+    for t in range(n):
+        attend(t, list(range(t + 1)))
+    if n > 50:
+        heavy = sorted(range(n - 25), key=lambda p: -scores[p])[:25]
+        held = {*heavy, *range(n - 25, n)}
+    for t in range(n, total):
+        held.add(t)
+        attend(t, sorted(held))
+        if len(held) > 50:
+            lightest = min(held - set(range(t - 24, t + 1)), key=lambda p: scores[p])
+            held.remove(lightest)
+            left += lightest < n
+    return sorted(held), left
+
+
+@pytest.mark.parametrize("n", [40, 50, 70])
+def test_h2o_drops_what_has_received_least_whenever_it_fills(
+    n: int, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every layer again in float64, entry by entry, from the queries and keys that it was given."""
+    calls: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def watch(state: Any) -> None:
+        real = state.attend
+
+        def watched(self: Any, call: LayerCall) -> Any:
+            calls.setdefault(call.layer, []).append((call.query[0].double(), call.key[0].double()))
+            return real(self, call)
+
+        monkeypatch.setattr(state, "attend", watched)
+
+    watch(PrefillState)
+    watch(DecodeState)
+    generate("shared", n, evicting("h2o"))
+    (end,), left = seen.ends, 0
+    for layer, given in calls.items():
+        queries = torch.cat([query for query, _ in given], 1)
+        keys = torch.cat([key for _, key in given], 1).repeat_interleave(2, 0)  # to query heads
+        assert keys.shape[1] == n + NEW - 1
+        for head in range(2):
+            group = slice(2 * head, 2 * head + 2)
+            held, gone = h2o_by_hand(queries[group], keys[group], n)
+            assert held == end[layer][head]
+            left += gone
+    assert left > 20  # else the order alone would do
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_method_with_an_evict_of_its_own_is_asked_and_audited(path: str, seen: Seen) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Own(StreamingLLM):
+        decode: str = "evict"
+        forgets: bool = False
+
+        def evict(self, held: Held, attention: Any) -> Any:
+            if self.forgets or held.positions.shape[-1] <= held.capacity:
+                return None, None
+            return None, held.positions.masked_fill(held.positions < held.sink, 999).argmin(-1)
+
+    generate(path, 40, Own())
+    assert max(seen.lengths) <= 50
+    assert seen.ends[0][0][0] == [*range(SINK), *range(99 - 50 + SINK, 99)]
+    with pytest.raises(BudgetExceeded) as caught:
+        generate(path, 40, Own(forgets=True))
+    assert (caught.value.expected, caught.value.found) == (50, 99)
+
+
+@pytest.mark.parametrize("name", EVICTING)
+def test_a_cache_that_never_fills_is_exact_and_says_so(name: str, seen: Seen) -> None:
+    model, ids = tiny_model("llama"), prompt_ids(40)
+    expected = reference(model, ids, 30)
+    model.set_attn_implementation("kvbench")
+    whole = [Budget(rate=1.0), Budget(total_rate=1.0, sink=0, window=0)]
+    for budget, new in ((ROOM, 11), *((each, 30) for each in whole)):
+        prompt = Prompt(ids, [], {"m": (evicting(name), budget)}, Stopping(new), "x")
+        found = run_batch(model, [prompt], seed=0)[0]["m"]
+        assert (found.tokens, found.compressed, found.failure) == (expected[:new], False, None)
+    seen.lengths.clear()  # a rate's budget is sink, window and its share of the middle
+    generate("shared", 30, evicting(name), Budget(rate=0.25, sink=20, window=20))
+    assert max(seen.lengths) == 40
+    seen.ends.clear()
+    assert not generate("shared", 40, build_method(name, decode="grow")).compressed
+    assert [len(heads[0]) for heads in seen.ends[0].values()] == [99] * 4
+
+
+# --- steps that are replayed ----------------------------------------------------------------------
+
+ALONE = ("topk", "exact_4bit", "snapkv_2bit", "subgen_streaming", "balancekv_streaming")
+"""Methods whose rows decode one by one."""
+
+
+def capturable_prompts(new_tokens: int = 40) -> list[Prompt]:
+    return [
+        replace(
+            prompt,
+            methods={k: v for k, v in prompt.methods.items() if k not in ALONE},
+            stopping=replace(prompt.stopping, max_new_tokens=new_tokens - 7 * i),
+        )
+        for i, prompt in enumerate(unlike_prompts())
+    ]
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Steps count as captured on a CPU, and are run again instead of replayed; their rows."""
+    captured = []
+
+    def capture(self: Any, model: Any, step: Any) -> Any:
+        captured.append(len(step.__self__.rows))
+        return lambda: step()
+
+    monkeypatch.setattr(StepGraphs, "capture", capture)
+    monkeypatch.setattr(StepGraphs, "is_possible", lambda self, model, state: state.all_together)
+    monkeypatch.setattr(graphs, "WORTH_STEPS", 4)
+    return captured
+
+
+def both_ways(prompts: list[Prompt], **how: Any) -> Any:
+    """The answers of steps that are captured, and of steps that are not."""
+    model = model_on()
+    eager = run_batch(model, prompts, seed=1, **how)
+    graph = run_batch(model, prompts, seed=1, **how, graphs=StepGraphs("auto"))
+    return [facts(answer) for answer in graph], [facts(answer) for answer in eager]
+
+
+@pytest.mark.parametrize("compress_after", ["prompt", "context"])
+def test_rows_that_ended_change_nothing_for_those_that_go_on(
+    pretended: list[int], compress_after: str
+) -> None:
+    graph, eager = both_ways(capturable_prompts(), compress_after=compress_after)
+    assert graph == eager
+    assert len(pretended) >= 2, "captured anew when half of the rows had ended"
+    assert pretended == sorted(pretended, reverse=True)
+
+
+def test_what_evicts_is_captured_and_what_goes_row_by_row_is_not(pretended: list[int]) -> None:
+    graph, eager = both_ways([replace(unlike_prompts()[0], stopping=Stopping(30))])
+    assert graph == eager
+    assert not pretended
+    both = {name: (evicting(name), ROOM) for name in EVICTING}
+    graph, eager = both_ways(
+        [Prompt(prompt_ids(n), [], both, Stopping(40), f"p{n}") for n in (30, 45)]
+    )
+    assert graph == eager
+    assert pretended == [6]
+    assert set(ALONE) < set(methods())
+
+
+def test_drawn_tokens_are_those_of_steps_that_are_not_captured(pretended: list[int]) -> None:
+    """What a token is drawn with is told to the device before each step."""
+    model, warm = model_on(), Sampling(temperature=1.0, top_p=0.9)
+    prompts = [
+        replace(prompt, conversations=[[Question((), prompt.stopping, f"q{n}")]])
+        for n, prompt in enumerate(capturable_prompts())
+    ]
+    eager, graph = (
+        [
+            {label: [one.tokens for one in said] for label, said in answer.items()}
+            for answer in run_conversations(model, prompts, seed=1, sampling=warm, graphs=steps)
+        ]
+        for steps in (None, StepGraphs("auto"))
+    )
+    assert pretended
+    assert graph == eager
+
+
+def test_the_clock_of_decoding_covers_making_batches_and_capturing(
+    pretended: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are seconds of the generation, as they are in transformers' own."""
+    model, prompt, now = model_on(), capturable_prompts()[0], [0.0]
+
+    def slow(seconds: float, real: Any) -> Any:
+        def run(*args: Any) -> Any:
+            now[0] += seconds
+            return real(*args)
+
+        return run
+
+    monkeypatch.setattr(rows.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(DecodeState, "_sort", slow(1.0, DecodeState._sort))
+    monkeypatch.setattr(StepGraphs, "capture", slow(8.0, StepGraphs.capture))
+    prompt = replace(prompt, methods={"exact": prompt.methods["exact"]})
+    (answer,) = run_batch(model, [prompt], seed=1, graphs=StepGraphs("auto"))
+    assert answer["exact"].decode_s == model.config.num_hidden_layers * 1.0 + 8.0
+
+
+def test_a_row_that_times_out_stands_still_like_one_that_ended(
+    pretended: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_on("cpu", "opt")  # its positions are a table: beyond its end is an error
+    prompts, count, real = capturable_prompts()[:1], [0], rows._time_out
+
+    def slow(those: Any, elapsed: float) -> None:
+        count[0] += 1
+        if count[0] == 8:
+            those[0].fork.fail(TimeoutError("slow"))
+        real(those, elapsed)
+
+    monkeypatch.setattr(rows, "_time_out", slow)
+    answer = run_batch(model, prompts, seed=1, graphs=StepGraphs("auto"))[0]
+    assert isinstance(answer.pop("exact").failure, TimeoutError)
+    monkeypatch.setattr(rows, "_time_out", real)
+    eager = run_batch(model, prompts, seed=1)[0]
+    del eager["exact"]
+    assert facts(answer) == facts(eager)
+
+
+def test_a_capture_that_fails_leaves_the_stream_it_ran_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.cuda.graph does not, where ending the capture raises."""
+    streams = ["the default one"]
+
+    @contextmanager
+    def graph(_: Any) -> Any:
+        streams.append("of the capture")
+        yield
+        raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams[-1])
+    monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
+    assert StepGraphs("graph").capture(model_on(), lambda: torch.zeros(1)) is None
+    assert streams[-1] == "the default one"
+
+
+def test_the_cpu_captures_nothing_and_graph_is_refused_there() -> None:
+    assert not StepGraphs("graph").is_possible(model_on(), None)  # type: ignore[arg-type]
+    spec = ModelSpec(name="x", path="x")
+    for decode, said in (
+        ("graph", "decode is 'graph' and the device is cpu; allowed there: auto, eager"),
+        ("fast", "decode is 'fast'; allowed: auto, eager, graph"),
+    ):
+        with pytest.raises(KVError, match=said):
+            Session(spec, torch.device("cpu"), torch.float32, decode=decode)
+
+
+@pytest.mark.cuda
+@needs_real
+@pytest.mark.parametrize("architecture", ["llama", "opt", "qwen3"])
+@pytest.mark.parametrize("compress_after", ["prompt", "context"])
+def test_replayed_steps_give_the_tokens_of_eager_ones(
+    architecture: str, compress_after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompts = model_on("cuda", architecture), capturable_prompts(60)
+    captured, real = [], StepGraphs.capture
+
+    def capture(*given: Any) -> Any:
+        captured.append(real(*given))
+        return captured[-1]
+
+    monkeypatch.setattr(StepGraphs, "capture", capture)
+    how = {"seed": 1, "compress_after": compress_after}
+    eager = run_batch(model, prompts, **how)  # type: ignore[arg-type]
+    for _ in range(2):
+        graph = run_batch(model, prompts, **how, graphs=StepGraphs("graph"))  # type: ignore[arg-type]
+        assert [facts(answer) for answer in graph] == [facts(answer) for answer in eager]
+    assert len(captured) >= 2
+    assert None not in captured
+
+
+@pytest.mark.cuda
+@needs_real
+def test_a_step_that_cannot_be_captured_runs_as_it_is_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, prompts = model_on("cuda"), capturable_prompts(40)
+    eager = [facts(answer) for answer in run_batch(model, prompts, seed=1)]
+    real = model.forward
+
+    def waits(*args: Any, **kwargs: Any) -> Any:
+        output = real(*args, **kwargs)
+        output.logits.sum().item()  # no stream can be captured over this
+        return output
+
+    monkeypatch.setattr(model, "forward", waits)
+    steps = StepGraphs("graph")
+    for _ in range(2):
+        found = run_batch(model, prompts, seed=1, graphs=steps)
+        assert [facts(answer) for answer in found] == eager
+    assert sum("decodes without CUDA graphs" in r.message for r in caplog.records) == 1

@@ -1,0 +1,194 @@
+"""Where data come from: files, folders, archives, the Hub, and what is said when they are not there."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbench.errors import Once
+from kvbench.tasks.base import TaskError
+from kvbench.tasks.data import (
+    Source,
+    file_digests,
+    hub_answers,
+    hub_rows,
+    retries_announced_once,
+    texts_of_dataset,
+)
+
+ROWS = [{"text": f"Text {i}. It says little!", "n": i} for i in range(3)]
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def rows_of(**where: Any) -> list[Any]:
+    return [dict(row) for _, _, row in Source("t", **where).rows()]
+
+
+def test_files_folders_archives_and_parquet_give_the_same_rows(tmp_path: Path) -> None:
+    import pandas as pd
+
+    file = write(tmp_path / "deep" / "my.jsonl", ROWS)
+    (tmp_path / "list.json").write_text(json.dumps(ROWS))
+    with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
+        archive.write(file, "inside/my.jsonl")
+    (tmp_path / "parts" / "my").mkdir(parents=True)
+    pd.DataFrame(ROWS).to_parquet(tmp_path / "parts" / "my" / "test-00000.parquet")
+    for where in (
+        {"files": (str(file),)},
+        {"files": (str(tmp_path / "**/*.jsonl"),)},
+        {"files": (str(tmp_path / "list.json"),)},
+        {"data": str(tmp_path / "deep"), "file": "data/my.jsonl"},
+        {"data": str(tmp_path), "file": "deep/my.jsonl"},
+        {"data": str(tmp_path / "data.zip"), "file": "my.jsonl"},
+        {"data": str(tmp_path / "parts"), "file": "my.jsonl"},
+    ):
+        assert rows_of(**where) == ROWS, where
+    zipped = Source("t", data=str(tmp_path / "data.zip"), file="my.jsonl")
+    assert zipped.digests() == file_digests([str(file)])
+    write(file, ROWS[:1])
+    assert zipped.digests() != file_digests([str(file)])
+
+
+def test_what_is_not_there_is_one_line_with_the_command_that_fetches_it(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    where = {"dataset": "some/set", "archive": "data.zip", "file": "a.jsonl"}
+    for data, said in (
+        (tmp_path, r"no a\.jsonl in .*: hf download some/set data\.zip --repo-type dataset"),
+        (tmp_path / "nothing", "which does not exist; allowed: a folder or zip with a.jsonl"),
+        (tmp_path / "file", "is no zip archive"),
+    ):
+        with pytest.raises(TaskError, match=said):
+            rows_of(data=str(data), **where)
+    with pytest.raises(TaskError, match=r"no file matches files='x\*\.jsonl'"):
+        rows_of(files=("x*.jsonl",))
+
+
+def test_wrong_files_are_one_line_naming_file_and_line(tmp_path: Path, capsys: Any) -> None:
+    cut = json.dumps(ROWS[0])[:-9].encode()
+    for content, said in (
+        (b"{}\n" + cut, "line 2 is not complete JSON"),
+        (b'{}\n{"a": "\xff"}', r"line 2 is not UTF-8 \(byte 7\)"),
+        (b"[1]\n", "row 1 is not an object with fields"),
+        (b"[" * 50_000, "line 1 is not complete JSON"),
+    ):
+        (tmp_path / "a.jsonl").write_bytes(content)
+        with pytest.raises(TaskError, match=said) as caught:
+            rows_of(files=(str(tmp_path / "a.jsonl"),))
+        assert "\n" not in str(caught.value)
+    for name, said in (("a.json", "holds no list"), ("a.parquet", "cannot read")):
+        (tmp_path / name).write_text("{}")
+        with pytest.raises(TaskError, match=said):
+            rows_of(files=(str(tmp_path / name),))
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_an_archive_of_the_hub_is_fetched_at_its_revision(
+    tmp_path: Path, monkeypatch: Any, caplog: Any, reached: bool
+) -> None:
+    monkeypatch.setattr("kvbench.tasks.data.hub_answers", lambda: reached)
+    with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
+        archive.writestr("data/a.jsonl", json.dumps(ROWS[0]))
+    asked = []
+
+    def fetch(repository: str, name: str, **options: Any) -> str:
+        asked.append((repository, name, *options.values()))
+        return str(tmp_path / name)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
+    where = {
+        "dataset": "some/set",
+        "archive": "data.zip",
+        "file": "data/a.jsonl",
+        "revision": "abc",
+    }
+    assert rows_of(**where) == ROWS[:1]
+    assert asked == [("some/set", "data.zip", "dataset", "abc", not reached)]
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        logging.getLogger("huggingface_hub.utils").warning("Retrying in 1s")
+        raise OSError("no network\nat all")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
+    with (
+        caplog.at_level(logging.WARNING),
+        pytest.raises(TaskError, match=r"revision abc\) cannot be fetched \(OSError\); allowed: a"),
+    ):
+        rows_of(**where)
+    assert not caplog.records, "the error is the only line"
+
+
+def test_a_repository_is_read_by_datasets_where_the_hub_answers(monkeypatch: Any) -> None:
+    asked = []
+
+    def load(path: str, *, name: Any, split: str, streaming: bool, revision: Any) -> list[Any]:
+        asked.append((path, name, split, revision))
+        return ROWS
+
+    monkeypatch.setattr("datasets.load_dataset", load)
+    monkeypatch.setattr("kvbench.tasks.data.hub_answers", lambda: True)
+    assert rows_of(dataset="some/set", config="x", revision="r") == ROWS
+    assert hub_rows("t", "some/set", None, "dev", limit=2) == ROWS[:2]
+    assert asked == [("some/set", "x", "test", "r"), ("some/set", None, "dev", None)]
+    texts = texts_of_dataset("some/set", None, "test", "text")
+    assert texts[0] == ("row 0", ROWS[0]["text"])
+    with pytest.raises(TaskError, match="no column 'body'; one of text, n"):
+        texts_of_dataset("some/set", None, "test", "body")
+    monkeypatch.setattr("kvbench.tasks.data.hub_answers", lambda: False)
+    with pytest.raises(TaskError, match="cannot read some/set x test: the Hub cannot be reached"):
+        rows_of(dataset="some/set", config="x")
+    with pytest.raises(TaskError, match=r"'some/set' cannot be read \(ConnectionError\)"):
+        Source("t", dataset="some/set").digests()
+    assert len(asked) == 4, "the library is not asked where the Hub is silent"
+
+
+def test_a_hub_that_is_not_there_is_found_out_at_once(monkeypatch: Any) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.is_offline_mode", lambda: False)
+    monkeypatch.setattr("kvbench.tasks.data.getproxies", dict)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{port}")
+        assert not hub_answers(), "bound, not listening: refused"
+        server.listen()
+        assert hub_answers()
+    monkeypatch.setattr("kvbench.tasks.data.getproxies", lambda: {"https": "http://proxy"})
+    assert hub_answers(), "behind a proxy the library finds out itself"
+
+
+def test_that_the_hub_is_asked_again_is_said_once(caplog: Any) -> None:
+    log = logging.getLogger("huggingface_hub.utils")
+    for said, answer in (
+        ("HTTP Error 503 thrown while requesting GET x", "answers 503"),
+        ("'ReadTimeout()' thrown while requesting HEAD x", "does not answer (ReadTimeout())"),
+        ("Got disconnected from remote data host.", "does not answer (Got disconnected)"),
+    ):
+        caplog.clear()
+        with retries_announced_once("model 'm'"):
+            for _ in range(3):
+                log.warning(said)
+                log.warning("Retrying in 1s")
+        (line,) = caplog.messages
+        assert line == f"model 'm': the Hub {answer}; asking again, for half a minute or so"
+        log.warning("afterwards")
+        assert caplog.messages[1:] == ["afterwards"]
+
+
+def test_a_line_is_not_said_twice() -> None:
+    def record(text: str, name: str = "a") -> logging.LogRecord:
+        return logging.LogRecord(name, logging.WARNING, "", 0, text, None, None)
+
+    once = Once()
+    lines = [record("x"), record("x"), record("y"), record("x", "b"), record("y")]
+    assert [once.filter(line) for line in lines] == [True, False, True, True, False]

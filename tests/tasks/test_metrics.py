@@ -1,0 +1,295 @@
+"""Metrics: every one by a table of predictions, and the official scorers' own cases."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+from rouge import Rouge
+from rouge_score.rouge_scorer import RougeScorer
+
+from kvbench.tasks.base import Example, TaskError
+from kvbench.tasks.longbench import bucket, score
+from kvbench.tasks.longeval_lines import LongEvalLines, parse_number
+from kvbench.tasks.metrics import (
+    METRICS,
+    Key,
+    chosen_letter,
+    containment,
+    released_recall,
+    rouge1,
+    word_recall,
+)
+from kvbench.tasks.ruler import Ruler, clean
+
+NAMES = ("Ann", "Bob", "Carl", "Dora")
+CASES: dict[str, list[tuple[str, Any, float]]] = {
+    # prediction, answers (or answers and choices), score
+    "contains": [
+        ("It is the  Red hat!", ["red hat."], 1),
+        ("blue", ["red", "green"], 0),
+    ],
+    "exact": [(" The red hat. ", ["red hat"], 1), ("a red hat, I think", ["red hat"], 0)],
+    "f1": [("red coat", ["red hat", "no"], 0.5)],
+    "rouge_l": [("the cat sat on a mat", ["the cat sat on a mat"], 1)],
+    "rouge_2": [(said, ["a dog ran"], 0) for said in ("", "\n", "...", " . ")],
+    "choice": [
+        ("The answer is (C), not A.", ["C"], 1),
+        ("B. because", ["b"], 1),
+        ("A red hat is D", ["A"], 0),
+        ("", ["A"], 0),
+        ("(B)", (["green"], ["red", "green"]), 1),
+        ("dark blue", (["C"], ["red", "green", "dark blue"]), 1),
+    ],
+    "regex": [("I see 17 of them", [r"\b17\b"], 1), ("I see 170", [r"\b17\b"], 0)],
+    "boxed": [
+        (r"\boxed{42}", ["42"], 1),
+        (r"first \boxed{41}, then \boxed{42}", ["42"], 1),
+        (r"first \boxed{42}, then \boxed{41}", ["42"], 0),
+        (r"\boxed{\frac{1}{2}}", [r"\dfrac12"], 1),
+        (r"\boxed{\frac{1}{\sqrt{2}}}", [r"\frac{1}{\sqrt{2}}"], 1),
+        (r"\boxed{\left( 3, \frac{\pi}{2} \right)}", [r"(3,\frac{\pi}{2})"], 1),
+        (r"\boxed{1,234}", ["1234"], 1),
+        (r"\boxed{\$1,234.00}", ["1234"], 1),
+        (r"\boxed{025}", ["25"], 1),
+        (r"\boxed{-3}", ["3"], 0),
+        (r"\boxed{5\%}", ["5"], 1),
+        (r"\fbox{7}", ["7"], 1),
+        (r"\boxed 7$", ["7"], 1),
+        *((said, ["7"], 0) for said in (r"\boxed{7", r"\boxed", r"\boxed{}", "7")),
+        *(
+            (said, ["1"], 0)
+            for said in ("\\boxed{" * 500, "}" * 50 + "\\boxed", "\\boxed \\boxed{")
+        ),
+    ],
+    "contains_all": [("AB and cd", ["AB", "CD"], 1), ("only ab", ["AB", "CD"], 0.5)],
+    "f1_zh": [("北京", ["北京"], 1)],
+    "rouge_l_zh": [("会议讨论了预算", ["会议讨论了预算"], 1)],
+    "retrieval": [("Paragraph 3", ["Paragraph 3"], 1)],
+    "retrieval_zh": [("段落3", ["段落3"], 1)],
+    "count": [("5 of them", ["5"], 1)],
+    "classification": [("体育", (["体育"], ["体育", "财经"]), 1)],
+    "code_similarity": [
+        ("\n\n# comment\n\nx = 1", ["x = 1"], 0),  # the blank line is compared
+        ("", [""], 1),
+        ("# nothing else", ["x"], 0),
+    ],
+    "longbench_v2": [
+        ("**The correct answer is (A)**", ["A"], 1),
+        ("I think The correct answer is A.", ["A"], 1),
+        ("The correct answer is (B), or The correct answer is A", ["A"], 0),
+        ("the correct answer is (A)", ["A"], 0),
+        ("A", ["A"], 0),
+    ],
+    "first_integer": [("71432 is it, not 5", ["71432"], 1), ("5, or 71432", ["71432"], 0)],
+    "word": [('"9c-1".', ["9c-1"], 1), ("9c-12", ["9c-1"], 0)],
+    "first_number": [("it is 97", ["97"], 1), ("9.7", ["97"], 0)],
+    "last_integer": [("It returns -7.", ["-7"], 1), ("-7 it is", ["-7"], 0)],
+    "math_calc": [
+        ("[1, 4, 9]", ["1", "4", "9"], 1),
+        ("1 4 8", ["1", "4", "9"], 2 / 3),
+        ("4 9", ["1", "4", "9"], 0),
+        ("", ["1", "4", "9"], 0),
+    ],
+    "code_debug": [
+        ("C.", (["func_c"], ["func_a", "func_b", "func_c"]), 1),
+        ("func_c or A", (["func_c"], ["func_a", "func_b", "func_c"]), 0),
+    ],
+    "first_letter": [
+        *((said, (["Bob"], NAMES), 1) for said in ("B", "B. Bob", "Bob", "The answer is: B")),
+        ("so (maybe) it is B or C", (["Bob"], NAMES), 1),
+        *((said, (["Bob"], NAMES), 0) for said in ("A", "", "I think the answer is C", "perhaps")),
+    ],
+    "last_letter": [("B", (["Ann"], ["Carl", "Ann"]), 1), ("A", (["Ann"], ["Carl", "Ann"]), 0)],
+    "substring": [("It is Ann", ["Ann"], 1), ("It is Bob", ["Ann"], 0)],
+    "token_f1": [("The seven geese.", ["seven geese", "7"], 1), ("hens", ["seven geese"], 0)],
+    "token_f1_zh": [("七只。", ["七只"], 1), ("八", ["七只"], 0)],
+    "rouge_lsum": [("Ann met Bob.", ["Ann met Bob."], 1), ("Nothing.", ["Ann met Bob."], 0)],
+    "rouge_geometric": [("", ["Seven geese."], 0), ("Seven geese.", ["Seven geese."], 1)],
+    "letter": [("the answer is B", ["(B) Ann"], 1), ("(C)", ["(B) Ann"], 0)],
+    "exponential_similarity": [("about 52%", ["62%"], 0.5), ("62", ["62%"], 0)],
+    "concordance": [
+        ("3, 1, 2, 4", ["3, 1, 2, 4"], 1),
+        ("1, 3, 2, 4", ["3, 1, 2, 4"], 5 / 6),
+        ("4 2 1 3", ["3, 1, 2, 4"], 0),
+        ("3, 1, 2", ["3, 1, 2, 4"], 0),
+        ("1, 1", ["1, 1"], 0),
+    ],
+    "loogle": [("Ann or Bob", ["Ann and Bob"], 2 / 3), ("", ["Ann"], 0), (". .", ["Ann"], 0)],
+    "loogle_cloze": [
+        ("{'<m0>': 'Ann Lee', '<m1>': 'Bob'}", ['{"<m0>": "Ann Lee", "<m1>": "Bob"}'], 1),
+        (" {'<m0>': 'Ann', '<m1>': 'Carl'}", ['{"<m0>": "Ann Lee", "<m1>": "Bob"}'], 0),
+        *(
+            (said, ['{"<m0>": "Ann"}'], 0)
+            for said in ("__import__('os').getcwd()", "{" * 5000, "[1]")
+        ),
+    ],
+}
+
+
+def test_every_metric_scores_its_cases() -> None:
+    assert set(CASES) == set(METRICS)
+    for name, cases in CASES.items():
+        for prediction, given, expected in cases:
+            answers, choices = given if isinstance(given, tuple) else (given, ())
+            found = METRICS[name](prediction, Key(tuple(answers), tuple(choices)))["score"]
+            assert found == pytest.approx(expected, abs=1e-6), (name, prediction)
+
+
+def test_what_stands_beside_a_score() -> None:
+    text, answer = "the old harbour was opened on Monday", "The harbour was opened on Sunday."
+    (theirs,) = Rouge().get_scores(text, answer)
+    found = METRICS["rouge_2"](text, Key((answer,)))
+    assert (found["score"], found["rouge1"]) == (theirs["rouge-2"]["f"], theirs["rouge-1"]["f"])
+    assert found["rougeL"] == pytest.approx(theirs["rouge-l"]["f"])
+    scores = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True).score(answer, text)
+    product = 1.0
+    for one in scores.values():
+        product *= one.fmeasure
+    assert METRICS["rouge_geometric"](text, Key((answer,)))["score"] == product ** (1 / 3)
+    found = METRICS["loogle"]("Ann or Bob", Key(("Ann and Bob",)))
+    assert found["rougeL"] == found["score"]
+    assert found["bleu1"] == pytest.approx(2 / 3)
+    assert found["bleu4"] == pytest.approx(0.0, abs=1e-6)
+    said = Key(('{"<m0>": "Ann Lee", "<m1>": "Bob"}',))
+    assert METRICS["loogle_cloze"]("{'<m0>': 'Ann'}", said) == {"score": 0.0, "partial": 0.5}
+    assert METRICS["boxed"]("7", Key(("7",))) == {"score": 0.0, "null": 1.0}
+    assert chosen_letter("Dark blue, I think", ("red", "green", "dark blue")) == "C"
+
+
+def test_a_pattern_finds_the_answer_and_is_stopped_where_it_runs_for_ever(monkeypatch) -> None:
+    key = Key(("3",), pattern=r"#### (\d+)")
+    assert METRICS["regex"]("so 5 + 5 #### 3", key) == {"score": 1.0}
+    assert METRICS["regex"]("3", key) == {"score": 0.0}
+    monkeypatch.setattr("kvbench.tasks.metrics.REGEX_SECONDS", 0.2)
+    start = time.monotonic()
+    with pytest.raises(TaskError, match=r"takes more than 0.2 s on one prediction"):
+        METRICS["regex"]("a" * 60 + "!", Key(("x",), pattern=r"(a|aa|a?)+$"))
+    with pytest.raises(TaskError, match="no regular expressions"):
+        METRICS["regex"]("a", Key(("(",)))
+    assert time.monotonic() - start < 5
+
+
+# needle
+
+
+def test_scores_of_a_needle() -> None:
+    answer = "eat a sandwich and sit in Dolores Park on a sunny day"
+    right = " Eat a sandwich and  sit in Dolores Park on a sunny day."
+    for wanted in (answer, answer + "."):
+        assert containment(right, wanted) == containment(right.rstrip("."), wanted) == 1.0
+    assert containment("eat a sandwich", answer) == containment("day", ".") == 0.0
+    assert word_recall("a sandwich, a day!", "eat a sandwich on a day") == pytest.approx(4 / 6)
+    assert word_recall("", "eat") == word_recall("eat", "") == 0.0
+    assert rouge1("eat a sandwich", "eat a sandwich") == 1.0
+    assert rouge1("eat a", "eat a fine sandwich") == pytest.approx(2 / 3)
+
+
+def test_the_released_recall_counts_different_words_and_keeps_their_punctuation() -> None:
+    answer = "eat a sandwich and sit in Dolores Park on a sunny day."  # 11 different words
+    for response, share in (
+        ("", 0),
+        (answer, 11),
+        ("EAT A SANDWICH and sit in dolores park\ton a sunny\n\nday.", 11),
+        (answer.rstrip("."), 10),
+        ("Eat a sandwich, and sit in Dolores Park on a sunny day.", 10),
+        ("a a a a", 1),
+        ("It is a story about a boy and a girl in a house on a hill.", 4),
+        ("daydream. parks insane", 0),
+    ):
+        assert released_recall(response, answer) == pytest.approx(share / 11), response
+        assert released_recall(response, "") == 0.0
+
+
+# LongBench
+
+
+@pytest.fixture
+def longbench(shared_file):
+    return json.loads(shared_file("golden/longbench_metrics.json").read_text(encoding="utf-8"))
+
+
+def test_every_case_scored_by_the_original_code_scores_the_same(longbench) -> None:
+    assert len(longbench["cases"]) == 342
+    for case in longbench["cases"]:
+        found = score(case["dataset"], case["prediction"], case["answers"], case["all_classes"])
+        assert found == pytest.approx(case["score"], abs=1e-9), (case["dataset"], case["case"])
+    for dataset, whole in longbench["whole_set"].items():
+        cases = [case for case in longbench["cases"] if case["dataset"] == dataset]
+        assert len(cases) == whole["n"]
+        scores = [
+            score(dataset, c["prediction"], c["answers"], whole["all_classes"]) for c in cases
+        ]
+        assert round(100 * sum(scores) / len(scores), 2) == pytest.approx(whole["scorer"], abs=1e-9)
+        for name, expected in whole["scorer_e"].items():
+            some = [s for s, c in zip(scores, cases, strict=True) if bucket(c["length"]) == name]
+            assert round(100 * sum(some) / len(some), 2) == pytest.approx(expected, abs=1e-9)
+
+
+def test_code_similarity_ignores_an_installed_levenshtein(longbench, monkeypatch) -> None:
+    def wrong(*arguments):
+        raise AssertionError("the backend of fuzzywuzzy was asked")
+
+    monkeypatch.setattr("fuzzywuzzy.fuzz.SequenceMatcher", wrong)
+    for case in longbench["cases"]:
+        if "score_levenshtein_backend" in case:
+            found = score(case["dataset"], case["prediction"], case["answers"])
+            assert found == pytest.approx(case["score"], abs=1e-9)
+
+
+def test_rouge_does_not_depend_on_the_depth_of_its_caller() -> None:
+    text = " ".join(f"w{i}" for i in range(900))
+
+    def deep(levels: int) -> float:
+        return score("gov_report", text, [text]) if levels == 0 else deep(levels - 1)
+
+    assert deep(0) == deep(700) == pytest.approx(0.999999995, abs=1e-9)
+    longer = " ".join(f"w{i}" for i in range(1010))
+    assert score("gov_report", longer, [longer]) == 0.0  # the original's recursion limit
+
+
+def test_longbench_scores_by_dataset() -> None:
+    assert score("lsht", "\n体育\n财经", ["体育"], ["体育", "财经"]) == 1.0  # the first line
+    assert score("qasper", "a", []) == 0.0
+    with pytest.raises(TaskError, match=r"dataset 'quality' unknown; allowed: narrativeqa, "):
+        score("quality", "a", ["a"])
+    with pytest.raises(TaskError, match="trec is scored by its classes"):
+        score("trec", "a", ["a"])
+
+
+# LongEval, RULER
+
+
+def made(answers: Any, dataset: str = "x") -> Example:
+    given = {"id": "x", "context": "c", "question": "q", "max_new_tokens": 1}
+    return Example(answers=tuple(answers), dataset=dataset, **given)
+
+
+def test_lines_are_scored_as_by_the_official_scorer(shared_file) -> None:
+    golden = json.loads(shared_file("golden/longeval_scoring.json").read_text())
+    total = 0.0
+    for case in golden["cases"]:
+        assert parse_number(case["output"]) == case["parsed"], case
+        found = LongEvalLines().score(case["output"], made([str(case["label"])]))["score"]
+        assert found == float(case["correct"]), case
+        total += found
+    assert total / golden["n"] == pytest.approx(golden["accuracy"])
+    assert parse_number("1" * 5000) == -1, "too long for an integer: wrong, no error"
+
+
+def test_ruler_is_scored_as_by_the_official_scorer(shared_file) -> None:
+    golden = json.loads(shared_file("golden/tasks/ruler_scoring.json").read_text())
+    assert len(golden["cases"]) == 60
+    scores: dict[str, list[Any]] = {}
+    for case in golden["cases"]:
+        found = Ruler().score(case["prediction"], made(case["references"], case["task"]))
+        assert round(100 * found["score"], 2) == case["score"], case
+        assert clean(case["prediction"]) == case["postprocessed"]
+        scores.setdefault(case["task"], []).append(found)
+    for name, expected in golden["whole_set"].items():
+        values = [each["score"] for each in scores[name]]
+        assert len(values) == expected["n"]
+        assert round(100 * sum(values) / len(values), 2) == expected["score"]
+        assert sum(each["null"] for each in scores[name]) == expected["nulls"]
