@@ -124,7 +124,7 @@ figures: setup ## every figure as PDF and PNG, every table as LaTeX: make figure
 	$(BIN)/python -m kvbench.report --list $(REPORTED)
 
 wandb-report: setup ## a W&B report, sent if WANDB_API_KEY is set: make wandb-report RESULTS=runs/demo
-	$(BIN)/python -m kvbench.report.wandb.report $(REPORTED)
+	$(BIN)/python -m kvbench.report.wandb $(REPORTED)
 
 notebook: setup ## run scripts/quickstart.ipynb and keep what it prints
 	OMP_NUM_THREADS=1 TQDM_DISABLE=1 PYTHONWARNINGS="ignore:IProgress" $(BIN)/python -c "\

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from kvbench.api import compare, compress, kept
     from kvbench.kv import Budget
     from kvbench.methods import build_method
-    from kvbench.report.figures.kept import draw_kept
-    from kvbench.report.frame import load
+    from kvbench.report.experiment import load
+    from kvbench.report.figures import draw_kept
 
 __version__ = "0.2.0"
 __all__ = [
@@ -27,8 +27,8 @@ __all__ = [
 _HOMES = {
     "Budget": "kv",
     "build_method": "methods",
-    "draw_kept": "report.figures.kept",
-    "load": "report.frame",
+    "draw_kept": "report.figures",
+    "load": "report.experiment",
 }
 """Where a name is that is not in `kvbench.api`."""
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from kvbench.cli.papers import paper_items
+from kvbench.cli.catalogue import paper_items
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
@@ -48,7 +48,14 @@ class Column:
     def cells(self) -> pd.Series:
         """The column's text by method (by the run's label where a method has several)."""
         frame = pd.read_csv(RESULTS / self.file)
-        for key, value in self.where.items():
+        where = self.where
+        if "measure" in frame and "mean" in frame:  # tidy, as reports write since 0.2
+            frame = frame[frame["measure"] == "score"]
+            frame = frame.rename(
+                columns={"mean": "score", "low": "score_low", "high": "score_high"}
+            )
+            where = {"value": str(*where.values())}
+        for key, value in where.items():
             frame = frame[frame[key] == value]
         return pd.Series([self._text(row) for _, row in frame.iterrows()], index=frame["variant"])
 

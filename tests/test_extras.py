@@ -9,7 +9,7 @@ import pytest
 from hydra.errors import HydraException
 from support.paths import DATA
 
-from kvbench.cli.overrides import explain
+from kvbench.cli.config import explain
 
 MISSING = """
 import importlib.abc, sys
@@ -38,7 +38,7 @@ def test_a_missing_extra_is_one_line_that_names_the_command() -> None:
 
 def test_a_launcher_whose_package_is_missing_names_the_command() -> None:
     """As Hydra says it; scripts/try_wheel.sh asks for it in an environment that lacks the package."""
-    said = explain(HydraException("Could not find 'hydra/launcher/submitit_local'"), [])
+    said = explain(HydraException("Could not find 'hydra/launcher/submitit_slurm'"))
     assert said.endswith("allowed: pip install 'kvbench[slurm]'")
 
 
@@ -49,5 +49,7 @@ def test_compress_and_the_default_task_need_no_extra_and_load_no_report() -> Non
         "heavy = {'wandb', 'matplotlib', 'datasets', 'lm_eval'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
         "import kvbench.cli.build, kvbench.tasks.longeval_lines\n"
+        "from kvbench.cli.config import composed, hydra_of_conf\n"
+        "with hydra_of_conf() as hydra: composed(hydra, ['experiment=demo'])\n"
     )
     assert done.returncode == 0, done.stderr

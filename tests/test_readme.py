@@ -18,8 +18,7 @@ from pathlib import Path
 import pytest
 from support.command import refusal_of
 
-from kvbench.cli.catalogue import catalogue
-from kvbench.cli.papers import experiment_called
+from kvbench.cli.catalogue import catalogue, experiment_called
 
 ROOT = Path(__file__).resolve().parents[1]
 READMES = sorted(
@@ -65,7 +64,7 @@ def test_commands_work_as_typed(path: Path) -> None:
         words = shlex.split(command, comments=True)
         if words and words[0] == "make":
             named = words[1].removeprefix("reproduce-").replace("-", "_")
-            assert words[1] in targets or experiment_called(named)[0] in experiments, command
+            assert words[1] in targets or experiment_called(named) in experiments, command
             for word in words:
                 if word.startswith("EXPERIMENT="):
                     assert word.partition("=")[2] in experiments, command

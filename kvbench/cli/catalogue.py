@@ -1,15 +1,21 @@
-"""What there is to choose from, in one line each: ``kvbench list``.
-
-Descriptions come from the comment at the top of a YAML in conf/, or, where it has none, from the
-docstring of the class it names, read without importing it.
+"""What there is to choose from, in one line each (``kvbench list``), and the numbered tables and
+figures of the papers with what makes them (results/paper/experiments.yaml).
 """
 
 from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kvbench.report.papers import paper_folders
 
 KINDS = ("methods", "models", "tasks", "experiments", "loggers", "launchers")
 
@@ -26,34 +32,86 @@ def catalogue(kind: str) -> dict[str, str]:
 
 
 def describe(path: Path) -> str:
-    """One line about a YAML: its first sentence-like comment, or its class's docstring."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    comments: list[str] = []
-    for line in lines:
-        if not line.startswith("#"):
-            break
-        text = line.lstrip("#").strip()
-        if not text.startswith(("@package", "python -m kvbench", "kvbench ")):
-            comments.append(text)
-    if comments:
-        return _sentence(" ".join(comments))
-    target = next((line for line in lines if line.startswith("_target_:")), "")
-    return _docstring(target.partition(":")[2].strip())
+    """The first sentence of a YAML's first comment, or of its class's docstring (not imported)."""
+    text = path.read_text(encoding="utf-8")
+    comments = re.match(r"(#.*\n)*", text)
+    lines = [line.lstrip("# ") for line in comments[0].splitlines()] if comments else []
+    lines = [line for line in lines if not line.startswith(("@package", "python -m", "kvbench "))]
+    target = re.search(r"^_target_: *([\w.]+)\.(\w+)", text, re.MULTILINE)
+    if target and not lines:
+        source = Path(str(files("kvbench"))).parent / (target[1].replace(".", "/") + ".py")
+        for node in ast.parse(source.read_text(encoding="utf-8")).body if source.is_file() else ():
+            if isinstance(node, ast.ClassDef) and node.name == target[2]:
+                lines = (ast.get_docstring(node) or "").split()
+    text = " ".join(lines)  # up to a full stop that is not the one of "3.1" or "G. Kamradt"
+    sentence = re.match(r".*?(?<!\b[A-Z])\.(?=\s|$)", text)
+    return (sentence[0] if sentence else text).strip().rstrip(".:")
 
 
-def _sentence(text: str) -> str:
-    """Up to the first full stop that ends a sentence (not the one of "3.1" or "G. Kamradt")."""
-    match = re.match(r".*?(?<!\b[A-Z])\.(?=\s|$)", text)
-    return (match.group(0) if match else text).strip().rstrip(".:")
+@dataclass(frozen=True)
+class PaperItem:
+    """A numbered table, figure or theorem of a paper.
+
+    Attributes:
+        paper: short name of the paper. id: ``table1``, ``figure2a`` and so on. title: the paper's.
+        others: as experiments.yaml explains them.
+    """
+
+    paper: str = ""
+    id: str = ""
+    title: str = ""
+    shows: str = ""
+    needs: str = ""
+    no_data: str | None = None
+    experiment: str = ""
+    script: str = ""
+    runs: Sequence[str] = ("",)
+    small: str = ""
+    was: Sequence[str] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.paper}_{self.id}"
+
+    @property
+    def status(self) -> str:
+        """``no data``, ``missing`` (no experiment yet), ``published`` (the paper's numbers
+        stand beside ours) or ``ours`` (they could not be read from the paper, or there are none)."""
+        if self.no_data is not None:
+            return "no data"
+        config = config_dir() / "experiment" / f"{self.experiment}.yaml"
+        found = config.is_file() or bool(paper_items().get(self.experiment, self).script)
+        text = config.read_text(encoding="utf-8") if config.is_file() else ""
+        files = (folder / f"{self.experiment}.csv" for folder in paper_folders())
+        beside = "\npaper_table:" in text or any(file.is_file() for file in files)
+        return "missing" if not found else "published" if beside else "ours"
 
 
-def _docstring(target: str) -> str:
-    """First sentence of the docstring of the class ``package.module.Class``."""
-    module, _, name = target.rpartition(".")
-    source = Path(str(files("kvbench"))).parent / (module.replace(".", "/") + ".py")
-    if not source.is_file():
-        return ""
-    for node in ast.parse(source.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            return _sentence(" ".join((ast.get_docstring(node) or "").split()))
-    return ""
+@lru_cache(maxsize=1)
+def paper_items() -> Mapping[str, PaperItem]:
+    """Every item by its name, in the order of the papers."""
+    file = next(path for f in paper_folders() if (path := f / "experiments.yaml").is_file())
+    found: dict[str, PaperItem] = {}
+    for paper, part in yaml.safe_load(file.read_text(encoding="utf-8")).items():
+        for number, said in part["items"].items():
+            given: dict[str, Any] = {"experiment": f"{paper}_{number}", **said}
+            found[f"{paper}_{number}"] = PaperItem(paper, number, part["title"], **given)
+    return found
+
+
+def experiment_called(name: str) -> str:
+    """The experiment that an item's name or an older name stands for; any other name as it is."""
+    items = paper_items()
+    was = (item.experiment for item in items.values() if name in item.was)
+    return items[name].experiment if name in items else next(was, name)
+
+
+def experiment_lines() -> dict[str, str]:
+    """What ``kvbench list experiments`` says of each, every numbered table and figure among them:
+    status, what is shown and what the paper's own run needs."""
+    lines = {
+        name: f"{item.status:9}  {item.shows}; {item.no_data or 'needs ' + item.needs}"
+        for name, item in paper_items().items()
+    }
+    others = catalogue("experiments").items()
+    return lines | {name: f"{'':9}  {text}" for name, text in others if name not in lines}

@@ -1,69 +1,62 @@
-"""The jobs of one command: what each came to, and what the command says and returns in the end.
+"""The jobs of one command: each is checked before the first runs, and one that fails leaves the others
+alone. With ``launcher=gpus`` each runs in a worker, ``python -m kvbench.cli.jobs``, one per GPU.
 
-This module imports no torch: other processes unpickle what is in it before they choose a device.
+Hydra imports this module at every start, and workers before they choose a device: no torch here.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import InstantiationException
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, JobStatus, filter_overrides
+from hydra.plugins import launcher, sweeper
+from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from rich.console import Console
-from rich.markup import escape
 
-from kvbench.cli.compose import Compositions
-from kvbench.errors import (
-    FAILED,
-    USAGE,
-    UserError,
-    complain,
-    disk_line,
-    one_line,
-    presentable,
-    printable,
-    redact,
-    text_of,
-    traceback_of,
-)
-from kvbench.run.termination import asks_to_stop
+from kvbench import errors
+from kvbench.cli.config import Settings, explain, explaining, hydra_of_conf, results_folder
+from kvbench.errors import FAILED, USAGE, UserError, complain
+from kvbench.records.durable import make_folder, replace
+from kvbench.run.termination import Termination, asks_to_stop
 
-if TYPE_CHECKING:
-    from kvbench.run.runner import JobResult
-
-
-def explanation_of(error: BaseException) -> tuple[str, int] | None:
-    """One line and an exit status for an error that names a thing, its value and what is allowed:
-    2 for usage, 1 for the disk, the device or another process. None: the error is a bug."""
-    if isinstance(error, InstantiationException):
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
-            return None
-        return " ".join(text_of(error.__cause__ or error).split()), USAGE
-    if isinstance(error, OmegaConfBaseException):  # an interpolation that leads nowhere
-        return " ".join(str(error).split()), USAGE
-    if isinstance(error, UserError):
-        return str(error), error.status
-    if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
-        return disk_line(error), FAILED
-    return None
+WHOLE = 10
+"""Jobs of a dry run up to which each is told in full; of more, each is a line."""
+WORKERS_END_IN = 30.0
+"""Seconds for workers to finish their examples when the command ends before them."""
 
 
 def report_error(error: BaseException) -> tuple[str, int]:
-    """Say on stderr what is wrong, in one line, before it the traceback if it is a bug; the line and the
-    exit status."""
-    known = explanation_of(error)
-    if known is None:
-        print(traceback_of(error), file=sys.stderr, end="", flush=True)
-        known = one_line(error), FAILED
-    complain(known[0])
-    return known
+    """Say on stderr what is wrong: one line, before it the traceback if it is a bug.
+
+    Returns:
+        The line and the exit status: 2 for usage, 1 for the disk, the device, a process, a bug.
+    """
+    if isinstance(error, UserError):
+        line, status = str(error), error.status
+    elif isinstance(error, OmegaConfBaseException):  # an interpolation that leads nowhere
+        line, status = explain(error), USAGE
+    elif isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
+        line, status = errors.disk_line(error), FAILED
+    else:
+        print(errors.traceback_of(error), file=sys.stderr, end="", flush=True)
+        line, status = errors.one_line(error), FAILED
+    complain(line)
+    return errors.presentable(line), status
 
 
 @dataclass(frozen=True)
@@ -71,106 +64,88 @@ class JobOutcome:
     """What one job came to.
 
     Attributes:
-        overrides: what the job was asked for.
-        folder: the experiment's folder, None where nothing ran.
+        overrides: what the job was asked for. runs: the run folders of its methods.
         records, failed, written: records of this job there are, those of them whose status is not
             ok, and those written now.
         error: one line: why the job did not get to its end.
         status: the exit status it would have alone.
-        runs: the run folders of its methods.
     """
 
-    overrides: tuple[str, ...] = ()
-    folder: str | None = None
+    overrides: Sequence[str] = ()
+    runs: Sequence[str] = ()
     records: int = 0
     failed: int = 0
     written: int = 0
     error: str | None = None
     status: int = 0
-    runs: tuple[str, ...] = ()
 
     def __float__(self) -> float:
-        """What sweepers of Hydra make better or worse: `kvbench.report.objective.objective_of`'s score;
-        NaN where the job came to nothing."""
+        """The score that Hydra's sweepers optimise, see `objective_of`; NaN without one."""
         from kvbench.report.objective import objective_of
 
         return objective_of(self.runs)["score"]
 
+    def __str__(self) -> str:
+        bad = f"{self.failed} of {self.records} examples failed" if self.failed else ""
+        return self.error or bad or f"{self.records} records"
+
 
 class Jobs:
-    """Runs the jobs of a command, here or, pickled, in other processes, and keeps what they came to.
+    """Runs the jobs of a command, here or, pickled, in other processes; keeps what they came to.
 
     Args:
-        argv: what the user typed; Hydra is given more, and other processes are given nothing like it.
-        sweep: whether a job that fails must leave the others alone.
-        outcomes: a list that is to hold what the jobs came to.
+        argv: what the user typed, which manifests hold.
 
     Attributes:
-        elsewhere: whether a launcher ran them in other processes and told what they came to.
-        compositions: what composing one config leaves for the next.
+        elsewhere: whether a launcher ran them in other processes.
     """
 
-    def __init__(
-        self, argv: Sequence[str], *, sweep: bool, outcomes: list[JobOutcome] | None = None
-    ) -> None:
+    def __init__(self, argv: Sequence[str], outcomes: list[JobOutcome] | None = None) -> None:
         self.argv = list(argv)
-        self.sweep = sweep
         self.elsewhere = False
         self.outcomes = [] if outcomes is None else outcomes
-        self.compositions = Compositions()
-        self._parts: Any = None
+        self._examples: dict[str, Any] = {}
 
     def __call__(self, config: DictConfig) -> JobOutcome:
-        """Run one job. An error that can be explained is one line; another is a bug, and a traceback
-        before the line. Neither stops the other jobs."""
-        sys.argv = self.argv  # where the manifest looks for the command
-        # as typed: a ${...} in them has another meaning, or none, where Hydra keeps them
-        typed: Any = OmegaConf.to_container(HydraConfig.get().overrides, resolve=False)
-        outcome = self._run(config, tuple(typed["task"]))
-        self.outcomes.append(outcome)
-        return outcome
-
-    def check_briefly(self, config: DictConfig, number: int, name: str) -> None:
-        """Check one of many jobs of a dry run, and say in a line what it is."""
-        from kvbench.cli.build import SharedParts, check_briefly
-
-        self._parts = self._parts or SharedParts()
-        self.outcomes.append(
-            self._run(config, (name,), lambda job: check_briefly(job, self._parts, number, name))
-        )
-
-    def _run(
-        self,
-        config: DictConfig,
-        overrides: tuple[str, ...],
-        run: Callable[[DictConfig], tuple[Path, JobResult] | None] | None = None,
-    ) -> JobOutcome:
+        """Run one job; a failure is a line (after a traceback if it is a bug) and an outcome."""
         from kvbench.cli.build import run_config
 
+        sys.argv = self.argv  # where the manifest looks for the command
+        # as typed: a ${...} in them has another meaning, or none, where Hydra keeps them
+        typed: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
         try:
-            done = (run or run_config)(config)
+            done = run_config(config)
+            counts = (done.records, done.failed, done.written)
+            runs = tuple(map(str, done.folders.values()))
+            outcome = JobOutcome(typed, runs, *counts, status=FAILED if done.failed else 0)
         except BaseException as error:
             if asks_to_stop(error) or isinstance(error, SystemExit):
                 raise
             line, status = report_error(error)
-            return JobOutcome(overrides, error=presentable(line), status=status)
-        if done is None:  # a dry run
-            return JobOutcome(overrides)
-        folder, result = done
-        return JobOutcome(
-            overrides,
-            str(folder),
-            result.records,
-            result.failed,
-            result.written,
-            status=FAILED if result.failed else 0,
-            runs=tuple(map(str, result.folders.values())),
-        )
+            outcome = JobOutcome(typed, error=line, status=status)
+        self.outcomes.append(outcome)
+        return outcome
+
+    def check(self, config: DictConfig, name: str = "") -> None:
+        """Make a job without running it; in a dry run print what it would do.
+
+        Args:
+            name: of one of many jobs, which is told in one line.
+
+        Raises:
+            UserError: what the job would be refused for.
+        """
+        from kvbench.cli.build import build_job
+        from kvbench.run.preview import print_dry_run
+
+        job = build_job(config, self._examples)
+        if config.dry_run:
+            print_dry_run(job, name=name)
 
     @property
-    def folders(self) -> list[str]:
+    def folders(self) -> list[Path]:
         """The experiments that have new records or had them already."""
-        return list(dict.fromkeys(o.folder for o in self.outcomes if o.folder is not None))
+        return list(dict.fromkeys(Path(run).parents[2] for o in self.outcomes for run in o.runs))
 
     @property
     def status(self) -> int:
@@ -178,30 +153,256 @@ class Jobs:
         wrong = {outcome.status for outcome in self.outcomes} - {0}
         return 0 if not wrong else USAGE if wrong == {USAGE} else FAILED
 
-    def print_plan(self, launcher: str, shards: int) -> None:
-        """One line at the end of a dry run of a sweep."""
-        count = len(self.outcomes)
-        each = f", each in {shards} shards: {count * shards} jobs" if shards > 1 else ""
-        print(f"{count} job{'s' * (count > 1)}{each}; launcher={launcher}")
-
-    def print_summary(self, console: Console | None = None) -> None:
-        """One line about all jobs, and one for each that failed: what it was, what is wrong."""
-        out = console or Console(width=None if sys.stdout.isatty() else 140)
-        wrong = sum(outcome.status != 0 for outcome in self.outcomes)
-        head = f"{len(self.outcomes)} jobs, " + (f"{wrong} of them failed" if wrong else "all well")
-        records, new = (
-            sum(getattr(o, name) for o in self.outcomes) for name in ("records", "written")
-        )
-        out.print(f"\n{head}; {records} records, {new} of them new", highlight=False)
+    def print_summary(self) -> None:
+        """One line about all jobs, and one for each that failed."""
+        count = sum(outcome.status != 0 for outcome in self.outcomes)
+        records, new = (sum(getattr(o, n) for o in self.outcomes) for n in ("records", "written"))
+        head = f"{len(self.outcomes)} jobs, " + (f"{count} of them failed" if count else "all well")
+        print(f"\n{head}; {records} records, {new} of them new")
         called = names([outcome.overrides for outcome in self.outcomes])
         for name, outcome in zip(called, self.outcomes, strict=True):
-            if outcome.status or outcome.error is not None:
-                what = outcome.error or f"{outcome.failed} of {outcome.records} examples failed"
-                out.print(f"  {escape(printable(name))}: {escape(what)}", highlight=False)
+            if outcome.status:
+                print(errors.presentable(f"  {name}: {outcome}"))
 
 
 def names(jobs: Sequence[Sequence[str]]) -> list[str]:
     """What sets each job apart from the others: of its overrides those that not all have."""
     common = set.intersection(*map(set, jobs)) if len(jobs) > 1 else set()
     own = (" ".join(text for text in overrides if text not in common) for overrides in jobs)
-    return [redact(name) or f"job {number}" for number, name in enumerate(own, 1)]
+    return [errors.redact(name) or f"job {number}" for number, name in enumerate(own, 1)]
+
+
+class Sweeper(sweeper.Sweeper):
+    """Checks every job of a sweep before the first runs; in a dry run tells each as it is planned.
+
+    Args:
+        params: ``hydra.sweeper.params``, the sweep that an experiment brings.
+    """
+
+    def __init__(self, max_batch_size: int | None = None, params: Any = None) -> None:
+        self.params = params or {}
+
+    def setup(self, *, hydra_context: HydraContext, task_function: Any, config: DictConfig) -> None:
+        """As Hydra's sweepers."""
+        self.jobs: Jobs = task_function
+        self.loader, self.settings = hydra_context.config_loader, config
+        self.launcher: Any = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+
+    def sweep(self, arguments: list[str]) -> Sequence[JobReturn]:
+        """Run the jobs of these overrides, each split into its shards.
+
+        Raises:
+            UserError: the first job that is wrong.
+        """
+        from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # Hydra loads it anew
+
+        params = [f"{key}={value}" for key, value in self.params.items()]
+        with explaining():
+            parser = OverridesParser.create(config_loader=self.loader)
+            parsed = parser.parse_overrides([*params, *arguments])
+            (jobs,) = BasicSweeper.split_arguments(parsed, None)
+        shards: set[int] = set()
+        for number, (overrides, name) in enumerate(zip(jobs, names(jobs), strict=True), 1):
+            with explaining():
+                config = self.loader.load_sweep_config(self.settings, list(overrides))
+            HydraConfig.instance().set_config(config)
+            settings = Settings.of(config)
+            if config.launcher.name == "slurm":
+                config.device = "cpu"  # jobs run on a node's devices
+            shards.add(_shards(settings))
+            if number == 1:
+                print(settings.announcement(len(jobs) * max(shards)), flush=True)
+            self.jobs.check(config, f"job {number}: {name}" if len(jobs) > WHOLE else "")
+        if len(shards) > 1:
+            raise UserError(f"shards has several values {sorted(shards)}; allowed: one")
+        (count,) = shards
+        parts = [[f"shard={index}/{count}"] for index in range(1, count + 1)] if count > 1 else [[]]
+        jobs = [[*overrides, *part] for overrides in jobs for part in parts]
+        if self.settings.dry_run:
+            print(f"{len(jobs)} jobs; launcher={self.settings.launcher.name}")
+            return []
+        return self.launcher.launch(jobs, 0)
+
+
+def _shards(settings: Settings) -> int:
+    """Into how many jobs each is split; with launcher=gpus as many as there are workers."""
+    if settings.shard is not None:
+        if settings.shards is not None:
+            raise UserError(
+                f"shards is {settings.shards} and shard is given, too; allowed: one of the two"
+            )
+        return 1
+    if settings.shards is None and settings.launcher["name"] == "gpus":
+        return len(devices_of(settings.launcher, settings.device))
+    return settings.shards or 1
+
+
+class Collected:
+    """What the jobs of a launcher came to, told as they end."""
+
+    def __init__(self, jobs: Jobs, job_overrides: Sequence[Sequence[str]]) -> None:
+        self.jobs, self.names = jobs, names(job_overrides)
+        self.overrides = [filter_overrides(list(each)) for each in job_overrides]
+        self.outcomes: dict[int, JobOutcome] = {}
+
+    def add(self, number: int, outcome: JobOutcome) -> None:
+        """The outcome of one job."""
+        self.outcomes[number] = outcome
+        complain(f"{len(self.outcomes)} done: {self.names[number]}: {outcome}")
+
+    def lose(self, number: int, how: str, log: Path) -> None:
+        """One job ended without an outcome."""
+        where = f"log: {log}" if log.exists() else f"no log: it never began, or cannot write {log}"
+        self.add(number, JobOutcome(self.overrides[number], error=f"{how}; {where}", status=FAILED))
+
+    def returned(self) -> list[JobReturn]:
+        """The outcomes as Hydra's sweepers take them; from here on the command has them, too."""
+        found = [self.outcomes[number] for number in sorted(self.outcomes)]
+        self.jobs.outcomes.extend(found)
+        self.jobs.elsewhere = True
+        return [JobReturn(o.overrides, status=JobStatus.COMPLETED, _return_value=o) for o in found]
+
+
+def log_folder(config: DictConfig) -> Path:
+    """The folder for the scripts and logs of a sweep's jobs, made for this user alone.
+
+    Raises:
+        OSError: a link below the results folder would place it somewhere else.
+    """
+    root, folder = results_folder(config.results_dir), Path(config.hydra.sweep.dir).expanduser()
+    make_folder(folder, root if folder.is_relative_to(root) else None)
+    folder.chmod(0o700)
+    return folder
+
+
+def devices_of(launcher: Mapping[str, Any], device: str) -> list[str]:
+    """The GPUs of each worker as CUDA_VISIBLE_DEVICES names them; empty: the CPU. More workers than
+    GPUs share them in turn.
+
+    Args:
+        launcher: the config of ``launcher=gpus``: `workers` (None: as many as the GPUs are enough
+            for), `gpus_per_worker` (more than one for a model that is spread over several).
+        device: the config's device.
+
+    Raises:
+        UserError: fewer GPUs than one worker needs, no number of workers on the CPU, or a device that
+            names one GPU.
+    """
+    from torch.cuda import device_count
+
+    workers, each = launcher["workers"], launcher["gpus_per_worker"]
+    for key, value in (("workers", 1 if workers is None else workers), ("gpus_per_worker", each)):
+        if not isinstance(value, int) or not 1 <= value <= 1000:
+            raise UserError(f"launcher.{key} is {value!r}; allowed: an integer from 1 to 1000")
+    if device not in ("auto", "cpu", "cuda"):
+        raise UserError(f"device is {device!r}; allowed with launcher=gpus: auto, cuda, cpu")
+    count = 0 if device == "cpu" else device_count()  # asks the driver, starts nothing on a GPU
+    if count < each and (count or device == "cuda" or workers is None):
+        raise UserError(
+            f"launcher=gpus finds {count or 'no'} GPU, and gpus_per_worker is {each}; allowed: a "
+            "machine with GPUs, or device=cpu and launcher.workers=N for N workers on its CPUs"
+        )
+    if not count:
+        return [""] * workers
+    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    gpus = [name for name in named if name] or [str(index) for index in range(count)]
+    if not gpus[0].startswith("MIG-"):  # of which a process sees one of several
+        gpus = gpus[:count]
+    groups = [",".join(gpus[at : at + each]) for at in range(0, len(gpus) - each + 1, each)]
+    return [groups[index % len(groups)] for index in range(workers or len(groups))]
+
+
+class GpuLauncher(launcher.Launcher):
+    """``launcher=gpus``: one worker per GPU; whichever is free takes the next job."""
+
+    def setup(self, *, hydra_context: HydraContext, task_function: Any, config: DictConfig) -> None:
+        """As Hydra's launchers."""
+        self.jobs, self.config = task_function, config
+
+    def launch(
+        self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
+    ) -> Sequence[JobReturn]:
+        """Run the jobs, each in a process of its own."""
+        collected = Collected(self.jobs, job_overrides)
+        folder = log_folder(self.config)
+        free = deque(devices_of(self.config.launcher, self.config.device))
+        threads = str(max(1, (os.cpu_count() or 1) // len(free)))
+        own: Any = OmegaConf.to_container(self.config.hydra.overrides.hydra, resolve=False)
+        waiting = deque(enumerate(job_overrides))
+        running: dict[int, tuple[subprocess.Popen[str], str]] = {}
+        try:
+            while waiting or running:
+                while waiting and free:
+                    (number, overrides), device = waiting.popleft(), free.popleft()
+                    environment = {"OMP_NUM_THREADS": threads, **os.environ}
+                    environment["CUDA_VISIBLE_DEVICES"] = device
+                    job = [self.jobs.argv, [*own, *overrides, "hydra.mode=RUN"]]
+                    worker = _worker(folder / str(number), job, environment)
+                    running[number] = worker, device
+                time.sleep(0.2)
+                for number, (worker, device) in list(running.items()):
+                    status = worker.poll()
+                    if status is None:
+                        continue
+                    del running[number]
+                    free.append(device)
+                    told = folder / f"{number}.json"
+                    if told.exists():
+                        collected.add(number, JobOutcome(**json.loads(told.read_text())))
+                    else:
+                        how = "killed" if status < 0 else f"exit status {status}"
+                        how = f"job {number} ended without a result ({how})"
+                        collected.lose(number, how, folder / f"{number}.log")
+        except BaseException:
+            _end([worker for worker, _ in running.values()])
+            raise
+        return collected.returned()
+
+
+def _worker(place: Path, job: object, environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    """A worker, in a process group of its own: the command tells it of the terminal's Ctrl-C. Its
+    standard input stays open for as long as the command lives."""
+    with open(f"{place}.log", "w") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "kvbench.cli.jobs", f"{place}.json", json.dumps(job)],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            env=environment,
+            process_group=0,
+            text=True,
+        )
+
+
+def _end(workers: Sequence[subprocess.Popen[str]]) -> None:
+    """Let each finish its example; a second SIGTERM ends the example, too."""
+    patience = time.monotonic() + WORKERS_END_IN
+    for _ in range(2):
+        for worker in workers:
+            worker.terminate()
+        while time.monotonic() < patience and any(worker.poll() is None for worker in workers):
+            time.sleep(0.1)
+
+
+def work(outcome: str, job: str) -> None:
+    """A worker: runs a job and writes its outcome. When the command is no more, however it died,
+    standard input ends, and so does the worker after its example."""
+
+    def watch() -> None:
+        sys.stdin.read()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(WORKERS_END_IN)
+        os._exit(FAILED)  # what hangs hears no signal
+
+    threading.Thread(target=watch, daemon=True).start()
+    argv, overrides = json.loads(job)
+    jobs = Jobs(argv)
+    with Termination(), hydra_of_conf() as hydra:
+        hydra.run("config", jobs, overrides)
+    replace(Path(outcome), json.dumps(asdict(jobs.outcomes[0])).encode())
+
+
+if __name__ == "__main__":
+    work(*sys.argv[1:])

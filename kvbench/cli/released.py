@@ -1,12 +1,10 @@
-"""``kvbench released``: predictions that somebody published, scored as ours and paired with a run.
+"""``kvbench released run=<run folder> predictions=<folder of LongBench's pred.py>``: predictions that
+somebody published, scored as ours and paired with a run.
 
-    kvbench released run=<run folder> predictions=<folder of LongBench's pred.py>
-
-The folder holds one ``<dataset>.jsonl`` (or ``<dataset>_e.jsonl``) per dataset, a line per example with
-``pred``, ``answers``, ``length`` and ``all_classes``, as github.com/THUDM/LongBench writes them. Each is
-matched with our record of the same answers and length, scored by the same metric and written beside the
-run's experiment as ``<experiment>_released``; ``kvbench-report <experiment> <experiment>_released`` then
-compares the two example by example.
+The folder holds one ``<dataset>.jsonl`` (or ``<dataset>_e.jsonl``) per dataset, a line per example
+with ``pred``, ``answers``, ``length`` and ``all_classes``, as github.com/THUDM/LongBench writes them.
+Each is matched with our record of the same answers and length and written beside the run's experiment
+as ``<experiment>_released``, which ``kvbench-report`` compares with it example by example.
 """
 
 from __future__ import annotations
@@ -17,33 +15,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvbench.errors import UserError, nearest, printable
+from kvbench.errors import UserError, printable
 from kvbench.records.durable import read_file
 from kvbench.records.read import MANIFEST, read_manifest, read_records
 from kvbench.records.store import RecordStore, write_manifest
 from kvbench.tasks.longbench import score
 
-KEYS = ("run", "predictions")
 _OURS = ("entries", "cache_bytes", "exact_bytes", "ratio", "prefill_s", "compress_s", "decode_s")
 """What only a run of ours can have measured."""
-
-Key = tuple[tuple[str, ...], int | None]
 
 
 def pair_released(arguments: Sequence[str]) -> int:
     """Write the paired run; print where it is and how much was matched.
 
     Raises:
-        UserError: unknown or missing arguments, no such run or predictions, or nothing that matches.
+        UserError: wrong arguments, no such run or predictions, or nothing that matches.
         StoreError: the run cannot be read, or the new one cannot be written.
     """
     given = dict(text.partition("=")[::2] for text in arguments)
-    for key in given:
-        if key not in KEYS:
-            raise UserError(
-                f"released has no argument {key!r}{nearest(key, KEYS)}; allowed: run=, predictions="
-            )
-    if set(given) != set(KEYS) or not all(given.values()):
+    if set(given) != {"run", "predictions"}:
         raise UserError("released takes run=<run folder> and predictions=<folder>")
     run, folder = Path(given["run"]), Path(given["predictions"])
     if not (run / MANIFEST).is_file():
@@ -68,49 +58,43 @@ def pair_released(arguments: Sequence[str]) -> int:
 
 
 def paired_records(ours: Sequence[Mapping[str, Any]], folder: Path) -> Iterator[dict[str, Any]]:
-    """Our records with the released predictions and their scores; those that match none are left out.
+    """Our records with the released predictions and their scores; without those that match none.
 
     Of several examples with the same answers and length, the n-th line stands beside the n-th record.
     """
-    released: dict[str, dict[Key, deque[dict[str, Any]]]] = {}
+    lines = {dataset: _lines_of(folder, dataset) for dataset in {str(r["dataset"]) for r in ours}}
     for record in sorted(ours, key=lambda record: str(record["example_id"])):
         dataset = str(record["dataset"])
-        if dataset not in released:
-            released[dataset] = _lines_of(folder, dataset)
-        waiting = released[dataset].get(_key(record))
-        if not waiting:
-            continue
-        line = waiting.popleft()
-        classes = line.get("all_classes") or None
-        scored = score(dataset, line["pred"], record["answers"], classes)
-        unknown = dict.fromkeys(_OURS)
-        yield {**record, **unknown, "prediction": line["pred"], "score": scored}
+        waiting = lines[dataset].get(_key(record))
+        if waiting:
+            line = waiting.popleft()
+            value = score(dataset, line["pred"], record["answers"], line.get("all_classes") or None)
+            yield {**record, **dict.fromkeys(_OURS), "prediction": line["pred"], "score": value}
 
 
-def _lines_of(folder: Path, dataset: str) -> dict[Key, deque[dict[str, Any]]]:
-    """The released lines of a dataset by their answers and length; empty where there is no file.
+def _lines_of(folder: Path, dataset: str) -> dict[str, deque[dict[str, Any]]]:
+    """The released lines of a dataset by `_key`; empty where there is no file.
 
     Raises:
         UserError: a line that is no prediction.
     """
-    found: dict[Key, deque[dict[str, Any]]] = defaultdict(deque)
+    found: dict[str, deque[dict[str, Any]]] = defaultdict(deque)
     paths = [folder / f"{dataset}{suffix}.jsonl" for suffix in ("", "_e")]
-    for path in (path for path in paths if path.is_file()):
-        for number, text in enumerate(read_file(path).splitlines(), 1):
-            try:
-                line = json.loads(text)
-                if not isinstance(line["pred"], str) or not isinstance(line["answers"], list):
-                    raise ValueError
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
-                raise UserError(
-                    f"{path}, line {number} is no prediction; allowed: JSON with pred (text) and "
-                    "answers (a list)"
-                ) from error
-            found[_key(line)].append(line)
-        break
+    path = next((path for path in paths if path.is_file()), None)
+    for number, text in enumerate(read_file(path).splitlines() if path else (), 1):
+        try:
+            line = json.loads(text)
+            if not isinstance(line["pred"], str) or not isinstance(line["answers"], list):
+                raise ValueError
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise UserError(
+                f"{path}, line {number} is no prediction; allowed: JSON with pred (text) and answers "
+                "(a list)"
+            ) from error
+        found[_key(line)].append(line)
     return found
 
 
-def _key(line: Mapping[str, Any]) -> Key:
-    length = line.get("length")
-    return tuple(map(str, line["answers"] or ())), int(length) if length is not None else None
+def _key(line: Mapping[str, Any]) -> str:
+    """What a line and the record of the same example have in common."""
+    return json.dumps([line["answers"] or [], line.get("length")])

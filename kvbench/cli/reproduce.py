@@ -1,9 +1,8 @@
-"""``kvbench reproduce <experiment> [key=value ...]``: a paper's table or figure, by one command.
+"""``kvbench reproduce <name>|all [key=value ...]``: a paper's table or figure, by one command.
 
-Where it takes several runs, they run one after another, on one page. What a script of scripts/papers
-makes is made by a process of its own. ``limit=`` is of every dataset where there are several; with a
-model that comes with the package the rest is made small, too. ``all`` runs every experiment of the
-papers and writes a page that links them.
+Where it takes several runs, they run one after another, on one page; a script of scripts/papers runs
+in a process of its own. ``limit=`` is of every dataset where there are several; with a model that comes
+with the package the rest is made small, too.
 """
 
 from __future__ import annotations
@@ -15,66 +14,18 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from string import Template
+from typing import Any
 
-from kvbench.cli.catalogue import catalogue
+from kvbench.cli.catalogue import PaperItem, catalogue, config_dir, experiment_called, paper_items
+from kvbench.cli.config import composed, hydra_of_conf, results_folder
 from kvbench.cli.jobs import report_error
-from kvbench.cli.papers import (
-    PaperItem,
-    experiment_called,
-    folder_name,
-    limit_key,
-    paper_items,
-    script_path,
-)
 from kvbench.errors import UserError, nearest
 
+Run = Callable[[Sequence[str]], int]
 ALL = "all"
 SMALL_MODELS = ("recall_mini", "tiny_random")
 """Models of conf/model that come with the package."""
-
-
-def reproduce(arguments: Sequence[str], run: Callable[[Sequence[str]], int]) -> int:
-    """Run an experiment, or all of them.
-
-    Args:
-        arguments: its name, then overrides.
-        run: runs one command line and returns its exit status.
-
-    Returns:
-        The largest exit status; of ``all``, every experiment is tried.
-
-    Raises:
-        UserError: no such experiment, or a folder that it reads was not named.
-    """
-
-    def started(line: Sequence[str]) -> int:
-        return run_script(line) if line[0].startswith("script=") else run(line)
-
-    name, *overrides = arguments or [""]
-    if name != ALL:
-        return max(map(started, command_lines(name, overrides)))
-    items = [item for item in paper_items().values() if item.status not in _NOT_RUN]
-    within = {line for item in items for line in item.runs}  # those that others bring with them
-    made = {i.experiment: i.name for i in reversed(items) if f"experiment={i.name}" not in within}
-    statuses: list[int] = []
-    for name in reversed(made.values()):
-        print(f"\n{name}", flush=True)
-        try:
-            statuses += map(started, command_lines(name, overrides))
-        except Exception as error:  # noqa: BLE001 - the others are tried all the same
-            statuses.append(report_error(error)[1])
-    _index(overrides, list(reversed(made)))
-    return max(statuses)
-
-
-def run_script(line: Sequence[str]) -> int:
-    """Run a script of scripts/papers as a process of its own; its exit status."""
-    path = script_path(line[0].removeprefix("script="))
-    return subprocess.run([sys.executable, path, *line[1:]], check=False).returncode
-
-
-_OF_JOBS = (
+_OF_JOBS = [
     "batch_size",
     "decode",
     "example_timeout",
@@ -82,8 +33,58 @@ _OF_JOBS = (
     "logger",
     "retry_failed",
     "shards",
-)
-_NOT_RUN = ("no data", "missing")
+]
+"""Keys that mean nothing to a script."""
+
+
+def reproduce(arguments: Sequence[str], run: Run) -> int:
+    """Run what makes an item, or an experiment, or all items.
+
+    Args:
+        arguments: its name, then overrides.
+        run: runs one command line and returns its exit status.
+
+    Returns:
+        The largest exit status; of ``all``, every item is tried.
+
+    Raises:
+        UserError: no such experiment, a folder that it reads was not named, or a script is not here.
+    """
+    name, *overrides = arguments or [""]
+    if name != ALL:
+        lines = command_lines(name, overrides)
+        return max(run_script(line) if line[0][:7] == "script=" else run(line) for line in lines)
+    from kvbench.report.page import write_index
+
+    items = [item for item in paper_items().values() if item.status not in ("no data", "missing")]
+    within = {line for item in items for line in item.runs}  # those that others bring with them
+    made = {i.experiment: i.name for i in reversed(items) if f"experiment={i.name}" not in within}
+    statuses, folders = [0], []
+    for experiment, name in reversed(made.items()):
+        print(f"\n{name}", flush=True)
+        try:
+            statuses.append(reproduce([name, *overrides], run))
+        except Exception as error:  # noqa: BLE001 - the others are tried all the same
+            statuses.append(report_error(error)[1])
+        if not paper_items().get(experiment, PaperItem()).script:
+            folders.append(_config_of(experiment).experiment_name)
+    given = dict(text.partition("=")[::2] for text in overrides)
+    place = results_folder(given.get("results_dir", "runs"))
+    print(f"page: {write_index([place / name for name in dict.fromkeys(folders)])}")
+    return max(statuses)
+
+
+def run_script(line: Sequence[str]) -> int:
+    """Run a script of scripts/papers; its exit status.
+
+    Raises:
+        UserError: it is not here, as the installed package does not have it.
+    """
+    place = Path("scripts", "papers", f"{line[0].removeprefix('script=')}.py")
+    file = config_dir().resolve().parent / place
+    if not file.is_file():
+        raise UserError(f"{place} is not installed; allowed: kvbench's repository, where it is")
+    return subprocess.run([sys.executable, file, *line[1:]], check=False).returncode
 
 
 def command_lines(name: str, overrides: Sequence[str]) -> Iterator[list[str]]:
@@ -93,65 +94,43 @@ def command_lines(name: str, overrides: Sequence[str]) -> Iterator[list[str]]:
     Raises:
         UserError: see `reproduce`.
     """
-    experiment, _ = experiment_called(name)
-    known = catalogue("experiments")
-    items = paper_items()
+    experiment = experiment_called(name)
+    items, known = paper_items(), catalogue("experiments")
     script = items[experiment].script if experiment in items else ""
+    item = items.get(experiment if script else name) or items.get(experiment) or PaperItem()
     if experiment not in known and not script:
-        item = items.get(experiment)
-        if item is not None:
+        if name in items:
             raise UserError(f"{name} has no experiment: {item.no_data or item.status}")
         hint = nearest(name, [*known, *items])
         raise UserError(f"unknown experiment {name!r}{hint}; allowed: {', '.join([*known, ALL])}")
-    item = (
-        items.get(experiment if script else name)
-        or items.get(experiment)
-        or PaperItem("", experiment, "", "")
-    )
-    given = dict(text.partition("=")[::2] for text in overrides)
+    own = list(overrides)
+    given = dict(text.partition("=")[::2] for text in own)
     small = shlex.split(item.small if given.get("model") in SMALL_MODELS else "")
-    if script:  # which knows nothing of jobs
-        overrides = [text for text in overrides if re.split(r"[.=]", text)[0] not in _OF_JOBS]
-    key = "limit" if script else limit_key(experiment)
-    own = [f"{key}={text[6:]}" if text.startswith("limit=") else text for text in overrides]
+    if script:
+        own = [text for text in own if re.split(r"[.=]", text)[0] not in _OF_JOBS]
+    elif "limit" in given and "per_dataset" in _config_of(experiment).task:
+        own = [t.replace("limit=", "task.per_dataset=") if t[:6] == "limit=" else t for t in own]
     if any(word.startswith("model=") for word in small):  # another small model, which it needs
         own = [text for text in own if not text.startswith("model=")]
     first = [f"script={script}", f"name={experiment}"] if script else [f"experiment={name}"]
     for number, line in enumerate(item.runs):
-        words = shlex.split(line)
         if line.startswith("experiment="):
             yield from command_lines(line.partition("=")[2], overrides)
             continue
+        words = [word if small else os.path.expandvars(word) for word in shlex.split(line)]
+        for unset in re.findall(r"\$\{(\w+)\}", "" if small else " ".join(words)):
+            raise UserError(
+                f"{unset} is not set; {item.name} needs {item.needs}: allowed: {unset}=<folder> in "
+                "the environment or of make"
+            )
         if number and "model" in given and any(word.startswith("model=") for word in words):
             continue
-        if not small:
-            words = [_expanded(word, item) for word in words]
         settings = {word.partition("=")[0]: word for word in (*words, *small)}
         asked = {word.partition("=")[0] for word in own}
-        rest = [word for key, word in settings.items() if key not in asked]
-        yield [*first, *rest, *own]
+        yield [*first, *(word for key, word in settings.items() if key not in asked), *own]
 
 
-def _expanded(word: str, item: PaperItem) -> str:
-    """A word of a run with the folders that the environment names.
-
-    Raises:
-        UserError: one is not named.
-    """
-    try:
-        return Template(word).substitute(os.environ)
-    except KeyError as error:
-        raise UserError(
-            f"{error.args[0]} is not set; {item.name} needs {item.needs}: allowed:"
-            f" {error.args[0]}=<folder> in the environment or of make"
-        ) from error
-
-
-def _index(overrides: Sequence[str], experiments: Sequence[str]) -> None:
-    """The page that links those that were run."""
-    from kvbench.report.render.landing import write_landing
-
-    given = dict(text.partition("=")[::2] for text in overrides)
-    place = Path(given.get("results_dir", "runs")).expanduser()
-    folders = dict.fromkeys(place / folder_name(experiment) for experiment in experiments)
-    print(f"page: {write_landing(list(folders))}")
+def _config_of(experiment: str) -> Any:
+    """The config that an experiment composes to."""
+    with hydra_of_conf() as hydra:
+        return composed(hydra, [f"experiment={experiment}"])

@@ -94,7 +94,7 @@ class Baseline(Method):
         if self.cache == "quantized":
             backend = "quanto" if _found("optimum.quanto") else "hqq"
             config.cache_config = {"backend": backend, "nbits": 4}
-        clock = _FirstToken(ids.device)
+        clock = _FirstToken()
         generate: Any = model.generate
         before = model.config._attn_implementation
         model.set_attn_implementation(self.attention)
@@ -167,13 +167,11 @@ def baselines_of(names: Sequence[str]) -> dict[str, Baseline]:
 class _FirstToken(LogitsProcessor):
     """Notes when the logits of the first new token were there."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.at: float | None = None
+    at: float | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if self.at is None:
-            synchronize(self.device)
+            synchronize(input_ids.device)
             self.at = time.perf_counter()
         return scores
 

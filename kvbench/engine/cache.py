@@ -457,7 +457,6 @@ class RecompressedCache(LayerCache):
     Attributes:
         tokens: fed so far; with ``phase=tokens``, the prompt's included.
         queries: the last ones fed, [heads, at most rule.queries, head_dim], whose bytes are counted.
-        times: how often the layer was compressed.
     """
 
     is_shareable = is_plain = False
@@ -481,7 +480,6 @@ class RecompressedCache(LayerCache):
         self.to = Budget(sink=budget.sink, window=budget.window, size=rule.to)
         self.queries = prompt.queries[0, :, -rule.queries :].clone()
         self.tokens = prompt.n if rule.phase == "tokens" else 0
-        self.times = 0
         none = prompt.keys[:, :, :0]  # does not keep the prompt in memory
         self.shape = replace(prompt, keys=none, values=none, queries=None, shared={}, carried={})
 
@@ -539,7 +537,6 @@ class RecompressedCache(LayerCache):
             self.log_weights[:, :count] += held.log_weights[0]
         self.keys[:, :count], self.values[:, :count] = held.keys[0], held.values[0]
         self.length = count
-        self.times += 1
 
 
 def branch_of(base: LayerCache) -> LayerCache:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -75,10 +75,11 @@ class Cost:
 
     def record(self) -> dict[str, Any]:
         """The fields of a record, but for `prompt_tokens`; `budget_preset` only where there is one."""
-        fields = {name: value for name, value in asdict(self).items() if name != "prompt_tokens"}
+        names = [field.name for field in fields(Cost) if field.name != "prompt_tokens"]
+        found = {name: getattr(self, name) for name in names}
         if self.budget_preset is None:
-            del fields["budget_preset"]
-        return fields | {"ratio": self.ratio}
+            del found["budget_preset"]
+        return found | {"ratio": self.ratio}
 
 
 @dataclass

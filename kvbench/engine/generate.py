@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.engine import memory
@@ -157,31 +156,68 @@ def run_conversations(
     readings = [_read(model, prompt, seed) for prompt in prompts]
     most = max(len(prompt.conversations) for prompt in prompts)
     at_once = _copies_at_once(readings, most, input_device(model))
+    done: list[_Conversation] = []
     for first in range(0, most, at_once):
-        talks = [reading.talks(first, first + at_once) for reading in readings]
-        turns = (len(talk.questions) for each in talks for talk in each)
-        for turn in range(max(turns, default=0)):
-            asked: list[tuple[_Reading, _Conversation]] = []
-            for reading, each in zip(readings, talks, strict=True):
+        talks = [talk for each in readings for talk in each.conversations(first, first + at_once)]
+        for turn in range(max((len(talk.questions) for talk in talks), default=0)):
+            going_on = [talk for talk in talks if turn < len(talk.questions)]
+            for reading in readings:
                 begun = time.perf_counter()
-                going_on = [talk for talk in each if turn < len(talk.questions)]
-                _ask(model, going_on, turn, seed, sampling, reading.start.logits)
+                mine = [talk for talk in going_on if talk.reading is reading]
+                _ask(model, mine, turn, seed, sampling)
                 reading.spent_s += time.perf_counter() - begun
-                for talk in going_on:
+                for talk in mine:
                     talk.row.spent_s = reading.spent_s
-                asked += [(reading, talk) for talk in going_on]
             begun = time.perf_counter()
-            rows = [talk.row for _, talk in asked if talk.row.chosen]
+            rows = [talk.row for talk in going_on if talk.row.chosen]
             decode_rows(model, rows, graphs or StepGraphs())
             for reading in readings:
                 reading.spent_s += time.perf_counter() - begun
-            for reading, talk in asked:
-                kept = reading.kept.get(talk.row.fork.label)
+            for talk in going_on:
+                kept = talk.reading.kept.get(talk.row.fork.label)
                 talk.said.append(talk.row.finish(batch=len(prompts), kept=kept))
+        done += talks
     return [
-        {label: [one for talk in said for one in talk] for label, said in reading.said.items()}
+        {
+            label: [one for talk in done if talk.is_of(reading, label) for one in talk.said]
+            for label in reading.prompt.methods
+        }
         for reading in readings
     ]
+
+
+@dataclass
+class _Reading:
+    """One prompt that has been read.
+
+    Attributes:
+        spent_s: wall seconds so far, other prompts' own left out.
+        kept: by method, what it holds of the prompt, where that is asked for.
+    """
+
+    prompt: Prompt
+    forks: list[Fork]
+    start: Prefill
+    spent_s: float
+    kept: dict[str, dict[str, Any]]
+
+    def conversations(self, first: int, last: int) -> list[_Conversation]:
+        """Those from `first` to before `last`, of every method; where there are several, each with a
+        cache that goes on from what has been read."""
+        n, several = self.start.n, len(self.prompt.conversations) > 1
+        made = []
+        for questions in self.prompt.conversations[first:last]:
+            for fork in self.forks:
+                if several:
+                    fork = fork.clone() if self.copies(fork) else fork.branch()
+                row = DecodingRow(fork, self.prompt.stopping, n, self.start.prefill_s)
+                made.append(_Conversation(self, questions, row, []))
+        return made
+
+    def copies(self, fork: Fork) -> bool:
+        """Whether a conversation has a copy even of what it could share: rows that share are not decoded
+        by the kernel, which costs more than it saves once their own tokens are the most."""
+        return fork.room > self.start.n
 
 
 @dataclass
@@ -192,48 +228,14 @@ class _Conversation:
         row: of its latest question. said: its answers.
     """
 
+    reading: _Reading
     questions: Sequence[Question]
     row: DecodingRow
     said: list[Generation]
 
-
-@dataclass
-class _Reading:
-    """One prompt that has been read, and what its forks have answered.
-
-    Attributes:
-        spent_s: wall seconds so far, other prompts' own left out.
-        kept: by method, what it holds of the prompt, where that is asked for.
-        said: by method, the answers of each conversation.
-    """
-
-    prompt: Prompt
-    forks: list[Fork]
-    start: Prefill
-    spent_s: float
-    kept: dict[str, dict[str, Any]]
-    said: dict[str, list[list[Generation]]]
-
-    def talks(self, first: int, last: int) -> list[_Conversation]:
-        """The conversations from `first` to before `last`; where there are several, each with a cache
-        that goes on from what has been read."""
-        n, several = self.start.n, len(self.prompt.conversations) > 1
-
-        def row_of(fork: Fork) -> DecodingRow:
-            if several:
-                fork = fork.clone() if self.copies(fork) else fork.branch()
-            return DecodingRow(fork, self.prompt.stopping, n, self.start.prefill_s)
-
-        return [
-            _Conversation(questions, row_of(fork), self.said[fork.label][number])
-            for number, questions in list(enumerate(self.prompt.conversations))[first:last]
-            for fork in self.forks
-        ]
-
-    def copies(self, fork: Fork) -> bool:
-        """Whether a conversation has a copy even of what it could share: rows that share are not decoded
-        by the kernel, which costs more than it saves once their own tokens are the most."""
-        return fork.room > self.start.n
+    def is_of(self, reading: _Reading, label: str) -> bool:
+        """Whether it is this method's, about this prompt."""
+        return self.reading is reading and self.row.fork.label == label
 
 
 def _read(model: PreTrainedModel, prompt: Prompt, seed: int) -> _Reading:
@@ -254,8 +256,7 @@ def _read(model: PreTrainedModel, prompt: Prompt, seed: int) -> _Reading:
         for fork in forks
         if prompt.note_kept and fork.failure is None
     }
-    said = {label: [list[Generation]() for _ in prompt.conversations] for label in prompt.methods}
-    return _Reading(prompt, forks, start, spent_s, kept, said)
+    return _Reading(prompt, forks, start, spent_s, kept)
 
 
 def _copies_at_once(readings: Sequence[_Reading], most: int, device: torch.device) -> int:
@@ -279,10 +280,9 @@ def _ask(
     turn: int,
     seed: int,
     sampling: Sampling,
-    logits: Tensor,
 ) -> None:
     """One more question of each conversation, after the answer to the one before (its ending token left
-    out); every row holds its first new token afterwards. `logits` [vocab] are those after the prompt."""
+    out); every row holds its first new token afterwards."""
     fed: list[DecodingRow] = []
     questions: list[list[int]] = []
     for talk in talks:
@@ -299,7 +299,7 @@ def _ask(
             fed.append(row)
             questions.append(ids)
         elif row.fork.failure is None:
-            ((token,), (finite,)) = picked([row], logits[None]).tolist()
+            ((token,), (finite,)) = picked([row], talk.reading.start.logits[None]).tolist()
             row.take(token, bool(finite))
     if fed:
         feed_questions(model, fed, questions)

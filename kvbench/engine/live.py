@@ -82,11 +82,6 @@ class LiveCache(Cache):
         """Rows differ in length, so there is nothing to compile."""
         return False
 
-    @property
-    def is_croppable(self) -> bool:
-        """False: what a method dropped does not come back."""
-        return False
-
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
@@ -148,10 +143,6 @@ class LiveCache(Cache):
     def crop(self, tokens: int) -> None:
         """Refused: what a method dropped does not come back."""
         raise UnsupportedGeneration("a compressed cache cannot be cropped; call generate again")
-
-    def reset(self) -> None:
-        """Refused: every call of generate starts afresh anyway."""
-        raise UnsupportedGeneration("a compressed cache cannot be reset; call generate again")
 
 
 class Context:

@@ -57,9 +57,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 PACKAGES = {"bnb4": "bitsandbytes", "bnb8": "bitsandbytes", "gguf": "gguf"}
 """What each choice of `ModelSpec.quantization` needs beside transformers."""
 
-BNB_DEVICES = ("cuda", "cpu", "xpu")
-"""Where bitsandbytes has kernels for both of its kinds."""
-
 MOST_LAYERS = 10_000
 """Most layers of a model; its config lists every layer."""
 
@@ -91,14 +88,11 @@ class ModelSpec:
         random_weights: build `architecture` (or the path's config) with random weights: for speed
             and memory measurements without a download.
         architecture: a transformers config (`model_type` and its fields) for `random_weights`.
-        device_map: accelerate's device map ("auto" spreads over all GPUs, then the host's memory, then
-            the disk; or a device by module), None for one device. Where a model lies changes no
-            result, so neither this nor `max_memory` is part of a run's hash.
-        max_memory: what "auto" may use of each device, e.g. ``{0: 70GiB, cpu: 200GiB}``.
+        device_map, max_memory: accelerate's, "auto" or a device by module, and what "auto" may use of
+            each device; None: one device. Where a model lies is not part of a run's hash.
         trust_remote_code: run code from the model repository. Off unless written in a config.
-        quantization: of the weights, see `_packing`: "bnb4" and "bnb8" pack them while
-            they are read, "gguf" reads a file that holds them packed.
-        gguf_file: that file, in the folder or repository of `path`; None: the only one of a folder.
+        quantization, gguf_file: packed weights: "bnb4" and "bnb8" pack them while they are read, "gguf"
+            reads them from that file of `path` (None: the only one of a folder).
     """
 
     name: Text
@@ -195,11 +189,8 @@ def resolve_dtype(dtype: str, device: torch.device, models: str = "auto") -> tor
     Raises:
         ModelError: unknown name.
     """
-    if dtype == "auto" and device.type in ("cpu", "mps"):
-        return torch.float32
-    dtype = models if dtype == "auto" else dtype
     if dtype == "auto":
-        return torch.bfloat16
+        dtype = "float32" if device.type in ("cpu", "mps") else models.replace("auto", "bfloat16")
     if dtype not in DTYPES:
         raise ModelError(f"dtype is {dtype!r}; allowed: auto, {', '.join(DTYPES)}")
     return DTYPES[dtype]
@@ -502,19 +493,15 @@ def _packing(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> dict[
         plan = {} if unpacked is None else {"quantization_config": unpacked(dequantize=True)}
         return {**_gguf_options(spec), **plan}
     _check_package(spec)
-    if device.type not in BNB_DEVICES:
+    if device.type not in ("cuda", "cpu", "xpu"):
         raise ModelError(
             f"model.quantization is {spec.quantization} and device is {str(device)!r}, for which "
-            f"bitsandbytes has no kernels; allowed: {', '.join(BNB_DEVICES)}"
+            "bitsandbytes has no kernels; allowed: cuda, cpu, xpu"
         )
-    if spec.quantization == "bnb4":
-        how = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
-        )
-    else:
-        how = BitsAndBytesConfig(load_in_8bit=True)
+    four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
+    how = four if spec.quantization == "bnb4" else {"load_in_8bit": True}
     placed = {} if spec.device_map is not None else {"device_map": {"": str(device)}}
-    return {"quantization_config": how, **placed}
+    return {"quantization_config": BitsAndBytesConfig(**how), **placed}
 
 
 def _check_package(spec: ModelSpec) -> None:

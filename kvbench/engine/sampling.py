@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from annotated_types import Ge, Le
 from torch import Tensor
 
 from kvbench.engine.faults import pick
-from kvbench.errors import is_integer, is_number
+from kvbench.errors.options import Share, check_options
 from kvbench.kv import KVError
 
 
@@ -30,19 +32,12 @@ class Sampling:
         KVError: a value that is not allowed, or several samples of a greedy answer.
     """
 
-    temperature: float = 0.0
-    top_p: float = 1.0
-    samples: int = 1
+    temperature: Annotated[float, Ge(0), Le(100)] = 0.0
+    top_p: Share = 1.0
+    samples: Annotated[int, Ge(1), Le(10_000)] = 1
 
     def __post_init__(self) -> None:
-        if not is_number(self.temperature) or not 0 <= self.temperature <= 100:
-            raise KVError(
-                f"sampling.temperature is {self.temperature!r}; allowed: a number 0..100 (0: greedy)"
-            )
-        if not is_number(self.top_p) or not 0 < self.top_p <= 1:
-            raise KVError(f"sampling.top_p is {self.top_p!r}; allowed: a number in (0, 1]")
-        if not is_integer(self.samples, 1, 10_000):
-            raise KVError(f"sampling.samples is {self.samples!r}; allowed: an integer 1..10000")
+        check_options(self, "sampling.", KVError)
         if self.greedy and self.samples > 1:
             raise KVError(
                 f"sampling.samples is {self.samples} and sampling.temperature 0, which gives the same "

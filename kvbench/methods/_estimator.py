@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from kvbench.kv import CompressedKV, LayerKV
+from kvbench.kv import CompressedKV, LayerKV, rows_at
 
 MIX = 2.0**-10
 """Share of the denominator that is estimated from the numerator's entries (see `combine`)."""
@@ -39,40 +39,23 @@ def combine(
     numerator, denominator = _trimmed(numerator, denominator)
     recent = exact.to(layer.keys.device).expand(batch, heads, -1)
     positions = torch.cat([denominator[0], numerator[0], recent], dim=-1)
-    log_weights = torch.cat(
-        [
-            denominator[1],
-            numerator[1] + math.log(MIX),
-            torch.full(recent.shape, math.log1p(MIX), device=recent.device),
-        ],
-        dim=-1,
-    )
-    factor = torch.cat(
-        [
-            torch.full_like(numerator[1], (1 + MIX) / MIX),
-            torch.ones(recent.shape, device=recent.device),
-        ],
-        dim=-1,
-    )
-    keys_only = denominator[0].shape[-1]
-    index = positions.clamp(min=0).unsqueeze(-1)
-    keys = layer.keys.gather(2, index.expand(-1, -1, -1, layer.keys.shape[3]))
-    index = index[:, :, keys_only:]
-    values = layer.values.gather(2, index.expand(-1, -1, -1, layer.values.shape[3]))
-    values = (values * factor.unsqueeze(-1)).to(values.dtype)
+    of_recent = torch.full(recent.shape, math.log1p(MIX), device=recent.device)
+    log_weights = torch.cat([denominator[1], numerator[1] + math.log(MIX), of_recent], dim=-1)
+    keys_only, sampled = denominator[0].shape[-1], numerator[0].shape[-1]
+    keys = rows_at(layer.keys, positions.clamp(min=0))
+    values = rows_at(layer.values, positions[..., keys_only:].clamp(min=0))
+    scaled = values[:, :, :sampled].float() * ((1 + MIX) / MIX)
+    values[:, :, :sampled] = scaled.to(values.dtype)
     return CompressedKV(keys, values, log_weights, positions, keys_only=keys_only)
 
 
 def _trimmed(*samples: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Positions and log-weights without the room that no head uses, which would be held all the same:
     [batch, kv_heads, most]. A GPU is asked once for all."""
-    padding = [log_weights == -math.inf for _, log_weights in samples]
-    most = torch.stack([(~empty).sum(-1).max() for empty in padding]).tolist()
-    kept = [
-        empty.int().argsort(dim=-1, stable=True)[..., :count]
-        for empty, count in zip(padding, most, strict=True)
-    ]
-    return [
-        (positions.gather(-1, order), log_weights.gather(-1, order))
-        for (positions, log_weights), order in zip(samples, kept, strict=True)
-    ]
+    empty = [log_weights == -math.inf for _, log_weights in samples]
+    most = torch.stack([(~one).sum(-1).max() for one in empty]).tolist()
+    trimmed = []
+    for sample, one, count in zip(samples, empty, most, strict=True):
+        order = one.int().argsort(dim=-1, stable=True)[..., :count]
+        trimmed.append((sample[0].gather(-1, order), sample[1].gather(-1, order)))
+    return trimmed

@@ -87,10 +87,8 @@ class H2O(Method):
         """Scores grow by each token's attention; the lightest entry that is not recent leaves."""
         if self.decode == "grow" or self.semantics != "paper":
             return None
-        leaves: Literal["lightest", "heaviest"] = (
-            "lightest" if self.keeps == "heaviest" else "heaviest"
-        )
-        return Eviction(leaves, recent=self.recent(capacity))
+        recent = self.recent(capacity)
+        return Eviction("lightest" if self.keeps == "heaviest" else "heaviest", recent=recent)
 
     def recent(self, capacity: int) -> int:
         """Entries of a cache of `capacity` that are the most recent tokens."""

@@ -109,24 +109,17 @@ class MInference(Method):
                 f"budget.window is {budget.window} and the capacity {capacity}; minference's "
                 f"{self.cluster} allows: a window of 1 or more, less than the capacity"
             )
-        options: dict[str, Any] = {
-            "window_size": budget.window,
-            "max_capacity_prompt": capacity,
-            "kernel_size": self.kernel_size,
-            "pooling": self.pooling,
-        }
-        if self.cluster == "pyramidkv":
-            if layer.num_layers < 2:
-                raise KVError(
-                    "minference's pyramidkv divides by the number of layers less one; "
-                    "allowed: models with two or more full-attention layers"
-                )
-            options |= {
-                "num_hidden_layers": layer.num_layers,
-                "layer_idx": layer.layer_index,
-                "beta": self.beta,
-            }
-        return cluster(**options)
+        shape = {"window_size": budget.window, "max_capacity_prompt": capacity}
+        how = {"kernel_size": self.kernel_size, "pooling": self.pooling}
+        if self.cluster == "snapkv":
+            return cluster(**shape, **how)
+        if layer.num_layers < 2:
+            raise KVError(
+                "minference's pyramidkv divides by the number of layers less one; "
+                "allowed: models with two or more full-attention layers"
+            )
+        place = {"num_hidden_layers": layer.num_layers, "layer_idx": layer.layer_index}
+        return cluster(**shape, **how, **place, beta=self.beta)
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """What the package's cluster keeps, ascending: [batch, heads, c, head_dim].

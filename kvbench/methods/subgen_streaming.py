@@ -12,7 +12,6 @@ from torch import Tensor
 from kvbench.errors.options import Count, NonNegative, Whole
 from kvbench.kernels.kcentre import greedy_k_centre, nearest_centre
 from kvbench.kernels.online_clusters import BLOCK, OnlineClusters, count_clusters
-from kvbench.kernels.philox import to_device
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, rows_at
 from kvbench.methods._draws import uniforms
 from kvbench.methods._estimator import combine
@@ -219,9 +218,8 @@ class SubGenStreaming(Method):
             delta = _radius(keys, most)
         stream = SubGenStream(batch * heads, dim, values.shape[-1], delta, self.t, s, most)
         for key, value in zip(keys.split(BLOCK, 1), values.split(BLOCK, 1), strict=True):
-            draws = uniforms(generator, keys.device, key.shape[1], heads, self.t + s)
-            draws = to_device(draws[0][:, None], keys.device).expand(-1, batch, -1, -1)
-            stream.extend(key, value, draws.flatten(1, 2))
+            draws = uniforms(generator, keys.device, key.shape[1], heads, self.t + s)[0]
+            stream.extend(key, value, draws.repeat(1, batch, 1))
         return stream
 
     def _shares(self, room: int, of_cluster: int) -> tuple[int, int]:

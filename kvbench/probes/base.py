@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Le
 
 from kvbench.errors.options import Distinct, check_options
+from kvbench.records.figures import Figure, as_json
 from kvbench.run.encoding import encode_example
 from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
@@ -76,7 +77,7 @@ class Probe(ABC):
     """Record fields that tables split by."""
     measures: ClassVar[tuple[str, ...]] = ()
     """Record fields that a table shows beside the score."""
-    figures: ClassVar[tuple[Mapping[str, Any], ...]] = ()
+    figures: ClassVar[tuple[Figure, ...]] = ()
     repetition: ClassVar[str] = "example_id"
     """Record field of the independent repetitions, which intervals resample."""
 
@@ -98,7 +99,7 @@ class Probe(ABC):
             "lower_is_better": self.lower_is_better,
             "breakdown": list(self.breakdown),
             "measures": list(self.measures),
-            "figures": list(self.figures),
+            "figures": as_json(self.figures),
             "unit": self.repetition,
         }
 

@@ -44,6 +44,7 @@ from kvbench.probes.base import (
     origin,
 )
 from kvbench.probes.layer_error import compress_measured, estimate
+from kvbench.records.figures import Curve, as_json
 from kvbench.run.plan import Methods, Outcome, Unit, status_of
 from kvbench.run.session import Session
 from kvbench.tasks.base import Task, TaskError
@@ -195,22 +196,20 @@ class ErrorScaling(Probe):
     def meta(self) -> dict[str, Any]:
         """See `Probe.meta`."""
         unit = "replicate" if self.prompts is None else "prompt"
-        figure = {
-            "kind": "scaling",
-            "facet": "dataset",
-            "unit": unit,
-            "x": "held",
-            "y": "scaled_error",
-            "level": "kept",
-            "xlabel": "entries held",
-            "ylabel": "error / (||softmax|| ||V||)",
-            "finding": "error_scaling",
-            "guides": [-0.5, -1.0],
-            "fit_most": self.fit_rate * self.n,
-            "expected": dict(self.expected),
-            "compare": self.compare,
-        }
-        return super().meta() | origin(self.prompts) | {"unit": unit, "figures": [figure]}
+        figure = Curve(
+            x="held",
+            y="scaled_error",
+            level="kept",
+            unit=unit,
+            xlabel="entries held",
+            ylabel="error / (||softmax|| ||V||)",
+            guides=(-0.5, -1.0),
+            fit_most=self.fit_rate * self.n,
+            expected=dict(self.expected),
+            compare=self.compare,
+        )
+        found = {"unit": unit, "figures": as_json([figure])}
+        return super().meta() | origin(self.prompts) | found
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
         """One unit per draw of every data set, or per prompt.

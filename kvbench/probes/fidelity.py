@@ -35,6 +35,7 @@ from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
 from kvbench.methods.exact import Exact
 from kvbench.probes.base import Probe, Repeats, Tokens, check_either
+from kvbench.records.figures import Distances, Figure
 from kvbench.run.encoding import encode_example
 from kvbench.run.plan import Methods, Outcome, Unit, status_of
 from kvbench.run.session import Session
@@ -286,7 +287,7 @@ class FidelityProbe(Probe):
     name: ClassVar[str] = "fidelity"
     score_unit: ClassVar[str] = "KL in nats"
     repetition: ClassVar[str] = "prompt"
-    figures: ClassVar[tuple[Mapping[str, Any], ...]] = ({"kind": "fidelity"},)
+    figures: ClassVar[tuple[Figure, ...]] = (Distances(),)
     lower_is_better: ClassVar[bool] = True
 
     prompts: Task | None = None

@@ -31,6 +31,7 @@ from kvbench.probes.base import (
     encoded_prompts,
     origin,
 )
+from kvbench.records.figures import Bars, as_json
 from kvbench.run.plan import Methods, Outcome, Unit, status_of
 from kvbench.run.session import Session
 from kvbench.tasks.base import Task, TaskError
@@ -261,19 +262,14 @@ class LayerError(Probe):
         drawn = self.prompts is None
         measure = METRICS[self.metric][1]
         unseen = "" if self.held_out else ", measured on the queries that chose"
-        bars = {
-            "kind": "bars",
-            "x": "rate",
-            "value": "score",
-            "ylabel": f"{measure} of the attention output",
-            "repeat": "layer" if drawn else "prompt",
-            **({} if drawn else {"facet": "layer"}),
-        }
+        unit = "layer" if drawn else "prompt"
+        ylabel = f"{measure} of the attention output"
+        bars = Bars(x="rate", facet=None if drawn else "layer", repeat=unit, ylabel=ylabel)
         return super().meta() | {
             "score_unit": measure + unseen,
             "breakdown": ["rate"] if drawn else ["rate", "layer"],
-            "figures": [bars],
-            "unit": "layer" if drawn else "prompt",
+            "figures": as_json([bars]),
+            "unit": unit,
             **origin(self.prompts),
         }
 

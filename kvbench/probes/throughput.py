@@ -26,6 +26,7 @@ from kvbench.errors.options import Count, Several, Share, check_options
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
 from kvbench.probes.base import Probe, Repeats
+from kvbench.records.figures import Figure, Times
 from kvbench.run.plan import Methods, Outcome, Unit, measured, status_of
 from kvbench.run.session import Session
 from kvbench.tasks.base import TaskError
@@ -94,7 +95,7 @@ class Throughput(Probe):
     name: ClassVar[str] = "throughput"
     version: ClassVar[int] = 3
     score_unit: ClassVar[str] = "tokens/s"
-    figures: ClassVar[tuple[Mapping[str, Any], ...]] = ({"kind": "throughput"},)
+    figures: ClassVar[tuple[Figure, ...]] = (Times(),)
 
     prompt_tokens: Several[Count] = (16384,)
     new_tokens: Several[Count] = (1024,)

@@ -85,27 +85,17 @@ def make_folder(folder: Path, root: Path | None = None) -> None:
     """Make a folder and its parents; their names survive a power cut.
 
     Args:
-        root: see `check_inside`.
+        root: the folder must not leave it; it may be a link itself, e.g. to a scratch disk.
 
     Raises:
-        OSError: the file system refuses, or as `check_inside`.
+        OSError: the file system refuses, or a link or ``..`` leads out of `root`.
     """
-    if root is not None:
-        check_inside(folder, root)
+    if root is not None and not folder.resolve().is_relative_to(root.resolve()):
+        raise OSError(errno.ELOOP, f"leads out of {root}", str(folder))
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:
         sync_folder(path.parent)
-
-
-def check_inside(folder: Path, root: Path) -> None:
-    """Refuse a folder that leaves `root`, which may be a link itself, e.g. to a scratch disk.
-
-    Raises:
-        OSError: a link or ``..`` leads out of `root`.
-    """
-    if not folder.resolve().is_relative_to(root.resolve()):
-        raise OSError(errno.ELOOP, f"leads out of {root}", str(folder))
 
 
 def check_plain(folder: Path) -> None:

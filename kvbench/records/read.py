@@ -28,7 +28,6 @@ from kvbench.errors import FAILED, UserError
 from kvbench.records.durable import read_file
 from kvbench.records.schema import (
     COMMON_FIELDS,
-    LARGEST,
     NUMBER_FIELDS,
     SchemaError,
     parse_manifest,
@@ -52,12 +51,10 @@ class StoreError(UserError, RuntimeError):
 
 def record_files(folder: Path) -> list[Path]:
     """The records files of a run folder, in the order in which they count."""
-    shards = sorted(path for path in folder.glob("records-*of*.jsonl") if _SHARD.match(path.name))
+    name = re.compile(r"records-\d+of\d+\.jsonl$")
+    shards = sorted(path for path in folder.glob("records-*of*.jsonl") if name.match(path.name))
     whole = folder / RECORDS
     return [whole, *shards] if whole.exists() else shards
-
-
-_SHARD = re.compile(r"records-\d+of\d+\.jsonl$")
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,12 +87,8 @@ def load_runs(experiment_folder: str | Path) -> list[Run]:
     names = (RECORDS, "records-*of*.jsonl", MANIFEST)
     files = [path for name in names for path in folder.glob(f"*/*/*/{name}")]
     # a run that was killed before its manifest was written has nothing to show
-    found = {path.parent for path in files if path.name == MANIFEST or not _is_empty(path)}
+    found = {path.parent for path in files if path.name == MANIFEST or path.stat().st_size}
     return [load_run(path) for path in sorted(found)]
-
-
-def _is_empty(path: Path) -> bool:
-    return path.is_file() and path.stat().st_size == 0
 
 
 def load_run(folder: Path) -> Run:
@@ -106,17 +99,13 @@ def load_run(folder: Path) -> Run:
     """
     import pandas as pd  # not above: slow to import, and whoever writes records needs none
 
+    if not (folder / MANIFEST).exists():
+        raise StoreError(f"{folder} has records but no {MANIFEST}")
     manifest = read_manifest(folder / MANIFEST)
     records = pd.DataFrame(read_records(folder))
     records = records.reindex(columns=list(dict.fromkeys([*COMMON_FIELDS, *records.columns])))
     for name in NUMBER_FIELDS:
         records[name] = pd.to_numeric(records[name]).astype(float)
-        beyond = records[records[name].abs() > LARGEST]
-        if len(beyond):
-            raise StoreError(
-                f"{folder}, record of example {beyond['example_id'].iloc[0]!r}: {name} is "
-                f"{beyond[name].iloc[0]:g}; allowed: a number up to {LARGEST:g}, or null"
-            )
     return Run(folder, manifest, records)
 
 
@@ -142,6 +131,15 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
     return [record for record in in_turn if found[record["example_id"]] is record]
 
 
+def recorded(folder: Path) -> set[str]:
+    """example_ids that have a record in a run folder; none where there is no folder.
+
+    Raises:
+        StoreError: a broken file.
+    """
+    return {record["example_id"] for record in read_records(folder)}
+
+
 def read_manifest(path: Path) -> dict[str, Any]:
     """The parsed manifest.json.
 
@@ -149,23 +147,18 @@ def read_manifest(path: Path) -> dict[str, Any]:
         StoreError: it is not there, broken, or of a version that this kvbench does not read.
     """
     try:
-        manifest = parse_manifest(read_file(path))
-    except FileNotFoundError:
-        raise StoreError(f"{path.parent} has records but no {MANIFEST}") from None
-    except OSError as error:
-        raise StoreError(explain_os_error(error, path)) from error
+        with disk_errors(path):
+            manifest = parse_manifest(read_file(path))
     except SchemaError as error:
-        raise StoreError(f"{path} cannot be read: {error}; {_MOVE_AWAY}") from error
+        hint = "move it away, and the run's command writes a new one; the records stay"
+        raise StoreError(f"{path} cannot be read: {error}; {hint}") from error
     written = manifest.get("format", FORMAT)
-    if isinstance(written, bool) or not isinstance(written, int) or not 1 <= written <= FORMAT:
+    if written is True or written not in range(1, FORMAT + 1):
         raise StoreError(
             f"{path} is of format {written!r}; this kvbench reads 1 to {FORMAT}: use the version that "
             "wrote it, or another results_dir"
         )
     return manifest
-
-
-_MOVE_AWAY = "move it away, and the run's command writes a new one; the records stay"
 
 
 def whole_lines(path: Path) -> tuple[list[bytes], int]:
@@ -207,7 +200,7 @@ def parse_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
 
 @contextmanager
 def disk_errors(path: Path, kept: int | None = None) -> Iterator[None]:
-    """What the file system refuses about `path`, as one line.
+    """Say in one line what the file system refuses about `path`.
 
     Args:
         kept: records that are there whatever happens.
@@ -218,13 +211,11 @@ def disk_errors(path: Path, kept: int | None = None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StoreError(explain_os_error(error, path, kept)) from error
-
-
-def explain_os_error(error: OSError, path: Path, kept: int | None = None) -> str:
-    """One line about a file system error."""
-    earlier = "" if kept is None else f"; the {kept} earlier records are intact"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"no space left to write {path}{earlier}; free some and run the same command again"
-    place = error.filename if error.errno == errno.ELOOP and error.filename else path
-    return f"cannot use {place}: {error.strerror or error}{earlier}"
+        earlier = "" if kept is None else f"; the {kept} earlier records are intact"
+        place = error.filename if error.errno == errno.ELOOP and error.filename else path
+        line = f"cannot use {place}: {error.strerror or error}{earlier}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            line = (
+                f"no space left to write {path}{earlier}; free some and run the same command again"
+            )
+        raise StoreError(line) from error

@@ -1,12 +1,12 @@
-"""What a line of a records file and a manifest may hold, whoever wrote them; and one line about what
-they may not.
+"""What a line of a records file and a manifest may hold, whoever wrote them.
 
-Both are parsed and checked in one pass. Keys that are not named here may hold any JSON value.
+Keys that are not named here may hold any JSON value.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -18,28 +18,19 @@ from kvbench.errors import UserError
 LARGEST = 1e100
 """No measured number is larger, and sums of squares of such numbers are still numbers."""
 
-NEEDED = {
-    "heatmap": ("x", "y"),
-    "bars": ("x",),
-    "scaling": ("x", "y", "level", "facet", "unit"),
-    "scatter": ("x",),
-    "ablation": ("y", "by", "unit", "reference", "parts"),
-}
-"""Keys without which a figure of a kind cannot be drawn."""
-
 Text = str | None
-Number = float | None
+Bounded = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
+Number = Bounded | None
 Truth = bool | None
 Integer = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 Short = Annotated[str, Field(max_length=200)]
-Bounded = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
 
 _checked = with_config(ConfigDict(extra="allow", strict=True))
 
 
 @_checked
 class Record(TypedDict):
-    """A line of a records file. Numbers may be NaN or infinite here: columns are checked as a whole."""
+    """A line of a records file."""
 
     experiment: Text
     model: Text
@@ -53,7 +44,7 @@ class Record(TypedDict):
     prompt_tokens: Number
     new_tokens: Number
     capacity: Number
-    entries: dict[str, Bounded | list[Bounded | None] | None] | None
+    entries: dict[str, Any] | None
     cache_bytes: Number
     exact_bytes: Number
     ratio: Number
@@ -77,33 +68,6 @@ NUMBER_FIELDS = tuple(name for name, kind in get_type_hints(Record).items() if k
 
 
 @_checked
-class Figure(TypedDict, total=False):
-    """A figure that a task asks for; see `NEEDED`."""
-
-    kind: Short | None
-    x: Short | None
-    y: Short | None
-    value: Short | None
-    facet: Short | None
-    level: Short | None
-    by: Short | None
-    series: Short | None
-    unit: Short | None
-    reference: Short | None
-    compare: Short | None
-    xlabel: Short | None
-    ylabel: Short | None
-    finding: Short | None
-    fit_least: Bounded | None
-    fit_most: Bounded | None
-    guides: list[Bounded] | None
-    expected: dict[str, Bounded] | None
-    parts: dict[str, list[Short]] | None
-    grid: dict[str, Short] | None
-    say: dict[str, Annotated[str, Field(max_length=1000)]] | None
-
-
-@_checked
 class Meta(TypedDict, total=False):
     """What a task says about its scores."""
 
@@ -111,7 +75,7 @@ class Meta(TypedDict, total=False):
     score_unit: Short
     lower_is_better: bool
     breakdown: list[Short] | None
-    figures: list[Figure] | None
+    figures: list[dict[str, Any]] | None
     unit: Short
     subject: Short | None
 
@@ -120,7 +84,7 @@ class Meta(TypedDict, total=False):
 class Budget(TypedDict, total=False):
     """A budget as a config has it."""
 
-    rate: Bounded | None
+    rate: Number
 
 
 @_checked
@@ -180,6 +144,10 @@ class SchemaError(UserError, ValueError):
     """What is wrong with a record or a manifest: one line that names the key and what it may hold."""
 
 
+_RECORD: TypeAdapter[Any] = TypeAdapter(Record)
+_MANIFEST: TypeAdapter[Any] = TypeAdapter(Manifest)
+
+
 def parse_record(line: bytes) -> dict[str, Any]:
     """A record from its line; common fields that are numbers come as floats.
 
@@ -195,12 +163,7 @@ def parse_manifest(content: bytes) -> dict[str, Any]:
     Raises:
         SchemaError: it is no manifest.
     """
-    manifest = _parsed(_MANIFEST, content)
-    for number, figure in enumerate((manifest.get("task_meta") or {}).get("figures") or ()):
-        for key in NEEDED.get(figure.get("kind"), ()):
-            if figure.get(key) is None:
-                raise SchemaError(f"task_meta.figures.{number} lacks {key}")
-    return manifest
+    return _parsed(_MANIFEST, content)
 
 
 def check_paper_table(spec: Mapping[str, Any]) -> None:
@@ -209,12 +172,7 @@ def check_paper_table(spec: Mapping[str, Any]) -> None:
     Raises:
         SchemaError: a key holds what it may not.
     """
-    _parsed(_PAPER_TABLE, json.dumps(spec, default=str).encode())
-
-
-_RECORD: TypeAdapter[Any] = TypeAdapter(Record)
-_MANIFEST: TypeAdapter[Any] = TypeAdapter(Manifest)
-_PAPER_TABLE: TypeAdapter[Any] = TypeAdapter(PaperTable)
+    _parsed(TypeAdapter(PaperTable), json.dumps(spec, default=str).encode())
 
 
 def _parsed(kind: TypeAdapter[Any], content: bytes) -> dict[str, Any]:
@@ -228,38 +186,15 @@ def _parsed(kind: TypeAdapter[Any], content: bytes) -> dict[str, Any]:
 def _explanation(error: ValidationError, content: bytes) -> str:
     """The first thing that is wrong, or all keys that are missing."""
     found = error.errors(include_url=False)
-    first, where = found[0], found[0]["loc"]
+    first = found[0]
     if first["type"] == "json_invalid":
-        return _invalid(content, first["msg"].removeprefix("Invalid JSON: "))
-    if not where:
+        return f"not JSON ({first['msg'].removeprefix('Invalid JSON: ')})"
+    if not first["loc"]:
         return "not a JSON object"
     missing = [str(one["loc"][0]) for one in found if one["type"] == "missing"]
     if missing:
         example = json.loads(content).get("example_id")
         return f"record of example {example!r:.80} lacks {', '.join(missing)}"
-    path, value = [], json.loads(content)
-    for part in where:  # what follows the value's place are the kinds that were tried
-        inner = value.get(part, _NONE) if isinstance(value, Mapping) else _NONE
-        if isinstance(value, list) and isinstance(part, int):
-            inner = value[part]
-        if inner is _NONE:
-            break
-        path.append(str(part))
-        value = inner
-    allowed = dict.fromkeys(one["msg"] for one in found if one["loc"][: len(path)] == tuple(path))
-    words = " or ".join(allowed or [first["msg"]]).replace("Input should be ", "").replace("'", "")
-    return f"{'.'.join(path)} is {value!r:.60}; allowed: {words}"
-
-
-_NONE = object()
-
-
-def _invalid(content: bytes, why: str) -> str:
-    """Why it is no JSON, or none that other programs read alike."""
-    try:
-        json.loads(content)
-    except (ValueError, RecursionError):
-        return f"not JSON ({why})"
-    if b"\\ud" in content.lower():
-        return "holds half a character, which no text does"
-    return f"not JSON that every program reads ({why})"
+    allowed = first["msg"].replace("Input should be ", "").replace("'", "")
+    allowed = re.sub(r"1?0{99,}", f"{LARGEST:g}", allowed)
+    return f"{'.'.join(map(str, first['loc']))} is {first['input']!r:.60}; allowed: {allowed}"

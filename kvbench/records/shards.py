@@ -62,15 +62,14 @@ class Shard:
         equidistributed along every arithmetic progression), where dealing in turn would give all the
         long prompts to one shard.
         """
-        mine = self.index - 1
-        return [unit for j, unit in enumerate(units) if _turn(j, self.count) == mine]
+        return [
+            unit
+            for number, unit in enumerate(units)
+            if (number + _rotation(number // self.count, self.count)) % self.count == self.index - 1
+        ]
 
 
-def _turn(number: int, count: int) -> int:
-    """Which of `count` shards, from 0, the `number`-th unit goes to."""
-    fraction = number // count * _GOLDEN_RATIO % 2**64  # of 2**64
-    return (number + (fraction * count >> 64)) % count
-
-
-_GOLDEN_RATIO = 0x9E3779B97F4A7C15
-"""Its fractional part, of 2**64."""
+def _rotation(block: int, count: int) -> int:
+    """By how many shards the turns of a block are moved on; in integers, as floats would drift."""
+    golden_ratio = 0x9E3779B97F4A7C15  # its fractional part, of 2**64
+    return (block * golden_ratio % 2**64) * count >> 64

@@ -20,8 +20,8 @@ import math
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -43,10 +43,14 @@ from kvbench.records.read import (
     StoreError,
     disk_errors,
     parse_line,
+    read_manifest,
     read_records,
     whole_lines,
 )
 from kvbench.records.schema import SchemaError, parse_record
+
+EACH_START = ("started", "command", "shard", "code_revision", "versions", "hardware")
+"""Manifest keys that tell one start of a run from another."""
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
@@ -57,44 +61,54 @@ def config_hash(config: Mapping[str, Any]) -> str:
     Raises:
         StoreError: a value that is neither a JSON value nor a path.
     """
-    text = json.dumps(_canonical(config, "config"), sort_keys=True, separators=(",", ":"))
+    plain = json.loads(json.dumps(_jsonable(config, "config")), parse_float=_canonical_number)
+    text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _canonical_number(text: str) -> float:
+    value = float(text)
+    return int(value) if value.is_integer() else value
 
 
 def run_folder(
     results_dir: str | Path, experiment: str, model: str, task: str, method: str, config_hash: str
 ) -> Path:
     """``<results_dir>/<experiment>/<model>/<task>/<method>-<config_hash>``, names made safe."""
-    return Path(results_dir).joinpath(
-        safe_name(experiment),
-        safe_name(model),
-        safe_name(task),
-        safe_name(f"{method}-{config_hash}"),
-    )
+    names = (experiment, model, task, f"{method}-{config_hash}")
+    return Path(results_dir).joinpath(*map(safe_name, names))
 
 
-def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> Path:
+def safe_name(name: str) -> str:
+    """`name` as one path component: no separators, no leading dot, at most 120 bytes.
+
+    Raises:
+        StoreError: nothing is left of it.
+    """
+    safe = re.sub(r"[^\w.+=@,-]+", "_", name).lstrip(".")
+    if not safe:
+        raise StoreError(f"{name!r} cannot name a folder")
+    encoded = safe.encode()
+    if len(encoded) > 120:
+        digest = hashlib.sha256(name.encode(errors="replace")).hexdigest()[:8]
+        first, last = (part.decode(errors="ignore") for part in (encoded[:60], encoded[-30:]))
+        safe = f"{first}-{digest}-{last}"
+    return safe
+
+
+def write_manifest(
+    folder: Path, manifest: Mapping[str, Any], *, goes_on: bool = False, timeout: float = 60.0
+) -> Path:
     """Write ``manifest.json`` in one step: readers see the old file or the new one, never half.
 
-    Raises:
-        StoreError: a value that is not JSON, or the file system refuses.
-    """
-    path = folder / MANIFEST
-    manifest = {"format": FORMAT, **manifest}
-    text = json.dumps(_jsonable(manifest, "manifest"), indent=2) + "\n"
-    with disk_errors(path):
-        make_folder(folder)
-        replace(path, text.encode())
-    return path
-
-
-@contextmanager
-def manifest_lock(folder: Path, timeout: float = 60.0) -> Iterator[None]:
-    """Held while a manifest is read and written again, so that of several shards that start at once
-    none overwrites what another noted.
+    Args:
+        goes_on: note the starts before this one, which the manifest that is there tells of, under
+            ``earlier_starts``; of several shards that start at once, every one.
+        timeout: seconds to wait for another process that writes it.
 
     Raises:
-        StoreError: another process holds it for `timeout` seconds, or the file system refuses.
+        StoreError: a value that is not JSON, a broken manifest (`goes_on`), another process holds it, or
+            the file system refuses.
     """
     path = folder / MANIFEST
     lock = FileLock(str(folder / ".lock-manifest"))
@@ -105,9 +119,19 @@ def manifest_lock(folder: Path, timeout: float = 60.0) -> Iterator[None]:
         except Timeout:
             raise StoreError(f"{path} is locked by another process for {timeout:g} s") from None
     try:
-        yield
+        earlier: dict[str, Any] = {}
+        if goes_on:
+            before = read_manifest(path) if path.is_file() else None
+            starts = [] if before is None else before.get("earlier_starts", [])
+            if before is not None:
+                starts = [*starts, {key: before.get(key) for key in EACH_START}]
+            earlier = {"earlier_starts": starts}
+        content = {"format": FORMAT, **earlier, **manifest}
+        with disk_errors(path):
+            replace(path, (json.dumps(_jsonable(content, "manifest"), indent=2) + "\n").encode())
     finally:
         lock.release()
+    return path
 
 
 class RecordStore:
@@ -126,7 +150,7 @@ class RecordStore:
             waits for ever.
         shard: suffix of the shard whose file is written, None for records.jsonl. What the folder's
             other files hold counts as done.
-        root: the results folder, which the path may not leave; see `kvbench.records.durable`.
+        root: the results folder, which no link may lead out of.
 
     Raises:
         StoreError: on entering, when the folder is in use, cannot be written or is broken.
@@ -157,12 +181,16 @@ class RecordStore:
             try:
                 self._open()
             except BaseException:
-                self._close()
+                self.__exit__()
                 raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._close()
+        self._size = None
+        self._done = {}
+        with suppress(OSError):
+            remove(self._holder)
+        self._lock.release()
 
     @property
     def done(self) -> set[str]:
@@ -188,13 +216,12 @@ class RecordStore:
             return
         lines, _ = whole_lines(self.path)
         kept = [
-            line
+            line + b"\n"
             for number, line in enumerate(lines, 1)
             if parse_line(line, self.path, number)["example_id"] not in failed
         ]
         with disk_errors(self.path, len(self._done)):
-            replace(self.path, b"".join(line + b"\n" for line in kept))
-            self._done = {}
+            replace(self.path, b"".join(kept))
             self._open()
         for example_id in self.failed:
             del self._done[example_id]
@@ -211,9 +238,12 @@ class RecordStore:
         """
         if self._size is None:
             raise StoreError(f"{self.path} is not open: use `with RecordStore(folder) as store`")
-        where = f"record of example {record.get('example_id')!r}"
-        text = _as_json(record, where) + "\n"
-        line = text.encode(errors="replace")  # half a surrogate pair has no UTF-8 form
+        try:  # nearly always enough, and faster
+            text = json.dumps(record, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError):
+            where = f"record of example {record.get('example_id')!r}"
+            text = json.dumps(_jsonable(record, where), ensure_ascii=False)
+        line = f"{text}\n".encode(errors="replace")  # half a surrogate pair has no UTF-8 form
         try:
             example_id = parse_record(line)["example_id"]
         except SchemaError as error:
@@ -236,7 +266,7 @@ class RecordStore:
             self._lock.acquire(timeout=self._timeout)
         except Timeout:
             raise StoreError(
-                f"{self.folder} is being written by {_holder(self._holder)}; waited"
+                f"{self.folder} is being written by {_who(self._holder)}; waited"
                 f" {self._timeout:g} s: wait for it to end, or choose another results_dir"
             ) from None
         me = {
@@ -254,27 +284,19 @@ class RecordStore:
         if not self.path.exists():
             self.path.touch()
             sync_folder(self.folder)
-        _, size = whole_lines(self.path)
-        if self.path.stat().st_size > size:
-            os.truncate(self.path, size)
-        for record in read_records(self.folder):
-            self._done[record["example_id"]] = record["status"]
-        self._size = size
-
-    def _close(self) -> None:
-        self._size = None
-        self._done = {}
-        with suppress(OSError):
-            remove(self._holder)
-        self._lock.release()
+        _, self._size = whole_lines(self.path)
+        if self.path.stat().st_size > self._size:
+            os.truncate(self.path, self._size)
+        self._done = {row["example_id"]: row["status"] for row in read_records(self.folder)}
 
 
-def _as_json(record: Mapping[str, Any], where: str) -> str:
-    """A record as one line."""
-    try:  # nearly always enough, and faster
-        return json.dumps(record, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError):
-        return json.dumps(_jsonable(record, where), ensure_ascii=False)
+def _who(holder: Path) -> str:
+    """Who holds the lock, as far as the holder said."""
+    try:
+        said = json.loads(read_file(holder))
+        return f"process {said['pid']} on {said['host']} since {said['since']}"
+    except (OSError, ValueError, KeyError, TypeError):  # not written yet, or just removed
+        return "another process"
 
 
 def _jsonable(value: Any, where: str) -> Any:
@@ -292,37 +314,3 @@ def _jsonable(value: Any, where: str) -> Any:
     if hasattr(value, "tolist"):  # numpy scalars and arrays, torch tensors
         return _jsonable(value.tolist(), where)
     raise StoreError(f"{where} holds a {type(value).__name__}, which is not a JSON value")
-
-
-def _canonical(value: Any, where: str) -> Any:
-    """`value` as JSON types, integral floats as integers."""
-    value = _jsonable(value, where)
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, dict):
-        return {key: _canonical(item, where) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_canonical(item, where) for item in value]
-    return value
-
-
-def safe_name(name: str) -> str:
-    """`name` as one path component: no separators, no leading dot, at most 120 bytes."""
-    safe = re.sub(r"[^\w.+=@,-]+", "_", name).lstrip(".")
-    if not safe:
-        raise StoreError(f"{name!r} cannot name a folder")
-    encoded = safe.encode()
-    if len(encoded) > 120:
-        digest = hashlib.sha256(name.encode(errors="replace")).hexdigest()[:8]
-        first, last = (part.decode(errors="ignore") for part in (encoded[:60], encoded[-30:]))
-        safe = f"{first}-{digest}-{last}"
-    return safe
-
-
-def _holder(path: Path) -> str:
-    """Who holds the lock, as far as the holder said."""
-    try:
-        holder = json.loads(read_file(path))
-        return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
-    except (OSError, ValueError, KeyError, TypeError):  # not written yet, or just removed
-        return "another process"

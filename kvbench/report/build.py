@@ -7,28 +7,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from kvbench.errors import disk_line
+from kvbench.records.figures import Curve, Times
 from kvbench.records.read import StoreError
-from kvbench.report.experiment import load_experiment
-from kvbench.report.figures.canvas import save_figures
+from kvbench.report.experiment import Experiment, Group, load_experiment
 from kvbench.report.files import file_stem, part_of, remove_stale, write_text
-from kvbench.report.render.page import Page, render_page
-from kvbench.report.render.summary import SUMMARY, summary_of, summary_text
-from kvbench.report.render.text import csv, latex, markdown
-from kvbench.report.sections import (
-    alone,
-    as_printed,
-    by_model,
-    memory_of_tasks,
-    section_of,
-    several_tasks,
-)
+from kvbench.report.frame import AVERAGE, tidy
+from kvbench.report.papers import PaperError
+from kvbench.report.published import beside, published_tables
+from kvbench.report.render import csv, latex, markdown
 from kvbench.report.table import Table
-from kvbench.report.tables.differences import PaperError
-from kvbench.report.tables.published import published_tables
-from kvbench.report.tables.published_rows import comparison_tables
-from kvbench.report.tables.score_tables import overview_tables
-from kvbench.report.tables.scores import ScoreTable
+from kvbench.report.tables import (
+    overview_table,
+    paper_table,
+    score_table,
+    tables_of,
+    verdict,
+)
+
+Part = tuple[Group, pd.DataFrame]
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class ReportPaths:
     Attributes:
         tables, figures: every file written.
         warnings: what the report had to leave out, one line each.
-        scores: of every model and task whose methods are ranked, by dataset.
+        scores: the tidy frame of every model and task whose methods are ranked.
         manifest: of the run that was started last.
     """
 
@@ -46,7 +45,7 @@ class ReportPaths:
     tables: tuple[Path, ...]
     figures: tuple[Path, ...]
     warnings: tuple[str, ...] = ()
-    scores: tuple[ScoreTable, ...] = ()
+    scores: pd.DataFrame = field(default_factory=pd.DataFrame)
     manifest: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -56,53 +55,91 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
     The same records give the same files.
 
     Args:
-        for_print: also figures/, which takes most of the time: every figure as PNG and PDF, each panel
-            of a heatmap alone.
+        for_print: also figures/, every figure as PNG and PDF.
 
     Raises:
         StoreError: no runs, a broken run, or the folder cannot be written.
     """
+    from kvbench.report.figures import figures_of
+    from kvbench.report.page import PAGE, Page, Section, render_page
+
     experiment = load_experiment(Path(experiment_folder))
+    parts = [(group, tidy(group)) for group in experiment.groups]
     warnings: list[str] = []
+    theirs = pd.DataFrame()
+    notes: list[str] = []
     try:
-        published = published_tables(experiment)
+        theirs, notes = beside(experiment)
     except PaperError as error:
-        published = []
         warnings.append(str(error))
-    sections = [section_of(group, experiment.folder, published) for group in experiment.groups]
-    warnings += [warning for section in sections for warning in section.warnings]
-    ranked = [section.scores[0] for section in sections if section.ranked]
-    printed = as_printed(sections, published)
-    compared = comparison_tables(published)
-    summary = summary_of(experiment, sections)
-    memory = [m for m in (memory_of_tasks(s) for s in by_model(sections)) if m is not None]
-    page = Page(
-        summary,
-        sections,
-        memory=memory,
-        overview=[t for t in printed if len(list(t.groups())) > 1] + several_tasks(ranked),
-        published=compared,
-        warnings=warnings,
-    )
-    every = [*overview_tables(ranked), *printed, *compared]
-    every += [table for section in sections for table in section.tables]
+    sections = []
+    for group, frame in parts:
+        found = tables_of(group, frame)
+        sections.append(Section(group, verdict(group, frame), found, figures_of(group, frame)))
+    ranked = [part for part in parts if is_ranked(part[0])]
+    shared = _shared_tables(ranked)
+    compared = published_tables(theirs, notes)
+    shown = [section for section in sections if any(table.columns for table in section.tables)]
+    for i, section in enumerate(shown):
+        visible = [table for table in section.tables if table.columns]
+        shown[i] = Section(section.group, section.verdict, visible, section.figures)
+    page = render_page(Page(experiment, shown, shared, compared, warnings))
+    every = [*shared, *compared, *(table for section in sections for table in section.tables)]
     try:
-        place = write_text(experiment.folder / "report.html", render_page(experiment, page))
-        write_text(experiment.folder / SUMMARY, summary_text(summary))
+        place = write_text(experiment.folder / PAGE, page)
         tables = write_tables(every, part_of(experiment.folder, "tables"))
         figures: list[Path] = []
         if for_print:
-            drawn = [*memory, *(d for s in sections for d in (*s.drawn, *alone(s.group)))]
-            figures = save_figures(drawn, part_of(experiment.folder, "figures"))
+            folder = part_of(experiment.folder, "figures")
+            for drawn in (drawn for section in sections for drawn in section.figures):
+                for suffix, content in ((".png", drawn.png), (".pdf", drawn.pdf)):
+                    path = folder / f"{file_stem(drawn.name)}{suffix}"
+                    path.write_bytes(content)
+                    figures.append(path)
         remove_stale(experiment.folder, [*tables, *figures])
     except OSError as error:
         raise StoreError(
             f"cannot write the report in {experiment.folder}: {disk_line(error)}"
         ) from error
     last = max((run.manifest for run in experiment.runs), key=lambda m: str(m.get("started")))
-    return ReportPaths(
-        place, tuple(tables), tuple(figures), tuple(warnings), tuple(ranked), manifest=last
+    scores = (
+        pd.concat([frame for _, frame in ranked], ignore_index=True) if ranked else pd.DataFrame()
     )
+    return ReportPaths(place, tuple(tables), tuple(figures), tuple(warnings), scores, last)
+
+
+def is_ranked(group: Group) -> bool:
+    """Whether methods are compared by score: no timings, no curves."""
+    return not (group.meta.figure(Times) or group.meta.figure(Curve))
+
+
+def _by(parts: Sequence[Part], key: str) -> list[list[Part]]:
+    """Parts of one model, or one task, together."""
+    found: dict[str, list[Part]] = {}
+    for part in parts:
+        found.setdefault(getattr(part[0], key), []).append(part)
+    return list(found.values())
+
+
+def _shared_tables(ranked: Sequence[Part]) -> list[Table]:
+    """Tables of several models or datasets, as a paper would print them; and those of several tasks."""
+    found = [
+        paper_table(parts)
+        for parts in _by(ranked, "task")
+        if len(parts) > 1 or AVERAGE in set(parts[0][1]["value"])
+    ]
+    return found + [overview_table(parts) for parts in _by(ranked, "model") if len(parts) > 1]
+
+
+def tables_to_print(experiment: Experiment) -> list[Table]:
+    """The tables to print after a job: one per model and task, then all tasks of each model."""
+    parts = [(group, tidy(group)) for group in experiment.groups]
+    tables = [
+        score_table(*part, narrow=True) if is_ranked(part[0]) else tables_of(*part)[0]
+        for part in parts
+    ]
+    ranked = [part for part in parts if is_ranked(part[0])]
+    return tables + [overview_table(one) for one in _by(ranked, "model") if len(one) > 1]
 
 
 def write_tables(tables: Sequence[Table], folder: Path) -> list[Path]:
@@ -110,9 +147,9 @@ def write_tables(tables: Sequence[Table], folder: Path) -> list[Path]:
     paths = []
     for table in tables:
         stem = file_stem(table.name)
-        if table.saved:
-            paths.append(write_text(folder / f"{stem}.csv", csv(table)))
-        if table.shown:
+        if table.data is not None:
+            paths.append(write_text(folder / f"{stem}.csv", csv(table.data)))
+        if table.columns:
             paths.append(write_text(folder / f"{stem}.md", markdown(table)))
             paths.append(write_text(folder / f"{stem}.tex", latex(table)))
     return paths

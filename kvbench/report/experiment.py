@@ -2,59 +2,105 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pandas as pd
 
 from kvbench.errors import printable
-from kvbench.records.read import MANIFEST, Run, StoreError, load_runs
-from kvbench.report.fields import checked, comparable, drawable, short_name
-from kvbench.report.labels import Variant, variants_of
-from kvbench.report.stats.diversity import self_bleu
+from kvbench.records.figures import Figure, figures_in
+from kvbench.records.read import MANIFEST, Run, StoreError, load_run, load_runs
+from kvbench.report.stats import self_bleu
+from kvbench.report.style import order_of
 
+F = TypeVar("F")
 BASELINE = "exact"
 """The method that others are compared with, where it was run."""
+PROMPT = ("prompt_tokens", "prompt_tail", "answers")
+"""Fields that are the same where two records of one id are about the same example."""
+_NOT_IN_LABELS = frozenset(
+    (
+        *("command", "device", "dry_run", "experiment", "hydra", "launcher", "limit", "name"),
+        *("lock_timeout", "logger", "results_dir", "seed", "shard", "shards", "verbose"),
+    )
+)
+"""Config keys that say how a run was made rather than what was compared."""
+_LONGEST = 80
+"""Characters of a name; of an option's value in a label half as many."""
+_DATA = "data"
+"""The key of an identity under which a task notes the content of its files."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row of a comparison: a method with the options it was run with.
+
+    Attributes:
+        options: what sets it apart from other runs of the same method, e.g. ``("rate 0.25",)``.
+        rate: the fraction that the budget names (of the middle, or of the whole prompt), None where the
+            method has no budget.
+    """
+
+    method: str
+    options: tuple[str, ...] = ()
+    rate: float | None = None
+
+    @property
+    def label(self) -> str:
+        """The name in tables and figures."""
+        return ", ".join((self.method, *self.options))
+
+    @property
+    def without_rate(self) -> str:
+        """The label but for the rate."""
+        options = (o for o in self.options if not o.startswith(("rate ", "total_rate ")))
+        return ", ".join((self.method, *options))
+
+    @property
+    def sort_key(self) -> tuple[Any, ...]:
+        """The reference methods first, larger budgets before smaller ones; options by their number."""
+        options = [natural_order(o.rpartition(" ")[2], o.rpartition(" ")[0]) for o in self.options]
+        return order_of(self.method), -(self.rate or 0.0), options
 
 
 @dataclass(frozen=True)
 class TaskMeta:
-    """What a task says about its scores (manifest key ``task_meta``)."""
+    """What a task says about its scores (manifest key ``task_meta``).
 
-    version: int = 1
+    Attributes:
+        breakdown: record fields that tables split by. measures: record fields, scores all of them,
+            that a table shows side by side.
+        unit: record field that names the independent unit, which intervals resample.
+    """
+
     score_unit: str = "fraction"
     lower_is_better: bool = False
     breakdown: tuple[str, ...] = ()
-    figures: tuple[Mapping[str, Any], ...] = ()
+    figures: tuple[Figure, ...] = ()
     unit: str = "example_id"
-    """Record field that names the independent unit, which intervals resample."""
     measures: tuple[str, ...] = ()
-    """Record fields, scores all of them, that a table shows side by side."""
 
     @staticmethod
     def of(manifest: Mapping[str, Any]) -> TaskMeta:
         """Read a manifest, with the defaults above for what it does not say."""
         meta = manifest.get("task_meta") or {}
-        return TaskMeta(
-            version=int(meta.get("version", 1)),
-            score_unit=str(meta.get("score_unit", "fraction")),
-            lower_is_better=bool(meta.get("lower_is_better", False)),
-            breakdown=tuple(name for name in meta.get("breakdown") or () if name != "dataset"),
-            figures=tuple(meta.get("figures") or ()),
-            unit=str(meta.get("unit", "example_id")),
-            measures=tuple(meta.get("measures") or ()),
-        )
+        given = {k: meta[k] for k in ("score_unit", "lower_is_better", "unit") if k in meta}
+        breakdown = tuple(name for name in meta.get("breakdown") or () if name != "dataset")
+        measures = tuple(meta.get("measures") or ())
+        return TaskMeta(**given, breakdown=breakdown, figures=figures_in(meta), measures=measures)
 
-    def figure(self, kind: str) -> Mapping[str, Any] | None:
-        """The first figure asked for of this kind."""
-        return next((spec for spec in self.figures if spec.get("kind") == kind), None)
+    def figure(self, kind: type[F]) -> F | None:
+        """The first figure asked for of this type."""
+        return next((one for one in self.figures if isinstance(one, kind)), None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,49 +126,47 @@ class Group:
     manifests: tuple[Mapping[str, Any], ...] = field(repr=False, default=())
 
     @cached_property
+    def labels(self) -> list[str]:
+        """Of the variants."""
+        return [variant.label for variant in self.variants]
+
+    @cached_property
     def compressed(self) -> frozenset[str]:
         """Labels of the variants that compete: those that save memory, and are no reference."""
-        kept = set(self.records["variant"][self.records["saves_memory"].eq(False)].unique())
-        return frozenset(
-            variant.label
-            for variant in self.variants
-            if variant.method != BASELINE and variant.label not in kept
-        )
+        kept = set(self.records["variant"][self.records["saves_memory"].eq(False)])
+        return frozenset(v.label for v in self.variants if v.method != BASELINE) - kept
+
+    @cached_property
+    def peers(self) -> list[list[int]]:
+        """Indices of variants that compete with each other: compressed, at the same rate."""
+        found: dict[float | None, list[int]] = {}
+        for i, variant in enumerate(self.variants):
+            if variant.label in self.compressed:
+                found.setdefault(variant.rate, []).append(i)
+        return list(found.values())
 
     @cached_property
     def datasets(self) -> list[Any]:
         """In the task's order, which is its paper's: tasks give an example of each in turn. Those that
         are all named by a number (20 lines, 100 lines) are in its order."""
         names = list(self.records["dataset"].unique())
-        numbers = [re.match(r"(\d+)[ _]", str(name)) for name in names]
-        if all(numbers):
-            names.sort(key=lambda name: int(re.split("[ _]", str(name))[0]))
-        return names
-
-    @property
-    def left_out(self) -> list[str]:
-        """Datasets of the task of which `limit` left nothing, whatever the run."""
-        named = [manifest.get("datasets_left_out") or [] for manifest in self.manifests]
-        shared = set(named[0]).intersection(*named[1:]) if named else set()
-        return [name for name in (named[0] if named else []) if name in shared]
-
-    @property
-    def beyond_positions(self) -> tuple[int, int, int] | None:
-        """Prompts longer than the model's positions: how many, tokens of the longest, the positions;
-        None where there are none."""
-        if "beyond_positions" not in self.records:
-            return None
-        over = self.records[self.records["beyond_positions"].eq(True)]
-        named = over.reindex(columns=["prompt_tokens", "max_positions"])
-        numbers = named.apply(pd.to_numeric, errors="coerce").max().tolist()
-        if not np.isfinite(numbers).all():
-            return None
-        return over["example_id"].nunique(), int(numbers[0]), int(numbers[1])
+        numbered = all(re.match(r"\d+[ _]", str(name)) for name in names)
+        return sorted(names, key=natural_order) if numbered else names
 
     @property
     def baseline_name(self) -> str | None:
-        """What the comparison column is called."""
+        """The exact cache as the comparison column names it."""
         return next((name.split(",")[0] for name in self.baseline.values() if name), None)
+
+    @property
+    def percent(self) -> bool:
+        """Whether scores are fractions, which readers see as per cent."""
+        return self.meta.score_unit == "fraction"
+
+    @cached_property
+    def good(self) -> pd.DataFrame:
+        """The records with status ok."""
+        return self.records[self.records["status"].eq("ok")]
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,24 +207,35 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
         model = short_name(str(subject or run.manifest.get("model")))
         groups[model, short_name(str(run.manifest.get("task")))].append(run)
     found = [_group(*key, members) for key, members in groups.items()]
-    return sorted(found, key=lambda g: (g.model, g.meta.score_unit != "fraction", g.task))
+    return sorted(found, key=lambda g: (g.model, not g.percent, g.task))
 
 
-def by_measure(group: Group) -> Group:
-    """The group with each of its task's measures in turn as the score: a row per record and measure,
-    which the column ``measure`` names."""
-    parts = [
-        group.records.assign(measure=name, score=group.records[name])
-        for name in group.meta.measures
-        if name in group.records
+def _group(model: str, task: str, runs: Sequence[Run]) -> Group:
+    variants = variants_of(runs)
+    meta = TaskMeta.of(runs[-1].manifest)
+    if meta.unit == "example_id" and any("context_id" in run.records for run in runs):
+        meta = replace(meta, unit="context_id")  # answers of one context are not independent
+    frames = [
+        run.records.assign(
+            variant=v.label, seed=run.records["seed"].fillna(run.manifest.get("seed") or 0)
+        )
+        for run, v in zip(runs, variants, strict=True)
     ]
-    return replace(group, records=pd.concat(parts, ignore_index=True)) if parts else group
-
-
-def _entries(records: pd.DataFrame, which: str) -> list[float]:
-    """The records' ``entries`` as one number each: "mean" or "max" over layers and heads."""
-    values = [e.get(which) if isinstance(e, dict) else None for e in records["entries"]]
-    return [float(value) if isinstance(value, int | float) else math.nan for value in values]
+    whole = [frame.dropna(axis=1, how="all") for frame in frames if len(frame)] or frames
+    records = pd.concat(whole, ignore_index=True)
+    records = records.reindex(columns=list(dict.fromkeys([*records, *runs[0].records.columns])))
+    records = records.drop_duplicates(["variant", "seed", "example_id"], ignore_index=True)
+    records = records.assign(
+        **_entries(records),
+        dataset=[short_name(d) if isinstance(d, str) else d for d in records["dataset"]],
+        decode_ms=_decode_ms(records, runs, variants),
+        self_bleu=_self_bleu(records, runs),
+    )
+    if meta.unit in records:  # a record that names no unit is its own
+        records[meta.unit] = records[meta.unit].fillna(records["example_id"])
+    unique = tuple(sorted(set(variants), key=lambda variant: variant.sort_key))
+    manifests = tuple(run.manifest for run in runs)
+    return Group(model, task, meta, unique, records, _baselines(unique), manifests)
 
 
 def _decode_ms(
@@ -201,49 +256,11 @@ def _self_bleu(records: pd.DataFrame, runs: Sequence[Run]) -> pd.Series:
     """Of each answer (`self_bleu`), where a temperature says that answers were drawn; else NaN."""
     found = pd.Series(np.nan, index=records.index)
     options = [(run.manifest.get("config") or {}).get("sampling") or {} for run in runs]
-    if not any(given.get("temperature") for given in options) or "prediction" not in records:
-        return found
-    answered = records[records["prediction"].map(lambda text: isinstance(text, str))]
-    for _, alike in answered.groupby(["variant", "dataset", "seed"], sort=False)["prediction"]:
-        found.loc[alike.index] = np.array(self_bleu(list(alike)))
+    if any(given.get("temperature") for given in options):
+        answered = records[records["prediction"].map(lambda text: isinstance(text, str))]
+        for _, alike in answered.groupby(["variant", "dataset", "seed"], sort=False)["prediction"]:
+            found.loc[alike.index] = np.array(self_bleu(list(alike)))
     return found
-
-
-def _group(model: str, task: str, runs: Sequence[Run]) -> Group:
-    variants = variants_of(runs)
-    meta = TaskMeta.of(runs[-1].manifest)
-    if meta.unit == "example_id" and any("context_id" in run.records for run in runs):
-        meta = replace(meta, unit="context_id")  # answers of one context are not independent
-    compared = (*meta.breakdown, meta.unit)
-    frames = [
-        checked(run, meta.figures, compared).assign(variant=variant.label)
-        for run, variant in zip(runs, variants, strict=True)
-    ]
-    frames = [frame.dropna(axis=1, how="all") for frame in frames if len(frame)]
-    records = pd.concat(frames, ignore_index=True) if frames else runs[0].records.assign(variant="")
-    for name in runs[0].records.columns.difference(records.columns):
-        records[name] = np.nan
-    records = records.drop_duplicates(["variant", "seed", "example_id"], ignore_index=True)
-    records = comparable(records, meta.figures, compared).assign(
-        entries_mean=_entries(records, "mean"),
-        entries_max=_entries(records, "max"),
-        decode_ms=_decode_ms(records, runs, variants),
-        self_bleu=_self_bleu(records, runs),
-    )
-    if meta.unit in records:  # a record that names no unit is its own
-        records[meta.unit] = records[meta.unit].where(
-            records[meta.unit].notna(), records["example_id"]
-        )
-    unique = tuple(sorted(set(variants), key=lambda variant: variant.sort_key))
-    return Group(
-        model=model,
-        task=task,
-        meta=replace(meta, figures=drawable(meta.figures, records)),
-        variants=unique,
-        records=records,
-        baseline=_baselines(unique),
-        manifests=tuple(run.manifest for run in runs),
-    )
 
 
 def _baselines(variants: Sequence[Variant]) -> dict[str, str | None]:
@@ -257,3 +274,186 @@ def _baselines(variants: Sequence[Variant]) -> dict[str, str | None]:
         return max(exact, key=lambda other: len(set(other.options) & set(variant.options))).label
 
     return {variant.label: nearest(variant) for variant in variants}
+
+
+def variants_of(runs: Sequence[Run]) -> list[Variant]:
+    """One variant per run; runs that differ by nothing but their seed share one.
+
+    Of several runs of one method, the keys in which they differ tell them apart. Where a method
+    keeps the whole cache, its budget does not count.
+    """
+    by_method: dict[str, list[int]] = defaultdict(list)
+    for index, run in enumerate(runs):
+        by_method[short_name(str(run.manifest.get("method")))].append(index)
+    variants: dict[int, Variant] = {}
+    for method, indices in by_method.items():
+        saves = [runs[i].records["saves_memory"].dropna() for i in indices]
+        whole = all(len(each) and not each.astype(bool).any() for each in saves)
+        configs = {i: _distinguishing_options(runs[i].manifest, whole) for i in indices}
+        keys = sorted(set().union(*configs.values()))
+        varied = [key for key in keys if len({c.get(key) for c in configs.values()}) > 1]
+        if len(varied) > 1 and _DATA in varied:  # the digest only where nothing else says it
+            varied.remove(_DATA)
+        shown = {key: _short([config.get(key) for config in configs.values()]) for key in varied}
+        for i, config in configs.items():
+            options = (f"{key.split('.')[-1]} {shown[key][config.get(key)]}" for key in varied)
+            rate = None if whole else _rate_of(runs[i].manifest)
+            variants[i] = Variant(method, tuple(map(short_name, options)), rate)
+        # runs with one seed and one label but different hashes were made by different versions
+        named = {i: (variants[i].label, str(runs[i].manifest.get("seed"))) for i in indices}
+        shared = Counter(named.values())
+        for i in (i for i in indices if shared[named[i]] > 1 and not whole):
+            tag = str(runs[i].manifest.get("config_hash"))
+            variants[i] = replace(variants[i], options=(*variants[i].options, tag))
+    return [variants[i] for i in range(len(runs))]
+
+
+def _identity(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What was hashed: whatever changes a score of this run; else the whole config."""
+    return manifest.get("identity") or manifest.get("config") or {}
+
+
+def _rate_of(manifest: Mapping[str, Any]) -> float | None:
+    """The share that the run's budget names, of the whole prompt or of its middle; None where it names a
+    number of entries."""
+    budget = _identity(manifest).get("budget") or {}
+    named = [budget.get(name) for name in ("total_rate", "rate")]
+    share = next((share for share in named if share is not None), None)
+    return None if share is None or budget.get("size") is not None else float(share)
+
+
+def _distinguishing_options(manifest: Mapping[str, Any], whole: bool) -> dict[str, str]:
+    """What may distinguish a run from others: its options (`whole`: but for the budget), and one digest
+    of its data's content."""
+    identity = dict(_identity(manifest))
+    data = identity.pop(_DATA, None)
+    told = flat(identity)
+    if data:
+        told[_DATA] = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:8]
+    return {key: v for key, v in told.items() if not (whole and key.startswith("budget."))}
+
+
+def _short(values: Sequence[str | None]) -> dict[str | None, str]:
+    """Labels of an option's values: of paths the last part, of long ones the beginning; where that would
+    make two of them one, the whole, or a digest of it."""
+    short: dict[str | None, str] = {}
+    for value in values:
+        text = "unset" if value is None else value
+        parts = [json.loads(text)] if text[:1] == '"' else re.findall(r'"([^"]*)"', text) or [text]
+        text = " ".join(part.rstrip("/").rsplit("/", 1)[-1] for part in parts)
+        half = _LONGEST // 2
+        short[value] = text if len(text) <= half else f"{text[: half - 1]}…"
+    if len(set(short.values())) == len(short):
+        return short
+    return {v: "unset" if v is None else short_name(v, _LONGEST // 2) for v in values}
+
+
+def flat(
+    config: Mapping[str, Any], prefix: str = "", *, everything: bool = False
+) -> dict[str, str]:
+    """Dotted keys to values as text; unless `everything`, only keys that belong in a label."""
+    found: dict[str, str] = {}
+    for key, value in config.items():
+        if key in _NOT_IN_LABELS and not everything:
+            continue
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{key}.", everything=everything)
+        else:
+            found[prefix + key] = value if isinstance(value, str) else json.dumps(value)
+    return found
+
+
+def short_name(text: str, longest: int = _LONGEST) -> str:
+    """The text, or its beginning and a digest of the whole where it is too long for a label."""
+    if len(text) <= longest:
+        return text
+    digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()[:8]
+    return f"{text[: longest - 9]}…{digest}"
+
+
+def natural_order(value: object, before: str = "") -> tuple[str, int, float, str]:
+    """Numbers in their order, before text by the number it begins with, before other text.
+
+    Args:
+        before: what is sorted by first.
+    """
+    if isinstance(value, int | float | np.number):
+        return before, 0, float(value), ""
+    leading = re.match(r"\d+(\.\d+)?", str(value))
+    return before, 1 if leading else 2, float(leading[0]) if leading else 0.0, str(value)
+
+
+def as_text(value: object) -> str:
+    """A field's value as a name: 200.0 is 200."""
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+COLUMNS = (
+    *("experiment", "model", "task", "dataset", "example_id", "method", "variant", "rate", "seed"),
+    *("config_hash", "status", "score", "ratio", "cache_bytes", "exact_bytes", "capacity"),
+    *("entries_mean", "entries_max", "compressed", "saves_memory", "prompt_tokens", "new_tokens"),
+    *(
+        "prefill_s",
+        "compress_s",
+        "decode_s",
+        "prediction",
+        "answers",
+        "prompt_tail",
+        "error",
+        "run",
+    ),
+)
+"""Columns that every frame of `load` has, in this order; those of the task follow."""
+
+
+def load(folder: str | Path) -> pd.DataFrame:
+    """Every record below a folder: of one run, of an experiment, or of several experiments.
+
+    One row per (example, method, seed), with the columns of `COLUMNS`, then the task's own. ``variant``
+    is the label that tables use, ``rate`` NaN for a budget that names no share of the middle, ``ratio``
+    of measured bytes to those of the exact cache, ``entries_mean`` and ``entries_max`` held per layer and
+    KV head, ``run`` the folder; times are seconds. Values are numbers, texts, truth values and lists of
+    texts (whatever else a record holds is JSON), so that ``load(folder).to_parquet("x.parquet")`` works.
+
+    Raises:
+        StoreError: no runs there, or one that is broken.
+    """
+    place = Path(folder).expanduser()
+    if (place / MANIFEST).is_file():
+        runs = [load_run(place)]
+    else:
+        inner = sorted({path.parents[3] for path in place.glob(f"*/*/*/*/{MANIFEST}")})
+        runs = [run for one in inner for run in load_runs(one)] or load_runs(place)
+    if not runs:
+        raise StoreError(f"no runs in {place}: expected an experiment's folder, or one run's")
+    labels = [variant.label for variant in variants_of(runs)]
+    frames = [_columns(run, label) for run, label in zip(runs, labels, strict=True)]
+    whole = pd.concat([frame for frame in frames if len(frame)] or frames, ignore_index=True)
+    return whole[[*COLUMNS, *sorted(map(str, set(whole) - set(COLUMNS)))]]
+
+
+def _columns(run: Run, label: str) -> pd.DataFrame:
+    budget = (run.manifest.get("config") or {}).get("budget") or {}
+    other = budget.get("size") is not None or budget.get("total_rate") is not None
+    rate = math.nan if other else budget.get("rate", math.nan)
+    frame = run.records.drop(columns="entries").assign(
+        variant=label, rate=rate, run=str(run.folder)
+    )
+    frame = frame.assign(**_entries(run.records))
+    for name, column in frame.items():
+        if not (pd.api.types.is_numeric_dtype(column) or pd.api.types.is_bool_dtype(column)):
+            frame[name] = [_plain(value, texts=name == "answers") for value in column]
+    return frame
+
+
+def _plain(value: Any, *, texts: bool) -> Any:
+    if isinstance(value, list) and texts:
+        return [one if isinstance(one, str) else json.dumps(one) for one in value]
+    return json.dumps(value) if isinstance(value, dict | list) else value
+
+
+def _entries(records: pd.DataFrame) -> dict[str, pd.Series]:
+    """The records' ``entries`` as two columns of numbers."""
+    held = pd.DataFrame([e if isinstance(e, dict) else {} for e in records["entries"]])
+    held = held.reindex(index=range(len(records)), columns=["mean", "max"]).set_index(records.index)
+    return {f"entries_{key}": pd.to_numeric(held[key], errors="coerce") for key in held}

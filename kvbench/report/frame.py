@@ -1,100 +1,251 @@
-"""Records as one frame, for whoever goes on from here: `kvbench.load`."""
+"""The one tidy frame between records and every output: a row per variant, measure and value.
+
+``measure`` is "score", "difference" (paired, to the exact cache) or a cost (`COSTS`); ``by`` the record
+field that splits the examples, "dataset" as a rule, and ``value`` one of its values, or "average" over
+datasets, each counting alike; ``mean``, ``low``, ``high`` the number with its 95 % interval, in the
+score's own unit; ``n`` the examples it is of and ``expected`` those that any variant was given; ``mark``
+words: "best" of the compressed methods at its rate, "tied" (not shown to differ from it), "worse" (shown
+to be), "incomplete"; ``failures`` a text such as "2 oom".
+"""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from kvbench.records.read import MANIFEST, Run, StoreError, load_run, load_runs
-from kvbench.report.labels import variants_of
+import numpy as np
+import pandas as pd
 
-if TYPE_CHECKING:
-    import pandas as pd
+from kvbench.report.experiment import PROMPT, Group, as_text, natural_order
+from kvbench.report.stats import (
+    Array,
+    Estimate,
+    Flags,
+    Scores,
+    difference_intervals,
+    mean_intervals,
+    ratio,
+    standing,
+)
 
-COLUMNS = {
-    "experiment": "name of the experiment",
-    "model": "the model's name",
-    "task": "the task's name",
-    "dataset": "part of the task that the example is of",
-    "example_id": "the example, the same for every method",
-    "method": "the method's label",
-    "variant": "the label that tables use: the method and what sets it apart from others of its name",
-    "rate": "share of the middle that the budget keeps; NaN for a budget of another kind",
-    "seed": "of the examples and the method's draws",
-    "config_hash": "changes with whatever changes a score",
-    "status": "ok, over_budget, oom, error or timeout",
-    "score": "as the task defines it; NaN where the status is not ok",
-    "ratio": "bytes held over bytes of the exact cache, measured",
-    "cache_bytes": "bytes held after compression",
-    "exact_bytes": "bytes of the exact cache of the same prompt",
-    "capacity": "entries per layer and KV head that the budget allows",
-    "entries_mean": "entries held per layer and KV head, mean",
-    "entries_max": "the same, maximum",
-    "compressed": "false: the prompt was no longer than the capacity",
-    "saves_memory": "false: a reference such as exact or topk",
-    "prompt_tokens": "tokens of the prompt",
-    "new_tokens": "tokens of the answer",
-    "prefill_s": "seconds of the prefill, which every method of the job shares",
-    "compress_s": "seconds of compression",
-    "decode_s": "seconds of decoding, this method's share",
-    "prediction": "the answer, as text",
-    "answers": "the expected answers, a list of texts",
-    "prompt_tail": "end of the prompt",
-    "error": "one line: what failed",
-    "run": "the run's folder",
+AVERAGE = "average"
+COLUMNS = (
+    *("model", "task", "method", "variant", "rate", "measure", "by", "value", "unit"),
+    *("mean", "low", "high", "n", "expected", "units", "mark", "failures"),
+)
+COSTS: Mapping[str, tuple[str, str]] = {
+    "ratio": ("ratio", "mean"),
+    "entries_mean": ("entries_mean", "mean"),
+    "entries_max": ("entries_max", "max"),
+    "prefill_s": ("prefill_s", "median"),
+    "compress_s": ("compress_s", "median"),
+    "decode_s": ("decode_s", "median"),
+    "decode_ms_per_token": ("decode_ms", "median"),
+    "self_bleu": ("self_bleu", "mean"),
 }
-"""Columns that every frame has, in this order; those of the task follow."""
+"""A method's costs over its scored examples, and how alike the answers are that it drew: by measure the
+record field, and what is taken of it."""
 
 
-def load(folder: str | Path) -> pd.DataFrame:
-    """Every record below a folder: of one run, of an experiment, or of several experiments.
+def tidy(group: Group) -> pd.DataFrame:
+    """Scores and differences by dataset and by every field that the task breaks down by; costs."""
+    parts = [scores(group)]
+    parts += [scores(group, name) for name in group.meta.breakdown if name in group.records]
+    measures = [name for name in group.meta.measures if name in group.records]
+    if measures:
+        parts.append(scores(group, "measure", fields=measures))
+    return pd.concat([*parts, costs(group)], ignore_index=True)
 
-    One row per (example, method, seed), with the columns of `COLUMNS` and then the task's own. Values
-    are numbers, texts, truth values and lists of texts (whatever else a record holds is JSON), so that
-    ``load(folder).to_parquet("records.parquet")`` works.
 
-    Raises:
-        StoreError: no runs there, or one that is broken.
+def scores(
+    group: Group,
+    by: str = "dataset",
+    *,
+    fields: Sequence[str] = (),
+    sums: Mapping[str, Sequence[str]] | None = None,
+) -> pd.DataFrame:
+    """Mean scores, and paired differences, of every variant for each value of the record field `by`.
+
+    Args:
+        fields: record fields that are scores, in turn, in place of the values of a field.
+        sums: by name, values whose means are summed, in place of single values; a sum that lacks one of
+            them is left out.
     """
-    import pandas as pd
-
-    place = Path(folder).expanduser()
-    if (place / MANIFEST).is_file():
-        runs = [load_run(place)]
+    strata: dict[str, list[Scores]]
+    if fields:
+        strata = {
+            f: strata_of(group, group.records.assign(score=group.records[f], measure=f), "measure")
+            for f in fields
+        }
     else:
-        inner = sorted({path.parents[3] for path in place.glob(f"*/*/*/*/{MANIFEST}")})
-        runs = [run for one in inner for run in load_runs(one)] or load_runs(place)
-    if not runs:
-        raise StoreError(f"no runs in {place}: expected an experiment's folder, or one run's")
-    labels = [variant.label for variant in variants_of(runs)]
-    frames = [_columns(run, label) for run, label in zip(runs, labels, strict=True)]
-    whole = pd.concat([frame for frame in frames if len(frame)] or frames, ignore_index=True)
-    return whole[[*COLUMNS, *sorted(map(str, set(whole) - set(COLUMNS)))]]
+        found = strata_of(group, group.records, by)
+        strata = {one.name.removeprefix(f"{by} "): [one] for one in found}
+        if sums:
+            strata = {
+                name: [one for part in parts for one in strata[part]]
+                for name, parts in sums.items()
+                if set(parts) <= set(strata)
+            }
+        elif by == "dataset" and len(found) > 1:
+            strata[AVERAGE] = found
+    rows: list[dict[str, Any]] = []
+    for value, ones in strata.items():
+        factor = len(ones) if sums else 1
+        rows += [{**row, "by": by, "value": value} for row in _rows(group, ones, factor)]
+    return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
-def _columns(run: Run, label: str) -> pd.DataFrame:
-    import pandas as pd
+def costs(group: Group) -> pd.DataFrame:
+    """`COSTS` of every variant; "uncompressed" counts its examples that were too short to be."""
+    rows: list[dict[str, Any]] = []
+    for variant in group.variants:
+        good = group.good[group.good["variant"] == variant.label]
+        whole = good["compressed"].eq(False) & good["saves_memory"].eq(True)
+        values = {key: getattr(good[of], how)() for key, (of, how) in COSTS.items()}
+        for key, value in {**values, "uncompressed": whole.sum()}.items():
+            about = {"measure": key, "by": "", "value": "", "unit": "", "mean": float(value)}
+            rows.append(_named(group, variant.label) | about | {"n": len(good)})
+    return pd.DataFrame(rows, columns=list(COLUMNS))
 
-    budget = (run.manifest.get("config") or {}).get("budget") or {}
-    other = budget.get("size") is not None or budget.get("total_rate") is not None
-    held = pd.DataFrame([e if isinstance(e, dict) else {} for e in run.records["entries"]])
-    held = held.reindex(columns=["mean", "max"]).set_index(run.records.index)
-    frame = run.records.drop(columns="entries").assign(
-        variant=label,
-        rate=float("nan") if other else budget.get("rate", float("nan")),
-        entries_mean=pd.to_numeric(held["mean"], errors="coerce"),
-        entries_max=pd.to_numeric(held["max"], errors="coerce"),
-        run=str(run.folder),
+
+def _named(group: Group, label: str) -> dict[str, Any]:
+    variant = group.variants[group.labels.index(label)]
+    about = {"model": group.model, "task": group.task, "method": variant.method}
+    return about | {"variant": label, "rate": variant.rate, "mark": "", "failures": ""}
+
+
+def _rows(group: Group, strata: Sequence[Scores], factor: int) -> list[dict[str, Any]]:
+    """Score and difference of every variant, over one dataset or on average (or the sum) of several."""
+    labels = group.labels
+    base = [labels.index(group.baseline[label] or label) for label in labels]
+    own = [one.stratum(one.values) for one in strata]
+    means = mean_intervals(own, fraction=group.percent)
+    paired = [one.stratum(one.values - one.values[:, base]) for one in strata]
+    changes = difference_intervals(paired, fraction=group.percent)
+    stands = [standing(strata, of, lower=group.meta.lower_is_better) for of in group.peers]
+    rows = []
+    for i, label in enumerate(labels):
+        failures: Counter[str] = Counter()
+        for one in strata:
+            failures.update(one.statuses[i])
+        given = [one.values[one.given[:, i], i] for one in strata]
+        n, expected = sum(int((~np.isnan(v)).sum()) for v in given), sum(map(len, given))
+        mark = [
+            word for word in ("best", "tied", "worse") if any(i in getattr(s, word) for s in stands)
+        ]
+        about = _named(group, label) | {
+            "unit": group.meta.score_unit,
+            "n": n,
+            "expected": expected,
+            "units": sum(int((one.counts[:, i] > 0).sum()) for one in own),
+            "failures": failures_text(failures),
+        }
+        found = means[i].times(factor)._asdict()
+        found["mean"] = found.pop("value")
+        rows.append(
+            about
+            | found
+            | {"measure": "score", "mark": " ".join([*mark, *["incomplete"] * (n < expected)])}
+        )
+        if group.baseline[label] is not None:
+            found = changes[i].times(factor)._asdict()
+            found["mean"] = found.pop("value")
+            rows.append(about | found | {"measure": "difference"})
+    return rows
+
+
+def failures_text(failures: Mapping[str, int]) -> str:
+    """E.g. ``2 oom, 1 missing``; empty where nothing failed."""
+    return ", ".join(f"{count} {status}" for status, count in failures.items())
+
+
+def totals(frame: pd.DataFrame, measure: str = "score") -> pd.DataFrame:
+    """Of a tidy frame the rows that sum up a task, by variant: over all datasets, or the only one."""
+    mine = frame[(frame["measure"] == measure) & frame["by"].isin(["dataset", ""])]
+    last = mine[~mine.duplicated(["model", "task", "variant"], keep="last")]
+    return last.set_index("variant", drop=False).rename_axis(None)
+
+
+def estimate(row: Any) -> Estimate:
+    """The number of a row."""
+    return Estimate(float(row["mean"]), float(row["low"]), float(row["high"]))
+
+
+def strata_of(
+    group: Group, records: pd.DataFrame | None = None, by: str = "dataset"
+) -> list[Scores]:
+    """The scores for each value of the record field `by`: datasets in the task's order, other values in
+    their natural one.
+
+    Args:
+        records: by default the group's.
+    """
+    records = group.records if records is None else records
+    unit = group.meta.unit if group.meta.unit in records else "example_id"
+    needed = dict.fromkeys(["variant", "seed", "example_id", "status", "score", *PROMPT, unit, by])
+    parts = list(records.reindex(columns=list(needed)).groupby(by, sort=False))
+    order = {name: i for i, name in enumerate(group.datasets)} if by == "dataset" else None
+    parts.sort(key=lambda part: order[part[0]] if order else natural_order(part[0]))
+    return [_scores(group, part, unit, f"{by} {as_text(value)}") for value, part in parts]
+
+
+def _scores(group: Group, records: pd.DataFrame, unit: str, name: str) -> Scores:
+    labels = group.labels
+    pairs = records["seed"].astype(str) + "/" + records["example_id"].astype(str)
+    codes, keys = pd.factorize(pairs, sort=True)
+    variants = pd.Index(labels).get_indexer(pd.Index(records["variant"]))
+    values = np.full((len(keys), len(labels)), np.nan)
+    score = pd.to_numeric(records["score"]).where(records["status"] == "ok")
+    values[codes, variants] = score.to_numpy(float)
+    present = np.zeros(values.shape, dtype=bool)
+    present[codes, variants] = True
+    of_pair = np.empty(len(keys), dtype=object)
+    of_pair[codes[::-1]] = records[unit].astype(str).to_numpy()[::-1]  # the first record's
+    wrong = records[score.isna()]
+    failed = {label: failures_of(part) for label, part in wrong.groupby("variant")}
+    given = _stand_in(values, present, codes, records)
+    missing = (given & ~present).sum(0)
+    statuses = tuple(
+        failed.get(label, {}) | ({"missing": int(missing[i])} if missing[i] else {})
+        for i, label in enumerate(labels)
     )
-    for name, column in frame.items():
-        if pd.api.types.is_numeric_dtype(column) or pd.api.types.is_bool_dtype(column):
-            continue
-        frame[name] = [_plain(value, texts=name == "answers") for value in column]
-    return frame
+    return Scores(name, values, given, pd.factorize(of_pair, sort=True)[0], statuses)
 
 
-def _plain(value: Any, *, texts: bool) -> Any:
-    if isinstance(value, list) and texts:
-        return [one if isinstance(one, str) else json.dumps(one) for one in value]
-    return json.dumps(value) if isinstance(value, dict | list) else value
+def failures_of(records: pd.DataFrame) -> dict[str, int]:
+    """Failed records by status; a record that is ok without a score counts as "no score"."""
+    failed = records.loc[(records["status"] != "ok") | records["score"].isna(), "status"]
+    counts = failed.where(failed != "ok", "no score").value_counts()
+    return {str(name): int(counts[name]) for name in sorted(counts.index)}
+
+
+def _stand_in(values: Array, present: Flags, codes: Any, records: pd.DataFrame) -> Flags:
+    """Fill in what a variant would score under seeds it was not run with, where it is known: its
+    mean over its own seeds, where the example's prompt is the same under all. (A method without
+    draws needs one seed; the runs of one with draws beside it may have three.)
+
+    Returns:
+        [pairs, variants] the pairs that each variant was to score itself.
+    """
+    of_pair = records.iloc[np.unique(codes, return_index=True)[1]]
+    seeds = pd.factorize(of_pair["seed"].astype(str))[0]
+    ran = np.array([present[seeds == seed].any(0) for seed in range(seeds.max(initial=-1) + 1)])
+    lacking = ~ran & ran.any(0)
+    given = np.ones(values.shape, dtype=bool)
+    if not lacking.any():
+        return given
+    examples = pd.factorize(of_pair["example_id"].astype(str))[0]
+    prompts = pd.Series("", index=of_pair.index)
+    for field in PROMPT:
+        prompts = prompts + "\x00" + of_pair[field].map(str)
+    same = prompts.groupby(examples).transform("nunique").eq(1) & of_pair["prompt_tail"].notna()
+    for i in np.flatnonzero(lacking.any(0)):
+        known, count = ~np.isnan(values[:, i]), examples.max() + 1
+        scored = np.bincount(examples[known], minlength=count)
+        means = ratio(np.bincount(examples[known], values[known, i], minlength=count), scored)
+        tried = np.bincount(examples[present[:, i]], minlength=count) > 0
+        filled = lacking[seeds, i] & same.to_numpy() & tried[examples]
+        values[filled, i] = means[examples][filled]
+        given[filled, i] = False
+    return given

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+
+import pandas as pd
 
 from kvbench.records.read import load_run
 from kvbench.report.experiment import group_runs
-from kvbench.report.tables.scores import ScoreTable, score_table
-
-T = TypeVar("T")
+from kvbench.report.frame import costs, scores, totals
 
 
 def objective_of(folders: Sequence[str | Path]) -> dict[str, float]:
@@ -26,32 +25,28 @@ def objective_of(folders: Sequence[str | Path]) -> dict[str, float]:
     runs = [run for run in map(load_run, map(Path, folders)) if not run.records.empty]
     groups = group_runs(runs)
     found: dict[str, float] = {}
-    scores, ratios = [], []
+    each: dict[str, list[float]] = {"score": [], "ratio": []}
     for group in groups:
-        table = score_table(group)
-        prefix = f"{table.task}/" if len(groups) > 1 else ""
-        found |= {prefix + name: value for name, value in scalars_of(table).items()}
-        rows = [row for row in table.rows if row.variant.label in group.compressed]
-        rows = rows or list(table.rows)
-        scores.append(_mean([row.total.score.value for row in rows]))
-        ratios.append(_mean([row.ratio for row in rows]))
-    return {**found, "score": _mean(scores), "ratio": _mean(ratios)}
+        frame = pd.concat([scores(group), costs(group)], ignore_index=True)
+        prefix = f"{group.task}/" if len(groups) > 1 else ""
+        found |= {prefix + name: value for name, value in scalars_of(frame).items()}
+        for name, values in each.items():
+            mine = totals(frame, name)["mean"]
+            chosen = [label for label in mine.index if label in group.compressed] or list(
+                mine.index
+            )
+            values.append(_mean([float(mine[label]) for label in chosen]))
+    return {**found, **{name: _mean(values) for name, values in each.items()}}
 
 
-def scalars_of(table: ScoreTable) -> dict[str, float]:
-    """Score, difference and ratio of every variant, for columns and charts of a list of runs."""
-    found: dict[str, float] = {}
-    for row in table.rows:
-        total, name = row.total, row.variant.label
-        found |= {f"{name}/score": total.score.value, f"{name}/ratio": row.ratio}
-        if total.difference is not None:
-            found[f"{name}/difference"] = total.difference.value
-    return without_nan(found)
-
-
-def without_nan(values: Mapping[str, T]) -> dict[str, T]:
-    """The entries that are known."""
-    return {k: v for k, v in values.items() if not isinstance(v, float) or not math.isnan(v)}
+def scalars_of(frame: pd.DataFrame) -> dict[str, float]:
+    """Score, difference and ratio of every variant of a tidy frame, for columns and charts of runs."""
+    return {
+        f"{label}/{name}": float(value)
+        for name in ("score", "difference", "ratio")
+        for label, value in totals(frame, name)["mean"].items()
+        if not math.isnan(value)
+    }
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -1,25 +1,28 @@
-"""Which units run together: groups of a size that is given, or found by trial.
+"""Units of work, one at a time or in groups, and everything that may go wrong in them: always one
+outcome per record.
 
 The answers do not depend on the groups; how long they take and the memory they need do. What runs
 out of memory or time in a group, and a group that fails as a whole, runs again in halves, down to single
-units, so that a record of such a failure is always that of a unit which failed alone.
+units, and a unit's methods then one at a time, so that a record of such a failure is always that of a
+method which failed alone.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from kvbench.engine import memory
 from kvbench.engine.faults import device_is_usable, free_memory, is_out_of_memory
-from kvbench.errors import is_integer, one_line
+from kvbench.engine.limits import time_limit
+from kvbench.errors import FAILED, UserError, is_integer, one_line, traceback_of
 from kvbench.kv import KVError
-from kvbench.run.attempts import RETRIED_ALONE, missing_outcomes, outcomes_of, outcomes_together
-from kvbench.run.plan import BatchPlan, Methods, Outcome, Plan, Unit
+from kvbench.run.plan import Methods, Outcome, Plan, Unit, status_of
 from kvbench.run.session import Session
 from kvbench.run.termination import asks_to_stop
 
@@ -27,12 +30,21 @@ log = logging.getLogger(__name__)
 
 Work = tuple[Unit, Methods]
 """A unit, and the methods it is still to run with."""
+Save = Callable[[Sequence[Outcome]], None]
 
+RETRIED_ALONE = ("oom", "timeout")
+"""Failures that the other methods or examples of a group may have caused: tried again alone."""
 AUTO_MOST = 64
 """Units per group up to which `auto` grows: records are written when a group is done."""
-
 SAFE = 0.85
 """Share of all memory that a doubled group may be expected to take."""
+GOES_ON = "the same command goes on after it"
+
+
+class DeviceLost(UserError, RuntimeError):
+    """The device answers nothing any more."""
+
+    status = FAILED
 
 
 def check_batch_size(value: object) -> int | str:
@@ -96,64 +108,67 @@ class BatchSize:
         self.now = self.most = max(1, min(self.most, units // 2))
         log.info("batch of %d ran out of memory; going on with %d", units, self.now)
 
-    def restore(self, before: BatchSize) -> None:
-        """Return to an earlier size: a single unit was too large, not the batch."""
-        self.now, self.most = before.now, before.most
-        log.info("one of them fits nowhere; going on with %d again", self.now)
 
-
-def groups(work: Sequence[Work], size: BatchSize, plan: Plan) -> Iterator[Sequence[Work]]:
-    """All of `work` in its order, so many units at a time as `size` says by then."""
-    done = 0
-    while done < len(work):
-        group = work[done : done + (size.now if isinstance(plan, BatchPlan) else 1)]
-        done += len(group)
-        yield group
-
-
-def run_group(
+def run_units(
     plan: Plan,
-    group: Sequence[Work],
+    work: Sequence[Work],
     session: Session,
-    size: BatchSize,
-    save: Callable[[Sequence[Outcome]], None],
+    batch_size: int | str,
+    save: Save,
+    around: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Iterator[Sequence[Outcome]]:
-    """The outcomes of each unit of a group as soon as they are final; those of units
-    that ran out of memory or time in a batch come later.
+    """The outcomes of each unit as soon as they are final, failures included; those that ran out of
+    memory or time in a group come after the others of it.
 
     Args:
-        save: see `kvbench.run.attempts.outcomes_of`.
+        save: writes outcomes; called from another thread before the process ends, when code that
+            runs no Python hangs longer than the session's `example_timeout`.
+        around: entered for each group, and left when its outcomes have been taken.
+
+    Raises:
+        DeviceLost: nothing more can be run in this process.
     """
+    size = BatchSize(batch_size, session.device)
+    done = 0
+    while done < len(work):
+        group = work[done : done + (size.now if hasattr(plan, "run_batch") else 1)]
+        done += len(group)
+        failed = False
+        with around():
+            for outcomes in _run_group(plan, group, session, size, save):
+                failed |= any(outcome.fields.get("error") is not None for outcome in outcomes)
+                yield outcomes
+        if failed and not device_is_usable(session.device):
+            raise DeviceLost(
+                f"{session.device} answers nothing any more after example {group[-1][0].id!r}, "
+                f"whose records say why; {GOES_ON}"
+            )
+
+
+def _run_group(
+    plan: Plan, group: Sequence[Work], session: Session, size: BatchSize, save: Save
+) -> Iterator[Sequence[Outcome]]:
     size.begin()
-    if len(group) == 1 or not isinstance(plan, BatchPlan):
+    if len(group) == 1:
+        outcomes = _run_unit(plan, *group[0], session, save)
+        if not _failed_as(outcomes, ("oom",)):
+            size.went_well(1)
+        yield outcomes
+        return
+    together, failure = _attempt(plan, group, session, save)
+    if failure is not None and not device_is_usable(session.device):
+        error = f"{one_line(failure)} (in a batch of {len(group)})"
         for unit, methods in group:
-            outcomes = outcomes_of(plan, unit, methods, session, save)
-            if not _failed_as(outcomes, ("oom",)):
-                size.went_well(1)
-            yield outcomes
+            yield _missing(unit, methods, "error", error)
         return
     again: Sequence[Work] = group
-    out_of_memory = False
-    try:
-        together = outcomes_together(plan, group, session, save)
-    except BaseException as failure:  # smaller groups tell whose failure it is
-        if asks_to_stop(failure):
-            raise
-        out_of_memory = is_out_of_memory(failure)
-        error = one_line(failure)
-        log.info("batch of %d: %s", len(group), error)
-        if not device_is_usable(session.device):
-            for unit, methods in group:
-                yield missing_outcomes(
-                    unit, methods, "error", f"{error} (in a batch of {len(group)})"
-                )
-            return
-    else:
+    out_of_memory = failure is not None and is_out_of_memory(failure)
+    if failure is None:
         final = [not _failed_as(outcomes, RETRIED_ALONE) for outcomes in together]
         out_of_memory = any(_failed_as(outcomes, ("oom",)) for outcomes in together)
         again = [work for work, well in zip(group, final, strict=True) if not well]
         yield from (outcomes for outcomes, well in zip(together, final, strict=True) if well)
-        del together
+    del together, failure
     before = copy.copy(size)
     if out_of_memory:
         size.ran_out(len(group))
@@ -166,12 +181,109 @@ def run_group(
     half = len(group) // 2
     fits_nowhere = False
     for start in range(0, len(again), half):
-        for each in run_group(plan, again[start : start + half], session, size, save):
+        for each in _run_group(plan, again[start : start + half], session, size, save):
             fits_nowhere |= all(_failed_as([outcome], ("oom",)) for outcome in each)
             yield each
     if fits_nowhere:
-        size.restore(before)
+        size.now, size.most = before.now, before.most
+        log.info("one of them fits nowhere; going on with %d again", size.now)
 
 
-def _failed_as(outcomes: Sequence[Outcome], statuses: Sequence[str]) -> bool:
+def _run_unit(
+    plan: Plan, unit: Unit, methods: Methods, session: Session, save: Save
+) -> list[Outcome]:
+    """The outcomes of one unit, in the order of the methods.
+
+    All methods run together. Then those that ran out of memory or time, and those that a failure of
+    the whole unit took along, run once more, one at a time; their records say ``retried``.
+    """
+    outcomes, again = _settled(plan, unit, methods, session, save, [])
+    if len(methods) > 1 and again and device_is_usable(session.device):
+        log.info("%s: once more, one at a time: %s", unit.id, ", ".join(again))
+        for label in again:
+            free_memory(session.device)
+            others = [outcome for outcome in outcomes if outcome.method != label]
+            alone, _ = _settled(plan, unit, {label: methods[label]}, session, save, others)
+            outcomes = [*others, *(replace(o, fields={**o.fields, "retried": True}) for o in alone)]
+    order = list(methods)
+    return sorted(outcomes, key=lambda outcome: order.index(outcome.method))
+
+
+def _settled(
+    plan: Plan,
+    unit: Unit,
+    methods: Methods,
+    session: Session,
+    save: Save,
+    others: Sequence[Outcome],
+) -> tuple[list[Outcome], list[str]]:
+    """One outcome for every record of a unit, and the methods that may end differently alone."""
+    (told,), failure = _attempt(plan, [(unit, methods)], session, save, others)
+    failed: list[Outcome] = []
+    if failure is not None:
+        failed = _missing(unit, methods, status_of(failure), one_line(failure), told)
+    again = {outcome.method for outcome in failed}
+    again |= {outcome.method for outcome in told if _failed_as([outcome], RETRIED_ALONE)}
+    return [*told, *failed], [label for label in methods if label in again]
+
+
+def _attempt(
+    plan: Plan,
+    work: Sequence[Work],
+    session: Session,
+    save: Save,
+    others: Sequence[Outcome] = (),
+) -> tuple[list[list[Outcome]], BaseException | None]:
+    """The outcomes of each unit of a group up to a failure of the whole, and that failure.
+
+    Args:
+        others: outcomes of these units that there are already; saved with the rest when code hangs.
+    """
+    told: list[list[Outcome]] = [[] for _ in work]
+    name = work[0][0].id if len(work) == 1 else f"{work[0][0].id} ..."
+    seconds = session.example_timeout
+
+    def hung() -> None:
+        error = f"hung: no answer long after example_timeout={seconds:g}"
+        if len(work) > 1:
+            error = f"hung in a batch of {len(work)} examples; batch_size=1 tells which it is"
+        log.error("%s %s; recorded; the same command goes on after it", name, error)
+        for (unit, methods), some in zip(work, told, strict=True):
+            save([*others, *some, *_missing(unit, methods, "timeout", error, some)])
+
+    limit = None if seconds is None else seconds * sum(unit.answers for unit, _ in work)
+    try:
+        with time_limit(limit, hung):
+            if len(work) > 1:
+                told[:] = map(list, plan.run_batch(work, session))  # type: ignore[attr-defined]
+            else:
+                for outcome in plan.run(*work[0], session):
+                    told[0].append(outcome)  # what was told before a failure counts
+    except BaseException as failure:
+        if asks_to_stop(failure):
+            raise
+        log.log(
+            logging.INFO if len(work) > 1 else logging.WARNING, "%s: %s", name, one_line(failure)
+        )
+        log.debug("%s", traceback_of(failure))
+        return told, failure
+    return told, None
+
+
+def _missing(
+    unit: Unit, methods: Methods, status: str, error: str, found: Sequence[Outcome] = ()
+) -> list[Outcome]:
+    """One failed outcome for every record of a unit that has none yet."""
+    known = {(outcome.method, outcome.example_id) for outcome in found}
+    return [
+        Outcome(
+            label, record_id, {**unit.fields.get(record_id, {}), "status": status, "error": error}
+        )
+        for label in methods
+        for record_id in unit.record_ids
+        if (label, record_id) not in known
+    ]
+
+
+def _failed_as(outcomes: Sequence[Outcome], statuses: Collection[str]) -> bool:
     return any(outcome.fields.get("status") in statuses for outcome in outcomes)

@@ -34,26 +34,16 @@ class EncodedExample:
 
     @property
     def context(self) -> str:
-        """What names its context among those of the task."""
+        """The name of its context among those of the task."""
         return self.example.context_id or self.example.id
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What one prefill serves: examples of one context, each answered `samples` times."""
+class ContextGroup:
+    """Examples of one context, which one prefill serves, each answered `samples` times."""
 
     examples: tuple[EncodedExample, ...]
     samples: int = 1
-
-    @property
-    def n(self) -> int:
-        """Prompt tokens of the longest."""
-        return max(example.n for example in self.examples)
-
-    @property
-    def new_tokens(self) -> int:
-        """The most that all its answers may have, of one method."""
-        return self.samples * sum(each.example.max_new_tokens for each in self.examples)
 
     @cached_property
     def records(self) -> dict[str, tuple[EncodedExample, int]]:
@@ -66,7 +56,7 @@ class Asked:
         }
 
     def fields(self, record_id: str) -> dict[str, Any]:
-        """What a record says of its example, whatever becomes of it."""
+        """The fields of a record that its example gives, whatever becomes of it."""
         encoded, sample = self.records[record_id]
         example = encoded.example
         found: dict[str, Any] = {"dataset": example.dataset, **example.fields}
@@ -159,7 +149,7 @@ def conversations_of(examples: Iterable[EncodedExample]) -> list[list[EncodedExa
 
 def examples_of(payload: object) -> tuple[EncodedExample, ...]:
     """The examples of a unit of a benchmark; none of a probe's."""
-    return payload.examples if isinstance(payload, Asked) else ()
+    return payload.examples if isinstance(payload, ContextGroup) else ()
 
 
 def pieces_of(encoded: EncodedExample, kept: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:

@@ -7,12 +7,14 @@ runs as they are, and their records are taken up.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import lru_cache
+from pathlib import Path
 from pydoc import locate
 from typing import Any
 
 from kvbench.engine.loading import ModelSpec
+from kvbench.records.store import config_hash, run_folder
 
 _DEFAULTS: Mapping[str, Any] = {
     "data": None,
@@ -23,13 +25,39 @@ _DEFAULTS: Mapping[str, Any] = {
 """Of the settings that a run has beside its model, task and method."""
 
 
-def without_defaults(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's identity with only the values that differ from their defaults (and versions, always)."""
-    found = {
-        key: value
-        for key, value in identity.items()
-        if key not in _DEFAULTS or value != _DEFAULTS[key]
-    }
+@dataclass(frozen=True)
+class RunIdentity:
+    """The run of one method.
+
+    Attributes:
+        settings: everything that changes a score, defaults included.
+        names: what its records and its manifest call it: experiment, model, task, method, config_hash
+            (of the settings that are not at their defaults) and seed.
+        folder: where its records are.
+    """
+
+    settings: Mapping[str, Any]
+    names: Mapping[str, Any]
+    folder: Path
+
+
+def identify(
+    results_dir: Path, names: Mapping[str, Any], settings: Mapping[str, Any]
+) -> RunIdentity:
+    """The run of these settings.
+
+    Args:
+        names: experiment, model, task and method.
+    """
+    code = config_hash(without_defaults(settings))
+    folder = run_folder(results_dir, **names, config_hash=code)
+    named = {**names, "config_hash": code, "seed": settings["seed"]}
+    return RunIdentity(settings, named, folder)
+
+
+def without_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Only the settings that differ from their defaults (and versions, always)."""
+    found = _differing(settings, _DEFAULTS)
     for key in ("method", "task", "budget"):
         if key in found:
             found[key] = _dropping_defaults(found[key])

@@ -6,8 +6,9 @@ same to the runner: a `Plan`.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,8 +19,10 @@ from kvbench.engine.stopping import Stopping
 from kvbench.errors import one_line
 from kvbench.kv import Budget, BudgetExceeded, KVError
 from kvbench.methods.base import Method
+from kvbench.records.figures import Heatmap, as_json
+from kvbench.records.shards import Shard
 from kvbench.run.encoding import (
-    Asked,
+    ContextGroup,
     EncodedExample,
     conversations_of,
     encode_examples,
@@ -28,6 +31,8 @@ from kvbench.run.encoding import (
 )
 from kvbench.run.session import Session
 from kvbench.tasks.base import Task
+
+log = logging.getLogger(__name__)
 
 NOTED = 2
 """The first units of a task say what every method kept: one alone may be a special case."""
@@ -60,26 +65,54 @@ class Unit:
     notes_kept: bool = False
 
 
-def contexts_of(units: Sequence[Unit]) -> list[str]:
-    """What `limit` and `shard` count: the units' contexts, in their order."""
-    return list(dict.fromkeys(unit.context or unit.id for unit in units))
+@dataclass(frozen=True)
+class Selection:
+    """The units of a job.
+
+    Attributes:
+        every: all up to the limit.
+        mine: of these, those of the job's shard.
+        left_out: datasets of the task of which the limit leaves nothing.
+    """
+
+    every: Sequence[Unit]
+    mine: Sequence[Unit]
+    left_out: tuple[str, ...]
 
 
-def of_contexts(units: Sequence[Unit], contexts: Collection[str]) -> list[Unit]:
-    """The units of these contexts."""
-    return [unit for unit in units if (unit.context or unit.id) in contexts]
+def select_units(
+    task: str, units: Sequence[Unit], limit: int | None = None, shard: Shard | None = None
+) -> Selection:
+    """The units of the first `limit` contexts, and a shard's part of them.
+
+    Raises:
+        KVError: a record of one unit would be taken for another's.
+    """
+    refuse_repeated(task, (record_id for unit in units for record_id in unit.record_ids))
+
+    def of_contexts(contexts: Sequence[str]) -> list[Unit]:
+        wanted = set(contexts)
+        return [unit for unit in units if (unit.context or unit.id) in wanted]
+
+    def datasets(some: Sequence[Unit]) -> list[str]:  # of benchmarks; none for a probe
+        found = (each.example.dataset for unit in some for each in examples_of(unit.payload))
+        return list(dict.fromkeys(found))
+
+    contexts = list(dict.fromkeys(unit.context or unit.id for unit in units))[:limit]
+    every = of_contexts(contexts)
+    left_out = tuple(name for name in datasets(units) if name not in datasets(every))
+    if left_out:
+        log.warning("limit is %s: %s runs nothing of %s", limit, task, ", ".join(left_out))
+    mine = every if shard is None else of_contexts(shard.select(contexts))
+    return Selection(every, mine, left_out)
 
 
-def check_ids(task: str, units: Sequence[Unit]) -> None:
-    """Refuse units of which a record would be taken for another's.
+def refuse_repeated(task: str, ids: Iterable[str]) -> None:
+    """Refuse examples of one id: the second would be taken for done.
 
     Raises:
         KVError: naming the id.
     """
-    _refuse_repeated(task, (i for unit in units for i in unit.record_ids))
-
-
-def _refuse_repeated(task: str, ids: Iterable[str]) -> None:
     for name, count in Counter(ids).items():
         if count > 1:
             raise KVError(
@@ -98,12 +131,16 @@ class Outcome:
 
 
 class Plan(Protocol):
-    """A task or a probe, as the runner sees it."""
+    """A task or a probe, as the runner sees it.
+
+    One that can run several units at once has ``run_batch(work, session)``, too: of (unit, methods it is
+    still to run with) the outcomes of each, as `run` gives them; a failure of the whole is raised.
+    """
 
     def meta(self) -> dict[str, Any]:
-        """What reports need to know: version, score_unit, lower_is_better, breakdown, figures, unit,
-        measures; and `data`, digests of the files the examples come from; and `subject`, what the
-        numbers are about where it is not the model (None: the model)."""
+        """Facts for reports: version, score_unit, lower_is_better, breakdown, figures, unit,
+        measures; `data`, digests of the files the examples come from; and `subject`, the thing that
+        the numbers are about where it is not the model (None: the model)."""
         ...
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
@@ -112,18 +149,6 @@ class Plan(Protocol):
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
         """One record per (method, record id)."""
-        ...
-
-
-@runtime_checkable
-class BatchPlan(Plan, Protocol):
-    """A plan that can run several units at once."""
-
-    def run_batch(
-        self, work: Sequence[tuple[Unit, Methods]], session: Session
-    ) -> Sequence[Sequence[Outcome]]:
-        """Units, each with the methods it is still to run with: the outcomes of each, as `run` gives
-        them. A failure of the whole is raised."""
         ...
 
 
@@ -145,12 +170,6 @@ def status_of(error: BaseException) -> str:
     return "oom" if is_out_of_memory(error) else "error"
 
 
-def datasets_of(units: Iterable[Unit]) -> list[str]:
-    """Names of the datasets that a benchmark's units come from, in their order; none for a probe."""
-    found = (each.example.dataset for unit in units for each in examples_of(unit.payload))
-    return list(dict.fromkeys(found))
-
-
 def beyond_positions(units: Sequence[Unit], session: Session) -> str | None:
     """A line about prompts that are longer than the model has positions for, None where all fit (or the
     model's config names no number)."""
@@ -161,8 +180,7 @@ def beyond_positions(units: Sequence[Unit], session: Session) -> str | None:
         return None
     return (
         f"{len(over)} of {len(lengths)} prompts are longer than the model's positions: up to "
-        f"{max(over):,} tokens, and {session.spec.name} has {positions:,}; what it makes of them says "
-        "nothing about a method (beyond_positions in their records)"
+        f"{max(over):,} tokens, and {session.spec.name} has {positions:,}; their records say so"
     )
 
 
@@ -180,17 +198,14 @@ class TaskPlan:
 
     def meta(self) -> dict[str, Any]:
         """See `Plan.meta`."""
-        figures = []
-        if self.task.heatmap is not None:
-            x, y = self.task.heatmap
-            figures.append({"kind": "heatmap", "x": x, "y": y, "value": "score"})
+        xy = self.task.heatmap
         return {
             "version": self.task.version,
             "data": dict(self.task.digests()),
             "score_unit": self.task.score_unit,
             "lower_is_better": False,
             "breakdown": list(self.task.breakdown),
-            "figures": figures,
+            "figures": as_json([Heatmap(x=xy[0], y=xy[1])] if xy else []),
             "unit": self.task.unit,
             "measures": list(self.task.measures),
         }
@@ -206,20 +221,20 @@ class TaskPlan:
         encoded = self._encoded(session)
         for label, (method, budget) in methods.items():
             Fork(label, method, budget, session.seed, "", room=0)  # refuses what cannot generate
-        lengths = [
-            e.n if session.compress_after == "prompt" else len(e.context_ids) for e in encoded
-        ]
+        after = session.compress_after == "context"
         longest = max((e.n for e in encoded), default=0)
         for label, (method, budget) in methods.items():
-            if method.uses_budget and encoded and budget.sink + budget.window > longest:
+            if not method.uses_budget or not encoded:
+                continue
+            ends = budget.sink + budget.window
+            if ends > longest:
                 raise KVError(
-                    f"budget.sink + budget.window is {budget.sink + budget.window}; the longest "
-                    f"prompt of task {self.task.name} has {longest} tokens, so {label!r} would "
-                    f"compress nothing; allowed: at most {longest}"
+                    f"budget.sink + budget.window is {ends}; the longest prompt of task "
+                    f"{self.task.name} has {longest} tokens, so {label!r} would compress nothing; "
+                    f"allowed: at most {longest}"
                 )
-            if method.uses_budget and lengths:
-                budget.capacity(min(lengths))
-        if session.compress_after == "context":
+            budget.capacity(min(len(e.context_ids) if after else e.n for e in encoded))
+        if after:
             for e in encoded:
                 if not e.question_ids or not e.context_ids:
                     raise KVError(
@@ -231,13 +246,19 @@ class TaskPlan:
                 f"compress_after is 'prompt' and task {self.task.name} goes on from the methods' own "
                 "answers, which makes other prompts of each; allowed: context (or golden answers)"
             )
-        _refuse_repeated(self.task.name, (e.example.id for e in encoded))
+        refuse_repeated(self.task.name, (e.example.id for e in encoded))
         together: dict[str, list[EncodedExample]] = {}
         for e in encoded:
-            name = e.context if session.compress_after == "context" else e.example.id
+            name = e.context if after else e.example.id
             together.setdefault(name, []).append(e)
-        units = [_unit(name, each, session) for name, each in together.items()]
-        return [replace(unit, notes_kept=place < NOTED) for place, unit in enumerate(units)]
+        units = []
+        for place, (name, each) in enumerate(together.items()):
+            group = ContextGroup(tuple(each), session.sampling.samples)
+            ids = tuple(group.records)
+            fields = {record_id: group.fields(record_id) for record_id in ids}
+            context = each[0].example.context_id
+            units.append(Unit(name, ids, group, fields, context, len(ids), place < NOTED))
+        return units
 
     def _encoded(self, session: Session) -> list[EncodedExample]:
         shared = {} if self.shared is None else self.shared
@@ -260,11 +281,11 @@ class TaskPlan:
         answers = _answers(prompts, session)
         return [
             [
-                self._outcome(unit, record_id, label, methods[label], result, session)
+                self._outcome(unit, record_id, label, result, session)
                 for label, results in answer.items()
                 for record_id, result in zip(unit.record_ids, results, strict=True)
             ]
-            for (unit, methods), answer in zip(work, answers, strict=True)
+            for (unit, _), answer in zip(work, answers, strict=True)
         ]
 
     def _outcome(
@@ -272,18 +293,14 @@ class TaskPlan:
         unit: Unit,
         record_id: str,
         label: str,
-        method_and_budget: tuple[Method, Budget],
         result: Generation,
         session: Session,
     ) -> Outcome:
         """The record of one method on one example, but for what the runner adds."""
         encoded, _ = unit.payload.records[record_id]
         example = encoded.example
-        method, budget = method_and_budget
-        tokens = encoded.n if session.compress_after == "prompt" else len(encoded.context_ids)
         fields: dict[str, Any] = {
             "prompt_tokens": encoded.n,
-            "capacity": budget.capacity(tokens) if method.saves_memory else tokens,
             "answers": list(example.answers),
             "prompt_tail": (example.context + example.question)[-200:],
             **unit.fields[record_id],
@@ -303,43 +320,29 @@ class TaskPlan:
         return Outcome(label, record_id, fields)
 
 
-def _unit(name: str, examples: Sequence[EncodedExample], session: Session) -> Unit:
-    asked = Asked(tuple(examples), session.sampling.samples)
-    fields = {record_id: asked.fields(record_id) for record_id in asked.records}
-    context = examples[0].example.context_id
-    return Unit(name, tuple(asked.records), asked, fields, context, len(asked.records))
-
-
 def _prompt(unit: Unit, methods: Methods, session: Session) -> Prompt:
-    """What a unit asks of the engine: its conversations, in the order of its records."""
-    asked: Asked = unit.payload
-    first = asked.examples[0]
+    """The prompt of a unit: its conversations, in the order of its records."""
+    group: ContextGroup = unit.payload
+    first = group.examples[0]
     after = session.compress_after == "context"
-    stopping = [
-        replace(stop, timeout_s=None if stop.timeout_s is None else stop.timeout_s * unit.answers)
-        for stop in (session.stopping(each.example) for each in asked.examples)
-    ]
-    ends = {each.example.id: stop for each, stop in zip(asked.examples, stopping, strict=True)}
+
+    def question(each: EncodedExample, sample: int) -> Question:
+        ids = each.question_ids if after else ()
+        stopping = session.stopping(each.example, unit.answers)
+        return Question(ids, stopping, each.example.id, sample)
+
     return Prompt(
         first.context_ids,
         () if after else first.question_ids,
         methods,
-        stopping[0],
+        session.stopping(first.example, unit.answers),
         first.context,
         note_kept=unit.notes_kept,
         encoder=session.encoder,
         conversations=[
-            [
-                Question(
-                    each.question_ids if after else (),
-                    ends[each.example.id],
-                    each.example.id,
-                    sample,
-                )
-                for each in conversation
-            ]
-            for sample in range(asked.samples)
-            for conversation in conversations_of(asked.examples)
+            [question(each, sample) for each in conversation]
+            for sample in range(group.samples)
+            for conversation in conversations_of(group.examples)
         ],
     )
 
@@ -355,8 +358,8 @@ def _answers(prompts: Sequence[Prompt], session: Session) -> list[dict[str, list
 
 
 def _warm_up(prompt: Prompt, session: Session) -> None:
-    """Two tokens of a prompt that nothing is recorded of, by the methods that have not run yet: on a GPU
-    a kernel is compiled at its first launch, which is no example's seconds."""
+    """Generate two tokens with the methods that have not run yet, and record nothing: on a GPU a kernel
+    is compiled at its first launch, which no example's seconds should hold."""
     methods = {k: v for k, v in prompt.methods.items() if k not in session.warmed}
     if session.device.type != "cuda" or not methods:
         return
@@ -376,15 +379,8 @@ def measured(result: Generation) -> dict[str, Any]:
         "status": "ok" if failure is None else status_of(failure),
         "error": None if failure is None else one_line(failure),
         "new_tokens": result.new_tokens,
-        "entries": result.entries,
-        "cache_bytes": result.cache_bytes,
-        "cache_bytes_end": result.cache_bytes_end,
-        "exact_bytes": result.exact_bytes,
-        "ratio": None if result.cache_bytes is None else result.cache_bytes / result.exact_bytes,
-        "compressed": result.compressed,
         "prefill_s": result.prefill_s,
-        "compress_s": result.compress_s,
         "decode_s": result.decode_s,
         "batch": result.batch,
-        **({} if result.budget_preset is None else {"budget_preset": result.budget_preset}),
+        **result.record(),
     }

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvbench.engine.estimate import CacheShape, cache_shape
+from kvbench.engine.estimate import cache_shape
 from kvbench.errors import printable
-from kvbench.kv import Budget
 from kvbench.methods.base import Method
-from kvbench.records.read import StoreError, load_run
+from kvbench.records.read import recorded
 from kvbench.run.encoding import examples_of
-from kvbench.run.plan import Unit, beyond_positions
+from kvbench.run.plan import beyond_positions
 from kvbench.run.runner import Job
 
 
@@ -29,34 +26,28 @@ def print_dry_run(job: Job, console: Console | None = None, name: str = "") -> N
         name: of one of many jobs, which is then told in one line.
 
     Raises:
-        KVError, TaskError, ModelError: what the job itself would be refused for.
+        KVError, TaskError, ModelError, StoreError: what the job itself would be refused for.
     """
-    every, units = job.units()
-    folders = {label: job.folder(label) for label in job.methods}
-    done = {label: _done(folder, units) for label, folder in folders.items()}
+    units = job.units.mine
+    wanted = {record_id for unit in units for record_id in unit.record_ids}
+    done = {label: recorded(run.folder) & wanted for label, run in job.runs.items()}
     todo = [u for u in units if any(not ids.issuperset(u.record_ids) for ids in done.values())]
-    wanted = sum(len(unit.record_ids) for unit in units)
-    lengths = [n for n in map(prompt_tokens, units) if n is not None]
-    most = sum(each.example.max_new_tokens for u in units for each in examples_of(u.payload))
+    asked = [each for unit in units for each in examples_of(unit.payload)]
     examples = f"{len(units)} examples, {len(todo)} of them to run"
     if job.shard is not None:
-        examples += f" (shard {job.shard} of {len(every)})"
-    if wanted != len(units):
-        examples += f", {wanted} answers per method"
-    tokens = "prompt tokens as the task says"
-    if lengths:
+        examples += f" (shard {job.shard} of {len(job.units.every)})"
+    if len(wanted) != len(units):
+        examples += f", {len(wanted)} answers per method"
+    tokens, median = "tokens as the task says", 0
+    if asked:
+        lengths = [each.n for each in asked]
+        median = int(statistics.median(lengths))
         tokens = (
-            f"{sum(lengths):,} prompt tokens (min {min(lengths)}, median "
-            f"{int(statistics.median(lengths))}, max {max(lengths)})"
+            f"{sum(lengths):,} prompt tokens (min {min(lengths)}, median {median}, max {max(lengths)}), "
+            f"up to {sum(each.example.max_new_tokens for each in asked):,} new ones per method"
         )
-    if most:
-        tokens += f", up to {most:,} new ones per method"
-    place = next(iter(folders.values())).parent
-    out = console or Console(width=None if sys.stdout.isatty() else 140)
-    if name:
-        line = f"{name}: {len(folders)} methods, {examples}; {tokens}; {place}"
-        out.print(printable(line), highlight=False, markup=False, soft_wrap=True)
-        return
+    place = next(iter(job.runs.values())).folder.parent
+    beyond = beyond_positions(units, job.session)
     lines = [
         f"{job.spec.label} x {job.task}: dry run, nothing written",
         f"  {examples}",
@@ -64,54 +55,34 @@ def print_dry_run(job: Job, console: Console | None = None, name: str = "") -> N
         f"  compressed after the {job.session.compress_after}, on {job.session.device}, "
         f"{str(job.session.dtype).removeprefix('torch.')}",
         f"  results in {place}",
+        *([] if beyond is None else [f"  warning: {beyond}"]),
     ]
-    beyond = beyond_positions(units, job.session)
-    if beyond is not None:
-        lines.append(f"  warning: {beyond}")
+    if name:
+        lines = [f"{name}: {len(job.runs)} methods, {examples}; {tokens}; {place}"]
+    out = console or Console(width=None if sys.stdout.isatty() else 140)
     for line in lines:
         out.print(printable(line), highlight=False, markup=False, soft_wrap=True)
+    if name:
+        return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("method", "capacity", "cache", "exact cache", "on disk", "run"):
         table.add_column(column, justify="left" if column in ("method", "run") else "right")
     shape = cache_shape(job.spec, job.session.dtype)
     for label, (method, budget) in job.methods.items():
-        memory = _memory(method, budget, lengths, shape)
-        table.add_row(escape(label), *memory, f"{len(done[label])}/{wanted}", folders[label].name)
+        memory = ("-", "-", "-")
+        if asked and isinstance(method, Method):  # rows that a task brings are no methods
+            capacity = budget.capacity(median) if method.saves_memory else median
+            memory = (str(capacity), "unknown", "unknown")
+            if shape is not None:
+                exact = shape.bytes(median, median)
+                held = shape.bytes(median, capacity, method.quantization())
+                memory = (str(capacity), f"{_size(held)} ({held / exact:.0%})", _size(exact))
+        there = f"{len(done[label])}/{len(wanted)}"
+        table.add_row(escape(label), *memory, there, job.runs[label].folder.name)
     out.print(table)
-    if lengths:
+    if asked:
         note = "capacity and bytes are those of the median prompt, without weights and scores"
         out.print(f"  {note}", style="dim", highlight=False)
-
-
-def prompt_tokens(unit: Unit) -> int | None:
-    """Prompt tokens of a unit, None where its plan does not tell."""
-    if isinstance(unit.payload, tuple) and unit.payload and isinstance(unit.payload[0], int):
-        return unit.payload[0]  # the throughput probe's (tokens, setting, run)
-    n = getattr(unit.payload, "n", None)
-    return n if isinstance(n, int) else None
-
-
-def _done(folder: Path, units: Sequence[Unit]) -> set[str]:
-    """Records of these units that are on disk already."""
-    try:
-        found = set(load_run(folder).records["example_id"])
-    except (StoreError, OSError):
-        return set()
-    return found & {record_id for unit in units for record_id in unit.record_ids}
-
-
-def _memory(
-    method: Method, budget: Budget, lengths: Sequence[int], shape: CacheShape | None
-) -> tuple[str, str, str]:
-    """Capacity (entries per layer and KV head) and bytes, compressed and exact, of the median prompt."""
-    if not lengths or not isinstance(method, Method):  # rows that a task brings are no methods
-        return "-", "-", "-"
-    n = int(statistics.median(lengths))
-    capacity = budget.capacity(n) if method.saves_memory else n
-    if shape is None:
-        return str(capacity), "unknown", "unknown"
-    exact, held = shape.bytes(n, n), shape.bytes(n, capacity, method.quantization())
-    return str(capacity), f"{_size(held)} ({held / exact:.0%})", _size(exact)
 
 
 def _size(count: float) -> str:

@@ -36,36 +36,29 @@ def versions() -> dict[str, str]:
 def code_revision() -> str:
     """Git commit of the checkout the package runs from (``+dirty`` with uncommitted changes to the
     code), or ``unknown`` outside a checkout."""
-    folder = Path(__file__).resolve().parent
-
-    def git(*arguments: str) -> str | None:
-        try:
-            done = subprocess.run(
-                ["git", "-C", str(folder), *arguments],
-                capture_output=True,
-                text=True,
-                timeout=10,
-                check=True,
-            )
-        except (OSError, subprocess.SubprocessError):
-            return None
-        return done.stdout.strip()
-
-    commit = git("rev-parse", "HEAD")
-    if not commit:
+    git = ["git", "-C", str(Path(__file__).resolve().parent)]
+    status = [*git, "status", "--porcelain", "--untracked-files=no", "--", ".", "../conf"]
+    how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 10, "check": True}
+    try:
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], **how).stdout.strip()
+        dirty = subprocess.run(status, **how).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
         return "unknown"
-    dirty = git("status", "--porcelain", "--untracked-files=no", "--", ".", "../conf")
     return commit + ("+dirty" if dirty else "")
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
     """What the numbers were measured on."""
+    processor = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    for line in info.read_text().splitlines() if info.is_file() else ():
+        if line.startswith("model name"):
+            processor = line.partition(":")[2].strip()
+    here = hasattr(os, "sched_getaffinity")
     found: dict[str, Any] = {
         "device": str(device),
-        "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "processor": processor,
+        "cores": len(os.sched_getaffinity(0)) if here else os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
     }
     if device.type == "cuda":
@@ -74,15 +67,6 @@ def hardware(device: torch.device) -> dict[str, Any]:
         found["gpu_memory_gib"] = round(properties.total_memory / 2**30, 1)
         found["cuda"] = torch.version.cuda
     return found
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def command() -> str:

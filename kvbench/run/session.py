@@ -87,14 +87,19 @@ class Session:
         """Tokens that end a generation."""
         return end_token_ids(self.model, self.tokenizer) | self.encoder.end_ids
 
-    def stopping(self, example: Example) -> Stopping:
-        """When the answer to an example ends, for this model."""
+    def stopping(self, example: Example, answers: int = 1) -> Stopping:
+        """When the answer to an example ends, for this model.
+
+        Args:
+            answers: examples whose time it may take.
+        """
+        seconds = self.example_timeout
         return Stopping(
             example.max_new_tokens,
             self.end_ids if example.end_ids is None else example.end_ids,
             example.stop,
             self.encoder.decode,
-            timeout_s=self.example_timeout,
+            timeout_s=None if seconds is None else seconds * answers,
             may_be_empty=example.may_be_empty,
             settled=example.settled,
         )

@@ -18,12 +18,20 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import norm
 
-from kvbench.report.stats.estimate import Array, Estimate, Stratum
-from kvbench.report.stats.intervals import difference_intervals, mean_intervals
-from kvbench.report.stats.margins import margin_of, share_anew
-from kvbench.report.stats.marks import standing
-from kvbench.report.stats.significance import ALPHA, p_values, units_needed
-from kvbench.report.tables.scores import Scores
+from kvbench.report.stats import (
+    ALPHA,
+    Array,
+    Estimate,
+    Scores,
+    Stratum,
+    difference_intervals,
+    margin_of,
+    mean_intervals,
+    p_values,
+    share_anew,
+    standing,
+    units_needed,
+)
 
 SIZES = (5, 10, 20, 50, 100, 300)
 LEVELS = (0.5, 0.9, 0.99)

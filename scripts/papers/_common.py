@@ -19,8 +19,8 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from hydra.utils import instantiate
 
-from kvbench.cli.aliases import expand_model_paths
 from kvbench.cli.catalogue import config_dir
+from kvbench.cli.config import expanded
 from kvbench.engine.loading import full_attention_layers, resolve_device, resolve_dtype
 from kvbench.engine.prefill import capture_layers
 from kvbench.errors import UserError, complain
@@ -58,7 +58,7 @@ class Run(SimpleNamespace):
     def config(self, *more: str) -> Any:
         """Model and task, with further overrides, as the command line of kvbench composes them."""
         with initialize_config_dir(str(config_dir().resolve()), version_base=None):
-            return compose("config", overrides=expand_model_paths([*self.overrides, *more]))
+            return compose("config", overrides=expanded([*self.overrides, *more]))
 
     @cached_property
     def session(self) -> Session:

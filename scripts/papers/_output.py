@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from kvbench.cli.papers import paper_folders
+from kvbench.cli.catalogue import paper_folders
 
 
 def write(

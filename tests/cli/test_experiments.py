@@ -1,43 +1,26 @@
-"""The experiments run what the published tables beside them mean, or name the difference."""
+"""The experiments run what the papers' tables mean: entries, weights and shares as they are printed."""
 
 from __future__ import annotations
 
 import itertools
-import math
-import re
 import shlex
-import subprocess
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 import torch
-import yaml
 from hydra.utils import instantiate
-from omegaconf import OmegaConf
 from scipy.stats import chisquare
-from support.command import main, refusal_of
-from support.configs import composed
+from support.command import composed
 from support.method_layers import make_layer, run
-from support.paths import DATA, ROOT
+from support.tiny import prompt_ids, tiny_model
 
 from kvbench.cli.build import build_job
-from kvbench.cli.catalogue import config_dir
-from kvbench.cli.papers import paper_items
+from kvbench.cli.catalogue import paper_items
 from kvbench.engine.generate import run_forks
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget, KVError, LayerKV
 from kvbench.methods import build_method
-from kvbench.records.read import load_runs
-
-EXPERIMENTS = {
-    path.stem: yaml.safe_load(path.read_text())
-    for path in sorted((config_dir() / "experiment").glob("[!_]*.yaml"))
-}
-PUBLISHED = sorted(name for name, config in EXPERIMENTS.items() if config.get("paper_table"))
-NEEDED = {"balancekv_figure4": ["task.haystack_files=[x]"], "subgen_table1": ["task.files=[x]"]}
 
 
 def methods_of(config: Any) -> dict[str, Any]:
@@ -46,36 +29,6 @@ def methods_of(config: Any) -> dict[str, Any]:
         for label, node in config.methods.items()
         if not label.startswith("minference")
     }
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_what_stands_beside_a_published_table_says_how_it_differs(name: str, capsys: Any) -> None:
-    specs = OmegaConf.to_container(composed(f"experiment={name}").paper_table)
-    specs = specs if isinstance(specs, list) else [specs]
-    assert all(isinstance(spec, dict) and "differences" in spec for spec in specs)
-    status, out, err = main(capsys, "show", f"experiment={name}", *NEEDED.get(name, []))
-    assert (status, err) == (0, "")
-    comments = [line for line in out.splitlines() if line.startswith("#")]
-    lines = {line for spec in specs for line in spec["differences"]}
-    assert len(comments) == max(1, len(lines))
-    for line in lines:
-        assert any(f"# differs from the paper: {line} (" in comment for comment in comments)
-    assert yaml.safe_load(out)["paper_table"]  # still YAML, comments and all
-
-
-def test_an_experiment_without_a_published_table_has_no_such_comment(capsys: Any) -> None:
-    assert "differs" not in main(capsys, "show", "experiment=demo")[1]
-
-
-def test_wrong_differences_are_one_line(capsys: Any) -> None:
-    status, _, err = main(
-        capsys, "show", "experiment=balancekv_table6", "paper_table.differences=none"
-    )
-    assert (status, err.count("\n")) == (2, 1)
-    assert "paper_table.differences is 'none'; allowed: a list of lines" in err
-
-
-# SubGen
 
 
 @pytest.mark.parametrize("reduction", [35, 42, 50])
@@ -108,9 +61,6 @@ def test_subgens_table_2_is_half_recent_and_half_centres() -> None:
     for head in kept.tolist():
         assert len(set(head)) == 2048
         assert sorted(head)[1024:] == list(range(2600 - 1024, 2600))
-
-
-# BalanceKV, Table 5
 
 
 def halved(signs: list[int]) -> tuple[list[int], dict[int, int]]:
@@ -192,9 +142,6 @@ def test_table_5_halves_the_same_part_in_both_variants() -> None:
         build_method("uniform", scope="all")
 
 
-# H2O, Tables 3 and 5
-
-
 @pytest.mark.parametrize(
     ("experiment", "more", "released"),
     [
@@ -229,8 +176,6 @@ def test_twenty_per_cent_is_twenty_per_cent(
 
 def test_local_holds_what_h2o_holds_to_the_last_token() -> None:
     """In bytes, measured: both variants of H2O's tables stay at their share; by default Local grows."""
-    from support.tiny import prompt_ids, tiny_model
-
     model = tiny_model("opt")
     model.set_attn_implementation("kvbench")
     config = composed("experiment=h2o_table3")
@@ -256,104 +201,3 @@ def test_local_holds_what_h2o_holds_to_the_last_token() -> None:
         assert answers[label].cache_bytes_end == answers[label].cache_bytes
     assert answers["grows"].cache_bytes == answers["local"].cache_bytes
     assert answers["grows"].cache_bytes_end > answers["grows"].cache_bytes  # type: ignore[operator]
-
-
-# Where runs go
-
-
-def test_runs_go_to_an_ignored_folder_and_results_are_written_by_name_only() -> None:
-    assert composed().results_dir == "runs"
-    ignored = subprocess.run(["git", "check-ignore", "-q", "runs/demo/report.html"], cwd=ROOT)
-    if (ROOT / ".git").exists():
-        assert ignored.returncode == 0
-    makefile = (ROOT / "Makefile").read_text()
-    targets = re.findall(r"^([a-z0-9-]+): setup ", makefile, re.M)
-    written = {}
-    for target in targets:
-        line = ["make", "-n", target, "EXPERIMENT=demo", "-o", "setup"]
-        told = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-        written[target] = set(re.findall(r"results_dir=(\w+)", told))
-    assert {name for name, folders in written.items() if "results" in folders} == {
-        "frontier",
-        "results",
-    }
-    assert written["demo"] == written["reproduce"] == {"runs"}
-
-
-# BalanceKV, Table 1
-
-
-def test_every_layout_is_of_a_published_table_that_is_there() -> None:
-    tables = yaml.safe_load((ROOT / "results/paper/tables.yaml").read_text())
-    files = {path.stem for path in (ROOT / "results/paper").glob("*.csv")}
-    assert set(tables) <= files
-    for name in PUBLISHED:
-        specs = EXPERIMENTS[name]["paper_table"]
-        for spec in specs if isinstance(specs, list) else [specs]:
-            kept = set(spec) - {"where"}
-            assert kept <= {"file", "differences"}, "layouts stand beside the tables"
-
-
-def minference_line() -> list[str]:
-    """The overrides of the documented line; the same in the Makefile and the experiment's YAML."""
-    pattern = re.compile(r"make reproduce-balancekv-table1 ARGS='([^']*minference[^']*)'")
-    files = (ROOT / "Makefile", config_dir() / "experiment/balancekv_table1.yaml")
-    lines = {line for file in files for line in pattern.findall(file.read_text())}
-    (line,) = lines
-    return shlex.split(line)
-
-
-def test_the_line_for_minferences_choice_composes() -> None:
-    line = minference_line()
-    assert refusal_of(["experiment=balancekv_table1", "model=recall_mini", *line]) is None
-    config = composed("experiment=balancekv_table1", "model=recall_mini", *line)
-    for cluster in ("snapkv", "pyramidkv"):
-        node = config.methods[f"minference_{cluster}"]
-        assert node._target_ == "kvbench.methods.minference.MInference"
-        assert node.cluster == cluster
-    tables = yaml.safe_load((ROOT / "results/paper/tables.yaml").read_text())
-    names = tables[config.paper_table.file]["names"]
-    assert {label for ours in names.values() for label in ours} >= {*config.methods} - {
-        *("exact", "streaming_llm", "uniform", "balancekv")
-    }
-
-
-def test_the_page_states_entries_and_bytes_of_both_choices(tmp_path: Path, capsys: Any) -> None:
-    """Per KV head and per query head in one folder, on a model with two query heads a group: as many
-    entries, twice the bytes, and both beside the paper's number. Our own choice per query head, which
-    tests/references holds to MInference's, stands in where that package is not installed."""
-    common = [
-        *(
-            "experiment=balancekv_table1",
-            "model=recall_mini",
-            "logger=none",
-            f"results_dir={tmp_path}",
-        ),
-        *(f"task.data={DATA}", "task.per_dataset=1", "task.datasets=[trec]", "task.max_input=300"),
-    ]
-    per_query_head = [
-        "~methods.exact",
-        *("+methods.minference_snapkv._target_=kvbench.methods.snapkv.SnapKV",),
-        "+methods.minference_snapkv.granularity=query_head",
-    ]
-    assert main(capsys, *common, "method=[exact,snapkv]")[0] == 0
-    assert main(capsys, *common, "method=[exact]", *per_query_head)[0] == 0
-    runs = load_runs(tmp_path / "balancekv_table1")
-    held = {found.manifest["method"]: found.records.iloc[0] for found in runs}
-    ours, theirs = held["snapkv"], held["minference_snapkv"]
-    assert theirs["entries"] == ours["entries"]
-    assert theirs["cache_bytes"] / ours["cache_bytes"] == pytest.approx(2.0, rel=1e-6)
-    shown = pd.read_csv(tmp_path / "balancekv_table1" / "tables" / "longbench-recall_mini.csv")
-    shown = shown.set_index("variant")
-    assert shown["entries_mean"]["minference_snapkv"] == shown["entries_mean"]["snapkv"]
-    ratios = shown["ratio"]
-    assert ratios["minference_snapkv"] == pytest.approx(2 * ratios["snapkv"], rel=1e-4)
-    page = (tmp_path / "balancekv_table1" / "report.html").read_text()
-    for value in (ratios["snapkv"], ratios["minference_snapkv"]):
-        assert f"<span>{value:.3f}</span></td>" in page
-    assert page.count(f"<span>{shown['entries_mean']['snapkv']:.0f}</span></td>") == 2
-    (file,) = (tmp_path / "balancekv_table1" / "tables").glob("*published.csv")
-    beside = pd.read_csv(file)
-    beside = beside[beside["published_model"] == "Llama-3.1-8B-Instruct"].set_index("variant")
-    assert beside["published"]["minference_snapkv"] == beside["published"]["snapkv"]
-    assert math.isfinite(beside["published"]["snapkv"])

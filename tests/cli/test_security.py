@@ -1,90 +1,64 @@
-"""Nothing from elsewhere is executed, no secret is written, no file lands where it should not."""
+"""Nothing from elsewhere is executed, no secret is written, no file lands where it should not, and no
+name or text of other people's results means anything."""
 
 from __future__ import annotations
 
 import ast
 import json
 import os
-import shutil
-from collections.abc import Iterator
+import unicodedata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.attacks import PACKAGE, RUN, SECRETS, SMALL, TYPED, leaks, model_folder, written
-from support.chromium import BROWSER, Chromium
 from support.cli_cases import ended
 from support.report_runs import LINES_META, write_run
 
-from kvbench.engine.loading import ModelError, ModelSpec, load_model, load_tokenizer
+from kvbench.engine.loading import ModelSpec
 from kvbench.errors import HIDDEN, names_a_secret, redact
 from kvbench.methods.snapkv import SnapKV
-from kvbench.records.read import load_runs
-from kvbench.report.build import build_report
-from kvbench.report.experiment import load_experiment
-from kvbench.report.render.comparison import write_comparison
-from kvbench.report.tables.compare import compare
+from kvbench.records.read import StoreError, load_run, load_runs
+from kvbench.records.schema import COMMON_FIELDS
+from kvbench.report.__main__ import main
 
-PICKLING = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "cPickle", "jsonpickle"}
-COPIES_IN_MEMORY = {"compose.py"}  # unpickles what it pickled itself, the fastest copy of a config
-RUNS_TEXT = {"eval", "exec", "compile", "__import__"}
-
-
-def sources() -> Iterator[tuple[Path, ast.AST]]:
-    for file in PACKAGE.rglob("*.py"):
-        yield file, ast.parse(file.read_text())
+UNSAFE = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "jsonpickle"}
+CALLS = {
+    "eval",
+    "exec",
+    "compile",
+    "__import__",
+    "torch.load",
+    "np.load",
+    "numpy.load",
+    "os.system",
+}
+CALLS |= {"yaml.unsafe_load", "yaml.full_load"}
+SAFE_WORDS = {"allow_pickle": "False", "shell": "False", "weights_only": "True"}
 
 
 def test_the_package_unpickles_and_evaluates_nothing() -> None:
-    seen = 0
-    for file, tree in sources():
-        seen += 1
-        safe = {
-            node.name
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ClassDef)
-            and [ast.unparse(base) for base in node.bases] == ["yaml.SafeLoader"]
-        }
-        for node in ast.walk(tree):
-            names: set[str] = set()
+    files = list(PACKAGE.rglob("*.py"))
+    assert len(files) > 50
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Import):
-                names = {alias.name.partition(".")[0] for alias in node.names}
+                assert not {a.name.partition(".")[0] for a in node.names} & UNSAFE, file
             elif isinstance(node, ast.ImportFrom):
-                names = {(node.module or "").partition(".")[0]}
-            if file.name not in COPIES_IN_MEMORY:
-                assert not names & PICKLING, f"{file}:{node}"
-            if isinstance(node, ast.Call):
-                called = ast.unparse(node.func)
-                assert called not in RUNS_TEXT, f"{file}: {called}"
-                assert called not in ("torch.load", "numpy.load", "np.load", "yaml.unsafe_load"), (
-                    file
-                )
-                given = {word.arg: ast.unparse(word.value) for word in node.keywords}
-                if called == "yaml.load":
-                    assert given.get("Loader") in safe, file
-                assert given.get("allow_pickle", "False") == "False", file
-                assert given.get("shell", "False") == "False", file
-                assert given.get("weights_only", "True") == "True", file
-                trusted = given.get("trust_remote_code", "")
-                assert trusted in ("", "spec.trust_remote_code") or called == "ModelSpec", file
-    assert seen > 50
-
-
-def test_a_pickled_model_is_refused_in_one_line_and_not_opened(tmp_path: Path) -> None:
-    mark = tmp_path / "owned"
-    folder = model_folder(tmp_path / "model", mark)
-    found = ended(
-        [*SMALL, "logger=none", "device=cpu", "model=hf", f"model.path={folder}"], folder=tmp_path
-    )
-    assert found.problem() is None, found
-    assert found.status == 2
-    assert f"model {str(folder)!r} cannot be loaded: " in found.err
-    assert "safetensors" in found.err
-    assert not mark.exists()
-    assert not (tmp_path / "runs").exists(), "nothing was begun"
-    torch.load(folder / "pytorch_model.bin", weights_only=False)  # the trap works
-    assert mark.exists()
+                assert (node.module or "").partition(".")[0] not in UNSAFE, file
+            elif isinstance(node, ast.Call):
+                assert ast.unparse(node.func) not in CALLS, (file, node.lineno)
+                for word in node.keywords:
+                    said = ast.unparse(word.value)
+                    assert said == SAFE_WORDS.get(word.arg or "", said), (file, node.lineno)
+                    if word.arg == "trust_remote_code":
+                        assert "ModelSpec" in ast.unparse(node.func) or said.startswith("spec."), (
+                            file
+                        )
+    for path in (PACKAGE / "conf").rglob("*.yaml"):
+        assert "trust_remote_code: true" not in path.read_text(), path
+    assert not ModelSpec(name="a", path="b").trust_remote_code
 
 
 CODE = """
@@ -100,86 +74,36 @@ class EvilTokenizer(PreTrainedTokenizerFast):
 """
 
 
-def with_code(folder: Path, mark: Path) -> Path:
-    """A model whose folder brings code for its configuration, model and tokenizer."""
-    shutil.copytree(PACKAGE / "assets" / "recall_mini", folder)
-    (folder / "evil.py").write_text(CODE.format(mark=str(mark)))
-    for name, entries in (
-        ("config.json", {"AutoConfig": "evil.EvilConfig", "AutoModelForCausalLM": "evil.Evil"}),
-        ("tokenizer_config.json", {"AutoTokenizer": ["evil.EvilTokenizer", None]}),
-    ):
-        path = folder / name
-        config = json.loads(path.read_text())
-        config["auto_map"] = entries
-        if name == "config.json":
-            config["model_type"] = "evil"
-        else:
-            config["tokenizer_class"] = "EvilTokenizer"
-        path.write_text(json.dumps(config))
-    return folder
-
-
-def test_code_of_a_model_folder_is_not_run_unless_asked_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", [False, True])
+def test_pickles_and_code_of_a_model_folder_are_refused_in_one_line(
+    tmp_path: Path, code: bool
+) -> None:
     mark = tmp_path / "owned"
-    folder = with_code(tmp_path / "model", mark)
-    found = ended(
-        [*SMALL, "logger=none", "device=cpu", "model=hf", f"model.path={folder}"], folder=tmp_path
-    )
+    folder = model_folder(tmp_path / "model", mark)
+    if code:
+        (folder / "evil.py").write_text(CODE.format(mark=str(mark)))
+        changes: dict[str, dict[str, Any]] = {
+            "config.json": {
+                "auto_map": {"AutoConfig": "evil.EvilConfig", "AutoModelForCausalLM": "evil.Evil"},
+                "model_type": "evil",
+            },
+            "tokenizer_config.json": {
+                "auto_map": {"AutoTokenizer": ["evil.EvilTokenizer", None]},
+                "tokenizer_class": "EvilTokenizer",
+            },
+        }
+        for name, fields in changes.items():
+            path = folder / name
+            path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    words = [*SMALL, "logger=none", "device=cpu", "model=hf", f"model.path={folder}"]
+    found = ended(words, folder=tmp_path)
     assert found.problem() is None, found
     assert found.status == 2
-    assert "trust_remote_code" in found.err
-    spec = ModelSpec(name="evil", path=str(folder))
-    with pytest.raises(ModelError):
-        load_model(spec, device=torch.device("cpu"), dtype=torch.float32)
-    with pytest.raises(ModelError):
-        load_tokenizer(spec)
+    assert ("trust_remote_code" if code else "safetensors") in found.err
     assert not mark.exists()
-
-
-@pytest.mark.parametrize("trusted", [False, True])
-def test_the_manifest_names_trust_in_remote_code(tmp_path: Path, trusted: bool) -> None:
-    words = [*RUN, "logger=none", f"model.trust_remote_code={str(trusted).lower()}"]
-    assert ended(words, folder=tmp_path).status == 0
-    for run in load_runs(tmp_path / "runs" / "default"):
-        assert run.manifest["identity"]["model"]["trust_remote_code"] is trusted
-        assert run.manifest["config"]["model"]["trust_remote_code"] is trusted
-
-
-def test_trust_in_remote_code_is_off_in_every_config_and_changes_the_hash() -> None:
-    for path in (PACKAGE / "conf").rglob("*.yaml"):
-        assert "trust_remote_code: true" not in path.read_text(), path
-    assert not ModelSpec(name="a", path="b").trust_remote_code
-
-
-@pytest.mark.parametrize("sweep", [False, True])
-def test_no_secret_is_written_or_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sweep: bool
-) -> None:
-    """Keys in the environment, and one that a user typed into an option that keeps it."""
-    for name, value in SECRETS.items():
-        monkeypatch.setenv(name, value)
-    for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
-        monkeypatch.setenv(name, str(tmp_path / "wandb-home"))
-    words = [*RUN, "logger=wandb", "logger.mode=offline", f"model.revision={TYPED}", "-v"]
-    words += ["-m", "seed=0,1"] if sweep else []
-    # an error that tells a key is a record
-    words += ["methods.snapkv._target_=test_security.Telling"] if not sweep else []
-    found = ended(words, folder=tmp_path)
-    assert found.status in (0, 1), found.err
-    assert not leaks(tmp_path, found.out + found.err)
-    files = {path.name for path in written(tmp_path)}
-    assert {"manifest.json", "records.jsonl", "report.html"} <= files
-    assert any(name.endswith(".wandb") for name in files), "W&B wrote its run"
-    manifest = next(iter(load_runs(tmp_path / "runs" / "default"))).manifest
-    assert manifest["identity"]["model"]["revision"] == HIDDEN
-    assert f"model.revision={HIDDEN}" in manifest["command"]
-    if not sweep:
-        records = [
-            r for r in written(tmp_path) if r.name == "records.jsonl" and "snapkv-" in str(r)
-        ]
-        (record,) = [json.loads(line) for line in records[0].read_text().splitlines()]
-        assert record["status"] == "error"
-        assert record["error"] == f"ValueError: GET https://{HIDDEN}@hub?token={HIDDEN} failed"
+    assert not (tmp_path / "runs").exists(), "nothing was begun"
+    torch.load(folder / "pytorch_model.bin", weights_only=False)  # the trap works
+    assert mark.exists()
 
 
 class Telling(SnapKV):
@@ -189,153 +113,145 @@ class Telling(SnapKV):
         raise ValueError(f"GET https://me:secret99@hub?token={os.environ['HF_TOKEN']} failed")
 
 
-def test_typed_secrets_are_refused_and_not_repeated(tmp_path: Path) -> None:
-    for words in (
-        [f"hydra.job.env_set.HF_TOKEN={TYPED}"],
-        [f"+logger.api_key={TYPED}"],
-        [f"+model.token={TYPED}"],
-        [f"model.path=https://me:{TYPED}@host/model", "model=hf"],
-        [f"--token={TYPED}"],
-    ):
-        base = [word for word in RUN if not (words[-1] == "model=hf" and word.startswith("model="))]
-        found = ended([*base, "logger=none", *words], folder=tmp_path)
-        assert found.status == 2, found
-        assert found.problem() is None, found
-        assert not leaks(tmp_path, found.out + found.err)
+def test_no_secret_is_written_or_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys in the environment, one that a user typed, and one in an error, which is a record."""
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "wandb-home"))
+    words = [*RUN, "logger=wandb", "logger.mode=offline", f"model.revision={TYPED}", "-v"]
+    words += ["methods.snapkv._target_=test_security.Telling"]
+    found = ended(words, folder=tmp_path)
+    assert found.status == 1, found.err
+    assert not leaks(tmp_path, found.out + found.err)
+    files = {path.name for path in written(tmp_path)}
+    assert {"manifest.json", "records.jsonl", "report.html"} <= files
+    assert any(name.endswith(".wandb") for name in files), "W&B wrote its run"
+    runs = {run.manifest["method"]: run for run in load_runs(tmp_path / "runs" / "default")}
+    manifest = runs["snapkv"].manifest
+    assert manifest["identity"]["model"]["revision"] == HIDDEN
+    assert manifest["identity"]["model"]["trust_remote_code"] is False
+    assert f"model.revision={HIDDEN}" in manifest["command"]
+    told = f"ValueError: GET https://{HIDDEN}@hub?token={HIDDEN} failed"
+    assert list(runs["snapkv"].records["error"]) == [told]
 
 
-@pytest.mark.parametrize(
-    ("text", "hidden"),
-    [
-        ("keep_tokens=512 max_new_tokens=8 tokenizer=x", False),
-        ("non-finite logits at new token 3", False),
-        ("task.key=a-b", False),
-        ("abc/def:80@x", False),
-        (f"revision {TYPED}", True),
-        ("https://user:pass@host/x", True),
-        ("api_key=abc", True),
-        ("{'HF_TOKEN': 'abc'}", True),
-        ("password: abc", True),
-        ("ghp_abcdefghijklmnop1234", True),
-    ],
-)
-def test_redact(text: str, hidden: bool) -> None:
-    assert (redact(text) != text) is hidden
-    assert redact({"a": [text]}) == {"a": [redact(text)]}
-    assert redact(7) == 7
+TOLD = [f"revision {TYPED}", "https://user:pass@host/x", "api_key=abc", "{'HF_TOKEN': 'abc'}"]
+TOLD += ["password: abc", "ghp_abcdefghijklmnop1234"]
+PLAIN = ["chunk_tokens=512 max_new_tokens=8 tokenizer=x", "non-finite logits at new token 3"]
+PLAIN += ["task.key=a-b", "abc/def:80@x"]
 
 
-def test_names_of_secrets() -> None:
-    for name in (
-        "HF_TOKEN",
-        "a.api_key",
-        "x.apikey",
-        "secret",
-        "my_password",
-        "AWS_SECRET_ACCESS_KEY",
-    ):
+def test_what_is_hidden_and_what_is_not() -> None:
+    for text in (*TOLD, *PLAIN):
+        assert (redact(text) != text) is (text in TOLD), text
+        assert redact({"a": [text]}) == {"a": [redact(text)]}
+    for name in ("HF_TOKEN", "a.api_key", "secret", "my_password", "AWS_SECRET_ACCESS_KEY"):
         assert names_a_secret(name), name
-    for name in ("keep_tokens", "task.max_new_tokens", "model.tokenizer", "line_key", "seed"):
+    for name in ("chunk_tokens", "task.max_new_tokens", "model.tokenizer", "line_key", "seed"):
         assert not names_a_secret(name), name
+
+
+# Results from elsewhere.
+
+HUGE = 10**400
+WRONG: list[tuple[str, str, Any]] = [
+    *[("records", name, value) for name in ("seed", "status") for value in ([], "x", 1.5, HUGE)],
+    *[("records", name, value) for name in ("score", "ratio") for value in ([], "x", True, 1e200)],
+    *[("records", name, value) for name in ("dataset", "error") for value in ({}, 5, "\ud800")],
+    *[("records", "example_id", value) for value in (None, ["a"], "\udfff")],
+    *[("records", name, "x") for name in ("entries", "answers", "compressed")],
+    *[("manifest", key, value) for key in ("identity", "task_meta", "config") for value in ([], 5)],
+    *[("manifest", key, value) for key in ("model", "method") for value in ([], 5, "\ud800")],
+    *[("manifest", "seed", value) for value in ([], "x", 1.5, HUGE)],
+    *[("manifest", "earlier_starts", value) for value in (5, None, {}, [5])],
+    *[("manifest", "identity.budget.rate", value) for value in ("x", [], HUGE, True)],
+    *[("manifest", "task_meta.breakdown", value) for value in (5, "x", [5], ["x" * 1000])],
+    *[("manifest", "task_meta.figures", value) for value in (5, [5], {}, "x")],
+    *[("manifest", "task_meta.score_unit", value) for value in (None, [], "x" * 10**6)],
+]
+
+
+def change(path: Path, key: str, value: Any) -> None:
+    """Set a key, ``a.b`` being b within a, in a manifest or in the second line of a records file."""
+    lines = path.read_text().split("\n") if path.suffix == ".jsonl" else ["", path.read_text()]
+    content = inner = json.loads(lines[1])
+    *above, last = key.split(".")
+    for part in above:
+        inner = inner.setdefault(part, {})
+    inner[last] = value
+    lines[1] = json.dumps(content)
+    path.write_text("\n".join(lines if path.suffix == ".jsonl" else lines[1:]))
+
+
+def test_a_value_of_a_wrong_type_is_named_in_one_line(tmp_path: Path) -> None:
+    rows = [{"example_id": f"e{i}", "num_lines": 5, "score": 1.0} for i in range(3)]
+    run = write_run(tmp_path, task="t", method="exact", records=rows, task_meta=LINES_META)
+    files = {path.stem: path for path in run.iterdir() if path.suffix}
+    before = {name: path.read_bytes() for name, path in files.items()}
+    for name, key, value in WRONG:
+        change(files[name], key, value)
+        with pytest.raises(StoreError, match=r"^[^\n]{,1500}$") as error:
+            load_runs(tmp_path / "demo")
+        half = isinstance(value, str) and not value.isascii()
+        assert ("not JSON" if half else key) in str(error.value), (key, value)
+        assert files[name].name in str(error.value)
+        files[name].write_bytes(before[name])
+    for key in set(COMMON_FIELDS) - {"example_id", "status"}:
+        change(files["records"], key, None)
+    assert load_run(run).records["score"].isna()[1], "null is fine"
+    change(files["manifest"], "seed", "x")
+    found = ended([str(tmp_path / "demo")], main=main)
+    assert (found.problem(), found.status) == (None, 1)
 
 
 ATTACK = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 QUOTES = "\"><svg onload=document.title='owned'>'`${document.title='owned'}{{7*7}}"
+UP = "../../../escape"
+NAMES = [
+    ATTACK,
+    QUOTES,
+    UP,
+    "/tmp/escape",
+    "\x1b]0;owned\x07",
+    "\u202egnp.exe",
+    "a\rb\nc",
+    "$\\frac{",
+]
+NAMES += ["=1+1", "+cmd|' /C calc'!A0", "@SUM(A1)", "é" * 300, "x" * 100_000]
 
 
-def hostile_experiment(results: Path) -> Path:
-    """Runs whose every name, label, field and error is an attack, as a stranger's results may be."""
-    for seed, method in enumerate((ATTACK, QUOTES, "exact")):
-        records = [
-            {
-                "example_id": f"{QUOTES}-{number}",
-                "dataset": ATTACK,
-                "num_lines": ATTACK if number else QUOTES,
-                "depth": 50,
-                "prediction": ATTACK,
-                "answers": [QUOTES, ATTACK],
-                "prompt_tail": f"</script>{ATTACK}",
-                "score": 0.5,
-                "status": "ok" if number < 3 else "error",
-                "error": None if number < 3 else f"{ATTACK}: {QUOTES}",
-            }
-            for number in range(4)
+def test_names_and_texts_of_other_peoples_results_mean_nothing(tmp_path: Path) -> None:
+    """In every field that is shown, or could become a file's name."""
+    inside, name = tmp_path / "results", f"{UP}{QUOTES}\x1b]0;owned\x07"
+    for method in ("exact", f"m{name}"):
+        rows = [
+            {"example_id": f"{one}{i}", "dataset": one, "num_lines": one, "prediction": one}
+            | {"answers": [one], "prompt_tail": f"</script>{one}", "score": 0.5}
+            for i, one in enumerate(NAMES)
         ]
-        write_run(
-            results,
-            task=f"task {ATTACK}",
-            method=method,
-            records=records,
-            task_meta=LINES_META | {"breakdown": ["num_lines", QUOTES]},
-            experiment="demo",
-            model=f"model {QUOTES}",
-            options={f"method.{ATTACK.replace('.', '')}": QUOTES, "method.x": seed},
-        )
-    return results / "demo"
-
-
-def no_markup(text: str) -> bool:
-    """Whether none of the attacks stands in a text as it was written."""
-    return not any(part in text for part in ("<img src=x", "<svg onload", "<script>document"))
-
-
-def test_the_comparison_of_two_hostile_experiments_holds_no_markup(tmp_path: Path) -> None:
-    folders = [hostile_experiment(tmp_path / name) for name in "ab"]
-    for file in folders[1].rglob("records.jsonl"):
-        file.write_text(file.read_text().replace('"score": 0.5', '"score": 0.25'))
-    compared = compare(*map(load_experiment, folders))
-    paths = write_comparison(compared, tmp_path / "out")
-    assert {path.suffix for path in paths} == {".html", ".md", ".csv"}
-    assert all(no_markup(path.read_text()) for path in paths if path.suffix != ".csv")
-
-
-def test_the_page_runs_nothing_that_data_say(tmp_path: Path) -> None:
-    folder = hostile_experiment(tmp_path)
-    report = build_report(folder)
-    page, text = report.page, report.page.read_text()
-    assert no_markup(text)
-    assert all(no_markup(path.read_text()) for path in report.tables if path.suffix != ".csv")
-    assert "49" not in [part.strip() for part in text.split("'") if part.strip() == "49"]
-    if BROWSER is None:
-        pytest.skip("needs Chromium")
-    with Chromium(tmp_path / "profile") as browser:
-        browser.open(page)
-        assert "owned" not in browser.evaluate("document.title")
-        assert browser.evaluate("document.querySelectorAll('[onerror],[onload]').length") == 0
-        assert browser.evaluate("document.querySelectorAll('img[src=\"x\"]').length") == 0
-        for opened in ("details", "button", "th", "summary"):
-            browser.evaluate(f"document.querySelectorAll({opened!r}).forEach(e => e.click())")
-        assert "owned" not in browser.evaluate("document.title")
-        assert [url for url in browser.requests if not url.startswith(("file:", "data:"))] == []
-
-
-def test_a_foreign_results_folder_cannot_write_outside_itself(tmp_path: Path) -> None:
-    """Names with paths in them, in every field that could become a file name."""
-    inside = tmp_path / "results" / "demo"
-    up = "../../../escape"
-    for method in ("exact", "snapkv"):
-        run = write_run(
-            tmp_path / "results",
-            task="task",
-            method=method,
-            records=[
-                {"example_id": f"{up}{n}", "dataset": up, "num_lines": n, "score": 0.5, "depth": 0}
-                for n in range(3)
-            ],
-            task_meta=LINES_META,
-            experiment="demo",
-            model="model",
-        )
-        path = run / "manifest.json"
-        manifest = json.loads(path.read_text())
-        for field in ("experiment", "model", "task", "method", "config_hash"):
-            manifest[field] = f"{up}-{field}" if field != "method" else f"{up}-{method}"
-        manifest["task_meta"] |= {"subject": f"/tmp/escape/{up}", "breakdown": ["num_lines", up]}
-        path.write_text(json.dumps(manifest))
+        rows += [{**row, "example_id": f"e{row['example_id']}", "status": "error"} for row in rows]
+        for row in rows[len(NAMES) :]:
+            row["error"] = row["dataset"]
+        run = write_run(inside, task="t", method=method, records=rows, task_meta=LINES_META)
+        for key in ("model", "task", "config_hash"):
+            change(run / "manifest.json", key, name)
+        change(run / "manifest.json", "task_meta.breakdown", ["num_lines", name])
     before = {path for path in tmp_path.rglob("*") if not path.is_relative_to(inside)}
-    report = build_report(inside)
+    found = ended([str(inside / "demo"), "--list"], folder=tmp_path, main=main)
+    assert found.problem() is None, found.err[-2000:]
+    unseen = {c for c in found.out + found.err if unicodedata.category(c) in ("Cc", "Cf", "Zl")}
+    assert unseen <= {"\n"}
     assert {path for path in tmp_path.rglob("*") if not path.is_relative_to(inside)} == before
-    for path in (report.page, *report.tables, *report.figures):
-        assert path.resolve().is_relative_to(inside.resolve()), path
-        assert path.exists()
     assert not Path("/tmp/escape").exists()
+    for path, content in written(inside / "demo").items():
+        assert len(path.name.encode()) <= 210
+        text = content.decode(errors="replace")
+        if path.suffix in (".html", ".md", ".tex"):
+            for part in ("<img src=x", "<svg onload", "<script>document"):
+                assert part not in text, path
+        if path.suffix in (".md", ".tex"):
+            assert not {"\x1b", "\u202e"} & set(text), path
+        if path.suffix == ".csv":
+            cells = [cell.strip('"') for line in text.splitlines() for cell in line.split(",")]
+            assert not [c for c in cells if c.startswith(("=1", "+cmd", "@SUM"))], path

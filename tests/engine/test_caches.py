@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 import torch
 from support.attention import step
-from support.forward import SMALL, generate, reference
 from support.method_layers import attend, make_layer, run
 from support.tiny import prompt_ids, tiny_model
 
@@ -35,7 +34,7 @@ def ready(architecture="llama"):
 
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("by_channel", [True, False])
-@pytest.mark.parametrize("shape", [(2, 64, 32), (1, 37, 20), (3, 5, 7), (1, 1, 1)])
+@pytest.mark.parametrize("shape", [(2, 64, 32), (3, 5, 7), (1, 1, 1)])
 def test_packed_numbers_are_within_half_a_step(bits, by_channel, shape):
     torch.manual_seed(0)
     x = torch.randn(shape) * torch.rand(shape[-1]) * 10
@@ -51,28 +50,9 @@ def test_packed_numbers_are_within_half_a_step(bits, by_channel, shape):
     assert packed.nbytes == shape[0] * rows * (-(-columns * bits // 8) + 2 * groups * 4)
 
 
-@pytest.mark.parametrize("name", ["exact", "snapkv", "uniform"])
-def test_a_quantised_cache_holds_packed_bytes_and_answers_nearly_alike(name):
-    model = ready()
-    ids = prompt_ids(120)
-    sizes = {}
-    for bits in (None, 4, 2):
-        quantize = None if bits is None else {"bits": bits, "group_size": 32}
-        result = generate(model, ids, {"m": (build_method(name, quantize=quantize), SMALL)})["m"]
-        assert result.failure is None
-        sizes[bits] = result.cache_bytes
-        assert result.compressed or bits is None
-        grown = result.cache_bytes_end - result.cache_bytes
-        per_token = 4 * 2 * 16 * 2 * 4 + (4 * 2 * 4 if name == "uniform" else 0)
-        assert grown == (len(result.tokens) - 1) * per_token, "new tokens stay as they are"
-    assert sizes[2] < sizes[4] < 0.5 * sizes[None]
-
-
-@pytest.mark.parametrize(
-    "scheme", [Quantization(4, 8, "entry"), Quantization(2, 4, "entry"), TurboQuant(bits=4)]
-)
+@pytest.mark.parametrize("scheme", [None, Quantization(4, 8, "entry"), TurboQuant(bits=4)])
 @pytest.mark.parametrize("name", ["h2o", "streaming_llm", "local"])
-def test_a_packed_cache_evicts_as_lists_of_restored_entries_do(scheme, name):
+def test_a_cache_evicts_as_lists_of_entries_do(scheme, name):
     """Each head as a list in float64: an entry is exact in its own step, and then as it was packed."""
     torch.manual_seed(0)
     dim, capacity, sink, steps = 16, 12, 2, 30
@@ -80,16 +60,12 @@ def test_a_packed_cache_evicts_as_lists_of_restored_entries_do(scheme, name):
     at = torch.arange(9).expand(1, 2, 9)
     start = torch.rand(1, 2, 9)
     method = build_method(name, decode="evict")
-    cache = LayerCache(
-        CompressedKV(keys[None], values[None], None, at, start),
-        2,
-        method,
-        capacity=capacity,
-        sink=sink,
-        quantization=scheme,
-    )
+    whole = CompressedKV(keys[None], values[None], None, at, start)
+    cache = LayerCache(whole, 2, method, capacity=capacity, sink=sink, quantization=scheme)
 
     def restored(rows, side):
+        if scheme is None:
+            return rows.double()
         codec = scheme.codecs(rows, rows, layer=0, seed=0)[side]
         return codec.mix(torch.eye(rows.shape[1]).expand(len(rows), -1, -1)).double()
 
@@ -123,9 +99,9 @@ def test_a_packed_cache_evicts_as_lists_of_restored_entries_do(scheme, name):
                 entries[:] = [e for e in entries if e[0] != gone]
             kept = {int(p) for p in cache.positions[head, : cache.length]}
             assert kept == {e[0] for e in entries}
-    assert cache.length == cache.first == capacity
-    scores = 0 if cache.scores is None else 2 * capacity * 4
-    assert cache.entry_bytes() == scheme.nbytes(2, capacity, dim, 4) + scores
+    assert cache.length == capacity
+    packed = 2 * capacity * 2 * dim * 4 if scheme is None else scheme.nbytes(2, capacity, dim, 4)
+    assert cache.entry_bytes() == packed + 2 * capacity * 4  # and scores
 
 
 def test_quantize_is_refused_where_it_cannot_be():
@@ -162,23 +138,6 @@ def test_topk_attends_to_the_largest_logits_and_holds_everything(heavy):
             seen[logits.topk(12).indices] = True
         want = logits.masked_fill(~seen, float("-inf")).softmax(-1) @ all_values
         torch.testing.assert_close(got[head, 0].double(), want, atol=1e-6, rtol=1e-6)
-
-
-def test_topk_in_generation_is_exact_when_it_may_see_everything():
-    model = tiny_model("llama")
-    ids = prompt_ids(80)
-    expected = reference(model, ids, 16)
-    model.set_attn_implementation("kvbench")
-    nearly_all = Budget(rate=0.99, sink=4, window=4)
-    methods = {
-        "all": (build_method("topk"), nearly_all),
-        "few": (build_method("topk", heavy_hitters=True), Budget(rate=0.05, sink=1, window=1)),
-    }
-    results = generate(model, ids, methods)
-    assert all(r.failure is None for r in results.values())
-    assert results["few"].tokens != expected
-    assert results["few"].cache_bytes > results["few"].exact_bytes  # its marks are counted, too
-    assert results["all"].cache_bytes == results["all"].exact_bytes
 
 
 @pytest.mark.parametrize("quantized", [False, True])
@@ -334,15 +293,9 @@ def test_ragged_heads_are_the_padded_ones_without_the_padding(lengths):
         torch.testing.assert_close(out[:, one].double(), want, rtol=1e-5, atol=1e-6)
     assert cache.entries().tolist() == [n + 5 for n in lengths]
     assert cache.entry_bytes() == (sum(lengths) + 5 * heads) * 2 * 8 * 4
-
-
-def test_a_ragged_layer_is_audited_by_its_sum():
-    layer = make_layer(100, kv_heads=2)
-    held = keep_all(layer)
-    held = replace(held, lengths=torch.tensor([[90, 10]]))
-    fork_of(build_method("adakv"), Budget()).hold(0, held, 50)
+    mean = -(-sum(lengths) // heads)
     with pytest.raises(BudgetExceeded):
-        fork_of(build_method("adakv"), Budget()).hold(0, held, 48)
+        fork_of(build_method("adakv"), budget).hold(0, held, mean - 2)
 
 
 def schedule(method, n, steps):

@@ -19,14 +19,12 @@ from support.tiny import prompt_ids, tiny_model
 
 from kvbench import compress
 from kvbench.engine import graphs, rows
-from kvbench.engine.attention import LayerCall
 from kvbench.engine.cache import LayerCache
 from kvbench.engine.decoding import DecodeState, _Counters
 from kvbench.engine.fork import Fork
 from kvbench.engine.generate import Prompt, Question, run_batch, run_conversations
 from kvbench.engine.graphs import StepGraphs
 from kvbench.engine.loading import ModelSpec
-from kvbench.engine.prefill import PrefillState
 from kvbench.engine.sampling import Sampling
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget, BudgetExceeded, KVError
@@ -131,65 +129,6 @@ def test_a_cache_that_fills_up_evicts_from_there(name: str, path: str, n: int, s
         assert len(held) == 50
         assert held == latest.get(name, held)
         assert set(range(fed - 25, fed)) <= set(held)  # H2O's recent half
-
-
-def h2o_by_hand(queries: torch.Tensor, keys: torch.Tensor, n: int) -> tuple[list[int], int]:
-    """What one KV head holds after n prompt tokens and the others one by one, 50 entries at most; and
-    how many of the prompt's left while decoding. Queries, keys: [heads of the group, tokens, dim]."""
-    total, dim = keys.shape[1:]
-    scores = [0.0] * total
-    held, left = set(range(n)), 0
-
-    def attend(t: int, among: list[int]) -> None:
-        logits = (keys[:, among] @ queries[:, t, :, None])[..., 0] * dim**-0.5
-        for position, mass in zip(among, logits.softmax(-1).mean(0).tolist(), strict=True):
-            scores[position] += mass
-
-    for t in range(n):
-        attend(t, list(range(t + 1)))
-    if n > 50:
-        heavy = sorted(range(n - 25), key=lambda p: -scores[p])[:25]
-        held = {*heavy, *range(n - 25, n)}
-    for t in range(n, total):
-        held.add(t)
-        attend(t, sorted(held))
-        if len(held) > 50:
-            lightest = min(held - set(range(t - 24, t + 1)), key=lambda p: scores[p])
-            held.remove(lightest)
-            left += lightest < n
-    return sorted(held), left
-
-
-@pytest.mark.parametrize("n", [40, 50, 70])
-def test_h2o_drops_what_has_received_least_whenever_it_fills(
-    n: int, seen: Seen, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every layer again in float64, entry by entry, from the queries and keys that it was given."""
-    calls: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-
-    def watch(state: Any) -> None:
-        real = state.attend
-
-        def watched(self: Any, call: LayerCall) -> Any:
-            calls.setdefault(call.layer, []).append((call.query[0].double(), call.key[0].double()))
-            return real(self, call)
-
-        monkeypatch.setattr(state, "attend", watched)
-
-    watch(PrefillState)
-    watch(DecodeState)
-    generate("shared", n, evicting("h2o"))
-    (end,), left = seen.ends, 0
-    for layer, given in calls.items():
-        queries = torch.cat([query for query, _ in given], 1)
-        keys = torch.cat([key for _, key in given], 1).repeat_interleave(2, 0)  # to query heads
-        assert keys.shape[1] == n + NEW - 1
-        for head in range(2):
-            group = slice(2 * head, 2 * head + 2)
-            held, gone = h2o_by_hand(queries[group], keys[group], n)
-            assert held == end[layer][head]
-            left += gone
-    assert left > 20  # else the order alone would do
 
 
 @pytest.mark.parametrize("path", PATHS)

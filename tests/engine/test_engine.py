@@ -7,18 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers as t
-from support.attention import step
 from support.forward import SMALL, generate, reference
 from support.tiny import CONFIGS, Broken, Everything, Greedy, on_kvbench, prompt_ids, tiny_model
 
 from kvbench.engine.architecture import compressible_layers, kv_heads
 from kvbench.engine.attention import LayerCall, UnsupportedModel, exact_attention
-from kvbench.engine.cache import LayerCache
 from kvbench.engine.fork import layer_generator
 from kvbench.engine.guard import check_finite
 from kvbench.engine.prefill import capture_layers, layer_kv
 from kvbench.engine.stopping import Stopping
-from kvbench.kv import NORMALISERS, Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, keep_all
+from kvbench.kv import NORMALISERS, Budget, BudgetExceeded, KVError, LayerKV, keep_all
 from kvbench.methods import build_method
 
 
@@ -86,51 +84,6 @@ def test_exact_attention_equals_brute_force_in_float64(softcap, window, heads):
         hidden |= at[None] <= at[:, None] - window
     want = logits.masked_fill(hidden, float("-inf")).softmax(-1) @ v
     torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
-
-
-def _cache(method="exact", n=20, room=8, weights=None, **options):
-    torch.manual_seed(1)
-    keys, values = torch.randn(1, 2, n, 8), torch.randn(1, 2, n, 8)
-    positions = torch.arange(n).expand(1, 2, n)
-    held = CompressedKV(keys, values, weights, positions)
-    return held, LayerCache(held, room, build_method(method, **options), capacity=n)
-
-
-def test_decode_attention_adds_log_weights_and_never_moves_its_buffers():
-    weights = torch.randn(1, 2, 20)
-    held, cache = _cache(weights=weights)
-    pointer = cache.keys.data_ptr()
-    keys, values, logs = held.keys[0].double(), held.values[0].double(), weights[0].double()
-    for tokens in (1, 1, 3):  # the chunk is causal inside
-        q, k, v = torch.randn(4, tokens, 8), torch.randn(2, tokens, 8), torch.randn(2, tokens, 8)
-        at = torch.arange(cache.length, cache.length + tokens)
-        got = step(cache, q, k, v, at, 0.3)
-        keys = torch.cat([keys, k.double()], 1)
-        values = torch.cat([values, v.double()], 1)
-        logs = torch.cat([logs, torch.zeros(2, tokens, dtype=torch.float64)], 1)
-        for head in range(4):
-            kv = head // 2
-            logits = q[head].double() @ keys[kv].T * 0.3 + logs[kv]
-            for i in range(tokens):
-                logits[i, keys.shape[1] - tokens + i + 1 :] = float("-inf")
-            want = logits.softmax(-1) @ values[kv]
-            torch.testing.assert_close(got[head].double(), want, atol=1e-5, rtol=1e-5)
-    assert cache.keys.data_ptr() == pointer
-    assert cache.length == 25
-
-
-def test_an_evicting_method_does_not_grow_and_a_growing_one_does():
-    model = tiny_model("llama")
-    model.set_attn_implementation("kvbench")
-    methods = {
-        "evict": (build_method("h2o"), SMALL),
-        "grow": (build_method("h2o", decode="grow"), SMALL),
-    }
-    for after in ("prompt", "context"):
-        results = generate(model, prompt_ids(80), methods, new_tokens=12, compress_after=after)
-        assert results["evict"].failure is None
-        assert results["evict"].cache_bytes_end == results["evict"].cache_bytes
-        assert results["grow"].cache_bytes_end > results["grow"].cache_bytes
 
 
 def test_a_method_over_its_budget_fails_alone_and_loudly():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -240,17 +240,3 @@ def test_faults_around_generate_and_in_probes(tmp_path: Path) -> None:
     assert all("SharedStateChanged: method 'bad'" in r["error"] for r in found.pop("bad"))
     assert all(record["status"] == "ok" for record in found.pop("bold"))
     assert found == records_of(run_job(make_job(tmp_path / "alone", others, plan=probe)))
-
-
-def test_a_layer_made_of_another_has_results_of_its_own() -> None:
-    """`replace` carries over what was computed from other keys."""
-    generator = torch.Generator().manual_seed(0)
-    keys, values = torch.randn(2, 1, 2, 40, 8, generator=generator).unbind()
-    layer = LayerKV(keys, values, torch.randn(1, 4, 40, 8, generator=generator), 0, 1, 0.5)
-    flat = replace(layer, keys=torch.zeros_like(keys))
-    want = flat.attention_mass().clone()
-    other = replace(layer, shared={}).attention_mass()
-    assert not torch.allclose(want, other)
-    for _ in range(2):
-        assert torch.equal(layer.attention_mass(), other)
-        assert torch.equal(flat.attention_mass(), want)

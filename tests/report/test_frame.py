@@ -1,17 +1,222 @@
-"""kvbench.load: records as a frame whose columns are documented, and as parquet."""
+"""The tidy frame: scores, differences, marks and costs; names of variants; kvbench.load."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
-from support.report_runs import write_demo
+from scipy.stats import binomtest, bootstrap
+from support.report_runs import ERROR_META, lines_records, write_demo, write_run, write_sweep
+from support.tables import group_of, totals_of
 
 import kvbench
 from kvbench.records.read import COMMON_FIELDS, StoreError, load_runs
-from kvbench.report.frame import COLUMNS
+from kvbench.report.experiment import COLUMNS, Group, group_runs, load_experiment
+from kvbench.report.frame import AVERAGE, scores, tidy, totals
+
+
+def group_from(folder: Path, **values: list[float | None]) -> Group:
+    """One group of methods with these scores; None is out of memory, missing ones are not run."""
+    for method, each in values.items():
+        records = [
+            {"example_id": f"e{i}", "score": value, "status": "ok" if value is not None else "oom"}
+            for i, value in enumerate(each)
+        ]
+        write_run(folder, method=method, records=records)
+    return group_runs(load_runs(folder / "demo"))[0]
+
+
+def marks(group: Group) -> dict[str, set[str]]:
+    """The marks of every variant's total score."""
+    return {label: set(mark.split()) for label, mark in totals_of(group)["mark"].items()}
+
+
+def test_scores_and_paired_differences_have_their_intervals(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    exact = rng.beta(5, 2, 80)
+    snapkv = np.clip(exact - rng.beta(1, 6, 80) + 0.05, 0, 1)
+    group = group_from(tmp_path, exact=list(exact), snapkv=list(snapkv))
+    score, change = totals_of(group).loc["snapkv"], totals_of(group, "difference")
+    assert score["mean"] == pytest.approx(snapkv.mean())
+    for values, row in ((snapkv, score), (snapkv - exact, change.loc["snapkv"])):
+        theirs = bootstrap((values,), np.mean, method="percentile", rng=1, n_resamples=9999)
+        bounds = theirs.confidence_interval
+        assert (row["low"], row["high"]) == pytest.approx(tuple(bounds), abs=0.005)
+    assert "exact" not in change.index
+
+
+def test_failures_are_counted_and_never_dropped(tmp_path: Path) -> None:
+    none: list[float | None] = [None] * 4
+    group = group_from(
+        tmp_path, exact=[1, 1, 1, 1], snapkv=[1, None, 0, None], h2o=none, uniform=[1, 1, 1]
+    )
+    total = totals_of(group)
+    assert dict(total["failures"]) == {
+        "exact": "", "snapkv": "2 oom", "h2o": "4 oom", "uniform": "1 missing"
+    }  # fmt: skip
+    assert tuple(total.loc["snapkv", ["mean", "n", "expected"]]) == (0.5, 2, 4)
+    assert np.isnan(total["mean"]["h2o"])
+    assert ["incomplete" in m.split() for m in total["mark"]] == [False, True, True, True]
+    broken = [{"example_id": "a", "score": float("nan")}, {"example_id": "b", "score": 1.0}]
+    write_run(tmp_path, experiment="nan", records=broken)
+    assert list(totals_of(group_of(tmp_path / "nan"))["failures"]) == ["1 no score"]
+
+
+def test_only_proven_differences_are_marked(tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    best = rng.random(60)
+    group = group_from(
+        tmp_path,
+        exact=list(best + 0.2),
+        balancekv=list(best),
+        snapkv=list(best - 0.1 + 0.1 * rng.random(60)),
+        uniform=list(best + rng.normal(-0.03, 0.2, 60)),
+    )
+    found = {"exact": set[str](), "balancekv": {"best"}, "snapkv": {"worse"}, "uniform": {"tied"}}
+    assert marks(group) == found, "exact does not compete"
+
+
+RANKED: list[tuple[dict[str, list[float | None]], set[str]]] = [
+    ({"exact": [1, 1, 1], "snapkv": [1, 0, 1], "uniform": [0, 1, 1]}, {"snapkv", "uniform"}),
+    ({"exact": [1, 1, 1], "snapkv": [1, 0, 1]}, set()),  # one alone is not the best
+    ({"exact": [0] * 9, "snapkv": [0] * 9, "uniform": [0] * 9}, set()),
+    # h2o fails where it is hard: its mean of 1.0 must not win
+    ({"h2o": [1, 1, 1, None, None, None], "snapkv": [1, 1, 1, 0.5, 0.5, 0]}, {"snapkv"}),
+    # each lacks some: the examples that all scored decide
+    ({"h2o": [1, 0.2, 0.3, None], "snapkv": [None, 0.3, 0.4, 0]}, {"snapkv"}),
+]
+
+
+@pytest.mark.parametrize(("values", "best"), RANKED, ids=range(len(RANKED)))
+def test_only_means_over_the_same_examples_are_ranked(
+    tmp_path: Path, values: dict[str, list[float | None]], best: set[str]
+) -> None:
+    found = marks(group_from(tmp_path, **values))
+    assert {label for label, mark in found.items() if "best" in mark} == best
+
+
+def test_an_incomplete_variant_that_beats_the_best_is_not_worse(tmp_path: Path) -> None:
+    base = list(np.random.default_rng(1).random(60) * 0.5)
+    better: list[float | None] = [None] * 3 + [x + 0.3 for x in base[3:]]
+    worse: list[float | None] = [None] * 3 + [x - 0.3 for x in base[3:]]
+    found = marks(group_from(tmp_path, snapkv=base, h2o=better, uniform=worse))
+    assert found == {
+        "snapkv": {"best"}, "h2o": {"tied", "incomplete"}, "uniform": {"worse", "incomplete"}
+    }  # fmt: skip
+
+
+def test_an_oracle_that_keeps_all_does_not_compete_and_lower_can_be_better(tmp_path: Path) -> None:
+    for method, keeps in (("exact", True), ("topk", True), ("snapkv", False), ("uniform", False)):
+        error = {"exact": 0.0, "topk": 0.1, "snapkv": 0.2, "uniform": 0.4}[method]
+        records: list[dict[str, Any]] = [
+            {"example_id": f"{p}", "score": error + p / 100, "saves_memory": not keeps}
+            for p in range(10)
+        ]
+        write_run(tmp_path, method=method, records=records, task_meta=ERROR_META)
+    found = marks(group_of(tmp_path / "demo"))
+    assert found == {"exact": set(), "topk": set(), "snapkv": {"best"}, "uniform": {"worse"}}
+
+
+def test_all_right_is_no_certainty_and_one_example_has_no_interval(tmp_path: Path) -> None:
+    total = totals_of(group_from(tmp_path, exact=[1.0] * 25, snapkv=[1.0] * 20 + [0.0] * 5))
+    for label, right in (("exact", 25), ("snapkv", 20)):
+        theirs = binomtest(right, 25).proportion_ci(method="wilson")
+        assert tuple(total.loc[label, ["low", "high"]]) == pytest.approx((theirs.low, theirs.high))
+    one = totals_of(group_from(tmp_path / "one", exact=[1.0], snapkv=[0.0]))
+    assert one["low"].isna().all()
+
+
+def test_one_seed_of_a_method_without_draws_stands_beside_three(tmp_path: Path) -> None:
+    """The same prompts under every seed: snapkv needs one run of them, uniform has three."""
+    rng = np.random.default_rng(2)
+
+    def runs(folder: Path, tail: str) -> Group:
+        for seed in (0, 1, 2):
+            for method, level in (("uniform", 0.4), ("snapkv", 0.75)):
+                if method == "uniform" or not seed:
+                    each = [(f"e{i}", float(rng.random() < level)) for i in range(40)]
+                    records = [
+                        {"example_id": e, "score": x, "prompt_tail": tail.format(seed=seed, i=e)}
+                        for e, x in each
+                    ]
+                    write_run(folder, method=method, records=records, seed=seed)
+        return group_of(folder / "demo")
+
+    same = runs(tmp_path / "same", "prompt {i}")
+    total = totals_of(same)
+    mine = same.records[same.records["variant"] == "snapkv"]["score"]
+    assert (list(total["n"]), list(total["expected"])) == ([120, 40], [120, 40])
+    assert total["mean"]["snapkv"] == pytest.approx(mine.mean())
+    theirs = binomtest(int(mine.sum()), 40).proportion_ci(method="wilson")
+    bounds = tuple(total.loc["snapkv", ["low", "high"]])
+    assert bounds == pytest.approx((theirs.low, theirs.high), abs=1e-6)
+    assert marks(same) == {"snapkv": {"best"}, "uniform": {"worse"}}
+    other = totals_of(runs(tmp_path / "other", "prompt {i} of seed {seed}"))
+    assert other["failures"]["snapkv"] == "80 missing", "other prompts, which it never saw"
+
+
+def test_several_datasets_count_alike_and_every_seed_is_expected(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        for method, shift in (("exact", 0.0), ("snapkv", -0.1)):
+            records = [
+                {"example_id": f"{name}-{i}", "dataset": name, "score": base + shift + 0.01 * seed}
+                for name, base, count in (("qasper", 0.5, 4), ("hotpotqa", 0.9, 12))
+                for i in range(count)
+            ]
+            write_run(tmp_path, task="longbench", method=method, records=records, seed=seed)
+    frame = scores(group_of(tmp_path / "demo"))
+    assert list(frame["value"].unique()) == ["qasper", "hotpotqa", AVERAGE], (
+        "as the task gives them"
+    )
+    mine = frame[frame["variant"] == "snapkv"].set_index(["measure", "value"])["mean"]
+    assert mine["score", "qasper"] == pytest.approx(0.405)
+    assert mine["score", AVERAGE] == pytest.approx((0.805 + 0.405) / 2)
+    assert mine["difference", AVERAGE] == pytest.approx(-0.1)
+    assert totals(frame)["expected"]["snapkv"] == 32
+    summed = scores(group_of(tmp_path / "demo"), sums={"both": ["qasper", "hotpotqa"], "x": ["y"]})
+    assert totals(summed)["mean"]["snapkv"] == pytest.approx(0.805 + 0.405)
+    assert set(summed["value"]) == {"both"}, "a sum that lacks a part is left out"
+
+
+def test_fields_are_split_in_their_natural_order_and_costs_stand_beside(tmp_path: Path) -> None:
+    write_run(tmp_path, records=lines_records("exact"))
+    frame = tidy(group_of(tmp_path / "demo"))
+    split = frame[frame["by"] == "num_lines"]
+    assert list(split["value"]) == ["10", "20", "30", "40", "50"]
+    cost = frame[frame["by"] == ""].set_index("measure")["mean"]
+    assert (cost["ratio"], cost["entries_max"]) == (1.0, 1200)
+
+
+def test_variants_are_named_by_what_differs(tmp_path: Path) -> None:
+    (group,) = load_experiment(write_sweep(tmp_path)).groups
+    assert group.labels[:3] == ["exact", "uniform, rate 0.5", "uniform, rate 0.25"]
+    assert len(group.labels) == 10, "a budget means nothing to exact"
+    assert set(group.baseline.values()) == {None, "exact"}
+    record = [{"example_id": "a", "score": 1.0}]
+    cases: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = [
+        ({"budget.size": 64}, {"budget.size": 256}, {"h2o, size 64", "h2o, size 256"}),
+        ({"task.f": "a/x.txt"}, {"task.f": "b/y.txt"}, {"h2o, f x.txt", "h2o, f y.txt"}),
+        ({"task.f": "a/x"}, {"task.f": "b/x"}, {"h2o, f a/x", "h2o, f b/x"}),
+    ]
+    for i, (one, other, labels) in enumerate(cases):
+        for options in (one, other):
+            write_run(tmp_path, experiment=f"{i}", method="h2o", records=record, options=options)
+        assert set(group_of(tmp_path / f"{i}").labels) == labels
+    for version in (1, 2):  # nothing that counts tells them apart but the hash
+        options = {"verbose": version}
+        write_run(tmp_path, experiment="v", method="h2o", records=record, options=options)
+    found = group_of(tmp_path / "v")
+    assert set(found.labels) == {f"h2o, {m['config_hash']}" for m in found.manifests}
+
+
+def test_a_folder_without_runs_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="no runs in"):
+        load_experiment(tmp_path)
+    with pytest.raises(StoreError, match="does not exist"):
+        kvbench.load(tmp_path / "nowhere")
 
 
 def test_records_are_a_frame_with_documented_columns_and_parquet(tmp_path: Path) -> None:
@@ -20,25 +225,10 @@ def test_records_are_a_frame_with_documented_columns_and_parquet(tmp_path: Path)
     assert list(frame.columns[: len(COLUMNS)]) == list(COLUMNS)
     assert set(COMMON_FIELDS) - set(COLUMNS) == {"entries"}
     runs = load_runs(folder)
-    assert len(frame) == sum(len(run.records) for run in runs)
-    snapkv = frame[(frame["method"] == "snapkv") & (frame["task"] == "needle")]
-    assert snapkv["score"].mean() == pytest.approx(
-        next(r for r in runs if r.folder.name.startswith("snapkv") and "needle" in str(r.folder))
-        .records["score"]
-        .mean()
-    )
-    assert snapkv["entries_mean"].notna().all()
+    assert len(frame) == sum(len(run.records) for run in runs) == len(kvbench.load(tmp_path))
+    assert len(kvbench.load(runs[0].folder)) == len(runs[0].records)
+    assert frame["entries_mean"].notna().all()
     frame.to_parquet(tmp_path / "records.parquet")
     again = pd.read_parquet(tmp_path / "records.parquet")
-    assert list(again.columns) == list(frame.columns)
     np.testing.assert_array_equal(again["score"], frame["score"])
     assert list(again["answers"][0]) == frame["answers"][0]
-
-
-def test_one_run_and_several_experiments_are_read_alike(tmp_path: Path) -> None:
-    folder = write_demo(tmp_path, ("exact", "snapkv"), ("needle",))
-    run = load_runs(folder)[0]
-    assert len(kvbench.load(run.folder)) == len(run.records)
-    assert len(kvbench.load(tmp_path)) == len(kvbench.load(folder))
-    with pytest.raises(StoreError, match="does not exist"):
-        kvbench.load(tmp_path / "nowhere")

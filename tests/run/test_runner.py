@@ -1,37 +1,38 @@
-"""The runner: records, failures, resuming, and the hash that names a run."""
+"""The runner: records, failures, resuming, the hash that names a run, and what a dry run tells of it."""
 
 from __future__ import annotations
 
+import io
 import json
-from dataclasses import replace
-from typing import ClassVar
+import logging
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
-from support.jobs import SMALL, Echo, make_job, records_of
+from rich.console import Console
+from support.command import main
+from support.faulty import with_session
+from support.jobs import SMALL, Echo, Letters, make_job, records_of
 from support.tiny import Broken, Greedy, tiny_model
 
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
-from kvbench.records.read import COMMON_FIELDS, load_run
-from kvbench.report.build import build_report
+from kvbench.records.read import COMMON_FIELDS, load_run, load_runs
+from kvbench.records.store import config_hash
+from kvbench.run import identity
+from kvbench.run.identity import without_defaults
 from kvbench.run.plan import TaskPlan
+from kvbench.run.preview import print_dry_run
 from kvbench.run.runner import run_job
-from kvbench.tasks.longeval_lines import LongEvalLines
+from kvbench.tasks.base import PromptEncoder
+from kvbench.tasks.longeval_lines import QUESTION_START, LongEvalLines
+
+EXACT = {"exact": build_method("exact")}
 
 
-def test_a_method_that_came_to_hold_something_else_takes_up_no_old_records(tmp_path):
-    class Changed(type(build_method("uniform"))):
-        version: ClassVar[int] = type(build_method("uniform")).version + 1
-
-    methods = {"snapkv": build_method("snapkv"), "uniform": build_method("uniform")}
-    before = make_job(tmp_path, methods)
-    after = make_job(tmp_path, {**methods, "uniform": Changed()})
-    assert before.folder("snapkv") == after.folder("snapkv")
-    assert before.folder("uniform") != after.folder("uniform")
-    assert "method_version" not in before.identity("snapkv"), "other records keep their hash"
-
-
-def test_one_record_per_example_and_method_with_every_field(tmp_path):
+def test_one_record_per_example_and_method_with_every_field(tmp_path: Path) -> None:
     result = run_job(make_job(tmp_path))
     assert (result.failed, result.written) == (0, 12)
     records = records_of(result, times=True)
@@ -53,125 +54,181 @@ def test_one_record_per_example_and_method_with_every_field(tmp_path):
     assert manifest["identity"]["budget"] == {"rate": 0.25}
 
 
-def test_a_limit_below_the_number_of_datasets_says_which_are_missing(tmp_path, caplog):
-    lines = LongEvalLines(num_lines=[2, 3, 4], num_examples=2, max_new_tokens=2)
-    methods = {"exact": build_method("exact")}
-    result = run_job(make_job(tmp_path, methods, echo=lines, limit=2))
-    (warning,) = [record.getMessage() for record in caplog.records]
-    assert warning == "limit is 2 and echo has 3 datasets: none is run of 4 lines"
-    manifest = load_run(result.folders["exact"]).manifest
-    assert manifest["datasets_left_out"] == ["4 lines"]
-    page = build_report(tmp_path / "e").page
-    assert "Left out by limit: 4 lines." in page.read_text()
-    caplog.clear()
-    result = run_job(make_job(tmp_path, methods, echo=lines, limit=3))
-    assert not caplog.records
-    assert load_run(result.folders["exact"]).manifest["datasets_left_out"] == []
-    assert "Left out by limit" not in build_report(tmp_path / "e").page.read_text()
-
-
-def test_a_second_run_writes_nothing_and_a_larger_limit_goes_on(tmp_path):
-    few = run_job(make_job(tmp_path, limit=2))
-    assert few.written == 6
-    again = run_job(make_job(tmp_path, limit=2))
-    assert again.written == 0
+def test_a_second_run_writes_nothing_and_a_larger_limit_goes_on(tmp_path: Path) -> None:
+    assert run_job(make_job(tmp_path, limit=2)).written == 6
+    assert run_job(make_job(tmp_path, limit=2)).written == 0
     more = run_job(make_job(tmp_path))
     assert more.written == 6
     manifest = load_run(more.folders["snapkv"]).manifest
     assert len(manifest["earlier_starts"]) == 2, "a run that goes on remembers how it began"
-    fresh = run_job(make_job(tmp_path / "fresh"))
-    assert records_of(more) == records_of(fresh)
+    assert records_of(more) == records_of(run_job(make_job(tmp_path / "fresh")))
 
 
-def test_failures_are_records_and_the_rest_goes_on(tmp_path):
-    methods = {"greedy": Greedy(), "broken": Broken(), "snapkv": build_method("snapkv")}
-    result = run_job(make_job(tmp_path, methods))
-    assert result.failed == 8
+def test_a_limit_below_the_number_of_datasets_says_which_are_missing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines = LongEvalLines(num_lines=[2, 3, 4], num_examples=2, max_new_tokens=2)
+    result = run_job(make_job(tmp_path, EXACT, echo=lines, limit=2))
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning == "limit is 2: echo runs nothing of 4 lines"
+    assert load_run(result.folders["exact"]).manifest["datasets_left_out"] == ["4 lines"]
+    caplog.clear()
+    result = run_job(make_job(tmp_path, EXACT, echo=lines, limit=3))
+    assert not caplog.records
+    assert load_run(result.folders["exact"]).manifest["datasets_left_out"] == []
+
+
+def test_failures_are_records_and_the_rest_goes_on(tmp_path: Path) -> None:
+    class Generous(Greedy):
+        """Says of every layer that it may hold all."""
+
+        def layer_capacity(self, budget: Budget, n: int, layer_index: int, num_layers: int) -> int:
+            return n
+
+    methods = {"greedy": Greedy(), "broken": Broken(), "generous": Generous()}
+    methods["snapkv"] = build_method("snapkv")
+    result = run_job(make_job(tmp_path, methods, limit=2))
+    assert result.failed == 6
     records = records_of(result)
-    assert {r["status"] for r in records["greedy"]} == {"over_budget"}
-    assert {r["status"] for r in records["broken"]} == {"oom"}
-    assert {r["status"] for r in records["snapkv"]} == {"ok"}
+    found = {label: rows[0]["status"] for label, rows in records.items()}
+    over = "over_budget"
+    assert found == {"greedy": over, "broken": "oom", "generous": over, "snapkv": "ok"}
     assert records["greedy"][0]["score"] is None
     assert "BudgetExceeded: method 'greedy' holds 75" in records["greedy"][0]["error"]
-    mended = {**methods, "broken": build_method("snapkv"), "greedy": build_method("snapkv")}
-    assert run_job(make_job(tmp_path, mended)).written == 0, "a failure is a result, too"
-    retried = run_job(make_job(tmp_path, mended, retry_failed=True))
-    assert (retried.failed, retried.written) == (0, 8)
-
-
-class Generous(Greedy):
-    """Says of every layer that it may hold all."""
-
-    def layer_capacity(self, budget: Budget, n: int, layer_index: int, num_layers: int) -> int:
-        return n
-
-
-def test_layers_may_share_the_budget_but_not_enlarge_it(tmp_path):
-    result = run_job(make_job(tmp_path, {"generous": Generous()}, limit=1))
-    (record,) = records_of(result)["generous"]
-    assert record["status"] == "over_budget"
     layers = tiny_model("llama").config.num_hidden_layers
-    allowed = layers * SMALL.capacity(75)
-    assert record["error"].endswith(
-        f"'generous' holds {layers * 75} entries in all layers; its budget allows {allowed}"
+    assert records["generous"][0]["error"].endswith(
+        f"'generous' holds {layers * 75} entries in all layers; its budget allows "
+        f"{layers * SMALL.capacity(75)}"
     )
+    mended = dict.fromkeys(methods, build_method("snapkv"))
+    assert run_job(make_job(tmp_path, mended, limit=2)).written == 0, "a failure is a result, too"
+    retried = run_job(make_job(tmp_path, mended, limit=2, retry_failed=True))
+    assert (retried.failed, retried.written) == (0, 6)
 
 
-def test_a_budget_whose_ends_fill_the_longest_prompt_is_the_last_that_runs(tmp_path):
-    methods = {"snapkv": build_method("snapkv")}
-    longest = 8 * 11 + len("what next? ")
-    for window, allowed in ((longest - 4, True), (longest - 3, False)):
-        job = make_job(tmp_path, methods)
-        job = replace(job, methods={"snapkv": (methods["snapkv"], Budget(sink=4, window=window))})
-        if allowed:
-            assert run_job(job).failed == 0
-            continue
-        with pytest.raises(KVError, match=rf"is {longest + 1}; .* at most {longest}$"):
-            run_job(job)
+def test_two_examples_of_one_id_are_refused(tmp_path: Path) -> None:
+    class Twice(Echo):
+        def examples(self, encoder: PromptEncoder) -> Any:
+            return [*super().examples(encoder)] * 2
+
+    with pytest.raises(KVError, match="task echo has 2 examples with the id 'e0'; allowed: one"):
+        run_job(make_job(tmp_path, EXACT, echo=Twice()))
 
 
-def test_whatever_changes_a_score_changes_the_hash_and_nothing_else_does(tmp_path):
+# What names a run.
+
+
+def test_whatever_changes_a_score_changes_the_hash_and_nothing_else_does(tmp_path: Path) -> None:
+    class Changed(type(build_method("uniform"))):  # type: ignore[misc]
+        version: ClassVar[int] = 99
+
     job = make_job(tmp_path)
-    folders = {job.limit: run_job(job).folders["snapkv"]}
-    folders[1] = run_job(replace(job, limit=1, retry_failed=True)).folders["snapkv"]
-    assert len(set(folders.values())) == 1
-    seeded = replace(job, session=replace(job.session, seed=1))
-    seeded.session.__dict__.update(
-        {k: job.session.__dict__[k] for k in ("model", "tokenizer", "encoder")}
-    )
-    budget = replace(job, budget_config={"rate": 0.5})
-    other = {run_job(changed).folders["snapkv"] for changed in (seeded, budget)}
-    assert len(other | set(folders.values())) == 3
+
+    def folder(label: str = "snapkv", **changes: Any) -> Path:
+        return replace(job, **changes).runs[label].folder
+
+    same = [{}, {"limit": 1}, {"batch_size": 4}, {"retry_failed": True}, {"extra": {"a": 1}}]
+    assert len({folder(**changes) for changes in same}) == 1
+    other = [{"budget_config": {"rate": 0.5}}, {"task_config": {"name": "x"}}]
+    other += [{"session": with_session(job, seed=1).session}]
+    other += [{"session": with_session(job, compress_after="context").session}]
+    assert len({folder(**changes) for changes in [{}, *other]}) == 5
     # exact does not look at the budget: one run serves every rate
-    assert run_job(budget).folders["exact"] == run_job(job).folders["exact"]
+    assert folder("exact", budget_config={"rate": 0.5}) == folder("exact")
+    changed = {**job.methods, "uniform": (Changed(), SMALL)}
+    assert folder("uniform", methods=changed) != folder("uniform")
+    assert folder(methods=changed) == folder()
 
 
-def test_context_compression_splits_at_the_question(tmp_path):
-    result = run_job(make_job(tmp_path, compress_after="context"))
-    record = records_of(result)["snapkv"][0]
-    assert record["capacity"] == SMALL.capacity(64)
-    assert record["prompt_tokens"] == 75
-    with pytest.raises(KVError, match="has no question; allowed: prompt"):
-        run_job(make_job(tmp_path, echo=Echo(question=""), compress_after="context"))
+@dataclass(frozen=True)
+class Before:
+    size: int
+    rate: float = 0.5
 
 
-def test_another_file_under_the_same_name_is_another_run(tmp_path):
-    from kvbench.tasks.longeval_lines import QUESTION_START, LongEvalLines
+@dataclass(frozen=True)
+class After(Before):
+    shapes: tuple[int, ...] = (1, 2)
 
-    def case(number):
-        line = f"line a-b: REGISTER_CONTENT is <{number}>\n"
-        row = {
-            "prompt": f"{line}{QUESTION_START}Which?",
-            "expected_number": number,
-            "random_idx": ["a-b", 0],
-        }
-        return json.dumps(row) + "\n"
 
+def test_an_option_that_is_added_with_its_default_changes_no_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def lean(kind: type, **options: Any) -> str:
+        monkeypatch.setattr(identity, "_class_named", lambda name: kind)
+        named = {"model": {"name": "m", "path": "p"}, "task": {"_target_": "t"}, "seed": 0}
+        return config_hash(without_defaults({**named, "method": {"_target_": "m", **options}}))
+
+    before = lean(Before, size=3, rate=0.5)
+    assert lean(Before, size=3) == before
+    assert lean(After, size=3, rate=0.5, shapes=[1, 2]) == before
+    assert lean(After, size=3, shapes=[2, 1]) != before
+    assert lean(Before, size=4) != before
+    assert lean(Before, size=3, rate=0.25) != before
+
+
+def test_another_file_under_the_same_name_is_another_run(tmp_path: Path) -> None:
     file = tmp_path / "1_lines.jsonl"
     task = LongEvalLines(files=[str(file)], max_new_tokens=2)
     folders = set()
     for number in (17, 18, 17):
-        file.write_text(case(number))
-        job = make_job(tmp_path, {"exact": build_method("exact")}, plan=TaskPlan(task))
+        prompt = f"line a-b: REGISTER_CONTENT is <{number}>\n{QUESTION_START}Which?"
+        row = {"prompt": prompt, "expected_number": number, "random_idx": ["a-b", 0]}
+        file.write_text(json.dumps(row) + "\n")
+        job = make_job(tmp_path, EXACT, plan=TaskPlan(task))
         folders.add(run_job(job).folders["exact"])
     assert len(folders) == 2
+
+
+# A dry run, and prompts that are too long.
+
+
+def test_a_dry_run_predicts_the_bytes_that_the_run_then_measures(
+    tmp_path: Path, capsys: Any
+) -> None:
+    common = [
+        *("model=recall_mini", "device=cpu", "logger=none", f"results_dir={tmp_path}", "limit=1"),
+        *("task.num_lines=[20]", "method=[exact,snapkv]"),
+    ]
+    for packed in ("null", "{bits: 2, group_size: 16}"):
+        quantize = [f"methods.{name}.quantize={packed}" for name in ("exact", "snapkv")]
+        status, out, _ = main(capsys, *common, *quantize, "dry_run=true")
+        assert status == 0
+        assert main(capsys, *common, *quantize)[0] == 0
+        for run in load_runs(tmp_path / "default"):
+            method, record = run.manifest["identity"]["method"], run.records.iloc[0]
+            if (method["quantize"] is None) == (packed == "null"):
+                name = run.manifest["method"]
+                (line,) = (text for text in out.splitlines() if text.strip().startswith(f"{name} "))
+                size = f"{record['cache_bytes'] / 1024:.1f} KiB ({record['ratio']:.0%})"
+                assert size in line
+                assert f"{record['exact_bytes'] / 1024:.1f} KiB" in line
+
+
+def beyond(job: Any, positions: int | None) -> Any:
+    """The job on a model that has so many positions."""
+    job.session.__dict__["encoder"] = PromptEncoder(Letters(), max_positions=positions)
+    return job
+
+
+def test_prompts_beyond_the_models_positions_are_told_and_recorded(
+    tmp_path: Path, caplog: Any
+) -> None:
+    """Of prompts of 75, 83, 91 and 99 tokens those above the limit, with both numbers."""
+    with caplog.at_level(logging.WARNING):
+        for number, positions in enumerate((None, 10_000)):
+            run_job(beyond(make_job(tmp_path / str(number), EXACT), positions))
+        assert not caplog.records
+        result = run_job(beyond(make_job(tmp_path, EXACT), 83))
+    told = "2 of 4 prompts are longer than the model's positions: up to 99 tokens, and tiny has 83;"
+    assert [told in record.message for record in caplog.records] == [True]
+    flags = [
+        (row.get("beyond_positions"), row.get("max_positions"))
+        for row in records_of(result)["exact"]
+    ]
+    assert flags == [(None, None)] * 2 + [(True, 83)] * 2
+    out = Console(file=io.StringIO(), width=200)
+    print_dry_run(beyond(make_job(tmp_path / "dry"), 50), out)
+    text = out.file.getvalue()  # type: ignore[attr-defined]
+    assert re.search(r"warning.*4 of 4 prompts .* up to \d+ tokens, and tiny has 50;", text)
+    assert not (tmp_path / "dry").exists()

@@ -157,24 +157,3 @@ def test_a_job_that_cannot_go_back_into_the_queue_fails_no_example(tmp_path):
     rows = [row for run in records(tmp_path).values() for row in run]
     assert 0 < len(rows) < 48
     assert {row["status"] for row in rows} == {"ok"}
-
-
-def test_more_jobs_than_an_array_may_have_from_within_a_job(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("kvbench.cli.launch.queue.largest_array", lambda: 1)
-    monkeypatch.setenv("SLURM_JOB_ID", "1")  # as in an interactive job of another shape
-    monkeypatch.setenv("SLURM_MEM_PER_CPU", "1")
-    monkeypatch.setenv("SLURM_MEM_PER_NODE", "1")
-    cpus = [text.replace("cpus_per_task=1", "cpus_per_task=2") for text in SLURM]
-    status, out, err = main(capsys, *TINY, *cpus, f"results_dir={tmp_path}")
-    assert status == 0, err
-    assert "2 jobs, all well" in out
-    jobs = err.partition("2 jobs in Slurm: ")[2].partition(";")[0].split()
-    assert len(jobs) == 2
-    assert os.environ["SLURM_JOB_ID"] == "1"
-    (folder,) = (tmp_path / "default/.submitit").iterdir()
-    assert folder.stat().st_mode & 0o077 == 0
-    assert not list(tmp_path.rglob("multirun.yaml"))
-    script = (folder / f"{jobs[0]}_submission.sh").read_text()
-    assert "#SBATCH --cpus-per-task=2" in script
-    assert "srun --unbuffered" in script
-    assert " --cpus-per-task=2 " in script, "srun does not take it from sbatch"

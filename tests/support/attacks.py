@@ -1,4 +1,4 @@
-"""What tests of security and others share."""
+"""What tests of security share."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ import torch
 import kvbench
 
 PACKAGE = Path(kvbench.__file__).parent
-
-
-SMALL = [
-    "task=longeval_lines",
-    "task.num_lines=[5]",
-    "task.num_examples=1",
-    "method=[exact,snapkv]",
-]
-
-
+SMALL = ["task=longeval_lines", "task.num_lines=[5]", "task.num_examples=1"]
+SMALL += ["method=[exact,snapkv]"]
 RUN = [*SMALL, "model=tiny_random", "device=cpu", "task.max_new_tokens=1"]
+SECRETS = {
+    "HF_TOKEN": "hf_" + "Q7x" * 11,
+    "WANDB_API_KEY": "0123456789abcdef" * 2 + "deadbeef",
+    "OPENAI_API_KEY": "plantedopenaikey99",
+    "MY_PASSWORD": "correct-horse-battery",
+}
+TYPED = "hf_" + "T9y" * 11
 
 
 def model_folder(folder: Path, mark: Path) -> Path:
@@ -35,17 +34,6 @@ def model_folder(folder: Path, mark: Path) -> Path:
     shutil.copytree(asset, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     torch.save({"model.embed_tokens.weight": Evil()}, folder / "pytorch_model.bin")
     return folder
-
-
-SECRETS = {
-    "HF_TOKEN": "hf_" + "Q7x" * 11,
-    "WANDB_API_KEY": "0123456789abcdef" * 2 + "deadbeef",
-    "OPENAI_API_KEY": "plantedopenaikey99",
-    "MY_PASSWORD": "correct-horse-battery",
-}
-
-
-TYPED = "hf_" + "T9y" * 11
 
 
 def written(folder: Path) -> dict[Path, bytes]:

@@ -1,4 +1,4 @@
-"""What tests of cli and others share."""
+"""The command line in this process, and configs as it composes them."""
 
 from __future__ import annotations
 
@@ -8,30 +8,36 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from omegaconf import DictConfig, open_dict
 
 from kvbench.cli import main as cli
-from kvbench.cli.check import check_command
-from kvbench.cli.compose import Compositions
+from kvbench.cli.config import Settings, expanded, hydra_of_conf
+from kvbench.cli.config import composed as compose
 from kvbench.errors import UserError
 
 FAST = ["logger=none", "model=tiny_random", "method=[exact,snapkv]", "task=longeval_lines"]
 FAST += ["task.num_lines=[20]"]
+SHORT = [*FAST, "task.num_examples=2", "task.max_new_tokens=2"]
 
 
-COMPOSED = Compositions()
-"""What the refusals that tests ask for have in common."""
+def composed(*overrides: str) -> DictConfig:
+    """The config of these overrides without Hydra's part."""
+    with hydra_of_conf() as hydra:
+        config = compose(hydra, expanded(overrides))
+        with open_dict(config):
+            config.task_label = str(config.task_label)  # asks Hydra
+            del config["hydra"]
+    return config
 
 
-def refusal_of(overrides: Sequence[str], *, sweep: bool = False) -> str | None:
-    """The line that refuses these overrides, None where they are let through."""
+def refusal_of(overrides: Sequence[str]) -> str | None:
+    """The line that refuses these overrides before anything is made of them, None without one."""
     try:
-        check_command(overrides, sweep=sweep, kept=COMPOSED)
+        with hydra_of_conf() as hydra:
+            Settings.of(compose(hydra, expanded(overrides)))
     except UserError as error:
         return str(error)
     return None
-
-
-SHORT = [*FAST, "task.num_examples=2", "task.max_new_tokens=2"]
 
 
 def main(capsys: Any, *arguments: str) -> tuple[int, str, str]:

@@ -1,70 +1,45 @@
-"""Tables for tests: made of texts, or read as frames."""
+"""What tests read of the report's frames and tables."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
-from kvbench.report.table import Column, Row, Table
+from kvbench.report.experiment import Group, load_experiment
+from kvbench.report.frame import costs, scores
+from kvbench.report.table import Table
 
 
-def frame(*tables: Table) -> pd.DataFrame:
-    """What the tables' files hold."""
-    return pd.DataFrame([line for table in tables for line in table.records()])
+def group_of(folder: Path, task: str | None = None) -> Group:
+    """The group of a task of the experiment in a folder, or its only one."""
+    groups = load_experiment(folder).groups
+    (found,) = [group for group in groups if task in (None, group.task)]
+    return found
+
+
+def totals_of(group: Group, measure: str = "score", by: str = "dataset") -> pd.DataFrame:
+    """By variant the rows of the last value: an average, or the only one."""
+    frame = costs(group) if by == "" else scores(group, by)
+    frame = frame[frame["measure"] == measure]
+    return frame[~frame.duplicated("variant", keep="last")].set_index("variant")
 
 
 def shown(table: Table) -> list[list[str]]:
     """The cells of every row, as readers see them."""
     return [
-        [str(table.cell(row, column)) for column in table.shown]
-        for _, rows in table.groups()
-        for row in rows
+        [table.cell(row, c)[0] for c in table.columns] for _, rows in table.groups() for row in rows
     ]
 
 
 def heads(table: Table) -> list[str]:
-    """What readers see above the columns."""
-    return [column.heading or "" for column in table.shown]
+    """The headings of the columns."""
+    return [column.name for column in table.columns]
 
 
-def bold(table: Table) -> set[tuple[int, int]]:
-    """Row and column of the cells in bold."""
-    rows = [row for _, group in table.groups() for row in group]
-    return {
-        (i, j)
-        for i, row in enumerate(rows)
-        for j, column in enumerate(table.shown)
-        if column.key in row.bold
-    }
-
-
-def made_of(
-    columns: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    name: str = "name",
-    title: str = "title",
-    notes: Sequence[str] = (),
-    bold: Sequence[tuple[int, int]] = (),
-    groups: Sequence[str] = (),
-    marks: dict[tuple[int, int], str] | None = None,
-) -> Table:
-    """A table of texts; `bold` and `marks` by row and column."""
-    marks = marks or {}
-    keys = [f"c{j}" for j in range(len(columns))]
-    return Table(
-        name,
-        title,
-        tuple(Column(k, head, "label", saved=False) for k, head in zip(keys, columns, strict=True)),
-        tuple(
-            Row(
-                dict(zip(keys, row, strict=True)),
-                marks={keys[j]: mark for (r, j), mark in marks.items() if r == i},
-                bold=frozenset(keys[j] for r, j in bold if r == i),
-                group=groups[i] if groups else "",
-            )
-            for i, row in enumerate(rows)
-        ),
-        tuple(notes),
-    )
+def data(table: Table) -> pd.DataFrame:
+    """What the table's file holds."""
+    found: Any = table.data
+    assert found is not None
+    return found

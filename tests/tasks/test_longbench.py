@@ -208,22 +208,6 @@ def test_the_benchmark_gives_its_chat_template_to_all_but_few_shot_and_code(llam
         assert whole(e) == (llama.tokenizer.encode(text) if plain else in_chat(llama, text))
 
 
-def test_slow_tokenizers_find_the_same_boundary(llama) -> None:
-    class Slow:
-        def __call__(self, text, **options):
-            return {"input_ids": llama.tokenizer(text, **options)["input_ids"]}
-
-    slow = replace(llama, tokenizer=Slow())
-    for text in ("the quick line 17 jumps over 24169 fences", "a b"):
-        for cut in range(len(text)):
-            ids, fast_cut = llama.encode_prompt(text, cut, special=True)
-            slow_ids, slow_cut = slow.encode_prompt(text, cut, special=True)
-            assert (slow_ids, slow_cut <= fast_cut) == (ids, True)
-            kept = llama.tokenizer.decode(ids[1:fast_cut])
-            assert text.startswith(kept)
-            assert len(kept) <= cut
-
-
 def test_middle_truncation() -> None:
     for n, limit in ((10, 10), (11, 10), (30, 10), (30, 11), (5, 100)):
         ids, half = list(range(n)), limit // 2
@@ -327,6 +311,7 @@ def _short_answers(monkeypatch):
     monkeypatch.setattr(longbench, "DATASETS", short)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_short_answers")
 def test_table_1_has_every_method_and_dataset_beside_the_papers(tmp_path) -> None:
     narrow = ["model=recall_mini", f"task.data={DATA}", "task.per_dataset=1", "task.max_input=150"]

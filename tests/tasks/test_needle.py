@@ -249,16 +249,6 @@ def test_text_files(tmp_path: Path) -> None:
         task(**files).examples(PLAIN)
 
 
-def test_essays(shared_file: Any) -> None:
-    folder = shared_file("data/paul_graham_essays")
-    for example in task(haystack="files", haystack_files=f"{folder}/*.txt").examples(WRAPPED):
-        total = len(example.context_ids) + len(example.question_ids) + WRAPPED.overhead
-        assert total == example.fields["length"]
-        at = example.context.index(NEEDLE["needle"])
-        if at and example.fields["depth"] < 100:
-            assert example.context[:at].rstrip()[-1] in ".!?\"')"
-
-
 @pytest.mark.parametrize("encoder", [PLAIN, WRAPPED])
 def test_too_short_a_prompt_names_the_least_length(encoder: PromptEncoder) -> None:
     with pytest.raises(TaskError, match=r"length 60 is too short.*at least \d+ tokens") as found:

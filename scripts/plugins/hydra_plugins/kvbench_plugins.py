@@ -3,11 +3,11 @@
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeperConf
 from hydra.core.config_store import ConfigStore
 
-from kvbench.cli.launch import sweeper
+from kvbench.cli import jobs
 
 try:
-    from kvbench.cli.launch import gpus, slurm
-except ModuleNotFoundError as error:  # the extra [slurm]: overrides.explain names it
+    from kvbench.cli import slurm
+except ModuleNotFoundError as error:  # the extra [slurm]: config.explain names it
     if (error.name or "").split(".")[-1] not in ("hydra_submitit_launcher", "submitit"):
         raise
 else:
@@ -15,17 +15,18 @@ else:
     class SlurmLauncher(slurm.SlurmLauncher):
         """launcher=slurm."""
 
-    class GpuLauncher(gpus.GpuLauncher):
-        """launcher=gpus."""
+
+class GpuLauncher(jobs.GpuLauncher):
+    """launcher=gpus."""
 
 
-class SharingSweeper(sweeper.SharingSweeper):
+class Sweeper(jobs.Sweeper):
     """The sweeper of every command."""
 
 
 ConfigStore.instance().store(
     group="hydra/sweeper",
     name="kvbench",
-    node=BasicSweeperConf(f"{__name__}.SharingSweeper"),
+    node=BasicSweeperConf(f"{__name__}.Sweeper"),
     provider="kvbench",
 )

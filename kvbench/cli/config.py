@@ -1,0 +1,257 @@
+"""From what a user types to checked configs, with one line for what is wrong in it.
+
+Hydra composes; the settings are checked by their type hints. Nothing here imports torch, so that wrong
+usage is told at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Le, MinLen, Predicate
+from hydra import initialize_config_dir
+from hydra._internal.hydra import Hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, OverrideParseException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from kvbench import __version__
+from kvbench.cli.catalogue import catalogue, config_dir, experiment_called
+from kvbench.errors import (
+    UserError,
+    first_line,
+    names_a_secret,
+    nearest,
+    needs_extra,
+    presentable,
+    text_of,
+)
+from kvbench.errors.options import (
+    Count,
+    NonNegative,
+    Positive,
+    Whole,
+    check_options,
+    hints_of,
+)
+from kvbench.records.shards import Shard
+
+COMPOSING = (
+    *(HydraException, OmegaConfBaseException, ValueError, TypeError),
+    *(AssertionError, AttributeError, LookupError, RecursionError),
+)
+"""What Hydra raises for overrides that it cannot compose."""
+GROUPS = ("model", "task", "method", "logger", "launcher", "experiment")
+
+
+def expanded(overrides: Sequence[str]) -> list[str]:
+    """The overrides with ``model=<Hub id or folder>`` as ``model=hf model.path=<...>``, and experiments
+    by their own names in place of older ones.
+
+    Raises:
+        UserError: a value that the results would keep and must not.
+    """
+    given = {text.partition("=")[0] for text in overrides}
+    found: list[str] = []
+    for text in overrides:
+        key, _, value = text.partition("=")
+        values = [part.strip("'\"") for part in value.split(",")]
+        if names_a_secret(key):
+            raise UserError(
+                f"{key} is given a value, which the results would keep; allowed: the environment "
+                "(HF_TOKEN, WANDB_API_KEY)"
+            )
+        if key == "experiment":
+            text = f"experiment={','.join(map(experiment_called, values))}"
+        elif key == "model" and "model.path" not in given and all(map(_is_path, values)):
+            found.append("model=hf")
+            text = f"model.path={value}"
+            name = Path(values[0]).name
+            if re.fullmatch(r"[A-Za-z][\w.-]*", name) and Path(value).is_dir():
+                found += [] if "model.name" in given else [f"model.name={name}"]
+        found.append(text)
+    return found
+
+
+def _is_path(value: str) -> bool:
+    """A Hub id or a folder, and no name of conf/model."""
+    if value in catalogue("models") or value in ("", ".", ".."):
+        return False
+    try:
+        return ("/" in value and "=" not in value) or Path(value).is_dir()
+    except (OSError, ValueError):  # no name that a folder can have
+        return False
+
+
+@contextmanager
+def hydra_of_conf() -> Iterator[Hydra]:
+    """Hydra, ready to compose configs from conf/.
+
+    Raises:
+        UserError: what it cannot compose, in one line.
+    """
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(config_dir().resolve()), version_base="1.3", job_name="kvbench"):
+        hydra = GlobalHydra.instance().hydra
+        assert hydra is not None
+        try:
+            yield hydra
+        except (HydraException, OmegaConfBaseException, RecursionError) as error:
+            raise UserError(explain(error)) from error
+
+
+@contextmanager
+def explaining() -> Iterator[None]:
+    """Turns what Hydra raises while it composes into a `UserError` of one line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except COMPOSING as error:
+        raise UserError(explain(error)) from error
+
+
+def composed(hydra: Hydra, overrides: Sequence[str], mode: RunMode = RunMode.RUN) -> DictConfig:
+    """The config of these overrides, Hydra's part included; of a sweep without the keys in which
+    its jobs differ.
+
+    Raises:
+        UserError: what cannot be composed, and what is allowed.
+    """
+    with explaining():
+        config = hydra.compose_config("config", list(overrides), mode)
+    HydraConfig.instance().set_config(config)  # for interpolations that ask Hydra
+    return config
+
+
+def explain(error: BaseException) -> str:
+    """One line for what cannot be composed: the thing, the value, what is allowed, the nearest."""
+    text = " ".join(text_of(error).split()) or f"Hydra cannot compose this ({type(error).__name__})"
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    missing = re.search(r"Could not (?:find|load) '([^']+)/([^'/]*)'", text)
+    parent, key = getattr(cause, "parent_node", None), str(getattr(cause, "key", ""))
+    if missing and missing[1] == "hydra/launcher":
+        return "launcher: " + needs_extra("hydra-submitit-launcher", "slurm")
+    if missing and missing[1] in GROUPS:
+        what, key, names = missing[1], missing[2], list(catalogue(missing[1]))
+    elif isinstance(parent, DictConfig) and "not in" in str(cause):
+        names = [str(name) for name in parent._value() or {} if not str(name).startswith("_")]
+        what = f"key of {str(cause.full_key).removesuffix(key).rstrip('.')}"  # type: ignore[union-attr]
+        if what == "key of ":
+            what, names = "key", sorted({*names, *GROUPS})
+            nodes = ((n, parent._value().get(n)) for n in names)
+            names += [f"{n}.{key}" for n, v in nodes if isinstance(v, DictConfig) and key in v]
+    elif isinstance(error, OverrideParseException):
+        meant = nearest(error.override, ("list", "show", "reproduce", "released"))
+        return (
+            f"cannot read {error.override!r}{meant}; allowed: key=value, with quotes around ()[],"
+        )
+    else:
+        return text if cause in (None, error) else f"{text}: {first_line(cause)}"  # type: ignore[arg-type]
+    return f"unknown {what} {key!r}{nearest(key, names)}; allowed: {', '.join(names)}"
+
+
+def is_folder_name(value: object) -> bool:
+    """Whether the store would write it as it is."""
+    if not isinstance(value, str) or len(value.encode(errors="replace")) > 120:
+        return False
+    return bool(re.fullmatch(r"[\w+=@-][\w.+=@-]*", value))
+
+
+FolderName = Annotated[str, Predicate(is_folder_name), "a folder's name"]
+Folder = Annotated[
+    str,
+    Predicate(lambda text: bool(text) and "\0" not in text),
+    Predicate(lambda text: all(len(part.encode()) <= 255 for part in Path(text).parts)),
+    "a folder, in UTF-8, names of at most 255 bytes",
+]
+Keys = Annotated[Mapping[str, Any], "its keys"]
+Chosen = Annotated[
+    Mapping[str, Any],
+    MinLen(1),
+    "method=[...] to choose one or more, methods.<method>.<option>=... to set options",
+]
+Device = Annotated[
+    str,
+    Predicate(lambda text: bool(re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", text))),
+    "auto | cpu | mps | cuda | cuda:N",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The keys of a composed config and what each may be; conf/config.yaml has their defaults."""
+
+    model: Keys
+    task: Keys
+    methods: Chosen
+    budget: Keys
+    sampling: Keys
+    logger: Keys
+    launcher: Keys
+    experiment_name: FolderName
+    results_dir: Folder
+    task_label: FolderName
+    seed: Whole
+    limit: Count | None
+    shard: str | None
+    shards: Annotated[int, Ge(1), Le(1000)] | None
+    device: Device
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    compress_after: Literal["prompt", "context"]
+    decode: Literal["auto", "eager", "graph"]
+    example_timeout: Positive | None
+    batch_size: Literal["auto"] | Count
+    retry_failed: bool
+    paper_table: Any
+    lock_timeout: NonNegative
+    dry_run: bool
+
+    @staticmethod
+    def of(config: DictConfig) -> Settings:
+        """The settings of a composed config, interpolations resolved.
+
+        Raises:
+            UserError: an unknown key, a missing value or one that is not allowed.
+        """
+        known = hints_of(Settings)
+        with explaining():
+            part = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+            values: Any = OmegaConf.to_container(part, resolve=True, throw_on_missing=True)
+        for key in values:
+            if key not in known:
+                names = ", ".join(known)
+                raise UserError(f"unknown key {key!r}{nearest(key, list(known))}; allowed: {names}")
+        made = Settings(**{key: values.get(key) for key in known})
+        check_options(made, "", UserError)
+        Shard.parse(made.shard)
+        return made
+
+    def announcement(self, jobs: int = 1) -> str:
+        """What will be run and where it goes; told first, as importing torch takes seconds."""
+        what = f"{self.model.get('name')} x {self.task_label}, {len(self.methods)} methods"
+        what = what if jobs == 1 else f"{jobs} jobs, the first: {what}"
+        where = "(dry run)" if self.dry_run else f"-> {self.results_dir}/{self.experiment_name}"
+        return presentable(f"kvbench {__version__}: {what} {where}")
+
+
+def results_folder(value: str) -> Path:
+    """The folder for results that a config names, ``~`` expanded.
+
+    Raises:
+        UserError: ``~`` names no user of this machine.
+    """
+    try:
+        return Path(value).expanduser()
+    except RuntimeError as error:
+        raise UserError(
+            f"results_dir is {value!r}; allowed: after ~ a user of this machine"
+        ) from error

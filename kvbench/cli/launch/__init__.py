@@ -1,1 +1,0 @@
-"""Where the jobs of a sweep run: Slurm, or the GPUs of one machine."""

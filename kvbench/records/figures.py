@@ -1,0 +1,107 @@
+"""The figures that a task or probe asks for: types where it is written, JSON in the manifest's
+``task_meta.figures`` on the way to the report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, field
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heatmap:
+    """The mean of `value` by two record fields, a panel per variant."""
+
+    x: str
+    y: str
+    value: str = "score"
+    kind: Literal["heatmap"] = "heatmap"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bars:
+    """Bars of `value` by the record field `x`, a panel per value of `facet`.
+
+    Attributes:
+        repeat: the record field over whose values the standard deviation is drawn.
+        ylabel: of the axis; by default the field's name.
+    """
+
+    x: str
+    facet: str | None = None
+    value: str = "score"
+    repeat: str = "seed"
+    ylabel: str | None = None
+    kind: Literal["bars"] = "bars"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """`y` against `x` on logarithmic axes with the slope of each curve, a panel per value of `facet`.
+
+    Attributes:
+        x, y: record fields. level: the field that was set; y is averaged over the records of a level.
+        unit: record field of the independent repetitions, which intervals resample.
+        fit_least, fit_most: levels the slope is fitted over (None: all).
+        guides: slopes drawn in grey. expected: slope predicted, by the beginning of a label.
+        compare: method whose curve the others are divided by, at the last level fitted.
+    """
+
+    x: str
+    y: str
+    level: str
+    facet: str = "dataset"
+    unit: str = "replicate"
+    xlabel: str | None = None
+    ylabel: str | None = None
+    fit_least: float | None = None
+    fit_most: float | None = None
+    guides: tuple[float, ...] = ()
+    expected: Mapping[str, float] = field(default_factory=dict)
+    compare: str | None = None
+    kind: Literal["scaling"] = "scaling"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Seconds, tokens per second and peak memory of each setting, and against the prompt's length."""
+
+    kind: Literal["throughput"] = "throughput"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distances:
+    """Distances from the exact model's distribution, by rate."""
+
+    kind: Literal["fidelity"] = "fidelity"
+
+
+Figure = Heatmap | Bars | Curve | Times | Distances
+_FIGURE: TypeAdapter[Figure] = TypeAdapter(Annotated[Figure, Field(discriminator="kind")])
+
+
+def as_json(figures: Iterable[Figure]) -> list[dict[str, Any]]:
+    """Figures as a manifest holds them."""
+    return [asdict(figure) for figure in figures]
+
+
+def figures_in(meta: Mapping[str, Any]) -> tuple[Figure, ...]:
+    """The figures that a manifest's ``task_meta`` asks for; of a kind that is no longer drawn: none.
+
+    Raises:
+        ValueError: one lacks a key, or holds a value of a wrong type.
+    """
+    found: list[Figure] = []
+    for spec in meta.get("figures") or ():
+        if spec.get("kind") in ("heatmap", "bars", "scaling", "throughput", "fidelity"):
+            given = {key: value for key, value in spec.items() if value is not None}
+            try:
+                found.append(_FIGURE.validate_python(given))
+            except ValidationError as error:
+                first = error.errors()[0]
+                where = ".".join(map(str, first["loc"]))
+                raise ValueError(f"task_meta.figures: {where}: {first['msg']}") from error
+    return tuple(found)

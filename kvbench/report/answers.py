@@ -1,0 +1,177 @@
+"""The methods' answers side by side: a sample of examples for the page and for W&B."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from typing import Any
+
+import pandas as pd
+
+from kvbench.report.experiment import Group, as_text
+from kvbench.report.style import style_of
+
+LIMIT = 60
+"""Examples that the page shows of one model and task."""
+LONGEST = 400
+"""Characters of a prediction or a prompt tail that are shown."""
+_WORDS = re.compile(r"\w+|\s+|[^\w\s]")
+Pieces = tuple[tuple[str, bool], ...]
+"""A text in pieces, each with whether it is marked."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One variant's answer to one example.
+
+    Attributes:
+        verdict: "right", "wrong", "part" (a score in between), "failed", or "none" (no verdict:
+            the score is not a fraction).
+        differs: the text is not the baseline's. parts: marked where it is not in the baseline's.
+    """
+
+    label: str
+    color: str
+    text: str
+    verdict: str
+    score: float
+    status: str
+    ratio: float
+    differs: bool
+    parts: Pieces
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One example with every variant's answer.
+
+    Attributes:
+        evidence: the part of the prompt that holds the answer, where the task knows it.
+    """
+
+    example_id: str
+    seed: str
+    fields: Mapping[str, str]
+    prompt_tail: str
+    expected: str
+    answers: tuple[Answer, ...]
+    evidence: Pieces = ()
+
+    @property
+    def filter_fields(self) -> str:
+        """The fields that the page filters by, as JSON."""
+        return json.dumps(self.fields)
+
+    @property
+    def disagree(self) -> bool:
+        """Whether the variants' scores differ."""
+        return len({answer.verdict for answer in self.answers}) > 1
+
+
+def sample_of(group: Group, limit: int = LIMIT) -> tuple[list[Shown], int]:
+    """Examples spread evenly over the order of the records, in equal shares of datasets and lengths (one
+    of each at least), and how many there are in all."""
+    records = group.records[group.records["prediction"].notna() | (group.records["status"] != "ok")]
+    if group.records["prediction"].isna().all():
+        return [], 0
+    first = records.drop_duplicates(["seed", "example_id"])
+    strata = [
+        part.index for _, part in first.groupby(["dataset", first["prompt_tokens"].map(bucket_of)])
+    ]
+    chosen: list[Any] = []
+    for i, stratum in enumerate(sorted(strata, key=len)):
+        share = max(1, (limit - len(chosen)) // (len(strata) - i))
+        step = max(1.0, len(stratum) / share)
+        chosen += [stratum[int(k * step)] for k in range(min(share, len(stratum)))]
+    keys = first.loc[sorted(chosen), ["seed", "example_id"]]
+    some = records.merge(keys, on=["seed", "example_id"])
+    parts = some.groupby(["seed", "example_id"], sort=False, dropna=False)
+    return [_shown(group, part) for _, part in parts], len(first)
+
+
+def bucket_of(tokens: float) -> str:
+    """The length bucket of a prompt, in thousands of tokens; empty where it is not known."""
+    if not tokens > 0:
+        return ""
+    low = 0
+    for high in (1, 2, 4, 8, 16, 32, 64, 128):
+        if tokens < high * 1000:
+            return f"{low}–{high}k" if low else f"below {high}k"
+        low = high
+    return f"{low}k and more"
+
+
+def _shown(group: Group, part: pd.DataFrame) -> Shown:
+    first = part.iloc[0]
+    by_variant = {str(row["variant"]): row for _, row in part.iterrows()}
+    answers = []
+    for variant in (v for v in group.variants if v.label in by_variant):
+        row, base = by_variant[variant.label], by_variant.get(group.baseline[variant.label] or "")
+        good = row["status"] == "ok"
+        text = clip(row["prediction"] if good else row["error"])
+        known = good and base is not None and base["status"] == "ok"
+        score = float(row["score"])
+        verdict = "none" if good else "failed"
+        if good and group.percent and score == score:
+            verdict = "right" if score >= 1 else "wrong" if score <= 0 else "part"
+        answers.append(
+            Answer(
+                label=variant.label,
+                color=style_of(variant.method).color,
+                text=text,
+                verdict=verdict,
+                score=score,
+                status=str(row["status"]),
+                ratio=float(row["ratio"]),
+                differs=base is not None and row["prediction"] != base["prediction"],
+                parts=marked(text, clip(base["prediction"])) if known else ((text, False),),  # type: ignore[index]
+            )
+        )
+    fields = {"dataset": str(first["dataset"])}
+    fields |= {name: as_text(first[name]) for name in group.meta.breakdown if name in part}
+    bucket = bucket_of(first["prompt_tokens"])
+    if bucket and not any("length" in name or "bucket" in name for name in fields):
+        fields["prompt_tokens"] = bucket
+    expected = first["answers"] if isinstance(first["answers"], list) else []
+    return Shown(
+        example_id=str(first["example_id"]),
+        seed=as_text(first["seed"]),
+        fields=fields,
+        prompt_tail=clip(first["prompt_tail"], from_end=True),
+        expected=" | ".join(map(str, expected)),
+        answers=tuple(answers),
+        evidence=_evidence(clip(first.get("evidence")), [str(one) for one in expected if one]),
+    )
+
+
+def _evidence(text: str, answers: list[str]) -> Pieces:
+    """`text`, marked where it is one of `answers`."""
+    if not text or not answers:
+        return ((text, False),) if text else ()
+    pieces = re.split(f"({'|'.join(map(re.escape, answers))})", text, flags=re.IGNORECASE)
+    return tuple((piece, place % 2 == 1) for place, piece in enumerate(pieces) if piece)
+
+
+def marked(text: str, reference: str) -> Pieces:
+    """`text`, marked where it is not in `reference`, by words and in their order."""
+    words, theirs = (_WORDS.findall(one) for one in (text, reference))
+    pieces: list[tuple[str, bool]] = []
+    at = 0
+    for start, _, size in SequenceMatcher(
+        None, words, theirs, autojunk=False
+    ).get_matching_blocks():
+        pieces += [("".join(words[at:start]), True), ("".join(words[start : start + size]), False)]
+        at = start + size
+    return tuple((piece, new) for piece, new in pieces if piece)
+
+
+def clip(text: Any, *, from_end: bool = False) -> str:
+    """`text` cut to what is shown: its beginning and an ellipsis, or its end."""
+    if not isinstance(text, str):
+        return ""
+    if len(text) <= LONGEST:
+        return text
+    return text[-LONGEST:] if from_end else f"{text[:LONGEST]}…"

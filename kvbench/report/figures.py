@@ -1,0 +1,793 @@
+"""The figures of a report: `forest` and `lines` draw numbers with intervals, the others what is neither.
+
+Figures are built as objects, without pyplot. Names in them, whatever they hold, stand for themselves.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.container import ErrorbarContainer
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from numpy.typing import NDArray
+
+from kvbench.errors import UserError, printable
+from kvbench.records.figures import Bars, Curve, Heatmap, Times
+from kvbench.report.experiment import BASELINE, Group, as_text
+from kvbench.report.frame import totals
+from kvbench.report.scaling import curves_of, slopes
+from kvbench.report.style import style_of
+from kvbench.report.tables import timings
+
+Draw = Callable[[Axes, pd.DataFrame], None]
+TEXT, SMALL = 9.0, 8.0
+_DPI, _MOST_PIXELS = 160, 32_000
+_MOST_PANELS, _LONGEST_NAME = 16, 60
+_GREY = "#666666"
+_RATIO = "measured ratio (bytes held / bytes of the exact cache)"
+_AXES = {
+    "length": "context length (tokens)",
+    "depth": "depth (%)",
+    "num_lines": "number of lines",
+    "prompt_tokens": "prompt length (tokens)",
+    "rate": "rate (fraction of the middle that is kept)",
+}
+_RC: Any = {
+    "text.parse_math": False,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "kvbench",
+    "pdf.fonttype": 42,  # TrueType: many venues refuse Type 3 fonts
+    "font.size": SMALL,
+    "axes.titlesize": TEXT,
+    "axes.labelsize": TEXT,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "grid.color": "#DDDDDD",
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+}
+"""matplotlib's settings while a figure is made and written."""
+_styled = rc_context(_RC)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A figure and the words that go with it.
+
+    Attributes:
+        name: file name stem, unique within an experiment.
+        caption: what is shown, how it was measured, what the marks mean.
+    """
+
+    name: str
+    title: str
+    caption: str
+    figure: Figure
+
+    @cached_property
+    def png(self) -> bytes:
+        """As PNG; the same bytes for the same records."""
+        return self._bytes("png", {"Software": None})
+
+    @cached_property
+    def pdf(self) -> bytes:
+        """As PDF with embedded fonts, without a date."""
+        return self._bytes("pdf", {"CreationDate": None, "Creator": None, "Producer": None})
+
+    @cached_property
+    def svg(self) -> bytes:
+        """As SVG with text as text, without a date."""
+        return self._bytes("svg", {"Date": None, "Creator": None})
+
+    @property
+    def address(self) -> str:
+        """The SVG as an image's address."""
+        return f"data:image/svg+xml;base64,{base64.b64encode(self.svg).decode()}"
+
+    def _bytes(self, kind: str, metadata: Mapping[str, Any]) -> bytes:
+        buffer = io.BytesIO()
+        dpi = min(_DPI, _MOST_PIXELS / max(self.figure.get_size_inches()))
+        with rc_context(_RC), warnings.catch_warnings():  # of names that no font has, or no room
+            warnings.filterwarnings("ignore", r"Glyph|constrained_layout not applied", UserWarning)
+            self.figure.savefig(buffer, format=kind, dpi=dpi, metadata=dict(metadata))
+        return buffer.getvalue()
+
+
+def figures_of(group: Group, frame: pd.DataFrame) -> list[Drawn]:
+    """Every figure that the group's task asks for, and those that its records allow; the score against
+    memory first."""
+    if group.good["score"].notna().sum() == 0:
+        return []
+    found: list[Drawn | None] = []
+    for one in group.meta.figures:
+        if isinstance(one, Heatmap):
+            found += heatmaps(group, one)
+        elif isinstance(one, Bars):
+            found.append(bars(group, one))
+        elif isinstance(one, Curve):
+            return curve_figures(group, one)
+        elif isinstance(one, Times):
+            return [throughput(group)]
+    found = [memory(group, frame), *found]
+    for by in frame["by"].unique():
+        part = frame[frame["by"] == by]
+        if by and part["value"].nunique() > 1:
+            found.append(by_dataset(group, part) if by == "dataset" else breakdown(group, part))
+    return _known([*found, differences(group, frame), *kept_figures(group)])
+
+
+def _known(found: Sequence[Drawn | None]) -> list[Drawn]:
+    return [drawn for drawn in found if drawn is not None]
+
+
+def words(name: str) -> str:
+    """A field's name in words."""
+    return name.replace("_", " ")
+
+
+def stem(group: Group) -> str:
+    """The beginning of the names of a group's figures."""
+    return "-".join(
+        re.sub(r"[^\w.]+", "-", name).strip("-")[:80] for name in (group.task, group.model)
+    )
+
+
+def _scale(group: Group) -> float:
+    return 100.0 if group.percent else 1.0
+
+
+def _score(group: Group) -> str:
+    return "score (%)" if group.percent else words(group.meta.score_unit)
+
+
+def new_panels(
+    count: int, columns: int, size: tuple[float, float], around: tuple[float, float], **share: Any
+) -> tuple[Figure, list[Axes]]:
+    """A figure of so many axes, side by side in at most so many columns.
+
+    Args:
+        size: inches of each panel. around: inches beside and above all of them.
+        share: for `Figure.subplots`.
+    """
+    columns = min(columns, count)
+    rows = math.ceil(count / columns)
+    width, height = around[0] + size[0] * columns, around[1] + size[1] * rows
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = list(figure.subplots(rows, columns, squeeze=False, **share).flat)
+    for ax in axes[count:]:
+        ax.remove()
+    return figure, axes[:count]
+
+
+def _shown(text: str) -> str:
+    """A name as figures show it: one line, not too long."""
+    return printable(text if len(text) <= _LONGEST_NAME else f"{text[: _LONGEST_NAME - 1]}…")
+
+
+def _label(figure: Figure, axes: Sequence[Axes], x: str, y: str, *, legend: bool = True) -> None:
+    """Labels of the axes, shared where there are several; a legend above them all."""
+    if len(axes) == 1:
+        axes[0].set_xlabel(x, fontsize=TEXT)
+        axes[0].set_ylabel(y, fontsize=TEXT)
+    else:
+        figure.supxlabel(x, fontsize=TEXT)
+        figure.supylabel(y, fontsize=TEXT)
+    named: dict[str, Any] = {}
+    for ax in axes:
+        for handle, name in zip(*ax.get_legend_handles_labels(), strict=True):
+            drawn = handle[0] if isinstance(handle, ErrorbarContainer) else handle
+            named.setdefault(str(name), drawn)
+    if legend and named:
+        longest = max(map(len, named))
+        columns = max(1, min(6, len(named), int(figure.get_figwidth() * 15 / (longest + 6))))
+        place: dict[str, Any] = {"loc": "outside upper center", "ncols": columns, "fontsize": SMALL}
+        figure.legend(list(named.values()), list(named), frameon=False, **place)
+
+
+def _spread(rows: pd.DataFrame) -> NDArray[np.float64]:
+    """Distances of the bounds from the mean, 0 where there are none."""
+    distances = [rows["mean"] - rows["low"], rows["high"] - rows["mean"]]
+    return np.nan_to_num(np.clip(np.array(distances, dtype=float), 0, None))
+
+
+def _errorbar(ax: Axes, at: Any, rows: pd.DataFrame, *, across: bool, **more: Any) -> None:
+    """Means with their intervals; `across`: intervals lie along x."""
+    mean, spread = rows["mean"].to_numpy(float), _spread(rows)
+    x, y = (mean, at) if across else (at, mean)
+    style = style_of(str(rows["method"].iloc[0]))
+    size = {"*": 8.5, "P": 6.0, "X": 6.0}.get(style.marker, 4.8)
+    look: dict[str, Any] = {
+        "color": style.color,
+        "marker": style.marker,
+        "markersize": size,
+        "elinewidth": 0.9,
+    }
+    look["xerr" if across else "yerr"] = spread
+    ax.errorbar(x, y, **look | more)
+
+
+@_styled
+def forest(
+    panels: Mapping[str, pd.DataFrame],
+    xlabel: str,
+    *,
+    columns: int = 5,
+    zero: bool = False,
+    share: bool = True,
+) -> Figure:
+    """Numbers with intervals in named rows, a panel for each frame.
+
+    Args:
+        panels: by title, frames with the columns ``row``, ``method``, ``mean``, ``low``, ``high``.
+        zero: a line at 0. share: one x axis for all panels.
+    """
+    names = list(dict.fromkeys(name for frame in panels.values() for name in frame["row"]))
+    place = {name: i for i, name in enumerate(names)}
+    width = 5.6 if len(panels) == 1 else 2.1
+    figure, axes = new_panels(
+        len(panels),
+        columns,
+        (width, 0.4 + 0.21 * len(names)),
+        (1.2, 0.5),
+        sharey=True,
+        sharex=share,
+    )
+    for ax, (title, frame) in zip(axes, panels.items(), strict=True):
+        if zero:
+            ax.axvline(0, color=_GREY, linewidth=0.9)
+        for _, rows in frame.dropna(subset=["mean"]).groupby("method", sort=False):
+            at = rows["row"].map(place).to_numpy(float)
+            _errorbar(ax, at, rows, across=True, linestyle="none")
+        ax.set_yticks(range(len(names)), [_shown(name) for name in names])
+        ax.set_ylim(len(names) - 0.4, -0.6)
+        ax.set_title(_shown(title))
+        ax.grid(axis="x")
+    _label(figure, axes, xlabel, "")
+    return figure
+
+
+@_styled
+def lines(
+    panels: Mapping[str, pd.DataFrame],
+    xlabel: str,
+    ylabel: str,
+    *,
+    columns: int = 3,
+    log: str = "",
+    ticks: Sequence[str] = (),
+    baseline: str = "",
+    bars: bool = False,
+    also: Draw | None = None,
+) -> Figure:
+    """Numbers with intervals against x, a line for each label, a panel for each frame.
+
+    Args:
+        panels: by title, frames with ``label``, ``method``, ``x``, ``mean``, ``low``, ``high``.
+        log: the axes that are logarithmic, "x", "y" or "xy". ticks: names of x = 0, 1, ...
+        baseline: the label whose first number is a line across the others, with its interval.
+        bars: in place of lines. also: draws more, given the axes and the frame.
+    """
+    size = (5.6, 3.4) if len(panels) == 1 else (3.0, 2.4)
+    figure, axes = new_panels(len(panels), columns, size, (1.0, 0.9), sharey=True)
+    for ax, (title, frame) in zip(axes, panels.items(), strict=True):
+        for row in frame[frame["label"] == baseline].head(1).to_dict("records"):
+            color = style_of(row["method"]).color
+            ax.axhline(row["mean"], color=color, linestyle="--", linewidth=1, label=baseline)
+            if row["low"] == row["low"]:
+                ax.axhspan(row["low"], row["high"], color=color, alpha=0.08, linewidth=0)
+        known = (
+            frame[frame["label"] != baseline]
+            .dropna(subset=["mean"])
+            .sort_values("x", kind="stable")
+        )
+        width = 0.8 / max(1, known["label"].nunique())
+        for i, (label, rows) in enumerate(known.groupby("label", sort=False)):
+            at, named = rows["x"].to_numpy(float), _shown(str(label))
+            if bars:
+                at = at + (i + 0.5) * width - 0.4
+                color = style_of(str(rows["method"].iloc[0])).color
+                ax.bar(at, rows["mean"], width, yerr=_spread(rows), color=color, label=named)
+            else:
+                _errorbar(ax, at, rows, across=False, linewidth=1.4, label=named)
+        if "x" in log:
+            ax.set_xscale("log", base=2)
+            few = frame["x"].max() < 4 * frame["x"].min()
+            _plain_ticks(ax.xaxis, LogLocator(base=2, subs=(1.0, 1.5) if few else (1.0,)))
+        if "y" in log:
+            ax.set_yscale("log")
+            _plain_ticks(ax.yaxis, LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
+        if ticks:
+            ax.set_xticks(range(len(ticks)), [_shown(tick) for tick in ticks])
+        if also:
+            also(ax, frame)
+        ax.set_title(_shown(title))
+        ax.grid(axis="y")
+    _label(figure, axes, xlabel, ylabel)
+    return figure
+
+
+def _plain_ticks(axis: Any, locator: LogLocator) -> None:
+    axis.set_major_locator(locator)
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _scaled(group: Group, rows: pd.DataFrame, **more: Any) -> pd.DataFrame:
+    """Rows of a tidy frame in the shown unit, with further columns."""
+    return rows.assign(
+        **{key: _scale(group) * rows[key] for key in ("mean", "low", "high")}, **more
+    )
+
+
+def memory(group: Group, frame: pd.DataFrame) -> Drawn | None:
+    """Score (or error) against the measured ratio of bytes, a line per method, the exact cache as a line
+    across; where all hold about as much, a row per method. None where nothing saves memory."""
+    rows = memory_rows(group, frame)
+    if not set(rows["variant"]) & group.compressed:
+        return None
+    alike = _is_alike(rows)
+    if alike:
+        order = rows.sort_values("mean", ascending=group.meta.lower_is_better, kind="stable")
+        named = order["label"] + order["x"].map(lambda x: f"  ({x:.2f})")
+        figure = forest(
+            {"": order.assign(row=named)}, f"{_score(group)}; beside the name the ratio"
+        )
+    else:
+        figure = _against_memory({"": rows}, group)
+    return Drawn(
+        f"{stem(group)}-ratio",
+        f"{group.task}: {_score(group)} {'at equal' if alike else 'against'} memory",
+        "Means with 95 % intervals and the ratio that was measured; dashed with its band: exact."
+        + ("" if alike else _PARETO),
+        figure,
+    )
+
+
+_PARETO = " Ringed: the Pareto set, no other point has fewer bytes and a better mean."
+
+
+def _against_memory(panels: Mapping[str, pd.DataFrame], group: Group) -> Figure:
+    lower = group.meta.lower_is_better
+    log = "xy" if lower and (pd.concat(panels.values())["mean"] > 0).all() else "x"
+
+    def ring(ax: Axes, rows: pd.DataFrame) -> None:
+        rows = rows[rows["label"] != BASELINE]
+        points = list(zip(rows["x"], rows["mean"], strict=True))
+        best = [p for p, on in zip(points, pareto(points, lower=lower), strict=True) if on]
+        look: dict[str, Any] = {
+            "facecolors": "none",
+            "edgecolors": "0.25",
+            "linewidths": 0.8,
+            "zorder": 5,
+        }
+        x, y = np.array(best).reshape(-1, 2).T
+        ax.scatter(x, y, s=80, **look)
+
+    return lines(panels, _RATIO, _score(group), log=log, baseline=BASELINE, also=ring)
+
+
+def memory_rows(group: Group, frame: pd.DataFrame) -> pd.DataFrame:
+    """Total scores with ``x``, the measured ratio: by the rates that records bear, else by variant."""
+    mine = frame[(frame["by"] == "rate") & (frame["measure"] == "score")]
+    if mine["value"].nunique() > 1:
+        ratio = group.good.groupby(["variant", group.good["rate"].map(as_text)])["ratio"].mean()
+        x = [ratio.get(key, math.nan) for key in zip(mine["variant"], mine["value"], strict=True)]
+        return _scaled(group, mine, x=x, label=mine["variant"]).dropna(subset=["mean", "x"])
+    total, ratios = totals(frame), totals(frame, "ratio")["mean"]
+    names = {v.label: v.without_rate for v in group.variants}
+    return _scaled(group, total, x=ratios, label=total["variant"].map(names)).dropna(
+        subset=["mean", "x"]
+    )
+
+
+def _is_alike(rows: pd.DataFrame) -> bool:
+    """Whether the ratios but the exact cache's are too alike for an axis, a point per label."""
+    others = rows[rows["label"] != BASELINE]
+    once = not rows["label"].duplicated().any()
+    return once and (others.empty or others["x"].max() <= 1.5 * others["x"].min())
+
+
+def pareto(points: Sequence[tuple[float, float]], *, lower: bool) -> list[bool]:
+    """Which of (bytes, score) no other equals or beats in both and beats in one.
+
+    Args:
+        lower: whether lower scores are better.
+    """
+    costs = [(cost, score if lower else -score) for cost, score in points]
+    return [
+        not any(a <= cost and b <= loss and (a, b) != (cost, loss) for a, b in costs)
+        for cost, loss in costs
+    ]
+
+
+def differences(group: Group, frame: pd.DataFrame) -> Drawn | None:
+    """The paired difference of every variant to the exact cache, best first."""
+    rows = totals(frame, "difference").dropna(subset=["mean"])
+    if rows.empty:
+        return None
+    rows = rows.sort_values("mean", ascending=group.meta.lower_is_better, kind="stable")
+    return Drawn(
+        f"{stem(group)}-difference",
+        f"{group.task}: paired difference to {group.baseline_name}",
+        "Over examples that both scored, with 95 % intervals.",
+        forest({"": _scaled(group, rows, row=rows["variant"])}, _change(group), zero=True),
+    )
+
+
+def _change(group: Group) -> str:
+    unit = "percentage points" if group.percent else words(group.meta.score_unit)
+    better = "left" if group.meta.lower_is_better else "right"
+    return f"difference to {group.baseline_name} ({unit}); {better} is better"
+
+
+def by_dataset(group: Group, part: pd.DataFrame) -> Drawn:
+    """Paired difference to the exact cache by dataset, a panel per variant; scores without it."""
+    measure = "difference" if group.baseline_name else "score"
+    rows = _scaled(group, part[part["measure"] == measure], row=part["value"])
+    lowest = min((v.rate for v in group.variants if v.rate is not None), default=None)
+    labels = {v.label for v in group.variants if v.rate in (None, lowest)}
+    rows = rows[rows["variant"].isin(labels)]
+    panels = {str(label): one for label, one in rows.groupby("variant", sort=False)}
+    shown = dict(list(panels.items())[:_MOST_PANELS])
+    return Drawn(
+        f"{stem(group)}-by-dataset",
+        f"{group.task}: {measure} by dataset",
+        "Over examples that both scored, with 95 % intervals; the average counts every dataset alike."
+        + (f" At rate {lowest:g}." if lowest is not None else ""),
+        forest(
+            shown, _change(group) if group.baseline_name else _score(group), zero=measure != "score"
+        ),
+    )
+
+
+def breakdown(group: Group, part: pd.DataFrame) -> Drawn:
+    """Score against a record field, a line per method, a panel per rate."""
+    part = part[part["measure"] == "score"]
+    by, ticks = str(part["by"].iloc[0]), list(part["value"].unique())
+    names = {v.label: v.without_rate for v in group.variants}
+    rows = _scaled(group, part, x=part["value"].map(ticks.index), label=part["variant"].map(names))
+    rates = sorted({v.rate for v in group.variants if v.rate is not None}, reverse=True)
+    panels = {
+        f"rate {rate:g}" if len(rates) > 1 else "": rows[
+            rows["rate"].eq(rate) | rows["rate"].isna()
+        ]
+        for rate in rates or [math.nan]
+    }
+    return Drawn(
+        f"{stem(group)}-by-{by}",
+        f"{group.task}: score by {words(by)}",
+        "Mean and 95 % interval over examples. Values are evenly spaced.",
+        lines(panels, _AXES.get(by, words(by)), _score(group), ticks=ticks),
+    )
+
+
+def grid_of(group: Group, label: str, spec: Heatmap) -> pd.DataFrame:
+    """y x x means of one variant over the cells that any variant has; NaN where nothing was scored."""
+    records = group.records.dropna(subset=[spec.x, spec.y])
+    mine = group.good[group.good["variant"] == label]
+    mine = mine.assign(value=pd.to_numeric(mine[spec.value]))
+    grid = mine.pivot_table(index=spec.y, columns=spec.x, values="value", aggfunc="mean")
+    return grid.reindex(
+        index=sorted(records[spec.y].unique()), columns=sorted(records[spec.x].unique())
+    )
+
+
+@_styled
+def heatmaps(group: Group, spec: Heatmap, labels: Sequence[str] = ()) -> list[Drawn]:
+    """Every variant (or those of `labels`) on one colour scale: several figures where there are many."""
+    if not {spec.x, spec.y, spec.value} <= set(group.records):
+        return []
+    grids = {label: grid_of(group, label, spec) * _scale(group) for label in group.labels}
+    grids = {label: grid for label, grid in grids.items() if grid.notna().any(axis=None)}
+    values = np.concatenate([grid.to_numpy(float).ravel() for grid in grids.values()])
+    low, high = (
+        (0.0, 100.0) if group.percent else (float(np.nanmin(values)), float(np.nanmax(values)))
+    )
+    named = [label for label in grids if not labels or label in labels]
+    found = []
+    for page in range(0, len(named), _MOST_PANELS):
+        shown = named[page : page + _MOST_PANELS]
+        share = {"sharex": True, "sharey": True}
+        figure, axes = new_panels(len(shown), 4, (2.3, 2.05), (0.9, 0.6), **share)
+        for ax, label in zip(axes, shown, strict=True):
+            image = _heat(ax, grids[label], low, high)
+            ax.set_title(_shown(label))
+        bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.02)
+        bar.ax.set_ylabel(
+            _score(group) if spec.value == "score" else words(spec.value), fontsize=TEXT
+        )
+        assert bar.solids is not None
+        bar.solids.set_rasterized(True)  # hundreds of shades, one picture
+        _label(figure, axes, *(_AXES.get(name, words(name)) for name in (spec.x, spec.y)))
+        found.append(
+            Drawn(
+                f"{stem(group)}-heatmap{f'-{page // _MOST_PANELS + 1}' if page else ''}",
+                f"{group.task}: {words(spec.value)} by {words(spec.x)} and {words(spec.y)}",
+                "Means on one colour scale; grey cells have no scored example.",
+                figure,
+            )
+        )
+    return found
+
+
+def _heat(ax: Axes, grid: pd.DataFrame, low: float, high: float) -> Any:
+    values = grid.to_numpy(float)
+    ax.set_facecolor("#EEEEEE")
+    rows, columns = values.shape
+    edges = np.arange(columns + 1) - 0.5, np.arange(rows + 1) - 0.5
+    look: dict[str, Any] = {
+        "cmap": "viridis",
+        "vmin": low,
+        "vmax": high,
+        "edgecolors": "white",
+        "linewidth": 1,
+    }
+    image = ax.pcolormesh(*edges, np.ma.masked_invalid(values), **look)
+    ax.set_ylim(rows - 0.5, -0.5)
+    for set_ticks, names in ((ax.set_xticks, grid.columns), (ax.set_yticks, grid.index)):
+        step = math.ceil(len(names) / 8)  # at most about eight labels
+        set_ticks(range(0, len(names), step), [_shown(as_text(name)) for name in names[::step]])
+    if max(len(as_text(name)) for name in grid.columns) > 4:
+        ax.tick_params(axis="x", rotation=45)
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+    if values.size <= 64:
+        for (row, column), value in np.ndenumerate(values):
+            if not math.isnan(value):
+                color = "#FDFDFD" if value < (low + high) / 2 else "#111111"
+                text = f"{value:.0f}" if high == 100 else f"{value:.2g}"
+                place: dict[str, Any] = {
+                    "ha": "center",
+                    "va": "center",
+                    "fontsize": 6.5,
+                    "color": color,
+                }
+                ax.text(column, row, text, in_layout=False, **place)
+    return image
+
+
+def bars(group: Group, spec: Bars) -> Drawn | None:
+    """Mean and standard deviation over repetitions (values of `spec.repeat`, within each the mean; a
+    record field ``draw``, a method's draws in one run, is part of the seed). Methods that keep the whole
+    cache are left out: their error is rounding."""
+    good = group.good[group.good["saves_memory"].ne(False)]
+    if good.empty or spec.x not in good:
+        return None
+    repeat = good[spec.repeat if spec.repeat in good else "seed"].astype(str)
+    if spec.repeat == "seed" and "draw" in good:
+        repeat = repeat + "/" + good["draw"].astype(str)
+    value = spec.value if spec.value in good else "score"
+    good = good.assign(value=pd.to_numeric(good[value]), repeat=repeat)
+    good["panel"] = good[spec.facet].map(as_text) if spec.facet in good else ""
+    keys = ["panel", "method", "variant", spec.x]
+    each = (
+        good.groupby([*keys, "repeat"], sort=False)["value"].mean().groupby(level=keys, sort=False)
+    )
+    rows = each.agg(["mean", "std"]).reset_index().rename(columns={"variant": "label"})
+    ticks = sorted(rows[spec.x].unique(), reverse=spec.x == "rate")
+    rows["low"], rows["high"] = rows["mean"] - rows["std"], rows["mean"] + rows["std"]
+    rows["x"] = rows[spec.x].map(ticks.index)
+    named = f"{words(spec.facet or '')} "
+    panels = {named + str(one) if one else "": part for one, part in rows.groupby("panel")}
+    ylabel, names = spec.ylabel or words(value), [as_text(tick) for tick in ticks]
+    figure = lines(panels, _AXES.get(spec.x, words(spec.x)), ylabel, ticks=names, bars=True)
+    text = f"Means; lines: the standard deviation over {repeat.nunique()} {words(spec.repeat)}s."
+    return Drawn(f"{stem(group)}-bars", f"{group.task}: {ylabel} by {words(spec.x)}", text, figure)
+
+
+def curve_figures(group: Group, spec: Curve) -> list[Drawn]:
+    """The curves, a panel per data set; and, where slopes are predicted, the fitted ones."""
+    if spec.y not in group.good:
+        return []
+    curves, data = curves_of(group, spec), slopes(group, spec)
+    panels = {
+        facet: pd.concat(
+            pd.DataFrame({key: getattr(c, key) for key in ("x", "mean", "low", "high")}).assign(
+                label=c.variant.label, method=c.variant.method
+            )
+            for c in curves
+            if c.facet == facet
+        )
+        for facet in dict.fromkeys(c.facet for c in curves)
+    }
+
+    def guides(ax: Axes, rows: pd.DataFrame) -> None:
+        bounds, first = ax.get_ylim(), rows.iloc[0]
+        x = np.array([first["x"], rows["x"].max()])
+        for slope in spec.guides:
+            ax.plot(
+                x, first["mean"] * (x / x[0]) ** slope, color=_GREY, linestyle="--", linewidth=0.9
+            )
+        ax.set_ylim(bounds)
+
+    axes = spec.xlabel or words(spec.x), spec.ylabel or words(spec.y)
+    found = [
+        Drawn(
+            f"{stem(group)}-scaling",
+            f"{group.task}: {words(spec.y)} against {words(spec.x)}",
+            "Means with 95 % bootstrap intervals; dashed in grey: slopes of the papers' bounds.",
+            lines(panels, *axes, log="xy", also=guides),
+        )
+    ]
+    if spec.expected and len(data):
+        rows = data.rename(columns={"slope": "mean", "slope_low": "low", "slope_high": "high"})
+        fits = {
+            str(f): one.assign(row=one["variant"])
+            for f, one in rows.groupby(spec.facet, sort=False)
+        }
+        label = f"slope of log {words(spec.y)} against log {axes[0]}"
+        title = f"{group.task}: fitted slopes"
+        text = "Least-squares slopes with 95 % bootstrap intervals."
+        found.append(Drawn(f"{stem(group)}-slopes", title, text, forest(fits, label, columns=3)))
+    return found
+
+
+def throughput(group: Group) -> Drawn:
+    """Seconds, new tokens per second while decoding and peak memory per setting and variant; failures
+    are named."""
+    frame = timings(group)
+    where = zip(frame["variant"], frame["prompt_and_new_tokens"], frame["failures"], strict=True)
+    names = [f"{variant} ({setting}) {failed}".strip() for variant, setting, failed in where]
+    frame = frame.assign(row=names, peak=frame["peak_bytes"] / 2**30)
+    fields = {"prefill_compress_s": "prefill (s)", "decode_s": "decode (s)", "peak": "peak (GiB)"}
+    fields["decode_tokens_per_s"] = "decoded tokens/s"
+    panels = {}
+    for field, title in fields.items():
+        if frame[field].notna().any():
+            bounds = {end: frame.get(f"{field}_{end}", math.nan) for end in ("low", "high")}
+            panels[title] = frame.assign(mean=frame[field], **bounds)
+    figure = forest(panels, "", columns=4, share=False)
+    text = "Medians over runs; lines: 95 % intervals between order statistics, from six runs on."
+    return Drawn(f"{stem(group)}-throughput", f"{group.task}: time and memory", text, figure)
+
+
+_MOST_PIECES, _MOST_LAYERS = 64, 4
+"""Pieces of the prompt and layers that a strip shows."""
+
+
+@dataclass(frozen=True)
+class Strip:
+    """What one method kept of a prompt.
+
+    Attributes:
+        tokens: of the prompt. width: of a piece of it.
+        layers: by number, the weight held per token of each piece; 1 everywhere is the exact cache.
+        answer: from which token to before which the answer stands, None where that is not known.
+        unplaced: share of the entries that are no single token's.
+    """
+
+    tokens: int
+    width: int
+    layers: Mapping[int, NDArray[np.float64]]
+    answer: tuple[int, int] | None = None
+    unplaced: float = 0.0
+
+    def coarser(self, pieces: int) -> Strip:
+        """Of so many pieces at most."""
+        count = -(-self.tokens // self.width)
+        by = -(-count // pieces)
+        if by == 1:
+            return self
+        sizes = np.full(count, float(self.width))
+        sizes[-1] = self.tokens - self.width * (count - 1)
+        starts = list(range(0, count, by))
+        weights = np.add.reduceat(sizes, starts)
+        layers = {
+            layer: np.add.reduceat(held * sizes, starts) / weights
+            for layer, held in self.layers.items()
+        }
+        return replace(self, width=self.width * by, layers=layers)
+
+
+def strip_of(value: object) -> Strip | None:
+    """What a record says under ``kept`` (see `kvbench.engine.kept.strips_of`); None where it says
+    nothing, or what no kvbench wrote."""
+    try:
+        said: Any = dict(value)  # type: ignore[call-overload]
+        tokens, width, answer = int(said["tokens"]), int(said["width"]), said.get("answer")
+        layers = {int(k): np.array(held, dtype=float) / 100 for k, held in said["layers"].items()}
+        place = (int(answer[0]), int(answer[1])) if answer else None
+        held = np.array(list(layers.values()))
+        if held.shape[1] != -(-tokens // width) or tokens < 1 or not (held >= 0).all():
+            return None
+        return Strip(tokens, width, layers, place, float(said.get("unplaced") or 0.0))
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
+        return None
+
+
+def kept_figures(group: Group) -> list[Drawn]:
+    """What each method kept of one example, the latest of those that most methods say it of; none where
+    no record says it."""
+    if "kept" not in group.records:
+        return []
+    examples: dict[tuple[Any, Any], dict[str, Strip]] = {}
+    columns = group.records[["seed", "example_id", "variant", "kept"]]
+    for seed, example, variant, kept in columns.itertuples(index=False):
+        strip = strip_of(kept)
+        if strip is not None:
+            examples.setdefault((seed, example), {})[str(variant)] = strip
+    if not examples:
+        return []
+    most = max(map(len, examples.values()))
+    (_, example), strips = [item for item in examples.items() if len(item[1]) == most][-1]
+    shown = [v for v in group.variants if v.label in strips and v.method != BASELINE]
+    named = {v.label: (v.method, strips[v.label]) for v in shown[:_MOST_PANELS]}
+    if not named:
+        return []
+    caption = (
+        f"Example {printable(str(example))}. From left to right the prompt's tokens; height: the weight"
+        " that a layer's cache holds of each piece, per token and mean over KV heads (full height is the"
+        " number beside the name; the exact cache holds 1 everywhere). Marked: where the answer stands."
+    )
+    unplaced = [label for label, (_, strip) in named.items() if strip.unplaced]
+    if unplaced:
+        caption += f" Not shown: entries that are no single token's, of {', '.join(unplaced)}."
+    title = f"What each method kept: {group.task} on {group.model}"
+    return [Drawn(f"kept-{stem(group)}", title, caption, draw_strips(named))]
+
+
+def draw_kept(*frames: pd.DataFrame) -> Figure:
+    """A strip per layer of what each frame of `kvbench.kept` holds: the tokens from left to right, the
+    weight held of them as height.
+
+    Raises:
+        UserError: no frame, or one that `kvbench.kept` did not make.
+    """
+    named: dict[str, tuple[str, Strip]] = {}
+    for frame in frames:
+        words_of, method = frame.attrs.get("words"), frame.attrs.get("method")
+        if not words_of or not method:
+            raise UserError("a frame does not say its prompt; allowed: what kvbench.kept returned")
+        layers = {}
+        for layer, here in frame.groupby("layer", sort=False):
+            held = np.zeros(len(words_of))
+            placed = here[here["position"] >= 0]
+            np.add.at(held, placed["position"].to_numpy(), placed["weight"].to_numpy())
+            layers[int(str(layer))] = held / here["head"].nunique()
+        label = method if method not in named else f"{method} {len(named) + 1}"
+        named[label] = (method, Strip(len(words_of), 1, layers))
+    if not named:
+        raise UserError("no frames; allowed: one or more of kvbench.kept")
+    return draw_strips(named)
+
+
+@_styled
+def draw_strips(named: Mapping[str, tuple[str, Strip]]) -> Figure:
+    """One row of strips per label, each with its method's colour; the layers from top to bottom."""
+    most = max(min(_MOST_LAYERS, len(strip.layers)) for _, strip in named.values())
+    figure, axes = new_panels(len(named), 1, (7.4, 0.34 + 0.17 * most), (0.0, 0.55), sharex=True)
+    for ax, (label, (method, whole)) in zip(axes, named.items(), strict=True):
+        strip = whole.coarser(_MOST_PIECES)
+        every = sorted(strip.layers)
+        step = max(1.0, len(every) / _MOST_LAYERS)
+        shown = [every[int(i * step)] for i in range(min(len(every), _MOST_LAYERS))]
+        top = max(1.0, *(float(strip.layers[layer].max()) for layer in shown))
+        edges = np.minimum(np.arange(len(strip.layers[shown[0]]) + 1) * strip.width, strip.tokens)
+        for row, layer in enumerate(shown):
+            look: dict[str, Any] = {"fill": True, "color": style_of(method).color, "linewidth": 0}
+            ax.stairs(strip.layers[layer] / top * 0.86 - row, edges, baseline=-row, **look)
+        if strip.answer is not None:
+            ax.axvspan(*strip.answer, facecolor="#F3D04E", alpha=0.55, linewidth=0, zorder=0)
+        ax.set_xlim(0, strip.tokens)
+        ax.set_ylim(1 - len(shown), 1)
+        ax.set_yticks([0.43 - row for row in range(len(shown))], [f"layer {one}" for one in shown])
+        ax.tick_params(axis="y", length=0, labelsize=SMALL - 1.5)
+        ax.set_title(f"{_shown(label)}   ×{top:.1f}", loc="left", pad=2)
+    axes[-1].set_xlabel("token of the prompt", fontsize=TEXT)
+    return figure

@@ -1,0 +1,297 @@
+"""Published numbers beside ours, where an experiment names the published table: a join of two frames.
+
+A file of results/paper is tidy and in our names: ``method`` (``a|b``: the best of ours of these names in
+every column), ``model`` and ``rate`` where they matter, ``by`` the record field (or fields, joined by
+``+``) whose ``value`` a number is of, ``field`` the record field that it measures, ``unit``, and
+``printed``, the number as the paper prints it. A value such as ``qasper+hotpotqa`` is the sum of those
+datasets' scores; no value is everything. ``models.csv`` says which of our models a published name means.
+
+A paper prints one run's mean and no interval. Of two honest runs of one experiment on the same
+examples (another dtype, batch size or GPU), some answers differ. Let f be the share of examples that
+are in effect answered anew; then the difference of the two means has the variance 2 f p (1 - p) / n, and
+
+    margin = 1.96 sqrt(2 f p (1 - p) / n) + half a unit of the last printed digit
+
+f = 1 where nothing is known of it. It is measured by running an experiment twice (`kvbench-report A
+--rescored B`), or given as ``paper_table.rescored``. The margin is descriptive: other prompts, templates
+and library versions move a mean too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from kvbench.errors import first_line
+from kvbench.report.experiment import Experiment, Group, as_text
+from kvbench.report.frame import AVERAGE, scores
+from kvbench.report.papers import PaperError, notes_on, paper_folders, specs_of
+from kvbench.report.stats import margin_of
+from kvbench.report.table import INTERVAL, Column, Table, legend, score_format, unit_text
+
+RESCORED = "rescored.json"
+"""Beside an experiment's runs: by ``model/task`` the f that was measured."""
+MARGIN = (
+    "± is descriptive: how far two honest runs of our number of examples may be apart,"
+    " 1.96 sqrt(2 f p (1 - p) / n) plus rounding of the print, for our own model only. f is 1 where it"
+    " was not measured (kvbench-report A --rescored B)."
+)
+_KEYS = ("source", "task", "model", "published_model", "method", "variant")
+
+
+def beside(experiment: Experiment, folder: Path | None = None) -> tuple[pd.DataFrame, list[str]]:
+    """A row for each of our numbers that a published one stands beside, fractions in per cent; and the
+    known differences from the papers' settings.
+
+    Args:
+        folder: where the CSV files are; by default ``paper`` beside the experiment's folder, or the
+            repository's results/paper.
+
+    Raises:
+        PaperError: the table is not there, or cannot be compared.
+    """
+    parts, notes = [], []
+    for group in experiment.groups:
+        given = [m.get("config") or {} for m in group.manifests]
+        each = [spec for config in given for spec in specs_of(config.get("paper_table"))]
+        notes += [note for spec in each for note in notes_on(spec)]
+        limited = any(config.get("limit") for config in given)
+        keys = [{k: v for k, v in spec.items() if k != "differences"} for spec in each]
+        for spec in [spec for i, spec in enumerate(keys) if spec not in keys[:i]]:
+            f = 1.0 if limited else _rescored(experiment.folder, group, spec)
+            theirs = _read(
+                spec, [folder] if folder else [experiment.folder.resolve().parent / "paper"]
+            )
+            try:
+                parts += _joined(group, spec, theirs, f)
+            except (LookupError, TypeError, ValueError) as error:
+                why = f"cannot be compared with {group.task}: {first_line(error)}"
+                raise PaperError(f"paper_table {spec['file']} {why}") from error
+    frame = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
+    return frame, list(dict.fromkeys(notes))
+
+
+def _read(spec: Mapping[str, Any], places: Sequence[Path]) -> pd.DataFrame:
+    """The published table as text, so that 22.0 stays what was printed; the rows of ``where``."""
+    name = f"{spec['file']}".removesuffix(".csv") + ".csv"
+    found = [place for place in (*places, *paper_folders()) if (place / name).is_file()]
+    if not found:
+        raise PaperError(f"paper_table {name} is in none of {', '.join(map(str, paper_folders()))}")
+    if (found[0] / name).resolve().parent != found[0].resolve():
+        raise PaperError(
+            f"paper_table {found[0] / name} is a link to another folder; it is not read"
+        )
+    try:
+        frame = pd.read_csv(found[0] / name, dtype=str, keep_default_na=False)
+    except (OSError, ValueError) as error:  # no CSV, or not UTF-8
+        raise PaperError(f"{found[0] / name} cannot be read: {first_line(error)}") from error
+    where = spec.get("where") or {}
+    lacking = {*where, "method", "by", "value", "field", "unit", "printed"} - set(frame)
+    if lacking:
+        raise PaperError(
+            f"{name} has no column {', '.join(sorted(lacking))}; it has {', '.join(map(str, frame))}"
+        )
+    for column, wanted in where.items():
+        allowed = wanted if isinstance(wanted, list) else [wanted]
+        frame = frame[frame[column].map(_plain).isin([_plain(one) for one in allowed])]
+    return frame.reindex(columns=list(dict.fromkeys([*frame, "model", "rate"])), fill_value="")
+
+
+def _plain(text: object) -> str:
+    """A number as it is written shortest, other text as it is."""
+    try:
+        return as_text(float(str(text)))
+    except ValueError:
+        return str(text)
+
+
+def _joined(
+    group: Group, spec: Mapping[str, Any], theirs: pd.DataFrame, f: float
+) -> list[pd.DataFrame]:
+    """The published rows of our methods beside our numbers, one frame per record field and split."""
+    places = [place / "models.csv" for place in paper_folders()]
+    models = pd.read_csv(next(place for place in places if place.is_file()))
+    name = dict(zip(models["ours"], models["published"], strict=True)).get(group.model, group.model)
+    if (theirs["model"] == name).any():
+        theirs = theirs[theirs["model"] == name]
+    records = group.records
+    for field, wanted in (spec.get("records") or {}).items():
+        records = records[records[field].isna() | (records[field] == wanted)]
+    found = []
+    for key, part in theirs.groupby(["by", "field"], sort=False):
+        by, field = map(str, key)  # type: ignore[arg-type]
+        if field not in records or not set(filter(None, by.split("+"))) <= set(records):
+            raise PaperError(f"{spec['file']}: our records have no field {by or field}")
+        part = part.assign(same=part["model"].isin(["", name]))
+        ours = _ours(group, records, by, field, part)
+        both = part.merge(ours, on=["method", "value"], suffixes=("_paper", ""))
+        asked = pd.to_numeric(both["rate_paper"], errors="coerce")
+        compared = both["rate"].notna() & both["variant"].isin(group.compressed)
+        both = both[~compared | (both["rate_paper"] == "") | ((asked - both["rate"]).abs() < 1e-9)]
+        both = pd.concat([both, *_best(part, ours, group.meta.lower_is_better)], ignore_index=True)
+        if len(both):
+            both = both.assign(source=spec["file"].removesuffix(".csv"), field=field, f=f)
+            found.append(_compared(both))
+    return found
+
+
+def _ours(
+    group: Group, records: pd.DataFrame, by: str, field: str, part: pd.DataFrame
+) -> pd.DataFrame:
+    """Our scores of the values that the published rows name, with the parts that a margin is made of:
+    (mean, units) of each dataset, and whether they are summed."""
+    unit = group.meta.score_unit if field == "score" else part["unit"].iloc[0]
+    meta = replace(group.meta, score_unit="fraction" if unit in ("%", "fraction") else unit)
+    fields = [name for name in by.split("+") if name]
+    if not fields:
+        if records["dataset"].nunique() > 1:
+            raise PaperError(f"the paper has one setting; {group.task} was run with several")
+        records = records.assign(setting="")
+    elif len(fields) > 1:
+        texts = [records[name].map(_plain) for name in fields]
+        records = records.assign(setting=reduce(lambda text, more: text + "+" + more, texts))
+    split = fields[0] if len(fields) == 1 else "setting"
+    score = pd.to_numeric(records[field], errors="coerce")
+    measured = replace(group, meta=meta, records=records.assign(score=score))
+    single = scores(measured, split)
+    single = single[single["measure"] == "score"]
+    added = [v for v in part["value"].unique() if split == "dataset" and "+" in v]
+    found = [single]
+    if added:
+        summed = scores(measured, split, sums={value: value.split("+") for value in added})
+        found.append(summed[summed["measure"] == "score"])
+    named = {
+        key: (row["mean"], row["units"])
+        for key, row in single.set_index(["variant", "value"]).iterrows()
+    }
+    values = [v for v in single["value"].unique() if v != AVERAGE]
+    theirs = set(part["value"]) - {AVERAGE}
+    if theirs != set(values):  # an average over other datasets is another number
+        found[0] = single[single["value"] != AVERAGE]
+    ours = pd.concat(found, ignore_index=True)
+    parts = []
+    for variant, value in zip(ours["variant"], ours["value"], strict=True):
+        of = values if value == AVERAGE else value.split("+") if value in added else [value]
+        parts.append([named[variant, one] for one in of])
+    ours["parts"] = pd.Series(parts, dtype=object)
+    ours["summed"] = ours["value"].isin(added)
+    return ours.drop(columns=["by"]).rename(columns={"unit": "our_unit", "model": "our_model"})
+
+
+def _best(part: pd.DataFrame, ours: pd.DataFrame, lower: bool) -> list[pd.DataFrame]:
+    """For published rows about the best of several of our variants, the best in every column; none where
+    fewer than two of them were run."""
+    found = []
+    for names, rows in part[part["method"].str.contains("|", regex=False)].groupby("method"):
+        mine = ours[ours["method"].isin(str(names).split("|"))].dropna(subset=["mean"])
+        count = mine["variant"].nunique()
+        if count > 1:
+            best = mine.sort_values("mean", ascending=lower, kind="stable").drop_duplicates("value")
+            best = best.assign(variant=f"best of {str(names).replace('|', ', ')}")
+            found.append(
+                rows.drop(columns="method").merge(best, on="value", suffixes=("_paper", ""))
+            )
+    return found
+
+
+def _compared(both: pd.DataFrame) -> pd.DataFrame:
+    """The join with differences and margins, in the shown unit."""
+    percent = both["our_unit"].eq("fraction")
+    factor = 1.0 + 99.0 * percent
+    published = pd.to_numeric(both["printed"], errors="coerce")
+    margins = []
+    for row in both.assign(published=published, percent=percent).to_dict("records"):
+        margin = math.nan
+        if row["percent"] and row["same"] and not math.isnan(row["published"]):
+            digits = len(row["printed"].partition(".")[2])
+            parts = [(mean, int(units)) for mean, units in row["parts"]]
+            unit = 10.0**-digits / 100
+            margin = 100 * margin_of(parts, row["f"], total=bool(row["summed"]), unit=unit)
+        margins.append(margin)
+    found = both.assign(
+        model=both["our_model"],
+        published_model=both["model"],
+        unit=both["our_unit"].where(~percent, "%"),
+        published=published,
+        **{
+            key: both[of] * factor
+            for key, of in (("score", "mean"), ("score_low", "low"), ("score_high", "high"))
+        },
+        margin=margins,
+    )
+    found["difference"] = found["score"] - found["published"]
+    found["beyond_margin"] = found["difference"].abs() > found["margin"]
+    numbers = (
+        "published",
+        "score",
+        "score_low",
+        "score_high",
+        "difference",
+        "margin",
+        "beyond_margin",
+    )
+    return found[[*_KEYS, "value", "field", "unit", "printed", *numbers, "n", "expected"]]
+
+
+def published_tables(frame: pd.DataFrame, notes: Sequence[str] = ()) -> list[Table]:
+    """One table per published source and record field, a row for each of our numbers."""
+    found = []
+    for source, whole in frame.groupby("source", sort=False) if len(frame) else ():
+        named = whole["value"].ne("").any()
+        for field, part in whole.groupby("field", sort=False) if named else [("score", whole)]:
+            found.append(_table(str(source), str(field), part.copy(), notes))
+    return found
+
+
+def _table(source: str, field: str, part: pd.DataFrame, notes: Sequence[str]) -> Table:
+    unit = "fraction" if part["unit"].iloc[0] == "%" else str(part["unit"].iloc[0])
+    scale = 0.01 if unit == "fraction" else 1.0
+    keys = ("score", "score_low", "score_high", "difference", "margin")
+    frame = part.assign(**{key: scale * part[key] for key in keys})
+    frame["group"] = [
+        f"{task} on {ours}" + (f"; published: {theirs}" if theirs else "")
+        for task, ours, theirs in part[["task", "model", "published_model"]].itertuples(index=False)
+    ]
+    frame["value"] = part["value"].where(part["value"] != "", part["field"])
+    frame["printed_mark"] = part["beyond_margin"].map({True: "beyond", False: ""})
+    frame["score_mark"] = (part["n"] < part["expected"]).map({True: "incomplete", False: ""})
+    text, signed = (score_format(unit, signed=s) for s in (False, True))
+    columns = (
+        Column("variant", "method"),
+        Column("value", " "),
+        Column("score", "ours", text),
+        Column("printed", "published"),
+        Column("difference", text=signed),
+        Column("margin", "±", text),
+    )
+    of = "" if field == "score" or unit == "s" else f", {field.replace('_', ' ')}"
+    return Table(
+        f"{source}{'' if field == 'score' else '-' + field}-published",
+        f"{', '.join(part['task'].unique())}{of}: ours beside {source}{unit_text(unit)}",
+        frame,
+        columns,
+        (INTERVAL, MARGIN, *legend(frame), *notes),
+        part,
+    )
+
+
+def _rescored(folder: Path, group: Group, spec: Mapping[str, Any]) -> float:
+    """f as given in a ``paper_table``, or as measured; 1 where it is neither."""
+    found = spec.get("rescored")
+    path = folder / RESCORED
+    if found is None and path.is_file():
+        try:
+            known = json.loads(path.read_text(encoding="utf-8"))
+            found = known.get(f"{group.model}/{group.task}", {}).get("f")
+        except (ValueError, AttributeError) as error:
+            raise PaperError(f"{path} cannot be read: {error}") from error
+    if found is not None and not 0 <= found <= 1:
+        raise PaperError(f"rescored is {found}; allowed: a share from 0 to 1")
+    return 1.0 if found is None else float(found)

@@ -1,0 +1,144 @@
+"""A table as CSV, Markdown, LaTeX, and in the terminal. Names, answers and errors are whatever the
+records hold: in each form they are shown, and mean nothing to the program that shows them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pandas as pd
+import rich.console
+import rich.table
+from rich import box
+from rich.markup import escape as escape_markup
+from rich.measure import Measurement
+
+from kvbench.errors import printable
+from kvbench.report.table import Column, Table
+
+_FORMULA = tuple("=+-@\t\n＝＋－＠")
+"""What a formula begins with, in some spreadsheet."""
+_LATEX = {
+    **{character: f"\\{character}" for character in "&%$#_{}"},
+    **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"},
+    **{"<": "$<$", ">": "$>$", "|": "$|$", "[": "{[}"},
+    **{"−": "$-$", "Δ": r"$\Delta$", "±": r"$\pm$", "σ": r"$\sigma$", "∞": r"$\infty$", "–": "--"},
+    **{
+        "†": r"$^\dagger$",
+        "≈": r"$^\approx$",
+        "‡": r"$^\ddagger$",
+        "…": r"\dots{}",
+        "×": r"$\times$",
+    },
+}
+
+
+def csv(frame: pd.DataFrame) -> str:
+    """A frame's rows, numbers in six digits. A text that a spreadsheet would take for a formula has an
+    apostrophe before it; a number stays one."""
+    safe = frame.rename(columns=_no_formula)
+    for place, (_, column) in enumerate(frame.items()):
+        if not (pd.api.types.is_numeric_dtype(column) or pd.api.types.is_bool_dtype(column)):
+            safe.isetitem(
+                place, pd.Series([_no_formula(x) for x in column], dtype=object).to_numpy()
+            )
+    return str(safe.to_csv(index=False, float_format="%.6g"))
+
+
+def _no_formula(cell: Any) -> Any:
+    if not isinstance(cell, str):
+        return cell
+    cell = cell.replace("\r", "\\r")  # it would end the row, quoted or not
+    if not cell.startswith(_FORMULA):
+        return cell
+    try:
+        float(cell)
+    except ValueError:
+        return f"'{cell}"
+    return cell
+
+
+def markdown(table: Table) -> str:
+    """A pipe table under its title, a line for each row group, notes below."""
+    lines = [[plain(column.name) for column in table.columns]]
+    lines.append(["---" if i == 0 else "---:" for i in range(len(table.columns))])
+    for heading, rows in table.groups():
+        if heading:
+            lines.append([f"*{plain(heading)}*", *[""] * (len(table.columns) - 1)])
+        for row in rows:
+            cells = [table.cell(row, column) for column in table.columns]
+            lines.append([f"**{plain(text)}**" if bold else plain(text) for text, bold in cells])
+    body = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    notes = "".join(f"- {plain(note)}\n" for note in table.notes)
+    return f"### {plain(table.title)}\n\n{body}\n\n{notes}"
+
+
+def plain(text: str) -> str:
+    """Text that Markdown shows as it is and in its cell: no links or images, and no HTML where a viewer
+    lets that through."""
+    text = printable(text.replace("\n", " ")).replace("\\", "\\\\").replace("|", "\\|")
+    return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", re.sub(r"\](?=[(\[:])", r"]\\", text))
+
+
+def latex(table: Table) -> str:
+    """A table environment with booktabs rules (``\\usepackage{booktabs}``), its notes in the caption."""
+    rows = [(heading, row) for heading, rows in table.groups() for row in rows]
+    several = any(heading for heading, _ in rows)
+    names, texts, bold = [""] * several + [column.name for column in table.columns], [], []
+    for heading, row in rows:
+        cells = [(heading, False)] * several + [table.cell(row, column) for column in table.columns]
+        texts.append([_escape(text) for text, _ in cells])
+        bold.append(["textbf:--rwrap;" if is_bold else "" for _, is_bold in cells])
+    frame = pd.DataFrame(texts, columns=range(len(names)))
+    style = frame.style.hide(axis="index").relabel_index([_escape(n) for n in names], axis=1)
+    style = style.apply(lambda _: pd.DataFrame(bold, frame.index, frame.columns), axis=None)
+    label = "tab:" + re.sub(r"[^A-Za-z0-9.:-]", "-", table.name)
+    form = "l" * (1 + several) + "r" * (len(names) - 1 - several)
+    caption = _escape(" ".join([f"{table.title}.", *table.notes]))
+    return str(style.to_latex(hrules=True, caption=caption, label=label, column_format=form))
+
+
+def _escape(text: str) -> str:
+    return "".join(_LATEX.get(c, c if " " <= c <= "~" else "") for c in printable(text))
+
+
+def terminal(tables: Iterable[Table], console: rich.console.Console | None = None) -> None:
+    """Print tables one below the other, then every note once. A table that is too wide lacks its last
+    columns, which a note names."""
+    out = console or rich.console.Console()
+    notes: dict[str, None] = {}
+    hidden: dict[str, None] = {}
+    wide = out.options.update(width=10_000)
+    for table in tables:
+        columns = list(table.columns)
+        made = _rich_table(table, columns)
+        while len(columns) > 2 and Measurement.get(out, wide, made).maximum > out.width:
+            hidden[columns.pop().name] = None
+            made = _rich_table(table, columns)
+        out.print(made)
+        notes |= dict.fromkeys(table.notes)
+    if hidden:
+        notes[f"On a wider terminal also: {', '.join(hidden)}."] = None
+    for note in notes:
+        out.print(f"  {escape(note)}", style="dim", highlight=False)
+
+
+def _rich_table(table: Table, columns: Sequence[Column]) -> rich.table.Table:
+    look = {"title_justify": "left", "title_style": "italic", "box": box.SIMPLE_HEAD}
+    made = rich.table.Table(title=escape(table.title), pad_edge=False, **look)  # type: ignore[arg-type]
+    for i, column in enumerate(columns):
+        made.add_column(escape(column.name), justify="right" if i else "left", overflow="fold")
+    for heading, rows in table.groups():
+        if heading:
+            made.add_row(f"[italic]{escape(heading)}[/italic]")
+        for row in rows:
+            cells = [table.cell(row, column) for column in columns]
+            made.add_row(*(f"[bold]{escape(t)}[/bold]" if b else escape(t) for t, b in cells))
+        made.add_section()
+    return made
+
+
+def escape(text: str) -> str:
+    """Text that neither rich nor the terminal takes for anything else."""
+    return escape_markup(printable(text))

@@ -1,1 +1,0 @@
-"""Every analysis of an experiment."""

@@ -1,0 +1,509 @@
+"""A copy of an experiment in Weights & Biases; local files never depend on it.
+
+One W&B run per run folder, and one of the whole experiment that sets the methods side by side. Their ids
+are made from what they are about, so that logging again replaces what was logged. Runs are written
+offline, into ``<results>/<experiment>/wandb``, and then sent by W&B's own client in a process of its own
+if that is wanted: a server that is down, slow or broken loses nothing, and ``wandb sync <that folder>``
+sends what is left at any time.
+
+``python -m kvbench.report.wandb <results>/<experiment>`` builds a W&B report of an experiment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import json
+import logging
+import math
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from filelock import FileLock
+
+from kvbench.errors import complain, first_line, redact
+from kvbench.records.durable import make_folder, replace
+from kvbench.records.figures import Heatmap
+from kvbench.records.read import MANIFEST, Run, StoreError, load_run
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import wandb
+    import wandb_workspaces.reports.v2 as wr
+
+    from kvbench.report.build import ReportPaths
+    from kvbench.report.experiment import Experiment, Group
+    from kvbench.report.figures import Drawn
+
+log = logging.getLogger(__name__)
+Mode = Literal["auto", "online", "offline", "disabled"]
+OVERVIEW = "overview"
+"""Job type and method of the W&B run of an experiment."""
+MAX_PREDICTIONS = 500
+"""Rows of a table of predictions."""
+PROBE_S, SEND_S = 10.0, 600.0
+"""Seconds within which the server must answer at all, and that sending for a report may take."""
+_QUIET = {"WANDB_ERROR_REPORTING": "false"}
+_ABOUT = ("experiment", "model", "task", "method", "config_hash")
+_MADE = ("seed", "command", "code_revision", "versions", "hardware", "started")
+_FAILED: set[Path] = set()
+"""Where this process could not send from: said once, and not tried again."""
+
+
+class NotSent(RuntimeError):
+    """Why the server did not take everything: one line, without the API key."""
+
+
+def check_logger(mode: str, timeout_s: float) -> None:
+    """Refuse what `log_runs` cannot work with.
+
+    Raises:
+        ValueError: one line with what is allowed.
+    """
+    if mode not in get_args(Mode):
+        raise ValueError(f"logger.mode is {mode!r}; allowed: {', '.join(get_args(Mode))}")
+    if not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
+        raise ValueError(f"logger.timeout_s is {timeout_s!r}; allowed: a positive number")
+
+
+def log_runs(
+    runs: Sequence[Run],
+    *,
+    project: str = "kvbench",
+    entity: str | None = None,
+    mode: Mode = "auto",
+    timeout_s: float = 120.0,
+) -> int:
+    """Log runs to W&B, one W&B run each.
+
+    All of it is written to disk before anything is sent. Whatever goes wrong is a warning of one
+    line and nothing else; a server that fails is not asked again by this process.
+
+    Args:
+        runs: as `kvbench.records.read.load_runs` gives them. The exact run beside one on disk (same
+            experiment, model, task and seed) serves for its differences.
+        mode: "auto" is online when WANDB_API_KEY is set (and WANDB_MODE does not say otherwise),
+            else offline.
+        timeout_s: seconds that sending may take.
+
+    Returns:
+        How many runs were logged.
+
+    Raises:
+        ValueError: an unknown mode, or a timeout that is not positive.
+    """
+    check_logger(mode, timeout_s)
+    mode = _resolved(mode)
+    written: list[Path] = []
+    for run in runs if mode != "disabled" else ():
+        if not run.records.empty:
+            with _writing(run.folder.parents[2], run.folder.name):
+                written.append(_log_run(run, {"project": project, "entity": entity}))
+    if mode == "online" and written:
+        _send_written(written, timeout_s)
+    return len(written)
+
+
+def _resolved(mode: Mode) -> Mode:
+    """The mode that "auto" stands for."""
+    wanted = os.environ.get("WANDB_MODE")
+    if mode != "auto":
+        return mode
+    if wanted == "disabled":
+        return "disabled"
+    return "online" if os.environ.get("WANDB_API_KEY") and wanted != "offline" else "offline"
+
+
+@contextmanager
+def _writing(experiment: Path, what: str) -> Iterator[None]:
+    """One process at a time writes W&B's copies of an experiment. A failure inside is one line: a copy's
+    failure must not end a sweep."""
+    before, logging.raiseExceptions = logging.raiseExceptions, False  # of W&B's log on a full disk
+    try:
+        make_folder(experiment / "wandb", experiment)
+        with FileLock(experiment / "wandb" / ".lock"):
+            yield
+    except Exception as error:  # noqa: BLE001 - W&B's, whatever it is
+        log.warning("W&B: %s was not logged: %s", what, first_line(error))
+    finally:
+        logging.raiseExceptions = before
+
+
+def run_id(about: Mapping[str, Any]) -> str:
+    """A W&B run's id: the same for the same experiment, model, task, method and config hash."""
+    text = json.dumps([str(about.get(key)) for key in _ABOUT])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _write(
+    folder: Path,
+    name: str,
+    manifest: Mapping[str, Any],
+    media: Callable[[], dict[str, Any]],
+    scalars: Mapping[str, Any],
+    where: Mapping[str, Any],
+) -> Path:
+    """A W&B run in ``<folder>/wandb``, in the place of an earlier copy; returns its folder.
+
+    Args:
+        manifest: what it is about, which its id is made from, and how that was made.
+        media: makes what it shows, while the run is open.
+    """
+    import wandb  # not above: slow to import, and needed only here
+
+    about = {key: manifest[key] for key in _ABOUT if key in manifest}
+    made = {key: manifest.get(key) for key in _MADE}
+    identity = manifest.get("identity") or manifest.get("config") or {}
+    before = {key: os.environ.get(key) for key in (*_QUIET, "WANDB_SILENT", "WANDB_DATA_DIR")}
+    quiet: dict[str, Any] = {
+        "silent": True,
+        "console": "off",
+        "x_disable_stats": True,
+        "disable_git": True,
+    }
+    quiet |= {
+        "disable_code": True,
+        "x_disable_meta": True,
+    }  # the command is in the config, redacted
+    for old in (folder / "wandb").glob(f"*run-*-{run_id(about)}"):
+        shutil.rmtree(old)
+    os.environ.update({**_QUIET, **{k: v for k, v in before.items() if v}, "WANDB_SILENT": "true"})
+    try:
+        run = wandb.init(
+            mode="offline",
+            dir=str(folder.resolve()),  # its service may have another working directory
+            id=run_id(about),
+            name=name,
+            job_type=str(about.get("task", OVERVIEW)),
+            reinit="create_new",
+            notes=f"Made by: {made['command']}\nCode: {made['code_revision']}",
+            tags=list(dict.fromkeys(str(about[k])[:64] for k in _ABOUT[:4] if k in about)),
+            group=str(about["experiment"]),
+            config={**about, **made, "run": dict(identity)},
+            settings=wandb.Settings(**quiet),
+            **where,
+        )
+        place = Path(run.dir).parent
+        os.environ["WANDB_DATA_DIR"] = str(place)  # tables' files
+        try:
+            run.log(media())
+            run.summary.update({k: v for k, v in scalars.items() if v == v})
+        except BaseException:
+            run.finish(exit_code=1)
+            shutil.rmtree(place)
+            raise
+        run.finish()
+        return place
+    finally:
+        for key, value in before.items():
+            os.environ.pop(key, None) if value is None else os.environ.update({key: value})
+
+
+def _log_run(run: Run, where: Mapping[str, Any]) -> Path:
+    """One run beside its baseline of the same seed: its scores, answers and heatmap."""
+    from kvbench.report.experiment import BASELINE, group_runs
+    from kvbench.report.frame import tidy, totals
+
+    manifest = run.manifest
+    peers = []
+    if manifest.get("method") != BASELINE:
+        found = (
+            load_run(path.parent) for path in run.folder.parent.glob(f"{BASELINE}-*/{MANIFEST}")
+        )
+        peers = [one for one in found if one.manifest.get("seed") == manifest.get("seed")][:1]
+    group = group_runs([*peers, run])[0]
+    variant = next(v for v in group.variants if not peers or v.method != BASELINE)
+    frame = tidy(group)
+    mine = frame[frame["variant"] == variant.label]
+
+    def media() -> dict[str, Any]:
+        found = {"scores": _table(mine), "predictions": _predictions(group, run)}
+        spec = group.meta.figure(Heatmap)
+        if spec and mine["mean"].notna().any():
+            from kvbench.report.figures import heatmaps
+
+            found |= _images("heatmap", heatmaps(group, spec, [variant.label]))
+        return found
+
+    total = totals(mine).iloc[0]
+    scalars = {"score_unit": group.meta.score_unit, "lower_is_better": group.meta.lower_is_better}
+    for row in mine[mine["by"].isin(["dataset", ""])].to_dict("records"):
+        key = f"{row['value']}/{row['measure']}" if row["by"] else row["measure"]
+        scalars |= {key: row["mean"], f"{key}_low": row["low"], f"{key}_high": row["high"]}
+    scalars |= {"score": total["mean"], "score_low": total["low"], "score_high": total["high"]}
+    scalars |= {"scored": total["n"], "failures": total["failures"]}
+    rate = "" if variant.rate is None else f" rate {variant.rate:g}"
+    name = f"{group.model}/{group.task}/{variant.label}{rate}/seed{manifest.get('seed')}"
+    return _write(run.folder.parents[2], name, manifest, media, scalars, where)
+
+
+def log_overview(folder: Path, paths: ReportPaths) -> bool:
+    """Write the W&B run of a whole experiment, every method on every task, and send it where its jobs'
+    logger says so.
+
+    Args:
+        folder: the experiment's. paths: what `build_report` gave: its tidy frame of all that is ranked.
+
+    Returns:
+        Whether it was written: not where nothing is ranked, or the logger is none or disabled.
+    """
+    import pandas as pd
+
+    from kvbench.report.experiment import load_experiment
+    from kvbench.report.frame import totals
+    from kvbench.report.objective import scalars_of
+
+    manifest, scores = paths.manifest, paths.scores
+    logger = (manifest.get("config") or {}).get("logger") or {}
+    mode = _resolved(logger["mode"]) if logger.get("name") == "wandb" else "disabled"
+    if mode == "disabled" or scores.empty:
+        return False
+
+    def media() -> dict[str, Any]:
+        total = pd.concat([totals(scores), totals(scores, "ratio")], ignore_index=True)
+        total["column"] = total["task"] + ": " + total["measure"]
+        keys = ["model", "variant"]
+        spread = total.pivot_table(index=keys, columns="column", values="mean", sort=False)
+        found: dict[str, Any] = {
+            "task_by_method": _table(spread.reset_index()),
+            "scores": _table(scores),
+        }
+        for group in load_experiment(folder).groups:
+            found |= _side_by_side(group)
+        return found
+
+    scalars = {
+        f"{model}/{task}/{key}": value
+        for (model, task), part in scores.groupby(["model", "task"], sort=False)
+        for key, value in scalars_of(part).items()
+    }
+    written: list[Path] = []
+    name = f"{manifest['experiment']}/{OVERVIEW}"
+    about = {key: manifest.get(key) for key in ("experiment", *_MADE)} | {"method": OVERVIEW}
+    where = {key: logger[key] for key in ("project", "entity")}
+    with _writing(folder, name):
+        written.append(_write(folder, name, about, media, scalars, where))
+    if written and mode == "online":
+        _send_written(written, float(logger["timeout_s"]))
+    return bool(written)
+
+
+def _side_by_side(group: Group) -> dict[str, Any]:
+    """The methods' answers to one example in a line, and every figure."""
+    import pandas as pd
+
+    from kvbench.report.answers import sample_of
+    from kvbench.report.figures import figures_of
+    from kvbench.report.frame import tidy
+
+    lines = []
+    for example in sample_of(group, MAX_PREDICTIONS)[0]:
+        line: dict[str, Any] = {"example_id": example.example_id, "seed": example.seed}
+        line |= {**example.fields, "prompt_tail": example.prompt_tail, "answer": example.expected}
+        for one in example.answers:
+            line |= {f"{one.label}: prediction": one.text, f"{one.label}: score": one.score}
+        lines.append(line)
+    found = {f"{group.task}-predictions": _table(pd.DataFrame(lines))} if lines else {}
+    for drawn in figures_of(group, tidy(group)):
+        found |= _images(drawn.name, [drawn])
+    return found
+
+
+def _table(frame: pd.DataFrame) -> wandb.Table:
+    import wandb
+
+    return wandb.Table(dataframe=frame.astype(object).where(frame.notna(), None))
+
+
+def _predictions(group: Group, run: Run) -> wandb.Table:
+    """The first `MAX_PREDICTIONS` answers (or examples) of a run, and their scores."""
+    from kvbench.report.answers import clip
+
+    fields = [name for name in group.meta.breakdown if name in run.records]
+    shown = run.records.head(MAX_PREDICTIONS)
+    texts = {name: shown[name].map(clip) for name in ("prediction", "error")}
+    texts["prompt_tail"] = shown["prompt_tail"].map(lambda text: clip(text, from_end=True))
+    texts["answers"] = shown["answers"].map(
+        lambda a: " | ".join(map(str, a)) if isinstance(a, list) else ""
+    )
+    columns = ["example_id", "dataset", *fields, "prompt_tail", "answers", "prediction"]
+    return _table(shown.assign(**texts)[[*columns, "score", "ratio", "status", "error"]])
+
+
+def _images(name: str, figures: Sequence[Drawn]) -> dict[str, Any]:
+    """Figures as W&B's images; from the second on their name bears a number."""
+    import wandb
+    from PIL import Image
+
+    found = {}
+    for i, drawn in enumerate(figures, 1):
+        image = wandb.Image(
+            Image.open(io.BytesIO(drawn.png)), caption=f"{drawn.title}. {drawn.caption}"
+        )
+        found[f"{name}_{i}" if i > 1 else name] = image
+    return found
+
+
+def _send_written(folders: Sequence[Path], timeout_s: float) -> None:
+    """Send what was written; say in one line where it is, or why it is not there."""
+    place = folders[0].parent
+    if place in _FAILED:
+        return
+    try:
+        send(folders, timeout_s)
+        log.info("W&B: %d runs sent", len(folders))
+    except (NotSent, OSError) as error:
+        _FAILED.add(place)
+        left = f"{len(not_taken(folders))} of {len(folders)} runs were not sent"
+        later = f"wandb sync {shlex.quote(str(place))}"
+        log.warning(
+            "W&B: %s. %s; they, and what this process logs from now on, are on disk. Send them later"
+            " with: %s",
+            *(first_line(error), left, later),
+        )
+
+
+def send(folders: Sequence[Path], timeout_s: float) -> None:
+    """Send offline runs (``offline-run-*``) to the W&B server; one that is there already is replaced.
+
+    Raises:
+        NotSent: some were not taken within `timeout_s` seconds.
+    """
+    import wandb
+
+    probe(os.environ.get("WANDB_BASE_URL") or wandb.setup().settings.base_url)
+    environment = {**_QUIET, **os.environ, "WANDB_DIR": str(folders[0].parents[1])}  # its own logs
+    environment.pop("WANDB_MODE", None)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "wandb", "sync", *map(str, folders)],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # so that the client's helper processes end with it
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except BaseException as error:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise NotSent(f"not done after {timeout_s:g} s") from None
+        raise
+    if not_taken(folders):
+        said = [line for line in output.splitlines() if "error" in line.lower()]
+        raise NotSent(
+            redact((said or [f"`wandb sync` ended with status {process.returncode}"])[-1])
+        )
+
+
+def not_taken(folders: Sequence[Path]) -> list[Path]:
+    """Those of the runs that the client has not marked as sent (and nobody has replaced since)."""
+    return [folder for folder in folders if folder.exists() and not any(folder.glob("*.synced"))]
+
+
+def probe(url: str) -> None:
+    """Ask the server once, so that nobody waits for the client's many retries.
+
+    Raises:
+        NotSent: nothing answers there, or nothing but errors, or it does not know the API key.
+    """
+    query = b'{"query": "query Viewer { viewer { id } }"}'
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url.rstrip('/')}/graphql", data=query, headers=headers)
+    try:
+        urllib.request.urlopen(request, timeout=PROBE_S).close()
+    except urllib.error.HTTPError as error:
+        error.close()
+        if error.code >= 500:
+            raise NotSent(f"the server {url} answers {error.code}") from error
+    except (OSError, ValueError) as error:  # URLError is an OSError; ValueError: not a URL
+        cause = getattr(error, "reason", error)
+        late = isinstance(cause, TimeoutError)
+        why = f"no answer in {PROBE_S:g} s" if late else getattr(cause, "strerror", None) or cause
+        raise NotSent(f"the server {url} could not be reached: {why}") from error
+
+
+def build_wandb_report(experiment: Experiment, project: str, entity: str = "") -> wr.Report:
+    """The report, not yet published: published numbers beside ours; for each model and task its first
+    table and bars of its runs' scalars; all methods side by side; how to reproduce it."""
+    import wandb_workspaces.reports.v2 as wr
+    from wandb_workspaces import expr
+
+    from kvbench.report.frame import tidy
+    from kvbench.report.page import how_to_reproduce
+    from kvbench.report.published import beside, published_tables
+    from kvbench.report.render import markdown
+    from kvbench.report.tables import tables_of
+
+    blocks: list[Any] = [wr.TableOfContents()]
+    for table in published_tables(*beside(experiment)):
+        blocks.append(wr.MarkdownBlock(text=markdown(table)))
+    of = [expr.Config("experiment") == str(experiment.runs[0].manifest["experiment"])]
+    for group in experiment.groups:
+        shown = [table for table in tables_of(group, tidy(group)) if table.columns]
+        blocks.append(wr.H1(f"{group.task} on {group.model}"))
+        blocks.append(wr.MarkdownBlock(text=markdown(shown[0])))
+        mine = [expr.Config(key) == str(group.manifests[0][key]) for key in ("model", "task")]
+        sets = [wr.Runset(name="runs", filters=expr.And(*of, *mine))]
+        bars = [
+            wr.BarPlot(title=key, metrics=[key])
+            for key in ("score", "ratio", "decode_ms_per_token")
+        ]
+        heat = [wr.MediaBrowser(media_keys=["heatmap"])] if group.meta.figure(Heatmap) else []
+        blocks.append(wr.PanelGrid(runsets=sets, panels=[*bars, *heat]))
+    sets = [wr.Runset(name=OVERVIEW, filters=expr.And(*of, expr.Config("method") == OVERVIEW))]
+    tables = [wr.WeavePanelSummaryTable(table_name=name) for name in ("task_by_method", "scores")]
+    blocks += [wr.H1("All methods side by side"), wr.PanelGrid(runsets=sets, panels=[*tables])]
+    blocks.append(wr.H1("How to reproduce"))
+    for what, lines in how_to_reproduce(experiment):
+        blocks += [wr.H3(what), wr.CodeBlock(code="\n".join(lines), language=None)]
+    title = f"kvbench: {experiment.name}"[:128]
+    return wr.Report(project=project, entity=entity, title=title, blocks=blocks, width="fluid")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status: 0 all well, 1 records that cannot be read, or a server that took nothing."""
+    from kvbench.report.experiment import load_experiment
+
+    parser = argparse.ArgumentParser(prog="python -m kvbench.report.wandb", description=__doc__)
+    parser.add_argument("folders", nargs="+", metavar="folder", help="<results>/<experiment>")
+    parser.add_argument("--project", default="kvbench", help="W&B project (default: kvbench)")
+    parser.add_argument("--entity", default=os.environ.get("WANDB_ENTITY", ""), help="its owner")
+    known = bool(os.environ.get("WANDB_API_KEY"))
+    send_it: dict[str, Any] = {"action": argparse.BooleanOptionalAction, "default": known}
+    parser.add_argument("--send", **send_it, help="publish (default: if WANDB_API_KEY is set)")
+    options = parser.parse_args(arguments)
+    try:
+        for folder in map(Path, options.folders):
+            experiment = load_experiment(folder)
+            report = build_wandb_report(experiment, options.project, options.entity)
+            make_folder(folder / "wandb", folder)
+            text = report._to_model().spec.model_dump_json(by_alias=True, exclude_none=True)
+            replace(folder / "wandb" / "report.json", text.encode(), sync=False)
+            print(f"{folder / 'wandb' / 'report.json'}: built")
+            if options.send:
+                where = {"project": options.project, "entity": options.entity or None}
+                log_runs(experiment.runs, **where, mode="online", timeout_s=SEND_S)
+                report.save()
+                print(f"report: {report.url}")
+    except (StoreError, OSError, ValueError, ImportError) as error:
+        complain(first_line(error), "wandb")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

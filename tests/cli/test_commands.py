@@ -1,0 +1,141 @@
+"""``kvbench released``, trials of W&B sweeps, and the number that Hydra's sweepers get of a job."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.command import FAST
+from support.paths import ROOT
+from support.report_runs import LONGBENCH_META, write_run
+from support.wandb_files import history, isolated, offline_run, start_of, updates
+
+from kvbench.cli.jobs import JobOutcome
+from kvbench.cli.main import main
+from kvbench.cli.released import pair_released
+from kvbench.errors import UserError
+from kvbench.records.read import load_runs
+from kvbench.report.objective import objective_of
+
+ANSWERS = [["Paris", "the city of Paris"], ["a red fox"], ["42"], ["42"]]
+
+
+def experiment(folder: Path) -> Path:
+    """A run of LongBench: its folder."""
+    records = [
+        {
+            "example_id": f"qasper-{i}",
+            "dataset": "qasper",
+            "answers": answers,
+            "length": 100 + min(i, 2),
+            "length_bucket": "0-4k",
+            "prediction": "Paris" if i == 0 else "nothing",
+            "score": float(i == 0),
+            "prompt_tokens": 900,
+            "ratio": 0.25,
+        }
+        for i, answers in enumerate(ANSWERS)
+    ]
+    names = {"experiment": "table1", "task": "longbench", "method": "snapkv"}
+    return write_run(folder, **names, records=records, task_meta=LONGBENCH_META)
+
+
+def release(folder: Path, *lines: dict[str, Any]) -> Path:
+    """LongBench's predictions of one dataset."""
+    folder.mkdir()
+    (folder / "qasper.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def line(pred: str, i: int) -> dict[str, Any]:
+    return {"pred": pred, "answers": ANSWERS[i], "length": 100 + min(i, 2), "all_classes": None}
+
+
+def test_released_predictions_stand_beside_the_same_examples(tmp_path: Path, capsys: Any) -> None:
+    run = experiment(tmp_path / "results")
+    lines = [line("the 42", 2), line("no", 3), line("a fox", 1), {**line("x", 0), "length": 7}]
+    folder = release(tmp_path / "pred", *lines)
+    assert pair_released([f"run={run}", f"predictions={folder}"]) == 0
+    assert "3 of 4 examples matched" in capsys.readouterr().out
+    (found,) = load_runs(tmp_path / "results" / "table1_released")
+    scores = found.records.set_index("example_id")["score"].to_dict()
+    # F1 of "a fox" against "a red fox", articles left out: precision 1, recall 1/2
+    assert scores == pytest.approx({"qasper-1": 2 / 3, "qasper-2": 1.0, "qasper-3": 0.0})
+    assert found.records["ratio"].isna().all()
+
+
+def test_what_cannot_be_paired_is_one_line(tmp_path: Path) -> None:
+    run = experiment(tmp_path / "results")
+    empty = release(tmp_path / "pred", line("x", 0))
+    other = release(tmp_path / "other", {**line("x", 0), "answers": ["Rome"]})
+    broken = release(tmp_path / "broken", {"answers": ["x"]})
+    for words, said in (
+        ([], "takes run="),
+        ([f"run={run}", "prediction=x"], "takes run="),
+        ([f"run={tmp_path}", f"predictions={empty}"], "allowed: a run's folder"),
+        ([f"run={run}", f"predictions={tmp_path / 'no'}"], "allowed: a folder"),
+        ([f"run={run}", f"predictions={other}"], "no line of"),
+        ([f"run={run}", f"predictions={broken}"], "line 1 is no prediction"),
+    ):
+        with pytest.raises(UserError, match=said):
+            pair_released(words)
+
+
+def test_a_trial_of_the_sweep_file_returns_its_score(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Started by the code of W&B's agent, without a server."""
+    from wandb.wandb_agent import Agent
+
+    isolated(monkeypatch, tmp_path)
+    sweep = yaml.safe_load((ROOT / "scripts" / "wandb_sweep.yaml").read_text())
+    changes = {"limit=20": "limit=2", "${args_no_hyphens}": "task.num_lines=[20]"}
+    words = [changes.get(word, word) for word in sweep["command"]]
+    words += ["${args_no_hyphens}", f"results_dir={tmp_path}", *FAST[1:2]]
+    for name, value in {
+        "WANDB_MODE": "offline",
+        "WANDB_DIR": str(tmp_path),
+        "WANDB_SWEEP_ID": "s1",
+        "WANDB_RUN_ID": "",  # the agent's, and as before afterwards
+        "WANDB_SWEEP_PARAM_PATH": "",
+        "WANDB_SILENT": "true",
+        "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+    }.items():
+        monkeypatch.setenv(name, value)
+    agent: Any = Agent.__new__(Agent)
+    agent._sweep_command, agent._function, agent._run_processes = words, None, {}
+    agent._in_jupyter, agent._forward_signals = False, False
+    chosen = {name: {"value": one["values"][-1]} for name, one in sweep["parameters"].items()}
+    agent._command_run({"run_id": "t1", "program": sweep["program"], "args": chosen})
+    assert agent._run_processes["t1"].wait() == 0
+    runs = load_runs(tmp_path / "sweep")
+    assert {run.manifest["method"] for run in runs} == {"exact", "snapkv"}
+    assert {run.manifest["config"]["budget"]["rate"] for run in runs} == {0.5}
+    _, messages = offline_run(tmp_path, "t1")
+    assert start_of(messages).sweep_id == "s1"
+    (snapkv,) = [run.records for run in runs if run.manifest["method"] == "snapkv"]
+    (logged,) = history(messages)
+    assert logged[sweep["metric"]["name"]] == snapkv["score"].mean()
+    assert logged["ratio"] == pytest.approx(snapkv["ratio"].mean())
+    assert {"exact/score", "snapkv/score", "snapkv/ratio"} <= set(logged)
+    assert updates(messages, "config")["budget.rate"] == 0.5
+
+
+def test_hydras_sweepers_get_a_jobs_score(tmp_path: Path, capsys: Any) -> None:
+    outcomes: list[JobOutcome] = []
+    command = [*FAST, f"results_dir={tmp_path}", "limit=2", "-m", "budget.rate=0.25,0.5"]
+    with pytest.raises(SystemExit) as done:
+        main(command, outcomes)
+    assert done.value.code == 0, capsys.readouterr().err
+    assert len(outcomes) == 2
+    for outcome in outcomes:
+        runs = [run for run in load_runs(tmp_path / "default") if str(run.folder) in outcome.runs]
+        (compressed,) = [run for run in runs if run.manifest["method"] == "snapkv"]
+        assert float(outcome) == compressed.records["score"].mean()
+        assert objective_of(outcome.runs)["ratio"] < 1
+    assert math.isnan(float(JobOutcome(error="x", status=1)))

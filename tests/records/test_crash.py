@@ -1,0 +1,306 @@
+"""Killed processes, power cuts, full disks and links: what a run's folder may hold, and what becomes of
+it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fork_server import ForkServer
+from support.jobs import make_job, records_of
+from support.stores import fill, make_record, rows_below
+
+from kvbench.methods import build_method
+from kvbench.records import durable
+from kvbench.records.durable import make_folder, replace
+from kvbench.records.read import FORMAT, StoreError, load_runs, read_records
+from kvbench.records.store import RecordStore, write_manifest
+from kvbench.run.runner import run_job
+
+INNER = Path("model") / "task" / "m-00000000"
+EXACT = {"exact": build_method("exact")}
+PRECIOUS = b"what a person wrote\n"
+
+
+def ids(root: Path) -> list[str]:
+    (run,) = load_runs(root)
+    return list(run.records["example_id"])
+
+
+# Power cuts and full disks.
+
+TAILS: dict[str, Callable[[bytes], bytes]] = {
+    "cut": lambda line: line[:-1],
+    "zeros": lambda line: b"\0" * len(line),
+    "zeros and a newline": lambda line: b"\0" * (len(line) - 1) + b"\n",
+    "zeros in the middle": lambda line: line[:40] + b"\0" * (len(line) - 60) + line[-20:],
+    "zeros after": lambda line: line + b"\0" * 4096,
+    "half a character": lambda line: line[: line.index("é".encode()) + 1] + b"\n",
+    "other bytes": lambda line: line[:50] + b"\xff\xfe" + line[52:],
+    "brackets": lambda line: b"[" * 100_000 + b"\n",
+    "an older file's block": lambda line: line[:100] + b'": "old"}\n',
+}
+
+
+@pytest.mark.parametrize("tail", TAILS)
+def test_what_a_power_cut_may_leave_of_the_last_line(tmp_path: Path, tail: str) -> None:
+    folder = tmp_path / INNER
+    write_manifest(folder, {})
+    fill(folder, ["a", "b"])
+    path = folder / "records.jsonl"
+    before = path.read_bytes()
+    record = make_record("c", prediction="caffé")
+    line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
+    for torn in (
+        [TAILS[tail](line)] if tail != "cut" else [line[:end] for end in range(0, len(line), 9)]
+    ):
+        expected = ["a", "b", "c"] if tail == "zeros after" else ["a", "b"]
+        path.write_bytes(before + torn)
+        assert [row["example_id"] for row in read_records(folder)] == expected
+        assert path.read_bytes() == before + torn, "a reader changes nothing"
+        with RecordStore(folder) as records:
+            assert records.done == set(expected)
+            records.append(record)
+        assert path.read_bytes() == before + line
+
+
+def test_damage_before_the_last_line_is_named_and_nothing_is_touched(tmp_path: Path) -> None:
+    folder = tmp_path / INNER
+    write_manifest(folder, {})
+    fill(folder, ["a", "b", "c"])
+    path = folder / "records.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    for broken in (b"\0" * 50 + b"\n", lines[1][:-20] + b"\n", b"\xff\n", b"[" * 99_999 + b"\n"):
+        path.write_bytes(lines[0] + broken + lines[2])
+        with pytest.raises(StoreError, match=r"^[^\n]*records\.jsonl, line 2: not JSON[^\n]*$"):
+            load_runs(tmp_path)
+        with pytest.raises(StoreError, match="line 2"), RecordStore(folder):
+            pass
+        assert path.read_bytes() == lines[0] + broken + lines[2]
+
+
+def test_a_record_counts_when_it_and_its_names_are_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    real = os.fsync
+
+    def fsync(handle: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{handle}"))
+        real(handle)
+
+    monkeypatch.setattr(durable.os, "fsync", fsync)
+    folder = tmp_path / "results" / INNER
+    with RecordStore(folder) as records:
+        above = {str(p) for p in (folder, *folder.parents) if p.is_relative_to(tmp_path)}
+        assert above <= set(synced)
+        synced.clear()
+        records.append(make_record("a", status="error"))
+        assert synced == [str(folder / "records.jsonl")]
+        synced.clear()
+        records.drop_failed()
+        assert synced == [str(folder / ".records.jsonl.new"), str(folder)]
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt(), OSError(errno.ENOSPC, "full")])
+@pytest.mark.parametrize("where", ["write", "fsync"])
+def test_what_stops_a_write_leaves_no_half_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, failure: BaseException
+) -> None:
+    real = os.write
+
+    def stopped(file: int, data: bytes = b"") -> None:
+        if data:
+            real(file, data[:9])
+        raise failure
+
+    fill(tmp_path, ["a"])
+    before = (tmp_path / "records.jsonl").read_bytes()
+    with RecordStore(tmp_path) as records:
+        with monkeypatch.context() as patch:
+            patch.setattr(durable.os, where, stopped)
+            with pytest.raises((KeyboardInterrupt, StoreError)) as error:
+                records.append(make_record("b"))
+        if isinstance(failure, OSError):
+            assert "no space left" in str(error.value)
+            assert "the 1 earlier records are intact" in str(error.value)
+        assert records.path.read_bytes() == before
+        assert records.append(make_record("b"))
+        records.path.write_bytes(before)
+        with pytest.raises(StoreError, match="was changed while a run wrote to it"):
+            records.append(make_record("c"))
+        records.path.unlink()
+        with pytest.raises(StoreError, match=r"was removed or moved .* the same command runs"):
+            records.append(make_record("c"))
+
+
+# Kills.
+
+
+def survives(server: ForkServer, folder: Path, count: int, seed: int) -> None:
+    """Kill `count` jobs, each in a folder that earlier kills left as it is, and compare what a last
+    start makes of it with a job that nobody disturbed."""
+    draw = random.Random(seed)
+    whole = folder / "whole"
+    whole.mkdir()
+    begun = time.monotonic()
+    assert server.job(whole).wait() == 0
+    seconds = time.monotonic() - begun
+    expected = rows_below(whole)
+    kills = finished = 0
+    torn = folder / "0"
+    torn.mkdir()
+    while kills < count or finished == 0:
+        if kills < count and draw.random() < 0.5:  # anywhere in the code
+            child = server.job(torn)
+            time.sleep(draw.uniform(0.0, seconds))
+            if child.running():
+                child.signal(signal.SIGKILL)
+        elif kills < count:  # at a change of the disk, or in it
+            child = server.job(torn, (int(draw.expovariate(1 / 12)), draw.random()))
+        else:
+            child = server.job(torn)
+        status = child.wait()
+        assert status in (0, -signal.SIGKILL), child.err.read_text()
+        kills += status != 0
+        found = rows_below(torn)
+        for name, some in found.items():
+            assert some == expected[name][: len(some)], "a record is there as it should be, or not"
+        if status == 0:
+            assert found == expected
+            assert not list(torn.glob("e/*/*/*/.*.new")), "nothing is left over"
+            for path in torn.glob("e/*/*/*/manifest.json"):
+                assert json.loads(path.read_text())["method"] == path.parent.name[:-9]
+            finished += 1
+            torn = folder / str(finished)
+            torn.mkdir()
+
+
+@pytest.mark.parametrize("count", [10, pytest.param(200, marks=pytest.mark.slow)])
+def test_random_kill_points(server: ForkServer, tmp_path: Path, count: int) -> None:
+    survives(server, tmp_path, count, seed=count)
+
+
+# Manifests of other versions.
+
+MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], bytes], str]] = {
+    **{
+        f"format {written!r}": (
+            lambda manifest, written=written: json.dumps({**manifest, "format": written}).encode(),
+            r"manifest\.json is of format .*; this kvbench reads 1 to ",
+        )
+        for written in (FORMAT + 1, 0, "2", 1.5, None, True)
+    },
+    **{
+        f"content {content[:9]!r}": (lambda _, content=content: content, "; move it away")
+        for content in (b"", b'{"a', b"[]", b"\xff\xfe", b"null", b"[" * 99_999)
+    },
+}
+
+
+@pytest.mark.parametrize("kind", MANIFESTS)
+def test_a_manifest_of_another_version_or_none_is_one_line(tmp_path: Path, kind: str) -> None:
+    make, says = MANIFESTS[kind]
+    path = run_job(make_job(tmp_path, EXACT, limit=1)).folders["exact"] / "manifest.json"
+    path.write_bytes(make(json.loads(path.read_text())))
+    before = {p.name: p.read_bytes() for p in path.parent.iterdir() if p.suffix}
+    for act in (lambda: load_runs(tmp_path / "e"), lambda: run_job(make_job(tmp_path, EXACT))):
+        with pytest.raises(StoreError, match=rf"^[^\n]*{says}[^\n]*$"):
+            act()
+    assert {p.name: p.read_bytes() for p in path.parent.iterdir() if p.suffix} == before
+    path.unlink()
+    whole = run_job(make_job(tmp_path / "whole", EXACT))
+    assert records_of(run_job(make_job(tmp_path, EXACT))) == records_of(whole)
+
+
+# Links, pipes and devices.
+
+
+def victims(root: Path) -> tuple[Path, Callable[[], dict[str, bytes | None]]]:
+    """A folder outside the results, with files and a folder in it, and a look at all of it."""
+    folder = root / "victim"
+    (folder / "inner").mkdir(parents=True)
+    for name in ("thesis.doc", "records.jsonl", "manifest.json", "inner/deep.png"):
+        (folder / name).write_bytes(PRECIOUS)
+
+    def contents() -> dict[str, bytes | None]:
+        paths = sorted(folder.rglob("*"))
+        return {str(path): path.read_bytes() if path.is_file() else None for path in paths}
+
+    return folder, contents
+
+
+TARGETS = ("thesis.doc", "inner", "nothing yet")
+
+
+def test_a_job_writes_through_no_link(tmp_path: Path) -> None:
+    """Neither a folder on the way to the records, nor a file of a run; the results folder may be one."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "probe").symlink_to(tmp_path / "disk")
+    inner = run_job(make_job(tmp_path / "probe", EXACT, limit=1)).folders["exact"]
+    parts = inner.relative_to(tmp_path / "probe").parts
+    names = ["/".join(parts[: i + 1]) for i in range(len(parts))]
+    for name in ("records.jsonl", "records-1of2.jsonl", "manifest.json", ".holder", ".lock"):
+        names.append("/".join((*parts, name)))
+    victim, contents = victims(tmp_path)
+    before = contents()
+    job = make_job(tmp_path / "results", EXACT, limit=1)
+    for name in names:
+        for target in TARGETS:
+            link = tmp_path / "results" / name
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.unlink(missing_ok=True)  # a lock of the job before
+            link.symlink_to(victim / target)
+            with pytest.raises(StoreError, match=r"^[^\n]*$"):
+                run_job(job)
+            assert contents() == before, (name, target)
+            link.unlink()
+    assert run_job(job).written == 1
+
+
+MAKERS: dict[str, Callable[[Path], None]] = {
+    "pipe": os.mkfifo,
+    "folder": Path.mkdir,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_what_is_no_file_is_neither_read_nor_waited_for(tmp_path: Path, kind: str) -> None:
+    run = run_job(make_job(tmp_path, EXACT, limit=1)).folders["exact"]
+    for name in ("records.jsonl", "manifest.json", "records-1of2.jsonl"):
+        path = run / name
+        kept = path.read_bytes() if path.exists() else None
+        path.unlink(missing_ok=True)
+        MAKERS[kind](path)
+        for act in (lambda: load_runs(tmp_path / "e"), lambda: run_job(make_job(tmp_path, EXACT))):
+            with pytest.raises(StoreError, match=rf"^[^\n]*{name}[^\n]*$"):
+                act()
+        path.rmdir() if kind == "folder" else path.unlink()
+        if kept is not None:
+            path.write_bytes(kept)
+
+
+def test_files_are_made_anew_and_folders_stay_inside(tmp_path: Path) -> None:
+    victim, contents = victims(tmp_path)
+    before = contents()
+    path = tmp_path / "a" / "b" / "file"
+    make_folder(path.parent, tmp_path)
+    for content in (b"1", b"2"):
+        path.with_name(".file.new").symlink_to(victim / "thesis.doc")
+        replace(path, content)
+    assert [p.name for p in path.parent.iterdir()] == ["file"]
+    assert path.read_bytes() == b"2"
+    (tmp_path / "a" / "c").symlink_to(victim)
+    for outside in ("a/c", "a/c/d", "a/b/../../victim"):
+        with pytest.raises(OSError, match="leads out of"):
+            make_folder(tmp_path / outside, tmp_path / "a")
+    assert contents() == before

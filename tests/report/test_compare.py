@@ -1,0 +1,129 @@
+"""Two experiments compared: matching, pairing, what changed, the files and the command."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy.stats import permutation_test
+from support.report_runs import HOSTILE, write_run
+from support.tables import shown
+
+from kvbench.records.read import StoreError
+from kvbench.report.__main__ import main
+from kvbench.report.compare import Comparison, compare
+from kvbench.report.experiment import load_experiment
+
+Values = Mapping[str, Sequence[float | None]]
+
+
+def write(
+    folder: Path, methods: Values, *, seed: int = 0, fields: Any = None, **options: Any
+) -> Path:
+    for method, values in methods.items():
+        records = [
+            {
+                **{"example_id": f"e{i}", "score": x, "status": "oom" if x is None else "ok"},
+                **{"prediction": HOSTILE, "ratio": 0.25, "compress_s": 0.5, "decode_s": 1.0},
+                **(fields or {}),
+            }
+            for i, x in enumerate(values)
+        ]
+        write_run(folder, method=method, records=records, seed=seed, options=options)
+    return folder / "demo"
+
+
+def compared(first: Path, second: Path) -> Comparison:
+    return compare(load_experiment(first), load_experiment(second))
+
+
+@pytest.fixture
+def both(tmp_path: Path) -> tuple[Path, Path]:
+    """snapkv got better, h2o is as it was, uniform is new, topk is gone."""
+    rng = np.random.default_rng(0)
+    before = rng.random(80) * 0.5
+    after = list(before + rng.normal(0.1, 0.05, 80))
+    first: Values = {"snapkv": list(before), "h2o": [1, 0, None, 1], "topk": [1.0]}
+    second: Values = {"snapkv": after, "h2o": [1, None, 1, 1], "uniform": [1.0]}
+    return write(tmp_path / "a", first), write(tmp_path / "b", second, **{"budget.rate": 0.5})
+
+
+def test_the_same_examples_are_paired(both: tuple[Path, Path]) -> None:
+    found = compared(*both)
+    by = found.frame.set_index("variant")
+    before, after = (
+        records[records["method"] == "snapkv"]["score"].to_numpy()
+        for records in (load_experiment(path).groups[0].records for path in both)
+    )
+    snapkv = by.loc["snapkv"]
+    assert (snapkv["paired"], snapkv["common_examples"]) == (True, 80)
+    assert snapkv["difference"] == pytest.approx(100 * (after - before).mean())
+    error = 100 * (after - before).std(ddof=1) / math.sqrt(80)
+    assert snapkv["difference_high"] - snapkv["difference_low"] == pytest.approx(
+        3.98 * error, rel=0.01
+    )
+    assert snapkv["p_adjusted"] < 0.001
+    assert (snapkv["better"], snapkv["worse"]) == ((after > before).sum(), (after < before).sum())
+    assert (snapkv["first_ratio"], snapkv["second_seconds"]) == (0.25, 1.5)
+    h2o = by.loc["h2o"]
+    assert (h2o["common_examples"], h2o["difference"]) == (2, 0), "the first and the last"
+    assert (h2o["first_failed"], h2o["second_failed"]) == ("1 oom", "1 oom")
+
+
+def test_the_paired_test_is_exact(tmp_path: Path) -> None:
+    rng = np.random.default_rng(4)
+    before, after = rng.random(9), rng.random(9)
+    (p,) = compared(
+        write(tmp_path / "a", {"snapkv": list(before)}),
+        write(tmp_path / "b", {"snapkv": list(after)}),
+    ).frame["p"]
+    theirs = permutation_test(
+        (before, after), lambda x, y: np.mean(x - y), permutation_type="samples"
+    )
+    assert p == pytest.approx(theirs.pvalue)
+
+
+def test_what_one_lacks_and_what_changed_is_told(both: tuple[Path, Path]) -> None:
+    found = compared(*both)
+    assert found.names == tuple(map(str, both))
+    assert found.only == (["recall_mini / t / topk"], ["recall_mini / t / uniform"])
+    settings = {row[0]: row[1:3] for row in shown(found.tables[0])}
+    assert settings["budget.rate"] == ["0.25", "0.5"]
+    assert "code_revision" not in settings
+
+
+def test_other_prompts_are_other_examples_and_repeats_one(tmp_path: Path) -> None:
+    a = write(tmp_path / "a", {"snapkv": [1.0, 1.0, 0.0, 1.0]})
+    b = write(tmp_path / "b", {"snapkv": [0, 0, 1, 0]}, fields={"prompt_tail": "another one"})
+    (change,) = compared(a, b).frame.to_dict("records")
+    assert (change["paired"], change["common_examples"]) == (False, 0)
+    assert change["difference"] == pytest.approx(-50.0)
+    assert math.isnan(change["p"])
+    assert shown(compared(a, b).tables[-1])[0][3].endswith("*")
+    for seed in (1, 2):  # of draws alone: the prompts are the same
+        write(tmp_path / "c", {"snapkv": [1.0, 1.0, 0.0, float(seed == 1)]}, seed=seed)
+    (change,) = compared(a, tmp_path / "c" / "demo").frame.to_dict("records")
+    assert (change["paired"], change["common_examples"]) == (True, 4)
+    assert change["difference"] == pytest.approx(-12.5)
+
+
+def test_the_command_writes_page_text_and_numbers(
+    both: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main([*map(str, both), "--out", str(out)]) == 0
+    assert {path.name for path in out.iterdir()} == {"compare.html", "compare.md", "compare.csv"}
+    assert set(pd.read_csv(out / "compare.csv")["variant"]) == {"snapkv", "h2o"}
+    page = (out / "compare.html").read_text()
+    assert "<script>document" not in page
+    assert "only in" in capsys.readouterr().out
+    write_run(tmp_path / "c", task="other", records=[{"example_id": "a", "score": 1.0}])
+    with pytest.raises(StoreError, match="no model, task and method in common"):
+        compared(both[0], tmp_path / "c" / "demo")
+    assert main([str(both[0]), str(tmp_path / "c" / "demo")]) == 1
+    assert capsys.readouterr().err.count("\n") == 1

@@ -1,0 +1,283 @@
+"""Figures: what they show of the numbers, slopes of curves, strips of what was kept."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy.stats import ttest_1samp
+from support.report_runs import (
+    NEEDLE_META,
+    TASKS,
+    lines_records,
+    needle_records,
+    write_demo,
+    write_longbench,
+    write_run,
+    write_sweep,
+)
+from support.tables import data, group_of, shown
+
+import kvbench
+from kvbench.errors import UserError
+from kvbench.records.figures import Curve, Heatmap, as_json, figures_in
+from kvbench.report.experiment import Group
+from kvbench.report.figures import (
+    Drawn,
+    Strip,
+    figures_of,
+    grid_of,
+    heatmaps,
+    kept_figures,
+    memory_rows,
+    pareto,
+    strip_of,
+)
+from kvbench.report.frame import tidy
+from kvbench.report.scaling import curves_of, slopes
+from kvbench.report.style import style_of
+from kvbench.report.tables import slope_table, verdict
+
+
+def drawn(group: Group) -> dict[str, Drawn]:
+    """By what a name adds to the group's."""
+    found = figures_of(group, tidy(group))
+    return {one.name.removeprefix(f"{group.task}-{group.model}-"): one for one in found}
+
+
+def test_every_kind_of_task_has_its_figures_and_they_are_the_same_bytes(tmp_path: Path) -> None:
+    folder = write_demo(tmp_path, ("exact", "uniform", "balancekv"))
+    names = {
+        "longeval_lines": ["ratio", "by-num_lines", "difference"],
+        "needle": ["ratio", "heatmap", "by-length", "difference"],
+        "layer_error": ["ratio", "bars", "by-rate"],
+        "throughput": ["throughput"],
+    }
+    for task, expected in names.items():
+        found = drawn(group_of(folder, task))
+        assert list(found) == expected
+    once, again = found["throughput"], drawn(group_of(folder, "throughput"))["throughput"]
+    assert (once.png, once.svg, once.pdf) == (again.png, again.svg, again.pdf)
+    assert b"/Type3" not in once.pdf, "many venues refuse Type 3 fonts"
+    several = drawn(group_of(write_longbench(tmp_path)))
+    assert {"by-dataset", "by-length_bucket"} <= set(several)
+
+
+def test_names_in_figures_stand_for_themselves(tmp_path: Path) -> None:
+    """Mathematics of TeX, markup, what no font has, long ones."""
+    for method in ("$x^2_{", "<b>&", "\x07\u202e日本", "m" * 300):
+        write_run(tmp_path, method=method, records=lines_records("exact"))
+    for one in figures_of(group := group_of(tmp_path / "demo"), tidy(group)):
+        assert one.png
+        assert b"<b>" not in one.svg
+        assert "\u202e".encode() not in one.svg
+
+
+def test_a_sweep_is_drawn_against_the_measured_ratio_with_its_pareto_set(tmp_path: Path) -> None:
+    group = group_of(write_sweep(tmp_path))
+    rows = memory_rows(group, tidy(group))
+    mine = rows[rows["label"] == "snapkv"]
+    assert list(mine["x"]) == pytest.approx([0.62, 0.37, 0.25], abs=0.01)
+    assert list(mine["mean"]) == pytest.approx([74.0, 72.0, 74.0])
+    (ax,) = drawn(group)["ratio"].figure.axes
+    assert ax.get_xscale() == "log"
+    points = list(zip(rows["x"], rows["mean"], strict=True))
+    best = [p for p, on in zip(points, pareto(points, lower=False), strict=True) if on]
+    for x, y in points:
+        beaten = any(a <= x and b >= y and (a, b) != (x, y) for a, b in points)
+        assert ((x, y) in best) is not beaten
+    assert pareto([(1, 3), (2, 2), (2, 4), (3, 1)], lower=True) == [True, True, False, True]
+
+
+def test_heatmaps_share_one_scale_and_leave_gaps_where_nothing_was_scored(tmp_path: Path) -> None:
+    for method in ("exact", "snapkv"):
+        records = needle_records(method)
+        if method == "snapkv":
+            for record in records[:2]:
+                record |= {"status": "oom", "score": None}
+        write_run(tmp_path, method=method, records=records, task_meta=NEEDLE_META)
+    group = group_of(tmp_path / "demo")
+    spec = group.meta.figure(Heatmap)
+    assert spec is not None
+    grid = grid_of(group, "snapkv", spec)
+    assert (list(grid.columns), list(grid.index)) == ([256, 512, 1024, 2048], [0, 25, 50, 75, 100])
+    assert np.isnan(grid.iloc[0, 0])
+    (one,) = heatmaps(group, spec)
+    *panels, _ = one.figure.axes
+    assert [ax.get_title() for ax in panels] == ["exact", "snapkv"]
+    assert {ax.collections[0].get_clim() for ax in panels} == {(0.0, 100.0)}
+
+
+def test_a_column_without_one_scored_example_still_draws(tmp_path: Path) -> None:
+    for method in ("exact", "snapkv"):
+        records = [dict(r) | {"score": None, "status": "oom"} for r in lines_records(method)[:10]]
+        write_run(tmp_path, method=method, records=records)
+    assert drawn(group_of(tmp_path / "demo")) == {}
+    write_run(tmp_path, method="h2o", records=lines_records("h2o"))
+    assert all(one.svg for one in drawn(group_of(tmp_path / "demo")).values())
+
+
+def test_methods_that_ship_look_different() -> None:
+    shipped = ("exact", "uniform", "snapkv", "h2o", "balancekv", "subgen", "streaming_llm")
+    assert len({style_of(name) for name in shipped}) == len(shipped)
+    assert style_of("somebody's") == style_of("somebody's")
+
+
+def test_figures_travel_as_json() -> None:
+    asked = (
+        Heatmap(x="length", y="depth"),
+        Curve(x="held", y="error", level="kept", guides=(-1.0,)),
+    )
+    assert figures_in({"figures": as_json(asked)}) == asked
+    old = {"kind": "heatmap", "x": "a", "y": "b", "value": None, "finding": "x"}
+    assert figures_in({"figures": [old, {"kind": "ablation"}]}) == (Heatmap(x="a", y="b"),)
+    with pytest.raises(ValueError, match=r"task_meta\.figures: .*y"):
+        figures_in({"figures": [{"kind": "heatmap", "x": "a"}]})
+
+
+SPEC = Curve(
+    x="held",
+    y="scaled",
+    level="kept",
+    fit_most=1024,
+    guides=(-0.5, -1.0),
+    expected={"uniform": -0.5, "balancekv": -1.0},
+    compare="uniform",
+)
+CURVE_META = {"score_unit": "error", "lower_is_better": True, "figures": as_json([SPEC])}
+
+
+def write_curves(folder: Path, laws: dict[str, float], noise: float, units: int = 6) -> Group:
+    for method, slope in laws.items():
+        rng = np.random.default_rng([3, int(100 * abs(slope))])
+        records: list[dict[str, Any]] = [
+            {
+                **{"example_id": f"{name}/{m}/{draw}", "dataset": name, "kept": m, "held": 1.1 * m},
+                **{
+                    "replicate": f"{draw}",
+                    "scaled": (e := m**slope * math.exp(noise * rng.normal())),
+                },
+                **{"score": e, "ratio": m / 4096},
+            }
+            for name in ("a", "b")
+            for m in (64, 128, 256, 512, 1024, 2048)
+            for draw in range(units)
+        ]
+        write_run(folder, method=method, records=records, task_meta=CURVE_META)
+    return group_of(folder / "demo")
+
+
+def test_fits_recover_the_slopes_they_were_made_with(tmp_path: Path) -> None:
+    group = write_curves(tmp_path, {"uniform": -0.5, "balancekv": -1.0}, 0.0)
+    frame = slopes(group, SPEC)
+    for row in frame.to_dict("records"):
+        want = SPEC.expected[row["method"]]
+        for key in ("slope", "slope_low", "slope_lower", "slope_upper"):
+            assert row[key] == pytest.approx(want)
+        assert (row["fitted_from"], row["fitted_to"], row["verdict"]) == (64, 1024, "as predicted")
+        assert row["held_last"] == pytest.approx(1126.4)
+        assert row["bytes_ratio_last"] == 0.25
+    ratio = frame[frame["method"] == "balancekv"]["last_ratio"]
+    assert list(ratio) == pytest.approx([1024**-0.5] * 2)
+    table = slope_table(group, SPEC)
+    assert shown(table)[0] == ["uniform", "−0.50", *2 * ["−0.50 [−0.50, −0.50]"]]
+    assert len(data(table)) == 4
+    assert list(drawn(group)) == ["scaling", "slopes"]
+    text = verdict(group, tidy(group))
+    assert "balancekv (predicted −1.00): as predicted on 2 of 2" in text
+
+
+@pytest.mark.parametrize(
+    ("law", "noise", "units", "word"),
+    [(-0.7, 0.01, 6, "shallower"), (-1.3, 0.01, 6, "steeper"), (-1.0, 0.3, 3, "not determined"),
+     (-1.0, 0.0, 1, "not determined")],
+)  # fmt: skip
+def test_a_verdict_is_of_the_interval_and_not_of_the_middle(
+    tmp_path: Path, law: float, noise: float, units: int, word: str
+) -> None:
+    group = write_curves(tmp_path, {"balancekv": law}, noise, units)
+    assert set(slopes(group, SPEC)["verdict"]) == {word}
+
+
+def test_intervals_of_a_curve_are_those_of_its_repetitions(tmp_path: Path) -> None:
+    """Log-normal noise: close to Student's interval of the logarithms."""
+    group = write_curves(tmp_path, {"uniform": -0.5}, 0.1, 12)
+    curve = curves_of(group, SPEC)[0]
+    logs = np.log(
+        group.records[group.records["dataset"].eq("a") & group.records["kept"].eq(64)]["scaled"]
+    )
+    theirs = ttest_1samp(logs, 0.0).confidence_interval()
+    assert np.log([curve.low[0], curve.high[0]]) == pytest.approx(list(theirs), abs=0.03)
+
+
+KEPT = {
+    "tokens": 12,
+    "width": 3,
+    "layers": {"0": [100, 0, 50, 100], "1": [100, 0, 150, 100]},
+    "answer": [6, 9],
+    "unplaced": 0.0,
+}
+
+
+def test_what_each_method_kept_is_drawn_with_the_answer_marked(tmp_path: Path) -> None:
+    for method in ("exact", "snapkv"):
+        records = lines_records(method)[:3]
+        records[1]["kept"] = KEPT
+        meta = TASKS["longeval_lines"][1]
+        write_run(tmp_path, method=method, records=records, task_meta=meta)
+    (one,) = kept_figures(group_of(tmp_path / "demo"))
+    assert one.caption.startswith("Example lines-20-001.")
+    (ax,) = one.figure.axes  # exact keeps everything, and is not drawn
+    assert ax.get_title(loc="left").startswith("snapkv")
+    assert [tick.get_text() for tick in ax.get_yticklabels()] == ["layer 0", "layer 1"]
+
+
+def test_a_strip_keeps_its_weight_in_fewer_pieces() -> None:
+    rng = np.random.default_rng(0)
+    strip = Strip(1022, 10, {layer: rng.random(103) for layer in (0, 5)}, (500, 520))
+    small = strip.coarser(16)
+    assert (small.width, len(small.layers[0])) == (70, 15)
+    held = []
+    for one in (strip, small):
+        sizes = np.minimum(one.width, 1022 - one.width * np.arange(len(one.layers[5])))
+        held.append(float((one.layers[5] * sizes).sum()))
+    assert held[0] == pytest.approx(held[1])
+    assert strip.coarser(200) is strip
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokens": 0},
+        {"tokens": "ten"},
+        {"tokens": 10**12},
+        {"width": 0},
+        {"width": 1},
+        {"layers": {}},
+        {"layers": [1]},
+        {"layers": {"0": [1, 2, 3, float("nan")]}},
+        {"layers": {"0": [1, 2, 3, -1]}},
+        {"layers": {"zero": [1, 2, 3, 4]}},
+        {"answer": ["x", "y"]},
+    ],
+)
+def test_what_no_kvbench_wrote_is_not_drawn(change: dict[str, Any]) -> None:
+    assert strip_of(KEPT) is not None
+    assert strip_of(KEPT | change) is None
+    assert strip_of(None) is None
+
+
+def test_kept_frames_are_drawn_and_others_refused() -> None:
+    frame = pd.DataFrame(
+        {"layer": [0, 0], "head": [0, 0], "position": [1, -1], "weight": [1.0, 2.0]}
+    )
+    frame.attrs = {"words": ["a", "b"], "method": "snapkv"}
+    figure = kvbench.draw_kept(frame, frame)
+    assert [ax.get_title(loc="left") for ax in figure.axes] == ["snapkv   ×1.0", "snapkv 2   ×1.0"]
+    for frames in ((), (pd.DataFrame(),)):
+        with pytest.raises(UserError):
+            kvbench.draw_kept(*frames)

@@ -1,0 +1,194 @@
+"""The page, the files beside it, and the command that makes them."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.report_runs import (
+    HOSTILE,
+    NEEDLE_META,
+    lines_records,
+    needle_records,
+    write_demo,
+    write_run,
+)
+from support.tables import group_of
+
+from kvbench.report import page as page_module
+from kvbench.report.__main__ import main
+from kvbench.report.answers import marked, sample_of
+from kvbench.report.build import ReportPaths, build_report
+from kvbench.report.page import write_index
+
+
+class Parsed(HTMLParser):
+    """Collects what a page would load or run."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.scripts, self.handlers, self.fetched = 0, [], []  # type: ignore[var-annotated]
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.scripts += tag == "script"
+        self.handlers += [name for name, _ in attributes if name.startswith("on")]
+        loads = {"src", "srcset", "action", "data"} | ({"href"} if tag == "link" else set())
+        self.fetched += [str(value)[:30] for name, value in attributes if name in loads]
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> ReportPaths:
+    methods = ("exact", "snapkv", "h2o")
+    return build_report(write_demo(tmp_path_factory.mktemp("results"), methods), for_print=True)
+
+
+def test_a_page_holds_everything_and_is_one_file(demo: ReportPaths) -> None:
+    text = demo.page.read_text()
+    parsed = Parsed(text)
+    assert parsed.scripts == 1
+    assert parsed.handlers == []
+    assert all(address.startswith("data:image/svg+xml") for address in parsed.fetched)
+    assert len(text.encode()) < page_module.MOST_BYTES
+    for part in (
+        '<h2 id="section-1">longeval_lines',
+        "At rate 0.25, snapkv has 72.0 %",
+        "longeval_lines on recall_mini: score, %",
+        "which compressed methods are shown to differ",
+        "2 failed examples",
+        "What the methods answered: 50 of 50",
+        "recall_mini: all tasks",
+        "throughput on recall_mini: medians over runs",
+        "0123abcd",
+    ):
+        assert part in text, part
+    names = {path.name for path in demo.tables}
+    stem = "longeval_lines-recall_mini"
+    assert {f"{stem}.csv", f"{stem}.md", f"{stem}.tex", "overview-recall_mini.md"} <= names
+    assert f"{stem}-ratio.pdf" in {path.name for path in demo.figures}
+
+
+def test_model_output_stays_text(demo: ReportPaths) -> None:
+    text = demo.page.read_text()
+    assert HOSTILE not in text
+    assert "owned" in text
+    assert Parsed(text).scripts == 1
+
+
+def test_the_same_records_give_the_same_files_and_stale_ones_go(tmp_path: Path) -> None:
+    def build(rate: float) -> dict[str, bytes]:
+        records, options = needle_records("snapkv"), {"budget.rate": rate}
+        write_run(
+            tmp_path, method="snapkv", records=records, task_meta=NEEDLE_META, options=options
+        )
+        paths = build_report(tmp_path / "demo", for_print=True)
+        every = (paths.page, *paths.tables, *paths.figures)
+        return {path.relative_to(tmp_path).as_posix(): path.read_bytes() for path in every}
+
+    once = build(0.25)
+    assert build(0.25) == once
+    mine = tmp_path / "demo" / "tables" / "mine.csv"
+    mine.write_text("a person's")
+    after = build(0.5)
+    gone = set(once) - set(after)
+    for name in gone:
+        assert not (tmp_path / name).exists()
+    assert set(after) - set(once), "two rates have a table by rate"
+    assert mine.exists()
+    (tmp_path / "demo" / ".report-files").write_bytes(b'{"../../x": 1}')
+    build(0.5)
+
+
+def test_a_page_without_room_leaves_out_answers_and_then_figures(
+    demo: ReportPaths, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = write_demo(tmp_path, ("exact", "snapkv"), ("longeval_lines", "needle"))
+    whole = build_report(folder).page.read_text()
+    images = whole.count("<img")
+    monkeypatch.setattr(page_module, "MOST_BYTES", len(whole.encode()) // 4)
+    small = build_report(folder).page.read_text()
+    assert "What the methods answered: 50 of" not in small
+    assert small.count("<img") < images
+    assert "as this page has no room" in small
+
+
+def test_examples_are_sampled_in_equal_shares(tmp_path: Path) -> None:
+    records: list[dict[str, Any]] = [
+        {"example_id": f"{d}{i}", "dataset": d, "score": 1.0, "prediction": "x", "prompt_tokens": n}
+        for d, count, n in (("rare", 2, 500), ("common", 300, 500), ("long", 40, 5000))
+        for i in range(count)
+    ]
+    write_run(tmp_path, records=records)
+    shown, count = sample_of(group_of(tmp_path / "demo"), 20)
+    assert count == 342
+    found = [one.fields["dataset"] for one in shown]
+    assert {name: found.count(name) for name in ("rare", "common", "long")} == {
+        "rare": 2, "common": 9, "long": 9
+    }  # fmt: skip
+    assert {one.fields["prompt_tokens"] for one in shown} == {"below 1k", "4–8k"}
+
+
+def test_a_card_marks_words_that_the_baseline_has_not_and_the_evidence(tmp_path: Path) -> None:
+    pieces = marked("the red fox ran", "the fox ran")
+    assert "".join(piece for piece, new in pieces if not new) == "the fox ran"
+    assert [piece.strip() for piece, new in pieces if new] == ["red"]
+    for method, said in (("exact", "it is 41077"), ("snapkv", "it was 41077")):
+        record = {"example_id": "a", "score": 1.0, "prediction": said, "evidence": "line: 41077."}
+        write_run(tmp_path, method=method, records=[record])
+    (card,), _ = sample_of(group_of(tmp_path / "demo"))
+    assert card.evidence == (("line: ", False), ("41077", True), (".", False))
+    other = next(answer for answer in card.answers if answer.label == "snapkv")
+    assert (other.verdict, other.differs) == ("right", True)
+    assert [piece for piece, new in other.parts if new] == ["was"]
+
+
+def test_the_command_rebuilds_links_and_says_errors_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("one", "two", "three"):
+        write_run(tmp_path, experiment=name, records=lines_records("exact")[:3])
+    folders = [str(tmp_path / name) for name in ("one", "two", "three")]
+    assert main([folders[0], "--list"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[-1] == f"{folders[0]}/report.html"
+    assert len(out) > 5
+    assert main(folders) == 0
+    index = (tmp_path / "index.html").read_text()
+    assert re.findall('href="([^"]*)"', index) == [
+        f"{n}/report.html" for n in ("one", "two", "three")
+    ]
+    assert write_index([tmp_path / "one"]) == tmp_path / "index.html"
+    capsys.readouterr()
+    for words in (["--out", "x", folders[0]], ["--rescored", "x", *folders[:2]]):
+        with pytest.raises(SystemExit) as stopped:
+            main(words)
+        assert stopped.value.code == 2
+        assert capsys.readouterr().err.count("\n") == 1
+    for words in ([str(tmp_path / "nowhere")], [folders[0], str(tmp_path)], [*folders, "nowhere"]):
+        assert main(words) == 1
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+BROKEN: list[dict[str, Any]] = [
+    {"figures": [{"kind": "heatmap", "x": "length"}]},
+    {"figures": [{"kind": "heatmap", "x": "answers", "y": "depth"}]},
+    {"figures": [{"kind": "bars", "x": "answers"}]},
+    {"figures": [{"kind": "scaling", "x": "prediction", "y": "score", "level": "length"}]},
+    {"breakdown": ["answers"]},
+    {"unit": "answers"},
+    {"measures": ["answers"]},
+]
+
+
+@pytest.mark.parametrize("change", BROKEN, ids=range(len(BROKEN)))
+def test_records_that_cannot_be_reported_are_one_line(
+    tmp_path: Path, change: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = needle_records("snapkv")
+    write_run(tmp_path, method="snapkv", records=records, task_meta=NEEDLE_META | change)
+    status = main([str(tmp_path / "demo")])
+    assert status in (0, 1)
+    assert capsys.readouterr().err.count("\n") == status

@@ -1,0 +1,255 @@
+"""Published numbers beside ours: the tables that ship, the join, margins, what cannot be joined."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from support.report_runs import THROUGHPUT_META, lines_records, write_longbench, write_run
+from support.tables import heads, shown
+
+from kvbench.report.__main__ import main
+from kvbench.report.build import build_report
+from kvbench.report.compare import measure
+from kvbench.report.experiment import load_experiment
+from kvbench.report.papers import PaperError, comments_on, specs_of
+from kvbench.report.published import beside, published_tables
+
+PAPER = Path(__file__).parents[2] / "results" / "paper"
+RAW = {"balancekv_figure3", "balancekv_table3", "balancekv_table4", "models"}
+"""Files of results/paper that scripts draw from, or that are no table."""
+HEAD = "method,by,value,field,unit,printed\n"
+
+
+def joined(folder: Path, table: str | None = None) -> pd.DataFrame:
+    """The join of the experiment in a folder; `table`: the published file ``mine`` beside it."""
+    if table is not None:
+        (folder / "paper").mkdir(exist_ok=True)
+        (folder / "paper" / "mine.csv").write_text(table)
+    return beside(load_experiment(folder / "demo"))[0]
+
+
+def write_qa(folder: Path, spec: Any, method: str = "exact", n: int = 3, **more: Any) -> None:
+    records = [
+        {
+            "example_id": f"{name}{i}",
+            "dataset": name,
+            "num_lines": 200 + 100 * i,
+            "score": 0.5 * (i % 3),
+        }
+        for name in ("qasper", "hotpotqa")
+        for i in range(n)
+    ]
+    write_run(folder, method=method, records=records, options={"paper_table": spec}, **more)
+
+
+def test_every_published_table_is_tidy_and_in_our_names() -> None:
+    files = [path for path in sorted(PAPER.glob("*.csv")) if path.stem not in RAW]
+    assert len(files) >= 19
+    for path in files:
+        frame = pd.read_csv(path, dtype=str, keep_default_na=False)
+        assert {"method", "by", "value", "field", "unit", "printed"} <= set(frame), path
+        keys = [c for c in frame if c not in ("printed", "unit")]
+        assert not frame.duplicated(keys).any(), path
+        assert (frame["printed"] != "").all(), path
+        assert path.stem.split("_")[0] in (PAPER / "README.md").read_text()
+
+
+def test_ours_are_joined_by_method_and_value_and_compared_in_per_cent(tmp_path: Path) -> None:
+    spec = {"file": "balancekv_table1", "where": {"model": "Llama-3.1-8B-Instruct"}}
+    write_qa(tmp_path, spec)
+    frame = joined(tmp_path)
+    assert list(frame["value"]) == ["qasper", "hotpotqa"], "the paper's average is of 13 datasets"
+    assert list(frame["printed"]) == ["42.87", "52.05"]
+    assert list(frame["score"]) == pytest.approx([50.0] * 2)
+    assert list(frame["difference"]) == pytest.approx([7.13, -2.05])
+    assert frame["margin"].isna().all(), "another model has none"
+    (table,) = published_tables(frame)
+    assert heads(table) == ["method", " ", "qasper", "hotpotqa"]
+    assert [row[1] for row in shown(table)] == ["ours", "published", "difference"]
+    assert shown(table)[1][2:] == ["42.87", "52.05"]
+
+
+def test_an_average_is_compared_over_the_same_datasets_only(tmp_path: Path) -> None:
+    write_qa(tmp_path, "mine")
+    rows = "exact,dataset,qasper,score,%,40\nexact,dataset,hotpotqa,score,%,60\n"
+    whole = HEAD + rows + "exact,dataset,average,score,%,50\n"
+    assert set(joined(tmp_path, whole)["value"]) == {"qasper", "hotpotqa", "average"}
+    other = whole + "exact,dataset,trec,score,%,70\n"
+    assert set(joined(tmp_path, other)["value"]) == {"qasper", "hotpotqa"}
+    summed = HEAD + "exact,dataset,qasper+hotpotqa,score,%,90\n"
+    frame = joined(tmp_path, summed)
+    assert list(frame["score"]) == [100.0]
+
+
+def test_rates_are_matched_and_of_several_names_the_best_is_taken(tmp_path: Path) -> None:
+    """SubGen's Table 1: fewer entries the more lines; tasks are columns of one table."""
+    for lines, rate in ((200, 0.65), (300, 0.58)):
+        for method, score in (
+            ("exact", 1.0),
+            ("subgen_recent_2048", 0.25),
+            ("subgen_recent_3072", 0.5),
+        ):
+            write_run(
+                tmp_path,
+                task=f"longeval_{lines}",
+                method=method,
+                model="longchat_7b_v15_32k",
+                records=[
+                    {"example_id": f"{i}", "num_lines": lines, "score": score} for i in range(4)
+                ],
+                options={"paper_table": "subgen_table1", "budget.rate": rate},
+            )
+    frame = joined(tmp_path)
+    best = frame[frame["variant"].str.startswith("best of")]
+    assert list(best["score"]) == [50.0, 50.0]
+    assert list(best["printed"]) == ["86", "66"]
+    (table,) = published_tables(frame)
+    assert heads(table)[2:] == ["200", "300"]
+    assert shown(table)[1][2:] == ["98", "100"]
+    write_run(tmp_path, task="longeval_400", method="subgen", model="longchat_7b_v15_32k",
+              records=[{"example_id": "0", "num_lines": 400, "score": 1.0}],
+              options={"paper_table": "subgen_table1", "budget.rate": 0.9})  # fmt: skip
+    assert "400" not in set(joined(tmp_path)["value"]), "the paper has no such rate"
+
+
+def test_fields_and_settings_stand_beside_what_records_have(tmp_path: Path) -> None:
+    where = {"prompt_tokens": 2048, "asked_new_tokens": 2048, "asked_batch": "64"}
+    for method in ("exact", "h2o"):
+        records = [
+            {
+                **where,
+                "example_id": f"{i}",
+                "latency_s": 50.0 + i,
+                "score": 900.0,
+                "asked_rate": rate,
+            }
+            for i, rate in enumerate((0.2, 0.2, 0.5))
+        ]
+        spec = {"file": "h2o_table5", "records": {"asked_rate": 0.2}}
+        write_run(tmp_path, method=method, model="opt_6_7b", records=records,
+                  task_meta=THROUGHPUT_META, options={"paper_table": spec})  # fmt: skip
+    frame = joined(tmp_path)
+    found = {(m, f): (p, s) for m, f, p, s in frame[["method", "field", "printed", "score"]].values}
+    assert found == {("exact", "score"): ("OOM", 900.0), ("h2o", "score"): ("1161.0", 900.0)}
+    assert set(frame["published_model"]) == {"OPT-6.7B"}, "models.csv knows its name"
+    where["asked_batch"] = "24"
+    records = [
+        {**where, "example_id": f"{i}", "latency_s": 50.0 + i, "score": 9.0} for i in range(3)
+    ]
+    write_run(tmp_path, experiment="other", method="h2o", model="opt_6_7b", records=records,
+              task_meta=THROUGHPUT_META, options={"paper_table": "h2o_table5"})  # fmt: skip
+    frame = beside(load_experiment(tmp_path / "other"))[0]
+    latency = frame[frame["field"] == "latency_s"]
+    assert (latency["score"].iloc[0], latency["printed"].iloc[0]) == (51.0, "53.5")
+    assert latency["unit"].iloc[0] == "s"
+
+
+def test_a_margin_is_for_our_own_model_and_narrows_with_the_share_answered_anew(
+    tmp_path: Path,
+) -> None:
+    margins = []
+    for i, rescored in enumerate((None, 0.05)):
+        spec = {"file": "balancekv_table1", "rescored": rescored}
+        write_qa(tmp_path / f"{i}", spec, n=40, model="Qwen2.5-14B-Instruct")
+        frame = joined(tmp_path / f"{i}")
+        margins.append(frame["margin"].iloc[0])
+    # of 40 examples 1.96 sqrt(2 f p (1 - p) / n) with p = (19.5 + 1) / 42, and half of the last digit
+    p = 20.5 / 42
+    assert margins == pytest.approx(
+        [196 * (2 * f * p * (1 - p) / 40) ** 0.5 + 0.005 for f in (1, 0.05)], rel=1e-3
+    )
+    _, theirs, difference = shown(published_tables(frame)[0])
+    assert (theirs[3], difference[3]) == ("64.06 ‡", "−15.3 (±4.9)")
+
+
+def test_two_honest_runs_measure_the_share(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, flipped in (("a", 0), ("b", 5)):
+        records = lines_records("snapkv")
+        for record in records[:flipped]:
+            record["score"] = 1.0 - float(record["score"])
+        write_run(tmp_path, experiment=name, method="snapkv", records=records)
+    found = measure(*(load_experiment(tmp_path / name) for name in ("a", "b")))
+    assert found["recall_mini/t"]["changed"] == 0.1
+    assert main([str(tmp_path / "a"), "--rescored", str(tmp_path / "b")]) == 0
+    assert "10.0 % of 50 scores changed" in capsys.readouterr().out
+    assert (tmp_path / "a" / "rescored.json").is_file()
+
+
+def test_the_page_shows_both_and_the_known_differences(tmp_path: Path) -> None:
+    spec = {"file": "balancekv_table1", "differences": ["50 examples a dataset", "greedy"]}
+    folder = write_longbench(tmp_path, paper_table=spec)
+    paths = build_report(folder)
+    assert not paths.warnings
+    page = paths.page.read_text()
+    assert "ours beside balancekv_table1" in page
+    assert "Differs from the paper: 50 examples a dataset" in page
+    assert comments_on(spec) == [
+        "# differs from the paper: 50 examples a dataset (balancekv_table1)",
+        "# differs from the paper: greedy (balancekv_table1)",
+    ]
+    assert comments_on({"file": "x", "differences": []})[0].endswith(
+        "no setting that is known. (x)"
+    )
+    assert (folder / "tables" / "balancekv_table1-published.csv").is_file()
+    pairs = pd.read_csv(folder / "tables" / "longbench-Llama-3.1-8B-Instruct-pairs.csv")
+    assert pairs["published_difference (Llama-3.1-8B-Instruct)"].notna().sum() == 10
+
+
+WRONG: list[tuple[Any, str]] = [
+    (5, "paper_table is 5"),
+    ([5], "paper_table is [5]"),
+    ({"file": "../secret"}, "paper_table.file"),
+    ({"file": "x", "scale": 100}, "paper_table.scale is unknown"),
+    ({"file": "x", "where": "y"}, "paper_table.where is 'y'"),
+    ({"file": "x", "differences": "y"}, "paper_table.differences is 'y'"),
+]
+
+
+@pytest.mark.parametrize(("spec", "words"), WRONG, ids=range(len(WRONG)))
+def test_a_spec_that_is_none_is_one_line(spec: Any, words: str) -> None:
+    with pytest.raises(PaperError) as error:
+        specs_of(spec)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+NOT_JOINED: list[tuple[Any, bytes]] = [
+    ("nowhere", b""),
+    ({"file": "mine", "rescored": 7}, HEAD.encode() + b"exact,dataset,qasper,score,%,1\n"),
+    ({"file": "mine", "where": {"shots": 5}}, HEAD.encode()),
+    (
+        {"file": "mine", "records": {"absent": 5}},
+        HEAD.encode() + b"exact,dataset,qasper,score,%,1\n",
+    ),
+    ("mine", b"\xff\xfe\x00"),
+    ("mine", b'a,b\n"x'),
+    ("mine", b"method,accuracy\nexact,1\n"),
+    ("mine", HEAD.encode() + b"exact,absent,x,score,%,1\n"),
+    ("mine", HEAD.encode() + b"exact,dataset,x,absent,s,1\n"),
+]
+
+
+@pytest.mark.parametrize(("spec", "content"), NOT_JOINED, ids=range(len(NOT_JOINED)))
+def test_what_cannot_be_joined_is_a_warning_of_one_line(
+    tmp_path: Path, spec: Any, content: bytes
+) -> None:
+    (tmp_path / "paper").mkdir()
+    (tmp_path / "paper" / "mine.csv").write_bytes(content)
+    write_qa(tmp_path, spec)
+    (warning,) = build_report(tmp_path / "demo").warnings
+    assert "\n" not in warning
+    assert "paper_table" in warning or "mine.csv" in warning or "rescored" in warning
+
+
+def test_no_table_is_read_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "secret.csv").write_text(HEAD + "exact,dataset,qasper,score,%,987654\n")
+    (tmp_path / "paper").mkdir()
+    (tmp_path / "paper" / "mine.csv").symlink_to(tmp_path / "secret.csv")
+    write_qa(tmp_path, "mine")
+    with pytest.raises(PaperError, match="is a link"):
+        joined(tmp_path)

@@ -1,0 +1,254 @@
+"""Tables of a report, and every form that a table takes."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import rich.console
+from support.report_runs import (
+    LINES_META,
+    THROUGHPUT_META,
+    lines_records,
+    throughput_records,
+    write_demo,
+    write_longbench,
+    write_run,
+    write_sweep,
+)
+from support.tables import data, group_of, heads, shown
+
+from kvbench.report.build import tables_to_print
+from kvbench.report.experiment import Group, load_experiment
+from kvbench.report.frame import tidy
+from kvbench.report.render import csv, latex, markdown, terminal
+from kvbench.report.table import Column, Table, number, size, value_text
+from kvbench.report.tables import decoding_table, fidelity_table, tables_of, timing_table, verdict
+
+TABLE = Table(
+    "a_name",
+    "Scores & more: 50 %",
+    pd.DataFrame(
+        {
+            "group": ["one_model", "one_model", "other"],
+            "method": ["snapkv", "h2o", "h2o"],
+            "variant": ["snapkv_a", "[link](x) | <b>", "=cmd|x"],
+            "score": [0.5, 0.25, math.nan],
+            "score_low": [0.4, 0.1, math.nan],
+            "score_high": [0.6, 0.5, math.nan],
+            "score_mark": ["best", "tied incomplete", ""],
+            "count": [1.0, 1234.0, 0.0],
+        }
+    ),
+    (
+        Column("variant", "method"),
+        Column("score", "score, %", lambda v: value_text(v, "fraction")),
+        Column("count", text=lambda v: f"{v:,.0f}"),
+    ),
+    ("A note_1.",),
+    pd.DataFrame({"variant": ["=cmd|x", "-1.5"], "score": [0.123456789, 2.0]}),
+)
+
+
+def test_csv_is_numbers_and_no_formula() -> None:
+    assert csv(data(TABLE)) == "variant,score\n'=cmd|x,0.123457\n-1.5,2\n"
+
+
+def test_markdown() -> None:
+    assert markdown(TABLE) == (
+        "### Scores & more: 50 %\n\n"
+        "| method | score, % | count |\n"
+        "| --- | ---: | ---: |\n"
+        "| *one_model* |  |  |\n"
+        "| snapkv_a | **50.0 [40.0, 60.0]** | 1 |\n"
+        "| [link]\\(x) \\| &lt;b> | 25.0 [10.0, 50.0] ≈† | 1,234 |\n"
+        "| *other* |  |  |\n"
+        "| =cmd\\|x | – | 0 |\n\n"
+        "- A note_1.\n"
+    )
+
+
+def test_latex() -> None:
+    assert latex(TABLE) == (
+        "\\begin{table}\n"
+        "\\caption{Scores \\& more: 50 \\%. A note\\_1.}\n"
+        "\\label{tab:a-name}\n"
+        "\\begin{tabular}{llrr}\n"
+        "\\toprule\n"
+        " & method & score, \\% & count \\\\\n"
+        "\\midrule\n"
+        "one\\_model & snapkv\\_a & \\textbf{50.0 {[}40.0, 60.0]} & 1 \\\\\n"
+        "one\\_model & {[}link](x) $|$ $<$b$>$ & 25.0 {[}10.0, 50.0] $^\\approx$$^\\dagger$"
+        " & 1,234 \\\\\n"
+        "other & =cmd$|$x & -- & 0 \\\\\n"
+        "\\bottomrule\n"
+        "\\end{tabular}\n"
+        "\\end{table}\n"
+    )
+
+
+def printed(*tables: Table, width: int = 80) -> list[str]:
+    console = rich.console.Console(width=width, color_system=None)
+    with console.capture() as captured:
+        terminal(tables, console)
+    return [line.rstrip() for line in captured.get().splitlines() if line.strip(" ─")]
+
+
+def test_terminal() -> None:
+    assert printed(TABLE, TABLE) == [
+        *2 * [
+            "Scores & more: 50 %",
+            " method                        score, %   count",
+            " one_model",
+            " snapkv_a             50.0 [40.0, 60.0]       1",
+            " [link](x) | <b>   25.0 [10.0, 50.0] ≈†   1,234",
+            " other",
+            " =cmd|x                               –       0",
+        ],
+        "  A note_1.",
+    ]  # fmt: skip
+    narrow = printed(TABLE, width=42)
+    assert narrow[-1].strip() == "On a wider terminal also: count."
+    assert max(map(len, narrow)) <= 42
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.1234, "0.123"), (12.34, "12.3"), (1234.5, "1234"), (0.0, "0"), (1e-9, "1.00e-09")],
+)
+def test_numbers_have_three_digits(value: float, text: str) -> None:
+    assert number(value) == text
+    assert size(3 * 2**20) == "3.00 MiB"
+    assert value_text(-0.0001, "fraction") == "0.0"
+    assert value_text(0.05, "fraction", signed=True) == "+5.0"
+
+
+def tables(group: Group) -> dict[str, Table]:
+    """By what a name adds to the group's."""
+    found = tables_of(group, tidy(group))
+    return {t.name.removeprefix(f"{group.task}-{group.model}"): t for t in found}
+
+
+def test_a_task_has_its_scores_costs_and_pairs(tmp_path: Path) -> None:
+    group = group_of(write_demo(tmp_path, tasks=["longeval_lines"]))
+    found = tables(group)
+    assert list(found) == ["", "-pairs", "-decoding", "-by-num_lines", "-by-num_lines-difference"]
+    assert heads(found[""]) == [
+        *("method", "longeval_lines", "Δ exact", "ratio", "entries", "prefill s", "compress s"),
+        *("decode ms/token", "scored", "failed"),
+    ]
+    row = next(row for row in shown(found[""]) if row[0] == "h2o")
+    assert row[1:4] == ["47.9 [34.5, 61.7] †", "−39.6 [−52.6, −23.4]", "0.371"]
+    assert row[-2:] == ["48/50", "2 oom"]
+    frame = data(found[""])
+    assert set(frame["measure"]) >= {"score", "difference", "ratio", "decode_s"}
+    assert frame["unit"].eq("%").sum() == 15, "scores and differences are saved as per cent"
+    pairs = data(found["-pairs"])
+    assert len(pairs) == 21
+    assert pairs["first"][0] == "snapkv"
+    assert (pairs["p_adjusted"] >= pairs["p"]).all()
+    assert len(shown(found["-pairs"])) < 21, "of many, those with the best and neighbours"
+
+
+def test_the_verdict_is_one_sentence_a_rate_from_the_marks(tmp_path: Path) -> None:
+    (group,) = load_experiment(write_sweep(tmp_path)).groups
+    lines = verdict(group, tidy(group)).splitlines()
+    assert len(lines) == 3
+    assert lines[1] == (
+        "At rate 0.25, snapkv has 72.0 %, −20.0 [−31.2, −7.3] to exact; not shown to differ: balancekv;"
+        " shown worse: uniform."
+    )
+    rates = tables(group)["-rates"]
+    assert heads(rates)[1:] == [
+        f"rate {rate} (ratio {ratio})" for rate, ratio in ((0.5, 0.62), (0.25, 0.37), (0.125, 0.25))
+    ]
+    assert [row[0] for row in shown(rates)] == ["exact", "uniform", "snapkv", "balancekv"]
+
+
+def test_several_datasets_and_tasks_are_set_side_by_side(tmp_path: Path) -> None:
+    group = group_of(write_longbench(tmp_path))
+    split = data(tables(group)["-by-length_bucket-and-dataset"])
+    mine = split[(split["variant"] == "snapkv") & (split["dataset"] == "trec")]
+    assert mine["mean_of_parts"].iloc[0] == pytest.approx(mine["score"].mean())
+    two = load_experiment(write_demo(tmp_path, ("exact", "snapkv"), ("longeval_lines", "needle")))
+    *_, overview = tables_to_print(two)
+    assert heads(overview) == ["method", "longeval_lines, %", "needle, %", "ratio"]
+    assert [row[0] for row in shown(overview)] == ["exact", "snapkv"]
+
+
+def test_a_sweep_without_exact_says_what_to_add(tmp_path: Path) -> None:
+    for method in ("snapkv", "uniform"):
+        write_run(tmp_path, method=method, records=lines_records(method), task_meta=LINES_META)
+    text = markdown(tables(group_of(tmp_path / "demo"))[""])
+    assert "Δ" not in text
+    assert "add exact to the methods" in text
+
+
+def test_runs_that_failed_are_counted_and_not_timed(tmp_path: Path) -> None:
+    speedups = [1.2, 9.0, 1.0, 1.1, 0.9, 1.3, 1.4]
+    records = [
+        dict(throughput_records("snapkv")[0]) | {"example_id": f"run-{i}", "speedup": x}
+        for i, x in enumerate(speedups)
+    ]
+    failed = {"status": "oom", "score": None, "error": "out of memory", "decode_s": None}
+    records += [dict(records[0]) | failed | {"example_id": f"run-{i}"} for i in (7, 8)]
+    write_run(tmp_path, method="snapkv", records=records, task_meta=THROUGHPUT_META)
+    table = timing_table(group_of(tmp_path / "demo"))
+    row = dict(zip(heads(table), shown(table)[0], strict=True))
+    assert row["tokens/s x"] == "1.20 [0.900, 9.00]"
+    assert (row["runs"], row["failed"]) == ("7", "2 oom")
+
+
+def test_longer_answers_are_not_slower_tokens(tmp_path: Path) -> None:
+    """A method that says 48 tokens where another says 30 takes longer, not longer per token."""
+    for method, tokens, ms in (("exact", 30, 1.2), ("snapkv", 48, 0.9)):
+        records = [
+            {
+                "example_id": f"n{n}-{i}",
+                "prompt_tokens": n,
+                "new_tokens": tokens,
+                "decode_s": (tokens - 1) * ms * n / 100 * (1 + 0.01 * i) / 1000,
+                "score": 1.0,
+            }
+            for n in (100, 200)
+            for i in range(8)
+        ]
+        write_run(tmp_path, method=method, records=records)
+    table = decoding_table(group_of(tmp_path / "demo"))
+    assert table is not None
+    frame = data(table)
+    assert list(frame["prompt_tokens"]) == ["64–127", "64–127", "128–255", "128–255"]
+    assert list(frame["over_baseline"].dropna()) == pytest.approx([0.75, 0.75])
+    assert (frame["decode_ms_per_token_low"] < frame["decode_ms_per_token"]).all()
+
+
+def test_distances_from_the_exact_model_are_averaged_over_prompts(tmp_path: Path) -> None:
+    meta = LINES_META | {"score_unit": "KL in nats", "lower_is_better": True, "unit": "prompt"}
+    meta |= {"breakdown": ["rate"], "figures": [{"kind": "fidelity"}]}
+    records = [
+        {
+            **{"example_id": f"p{p}/{rate}", "prompt": f"p{p}", "rate": rate, "score": kl},
+            **{"kl": kl, "max_kl": 2 * kl, "agreement": 0.5, "difference": kl / 2},
+            **{"perplexity_ratio": math.exp(kl / 2), "kl_floor": 1e-7, "ratio": rate},
+        }
+        for p in range(4)
+        for rate in (0.5, 0.25)
+        for kl in [(p + 1) / 10 / rate]
+    ]
+    write_run(tmp_path, method="snapkv", records=records, task_meta=meta)
+    frame = data(fidelity_table(group_of(tmp_path / "demo")))
+    assert list(frame["group"]) == ["rate 0.5", "rate 0.25"]
+    assert list(frame["kl"]) == pytest.approx([0.5, 1.0])
+    assert list(frame["agreement"]) == [50.0, 50.0], "as per cent"
+
+
+def test_the_report_needs_no_model_library() -> None:
+    code = (
+        "import kvbench.report.__main__, kvbench.report.build, kvbench.report.compare, sys;"
+        " assert not {'torch', 'transformers', 'wandb'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

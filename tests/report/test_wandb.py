@@ -1,0 +1,166 @@
+"""A copy of results in W&B: runs as they are written offline, and as a server gets them or does not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.report_runs import NEEDLE_META, lines_records, needle_records, write_run
+from support.wandb_files import history, isolated, offline_run, start_of, table_of, updates
+from support.wandb_server import Fault, StandIn
+
+from kvbench.records.read import load_run, load_runs
+from kvbench.report import wandb as ours
+from kvbench.report.build import build_report
+from kvbench.report.wandb import check_logger, log_overview, log_runs, run_id
+
+LOGGER = {"name": "wandb", "mode": "offline", "project": "p", "entity": None, "timeout_s": 30}
+
+
+@pytest.fixture(autouse=True)
+def _isolated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    isolated(monkeypatch, tmp_path)
+    monkeypatch.setattr(ours, "_FAILED", set())
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What kvbench said; W&B keeps a log of its own."""
+    return [
+        r.message for r in caplog.records if r.name == ours.__name__ and r.levelname == "WARNING"
+    ]
+
+
+def write(folder: Path, methods: tuple[str, ...] = ("exact", "snapkv")) -> Path:
+    """An experiment of one needle task."""
+    for method in methods:
+        records = needle_records(method)
+        write_run(folder, task="needle", method=method, records=records, task_meta=NEEDLE_META,
+                  options={"logger": LOGGER})  # fmt: skip
+    return folder / "demo"
+
+
+def test_a_run_has_its_scores_answers_heatmap_and_how_it_was_made(tmp_path: Path) -> None:
+    folder = write(tmp_path / "results")
+    runs = load_runs(folder)
+    snapkv = next(run for run in runs if run.manifest["method"] == "snapkv")
+    assert log_runs([snapkv]) == 1
+    assert log_runs([snapkv]) == 1, "the copy is replaced"
+    place, messages = offline_run(folder, run_id(snapkv.manifest))
+    start = start_of(messages)
+    assert start.display_name == "recall_mini/needle/snapkv rate 0.25/seed0"
+    assert list(start.tags) == ["demo", "recall_mini", "needle", "snapkv"]
+    config = updates(messages, "config")
+    assert config["config_hash"] == snapkv.manifest["config_hash"]
+    assert config["run"]["budget"] == {"rate": 0.25, "sink": 32, "window": 32}
+    summary = updates(messages, "summary")
+    assert summary["score"] == pytest.approx(snapkv.records["score"].mean())
+    assert summary["score_low"] < summary["score"] < summary["score_high"]
+    assert "needle/difference" in summary, "the exact run lies beside it"
+    assert summary["ratio"] == pytest.approx(snapkv.records["ratio"].mean())
+    (logged,) = history(messages)
+    assert {"scores", "predictions", "heatmap"} <= {key.split("/")[0] for key in logged}
+    table = table_of(place, "predictions")
+    assert len(table["score"]) == 40
+    assert table["prompt_tail"][0].startswith("What is the REGISTER")
+    assert list((place / "files" / "media" / "images").glob("heatmap_*.png"))
+
+
+def test_an_experiment_has_a_run_that_sets_the_methods_side_by_side(tmp_path: Path) -> None:
+    folder = write(tmp_path / "results")
+    write_run(tmp_path / "results", task="lines", method="snapkv", records=lines_records("snapkv"),
+              options={"logger": LOGGER})  # fmt: skip
+    paths = build_report(folder)
+    assert log_overview(folder, paths)
+    place, messages = offline_run(folder, run_id({"experiment": "demo", "method": "overview"}))
+    table = table_of(place, "task_by_method")
+    assert table["variant"] == ["snapkv", "exact"]
+    assert {"needle: score", "lines: score", "needle: ratio"} <= set(table)
+    answers = table_of(place, "needle-predictions")
+    assert {"exact: prediction", "snapkv: prediction", "snapkv: score", "answer"} <= set(answers)
+    summary = updates(messages, "summary")
+    assert summary["recall_mini/needle/snapkv/score"] == pytest.approx(0.875)
+    config = {**paths.manifest["config"], "logger": {**LOGGER, "mode": "disabled"}}
+    none = dataclasses.replace(paths, manifest={**paths.manifest, "config": config})
+    assert not log_overview(folder, none)
+
+
+def test_a_failure_is_one_warning_and_leaves_nothing_behind(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write(tmp_path / "results", ("exact",))
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("no room\nat all")
+
+    monkeypatch.setattr(ours, "_predictions", broken)
+    assert log_runs(load_runs(folder)) == 0
+    (said,) = warnings_of(caplog)
+    assert "was not logged: " in said
+    assert "\n" not in said
+    assert not list((folder / "wandb").glob("offline-run-*"))
+
+
+@pytest.mark.parametrize(("mode", "timeout"), [("sometimes", 1.0), ("auto", 0.0), ("auto", "x")])
+def test_a_logger_that_cannot_be_is_refused(mode: str, timeout: Any) -> None:
+    with pytest.raises(ValueError, match="allowed: "):
+        check_logger(mode, timeout)
+
+
+def test_the_real_client_sends_what_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write(tmp_path / "results", ("snapkv",))
+    with StandIn() as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+        (run,) = load_runs(folder)
+        assert log_runs([run], project="p", timeout_s=60) == 1
+        assert server.unknown == []
+        name = run_id(run.manifest)
+        assert server.runs[name]["displayName"].startswith("recall_mini/needle/snapkv")
+        assert server.summary[name]["score"] == pytest.approx(run.records["score"].mean())
+        assert any("heatmap" in path for path in server.uploads)
+        assert not ours.not_taken(list((folder / "wandb").glob("offline-run-*")))
+
+
+@pytest.mark.parametrize("fault", ["errors", "silent", "dies"])
+def test_a_server_that_fails_loses_nothing_and_is_asked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: Fault
+) -> None:
+    monkeypatch.setattr(ours, "PROBE_S", 0.5)
+    folder = write(tmp_path / "results", ("snapkv",))
+    run = load_run(next(folder.glob("*/*/*")))
+    with StandIn(fault) as server, caplog.at_level(logging.WARNING):
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+        for _ in range(2):
+            assert log_runs([run], timeout_s=3) == 1
+    (said,) = warnings_of(caplog)
+    assert {"errors": "answers 500", "silent": "no answer in", "dies": "not done after"}[
+        fault
+    ] in said
+    assert "1 of 1 runs were not sent" in said
+    assert "wandb sync" in said
+    assert "x" * 40 not in said
+    assert ours.not_taken(list((folder / "wandb").glob("offline-run-*")))
+
+
+def test_a_report_is_built_without_a_network(tmp_path: Path) -> None:
+    pytest.importorskip("wandb_workspaces")
+    folder = write(tmp_path / "results")
+    assert ours.main([str(folder), "--no-send"]) == 0
+    blocks = json.loads((folder / "wandb" / "report.json").read_text())["blocks"]
+    text = json.dumps(blocks)
+    for part in (
+        "needle on recall_mini",
+        "| snapkv |",
+        "decode_ms_per_token",
+        "heatmap",
+        "0123abcd",
+    ):
+        assert part in text, part
+    assert ours.main([str(tmp_path / "nowhere")]) == 1

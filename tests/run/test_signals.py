@@ -1,0 +1,224 @@
+"""Signals, kills, full and read-only disks and vanishing folders, as the command line meets them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.command import FAST
+from support.fork_server import Child, ForkServer
+from support.jobs import make_job
+from support.stores import rows_below
+
+from kvbench.records.read import StoreError, read_records
+from kvbench.run.plan import TaskPlan
+from kvbench.run.runner import run_job
+from kvbench.run.termination import WAIT_NOTICE, Terminated, Termination
+
+EXAMPLES = 40
+JOB = [*FAST, f"task.num_examples={EXAMPLES}", "task.max_new_tokens=6"]
+FEW = [*JOB, "limit=3"]
+GOES_ON = "what is done is on disk, the same command goes on from there"
+Records = Mapping[str, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Records:
+    """What `JOB` gives when nothing happens."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert server.kvbench(folder, *JOB).wait() == 0
+    return rows_below(folder)
+
+
+def first_of_each(whole: Records, count: int) -> Records:
+    return {name: rows[:count] for name, rows in whole.items()}
+
+
+def wait_until(child: Child, happened: Callable[[], bool]) -> None:
+    end = time.monotonic() + 120
+    while time.monotonic() < end and child.running():
+        if happened():
+            return
+        time.sleep(0.002)
+    raise AssertionError(child.err.read_text())
+
+
+def wait_for_records(folder: Path, child: Child, count: int) -> None:
+    wait_until(child, lambda: sum(map(len, rows_below(folder).values())) >= count)
+
+
+def wait_until_stalled(child: Child) -> None:
+    wait_until(child, lambda: child.out.exists() and "stalled" in child.out.read_text())
+
+
+def one_line(child: Child) -> str:
+    """All that a command says on stderr, but for its progress."""
+    err = child.err.read_text().replace(WAIT_NOTICE, "")
+    (line,) = (line for line in err.splitlines() if line and "longeval_lines:" not in line)
+    return line.removeprefix("kvbench: ")
+
+
+def test_terminated_killed_interrupted_the_next_start_goes_on(
+    server: ForkServer, tmp_path: Path, undisturbed: Records
+) -> None:
+    """One run, stopped in three ways, one start after the other."""
+    child = server.kvbench(tmp_path, *JOB)
+    wait_for_records(tmp_path, child, 3)
+    child.signal(signal.SIGTERM)
+    assert child.wait() == 143
+    assert one_line(child) == f"terminated; {GOES_ON}"
+    (done,) = {len(rows) for rows in rows_below(tmp_path).values()}
+    assert 2 <= done < EXAMPLES, "an example that was begun is finished with every method"
+    assert rows_below(tmp_path) == first_of_each(undisturbed, done)
+    for number, status in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)):
+        before = sum(map(len, rows_below(tmp_path).values()))
+        child = server.kvbench(tmp_path, *JOB)
+        wait_for_records(tmp_path, child, before + 5)
+        child.signal(number)
+        assert child.wait() == status
+    assert one_line(child) == f"interrupted; {GOES_ON}"
+    assert not (tmp_path / "runs/default/report.html").exists(), "nobody waited for a page"
+    assert server.kvbench(tmp_path, *JOB).wait() == 0
+    assert rows_below(tmp_path) == undisturbed
+    assert (tmp_path / "runs/default/report.html").exists()
+
+
+STALLS = {
+    "loading the model": ("kvbench.run.session.load_model", 1),
+    "writing a manifest": ("kvbench.records.store.replace", 2),
+    "building the page": ("kvbench.report.build.build_report", 1),
+    "an example without end": ("kvbench.run.plan.run_conversations", 2),
+}
+
+
+@pytest.mark.parametrize("moment", STALLS)
+def test_terminated_at_any_moment_of_a_command(
+    server: ForkServer, tmp_path: Path, undisturbed: Records, moment: str
+) -> None:
+    child = server.kvbench(tmp_path, *FEW, stall=STALLS[moment])
+    wait_until_stalled(child)
+    child.signal(signal.SIGTERM)
+    if "example" in moment:
+        time.sleep(0.2)
+        assert child.running(), "the first waits for the example"
+        assert child.err.read_text() == WAIT_NOTICE
+        child.signal(signal.SIGTERM)
+    assert child.wait() == 143
+    assert one_line(child) == f"terminated; {GOES_ON}"
+    assert server.kvbench(tmp_path, *FEW).wait() == 0
+    assert rows_below(tmp_path) == first_of_each(undisturbed, 3)
+
+
+def test_a_kernel_that_never_returns_is_recorded_and_the_next_start_goes_on_after_it(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    words = [*FEW, "example_timeout=1"]
+    stall = ("kvbench.run.plan.run_conversations", 2)
+    child = server.kvbench(tmp_path, *words, stall=stall, deaf=True)
+    assert child.wait() == 1
+    assert "hung: no answer long after example_timeout=1; recorded; the same" in one_line(child)
+    for wanted in (["ok", "timeout"], ["ok", "timeout", "ok"]):
+        for rows in rows_below(tmp_path).values():
+            assert [row["status"] for row in rows] == wanted
+        assert server.kvbench(tmp_path, *words).wait() == 1, "an example has failed"
+
+
+def test_termination_waits_for_the_example_once() -> None:
+    order: list[str] = []
+    before = signal.getsignal(signal.SIGTERM)
+
+    def work(times: int, *, inside: bool) -> None:
+        with Termination() as outer, Termination() as termination:
+            assert termination is outer
+            if not inside:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(5)
+            with termination.example():
+                for _ in range(times):
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    time.sleep(0.01)
+                order.append("finished")
+            order.append("never")
+
+    for times, inside, wanted in ((1, True, ["finished"]), (2, True, []), (1, False, [])):
+        order.clear()
+        with pytest.raises(Terminated) as stop:
+            work(times, inside=inside)
+        assert (stop.value.code, order) == (143, wanted)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+# Disks and folders.
+
+
+@contextmanager
+def mounted(folder: Path, *options: str) -> Iterator[Path]:
+    """A file system of its own at `folder`, or a skip that says why not."""
+    folder.mkdir(exist_ok=True)
+    done = subprocess.run(["mount", *options, str(folder)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"mounting is not permitted here: {done.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_one_line_and_the_records_stay(
+    server: ForkServer, tmp_path: Path, undisturbed: Records
+) -> None:
+    """A disk that is full at several points of a run in turn, the last of them after its records; then
+    one that is read-only."""
+    kept = []
+    with mounted(tmp_path / "runs", "-t", "tmpfs", "-o", "size=512k", "tmpfs") as disk:
+        for room in (0, 12, 24, 96):
+            (disk / "ballast").write_bytes(b"")
+            taken = os.statvfs(disk).f_bavail * 4 - room
+            (disk / "ballast").write_bytes(b"\0" * (taken * 1024))
+            child = server.kvbench(tmp_path, *FEW)
+            assert child.wait() == 1
+            assert "no space left" in one_line(child).lower()
+            kept.append(sum(map(len, rows_below(tmp_path).values())))
+        assert kept == sorted(kept), "nothing written is lost"
+        assert kept[0] == 0
+        assert rows_below(tmp_path) == first_of_each(undisturbed, 3)
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        child = server.kvbench(tmp_path, *FEW, "experiment_name=new")
+        assert child.wait() == 1
+        assert "Read-only file system" in one_line(child)
+
+
+VANISH: dict[str, Callable[[Path], object]] = {
+    "removed": shutil.rmtree,
+    "moved": lambda folder: folder.rename(folder.with_name("elsewhere")),
+    "replaced by a file": lambda folder: (shutil.rmtree(folder), folder.write_text("")),
+}
+
+
+@pytest.mark.parametrize("how", VANISH)
+def test_a_folder_that_vanishes_during_the_run_ends_it_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    real, seen = TaskPlan.run, []
+
+    def run(self: TaskPlan, unit: Any, *rest: Any) -> Any:
+        seen.append(unit.id)
+        if unit.id == "e1":
+            VANISH[how](tmp_path / "e")
+        yield from real(self, unit, *rest)
+
+    monkeypatch.setattr(TaskPlan, "run", run)
+    with pytest.raises(StoreError, match="was removed or moved while the run wrote to it"):
+        run_job(make_job(tmp_path))
+    assert seen == ["e0", "e1"], "no hours of records that nobody finds"
+    for path in (tmp_path / "elsewhere").rglob("records.jsonl"):
+        assert len(read_records(path.parent)) == 1
