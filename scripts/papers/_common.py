@@ -1,7 +1,6 @@
 """What the scripts of this folder share: arguments, model and prompts, layers, CSV file and figure.
 
-Keys of all: model (of conf/model, a Hub id or a folder), task (of conf/task, whose prompts are read) and
-options of both; limit (of the prompts), seed, device, dtype, results_dir, name (of the folder below it).
+Keys: model, task (whose prompts are read), their options; limit, seed, device, dtype, results_dir, name.
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ class Run(SimpleNamespace):
         self.overrides = [] if "model" in said else model.split()
         self.overrides += [] if "task" in said else task.split()
         for text in given:
-            key, equals, value = text.partition("=")
-            if key in found and equals:
+            key, _, value = text.partition("=")
+            if key in found:
                 found[key] = yaml.safe_load(value)
-            elif key.partition(".")[0] in ("model", "task") and equals:
-                self.overrides.append(text)
-            else:
+            elif key.partition(".")[0] not in ("model", "task"):
                 raise UserError(f"{text!r} is unknown; allowed: model, task, {', '.join(found)}")
+            else:
+                self.overrides.append(text)
         super().__init__(**found)
 
     def config(self, *more: str) -> Any:
@@ -76,10 +75,10 @@ class Run(SimpleNamespace):
 
     def captured(self, ids: Sequence[int], layers: Any) -> Iterator[tuple[int, LayerKV]]:
         """A prompt's layers: a list of numbers from 1, so many evenly, or (None) all of them."""
-        if not isinstance(layers, list):
-            layers = spread(full_attention_layers(self.session.spec), layers)
-        held = capture_layers(self.session.model, ids, [layer - 1 for layer in layers])
-        return ((layer, held[layer - 1]) for layer in layers)
+        every = full_attention_layers(self.session.spec)
+        wanted = layers if isinstance(layers, list) else spread(every, layers)
+        held = capture_layers(self.session.model, ids, [layer - 1 for layer in wanted])
+        return ((layer, held[layer - 1]) for layer in wanted)
 
     @property
     def place(self) -> Path:

@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _no_collection(monkeypatch):
     """Collecting garbage takes longer than everything else here."""
-    for module in ("probes.throughput", "run.attempts", "run.batching"):
+    for module in ("probes.throughput", "run.batching"):
         monkeypatch.setattr(f"kvbench.{module}.free_memory", lambda device: None)
 
 
