@@ -14,7 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from annotated_types import Ge, Lt
 
 from kvbench.engine.architecture import compressible_layers, kvbench_attention_on
 from kvbench.engine.fork import Fork, prompt_name
@@ -25,7 +27,7 @@ from kvbench.engine.loading import end_token_ids
 from kvbench.engine.prefill import prefill
 from kvbench.engine.rows import Generation
 from kvbench.engine.stopping import Stopping
-from kvbench.errors import is_number
+from kvbench.errors.options import fits, refusal
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
 from kvbench.methods.base import Method
@@ -35,6 +37,7 @@ from kvbench.tasks.needle import word_recall
 if TYPE_CHECKING:
     import pandas as pd
 
+Removed = Annotated[float, Ge(0), Lt(1), "the share removed, in [0, 1)"]
 Prompt = str | Sequence[Mapping[str, str]]
 """Text, or the messages of a chat (then the tokenizer's chat template is put around them)."""
 
@@ -89,18 +92,13 @@ def compress(
         KVError: unknown method or option, rate outside (0, 1].
         UnsupportedModel, UnsupportedGeneration: what cannot be compressed, and what can.
     """
-    _check_model(model)
+    _checked(model)
     label, built = _method(method, options)
     if compression_ratio is not None:
-        if not is_number(compression_ratio) or not 0 <= compression_ratio < 1:
-            raise KVError(
-                f"compression_ratio is {compression_ratio!r}; allowed: the share removed, in [0, 1)"
-            )
+        if not fits(Removed, compression_ratio):
+            raise KVError(refusal("compression_ratio", compression_ratio, Removed))
         if total_rate is not None:
-            raise KVError(
-                f"compression_ratio is {compression_ratio} and total_rate is {total_rate}; allowed: one "
-                "of the two"
-            )
+            raise KVError("compression_ratio and total_rate are given; allowed: one of the two")
         total_rate = 1 - compression_ratio
     budget = Budget(rate, sink, window, size, total_rate)
     return compressed_generation(Compression(model, built, budget, label, seed, compress_after))
@@ -155,8 +153,7 @@ def compare(
         raise KVError(
             "model and tokenizer are swapped; allowed: compare(model, tokenizer, prompt, ...)"
         )
-    _check_model(model)
-    model = getattr(model, "_orig_mod", model)  # of a compiled model
+    model = _checked(model)
     named = _labelled(methods)
     rates = list(rate) if isinstance(rate, Sequence) else [rate]
     budgets = {r: Budget(r, sink, window, size, total_rate) for r in rates}
@@ -223,13 +220,15 @@ def _line(
     }
 
 
-def _check_model(model: Any) -> None:
-    """Refuse what stands in the model's place, most often the method or the tokenizer."""
+def _checked(model: Any) -> Any:
+    """The model (of a compiled one the original); what stands in its place is refused, most often the
+    method or the tokenizer."""
     if isinstance(model, str | Method) or hasattr(model, "convert_tokens_to_ids"):
         what = repr(model) if isinstance(model, str) else f"a {type(model).__name__}"
         raise KVError(
             f"model is {what:.80}; allowed: first the model, e.g. compress(model, 'snapkv')"
         )
+    return getattr(model, "_orig_mod", model)
 
 
 def _prompts(
@@ -296,8 +295,7 @@ def kept(
     """
     import pandas as pd
 
-    _check_model(model)
-    model = getattr(model, "_orig_mod", model)  # of a compiled model
+    model = _checked(model)
     label, built = _method(method, options)
     ids = _token_ids(tokenizer, prompt)
     budget = Budget(rate, sink, window, size, total_rate)
@@ -311,19 +309,11 @@ def kept(
     parts = []
     for layer, positions, weights in entries_of(fork, layers):
         head, entry = weights.nonzero(as_tuple=True)  # what weighs nothing is padding
-        at = positions[head, entry].tolist()
-        parts.append(
-            pd.DataFrame(
-                {
-                    "position": at,
-                    "token": [words[place] if place >= 0 else None for place in at],
-                    "layer": layer,
-                    "head": head.tolist(),
-                    "weight": weights[head, entry].tolist(),
-                }
-            )
-        )
+        columns = {"position": positions[head, entry], "head": head, "weight": weights[head, entry]}
+        parts.append(pd.DataFrame(columns).assign(layer=layer))
     frame = pd.concat(parts, ignore_index=True)
+    frame["token"] = [words[place] if place >= 0 else None for place in frame["position"]]
+    frame = frame[["position", "token", "layer", "head", "weight"]]
     frame.attrs |= {"method": label, "words": words}
     return frame
 

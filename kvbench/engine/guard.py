@@ -93,16 +93,23 @@ def _same(one: Any, other: Any) -> bool:
     return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else bool(one == other)
 
 
+def is_foreign(method: Method) -> bool:
+    """Whether the method's class comes from outside kvbench."""
+    return not type(method).__module__.startswith("kvbench.")
+
+
 @contextmanager
-def settings_unchanged(label: str) -> Iterator[None]:
-    """A method's code runs within this context; afterwards the process's settings are restored.
+def settings_unchanged(label: str, method: Method) -> Iterator[None]:
+    """A method's code runs within this context; afterwards the process's settings are restored. Of
+    kvbench's own methods the environment may change: they import the packages they adapt.
 
     Raises:
         SharedStateChanged: the code changed one, and raised nothing itself.
         MethodExit: the code raised SystemExit or GeneratorExit.
     """
-    names = [n for n in _PROCESS if torch.cuda.is_initialized() or not n.startswith("CUDA")]
-    before = {name: _PROCESS[name][0]() for name in names}
+    left_out = set() if torch.cuda.is_initialized() else {"CUDA's global generator"}
+    left_out |= set() if is_foreign(method) else {"the environment"}
+    before = {name: read() for name, (read, _) in _PROCESS.items() if name not in left_out}
     try:
         yield
     except BaseException as failure:
@@ -132,11 +139,6 @@ def _restore(before: Mapping[str, Any]) -> list[str]:
     return changed
 
 
-def is_foreign(method: Method) -> bool:
-    """Whether the method's class comes from outside kvbench."""
-    return not type(method).__module__.startswith("kvbench.")
-
-
 def call(method: Method, hook: Callable[..., Any], *arguments: Any) -> Any:
     """A method's hook while decoding, whose arguments are of its own fork.
 
@@ -145,7 +147,7 @@ def call(method: Method, hook: Callable[..., Any], *arguments: Any) -> Any:
     """
     if not is_foreign(method):
         return hook(*arguments)
-    with settings_unchanged(type(method).__name__):
+    with settings_unchanged(type(method).__name__, method):
         return hook(*arguments)
 
 
@@ -181,7 +183,7 @@ def compress(
         TypeError, ValueError: see `check_held`; and whatever the method raises.
     """
     own = _own(method, layer, carried)
-    with settings_unchanged(label):
+    with settings_unchanged(label, method):
         capacity = method.layer_capacity(
             replace(budget), layer.n, layer.layer_index, layer.num_layers
         )
@@ -208,7 +210,7 @@ def rescore(
     if is_foreign(method):
         parts = (repeated.queries, repeated.keys, repeated.values)
         repeated = Repetition(repeated.start, repeated.stop, *(part.clone() for part in parts))
-    with settings_unchanged(label):
+    with settings_unchanged(label, method):
         method.rescore(_own(method, layer, carried), repeated, replace(budget))
 
 

@@ -204,4 +204,4 @@ def test_scbench_compresses_before_and_aime_draws_eight_samples(tmp_path: Path) 
         assert job(name).session.sampling == sampling
         assert len(job(name).units.every[0].record_ids) == sampling.samples
     with pytest.raises(KVError, match="has no context; allowed: prompt"):
-        _ = job("gsm8k", "compress_after=context").units
+        job("gsm8k", "compress_after=context").units  # noqa: B018
