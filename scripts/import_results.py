@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from kvbench.tasks.longbench.metrics import score as longbench_score
+from kvbench.tasks.ruler.task import QA, clean, match_all, match_part
 
 from kvbench.errors import UserError, complain
 from kvbench.records.read import COMMON_FIELDS
 from kvbench.records.store import RecordStore, config_hash, run_folder, write_manifest
-from kvbench.tasks.longbench.metrics import score as longbench_score
-from kvbench.tasks.ruler.task import QA, clean, match_all, match_part
 
 SCORED = ("ruler", "longbench", "longbench-e")
 OF_SAMPLES = {

@@ -15,9 +15,10 @@ from support.pretended import TOOL
 TESTS = Path(__file__).parent
 
 
-pytestmark = pytest.mark.skipif(
-    not TOOL.exists(), reason="needs tools/pretend.py of the shared folder"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not TOOL.exists(), reason="needs tools/pretend.py of the shared folder"),
+]
 
 
 def pretending(*command: str, gpus: int) -> subprocess.CompletedProcess[str]:

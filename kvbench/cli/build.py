@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from pydoc import ErrorDuringImport, locate
@@ -24,7 +24,7 @@ from kvbench.errors import complain, first_line, nearest, presentable, printable
 from kvbench.errors.options import fits, hints_of, refusal
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
-from kvbench.records.read import load_run
+from kvbench.records.read import Run, load_run
 from kvbench.records.shards import Shard
 from kvbench.run import provenance
 from kvbench.run.batching import check_batch_size
@@ -110,9 +110,6 @@ def build_job(config: DictConfig, shared: dict[str, list[EncodedExample]] | None
 
     Args:
         shared: where jobs that are only looked at find the examples that the one before has encoded.
-
-    Raises:
-        UserError: one line naming the thing, its value and what is allowed.
     """
     settings = Settings.of(config)
     if settings.logger.get("name") == "wandb":
@@ -183,17 +180,12 @@ def build_job(config: DictConfig, shared: dict[str, list[EncodedExample]] | None
 
 def run_config(config: DictConfig) -> JobResult:
     """Run one job and print its tables."""
-    from kvbench.report.build import tables_to_print
-    from kvbench.report.experiment import Experiment, group_runs
-    from kvbench.report.render import terminal
-
     job = build_job(config)
     title = presentable(f"{job.spec.label} x {job.task}")
     with progress_display(title) as show, Termination() as termination:
         result = run_job(job, show, termination.example)
-    folder = job.results_dir / job.experiment
     runs = tuple(load_run(path) for path in result.folders.values())
-    terminal(tables_to_print(Experiment(job.experiment, folder, runs, tuple(group_runs(runs)))))
+    print_scores(job.results_dir / job.experiment, runs)
     if config.logger.name == "wandb" and result.complete:  # of several shards, the last logs
         from kvbench.report.wandb import log_runs
 
@@ -201,17 +193,15 @@ def run_config(config: DictConfig) -> JobResult:
     return result
 
 
-def print_scores(folder: Path, *, every: bool) -> None:
-    """Print what the jobs of a sweep came to: of a model with several tasks, task x method.
-
-    Args:
-        every: also the table of each task, which jobs of other processes did not print here.
-    """
+def print_scores(folder: Path, runs: Sequence[Run] = (), *, every: bool = True) -> None:
+    """Print the tables of these runs, or of an experiment; not every: of a model with several tasks
+    task x method alone."""
     from kvbench.report.build import tables_to_print
-    from kvbench.report.experiment import load_experiment
+    from kvbench.report.experiment import Experiment, group_runs, load_experiment
     from kvbench.report.render import terminal
 
-    tables = tables_to_print(load_experiment(folder))
+    some = Experiment(folder.name, folder, tuple(runs), tuple(group_runs(runs)))
+    tables = tables_to_print(some if runs else load_experiment(folder))
     overviews = [table for table in tables if table.name.startswith("overview-")]
     terminal(tables if every or not overviews else overviews)
 
@@ -231,7 +221,5 @@ def finish(folder: Path) -> None:
     runs = sorted((folder / "wandb").glob("offline-run-*"))
     if runs:
         waiting = len(not_taken(runs))
-        said = (
-            f"{waiting} runs; to send them: wandb sync" if waiting else f"{len(runs)} runs, sent:"
-        )
+        said = f"{waiting} runs; to send them: wandb sync" if waiting else "all sent:"
         print(printable(f"W&B: {said} {json.dumps(str(folder / 'wandb'))}"))

@@ -54,11 +54,7 @@ GROUPS = ("model", "task", "method", "logger", "launcher", "experiment")
 
 def expanded(overrides: Sequence[str]) -> list[str]:
     """The overrides with ``model=<Hub id or folder>`` as ``model=hf model.path=<...>``, and experiments
-    by their own names in place of older ones.
-
-    Raises:
-        UserError: a value that the results would keep and must not.
-    """
+    by their own names in place of older ones; a value that the results must not keep is refused."""
     given = {text.partition("=")[0] for text in overrides}
     found: list[str] = []
     for text in overrides:
@@ -93,11 +89,7 @@ def _is_path(value: str) -> bool:
 
 @contextmanager
 def hydra_of_conf() -> Iterator[Hydra]:
-    """Hydra, ready to compose configs from conf/.
-
-    Raises:
-        UserError: what it cannot compose, in one line.
-    """
+    """Hydra, ready to compose configs from conf/; what it cannot compose is a `UserError`."""
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(config_dir().resolve()), version_base="1.3", job_name="kvbench"):
         hydra = GlobalHydra.instance().hydra
@@ -121,11 +113,7 @@ def explaining() -> Iterator[None]:
 
 def composed(hydra: Hydra, overrides: Sequence[str], mode: RunMode = RunMode.RUN) -> DictConfig:
     """The config of these overrides, Hydra's part included; of a sweep without the keys in which
-    its jobs differ.
-
-    Raises:
-        UserError: what cannot be composed, and what is allowed.
-    """
+    its jobs differ. What cannot be composed is a `UserError`."""
     with explaining():
         config = hydra.compose_config("config", list(overrides), mode)
     HydraConfig.instance().set_config(config)  # for interpolations that ask Hydra
@@ -135,7 +123,7 @@ def composed(hydra: Hydra, overrides: Sequence[str], mode: RunMode = RunMode.RUN
 def explain(error: BaseException) -> str:
     """One line for what cannot be composed: the thing, the value, what is allowed, the nearest."""
     text = " ".join(text_of(error).split()) or f"Hydra cannot compose this ({type(error).__name__})"
-    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    cause: Any = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     missing = re.search(r"Could not (?:find|load) '([^']+)/([^'/]*)'", text)
     parent, key = getattr(cause, "parent_node", None), str(getattr(cause, "key", ""))
     if missing and missing[1] == "hydra/launcher":
@@ -144,7 +132,7 @@ def explain(error: BaseException) -> str:
         what, key, names = missing[1], missing[2], list(catalogue(missing[1]))
     elif isinstance(parent, DictConfig) and "not in" in str(cause):
         names = [str(name) for name in parent._value() or {} if not str(name).startswith("_")]
-        what = f"key of {str(cause.full_key).removesuffix(key).rstrip('.')}"  # type: ignore[union-attr]
+        what = f"key of {str(cause.full_key).removesuffix(key).rstrip('.')}"
         if what == "key of ":
             what, names = "key", sorted({*names, *GROUPS})
             nodes = ((n, parent._value().get(n)) for n in names)
@@ -155,7 +143,7 @@ def explain(error: BaseException) -> str:
             f"cannot read {error.override!r}{meant}; allowed: key=value, with quotes around ()[],"
         )
     else:
-        return text if cause in (None, error) else f"{text}: {first_line(cause)}"  # type: ignore[arg-type]
+        return text if cause in (None, error) else f"{text}: {first_line(cause)}"
     return f"unknown {what} {key!r}{nearest(key, names)}; allowed: {', '.join(names)}"
 
 
@@ -244,11 +232,7 @@ class Settings:
 
 
 def results_folder(value: str) -> Path:
-    """The folder for results that a config names, ``~`` expanded.
-
-    Raises:
-        UserError: ``~`` names no user of this machine.
-    """
+    """The folder for results that a config names, ``~`` expanded."""
     try:
         return Path(value).expanduser()
     except RuntimeError as error:

@@ -127,14 +127,8 @@ class Jobs:
         return outcome
 
     def check(self, config: DictConfig, name: str = "") -> None:
-        """Make a job without running it; in a dry run print what it would do.
-
-        Args:
-            name: of one of many jobs, which is told in one line.
-
-        Raises:
-            UserError: what the job would be refused for.
-        """
+        """Make a job without running it; in a dry run print what it would do, in one line if it has a
+        name. Raises a UserError for what the job would be refused for."""
         from kvbench.cli.build import build_job
         from kvbench.run.preview import print_dry_run
 
@@ -191,11 +185,7 @@ class Sweeper(sweeper.Sweeper):
         )
 
     def sweep(self, arguments: list[str]) -> Sequence[JobReturn]:
-        """Run the jobs of these overrides, each split into its shards.
-
-        Raises:
-            UserError: the first job that is wrong.
-        """
+        """Run the jobs of these overrides, each split into its shards; refuses the first wrong one."""
         from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # Hydra loads it anew
 
         params = [f"{key}={value}" for key, value in self.params.items()]
@@ -228,49 +218,40 @@ class Sweeper(sweeper.Sweeper):
 
 def _shards(settings: Settings) -> int:
     """Into how many jobs each is split; with launcher=gpus as many as there are workers."""
-    if settings.shard is not None:
-        if settings.shards is not None:
-            raise UserError(
-                f"shards is {settings.shards} and shard is given, too; allowed: one of the two"
-            )
-        return 1
-    if settings.shards is None and settings.launcher["name"] == "gpus":
+    if settings.shards is not None and settings.shard is not None:
+        raise UserError(
+            f"shards is {settings.shards} and shard is given, too; allowed: one of them"
+        )
+    if settings.shards is settings.shard is None and settings.launcher["name"] == "gpus":
         return len(devices_of(settings.launcher, settings.device))
     return settings.shards or 1
 
 
-class Collected:
+class Collected(dict[int, JobOutcome]):
     """What the jobs of a launcher came to, told as they end."""
 
     def __init__(self, jobs: Jobs, job_overrides: Sequence[Sequence[str]]) -> None:
         self.jobs, self.names = jobs, names(job_overrides)
         self.overrides = [filter_overrides(list(each)) for each in job_overrides]
-        self.outcomes: dict[int, JobOutcome] = {}
 
-    def add(self, number: int, outcome: JobOutcome) -> None:
-        """The outcome of one job."""
-        self.outcomes[number] = outcome
-        complain(f"{len(self.outcomes)} done: {self.names[number]}: {outcome}")
-
-    def lose(self, number: int, how: str, log: Path) -> None:
-        """One job ended without an outcome."""
+    def add(self, number: int, outcome: JobOutcome | None, how: str, log: Path) -> None:
+        """The outcome of one job; None: it ended without one, as `how` says."""
         where = f"log: {log}" if log.exists() else f"no log: it never began, or cannot write {log}"
-        self.add(number, JobOutcome(self.overrides[number], error=f"{how}; {where}", status=FAILED))
+        lost = JobOutcome(self.overrides[number], error=f"job {how}; {where}", status=FAILED)
+        self[number] = lost if outcome is None else outcome
+        complain(f"{len(self)} done: {self.names[number]}: {self[number]}")
 
     def returned(self) -> list[JobReturn]:
         """The outcomes as Hydra's sweepers take them; from here on the command has them, too."""
-        found = [self.outcomes[number] for number in sorted(self.outcomes)]
+        found = [self[number] for number in sorted(self)]
         self.jobs.outcomes.extend(found)
         self.jobs.elsewhere = True
         return [JobReturn(o.overrides, status=JobStatus.COMPLETED, _return_value=o) for o in found]
 
 
 def log_folder(config: DictConfig) -> Path:
-    """The folder for the scripts and logs of a sweep's jobs, made for this user alone.
-
-    Raises:
-        OSError: a link below the results folder would place it somewhere else.
-    """
+    """The folder for the scripts and logs of a sweep's jobs, made for this user alone; refuses a link
+    below the results folder."""
     root, folder = results_folder(config.results_dir), Path(config.hydra.sweep.dir).expanduser()
     make_folder(folder, root if folder.is_relative_to(root) else None)
     folder.chmod(0o700)
@@ -282,13 +263,8 @@ def devices_of(launcher: Mapping[str, Any], device: str) -> list[str]:
     GPUs share them in turn.
 
     Args:
-        launcher: the config of ``launcher=gpus``: `workers` (None: as many as the GPUs are enough
-            for), `gpus_per_worker` (more than one for a model that is spread over several).
-        device: the config's device.
-
-    Raises:
-        UserError: fewer GPUs than one worker needs, no number of workers on the CPU, or a device that
-            names one GPU.
+        launcher: the config of ``launcher=gpus``, with `workers` and `gpus_per_worker`.
+        device: the config's device; one that names a GPU is refused, as are too few GPUs.
     """
     from torch.cuda import device_count
 
@@ -348,13 +324,10 @@ class GpuLauncher(launcher.Launcher):
                         continue
                     del running[number]
                     free.append(device)
-                    told = folder / f"{number}.json"
-                    if told.exists():
-                        collected.add(number, JobOutcome(**json.loads(told.read_text())))
-                    else:
-                        how = "killed" if status < 0 else f"exit status {status}"
-                        how = f"job {number} ended without a result ({how})"
-                        collected.lose(number, how, folder / f"{number}.log")
+                    told, log = (folder / f"{number}.{kind}" for kind in ("json", "log"))
+                    outcome = JobOutcome(**json.loads(told.read_text())) if told.exists() else None
+                    how = "killed" if status < 0 else f"exit status {status}"
+                    collected.add(number, outcome, f"{number} ended without a result ({how})", log)
         except BaseException:
             _end([worker for worker, _ in running.values()])
             raise

@@ -31,11 +31,7 @@ GOES_ON = "what is done is on disk, the same command goes on from there"
 
 
 def main(argv: Sequence[str] | None = None, outcomes: list[JobOutcome] | None = None) -> None:
-    """Entry point of ``kvbench`` and ``python -m kvbench``.
-
-    Args:
-        outcomes: gets what the jobs came to.
-    """
+    """Entry point of ``kvbench`` and ``python -m kvbench``; `outcomes` gets what the jobs came to."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command, rest = (arguments or [""])[0], arguments[1:]
     try:
@@ -93,14 +89,7 @@ def show_config(arguments: Sequence[str]) -> int:
 
 
 def run(arguments: Sequence[str], outcomes: list[JobOutcome] | None = None) -> int:
-    """Run a job, or the jobs of a sweep; print what they came to.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        UserError: what cannot be followed.
-    """
+    """Run a job, or the jobs of a sweep; print what they came to; return the exit status."""
     options = _parsed(arguments)
     if options.version:
         print(f"kvbench {__version__}")
@@ -149,11 +138,7 @@ def run(arguments: Sequence[str], outcomes: list[JobOutcome] | None = None) -> i
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options of a command line, and its overrides.
-
-    Raises:
-        UserError: an unknown option.
-    """
+    """The options of a command line, and its overrides."""
     parser = argparse.ArgumentParser("kvbench", add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("-m", "--multirun", action="store_true")

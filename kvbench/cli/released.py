@@ -26,12 +26,7 @@ _OURS = ("entries", "cache_bytes", "exact_bytes", "ratio", "prefill_s", "compres
 
 
 def pair_released(arguments: Sequence[str]) -> int:
-    """Write the paired run; print where it is and how much was matched.
-
-    Raises:
-        UserError: wrong arguments, no such run or predictions, or nothing that matches.
-        StoreError: the run cannot be read, or the new one cannot be written.
-    """
+    """Write the paired run; print where it is and how much was matched."""
     given = dict(text.partition("=")[::2] for text in arguments)
     if set(given) != {"run", "predictions"}:
         raise UserError("released takes run=<run folder> and predictions=<folder>")
@@ -73,11 +68,7 @@ def paired_records(ours: Sequence[Mapping[str, Any]], folder: Path) -> Iterator[
 
 
 def _lines_of(folder: Path, dataset: str) -> dict[str, deque[dict[str, Any]]]:
-    """The released lines of a dataset by `_key`; empty where there is no file.
-
-    Raises:
-        UserError: a line that is no prediction.
-    """
+    """The released lines of a dataset by `_key`; empty where there is no file."""
     found: dict[str, deque[dict[str, Any]]] = defaultdict(deque)
     paths = [folder / f"{dataset}{suffix}.jsonl" for suffix in ("", "_e")]
     path = next((path for path in paths if path.is_file()), None)

@@ -38,17 +38,11 @@ _OF_JOBS = [
 
 
 def reproduce(arguments: Sequence[str], run: Run) -> int:
-    """Run what makes an item, or an experiment, or all items.
+    """Run what makes an item, or an experiment, or all items; of ``all``, every item is tried.
 
     Args:
         arguments: its name, then overrides.
-        run: runs one command line and returns its exit status.
-
-    Returns:
-        The largest exit status; of ``all``, every item is tried.
-
-    Raises:
-        UserError: no such experiment, a folder that it reads was not named, or a script is not here.
+        run: runs one command line and returns its exit status, of which the largest is returned.
     """
     name, *overrides = arguments or [""]
     if name != ALL:
@@ -75,11 +69,7 @@ def reproduce(arguments: Sequence[str], run: Run) -> int:
 
 
 def run_script(line: Sequence[str]) -> int:
-    """Run a script of scripts/papers; its exit status.
-
-    Raises:
-        UserError: it is not here, as the installed package does not have it.
-    """
+    """Run a script of scripts/papers; its exit status."""
     place = Path("scripts", "papers", f"{line[0].removeprefix('script=')}.py")
     file = config_dir().resolve().parent / place
     if not file.is_file():
@@ -89,11 +79,7 @@ def run_script(line: Sequence[str]) -> int:
 
 def command_lines(name: str, overrides: Sequence[str]) -> Iterator[list[str]]:
     """The overrides of every run that an experiment takes, ``experiment=`` first; or a script's
-    arguments, ``script=`` first.
-
-    Raises:
-        UserError: see `reproduce`.
-    """
+    arguments, ``script=`` first. An unknown experiment and a folder that is not named are refused."""
     experiment = experiment_called(name)
     items, known = paper_items(), catalogue("experiments")
     script = items[experiment].script if experiment in items else ""

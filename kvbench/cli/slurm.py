@@ -26,7 +26,7 @@ from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
 from hydra_plugins.hydra_submitit_launcher.submitit_launcher import BaseSubmititLauncher
 from omegaconf import OmegaConf
 
-from kvbench.cli.jobs import Collected, log_folder
+from kvbench.cli.jobs import Collected, JobOutcome, log_folder
 from kvbench.errors import UserError, complain, first_line
 from kvbench.run.termination import Terminated
 
@@ -54,14 +54,10 @@ class SlurmLauncher(BaseSubmititLauncher):
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
-        """As `BaseSubmititLauncher`.
-
-        Raises:
-            UserError: there is no Slurm here, or it refuses the jobs.
-        """
+        """As `BaseSubmititLauncher`; refused where there is no Slurm, or by it."""
         config, task_function = self.config, self.task_function
         assert config is not None
-        collected = Collected(task_function, job_overrides)  # type: ignore[arg-type]
+        collected = Collected(task_function, job_overrides)
         folder = log_folder(config)
         jobs = dict(enumerate(self._submitted(folder, job_overrides)))
         arrays = sorted({job.job_id.partition("_")[0] for job in jobs.values()})
@@ -74,7 +70,8 @@ class SlurmLauncher(BaseSubmititLauncher):
                 time.sleep(float(config.launcher.poll_s))
                 list(folder.iterdir())  # refreshes a network file system's view
                 for number in [n for n, job in jobs.items() if job.paths.result_pickle.exists()]:
-                    _collect(collected, number, jobs.pop(number))
+                    job = jobs.pop(number)
+                    collected.add(number, *_result(job), job.paths.stderr)
                 states = states_of(arrays)
                 if states is None:
                     continue
@@ -87,8 +84,8 @@ class SlurmLauncher(BaseSubmititLauncher):
                     if state not in ENDED:
                         ended.pop(number, None)
                     elif time.monotonic() - ended.setdefault(number, time.monotonic()) >= LATE:
-                        how = f"job {job.job_id} ended without a result ({state})"
-                        collected.lose(number, how, jobs.pop(number).paths.stderr)
+                        how = f"{job.job_id} ended without a result ({state})"
+                        collected.add(number, None, how, jobs.pop(number).paths.stderr)
         except BaseException:
             complain(
                 f"Slurm goes on with {count}; to end that: scancel {' '.join(arrays)}; to see what "
@@ -133,13 +130,12 @@ class SlurmLauncher(BaseSubmititLauncher):
         return jobs
 
 
-def _collect(collected: Collected, number: int, job: Any) -> None:
+def _result(job: Any) -> tuple[JobOutcome | None, str]:
     try:
-        collected.add(number, job.results()[0].return_value)
+        return job.results()[0].return_value, ""
     except Exception as error:  # noqa: BLE001 - submitit's, with the job's traceback in it
         lines = re.findall(r"^[\w.]+(?:Error|Exit)\b.*", str(error), re.MULTILINE)
-        how = f"job {job.job_id} {lines[-1] if lines else 'failed'}"
-        collected.lose(number, how, job.paths.stderr)
+        return None, f"{job.job_id} {lines[-1] if lines else 'failed'}"
 
 
 def states_of(arrays: Sequence[str]) -> dict[str, tuple[str, str]] | None:
@@ -169,12 +165,8 @@ def waiting_line(states: Sequence[tuple[str, str]]) -> str | None:
 @contextmanager
 def requeued_in_time() -> Iterator[None]:
     """In a job of submitit's: what happens when Slurm announces the end of its time. submitit puts
-    the job back into the queue and exits, or raises an error if it cannot: neither may pass for a
-    failure of the example that runs.
-
-    Raises:
-        Terminated: the job is back in the queue, or cannot go there, which its log says.
-    """
+    the job back into the queue and exits, or raises an error if it cannot, which the log says: both
+    are `Terminated` here, as neither may pass for a failure of the example that runs."""
     from submitit import JobEnvironment
 
     number = signal.Signals[f"SIG{JobEnvironment.USR_SIG}"]

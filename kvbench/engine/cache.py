@@ -238,6 +238,8 @@ class LayerCache:
         if stored != key.shape[0]:  # a method that repeats keys to query heads
             key = key.repeat_interleave(stored // key.shape[0], dim=0)
             value = value.repeat_interleave(stored // value.shape[0], dim=0)
+        if self.window is not None and self.length >= self.window + GROWTH:
+            self._let_pass(self.length - self.window)
         before, after = self.length, self.length + key.shape[1]
         self._reserve(after)
         self.keys[:, before - self.first : after - self.first] = key
@@ -339,6 +341,14 @@ class LayerCache:
         for (part, before), now in zip(sides, (self.first, self.first_value), strict=True):
             if now > before:
                 part[:, : n - now] = part[:, now - before : n - before].clone()
+
+    def _let_pass(self, count: int) -> None:
+        """Let go of the first entries of a sliding layer, which lie in the order of their positions."""
+        for name in _BUFFERS:
+            part = getattr(self, name)
+            if part is not None:
+                part[:, : self.length - count] = part[:, count : self.length].clone()
+        self.length -= count
 
     def _reserve(self, entries: int) -> None:
         """Make the buffers hold `entries` at least; a copy only when they do not."""

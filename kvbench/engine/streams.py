@@ -23,7 +23,7 @@ from kvbench.engine.fork import layer_generator
 from kvbench.engine.prefill import compressible_layers, forward_rows, input_device
 from kvbench.engine.scoring import CHUNK_LOGITS, vocabulary
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError
-from kvbench.methods.base import Band, LayerStream, Method, StreamAlgorithm, rule_of
+from kvbench.methods.base import Band, LayerStream, Method, Sample, StreamAlgorithm, rule_of
 
 POSITIONS = ("cache", "absolute")
 """How positions are counted: inside the cache (as StreamingLLM: entries and query by their place there,
@@ -398,8 +398,8 @@ class _Sampled:
     keys: Tensor
     values: Tensor
     algorithm: LayerStream | None = None
-    numerator: tuple[Tensor, Tensor, Tensor] | None = None
-    denominator: tuple[Tensor, Tensor] | None = None
+    numerator: Sample | None = None
+    denominator: Sample | None = None
 
     @property
     def entries(self) -> int:
@@ -428,14 +428,14 @@ class _Sampled:
         exact = logits(self.keys).masked_fill(hidden.repeat(heads // kv_heads, 1), -torch.inf)
         if self.numerator is None or self.denominator is None:
             return (exact.softmax(-1) @ self.values.float()).view(heads, t, -1)
-        above = logits(self.numerator[0]) + self.numerator[2][:, None]
-        below = logits(self.denominator[0]) + self.denominator[1][:, None]
+        above = logits(self.numerator.keys) + self.numerator.log_weights[:, None]
+        below = logits(self.denominator.keys) + self.denominator.log_weights[:, None]
         top = exact.amax(-1, keepdim=True)
         for part in (above, below):
             if part.shape[-1]:
                 top = torch.maximum(top, part.amax(-1, keepdim=True))
         exact, above, below = (torch.exp(part - top) for part in (exact, above, below))
-        total = exact @ self.values.float() + above @ self.numerator[1].float()
+        total = exact @ self.values.float() + above @ self.numerator.values.float()
         out = total / (exact.sum(-1, keepdim=True) + below.sum(-1, keepdim=True))
         return out.view(heads, t, -1)
 
@@ -508,10 +508,9 @@ class EstimatedState(StreamState):
             torch.cat([part[:, :sink], part[:, end:]], dim=1) for part in (layer.keys, layer.values)
         )
         device = layer.keys.device
-        keys, values, log_weights = layer.algorithm.numerator()
-        layer.numerator = keys.to(device), values.to(device), log_weights.to(device)
-        keys, log_weights = layer.algorithm.denominator()
-        layer.denominator = keys.to(device), log_weights.to(device)
+        above, below = layer.algorithm.numerator(), layer.algorithm.denominator()
+        layer.numerator = Sample(*(part.to(device) for part in above))
+        layer.denominator = Sample(*(part.to(device) for part in below))
         if layer.entries + self.waiting > self.size:
             raise BudgetExceeded(self.label, index, self.size, layer.entries + self.waiting)
 

@@ -5,25 +5,16 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from inspect import signature
 from typing import Any
 
-import lm_eval.models  # noqa: F401 - before registering: it fills an empty registry only
 import torch
 from lm_eval.api.instance import Instance
-from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
-from lm_eval.models.utils import (
-    handle_stop_sequences,
-    normalize_gen_kwargs,
-    postprocess_generated_text,
-)
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from lm_eval.models.utils import postprocess_generated_text
 
 from kvbench.engine.architecture import kvbench_attention_on
-from kvbench.engine.fork import prompt_name
-from kvbench.engine.generate import Prompt, run_batch
+from kvbench.engine.generate import run_batch
 from kvbench.engine.loading import (
     ModelSpec,
     end_token_ids,
@@ -36,21 +27,19 @@ from kvbench.engine.stopping import Stopping
 from kvbench.engine.streams import POSITIONS, read_text
 from kvbench.errors import UserError, is_integer, nearest
 from kvbench.kv import Budget
-from kvbench.lm_eval.scoring import SCORINGS, Codec, answer_requests, positions_of
+from kvbench.lm_eval.scoring import SCORINGS, Requests, answer_requests
 from kvbench.methods import build_method
 from kvbench.tasks.base import PromptEncoder
 
 log = logging.getLogger(__name__)
 
-PROTOCOLS = ("prompt", "minus_last")
-ROLLINGS = ("exact_windows", "streaming")
+CHOICES = {
+    "scoring": SCORINGS,
+    "protocol": ("prompt", "minus_last"),
+    "rolling": ("exact_windows", "streaming"),
+    "positions": POSITIONS,
+}
 LABEL = "method"
-
-
-def _chosen(name: str, value: object, allowed: Sequence[str]) -> str:
-    if value not in allowed:
-        raise UserError(f"model_args {name} is {value!r}; allowed: {', '.join(allowed)}")
-    return str(value)
 
 
 def _options(method: str, method_args: object, dotted: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,7 +64,7 @@ def _options(method: str, method_args: object, dotted: Mapping[str, Any]) -> dic
 
 
 @register_model("kvbench")
-class KVBenchLM(TemplateLM):
+class KVBenchLM(Requests):
     """Likelihoods and generations from a compressed cache.
 
     A likelihood request compresses all but the context's last token; that token and the continuation
@@ -104,9 +93,6 @@ class KVBenchLM(TemplateLM):
             tokens, entries and bytes held, whether it was compressed, for which lm-eval's result has no
             place.
     """
-
-    max_gen_toks = 256
-    """New tokens where a task does not say."""
 
     def __init__(
         self,
@@ -138,19 +124,23 @@ class KVBenchLM(TemplateLM):
         metadata: object = None,
         **dotted: Any,
     ) -> None:
-        super().__init__()
         del max_batch_size, metadata  # the evaluator puts them among the arguments
         self.options = _options(method, method_args, dotted)
-        self.scoring = _chosen("scoring", scoring, SCORINGS)
-        self.protocol = _chosen("protocol", protocol, PROTOCOLS)
-        self.rolling = _chosen("rolling", rolling, ROLLINGS)
-        self.positions = _chosen("positions", positions, POSITIONS)
+        chosen = {"scoring": scoring, "protocol": protocol, "rolling": rolling}
+        for name, value in {**chosen, "positions": positions}.items():
+            if value not in CHOICES[name]:
+                raise UserError(
+                    f"model_args {name} is {value!r}; allowed: {', '.join(CHOICES[name])}"
+                )
         if not is_integer(seed):
             raise UserError(f"model_args seed is {seed!r}; allowed: an integer")
+        self.scoring, self.protocol = scoring, protocol
+        self.rolling, self.positions = rolling, positions
         self.method_name, self.seed = method, seed
         self.method = build_method(method, **self.options)
         self.method.quantization()
         self.budget = Budget(rate=rate, sink=sink, window=window, size=size, total_rate=total_rate)
+        self.methods = {LABEL: (self.method, self.budget)}
         spec = ModelSpec(
             name=pretrained,
             path=pretrained,
@@ -161,46 +151,18 @@ class KVBenchLM(TemplateLM):
         if device and device.startswith("cuda") and not torch.cuda.is_available():
             log.warning("device is %s, which the command line has by default; no GPU: cpu", device)
             device = "cpu"
-        self._device = resolve_device(device or "auto")
-        self.tokenizer: Any = load_tokenizer(spec)
-        self.codec = Codec(self.tokenizer, add_bos_token)
-        self._model = load_model(
-            spec, device=self._device, dtype=resolve_dtype(dtype, self._device), seed=seed
-        )
-        self.max_length = max_length or positions_of(self._model)
-        self.batch_size = int(batch_size) if isinstance(batch_size, int) else 8
-        self.think_end_token = think_end_token
-        self.chat_template_args = (
-            {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        where = resolve_device(device or "auto")
+        model = load_model(spec, device=where, dtype=resolve_dtype(dtype, where), seed=seed)
+        super().__init__(
+            model,
+            load_tokenizer(spec),
+            max_length=max_length,
+            add_bos_token=add_bos_token,
+            batch_size=batch_size if is_integer(batch_size) else 8,
+            think_end_token=think_end_token,
+            enable_thinking=enable_thinking,
         )
         self.records: list[dict[str, Any]] = []
-
-    @property
-    def eot_token_id(self) -> int:
-        """The tokenizer's end token."""
-        return int(self.tokenizer.eos_token_id)
-
-    @property
-    def prefix_token_id(self) -> int:
-        """The context of a text that has none: BOS where there is one, else EOS."""
-        return self.codec.prefix_token_id
-
-    @property
-    def tokenizer_name(self) -> str:
-        """What lm-eval's cache of requests goes by."""
-        return str(self.tokenizer.name_or_path).replace("/", "__")
-
-    def tok_encode(
-        self, string: str, add_special_tokens: bool | None = None, **_: Any
-    ) -> list[int]:
-        """See `Codec.tok_encode`."""
-        return self.codec.tok_encode(string, add_special_tokens)
-
-    def apply_chat_template(
-        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
-    ) -> str:
-        """The conversation as text, by the tokenizer's chat template."""
-        return self.codec.chat(chat_history, add_generation_prompt, **self.chat_template_args)
 
     def set_cache_hook(self, cache_hook: Any) -> None:
         """Refuse ``--use_cache``, whose key knows neither method nor rate.
@@ -224,11 +186,11 @@ class KVBenchLM(TemplateLM):
         Raises:
             BudgetExceeded, and whatever else stopped the method.
         """
-        with kvbench_attention_on(self._model):
+        with kvbench_attention_on(self.model):
             found = answer_requests(
-                self._model,
+                self.model,
                 [(context, continuation) for _, context, continuation in requests],
-                {LABEL: (self.method, self.budget)},
+                self.methods,
                 seed=self.seed,
                 max_length=self.max_length,
                 scoring=self.scoring,
@@ -239,7 +201,7 @@ class KVBenchLM(TemplateLM):
         for answer in answers:
             if answer.failure is not None:
                 raise answer.failure
-            self.records.append(answer.record)
+            self.records.append(answer.record())
         return [(answer.logprob, answer.greedy) for answer in answers]
 
     def loglikelihood_rolling(
@@ -251,33 +213,20 @@ class KVBenchLM(TemplateLM):
             UserError: ``exact_windows`` and another method than exact.
             KVError: ``streaming`` and a method that cannot read a stream.
         """
-        compresses = self.method.uses_budget or self.method.quantize is not None
-        if compresses and self.rolling == "exact_windows":
+        if self.rolling == "streaming":
+            return [self._streamed(self.tok_encode(request.args[0])) for request in requests]
+        if self.method.uses_budget or self.method.quantize is not None:
             raise UserError(
                 f"rolling log-likelihoods have one token of context, of which {self.method_name!r} "
                 "would compress nothing; allowed: method=exact, or rolling=streaming"
             )
-        sums = []
-        for request in requests:
-            if self.rolling == "streaming":
-                sums.append(self._streamed(self.tok_encode(request.args[0])))
-                continue
-            windows = get_rolling_token_windows(
-                token_list=self.tok_encode(request.args[0]),
-                prefix_token=self.prefix_token_id,
-                max_seq_len=self.max_length,
-                context_len=1,
-            )
-            pairs = [make_disjoint_window(window) for window in windows]
-            found = self._loglikelihood_tokens([(None, *pair) for pair in pairs])
-            sums.append(sum(logprob for logprob, _ in found))
-        return sums
+        return super().loglikelihood_rolling(requests, disable_tqdm=True)
 
     def _streamed(self, ids: Sequence[int]) -> float:
         """Log-likelihood of a text that is read through the bounded cache, after the prefix token."""
         whole, how = [self.prefix_token_id, *ids], (self.positions, self.seed)
-        with kvbench_attention_on(self._model):
-            read = read_text(self._model, whole, self.method, self.budget, *how)
+        with kvbench_attention_on(self.model):
+            read = read_text(self.model, whole, self.method, self.budget, *how)
         return -float(read.nll.double().sum())
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
@@ -287,56 +236,27 @@ class KVBenchLM(TemplateLM):
             UserError: sampling, or more new tokens than the model has positions.
             BudgetExceeded, and whatever else stopped the method.
         """
+        ends = end_token_ids(self.model, self.tokenizer)
+        stopping = Stopping(1, ends, decode=lambda ids: str(self.tokenizer.decode(ids)))
+        after = "prompt" if self.protocol == "prompt" else "context"
         texts: list[str] = []
         for begin in range(0, len(requests), self.batch_size):
             part = requests[begin : begin + self.batch_size]
-            prompts, stops = zip(*(self._prompt(request) for request in part), strict=True)
-            after = "prompt" if self.protocol == "prompt" else "context"
-            with kvbench_attention_on(self._model):
-                found = run_batch(self._model, prompts, seed=self.seed, compress_after=after)
-            for answers, until in zip(found, stops, strict=True):
-                answer = answers[LABEL]
+            asked = [request.args for request in part]
+            prompts = [self.prompt(text, given, self.methods, stopping) for text, given in asked]
+            with kvbench_attention_on(self.model):
+                found = run_batch(self.model, prompts, seed=self.seed, compress_after=after)
+            for answers, prompt in zip(found, prompts, strict=True):
+                answer, until = answers[LABEL], list(prompt.stopping.strings)
                 if answer.failure is not None:
                     raise answer.failure
                 text = str(self.tokenizer.decode(answer.tokens, skip_special_tokens=True))
                 texts.append(postprocess_generated_text(text, until, self.think_end_token))
         return texts
 
-    def _prompt(self, request: Instance) -> tuple[Prompt, list[str]]:
-        """A generation request as a prompt, and the strings that its answer is cut at."""
-        context, given = request.args
-        options = normalize_gen_kwargs(given, self.max_gen_toks)
-        if options.get("do_sample") or options.get("temperature"):
-            raise UserError(
-                f"generation kwargs ask for sampling ({dict(given)}); allowed: greedy decoding"
-            )
-        end = str(self.tokenizer.decode([self.eot_token_id], skip_special_tokens=False))
-        until = handle_stop_sequences(options.get("until"), eos=end)
-        most = int(options["max_gen_toks"])
-        if most >= self.max_length:
-            raise UserError(
-                f"max_gen_toks is {most} and the model has {self.max_length} positions; allowed: fewer"
-            )
-        begins = self.tokenizer.bos_token is not None and context.startswith(
-            self.tokenizer.bos_token
-        )
-        ids = self.codec.tok_encode(context, False if begins else self.codec.add_bos_token)
-        ids = ids[-(self.max_length - most) :]
-        split = len(ids) if self.protocol == "prompt" else len(ids) - 1
-        stopping = Stopping(
-            most,
-            end_token_ids(self._model, self.tokenizer),
-            tuple(stop for stop in until if stop),
-            lambda tokens: str(self.tokenizer.decode(tokens, skip_special_tokens=False)),
-        )
-        methods = {LABEL: (self.method, self.budget)}
-        prompt = Prompt(ids[:split], ids[split:], methods, stopping, prompt_name(ids))
-        return replace(prompt, encoder=PromptEncoder(self.tokenizer)), until
-
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval keeps beside its results: method, budget, protocol, and how much was kept."""
-        scored = self.records
-        kept = [record["ratio"] for record in scored if record["ratio"] is not None]
+        kept = [record["ratio"] for record in self.records if record["ratio"] is not None]
         return {
             "kvbench_method": self.method_name,
             "kvbench_options": dict(self.options),
@@ -346,10 +266,10 @@ class KVBenchLM(TemplateLM):
             "kvbench_generation_protocol": self.protocol,
             "kvbench_rolling": self.rolling,
             "kvbench_positions": self.positions,
-            "kvbench_requests": len(scored),
-            "kvbench_compressed_share": _mean([float(r["compressed"]) for r in scored]),
+            "kvbench_requests": len(self.records),
+            "kvbench_compressed_share": _mean([float(r["compressed"]) for r in self.records]),
             "kvbench_kept_ratio": _mean(kept),
-            "model_dtype": str(self._model.dtype),
+            "model_dtype": str(self.model.dtype),
         }
 
 

@@ -1,17 +1,25 @@
-"""Likelihood requests on compressed caches, several methods at once: one prefill per context."""
+"""Requests of lm-evaluation-harness on compressed caches, several methods at once: one prefill per
+context."""
 
 from __future__ import annotations
 
+import io
 import logging
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lm_eval.api.model import TemplateLM
+import lm_eval.models  # noqa: F401 - before a model is registered: it fills an empty registry only
+from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import normalize_gen_kwargs
 
-from kvbench.engine.fork import Fork, prompt_name
+from kvbench.engine.fork import Cost, prompt_name
+from kvbench.engine.generate import Prompt
 from kvbench.engine.loading import Model, Tokenizer
 from kvbench.engine.scoring import CompressedPrompt, masked_pass_cache, read, score
+from kvbench.engine.stopping import Stopping
 from kvbench.errors import UserError
 from kvbench.kv import Budget
 from kvbench.methods.base import Method
@@ -20,122 +28,58 @@ from kvbench.tasks.base import PromptEncoder
 log = logging.getLogger(__name__)
 
 SCORINGS = ("sum", "mean")
-DEFAULT_LENGTH = 2048
-"""Tokens of a model whose config names no number, as in lm-evaluation-harness."""
-
+Methods = Mapping[str, tuple[Method, Budget]]
 Pair = tuple[Sequence[int], Sequence[int]]
 """Token ids of a context and of what goes on from it."""
 
 
-@dataclass(frozen=True)
-class Codec:
-    """Text to token ids as lm-evaluation-harness's HFLM has it.
-
-    Attributes:
-        add_bos_token: whether the tokenizer adds its special tokens; None: its default.
-    """
-
-    tokenizer: Tokenizer
-    add_bos_token: bool | None = None
-    backend: str = "causal"
-
-    @property
-    def prefix_token_id(self) -> int:
-        """The context of a text that has none: BOS where there is one, else EOS."""
-        for token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
-            if token is not None:
-                return int(token)
-        raise UserError(
-            f"tokenizer {self.tokenizer.name_or_path!r} has no BOS and no EOS token; allowed: one that "
-            "has, since it stands before a text without a context"
-        )
-
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None) -> list[int]:
-        """Token ids; by default with the tokenizer's special tokens, but not before a text that begins
-        with the prefix token's own."""
-        special = self.add_bos_token if add_special_tokens is None else add_special_tokens
-        begins = string.startswith(str(self.tokenizer.decode([self.prefix_token_id])))
-        if add_special_tokens is None and begins:
-            special = False
-        options: dict[str, Any] = {} if special is None else {"add_special_tokens": special}
-        return list(self.tokenizer.encode(string, **options))
-
-    def chat(
-        self, history: list[dict[str, str]], add_generation_prompt: bool = True, **options: Any
-    ) -> str:
-        """The conversation as text, by the tokenizer's chat template."""
-        tokenizer: Any = self.tokenizer
-        return str(
-            tokenizer.apply_chat_template(
-                history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-                **options,
-            )
-        )
-
-    def pair(self, context: str, continuation: str) -> Pair:
-        """Ids of a request, the blanks at the context's end moved to the continuation."""
-        if context:
-            return TemplateLM._encode_pair(self, context, continuation)
-        ids = self.tok_encode(continuation, add_special_tokens=False)
-        if ids[:1] == [self.prefix_token_id]:
-            return ids[:1], ids[1:]
-        return [self.prefix_token_id], ids
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without that harness's bars and remarks about its own defaults; what fails is raised."""
+    its = logging.getLogger("lm_eval")
+    level = its.level
+    its.setLevel(logging.ERROR)
+    try:
+        with nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        its.setLevel(level)
 
 
-def positions_of(model: Model) -> int:
-    """Tokens that the model has positions for."""
-    config = model.config.get_text_config()
-    names = ("n_positions", "max_position_embeddings", "n_ctx")
-    found = (getattr(config, name, None) for name in names)
-    return next((int(value) for value in found if value is not None), DEFAULT_LENGTH)
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One request under one method.
+@dataclass(frozen=True, kw_only=True)
+class Answer(Cost):
+    """One likelihood request under one method, and what it cost (of `prompt_tokens`, the context's
+    tokens that the method was given).
 
     Attributes:
         logprob: of the whole continuation, or of its mean token. greedy: whether every token is the most
             likely one.
-        tokens: of the continuation. prompt_tokens, compressed_tokens: of the context, and of what the
-            method was given of it.
-        compressed: whether the context was longer than the method's capacity.
-        entries, cache_bytes, exact_bytes, prefill_s, compress_s: as in a record.
+        tokens: of the continuation. context_tokens: of the context.
         imagined: a mask of a whole pass: entries and bytes are those of a cache that nobody holds.
+        failure: what stopped the method, if anything did.
     """
 
-    logprob: float
-    greedy: bool
-    tokens: int
-    prompt_tokens: int
-    compressed_tokens: int
-    compressed: bool
-    entries: Mapping[str, float] | None
-    cache_bytes: int | None
-    exact_bytes: int
+    context_tokens: int
     prefill_s: float
-    compress_s: float
+    logprob: float = 0.0
+    greedy: bool = False
+    tokens: int = 0
     imagined: bool = False
     failure: Exception | None = None
 
-    @property
     def record(self) -> dict[str, Any]:
         """What that harness's results have no place for."""
         shown = (
-            "prompt_tokens",
-            "compressed_tokens",
             "tokens",
             "compressed",
             "imagined",
             "entries",
+            "cache_bytes",
+            "exact_bytes",
+            "ratio",
         )
-        held = self.cache_bytes
-        return {name: getattr(self, name) for name in (*shown, "cache_bytes", "exact_bytes")} | {
-            "ratio": None if held is None else held / self.exact_bytes
-        }
+        names = {"prompt_tokens": self.context_tokens, "compressed_tokens": self.prompt_tokens}
+        return names | {name: getattr(self, name) for name in shown}
 
 
 def truncated(pair: Pair, max_length: int) -> Pair:
@@ -157,7 +101,7 @@ def truncated(pair: Pair, max_length: int) -> Pair:
 def answer_requests(
     model: Model,
     pairs: Sequence[Pair],
-    methods: Mapping[str, tuple[Method, Budget]],
+    methods: Methods,
     *,
     seed: int,
     max_length: int,
@@ -174,12 +118,8 @@ def answer_requests(
     cut = [truncated(pair, max_length) for pair in pairs]
     longer = sum(len(mine[0]) < len(given[0]) for mine, given in zip(cut, pairs, strict=True))
     if longer:
-        log.warning(
-            "%d of %d contexts are cut on the left to the model's %d tokens",
-            longer,
-            len(pairs),
-            max_length,
-        )
+        said = "%d of %d contexts are cut on the left to the model's %d tokens"
+        log.warning(said, longer, len(pairs), max_length)
     by_context: dict[tuple[int, ...], list[int]] = {}
     for number, (context, _) in enumerate(cut):
         by_context.setdefault(tuple(context), []).append(number)
@@ -187,61 +127,96 @@ def answer_requests(
     for context in sorted(by_context, key=len, reverse=True):
         members = by_context[context]
         tails = [cut[number][1] for number in members]
+        room, name = max(map(len, tails)), prompt_name(context[:-1] or context)
         reading = read(
-            model,
-            context,
-            methods,
-            seed=seed,
-            example_id=prompt_name(context[:-1] or context),
-            room=max(map(len, tails)),
-            encoder=encoder,
+            model, context, methods, seed=seed, example_id=name, room=room, encoder=encoder
         )
-        held = {fork.label: _held(fork, reading) for fork in reading.forks}
-        for label in reading.whole:
-            pair = reading.whole[label]
-            entries, ratio = masked_pass_cache(model, pair, len(context) + max(map(len, tails)))
-            nothing = _nothing(reading)
-            held[label] = replace(
-                nothing,
-                compressed=True,
-                imagined=True,
-                entries={"mean": entries, "max": entries},
-                cache_bytes=round(ratio * nothing.exact_bytes),
-            )
+        held = _held(model, reading, len(context) + room)
         for label, scored in score(model, reading, tails, batch_rows=batch_rows).items():
-            for number, one in zip(members, scored, strict=True):
-                total = sum(one.logprobs)
-                if scoring == "mean":
-                    total /= max(1, len(one.logprobs))
-                answers[number][label] = replace(
-                    held[label],
-                    logprob=total,
-                    greedy=all(one.greedy),
-                    tokens=len(cut[number][1]),
-                    failure=one.failure,
-                )
+            for number, tail, one in zip(members, tails, scored, strict=True):
+                total = sum(one.logprobs) / (len(one.logprobs) or 1 if scoring == "mean" else 1)
+                found: dict[str, Any] = {
+                    "logprob": total,
+                    "greedy": all(one.greedy),
+                    "failure": one.failure,
+                }
+                answers[number][label] = replace(held[label], tokens=len(tail), **found)
     return answers
 
 
-def _nothing(reading: CompressedPrompt) -> Answer:
-    n = len(reading.prompt_ids)
-    start = reading.start
-    head = min(start.n, n - 1)
-    return Answer(
-        0.0, False, 0, n, head, False, None, None, start.exact_bytes, start.prefill_s, 0.0
+def _held(model: Model, reading: CompressedPrompt, tokens: int) -> dict[str, Answer]:
+    """What every method of a reading holds after compression, before anything is scored; of one that
+    masks a whole pass, what it would hold at the end of `tokens`."""
+    n, start = len(reading.prompt_ids), reading.start
+    nothing = Answer(
+        prompt_tokens=min(start.n, n - 1),
+        capacity=start.n,
+        exact_bytes=start.exact_bytes,
+        context_tokens=n,
+        prefill_s=start.prefill_s,
     )
+    held = dict.fromkeys((fork.label for fork in reading.forks), nothing)
+    for fork in reading.forks:
+        if fork.failure is None:
+            cost = fork.cost()
+            shown = ("capacity", "entries", "cache_bytes", "compressed", "compress_s")
+            held[fork.label] = replace(nothing, **{name: getattr(cost, name) for name in shown})
+    for label, pair in reading.whole.items():
+        entries, ratio = masked_pass_cache(model, pair, tokens)
+        held[label] = replace(
+            nothing,
+            compressed=True,
+            imagined=True,
+            entries={"mean": entries, "max": entries},
+            cache_bytes=round(ratio * start.exact_bytes),
+        )
+    return held
 
 
-def _held(fork: Fork, reading: CompressedPrompt) -> Answer:
-    """What a fork holds after compression, before anything is scored."""
-    answer = _nothing(reading)
-    if fork.failure is not None:
-        return replace(answer, failure=fork.failure)
-    cost = fork.cost()
-    return replace(
-        answer,
-        compressed=cost.compressed,
-        entries=cost.entries,
-        cache_bytes=cost.cache_bytes,
-        compress_s=cost.compress_s,
-    )
+class Requests(HFLM):
+    """HFLM's way to encode requests, for a model of kvbench's."""
+
+    def __init__(self, model: Model, tokenizer: Tokenizer, **options: Any) -> None:
+        with quietly():
+            super().__init__(model, backend="causal", tokenizer=tokenizer, **options)
+        if self.prefix_token_id is None:
+            raise UserError(
+                f"tokenizer {self.tokenizer_name!r} has no BOS and no EOS token; allowed: one that has, "
+                "since it stands before a text without a context"
+            )
+
+    def pair(self, context: str, continuation: str) -> Pair:
+        """Ids of a request, the blanks at the context's end moved to the continuation."""
+        if context:
+            return self._encode_pair(context, continuation)
+        ids = self.tok_encode(continuation, add_special_tokens=False)
+        if ids[:1] == [self.prefix_token_id]:
+            return ids[:1], ids[1:]
+        return [self.prefix_token_id], ids
+
+    def prompt(
+        self, context: str, given: Mapping[str, Any], methods: Methods, stopping: Stopping
+    ) -> Prompt:
+        """A generation request; all but its last token are the context.
+
+        Args:
+            stopping: when its answer ends, but for the number of tokens and the texts that end it.
+
+        Raises:
+            UserError: sampling, or more new tokens than the model has positions.
+        """
+        options = normalize_gen_kwargs(dict(given), self.max_gen_toks)
+        if options.get("do_sample") or options.get("temperature"):
+            raise UserError(
+                f"generation kwargs ask for sampling ({dict(given)}); allowed: greedy decoding"
+            )
+        most = int(options["max_gen_toks"])
+        if most >= self.max_length:
+            raise UserError(
+                f"max_gen_toks is {most} and the model has {self.max_length} positions; allowed: fewer"
+            )
+        ids = self.tok_encode(context)[-(self.max_length - most) :]
+        until = tuple(stop for stop in options.get("until") or () if stop)
+        ends = replace(stopping, max_new_tokens=most, strings=until)
+        encoder = PromptEncoder(self.tokenizer)
+        return Prompt(ids[:-1], ids[-1:], methods, ends, prompt_name(ids), encoder=encoder)

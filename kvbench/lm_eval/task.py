@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import io
 import logging
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, chdir, contextmanager, nullcontext, redirect_stderr
+from contextlib import ExitStack, chdir
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Le
 from lm_eval.api.instance import Instance
-from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.models.utils import postprocess_generated_text
 from lm_eval.tasks import TaskManager
 
-from kvbench.engine.fork import prompt_name
-from kvbench.engine.generate import Prompt, run_batch
+from kvbench.engine.generate import run_batch
 from kvbench.engine.stopping import Stopping
-from kvbench.errors import UserError, first_line, one_line
-from kvbench.errors.options import Count, Distinct, check_options
+from kvbench.errors import UserError, first_line, nearest, one_line
+from kvbench.errors.options import Count, Distinct
 from kvbench.lm_eval.local import write_tasks
-from kvbench.lm_eval.scoring import Answer, Codec, answer_requests
+from kvbench.lm_eval.scoring import Answer, Requests, answer_requests, quietly
+from kvbench.probes.base import Probe
 from kvbench.run.plan import Methods, Outcome, Unit, measured, status_of
 from kvbench.run.session import Session
 from kvbench.tasks.base import TaskError, Tokens
@@ -35,17 +35,8 @@ FEWSHOT_SEED = 1234
 """Of the draws of few-shot examples, lm-evaluation-harness's default."""
 
 
-@dataclass(frozen=True)
-class Document:
-    """A document of a task, with its requests."""
-
-    task: Any
-    doc: Any
-    requests: tuple[Instance, ...]
-
-
 @dataclass(frozen=True, kw_only=True)
-class HarnessTask:
+class HarnessTask(Probe):
     """Any likelihood or generation task of lm-evaluation-harness, one record per document and method.
 
     All but the last token of a document's context are compressed, once for all of its choices and
@@ -68,7 +59,8 @@ class HarnessTask:
     """
 
     name: ClassVar[str] = "lm_eval"
-    version: ClassVar[int] = 1
+    score_unit: ClassVar[str] = "fraction"
+    repetition: ClassVar[str] = "document"
 
     tasks: Distinct[str] = ()
     num_fewshot: Annotated[int, Ge(0), Le(1000)] | None = None
@@ -84,7 +76,7 @@ class HarnessTask:
     _loaded: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_options(self, "task.", TaskError)
+        super().__post_init__()
         if not self.chat and (self.multiturn or self.system is not None):
             raise TaskError(
                 f"task.chat is false and task.multiturn is {self.multiturn}, task.system "
@@ -96,24 +88,12 @@ class HarnessTask:
             )
 
     def meta(self) -> dict[str, Any]:
-        """See `kvbench.run.plan.Plan.meta`."""
-        return {
-            "version": self.version,
-            "data": self._digests(),
-            "score_unit": "fraction",
-            "lower_is_better": False,
-            "breakdown": [],
-            "figures": [],
-            "unit": "document",
-        }
-
-    def _digests(self) -> dict[str, str]:
-        """sha256 of each file in `include_path`."""
-        if self.include_path is None:
-            return {}
-        return dict(
-            file_digests([f"{self.include_path}/*.{end}" for end in ("yaml", "json*", "py")])
+        """See `Probe.meta`; `data`: sha256 of each file in `include_path`."""
+        ends = ("yaml", "json*", "py")
+        files = (
+            [] if self.include_path is None else [f"{self.include_path}/*.{end}" for end in ends]
         )
+        return super().meta() | {"data": dict(file_digests(files)), "measures": []}
 
     def _load(self) -> dict[str, Any]:
         """The tasks by name, their few-shot examples and data included.
@@ -126,23 +106,21 @@ class HarnessTask:
         folder = None if self.include_path is None else Path(self.include_path).resolve()
         try:
             with ExitStack() as stack:
-                stack.enter_context(_quietly())
+                stack.enter_context(quietly())
                 if self.source == "local":
                     folder = Path(stack.enter_context(TemporaryDirectory(prefix="kvbench-tasks-")))
                     write_tasks(folder)
                 if folder is not None:
                     stack.enter_context(chdir(folder))
-                manager = TaskManager(
-                    include_path=None if folder is None else str(folder),
-                    include_defaults=folder is None,
-                )
-                known = set(manager.all_tasks)
-                for name in self.tasks:
-                    if name not in known:
-                        where = "lm-evaluation-harness" if folder is None else self.include_path
-                        where = "the local ones" if self.source == "local" else where
-                        some = ", ".join(sorted(known)[:12]) if folder is not None else "its list"
-                        raise TaskError(f"task {name!r} is not in {where}; allowed: {some}")
+                place = None if folder is None else str(folder)
+                manager = TaskManager(include_path=place, include_defaults=folder is None)
+                known = list(manager.all_tasks)
+                for name in set(self.tasks) - set(known):
+                    hint = nearest(name, known)
+                    where = "its list" if folder is None else ", ".join(sorted(known)[:12])
+                    raise TaskError(
+                        f"task {name!r} is unknown to lm-evaluation-harness{hint}; allowed: {where}"
+                    )
                 found = manager.load(list(self.tasks))["tasks"]
         except (TaskError, MemoryError):
             raise
@@ -172,14 +150,14 @@ class HarnessTask:
         by_task = []
         for name, task in self._load().items():
             try:
-                with _quietly():
+                with quietly():
                     task.build_all_requests(
                         rank=0,
                         world_size=1,
                         system_instruction=self.system,
                         apply_chat_template=self.chat,
                         fewshot_as_multiturn=self.multiturn,
-                        chat_template=Codec(session.tokenizer).chat if self.chat else None,
+                        chat_template=partial(_chat, session.tokenizer) if self.chat else None,
                     )
             except ValueError as error:  # of the sampler
                 raise TaskError(
@@ -194,40 +172,32 @@ class HarnessTask:
                         "generate_until"
                     )
                 documents.setdefault(request.doc_id, []).append(request)
-            by_task.append(
-                [
-                    self._unit(name, doc_id, Document(task, requests[0].doc, tuple(requests)))
-                    for doc_id, requests in sorted(documents.items())[: self.per_dataset]
-                ]
-            )
-        longest = max(map(len, by_task), default=0)
-        return [units[turn] for turn in range(longest) for units in by_task if turn < len(units)]
-
-    def _unit(self, name: str, doc_id: int, document: Document) -> Unit:
-        key = f"{name}-{doc_id:05d}"
-        where = {"dataset": name, "document": key, "source": self.source}
-        return Unit(key, (key,), document, {key: where})
+            units = []
+            for doc_id, requests in sorted(documents.items())[: self.per_dataset]:
+                key = f"{name}-{doc_id:05d}"
+                where = {"dataset": name, "document": key, "source": self.source}
+                units.append(Unit(key, (key,), (task, requests), {key: where}))
+            by_task.append(units)
+        return [unit for turn in zip_longest(*by_task) for unit in turn if unit is not None]
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
         """All requests of a document under every method."""
-        document: Document = unit.payload
+        task, requests = unit.payload
         shared = {
             **unit.fields[unit.id],
-            "num_fewshot": document.task.config.num_fewshot or 0,
-            "prompt_tail": str(document.requests[0].args[0])[-200:],
+            "num_fewshot": task.config.num_fewshot or 0,
+            "prompt_tail": str(requests[0].args[0])[-200:],
         }
-        if document.requests[0].request_type == "generate_until":
+        if requests[0].request_type == "generate_until":
             yield from self._generate(unit, methods, session, shared)
             return
-        codec = Codec(session.tokenizer)
-        pairs = [codec.pair(*request.args) for request in document.requests]
-        positions = session.encoder.max_positions
+        side = self._side(session)
         answers = answer_requests(
             session.model,
-            pairs,
+            [side.pair(*request.args) for request in requests],
             methods,
             seed=session.seed,
-            max_length=self.max_length or positions or max(len(c) + len(y) for c, y in pairs),
+            max_length=side.max_length,
             scoring=self.scoring,
             encoder=session.encoder,
         )
@@ -238,24 +208,24 @@ class HarnessTask:
             if failure is not None:
                 fields |= {"status": status_of(failure), "error": one_line(failure)}
             else:
-                fields |= self._scored(document, [(a.logprob, a.greedy) for a in mine])
+                fields |= self._scored(task, requests, [(a.logprob, a.greedy) for a in mine])
                 fields["logprobs"] = [a.logprob for a in mine]
                 if len(mine) > 1:
                     best = max(range(len(mine)), key=lambda i: mine[i].logprob)
-                    fields["prediction"] = str(document.requests[best].args[1])
+                    fields["prediction"] = str(requests[best].args[1])
             yield Outcome(label, unit.id, fields)
 
-    def _scored(self, document: Document, responses: Sequence[Any]) -> dict[str, Any]:
-        """What the task itself makes of a document's responses."""
-        requests = document.requests
+    def _scored(
+        self, task: Any, requests: Sequence[Instance], responses: Sequence[Any]
+    ) -> dict[str, Any]:
+        """What the task itself makes of the responses to a document's requests."""
         for request, response in zip(requests, responses, strict=True):
             request.resps = [response]
             request.filtered_resps = {}
-        chosen = document.task._filters[0]
+        chosen = task._filters[0]
         chosen.apply(list(requests))
-        results = document.task.process_results(
-            document.doc, [request.filtered_resps[chosen.name] for request in requests]
-        )
+        filtered = [request.filtered_resps[chosen.name] for request in requests]
+        results = task.process_results(requests[0].doc, filtered)
         numbers = {k: float(v) for k, v in results.items() if isinstance(v, int | float)}
         if not numbers:
             raise UserError(f"task {requests[0].task_name!r} has no metric of single documents")
@@ -265,24 +235,11 @@ class HarnessTask:
     def _generate(
         self, unit: Unit, methods: Methods, session: Session, shared: Mapping[str, Any]
     ) -> Iterator[Outcome]:
-        document: Document = unit.payload
-        (request,) = document.requests
-        options = normalize_gen_kwargs(request.args[1])
-        if options.get("do_sample") or options.get("temperature"):
-            raise UserError(
-                f"task {request.task_name!r} asks for sampling; allowed: greedy decoding"
-            )
-        most = int(options["max_gen_toks"])
-        until = [stop for stop in options.get("until") or [] if stop]
-        ids = Codec(session.tokenizer).tok_encode(request.args[0])
-        positions = self.max_length or session.encoder.max_positions
-        if positions is not None:
-            ids = ids[-max(2, positions - most) :]
+        task, (request,) = unit.payload
         decode = session.encoder.decode
-        stopping = Stopping(
-            most, session.end_ids, tuple(until), decode, timeout_s=session.example_timeout
-        )
-        prompt = Prompt(ids[:-1], ids[-1:], methods, stopping, prompt_name(ids))
+        stopping = Stopping(1, session.end_ids, decode=decode, timeout_s=session.example_timeout)
+        context, given = request.args
+        prompt = self._side(session).prompt(context, given, methods, stopping)
         prompt = replace(prompt, encoder=session.encoder)
         (found,) = run_batch(
             session.model,
@@ -291,37 +248,39 @@ class HarnessTask:
             compress_after=session.compress_after,
             graphs=session.graphs,
         )
+        n = len(prompt.context_ids) + 1
         for label, result in found.items():
-            fields = {**shared, "prompt_tokens": len(ids), **measured(result)}
+            fields = {**shared, "prompt_tokens": n, **measured(result)}
             if result.failure is None:
+                until = list(prompt.stopping.strings)
                 text = postprocess_generated_text(decode(result.tokens), until, None)
-                fields |= {"prediction": text, **self._scored(document, [text])}
+                fields |= {"prediction": text, **self._scored(task, [request], [text])}
             yield Outcome(label, unit.id, fields)
 
+    def _side(self, session: Session) -> Requests:
+        """How requests become tokens; made once for a model."""
+        if "requests" not in self._loaded:
+            length = self.max_length or session.encoder.max_positions
+            self._loaded["requests"] = Requests(session.model, session.tokenizer, max_length=length)
+        return self._loaded["requests"]
 
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Without that harness's bars and remarks about its own defaults; what fails is raised."""
-    its = logging.getLogger("lm_eval")
-    level = its.level
-    its.setLevel(logging.ERROR)
-    try:
-        with nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        its.setLevel(level)
+
+def _chat(tokenizer: Any, history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+    """A conversation as text, by the tokenizer's chat template."""
+    last = {"continue_final_message": not add_generation_prompt}
+    last["add_generation_prompt"] = add_generation_prompt
+    return str(tokenizer.apply_chat_template(history, tokenize=False, **last))
 
 
 def _held(answers: Sequence[Answer]) -> dict[str, Any]:
     """Record fields of what was held: of several contexts (choices in the context), all together."""
-    first, found = answers[0], {id(a.entries): a for a in answers}  # one per context
-    several = list(found.values())
-    known = [a for a in several if a.cache_bytes is not None]
-    held = sum(a.cache_bytes or 0 for a in known)
-    exact = sum(a.exact_bytes for a in known)
+    first = answers[0]
+    several = list({id(a.entries): a for a in answers}.values())  # one per context
+    held = sum(a.cache_bytes or 0 for a in several)
+    exact = sum(a.exact_bytes for a in several if a.cache_bytes is not None)
     return {
-        "prompt_tokens": max(a.prompt_tokens for a in answers),
-        "compressed_tokens": max(a.compressed_tokens for a in answers),
+        "prompt_tokens": max(a.context_tokens for a in answers),
+        "compressed_tokens": max(a.prompt_tokens for a in answers),
         "new_tokens": sum(a.tokens for a in answers),
         "choices": len(answers),
         "contexts": len(several),

@@ -8,16 +8,14 @@ import torch
 from torch import Tensor
 
 from kvbench.kv import CompressedKV, LayerKV, rows_at
+from kvbench.methods.base import Sample
 
 MIX = 2.0**-10
 """Share of the denominator that is estimated from the numerator's entries (see `combine`)."""
 
 
 def combine(
-    layer: LayerKV,
-    numerator: tuple[Tensor, Tensor],
-    denominator: tuple[Tensor, Tensor],
-    exact: Tensor,
+    layer: LayerKV, numerator: Sample, denominator: Sample, start: int, exact: Tensor
 ) -> CompressedKV:
     """Entries whose ordinary weighted attention is the quotient of two estimators.
 
@@ -31,17 +29,17 @@ def combine(
     Returns the entries of D, which have no values, then those of N and of R.
 
     Args:
-        numerator, denominator: prompt positions [batch, kv_heads, c] int64 (-1 pads) and log-weights
-            log a, log b [batch, kv_heads, c] float32 (-inf on padding).
+        numerator, denominator: of the streams of all heads, [batch * kv_heads, c].
+        start: the prompt position of a stream's first token.
         exact: [c] int64, the prompt positions of R.
     """
     batch, heads = layer.keys.shape[:2]
-    numerator, denominator = _trimmed(numerator, denominator)
+    above, below = _trimmed(layer, start, numerator, denominator)
     recent = exact.to(layer.keys.device).expand(batch, heads, -1)
-    positions = torch.cat([denominator[0], numerator[0], recent], dim=-1)
+    positions = torch.cat([below[0], above[0], recent], dim=-1)
     of_recent = torch.full(recent.shape, math.log1p(MIX), device=recent.device)
-    log_weights = torch.cat([denominator[1], numerator[1] + math.log(MIX), of_recent], dim=-1)
-    keys_only, sampled = denominator[0].shape[-1], numerator[0].shape[-1]
+    log_weights = torch.cat([below[1], above[1] + math.log(MIX), of_recent], dim=-1)
+    keys_only, sampled = below[0].shape[-1], above[0].shape[-1]
     keys = rows_at(layer.keys, positions.clamp(min=0))
     values = rows_at(layer.values, positions[..., keys_only:].clamp(min=0))
     scaled = values[:, :, :sampled].float() * ((1 + MIX) / MIX)
@@ -49,13 +47,19 @@ def combine(
     return CompressedKV(keys, values, log_weights, positions, keys_only=keys_only)
 
 
-def _trimmed(*samples: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Positions and log-weights without the room that no head uses, which would be held all the same:
-    [batch, kv_heads, most]. A GPU is asked once for all."""
-    empty = [log_weights == -math.inf for _, log_weights in samples]
+def _trimmed(layer: LayerKV, start: int, *samples: Sample) -> list[tuple[Tensor, Tensor]]:
+    """Prompt positions and log-weights [batch, kv_heads, most] without the room that no head uses,
+    which would be held all the same. A GPU is asked once for all."""
+    device, shape = layer.keys.device, (*layer.keys.shape[:2], -1)
+    pairs = [
+        (torch.where(one.positions < 0, -1, one.positions + start), one.log_weights)
+        for one in samples
+    ]
+    placed = [(p.to(device).view(shape), w.to(device).view(shape)) for p, w in pairs]
+    empty = [log_weights == -math.inf for _, log_weights in placed]
     most = torch.stack([(~one).sum(-1).max() for one in empty]).tolist()
     trimmed = []
-    for sample, one, count in zip(samples, empty, most, strict=True):
+    for (positions, weights), one, count in zip(placed, empty, most, strict=True):
         order = one.int().argsort(dim=-1, stable=True)[..., :count]
-        trimmed.append((sample[0].gather(-1, order), sample[1].gather(-1, order)))
+        trimmed.append((positions.gather(-1, order), weights.gather(-1, order)))
     return trimmed

@@ -3,24 +3,43 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
+from kvbench.errors.options import Text
 from kvbench.kv import KVError
 from kvbench.methods.base import Method
 
 
-def wrapped(method: Any, needs: str) -> Method:
-    """The method that `method.of` and `method.options` name.
+@dataclass(frozen=True, kw_only=True)
+class Wrapper(Method):
+    """A method that uses another one.
 
     Args:
-        needs: what it must implement, or a flag it must have.
+        of: its name. options: its options.
 
     Raises:
         KVError: unknown, wrong options, or it lacks what is needed.
     """
-    kind: type = type(method)
-    return _built(kind.__module__, method.of, tuple(sorted(method.options.items())), needs)
+
+    needs: ClassVar[str]
+    """What the other must implement, or a flag that it must have."""
+
+    of: Text = "snapkv"
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.inner
+
+    @property
+    def inner(self) -> Method:
+        """The method that `of` and `options` name."""
+        return _built(
+            type(self).__module__, self.of, tuple(sorted(self.options.items())), self.needs
+        )
 
 
 @lru_cache(maxsize=256)

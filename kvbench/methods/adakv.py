@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvbench.errors.options import Fraction, Text
+from kvbench.errors.options import Fraction
 from kvbench.kv import Budget, CompressedKV, LayerKV, gather_entries
-from kvbench.methods._wrapped import wrapped
-from kvbench.methods.base import Method
+from kvbench.methods._wrapped import Wrapper
 
 
 def best_of_all_heads(scores: Tensor, kept: int, safe: int) -> Tensor:
@@ -27,7 +25,7 @@ def best_of_all_heads(scores: Tensor, kept: int, safe: int) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaKV(Method):
+class AdaKV(Wrapper):
     """Keeps of every layer kv_heads * capacity entries, as many of each head as its scores deserve.
 
     Sink, window and each head's best int(safeguard * capacity) entries are safe; the others of all heads
@@ -42,19 +40,14 @@ class AdaKV(Method):
     """
 
     paper: ClassVar[str] = "arXiv 2407.11550; kvpress AdaKVPress"
+    needs: ClassVar[str] = "token_scores"
 
-    of: Text = "snapkv"
-    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     safeguard: Fraction = 0.2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        wrapped(self, "token_scores")
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """The entries that stay, ascending, each head's at the front; padding follows."""
         n, capacity = layer.n, budget.capacity(layer.n)
-        scores = wrapped(self, "token_scores").token_scores(layer, budget).clone()
+        scores = self.inner.token_scores(layer, budget).clone()
         scores[:, :, : budget.sink] = math.inf
         scores[:, :, n - budget.window :] = math.inf
         return keep(layer, best_of_all_heads(scores, capacity, int(self.safeguard * capacity)))

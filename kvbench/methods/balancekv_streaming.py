@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from annotated_types import Ge
@@ -16,7 +16,7 @@ from kvbench.errors.options import Positive, Share
 from kvbench.kernels.self_balancing import softmax_balance, walk_bound
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
 from kvbench.methods._estimator import combine
-from kvbench.methods.base import SEED_STRIDE, Method, StreamAlgorithm
+from kvbench.methods.base import SEED_STRIDE, Method, Sample, StreamAlgorithm
 
 RESTARTS = 100
 """Fresh attempts at a batch whose walk failed, with on_fail=restart, before giving up."""
@@ -24,16 +24,6 @@ RESTARTS = 100
 
 class BalanceFailure(RuntimeError):
     """A walk strayed farther than its bound (Algorithm 2's FAIL)."""
-
-
-class Sample(NamedTuple):
-    """Tokens that stand for a stream: positions in it [c] int64 and log-weights [c], keys [c, d], values
-    [c, e]; of several heads with one more dimension in front, padded with -1, -inf and 0."""
-
-    positions: Tensor
-    log_weights: Tensor
-    keys: Tensor
-    values: Tensor
 
 
 class MergeAndReduce:
@@ -204,21 +194,19 @@ class BalanceKVLayer:
     def __init__(self, heads: Sequence[BalanceKVStream]) -> None:
         self.heads = heads
 
-    def samples(self) -> tuple[list[Sample], list[Sample]]:
-        """Of every head the numerator's and the denominator's."""
-        above = [head.numerator() for head in self.heads]
-        return above, [head.denominator.sample() for head in self.heads]
-
     @property
     def entries(self) -> int:
         """See `LayerStream`; a token that a bucket and the denominator hold counts twice."""
-        pairs = zip(*self.samples(), strict=True)
-        return max(len(above.positions) + len(below.positions) for above, below in pairs)
+        return max(
+            len(head.numerator().positions) + len(head.denominator.sample().positions)
+            for head in self.heads
+        )
 
     @property
     def nbytes(self) -> int:
         """See `LayerStream`."""
-        return sum(one.keys.nbytes + one.values.nbytes for side in self.samples() for one in side)
+        samples = (one for h in self.heads for one in (h.numerator(), h.denominator.sample()))
+        return sum(one.keys.nbytes + one.values.nbytes for one in samples)
 
     def extend(self, keys: Tensor, values: Tensor) -> None:
         """See `LayerStream`. A walk is given the radius of the longest key so far, since nobody knows
@@ -228,15 +216,13 @@ class BalanceKVLayer:
             head.widen(float(key.double().norm(dim=-1).max()))
             head.extend(key, value)
 
-    def numerator(self) -> tuple[Tensor, Tensor, Tensor]:
+    def numerator(self) -> Sample:
         """See `LayerStream`."""
-        found = side_by_side(self.samples()[0])
-        return found.keys, found.values, found.log_weights
+        return side_by_side([head.numerator() for head in self.heads])
 
-    def denominator(self) -> tuple[Tensor, Tensor]:
+    def denominator(self) -> Sample:
         """See `LayerStream`."""
-        found = side_by_side(self.samples()[1])
-        return found.keys, found.log_weights
+        return side_by_side([head.denominator.sample() for head in self.heads])
 
 
 def side_by_side(samples: Sequence[Sample]) -> Sample:
@@ -301,14 +287,8 @@ class BalanceKVStreaming(Method):
             ]
         )
         streams.extend(keys, values)
-        sides = []
-        for found in map(side_by_side, streams.samples()):
-            positions = torch.where(found.positions < 0, -1, found.positions + start)
-            pair = (positions.to(layer.keys.device), found.log_weights.to(layer.keys.device))
-            sides.append((pair[0].view(batch, heads, -1), pair[1].view(batch, heads, -1)))
         exact = torch.cat([torch.arange(start), torch.arange(stop, n)])
-        numerator, denominator = sides
-        return combine(layer, numerator, denominator, exact)
+        return combine(layer, streams.numerator(), streams.denominator(), start, exact)
 
     def reading(self, budget: Budget) -> StreamAlgorithm | None:
         """Algorithm 1, in the entries that the size leaves."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -146,6 +146,16 @@ class Band:
     recomputed: bool = False
 
 
+class Sample(NamedTuple):
+    """Tokens that stand for a stream: positions in it [c] int64 and log-weights [c], keys [c, d], values
+    [c, e]; of several heads with one more dimension in front, padded with -1, -inf and 0."""
+
+    positions: Tensor
+    log_weights: Tensor
+    keys: Tensor
+    values: Tensor
+
+
 class LayerStream(Protocol):
     """A streaming algorithm over the tokens of one layer, all KV heads in step: two samples, with
     weights, of what attention sums up over the tokens read so far."""
@@ -164,13 +174,12 @@ class LayerStream(Protocol):
         """Read tokens in order: keys [kv_heads, m, d], values [kv_heads, m, e]."""
         ...
 
-    def numerator(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the sum of exp(q.k) v: keys [kv_heads, c, d], values [kv_heads, c, e] and log-weights
-        [kv_heads, c], -inf where a head has fewer."""
+    def numerator(self) -> Sample:
+        """Of the sum of exp(q.k) v."""
         ...
 
-    def denominator(self) -> tuple[Tensor, Tensor]:
-        """Of the sum of exp(q.k): keys and log-weights."""
+    def denominator(self) -> Sample:
+        """Of the sum of exp(q.k); its values are not used."""
         ...
 
 

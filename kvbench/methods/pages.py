@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from kvbench.errors.options import Count, Text
+from kvbench.errors.options import Count
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
-from kvbench.methods._wrapped import wrapped
-from kvbench.methods.base import Method
+from kvbench.methods._wrapped import Wrapper
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pages(Method):
+class Pages(Wrapper):
     """Keeps whole pages of consecutive tokens for every head, by another method's token scores.
 
     A paged cache frees a page only when no head of the layer needs it. Pages that hold a token of the
@@ -33,16 +31,11 @@ class Pages(Method):
     """
 
     paper: ClassVar[str] = "pages of a paged cache (arXiv 2309.06180), all heads alike"
+    needs: ClassVar[str] = "token_scores"
 
-    of: Text = "snapkv"
-    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     size: Count = 16
     tokens: Literal["max", "mean"] = "max"
     heads: Literal["mean", "max"] = "mean"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        wrapped(self, "token_scores")
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """All tokens of the pages kept, ascending, the same of every head of a prompt.
@@ -50,7 +43,7 @@ class Pages(Method):
         Raises:
             KVError: the pages of sink and window alone are more than the capacity's.
         """
-        scores = wrapped(self, "token_scores").token_scores(layer, budget)
+        scores = self.inner.token_scores(layer, budget)
         pages = self.choose(scores, budget)
         n, heads = layer.n, layer.keys.shape[1]
         at = (pages[..., None] * self.size + torch.arange(self.size, device=pages.device)).flatten(

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
 
-from kvbench.errors.options import Count, Text
+from kvbench.errors.options import Count
 from kvbench.kv import Budget, CompressedKV, LayerKV
-from kvbench.methods._wrapped import wrapped
-from kvbench.methods.base import Method, Recompression
+from kvbench.methods._wrapped import Wrapper
+from kvbench.methods.base import Recompression
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recompress(Method):
+class Recompress(Wrapper):
     """Compresses the prompt as another method does, and what is held every `every` generated tokens.
 
     The prompt is compressed to the job's budget (``budget.size`` for a fixed size, ``budget.rate=1`` to
@@ -31,20 +31,15 @@ class Recompress(Method):
     """
 
     paper: ClassVar[str] = "kvpress DecodingPress; arXiv 2505.24133"
+    needs: ClassVar[str] = "recompresses"
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "kvpress_decoding": {"every": 512, "to": 2048, "phase": "steps"}
     }
 
-    of: Text = "snapkv"
-    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     every: Count = 128
     to: Count = 512
     queries: Count = 32
     phase: Literal["steps", "tokens"] = "steps"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        wrapped(self, "recompresses")
 
     @property
     def recompression(self) -> Recompression:
@@ -53,8 +48,8 @@ class Recompress(Method):
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """What the other method holds."""
-        return wrapped(self, "recompresses").compress(layer, budget, generator)
+        return self.inner.compress(layer, budget, generator)
 
     def layer_capacity(self, budget: Budget, n: int, layer_index: int, num_layers: int) -> int:
         """The other method's."""
-        return wrapped(self, "recompresses").layer_capacity(budget, n, layer_index, num_layers)
+        return self.inner.layer_capacity(budget, n, layer_index, num_layers)

@@ -15,14 +15,14 @@ from kvbench.kernels.online_clusters import BLOCK, OnlineClusters, count_cluster
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, rows_at
 from kvbench.methods._draws import uniforms
 from kvbench.methods._estimator import combine
-from kvbench.methods.base import Method, StreamAlgorithm
+from kvbench.methods.base import Method, Sample, StreamAlgorithm
 
 BISECTIONS = 6
 """Halvings of the interval in which `delta: null` looks for a radius."""
 
 
 class SubGenStream:
-    """The state of Algorithm 1 for many heads that read their streams in step.
+    """The state of Algorithm 1 for many heads that read their streams in step (`LayerStream`).
 
     Attributes (h heads, m clusters that there is room for):
         found: the clusters and their representatives, each the first key of its cluster.
@@ -44,10 +44,12 @@ class SubGenStream:
         t: int,
         s: int,
         most: int | None = None,
+        generator: torch.Generator | None = None,
     ) -> None:
-        """`delta` and `most`: see `OnlineClusters`. Everything is on the device of `delta`."""
+        """`delta` and `most`: see `OnlineClusters`. Everything is on the device of `delta`.
+        `generator`: of the draws of `extend`."""
         device = delta.device
-        self.t, self.s, self.seen = t, s, 0
+        self.t, self.s, self.seen, self.generator = t, s, 0, generator
         self.found = OnlineClusters(heads, dim, delta, most)
         self.counts = torch.zeros(heads, 0, device=device)
         self.slots = torch.zeros(heads, 0, t, dtype=torch.int64, device=device)
@@ -57,7 +59,14 @@ class SubGenStream:
         self.sampled_keys = torch.zeros(heads, s, dim, device=device)
         self.sampled_values = torch.zeros(heads, s, value_dim, device=device)
 
-    def extend(self, keys: Tensor, values: Tensor, draws: Tensor) -> None:
+    def extend(self, keys: Tensor, values: Tensor) -> None:
+        """See `LayerStream`."""
+        drawn = len(keys), self.t + self.s
+        for key, value in zip(keys.split(BLOCK, 1), values.split(BLOCK, 1), strict=True):
+            draws = torch.rand(key.shape[1], *drawn, generator=self.generator)
+            self.read(key.cpu(), value.cpu(), draws)
+
+    def read(self, keys: Tensor, values: Tensor, draws: Tensor) -> None:
         """Read at most `BLOCK` tokens, with the result of one after the other: keys [h, b, dim], values
         [h, b, value_dim], draws [b, h, t + s] uniform in [0, 1)."""
         keys, values = keys.float(), values.float()
@@ -103,59 +112,31 @@ class SubGenStream:
             room = old.new_full((old.shape[0], more, *old.shape[2:]), empty)
             setattr(self, name, torch.cat([old, room], dim=1))
 
-    def numerator(self) -> tuple[Tensor, Tensor]:
-        """Positions [h, s] and log-weights log(mu / (s ||v||^2)); -1 and -inf where none."""
-        norms = self.sampled_values.double().square().sum(-1)
-        weights = torch.log(self.mu.unsqueeze(-1) / (self.s * norms))
-        return self.sampled, weights.masked_fill(self.sampled < 0, -math.inf).float()
-
-    def denominator(self) -> tuple[Tensor, Tensor]:
-        """Positions [h, m * t] and log-weights log(count / t); -1 and -inf where none."""
-        weights = torch.log(self.counts / self.t).unsqueeze(-1).expand_as(self.slots)
-        empty = (self.counts == 0).unsqueeze(-1)
-        return self.slots.masked_fill(empty, -1).flatten(1), weights.flatten(1)
-
-
-class SubGenLayer:
-    """Algorithm 1 for all KV heads of a layer (`LayerStream`), on the CPU.
-
-    Args:
-        generator: of the draws.
-    """
-
-    def __init__(self, stream: SubGenStream, generator: torch.Generator) -> None:
-        self.stream, self.generator = stream, generator
-
-    @property
-    def _clusters(self) -> int:
-        return int(self.stream.found.clusters.max())
-
     @property
     def entries(self) -> int:
         """See `LayerStream`: of each cluster its representative and samples, and the numerator's."""
-        return self._clusters * (self.stream.t + 1) + self.stream.s
+        return int(self.found.clusters.max()) * (self.t + 1) + self.s
 
     @property
     def nbytes(self) -> int:
         """See `LayerStream`."""
-        stream, m = self.stream, self._clusters
-        parts = (stream.found.points[:, :m], stream.slot_keys[:, :m], stream.counts[:, :m])
-        return sum(part.nbytes for part in (*parts, stream.sampled_keys, stream.sampled_values))
+        m = int(self.found.clusters.max())
+        parts = (self.found.points[:, :m], self.slot_keys[:, :m], self.counts[:, :m])
+        return sum(part.nbytes for part in (*parts, self.sampled_keys, self.sampled_values))
 
-    def extend(self, keys: Tensor, values: Tensor) -> None:
-        """See `LayerStream`."""
-        drawn = len(keys), self.stream.t + self.stream.s
-        for key, value in zip(keys.split(BLOCK, 1), values.split(BLOCK, 1), strict=True):
-            draws = torch.rand(key.shape[1], *drawn, generator=self.generator)
-            self.stream.extend(key.cpu(), value.cpu(), draws)
+    def numerator(self) -> Sample:
+        """Of weight mu / (s ||v||^2)."""
+        norms = self.sampled_values.double().square().sum(-1)
+        weights = torch.log(self.mu.unsqueeze(-1) / (self.s * norms))
+        weights = weights.masked_fill(self.sampled < 0, -math.inf).float()
+        return Sample(self.sampled, weights, self.sampled_keys, self.sampled_values)
 
-    def numerator(self) -> tuple[Tensor, Tensor, Tensor]:
-        """See `LayerStream`."""
-        return self.stream.sampled_keys, self.stream.sampled_values, self.stream.numerator()[1]
-
-    def denominator(self) -> tuple[Tensor, Tensor]:
-        """See `LayerStream`."""
-        return self.stream.slot_keys.flatten(1, 2), self.stream.denominator()[1]
+    def denominator(self) -> Sample:
+        """Of weight count / t."""
+        weights = torch.log(self.counts / self.t).unsqueeze(-1).expand_as(self.slots)
+        empty = (self.counts == 0).unsqueeze(-1)
+        positions, keys = self.slots.masked_fill(empty, -1).flatten(1), self.slot_keys.flatten(1, 2)
+        return Sample(positions, weights.flatten(1), keys, keys[..., :0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,13 +177,8 @@ class SubGenStreaming(Method):
             KVError: the capacity leaves no room for one cluster and one sample.
         """
         stream = self.stream(layer, budget, generator)
-        shape = (*layer.keys.shape[:2], -1)
         recent = torch.arange(stream.seen, layer.n, device=layer.keys.device)
-        above, below = (
-            (positions.view(shape), log_weights.view(shape))
-            for positions, log_weights in (stream.numerator(), stream.denominator())
-        )
-        return combine(layer, above, below, recent)
+        return combine(layer, stream.numerator(), stream.denominator(), 0, recent)
 
     def stream(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> SubGenStream:
         """Algorithm 1 after the older tokens of `layer`, its batch and KV heads flattened."""
@@ -219,7 +195,7 @@ class SubGenStreaming(Method):
         stream = SubGenStream(batch * heads, dim, values.shape[-1], delta, self.t, s, most)
         for key, value in zip(keys.split(BLOCK, 1), values.split(BLOCK, 1), strict=True):
             draws = uniforms(generator, keys.device, key.shape[1], heads, self.t + s)[0]
-            stream.extend(key, value, draws.repeat(1, batch, 1))
+            stream.read(key, value, draws.repeat(1, batch, 1))
         return stream
 
     def _shares(self, room: int, of_cluster: int) -> tuple[int, int]:
@@ -243,7 +219,7 @@ class SubGenStreaming(Method):
 
     def layer_stream(
         self, keys: Tensor, values: Tensor, *, room: int, tokens: int, generator: torch.Generator
-    ) -> SubGenLayer:
+    ) -> SubGenStream:
         """Algorithm 1 as it reads (`StreamAlgorithm`). With `delta` null the radius is one at which the
         first keys form half of the clusters that there is room for; once there are all, a key joins the
         nearest one. A cluster's representative counts beside its samples.
@@ -257,7 +233,7 @@ class SubGenStreaming(Method):
             delta = _radius(keys.float(), max(1, min(clusters // 2, keys.shape[1]))).cpu()
             most = clusters
         dims = keys.shape[-1], values.shape[-1]
-        return SubGenLayer(SubGenStream(len(keys), *dims, delta, self.t, s, most), generator)
+        return SubGenStream(len(keys), *dims, delta, self.t, s, most, generator)
 
 
 def _radius(keys: Tensor, clusters: int) -> Tensor:

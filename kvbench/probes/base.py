@@ -1,18 +1,15 @@
-"""What probes share: what they tell reports, what stands where methods stand elsewhere, bounds far above
-what finishes, so that a typing error ends in one line."""
+"""What probes share: what they tell reports, prompts as tokens, bounds far above what finishes."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Le
 
 from kvbench.errors.options import Distinct, check_options
-from kvbench.kv import KVError
-from kvbench.methods.base import Method
 from kvbench.records.figures import Figure, as_json
 from kvbench.run.encoding import encode_example
 from kvbench.run.plan import Methods, Outcome, Unit
@@ -26,34 +23,17 @@ Tokens = Annotated[int, Ge(1), Le(10_000_000)]
 Layers = Distinct[Annotated[int, Ge(1), Le(10_000)]]
 """Numbers of layers, counted from 1."""
 
-SYNTHETIC = "synthetic tensors"
-"""What numbers are about that come from no model."""
 
-M = TypeVar("M", bound=Method)
+@dataclass(frozen=True)
+class Tokenised:
+    """A prompt or text as token ids: what a unit of work is about."""
 
+    ids: tuple[int, ...]
 
-@dataclass(frozen=True, kw_only=True)
-class StandIn(Method):
-    """What a probe measures, where other experiments have a method; it compresses nothing."""
-
-    uses_budget: ClassVar[bool] = False
-    saves_memory: ClassVar[bool] = False
-
-
-def of_kind(task: str, methods: Methods, kind: type[M]) -> dict[str, M]:
-    """The methods of a job by label, all of one kind.
-
-    Raises:
-        KVError: one is of another kind, which does not stand for what the task measures.
-    """
-    found: dict[str, M] = {}
-    for label, (method, _) in methods.items():
-        if not isinstance(method, kind):
-            raise KVError(
-                f"task {task} has method {label!r}; allowed: {kind.__module__}.{kind.__qualname__}"
-            )
-        found[label] = method
-    return found
+    @property
+    def n(self) -> int:
+        """Tokens."""
+        return len(self.ids)
 
 
 def encoded_prompts(
@@ -68,8 +48,19 @@ def encoded_prompts(
 def origin(prompts: Task | None) -> dict[str, Any]:
     """What `meta` says of layers that come from a task's prompts, or else are random tensors."""
     if prompts is None:
-        return {"data": {}, "subject": SYNTHETIC}
+        return {"data": {}, "subject": "synthetic tensors"}
     return {"data": dict(prompts.digests())}
+
+
+def check_either(names: str, one: Any, other: Any) -> None:
+    """Refuse a probe whose layers or texts come from two places, or from none.
+
+    Raises:
+        TaskError: naming both options.
+    """
+    if bool(one) == bool(other):
+        both = "both" if one else "neither"
+        raise TaskError(f"{names}: exactly one of them must be given (got {both})")
 
 
 @dataclass(frozen=True, kw_only=True)

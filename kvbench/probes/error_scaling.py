@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import product
 from typing import Any, ClassVar
 
 import torch
@@ -27,20 +28,83 @@ from torch import Tensor
 from kvbench.engine.attention import capped
 from kvbench.engine.fork import layer_generator
 from kvbench.engine.guard import check_finite
+from kvbench.engine.prefill import capture_layers
 from kvbench.errors import nearest, one_line
-from kvbench.errors.options import Count, Distinct
+from kvbench.errors.options import Count, Distinct, Fraction, Positive, Whole, check_options
 from kvbench.kv import Budget, BudgetExceeded, KVError, LayerKV, keep_all
 from kvbench.methods.base import SEED_STRIDE, Method, allowed_entries
-from kvbench.probes.base import Tokens
-from kvbench.probes.layer_error import estimate
-from kvbench.probes.layers import compress_measured
-from kvbench.probes.replicated import BoundedData, Replicated
+from kvbench.probes.base import (
+    Layers,
+    Probe,
+    Repeats,
+    Tokenised,
+    Tokens,
+    check_either,
+    encoded_prompts,
+    origin,
+)
+from kvbench.probes.layer_error import compress_measured, estimate
 from kvbench.records.figures import Curve, as_json
 from kvbench.run.plan import Methods, Outcome, Unit, status_of
 from kvbench.run.session import Session
-from kvbench.tasks.base import TaskError
+from kvbench.tasks.base import Task, TaskError
 
-__all__ = ["BoundedData", "ErrorScaling", "bound_scale", "check_total", "key_exponent"]
+
+@dataclass(frozen=True, kw_only=True)
+class BoundedData:
+    """Random keys, values and queries on spheres: every norm is its bound exactly.
+
+    Directions are uniform, or with `clusters` a uniform centre plus noise (keys and values of a
+    cluster share theirs; queries stay uniform).
+
+    Attributes:
+        head_dim: d, of keys and values alike.
+        key_norm, query_norm, value_norm: l2 norms. The logits q.k / sqrt(d) lie within
+            +- key_norm * query_norm / sqrt(d), whose exponential the bounds carry as a factor.
+            The default value_norm is no power of two: those part the buckets of BalanceKV's
+            Algorithm 1, and rounding would spread equal norms over two of them.
+        heads: KV heads, each with a query head of its own and data of its own.
+        clusters: directions that keys and values are drawn around; 0 for none.
+        spread: share of the squared norm that is noise around the centre (before rescaling).
+    """
+
+    head_dim: Repeats = 64
+    key_norm: Positive = 4.0
+    query_norm: Positive = 4.0
+    value_norm: Positive = 1.5
+    heads: Repeats = 1
+    clusters: Whole = 0
+    spread: Fraction = 0.1
+
+    def __post_init__(self) -> None:
+        check_options(self, "", TaskError)
+
+    def layer(self, n: int, queries: int, name: str, draw: int) -> tuple[LayerKV, Tensor]:
+        """One draw: n entries with their queries, and the queries that come after them.
+
+        Returns:
+            the layer, keys and values [1, heads, n, head_dim], and queries
+            [1, heads, queries, head_dim].
+        """
+        generator = layer_generator(draw, f"bounded/{name}", 0)
+
+        def directions(count: int) -> Tensor:
+            return _unit(torch.randn(1, self.heads, count, self.head_dim, generator=generator))
+
+        keys, values = directions(n), directions(n)
+        if self.clusters:
+            of = torch.randint(self.clusters, (n,), generator=generator)
+            near, far = (1 - self.spread) ** 0.5, self.spread**0.5
+            keys = _unit(near * directions(self.clusters)[:, :, of] + far * keys)
+            values = _unit(near * directions(self.clusters)[:, :, of] + far * values)
+        asked = self.query_norm * directions(n + queries)
+        keys, values = self.key_norm * keys, self.value_norm * values
+        layer = LayerKV(keys, values, asked[:, :, :n], 0, 1, self.head_dim**-0.5)
+        return layer, asked[:, :, n:]
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)
 
 
 def bound_scale(layer: LayerKV, queries: Tensor) -> Tensor:
@@ -78,7 +142,7 @@ def check_total(label: str, method: Method, budget: Budget, n: int, num_layers: 
 
 
 @dataclass(frozen=True, kw_only=True)
-class ErrorScaling(Replicated):
+class ErrorScaling(Probe):
     """Relative error of equation (2) as more and more entries are kept.
 
     A layer of n entries is compressed without sink or window to each number in `kept`; `queries`
@@ -90,6 +154,10 @@ class ErrorScaling(Replicated):
     `prompts`, only the methods' draws vary, and the repetition is the prompt.
 
     Attributes:
+        draws: repetitions of each data set, or draws of the methods on each prompt.
+        data: named synthetic data sets; empty with `prompts`.
+        prompts: a task whose first `num_prompts` prompts that are long enough are used.
+        layers: 1-based, with `prompts`.
         n: entries of the layer.
         kept: entries asked for, each at most n.
         queries: queries measured, m.
@@ -106,6 +174,11 @@ class ErrorScaling(Replicated):
     lower_is_better: ClassVar[bool] = True
     breakdown: ClassVar[tuple[str, ...]] = ("kept",)
 
+    draws: Repeats = 4
+    data: Mapping[str, BoundedData] = field(default_factory=dict)
+    prompts: Task | None = None
+    num_prompts: Repeats = 2
+    layers: Layers = (1, 2, 3, 4)
     n: Tokens = 16384
     kept: Distinct[Count] = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
     queries: Tokens = 64
@@ -116,6 +189,7 @@ class ErrorScaling(Replicated):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_either("task.data and task.prompts", self.data, self.prompts)
         if max(self.kept) > self.n:
             raise TaskError(f"task.kept is {list(self.kept)}; allowed: at most task.n, {self.n}")
 
@@ -134,100 +208,106 @@ class ErrorScaling(Replicated):
             expected=dict(self.expected),
             compare=self.compare,
         )
-        return {**super().meta(), "unit": unit, "figures": as_json([figure])}
-
-    @property
-    def length(self) -> tuple[str, int]:
-        """See `Replicated.length`."""
-        return "task.n + task.queries is", self.n + self.queries
-
-    @property
-    def levels(self) -> Sequence[str]:
-        """See `Replicated.levels`."""
-        return [f"kept{kept}" for kept in self.kept]
-
-    def replicates(self, prompt: str) -> Sequence[str]:
-        """See `Replicated.replicates`: the draws of the methods."""
-        return [f"{prompt}-draw{draw}" for draw in range(self.draws)]
+        found = {"unit": unit, "figures": as_json([figure])}
+        return super().meta() | origin(self.prompts) | found
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
-        """See `Replicated.units`.
+        """One unit per draw of every data set, or per prompt.
 
         Raises:
             KVError: `per_kept` names no method or no option of it; prompts that are too short.
         """
         for label, options in self.per_kept.items():
-            if label not in methods:
-                raise KVError(
-                    f"task.per_kept names {label!r}{nearest(label, list(methods))}; allowed: "
-                    f"{', '.join(methods)}"
-                )
-            known = [f.name for f in fields(methods[label][0])]
-            for option in options:
-                if option not in known:
+            known = [f.name for f in fields(methods[label][0])] if label in methods else []
+            for name, names in [(label, list(methods)), *((option, known) for option in options)]:
+                if name not in names:
+                    where = f"task.per_kept{'' if name == label else f'.{label}'}"
                     raise KVError(
-                        f"task.per_kept.{label} has {option!r}{nearest(option, known)}; allowed: "
-                        f"{', '.join(known)}"
+                        f"{where} names {name!r}{nearest(name, names)}; allowed: {', '.join(names)}"
                     )
-        return super().units(session, methods)
+
+        def ids(datasets: Sequence[str], replicates: Sequence[str]) -> tuple[str, ...]:
+            every = product(replicates, datasets, self.kept)
+            return tuple(f"{name}/kept{kept}/{replicate}" for replicate, name, kept in every)
+
+        if self.prompts is None:
+            return [
+                Unit(f"{name}/draw{draw}", ids([name], [f"draw{draw}"]), (name, draw))
+                for draw, name in product(range(self.draws), self.data)
+            ]
+        need, longest = self.n + self.queries, 0
+        layers, found = [f"layer {layer}" for layer in self.layers], []
+        for name, tokens in encoded_prompts(self.prompts, session):
+            longest = max(longest, len(tokens))
+            if len(tokens) >= need:
+                found.append(
+                    Unit(name, ids(layers, self._replicates(name)), Tokenised(tokens[:need]))
+                )
+            if len(found) == self.num_prompts:
+                return found
+        raise KVError(
+            f"task.n + task.queries is {need} and {len(found)} of the {self.num_prompts} prompts "
+            f"wanted are that long; the longest has {longest} tokens"
+        )
+
+    def _replicates(self, prompt: str) -> list[str]:
+        return [f"{prompt}-draw{draw}" for draw in range(self.draws)]
+
+    def _layers(
+        self, unit: Unit, session: Session
+    ) -> Iterator[tuple[str, str, int, Mapping[str, str], LayerKV, Tensor]]:
+        """Of each repetition: data set and repetition as record ids name them, seed of the draws, record
+        fields, the layer of n entries, the queries after them."""
+        if self.prompts is None:
+            name, draw = unit.payload
+            seed = SEED_STRIDE * session.seed + draw
+            named = {"replicate": f"seed{session.seed}-draw{draw}"}
+            yield (
+                name,
+                f"draw{draw}",
+                seed,
+                named,
+                *self.data[name].layer(self.n, self.queries, name, seed),
+            )
+            return
+        captured = capture_layers(session.model, unit.payload.ids, [i - 1 for i in self.layers])
+        for number in self.layers:
+            whole, n = captured[number - 1], self.n
+            assert whole.queries is not None
+            k, v, q = (x[:, :, :n] for x in (whole.keys, whole.values, whole.queries))
+            layer = replace(whole, keys=k, values=v, queries=q, shared={})
+            check_finite(layer)
+            for draw, replicate in enumerate(self._replicates(unit.id)):
+                seed = SEED_STRIDE * session.seed + draw
+                named = {"replicate": replicate, "prompt": unit.id}
+                yield f"layer {number}", replicate, seed, named, layer, whole.queries[:, :, n:]
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
         """Every method at every number of entries."""
-        if self.prompts is None:
-            name, layer, queries, seed = self.drawn(unit, self.n, session)
-            draw = unit.payload[1]
-            named = {"replicate": f"seed{session.seed}-draw{draw}"}
-            yield from self._measured(methods, layer, queries, name, f"draw{draw}", seed, named)
-            return
-        for name, layer, queries in self.captured(unit, self.n, session):
-            check_finite(layer)
-            for draw, replicate in enumerate(self.replicates(unit.id)):
-                seed = SEED_STRIDE * session.seed + draw
-                named = {"replicate": replicate, "prompt": unit.id}
-                yield from self._measured(methods, layer, queries, name, replicate, seed, named)
-
-    def _measured(
-        self,
-        methods: Methods,
-        layer: LayerKV,
-        queries: Tensor,
-        dataset: str,
-        replicate: str,
-        seed: int,
-        named: Mapping[str, str],
-    ) -> Iterator[Outcome]:
-        """Records of one repetition; `replicate` seeds the draws, `named` are its record fields."""
-        truth = estimate(keep_all(layer), queries, layer.n, layer)
-        scale = bound_scale(layer, queries)
-        exponent = key_exponent(layer)
-        for kept in self.kept:
-            budget = Budget(rate=kept / self.n, sink=0, window=0)
-            for label, (method, _) in methods.items():
-                record: dict[str, Any] = {
-                    "dataset": dataset,
-                    "kept": kept,
-                    **named,
-                    "prompt_tokens": layer.n,
-                    "key_exponent": exponent,
-                }
+        for dataset, replicate, seed, named, layer, queries in self._layers(unit, session):
+            truth = estimate(keep_all(layer), queries, layer.n, layer)
+            scale, exponent = bound_scale(layer, queries), key_exponent(layer)
+            for kept, label in product(self.kept, methods):
+                record: dict[str, Any] = {"dataset": dataset, "kept": kept, **named}
+                record |= {"prompt_tokens": layer.n, "key_exponent": exponent}
                 generator = layer_generator(seed, f"{dataset}/{replicate}/{kept}", 0)
+                budget = Budget(rate=kept / self.n, sink=0, window=0)
                 try:
-                    sized = self._sized(label, method, kept)
-                    check_total(label, sized, budget, layer.n, layer.num_layers)
-                    held, cost = compress_measured(label, sized, budget, generator, layer)
+                    method = self._sized(label, methods[label][0], kept)
+                    check_total(label, method, budget, layer.n, layer.num_layers)
+                    held, cost = compress_measured(label, method, budget, generator, layer)
                     z = estimate(held, queries, layer.n, layer)
-                    error = torch.linalg.vector_norm(z - truth, dim=-1) / scale
-                    record |= cost
-                    record["held"] = cost["entries"]["mean"]
-                    record["scaled_error"] = record["score"] = float(error.mean())
+                    error = float((torch.linalg.vector_norm(z - truth, dim=-1) / scale).mean())
+                    record |= cost | {"held": cost["entries"]["mean"]}
+                    record |= {"scaled_error": error, "score": error}
                 except Exception as failure:  # noqa: BLE001 - a record with its status
                     record |= {"status": status_of(failure), "error": one_line(failure)}
                 yield Outcome(label, f"{dataset}/kept{kept}/{replicate}", record)
 
     def _sized(self, label: str, method: Method, kept: int) -> Method:
         """The method with the options that grow with the memory."""
-        options: dict[str, Any] = {
-            option: max(2, round(factor * kept))
-            for option, factor in self.per_kept.get(label, {}).items()
+        factors = self.per_kept.get(label, {})
+        sized: dict[str, Any] = {
+            option: max(2, round(factor * kept)) for option, factor in factors.items()
         }
-        return replace(method, **options) if options else method
+        return replace(method, **sized)

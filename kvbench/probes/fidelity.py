@@ -1,10 +1,17 @@
-"""How far a compressed cache moves the model's next-token distribution, without any answers."""
+"""How far a compressed cache moves the model's next-token distribution, without any answers.
+
+As a function of one prompt and continuation (`teacher_forced`), and as a task: prompts of any task or of
+text files, one record per prompt and method.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice, pairwise
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -14,22 +21,33 @@ from kvbench.engine.fork import Fork
 from kvbench.engine.loading import Model
 from kvbench.engine.scoring import (
     CompressedPrompt,
-    LogitsHook,
     feed_continuations,
+    greedy_continuation,
     masked_pass_cache,
     read,
     relabelled_copy,
     run_masked_pass,
 )
-from kvbench.kv import Budget
+from kvbench.engine.stopping import Stopping
+from kvbench.errors import one_line
+from kvbench.errors.options import Several, Share
+from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
 from kvbench.methods.exact import Exact
+from kvbench.probes.base import Probe, Repeats, Tokens, check_either
+from kvbench.records.figures import Distances, Figure
+from kvbench.run.encoding import encode_example
+from kvbench.run.plan import Methods, Outcome, Unit, status_of
+from kvbench.run.session import Session
+from kvbench.tasks.base import PromptEncoder, Task, TaskError
+from kvbench.tasks.data import file_digests, texts_of_files
 
 REFERENCE = "(reference)"
 """The label of the exact fork that all are compared with."""
-
 ROUNDING = 1e-6
 """A KL divergence is not negative; in float32 it comes out as little as this below zero."""
+SIGNIFICANT = 6
+"""Digits of the numbers per token that a record keeps."""
 
 
 class InfiniteDivergence(ArithmeticError):
@@ -75,17 +93,6 @@ class Fidelity:
         """nll - nll_exact."""
         return [mine - exact for mine, exact in zip(self.nll, self.nll_exact, strict=True)]
 
-    def extend(self, other: Mapping[str, Sequence[float]]) -> None:
-        """Further tokens."""
-        for name, values in other.items():
-            getattr(self, name).extend(values)
-
-    def check(self) -> None:
-        """A divergence that is no number is a failure, and is averaged with nothing."""
-        wrong = [i for i, value in enumerate(self.kl) if not math.isfinite(value)]
-        if wrong and self.failure is None:
-            self.failure = InfiniteDivergence(wrong[0] + 1)
-
 
 def divergence(exact: Tensor, other: Tensor) -> Tensor:
     """KL(exact || other) of log-probabilities [tokens, vocab] float32: [tokens] float64.
@@ -111,16 +118,12 @@ class _CompareWithFirst:
         for result, row in zip(self.results, logits, strict=True):
             other = row.float().log_softmax(-1)
             mine = other.argmax(-1)
-            result.extend(
-                {
-                    "kl": divergence(exact, other).tolist(),
-                    "agree": (mine == top).long().tolist(),
-                    "nll": (-other.gather(-1, target)[:, 0]).tolist(),
-                    "nll_exact": nll.tolist(),
-                    "top": mine.tolist(),
-                    "top_exact": top.tolist(),
-                }
-            )
+            result.kl += divergence(exact, other).tolist()
+            result.agree += (mine == top).long().tolist()
+            result.nll += (-other.gather(-1, target)[:, 0]).tolist()
+            result.nll_exact += nll.tolist()
+            result.top += mine.tolist()
+            result.top_exact += top.tolist()
 
 
 def teacher_forced(
@@ -164,14 +167,14 @@ def compare(
     """Every method of a reading against its first fork, which is exact."""
     results = {fork.label: _after_compression(fork, reading) for fork in reading.forks}
     sound = [fork for fork in reading.forks if fork.failure is None]
-    on_logits: LogitsHook = _CompareWithFirst([results[fork.label] for fork in sound], continuation)
+    on_logits = _CompareWithFirst([results[fork.label] for fork in sound], continuation)
     feed_continuations(model, reading, [(fork, continuation) for fork in sound], on_logits)
     for fork in sound:
         results[fork.label].failure = fork.failure
         results[fork.label].compressed = fork.cost().compressed
     for label, pair in reading.whole.items():
         entries, ratio = masked_pass_cache(model, pair, len(reading.prompt_ids) + len(continuation))
-        results[label] = Fidelity(
+        found = results[label] = Fidelity(
             compressed=True,
             imagined=True,
             entries={"mean": entries, "max": entries},
@@ -179,17 +182,13 @@ def compare(
             exact_bytes=reading.start.exact_bytes,
             prefill_s=reading.start.prefill_s,
         )
-        rows = [Fidelity(), results[label]]
-        run_masked_pass(
-            model,
-            reading.prompt_ids,
-            continuation,
-            [None, pair],
-            _CompareWithFirst(rows, continuation),
-        )
+        rows = _CompareWithFirst([Fidelity(), found], continuation)
+        run_masked_pass(model, reading.prompt_ids, continuation, [None, pair], rows)
     del results[REFERENCE]
-    for result in results.values():
-        result.check()
+    for result in results.values():  # what is no number is a failure, and is averaged with nothing
+        wrong = next((i for i, kl in enumerate(result.kl, start=1) if not math.isfinite(kl)), None)
+        if wrong is not None and result.failure is None:
+            result.failure = InfiniteDivergence(wrong)
     return results
 
 
@@ -214,11 +213,11 @@ def noise_floor(
 ) -> list[float]:
     """The KL divergence of the exact fork from itself, fed a second time in a batch of another size:
     what kernels alone make of rounding. To be called before `compare`, which uses the forks up."""
-    reference = reading.forks[0]
     both: list[list[Tensor]] = [[], []]
     for found, rows in zip(both, (1, 2), strict=True):
-        twins = [(relabelled_copy(reference, REFERENCE), continuation) for _ in range(rows)]
-        feed_continuations(model, reading, twins, _keep_first(found))
+        twins = [relabelled_copy(reading.forks[0], REFERENCE) for _ in range(rows)]
+        pairs = [(twin, continuation) for twin in twins]
+        feed_continuations(model, reading, pairs, partial(_keep_first, found))
     floor = [
         divergence(*(logits.float().log_softmax(-1) for logits in pair))
         for pair in zip(*both, strict=False)
@@ -226,6 +225,287 @@ def noise_floor(
     return torch.cat(floor).tolist()
 
 
-def _keep_first(found: list[Tensor]) -> LogitsHook:
-    """A `LogitsHook` that keeps the first row."""
-    return lambda begin, logits: found.append(logits[0])
+def _keep_first(found: list[Tensor], begin: int, logits: Tensor) -> None:
+    found.append(logits[0])
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt, of whose tokens the first so many are its context; and the tokens of a text that goes on
+    from it, if there is one."""
+
+    ids: tuple[int, ...]
+    context_tokens: int
+    given: tuple[int, ...]
+    text: str
+
+    @property
+    def n(self) -> int:
+        """Tokens."""
+        return len(self.ids)
+
+
+def position_groups(tokens: int) -> list[range]:
+    """Places 0 .. tokens - 1 in runs that double: 1, 2, 3-4, 5-8 ... as counted from 1."""
+    ends = [0, 1]
+    while ends[-1] < tokens:
+        ends.append(2 * ends[-1])
+    return [range(a, min(b, tokens)) for a, b in pairwise(ends)]
+
+
+def group_name(group: range, most: int) -> str:
+    """What a run of places is called; all prompts name it alike, however short their continuation."""
+    last = min(most, max(1, 2 * group.start))
+    return (
+        f"token {last}" if last == group.start + 1 else f"tokens {group.start + 1}\N{EN DASH}{last}"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FidelityProbe(Probe):
+    """KL divergence, agreement and likelihood of a continuation under every method's cache.
+
+    No labels are needed: the continuation is what the exact model answers, or a text that is given.
+    Every method reads the same tokens, so that no method's own mistakes feed back and differences are
+    paired by token. The score is the mean KL divergence from the exact model over the continuation's
+    tokens, in nats; over prompts it is the mean of their means, and prompts are what intervals
+    resample.
+
+    All but the last prompt token are compressed (with ``compress_after=context``: the context), and the
+    rest is fed, so that the first token of the continuation counts like any other.
+
+    Attributes:
+        prompts: a task whose first `num_prompts` prompts are used; None with `files`.
+        files: glob or list of globs of plain text files, cut into prompts of `prompt_tokens` tokens.
+        continuation: greedy (the exact model's own answer, its end token included) | given (a task's
+            first reference answer; of files the text that follows).
+        tokens: of the continuation, at most; fewer where the model has no more positions.
+        rates: shares to compress to, from one prefill; null: the job's budget alone.
+        floor: measure what rounding alone comes to (the exact cache fed twice, in another batch).
+    """
+
+    name: ClassVar[str] = "fidelity"
+    score_unit: ClassVar[str] = "KL in nats"
+    repetition: ClassVar[str] = "prompt"
+    figures: ClassVar[tuple[Figure, ...]] = (Distances(),)
+    lower_is_better: ClassVar[bool] = True
+
+    prompts: Task | None = None
+    files: Sequence[str] = ()
+    prompt_tokens: Tokens = 1024
+    num_prompts: Repeats = 16
+    continuation: Literal["greedy", "given"] = "greedy"
+    tokens: Tokens = 64
+    rates: Several[Share] | None = None
+    floor: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_either("task.prompts and task.files", self.prompts, self.files)
+
+    def meta(self) -> dict[str, Any]:
+        """See `Probe.meta`."""
+        data = file_digests(self.files) if self.prompts is None else self.prompts.digests()
+        return super().meta() | {
+            "data": dict(data),
+            "breakdown": ["rate"] if self.rates else [],
+            "measures": [group_name(g, self.tokens) for g in position_groups(self.tokens)],
+        }
+
+    def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
+        """One unit per prompt; all methods and rates share its prefill.
+
+        Raises:
+            KVError, TaskError: a prompt that leaves the model no position, a budget that a prompt is
+                too short for, no continuation to be given, no text in the files.
+        """
+        positions = session.encoder.max_positions
+        units = []
+        for name, case in self._cases(session.encoder):
+            head = case.context_tokens if session.compress_after == "context" else case.n - 1
+            if head < 1 or head >= case.n:
+                raise KVError(
+                    f"prompt {name!r} has {case.n} tokens, of which {head} would be compressed; "
+                    "allowed: at least one, and fewer than there are"
+                )
+            if positions is not None and case.n >= positions:
+                raise KVError(
+                    f"prompt {name!r} has {case.n} tokens and the model {positions} positions; "
+                    "allowed: fewer, since the continuation needs some"
+                )
+            if self.continuation == "given" and not case.given:
+                raise TaskError(
+                    f"task.continuation is 'given' and prompt {name!r} has no text to go on with; "
+                    "allowed: greedy"
+                )
+            for _, budget in methods.values():
+                for rate in self.rates or (None,):
+                    _budget(budget, rate).capacity(head)
+            ids = tuple(_at_rate(name, rate, "/rate") for rate in self.rates or (None,))
+            units.append(Unit(name, ids, case))
+        return units
+
+    def _cases(self, encoder: PromptEncoder) -> Iterator[tuple[str, Prompt]]:
+        """Prompts by name. Of files the first stretch of each, then the second of each, and so on; what
+        is shorter than a whole stretch is left out."""
+        if self.prompts is not None:
+            for example in list(self.prompts.examples(encoder))[: self.num_prompts]:
+                found = encode_example(example, encoder)
+                given = encoder.encode_text(example.answers[0]) if example.answers else []
+                ids = (*found.context_ids, *found.question_ids)
+                text = example.context + example.question
+                after = tuple(given[: self.tokens])
+                yield example.id, Prompt(ids, len(found.context_ids), after, text)
+            return
+        step = self.prompt_tokens + self.tokens
+        texts = [(name, encoder.encode_text(text)) for name, text in texts_of_files(self.files)]
+        longest = max(len(ids) for _, ids in texts)
+        if longest < step:
+            raise TaskError(
+                f"task.files={list(self.files)} hold no stretch of task.prompt_tokens + task.tokens = "
+                f"{step} tokens; the longest text has {longest}"
+            )
+        stretches = (
+            (f"{name}-{turn}", ids[turn * step : (turn + 1) * step])
+            for turn in range(longest // step)
+            for name, ids in texts
+        )
+        whole = ((name, part) for name, part in stretches if len(part) == step)
+        for name, part in islice(whole, self.num_prompts):
+            head, after = part[: self.prompt_tokens], tuple(part[self.prompt_tokens :])
+            ids = (*encoder.prefix_ids, *head)
+            yield name, Prompt(ids, len(ids) - 1, after, encoder.decode(head))
+
+    def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
+        """One prefill, one continuation, every method at every rate beside the exact cache."""
+        case: Prompt = unit.payload
+        encoder = session.encoder
+        most, rates = self.tokens, self.rates or (None,)
+        if encoder.max_positions is not None:
+            most = min(most, encoder.max_positions - case.n)
+        forks: dict[str, tuple[Method, Budget]] = {}
+        for label, (method, budget) in methods.items():
+            for rate in rates if method.uses_budget else rates[:1]:
+                forks[_at_rate(label, rate, " at rate ")] = method, _budget(budget, rate)
+        reading = read(
+            session.model,
+            case.ids,
+            with_reference(forks),
+            seed=session.seed,
+            example_id=unit.id,
+            room=most,
+            context_tokens=case.context_tokens if session.compress_after == "context" else None,
+            encoder=encoder,
+        )
+        reference = reading.forks[0]
+        if reference.failure is not None:
+            raise reference.failure
+        tokens = list(case.given[:most])
+        if self.continuation == "greedy":
+            stopping = Stopping(most, session.end_ids, timeout_s=session.example_timeout)
+            tokens = greedy_continuation(session.model, reading, reference, stopping)
+        floor = noise_floor(session.model, reading, tokens) if self.floor else None
+        found = compare(session.model, reading, tokens)
+        n = reading.start.n
+        shared = {
+            "prompt": unit.id,
+            "prompt_tokens": case.n,
+            "compressed_tokens": n,
+            "compress_after": session.compress_after,
+            "continuation": self.continuation,
+            "continuation_ids": tokens,
+            "new_tokens": len(tokens),
+            "answers": [encoder.decode(tokens)],
+            "prompt_tail": case.text[-200:],
+            "cut": most < self.tokens and len(tokens) == most,
+            "kl_floor": None if floor is None else max(floor),
+        }
+        for label, (method, budget) in methods.items():
+            for rate in rates:
+                key = _at_rate(label, rate if method.uses_budget else rates[0], " at rate ")
+                fields = {
+                    **shared,
+                    **({} if rate is None else {"rate": rate}),
+                    "capacity": _budget(budget, rate).capacity(n) if method.saves_memory else n,
+                    **self._measured(found[key], tokens, case.text, encoder),
+                }
+                yield Outcome(label, _at_rate(unit.id, rate, "/rate"), fields)
+
+    def _measured(
+        self, found: Fidelity, tokens: Sequence[int], text: str, encoder: PromptEncoder
+    ) -> dict[str, Any]:
+        """Record fields of one method on one prompt."""
+        known = found.cache_bytes is not None and bool(found.exact_bytes)
+        held: dict[str, Any] = {
+            "entries": found.entries,
+            "cache_bytes": found.cache_bytes,
+            "exact_bytes": found.exact_bytes,
+            "ratio": (found.cache_bytes or 0) / (found.exact_bytes or 1) if known else None,
+            "compressed": found.compressed,
+            **({"imagined": True} if found.imagined else {}),
+            "prefill_s": found.prefill_s,
+            "compress_s": found.compress_s,
+        }
+        if found.failure is not None:
+            return {**held, "status": status_of(found.failure), "error": one_line(found.failure)}
+        difference = _mean(found.difference)
+        parts = {
+            group_name(group, self.tokens): _mean([found.kl[i] for i in group])
+            for group in position_groups(len(tokens))
+        }
+        return {
+            **held,
+            "score": _mean(found.kl),
+            "kl": _mean(found.kl),
+            "max_kl": max(found.kl),
+            "agreement": _mean(found.agree),
+            "nll": _mean(found.nll),
+            "nll_exact": _mean(found.nll_exact),
+            "difference": difference,
+            "perplexity_ratio": math.exp(min(difference, 700.0)),
+            **parts,
+            "per_token": {
+                "kl": rounded(found.kl),
+                "agree": found.agree,
+                "difference": rounded(found.difference),
+            },
+            **_divergence(found, tokens, text, encoder),
+        }
+
+
+def _divergence(
+    found: Fidelity, tokens: Sequence[int], text: str, encoder: PromptEncoder
+) -> dict[str, Any]:
+    """Where the method's most likely token first is another than the exact model's: the place (from 1),
+    the text before it, both tokens. The prediction is the continuation up to there and that token."""
+    if all(found.agree):
+        return {"diverges_at": None, "prediction": encoder.decode(tokens)}
+    first = found.agree.index(0)
+    return {
+        "diverges_at": first + 1,
+        "diverges": {
+            "before": (text + encoder.decode(tokens[:first]))[-80:],
+            "exact": encoder.tokenizer.decode([found.top_exact[first]]),
+            "method": encoder.tokenizer.decode([found.top[first]]),
+            "kl": found.kl[first],
+        },
+        "prediction": encoder.decode([*tokens[:first], found.top[first]]),
+    }
+
+
+def _at_rate(name: str, rate: float | None, between: str) -> str:
+    """A record's id, or a method's label, at one of the rates."""
+    return name if rate is None else f"{name}{between}{rate:g}"
+
+
+def _budget(budget: Budget, rate: float | None) -> Budget:
+    return budget if rate is None else budget.with_share(rate)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def rounded(values: Sequence[float]) -> list[float]:
+    """To `SIGNIFICANT` digits."""
+    return [float(f"{value:.{SIGNIFICANT}g}") for value in values]

@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import bisect
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from itertools import product
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+from annotated_types import Ge, Le
 from torch import Tensor
 
+from kvbench.engine import guard
 from kvbench.engine.attention import capped, signed_mean
-from kvbench.kv import CompressedKV, LayerKV, keep_all
-from kvbench.probes.layers import LayerProbe, Look
+from kvbench.engine.fork import Cost, layer_generator
+from kvbench.engine.prefill import capture_layers
+from kvbench.errors import one_line
+from kvbench.errors.options import Fraction, Several, Share, check_options
+from kvbench.kernels.quantize import Scheme
+from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, keep_all
+from kvbench.methods.base import SEED_STRIDE, Method, allowed_entries
+from kvbench.probes.base import (
+    Layers,
+    Probe,
+    Repeats,
+    Tokenised,
+    Tokens,
+    check_either,
+    encoded_prompts,
+    origin,
+)
 from kvbench.records.figures import Bars, as_json
-from kvbench.run.plan import Methods, Outcome, Unit
+from kvbench.run.plan import Methods, Outcome, Unit, status_of
 from kvbench.run.session import Session
+from kvbench.tasks.base import Task, TaskError
 
 METRICS = {
     "per_query": ("relative_error", "relative error"),
@@ -25,6 +45,57 @@ METRICS = {
 
 CLAMP = 1e-8
 """Least element of the exact output in the denominator of BalanceKV's released notebook."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyntheticLayers:
+    """Random q, k, v of chosen norms and clusters, where no model is wanted.
+
+    Keys are cluster centres plus noise; the values of a cluster share a centre in the same way, so
+    that near keys carry near values, as they do in trained layers.
+
+    Attributes:
+        n: tokens. heads, kv_heads, head_dim: shape of the layer.
+        key_norm, value_norm, query_norm: root mean square l2 norms.
+        clusters: centres that keys and values are drawn around; 0: independent Gaussians.
+        spread: share of a key's and value's squared norm that is noise around the centre.
+    """
+
+    n: Tokens = 4096
+    heads: Repeats = 8
+    kv_heads: Repeats = 2
+    head_dim: Repeats = 64
+    key_norm: float = 8.0
+    value_norm: float = 4.0
+    query_norm: float = 8.0
+    clusters: Annotated[int, Ge(0), Le(100_000)] = 64
+    spread: Fraction = 0.2
+
+    def __post_init__(self) -> None:
+        check_options(self, "task.synthetic.", TaskError)
+        if self.heads % self.kv_heads:
+            raise TaskError(
+                f"task.synthetic.kv_heads is {self.kv_heads}; allowed: a divisor of "
+                f"task.synthetic.heads, {self.heads}"
+            )
+
+    def layer(self, index: int, num_layers: int) -> LayerKV:
+        """Layer `index` of `num_layers`: the same tensors every time."""
+        generator = layer_generator(0, "synthetic", index)
+
+        def gaussian(heads: int, count: int) -> Tensor:
+            shape = (1, heads, count, self.head_dim)
+            return torch.randn(shape, generator=generator) / self.head_dim**0.5
+
+        keys, values = gaussian(self.kv_heads, self.n), gaussian(self.kv_heads, self.n)
+        if self.clusters:
+            of = torch.randint(self.clusters, (self.n,), generator=generator)
+            near, far = (1 - self.spread) ** 0.5, self.spread**0.5
+            keys = near * gaussian(self.kv_heads, self.clusters)[:, :, of] + far * keys
+            values = near * gaussian(self.kv_heads, self.clusters)[:, :, of] + far * values
+        queries = self.query_norm * gaussian(self.heads, self.n)
+        keys, values = self.key_norm * keys, self.value_norm * values
+        return LayerKV(keys, values, queries, index, num_layers, self.head_dim**-0.5)
 
 
 def estimate(held: CompressedKV, queries: Tensor, first: int, layer: LayerKV) -> Tensor:
@@ -74,8 +145,72 @@ def relative_errors(z: Tensor, exact: Tensor) -> dict[str, float]:
     }
 
 
+def compress_measured(
+    label: str, method: Method, budget: Budget, generator: torch.Generator, kv: LayerKV
+) -> tuple[CompressedKV, dict[str, Any]]:
+    """What `method` holds instead of `kv`, and the record fields that say what it costs.
+
+    Raises:
+        BudgetExceeded: more entries than the method may hold.
+        KVError: what the method does to attention happens while decoding only, so that the error of
+            what `compress` returns would not be the method's; or it needs more than one layer.
+    """
+    if method.restricts:
+        raise KVError(
+            f"method {label!r} restricts attention while decoding; allowed: methods that do not"
+        )
+    if method.rescoring is not None:
+        raise KVError(
+            f"method {label!r} has the model repeat its prompt; allowed: methods that see one layer"
+        )
+    held, capacity, clock = guard.compress(label, method, kv, budget, generator, kv.carried)
+    entries = {"mean": float(held.entries.float().mean()), "max": int(held.entries.max())}
+    if held.charged > capacity + 1:
+        raise BudgetExceeded(label, kv.layer_index, capacity, held.charged)
+    represented = float(held.represented.mean()) / kv.n
+    cache_bytes, scheme = held.nbytes, method.quantization()
+    if scheme is not None:
+        held, cache_bytes = stored(held, scheme, kv.layer_index)
+    cost = Cost(
+        prompt_tokens=kv.n,
+        capacity=capacity,
+        entries=entries,
+        cache_bytes=cache_bytes,
+        exact_bytes=keep_all(kv).nbytes,
+        compressed=method.saves_memory or scheme is not None,
+        compress_s=clock.seconds,
+        budget_preset=allowed_entries(method, budget, kv.n, kv.num_layers)[1],
+    )
+    fields = {key: value for key, value in cost.record().items() if key != "cache_bytes_end"}
+    return held, {**fields, "represented": represented}
+
+
+def stored(held: CompressedKV, scheme: Scheme, layer: int) -> tuple[CompressedKV, int]:
+    """What a cache of such a scheme attends to instead of `held` (batch 1), and the bytes it holds.
+
+    Raises:
+        KVError: heads of different lengths, which are packed head by head while decoding.
+    """
+    if held.lengths is not None:
+        raise KVError(
+            "heads of different lengths are quantized while decoding; allowed: quantize=null"
+        )
+    sides = []
+    packed = held.nbytes
+    codecs = scheme.codecs(held.keys[0], held.values[0], layer=layer, seed=0)
+    for codec, rows in zip(codecs, (held.keys[0], held.values[0]), strict=True):
+        heads, _, dim = rows.shape
+        exact = rows[:, codec.count :]
+        packed += codec.nbytes + exact.nbytes - rows.nbytes
+        if codec.count:  # a codec's inner products with the unit vectors are what it restores
+            unit = torch.eye(dim, device=rows.device).expand(heads, dim, dim)
+            exact = torch.cat([codec.dot(unit).mT.to(rows.dtype), exact], dim=1)
+        sides.append(exact[None])
+    return replace(held, keys=sides[0], values=sides[1]), packed
+
+
 @dataclass(frozen=True, kw_only=True)
-class LayerError(LayerProbe):
+class LayerError(Probe):
     """Error of the attention output when a layer holds a compressed cache.
 
     The cache of n tokens is compressed with the first `exact` and the last `exact` tokens kept and
@@ -89,54 +224,167 @@ class LayerError(LayerProbe):
     data.
 
     Departure: where a method's capacity differs between layers it gets the budget with which it
-    holds the same on average over `layers` (`LayerProbe.budget_of`).
+    holds the same on average over `layers` (`LayerError.budget_of`).
 
     Attributes:
+        rates: fractions of the middle that are kept.
+        layers: 1-based, as in BalanceKV's paper (which shows 1, 2 and 5).
+        seeds: how many draws of the methods per prompt.
+        exact: tokens kept exactly at both ends.
+        prompts: a task whose first `num_prompts` prompts are used; None with `synthetic`.
         held_out: False shows the methods the measured queries too, and the tables say so.
         metric: which of `METRICS` is the score; all three are recorded.
     """
 
     name: ClassVar[str] = "layer_error"
     version: ClassVar[int] = 2
-    score_unit: ClassVar[str] = METRICS["per_query"][1]
     lower_is_better: ClassVar[bool] = True
     measures: ClassVar[tuple[str, ...]] = tuple(field for field, _ in METRICS.values())
+    score_unit: ClassVar[str] = METRICS["per_query"][1]
 
+    rates: Several[Share] = (0.5, 0.25, 0.125, 0.0625)
+    layers: Layers = (1, 2, 4)
+    seeds: Repeats = 2
+    exact: Tokens = 256
+    num_prompts: Repeats = 8
+    prompts: Task | None = None
+    synthetic: SyntheticLayers | None = None
     held_out: bool = True
     metric: Literal["per_query", "pooled", "released"] = "per_query"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_either("task.prompts and task.synthetic", self.prompts, self.synthetic)
+
     def meta(self) -> dict[str, Any]:
-        """See `Probe.meta`."""
-        unit = METRICS[self.metric][1]
-        if not self.held_out:
-            unit += ", measured on the queries that chose"
-        meta = super().meta()
-        by_layer = [] if self.prompts is None else ["layer"]
-        bars = Bars(
-            x="rate",
-            facet="layer" if by_layer else None,
-            repeat=meta["unit"],
-            ylabel=f"{METRICS[self.metric][1]} of the attention output",
-        )
-        breakdown = ["rate", *by_layer]
-        return {**meta, "score_unit": unit, "breakdown": breakdown, "figures": as_json([bars])}
+        """See `Probe.meta`. The repetition is the prompt, whose draws say little about other prompts; of
+        synthetic layers the layer, since each is a draw of its own."""
+        drawn = self.prompts is None
+        measure = METRICS[self.metric][1]
+        unseen = "" if self.held_out else ", measured on the queries that chose"
+        unit = "layer" if drawn else "prompt"
+        ylabel = f"{measure} of the attention output"
+        bars = Bars(x="rate", facet=None if drawn else "layer", repeat=unit, ylabel=ylabel)
+        return super().meta() | {
+            "score_unit": measure + unseen,
+            "breakdown": ["rate"] if drawn else ["rate", "layer"],
+            "figures": as_json([bars]),
+            "unit": unit,
+            **origin(self.prompts),
+        }
+
+    def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
+        """One unit per prompt: its layers are computed once for all that is measured of them.
+
+        Raises:
+            KVError: a prompt of which no query can be measured.
+        """
+        found: list[tuple[str, Any]] = [("synthetic", self.synthetic)]
+        if self.prompts is not None:
+            prompts = encoded_prompts(self.prompts, session, self.num_prompts)
+            found = [(name, Tokenised(ids)) for name, ids in prompts]
+        for name, payload in found:
+            if payload.n <= 2 * self.exact:
+                raise KVError(
+                    f"task.exact is {self.exact} and prompt {name!r} has {payload.n} tokens; allowed: "
+                    "less than half of the prompt (sink + window may not be longer than the prompt)"
+                )
+        draws = list(product(self.layers, self.rates, range(self.seeds)))
+        return [
+            Unit(name, tuple(self.record_id(name, *draw) for draw in draws), payload)
+            for name, payload in found
+        ]
+
+    @staticmethod
+    def record_id(prompt: str, layer: int, rate: float, seed: int) -> str:
+        """The id of one draw at one layer and rate."""
+        return f"{prompt}/layer{layer}/rate{rate:g}/seed{seed}"
+
+    def _captured(self, unit: Unit, session: Session) -> Iterator[tuple[int, LayerKV]]:
+        """The unit's layers in the order asked for, each with its 1-based number."""
+        if self.synthetic is None:
+            wanted = [layer - 1 for layer in self.layers]
+            held = capture_layers(session.model, unit.payload.ids, wanted)
+            yield from ((layer, held[layer - 1]) for layer in self.layers)
+            return
+        for layer in self.layers:
+            made = self.synthetic.layer(layer - 1, max(self.layers))
+            assert made.queries is not None
+            q, k, v = (x.to(session.device) for x in (made.queries, made.keys, made.values))
+            yield layer, replace(made, queries=q, keys=k, values=v)
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
-        """Every method at every layer, rate and seed, on one prompt's tensors."""
-        for place, label, fields in self.draws(unit, methods, session, self._shown):
-            yield Outcome(label, self.record_id(unit.id, *place), fields)
+        """Every method at every layer, rate and seed, on one prompt's tensors.
 
-    def _shown(self, kv: LayerKV) -> tuple[LayerKV, Look]:
-        """The layer as the methods see it, and what is measured of what they hold."""
-        first = kv.n - self.exact
-        assert kv.queries is not None
-        queries = kv.queries[:, :, first:]
-        exact = estimate(keep_all(kv), queries, first, kv)
+        A method that draws nothing is run once for all seeds. What methods note at one layer for the
+        next (`LayerKV.carried`) stays with the method, its rate and its draw. A failure stops no other
+        method.
+        """
+        carried: dict[tuple[str, float, int], dict[str, Tensor]] = {}
+        for layer, kv in self._captured(unit, session):
+            guard.check_finite(kv)
+            first = kv.n - self.exact
+            assert kv.queries is not None
+            queries = kv.queries[:, :, first:]
+            exact = estimate(keep_all(kv), queries, first, kv)
+            seen = kv
+            if self.held_out:
+                seen = replace(kv, queries=kv.queries[:, :, :first], withheld=self.exact)
+            same: dict[tuple[str, float], Mapping[str, Any]] = {}  # for every seed
+            for rate, seed, label in product(self.rates, range(self.seeds), methods):
+                method = methods[label][0]
+                generator = layer_generator(SEED_STRIDE * session.seed + seed, unit.id, layer)
+                state = generator.get_state()
+                mine = replace(seen, carried=carried.setdefault((label, rate, seed), {}))
+                found = same.get((label, rate))
+                if found is None:
+                    try:
+                        budget = self.budget_of(method, rate, kv.n, kv.num_layers)
+                        held, cost = compress_measured(label, method, budget, generator, mine)
+                        errors = relative_errors(estimate(held, queries, first, kv), exact)
+                        found = {"score": errors[METRICS[self.metric][0]], **errors, **cost}
+                    except Exception as failure:  # noqa: BLE001 - a record with its status
+                        found = {"status": status_of(failure), "error": one_line(failure)}
+                if torch.equal(state, generator.get_state()):
+                    same[label, rate] = found
+                    carried[label, rate, seed] = carried[label, rate, 0]
+                where = {"prompt": unit.id, "layer": layer, "rate": rate, "draw": seed}
+                fields = {**where, "prompt_tokens": kv.n, **found}
+                yield Outcome(label, self.record_id(unit.id, layer, rate, seed), fields)
 
-        def errors(held: CompressedKV) -> dict[str, float]:
-            found = relative_errors(estimate(held, queries, first, kv), exact)
-            return {"score": found[METRICS[self.metric][0]], **found}
+    def budget_of(self, method: Method, rate: float, n: int, num_layers: int) -> Budget:
+        """The budget with which `method` holds, on average over the layers probed, what the rate
+        leaves of n tokens.
 
-        if not self.held_out:
-            return kv, errors
-        return replace(kv, queries=kv.queries[:, :, :first], withheld=self.exact), errors
+        A method that shares a budget out among all layers of a model (PyramidKV) would hold more
+        than the others at some layers and less at others; probing a few of them would not compare
+        equals. Its budget is made smaller or larger, in whole entries and never above the average
+        asked for; the sink gives way where it must.
+
+        Raises:
+            KVError: even its smallest budget is more.
+        """
+        even = Budget(rate=rate, sink=self.exact, window=self.exact)
+        wanted = len(self.layers) * even.capacity(n)
+
+        def held(budget: Budget) -> int:
+            return sum(method.layer_capacity(budget, n, i - 1, num_layers) for i in self.layers)
+
+        if not method.saves_memory or method.rescoring is not None or held(even) == wanted:
+            return even
+
+        def sized(size: int) -> Budget:
+            sink = max(0, min(self.exact, size - self.exact - 1))
+            return Budget(size=size, sink=sink, window=self.exact)
+
+        sizes = range(self.exact + 1, n)
+        # The place found is always one where one entry more would be too many, even if a method's
+        # share of these layers does not grow steadily with the budget.
+        fitting = bisect.bisect_right(sizes, wanted, key=lambda size: held(sized(size)))
+        if not fitting:
+            raise KVError(
+                f"task.layers is {list(self.layers)} and {type(method).__name__} holds "
+                f"{held(sized(sizes[0]))} entries there at the least; allowed: layers at which it "
+                f"can hold {wanted}, as the others do at rate {rate:g}"
+            )
+        return sized(sizes[fitting - 1])

@@ -14,25 +14,13 @@ from kvbench.errors import one_line
 from kvbench.errors.options import Count
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
-from kvbench.probes.base import Probe, Repeats, Tokens
-from kvbench.probes.fidelity_probe import group_name, position_groups
+from kvbench.probes.base import Probe, Repeats, Tokenised, Tokens
+from kvbench.probes.fidelity import group_name, position_groups
 from kvbench.run.plan import Methods, Outcome, Unit, status_of
 from kvbench.run.session import Session
 from kvbench.tasks.base import TaskError
 from kvbench.tasks.data import file_digests, texts_of_dataset, texts_of_files
 from kvbench.tasks.haystack import generated_haystack
-
-
-@dataclass(frozen=True)
-class Text:
-    """Token ids of one text."""
-
-    ids: tuple[int, ...]
-
-    @property
-    def n(self) -> int:
-        """Tokens."""
-        return len(self.ids)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +70,7 @@ class Stream(Probe):
     def meta(self) -> dict[str, Any]:
         """See `Probe.meta`."""
         groups = [group_name(g, self.tokens) for g in position_groups(self.tokens)]
-        return {**super().meta(), "data": dict(file_digests(self.files)), "measures": groups}
+        return super().meta() | {"data": dict(file_digests(self.files)), "measures": groups}
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
         """One unit per text.
@@ -103,7 +91,7 @@ class Stream(Probe):
                     f"task.positions is 'absolute' and text {name!r} has {len(ids)} tokens; allowed: at "
                     f"most {most}, the model's positions (task.tokens), or task.positions=cache"
                 )
-            units.append(Unit(name, (name,), Text(tuple(ids)), {name: {"text": name}}))
+            units.append(Unit(name, (name,), Tokenised(tuple(ids)), {name: {"text": name}}))
         if not units:
             raise TaskError("task stream has no text of two tokens or more")
         return units
@@ -114,13 +102,8 @@ class Stream(Probe):
         if self.files:
             texts = texts_of_files(self.files)[: self.num_texts]
         elif self.dataset_name:
-            texts = texts_of_dataset(
-                self.dataset_name,
-                self.dataset_config,
-                self.dataset_split,
-                self.dataset_column,
-                self.num_texts,
-            )
+            options = (self.dataset_config, self.dataset_split, self.dataset_column)
+            texts = texts_of_dataset(self.dataset_name, *options, self.num_texts)
         else:
             texts = [(f"generated {i}", self._generated(i)) for i in range(self.num_texts)]
         if self.joined:
@@ -135,8 +118,8 @@ class Stream(Probe):
             sentences.append(sentence)
             words += sentence.count(" ") + 1
             if words > self.tokens:
-                return " ".join(sentences)
-        raise AssertionError("the document has no end")
+                break
+        return " ".join(sentences)
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
         """Every method reads the text for itself."""

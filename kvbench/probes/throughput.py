@@ -6,16 +6,18 @@ BalanceKV (arXiv 2502.07861), section 4.4, Table 2: seconds of prefill and decod
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from itertools import product
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvbench.engine import memory
 from kvbench.engine.baselines import Baseline, baselines_of
-from kvbench.engine.faults import free_memory
+from kvbench.engine.faults import free_memory, is_out_of_memory
 from kvbench.engine.generate import Prompt, run_batch
 from kvbench.engine.prefill import input_device
 from kvbench.engine.stopping import Stopping
@@ -24,19 +26,18 @@ from kvbench.errors.options import Count, Several, Share, check_options
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
 from kvbench.probes.base import Probe, Repeats
-from kvbench.probes.largest import largest_batch
 from kvbench.records.figures import Figure, Times
 from kvbench.run.plan import Methods, Outcome, Unit, measured, status_of
 from kvbench.run.session import Session
 from kvbench.tasks.base import TaskError
 
+log = logging.getLogger(__name__)
+
 REFERENCE = "exact"
 """The method that the others' times are divided by."""
-
-LARGEST = "largest"
-"""A batch size: for each method, the largest that fits."""
-
 WARM_UP_TOKENS = 32
+SAFE = 0.85
+"""Share of a CPU's memory a trial may be expected to take: there, running out ends the process."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,14 @@ class Setting:
     def __str__(self) -> str:
         rate = "" if self.rate is None else f"/rate{self.rate:g}"
         return f"n{self.prompt_tokens}+{self.new_tokens}/b{self.batch}{rate}"
+
+
+class Turn(NamedTuple):
+    """One run of all methods at a setting; `n` prompt tokens."""
+
+    n: int
+    setting: Setting
+    run: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,15 +105,10 @@ class Throughput(Probe):
     runs: Repeats = 10
     baselines: Sequence[str] = ()
     most_batch: Repeats = 1024
-    _warm: set[tuple[Setting, str]] = field(
-        default_factory=set, init=False, repr=False, compare=False
-    )
-    _largest: dict[tuple[Setting, str], int] = field(
+    _known: dict[tuple[Setting, str], int | dict[str, Any]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    _failed: dict[tuple[Setting, str], dict[str, Any]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    """The batch of each method at each setting, once it is warm; or the record of its failure."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -113,37 +117,34 @@ class Throughput(Probe):
 
     def _settings(self) -> list[Setting]:
         """What is measured, without the runs."""
-        cells: Any = self.settings or [
-            (n, new, batch)
-            for n in self.prompt_tokens
-            for new in self.new_tokens
-            for batch in self.batch
-        ]
+        cells: Any = self.settings or product(self.prompt_tokens, self.new_tokens, self.batch)
+        found = []
         for cell in cells:
             if len(cell) != 3 and (len(cell) != 4 or self.rates):
                 raise TaskError(
                     f"task.settings has {list(cell)}; allowed: [prompt tokens, new tokens, batch], or "
                     "with a rate as the fourth where task.rates is empty"
                 )
-        rates: Sequence[float | None] = self.rates or [None]
-        return [
-            Setting(*(cell if len(cell) == 4 else (*cell, rate)))
-            for cell in cells
-            for rate in (rates if len(cell) == 3 else [None])
-        ]
+            rates: Sequence[Any] = cell[3:] or self.rates or (None,)
+            found += [Setting(*(*cell[:3], rate)) for rate in rates]
+        return found
 
     def rows(self) -> tuple[dict[str, Method], dict[str, str]]:
         """The baselines that can run here, and of the others why not, by label."""
-        asked = baselines_of(self.baselines)
-        reasons = {label: baseline.obstacle() for label, baseline in asked.items()}
-        runnable: dict[str, Method] = {k: b for k, b in asked.items() if reasons[k] is None}
-        return runnable, {label: reason for label, reason in reasons.items() if reason is not None}
+        runnable: dict[str, Method] = {}
+        left_out: dict[str, str] = {}
+        for label, baseline in baselines_of(self.baselines).items():
+            reason = baseline.obstacle()
+            if reason is None:
+                runnable[label] = baseline
+            else:
+                left_out[label] = reason
+        return runnable, left_out
 
     def meta(self) -> dict[str, Any]:
         """See `Probe.meta`; `left_out`: baselines that cannot run here, and why."""
         several = len(self._settings()) > 1
-        return {
-            **super().meta(),
+        return super().meta() | {
             "breakdown": ["prompt_tokens"] if several else [],
             "reference": REFERENCE,
             "left_out": self.rows()[1],
@@ -174,67 +175,58 @@ class Throughput(Probe):
                 if method.uses_budget:
                     setting.budget(budget).capacity(n)
         return [
-            Unit(f"{s}/run{run}", (f"{s}/run{run}",), (s.prompt_tokens, s, run))
-            for s in self._settings()
-            for run in range(self.runs)
+            Unit(f"{s}/run{run}", (f"{s}/run{run}",), Turn(s.prompt_tokens, s, run))
+            for s, run in product(self._settings(), range(self.runs))
         ]
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
         """Each method in turn, beginning with another in every run; before the first measured run of
         a process, a warm-up of each."""
-        _, setting, run = unit.payload
+        n, setting, run = unit.payload
         labels = sorted(methods, key=lambda label: label != REFERENCE)
         start = run % len(labels)
-        budgets: dict[str, Budget] = {}
         rows: dict[str, dict[str, Any]] = {}
         for label in labels[start:] + labels[:start]:
             method, budget = methods[label]
-            budgets[label] = budget = setting.budget(budget)
-            rows[label] = self._measure(_Row(session, setting, label, method, budget))
-        n = setting.prompt_tokens
+            row = _Row(session, setting, label, method, setting.budget(budget))
+            saved = method.saves_memory
+            rows[label] = {
+                "capacity": row.budget.capacity(n) if saved else n,
+                **self._measure(row),
+            }
         for turn, (label, fields) in enumerate(rows.items()):
-            method, budget = methods[label][0], budgets[label]
-            yield Outcome(
-                label,
-                unit.id,
-                {
-                    "dataset": str(setting),
-                    "prompt_tokens": n,
-                    "asked_new_tokens": setting.new_tokens,
-                    "asked_batch": str(setting.batch),
-                    "asked_rate": setting.rate,
-                    "capacity": budget.capacity(n) if method.saves_memory else n,
-                    "run": run,
-                    "runs": self.runs,
-                    "turn": turn,
-                    **fields,
-                    **_ratios(fields, rows.get(REFERENCE, {})),
-                },
-            )
+            shared = {
+                "dataset": str(setting),
+                "prompt_tokens": n,
+                "asked_new_tokens": setting.new_tokens,
+                "asked_batch": str(setting.batch),
+                "asked_rate": setting.rate,
+                "run": run,
+                "runs": self.runs,
+                "turn": turn,
+            }
+            ratios = _ratios(fields, rows.get(REFERENCE, {}))
+            yield Outcome(label, unit.id, shared | fields | ratios)
 
     def _measure(self, row: _Row) -> dict[str, Any]:
         """One measured run; what failed once in this process is not tried again."""
-        key = (row.setting, row.label)
-        device = row.session.device
-        if key in self._failed:
-            return dict(self._failed[key])
+        key, device = (row.setting, row.label), row.session.device
+        batch = self._known.get(key)
         try:
-            batch = self._batch(row)
-            if key not in self._warm:
+            if batch is None:
+                batch = self._batch(row)
                 row.generate(batch, row.few(WARM_UP_TOKENS))
-                self._warm.add(key)
-            free_memory(device)
-            known = memory.reset_peak(device)
-            before = memory.used_bytes(device)
-            fields = row.generate(batch)
+                self._known[key] = batch
+            if isinstance(batch, int):
+                free_memory(device)
+                known = memory.reset_peak(device)
+                before = memory.used_bytes(device)
+                fields = row.generate(batch)
         except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
-            self._failed[key] = {"status": status_of(failure), "error": one_line(failure)}
-            failed = True
-        else:
-            failed = False
-        if failed:
+            batch = self._known[key] = {"status": status_of(failure), "error": one_line(failure)}
+        if not isinstance(batch, int):
             free_memory(device)  # out of the except block: the traceback is gone
-            return dict(self._failed[key])
+            return dict(batch)
         prefill = fields["prefill_s"] + (fields["compress_s"] or 0.0)
         rate = batch * fields["new_tokens"] / (prefill + fields["decode_s"])
         return fields | {
@@ -253,13 +245,8 @@ class Throughput(Probe):
         """How many prompts at once."""
         if isinstance(row.setting.batch, int):
             return row.setting.batch
-        key = (row.setting, row.label)
-        if key not in self._largest:
-            device = row.session.device
-            self._largest[key] = largest_batch(
-                lambda batch: row.generate(batch, row.few(2)), device, self.most_batch
-            )
-        return self._largest[key]
+        device = row.session.device
+        return largest_batch(lambda batch: row.generate(batch, row.few(2)), device, self.most_batch)
 
 
 @dataclass(frozen=True)
@@ -308,12 +295,7 @@ class _Row:
             )
             for i, row in enumerate(ids.tolist())
         ]
-        answers = run_batch(
-            session.model,
-            prompts,
-            seed=session.seed,
-            graphs=session.graphs,
-        )
+        answers = run_batch(session.model, prompts, seed=session.seed, graphs=session.graphs)
         results = [answer[self.label] for answer in answers]
         for result in results:
             if result.failure is not None:
@@ -345,3 +327,52 @@ def _ratios(fields: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str
 
 def _over(a: float | None, b: float | None) -> float | None:
     return None if a is None or not b else a / b
+
+
+def largest_batch(trial: Callable[[int], object], device: torch.device, most: int) -> int:
+    """The largest batch, up to `most`, for which ``trial(batch)`` does not run out of memory; found
+    to within a sixteenth.
+
+    On a CPU a trial is not begun when twice what the last one took would not fit.
+
+    Raises:
+        torch.OutOfMemoryError: not even one prompt fits.
+    """
+    fits, too_many, size = 0, most + 1, 1
+    while size < too_many:
+        measured = memory.reset_peak(device)
+        before = memory.used_bytes(device)
+        if not _fits(trial, size, device):
+            too_many = size
+            break
+        fits, size = size, min(2 * size, most) if size < most else most + 1
+        if device.type == "cpu" and measured and size <= most:
+            peak, total = memory.peak_bytes(device), memory.total_bytes(device)
+            if before is None or peak is None or total is None:
+                break
+            if before + (peak - before) * size / fits > SAFE * total:
+                log.info("batch %d is not tried: it would take most of the memory", size)
+                break
+    while too_many <= most and too_many - fits > max(1, fits // 16):
+        middle = (fits + too_many) // 2
+        if _fits(trial, middle, device):
+            fits = middle
+        else:
+            too_many = middle
+    if not fits:
+        raise torch.OutOfMemoryError("out of memory: not even one prompt fits")
+    return fits
+
+
+def _fits(trial: Callable[[int], object], batch: int, device: torch.device) -> bool:
+    try:
+        trial(batch)
+    except Exception as failure:
+        if not is_out_of_memory(failure):
+            raise
+        out_of_memory = True
+    else:
+        out_of_memory = False
+    free_memory(device)
+    log.info("batch %d %s", batch, "is too large" if out_of_memory else "fits")
+    return not out_of_memory

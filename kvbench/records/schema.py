@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
@@ -111,35 +110,6 @@ class Manifest(TypedDict, total=False):
     earlier_starts: list[dict[str, Any]]
 
 
-Scalar = str | Bounded | bool | None
-
-
-@_checked
-class PaperTable(TypedDict, total=False):
-    """What a config says of the published table beside its own; ``file``, ``differences`` and
-    ``rescored`` are checked where they are used."""
-
-    value: Short | None
-    by: Short | None
-    method: Short | None
-    model: Short | None
-    reduction: Short | None
-    across_tasks: Short | None
-    field: Short | None
-    mean_as: Short | None
-    methods: list[Short] | None
-    where: dict[str, Scalar | list[Scalar]] | None
-    scale: Bounded
-    sums: dict[str, list[Short]] | None
-    fields: dict[str, Short] | None
-    setting: dict[str, Short] | None
-    records: dict[str, Scalar] | None
-    rename: dict[str, Short] | None
-    names: dict[str, Short | list[Short]] | None
-    best_of: dict[str, list[Short]] | None
-    models: dict[str, Short] | None
-
-
 class SchemaError(UserError, ValueError):
     """What is wrong with a record or a manifest: one line that names the key and what it may hold."""
 
@@ -164,15 +134,6 @@ def parse_manifest(content: bytes) -> dict[str, Any]:
         SchemaError: it is no manifest.
     """
     return _parsed(_MANIFEST, content)
-
-
-def check_paper_table(spec: Mapping[str, Any]) -> None:
-    """Check the types of what ``paper_table`` says of one published table.
-
-    Raises:
-        SchemaError: a key holds what it may not.
-    """
-    _parsed(TypeAdapter(PaperTable), json.dumps(spec, default=str).encode())
 
 
 def _parsed(kind: TypeAdapter[Any], content: bytes) -> dict[str, Any]:

@@ -385,7 +385,8 @@ def natural_order(value: object, before: str = "") -> tuple[str, int, float, str
 
 def as_text(value: object) -> str:
     """A field's value as a name: 200.0 is 200."""
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+    whole = isinstance(value, float) and value.is_integer()
+    return short_name(str(int(value) if whole else value))  # type: ignore[call-overload]
 
 
 COLUMNS = (
@@ -413,7 +414,7 @@ def load(folder: str | Path) -> pd.DataFrame:
     is the label that tables use, ``rate`` NaN for a budget that names no share of the middle, ``ratio``
     of measured bytes to those of the exact cache, ``entries_mean`` and ``entries_max`` held per layer and
     KV head, ``run`` the folder; times are seconds. Values are numbers, texts, truth values and lists of
-    texts (whatever else a record holds is JSON), so that ``load(folder).to_parquet("x.parquet")`` works.
+    texts (what else a record holds is JSON), so that ``load(folder).to_parquet("x.parquet")`` works.
 
     Raises:
         StoreError: no runs there, or one that is broken.

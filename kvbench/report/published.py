@@ -126,7 +126,7 @@ def _joined(
         records = records[records[field].isna() | (records[field] == wanted)]
     found = []
     for key, part in theirs.groupby(["by", "field"], sort=False):
-        by, field = map(str, key)  # type: ignore[arg-type]
+        by, field = map(str, key)
         if field not in records or not set(filter(None, by.split("+"))) <= set(records):
             raise PaperError(f"{spec['file']}: our records have no field {by or field}")
         part = part.assign(same=part["model"].isin(["", name]))

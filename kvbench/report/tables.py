@@ -460,7 +460,7 @@ def fidelity_table(group: Group) -> Table:
         for i, variant in enumerate(group.variants):
             mine = part[part["variant"] == variant.label]
             good = mine[mine["status"] == "ok"]
-            row = {
+            row: dict[str, Any] = {
                 "group": "" if rate is None else f"rate {as_text(rate)}",
                 "method": variant.method,
             }

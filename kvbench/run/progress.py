@@ -55,8 +55,8 @@ def progress_display(title: str) -> Iterator[Callable[[Progress], None]]:
         task = bar.add_task(f"{title}: {PREPARING}", total=None, scores="")
 
         def show(progress: Progress) -> None:
-            done = {"total": progress.total, "completed": progress.done}
-            bar.update(task, **done, description=title, scores=_scores(progress))
+            bar.update(task, total=progress.total, completed=progress.done, description=title)
+            bar.update(task, scores=_scores(progress))
 
         yield show
 

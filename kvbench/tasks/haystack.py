@@ -16,11 +16,28 @@ from collections.abc import Iterator, Sequence
 from kvbench.tasks.base import PromptEncoder, TaskError
 
 # fmt: off
-PEOPLE = ["gardener", "teacher", "baker", "sailor", "farmer", "painter", "doctor", "tailor", "miller", "driver", "singer", "student", "carpenter", "librarian", "fisherman", "mayor", "neighbor", "merchant", "shepherd", "clerk"]
-PLACES = ["market", "harbor", "garden", "library", "kitchen", "station", "bridge", "village", "workshop", "school", "orchard", "tower", "valley", "river", "square", "museum", "forest", "mill", "theater", "lake"]
-THINGS = ["basket", "letter", "lantern", "map", "clock", "bread", "boat", "ladder", "blanket", "kettle", "wagon", "mirror", "violin", "bucket", "table", "coat", "apple", "candle", "book", "rope"]
-QUALITIES = ["old", "small", "quiet", "bright", "heavy", "warm", "green", "broken", "clean", "narrow", "simple", "empty", "famous", "gentle", "white", "dusty", "strong", "pale", "round", "cheap"]
-ACTIONS = ["repairs", "carries", "paints", "sells", "finds", "keeps", "cleans", "hides", "brings", "borrows", "admires", "counts", "moves", "lifts", "returns", "watches"]
+PEOPLE = (
+    "gardener", "teacher", "baker", "sailor", "farmer", "painter", "doctor", "tailor", "miller",
+    "driver", "singer", "student", "carpenter", "librarian", "fisherman", "mayor", "neighbor",
+    "merchant", "shepherd", "clerk",
+)
+PLACES = (
+    "market", "harbor", "garden", "library", "kitchen", "station", "bridge", "village",
+    "workshop", "school", "orchard", "tower", "valley", "river", "square", "museum", "forest",
+    "mill", "theater", "lake",
+)
+THINGS = (
+    "basket", "letter", "lantern", "map", "clock", "bread", "boat", "ladder", "blanket", "kettle",
+    "wagon", "mirror", "violin", "bucket", "table", "coat", "apple", "candle", "book", "rope",
+)
+QUALITIES = (
+    "old", "small", "quiet", "bright", "heavy", "warm", "green", "broken", "clean", "narrow",
+    "simple", "empty", "famous", "gentle", "white", "dusty", "strong", "pale", "round", "cheap",
+)
+ACTIONS = (
+    "repairs", "carries", "paints", "sells", "finds", "keeps", "cleans", "hides", "brings",
+    "borrows", "admires", "counts", "moves", "lifts", "returns", "watches",
+)
 TIMES = (
     "in the morning", "at noon", "in the evening", "every week", "after the rain",
     "before breakfast", "in the winter", "on market days", "late at night", "once a year",

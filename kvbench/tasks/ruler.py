@@ -157,25 +157,10 @@ def _singular(prompt: Prompt) -> Prompt:
     return Prompt(template, prefix, prompt.new_tokens)
 
 
-# generators: a prompt of a given size (lines, words, documents) from a seeded draw
+# generators: `draft(size, number, rng)` is sample `number` with `size` units (lines, words, documents),
+# from `least` to `most`; its strings are those of `name`
 
-
-@dataclass(frozen=True)
-class Generator:
-    """Makes the prompts of one task and length, by `draft(size, number, rng)`: sample `number` with
-    `size` units, from `least` to `most`.
-
-    Attributes:
-        name: of its strings.
-    """
-
-    name: ClassVar[str]
-    most: ClassVar[int] = 10_000_000
-
-    @property
-    def prompt(self) -> Prompt:
-        """Its strings."""
-        return PROMPTS[self.name]
+UNLIMITED = 10_000_000
 
 
 DEPTHS = [round(100 * place / 39) for place in range(40)]
@@ -183,7 +168,7 @@ DEPTHS = [round(100 * place / 39) for place in range(40)]
 
 
 @dataclass(frozen=True)
-class Niah(Generator):
+class Niah:
     """Needles in a haystack.
 
     Attributes:
@@ -200,6 +185,7 @@ class Niah(Generator):
     asked: int
     essays: Essays
     name: ClassVar[str] = "niah"
+    most: ClassVar[int] = UNLIMITED
 
     @property
     def least(self) -> int:
@@ -220,7 +206,7 @@ class Niah(Generator):
         asked = rng.sample(pairs, self.asked)
         keys = [key for key, _ in asked]
         query = ", ".join(keys[:-1]) + ", and " + keys[-1] if len(keys) > 1 else keys[0]
-        prompt, kind = self.prompt, self.values
+        prompt, kind = PROMPTS[self.name], self.values
         if self.asked * self.each == 1:
             prompt, kind = _singular(prompt), kind[:-1]
         prompt = _filled(prompt, type_needle_v=kind, query=query)
@@ -284,7 +270,7 @@ def _distinct(count: int, draw: Callable[[], str], known: Sequence[str] = ()) ->
 
 
 @dataclass(frozen=True)
-class VariableTracking(Generator):
+class VariableTracking:
     """One chain of assignments among noise, behind a solved example.
 
     Attributes:
@@ -295,6 +281,7 @@ class VariableTracking(Generator):
     HOPS: ClassVar[int] = 4
     EXAMPLE_TOKENS: ClassVar[int] = 500
     name: ClassVar[str] = "vt"
+    most: ClassVar[int] = UNLIMITED
     least: ClassVar[int] = HOPS + 1
     """A line for every statement to stand before."""
 
@@ -326,7 +313,7 @@ class VariableTracking(Generator):
 
 
 @dataclass(frozen=True)
-class CommonWords(Generator):
+class CommonWords:
     """Ten words that occur more often than the others of a numbered list, behind a solved example.
 
     More words than the list of wonderwords has are made of two of them; RULER has a second list.
@@ -338,6 +325,7 @@ class CommonWords(Generator):
     long: bool
     COMMON: ClassVar[int] = 10
     name: ClassVar[str] = "cwe"
+    most: ClassVar[int] = UNLIMITED
     least: ClassVar[int] = COMMON + 1
     """The common words and another."""
 
@@ -351,8 +339,8 @@ class CommonWords(Generator):
         words += _distinct(paired, lambda: "".join(rng.sample(single, 2)), known=words)
         often, seldom = (30, 3) if self.long else (6, 1)
         listed, common = self._listed(words[:size], often, seldom, rng)
-        draft = _draft(self.prompt, listed, common, paired_words=paired)
-        example = _draft(self.prompt, solved, told).text + f" {_numbered(told)}\n"
+        draft = _draft(PROMPTS[self.name], listed, common, paired_words=paired)
+        example = _draft(PROMPTS[self.name], solved, told).text + f" {_numbered(told)}\n"
         return Draft(example + draft.context, draft.question, draft.prefix, common, draft.fields)
 
     def _listed(
@@ -370,12 +358,13 @@ def _numbered(words: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True)
-class FrequentWords(Generator):
+class FrequentWords:
     """The most frequent of coded words, whose counts fall with the square of their rank."""
 
     vocabulary: int
     ZETA: ClassVar[float] = math.pi**2 / 6
     name: ClassVar[str] = "fwe"
+    most: ClassVar[int] = UNLIMITED
     least: ClassVar[int] = 53
     """Of fewer, ranks 2 to 5 may tie."""
 
@@ -390,11 +379,11 @@ class FrequentWords(Generator):
             for _ in range(int(size * rank**-2 / self.ZETA))
         ]
         rng.shuffle(items)
-        return _draft(self.prompt, " ".join(items), words[1:4])
+        return _draft(PROMPTS[self.name], " ".join(items), words[1:4])
 
 
 @dataclass(frozen=True)
-class Questions(Generator):
+class Questions:
     """A question about documents, those with the answer among others."""
 
     collection: Collection
@@ -406,7 +395,7 @@ class Questions(Generator):
         return max(len(question.gold) for question in self.collection.questions)
 
     @property
-    def most(self) -> int:  # type: ignore[override]
+    def most(self) -> int:
         """All documents, each once."""
         return len(self.collection.documents)
 
@@ -423,9 +412,12 @@ class Questions(Generator):
         context = "\n\n".join(
             DOCUMENT.format(i=place, document=text) for place, text in enumerate(documents, start=1)
         )
-        template = self.prompt.template.replace("{query}", question.text)
-        return _draft(self.prompt._replace(template=template), context, question.answers)
+        prompt = PROMPTS[self.name]
+        template = prompt.template.replace("{query}", question.text)
+        return _draft(prompt._replace(template=template), context, question.answers)
 
+
+Generator = Niah | VariableTracking | CommonWords | FrequentWords | Questions
 
 # the task
 
@@ -545,7 +537,7 @@ class Ruler(Task):
     ) -> list[Example]:
         """The examples of one task and length; where one's size was found, the next one's begins."""
         generator = self._generator(encoder, task, length)
-        new_tokens = generator.prompt.new_tokens
+        new_tokens = PROMPTS[generator.name].new_tokens
         found: list[Example] = []
         units = max(generator.least, length // 20)
         for number in range(self.num_examples):
@@ -570,7 +562,7 @@ class Ruler(Task):
         return found
 
     def _sized(
-        self, encoder: PromptEncoder, generator: Any, name: str, number: int, guess: int
+        self, encoder: PromptEncoder, generator: Generator, name: str, number: int, guess: int
     ) -> tuple[int, Draft, SplitIds]:
         """Units, draft and tokens of the largest prompt of a sample that fits.
 
@@ -578,7 +570,7 @@ class Ruler(Task):
             name: "task length number".
         """
         task, length, _ = name.split()
-        room = int(length) - generator.prompt.new_tokens
+        room = int(length) - PROMPTS[generator.name].new_tokens
         fitting: dict[int, tuple[Draft, SplitIds]] = {}
         seed, used = "", 0
 
@@ -605,7 +597,7 @@ class Ruler(Task):
             "allowed: longer"
         )
 
-    def _generator(self, encoder: PromptEncoder, task: str, length: int) -> Any:
+    def _generator(self, encoder: PromptEncoder, task: str, length: int) -> Generator:
         if task in NIAH:
             return Niah(*NIAH[task], essays=self._essays)
         if task == "vt":

@@ -6,10 +6,10 @@
 
 Compression is all that `compress` does, packing included for methods that store entries packed. The
 yardstick of balancekv is the products of the kernel matrices alone, full b x b blocks of keys and of
-values in both halvings (b = 256), of the others the products that they cannot go without; all into memory
-allocated beforehand. `--key-scale 4`: keys whose exponentials overflow float32. Both are timed in turn in
-seconds of processor time, which other programs of the machine disturb less than the clock; the medians
-are compared.
+values in both halvings (b = 256), of the others the products that they cannot go without; all into
+memory allocated beforehand. `--key-scale 4`: keys whose exponentials overflow float32. Both are timed in
+turn in seconds of processor time, which other programs of the machine disturb less than the clock; the
+medians are compared.
 """
 
 from __future__ import annotations

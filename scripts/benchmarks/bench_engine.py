@@ -6,8 +6,8 @@
     python scripts/benchmarks/bench_engine.py questions  ten questions on one context over one question
     python scripts/benchmarks/bench_engine.py scoring    teacher-forced scores over one exact forward
 
-[--tokens of a prompt] [--new tokens of an answer] [--runs] [--methods a,b]. The shipped model reads random
-tokens; the first run warms up. Processor time is what other programs of the machine disturb least.
+[--tokens of a prompt] [--new tokens of an answer] [--runs] [--methods a,b]. The shipped model reads
+random tokens; the first run warms up. Other programs of the machine disturb processor time least.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import argparse
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ def drawn(tokens: int, seed: int = 0) -> list[int]:
     return torch.randint(5, 100, (tokens,), generator=generator).tolist()
 
 
-def medians(runs: dict[str, Callable[[], object]], count: int) -> dict[str, float]:
+def medians(runs: Mapping[str, Callable[[], object]], count: int) -> dict[str, float]:
     """Processor seconds of each, run in turn `count` times after a warm-up."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(count + 1):
@@ -83,10 +84,7 @@ def bench_sharing(given: argparse.Namespace) -> None:
     model, ids = shipped(), drawn(given.tokens or 4096)
     stopping, names = Stopping(given.new or 32), given.methods or EIGHT
     jobs = {"exact": ["exact"], "all": names}
-    runs = {
-        key: lambda some=some: generated(model, ids, some, stopping, RATE)
-        for key, some in jobs.items()
-    }
+    runs = {key: partial(generated, model, ids, j, stopping, RATE) for key, j in jobs.items()}
     found = medians(runs, given.runs)
     print(f"exact {found['exact']:.3f} s; {len(names)} methods in one job {found['all']:.3f} s")
     print(f"ratio {found['all'] / found['exact']:.2f}")
@@ -147,7 +145,7 @@ def bench_questions(given: argparse.Namespace) -> None:
             def ask(count: int, session: Any = session) -> None:
                 session.read(context).ask_all(questions[:count], max_new_tokens=new)
 
-            found = medians({str(n): lambda n=n: ask(n) for n in (1, 10)}, given.runs)
+            found = medians({str(n): partial(ask, n) for n in (1, 10)}, given.runs)
         one, ten = found.values()
         print(f"{method:12} one {one:6.2f} s  10 {ten:6.2f} s  ratio {ten / one:.2f}")
 
@@ -172,8 +170,7 @@ def bench_scoring(given: argparse.Namespace) -> None:
                 assert one.failure is None, (label, one.failure)
 
     for names in (("exact",), CHEAP, (*CHEAP[:6], "subgen", "balancekv")):
-        runs = {"plain": plain, "scored": lambda names=names: scored(names)}
-        found = medians(runs, given.runs)
+        found = medians({"plain": plain, "scored": partial(scored, names)}, given.runs)
         times = found["scored"] / found["plain"]
         print(
             f"{len(names)} methods {found['scored']:.3f} s, {times:.2f} times: {', '.join(names)}"

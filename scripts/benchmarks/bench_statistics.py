@@ -30,7 +30,6 @@ from kvbench.report.stats import (
     p_values,
     share_anew,
     standing,
-    units_needed,
 )
 
 SIZES = (5, 10, 20, 50, 100, 300)
@@ -61,12 +60,11 @@ class Figure:
 
 
 def figures(studies: int, sizes: Sequence[int] = SIZES) -> Iterator[Figure]:
-    """Every figure, section by section; marks are of half as many studies, power of a quarter."""
+    """Every figure, section by section; marks are of half as many studies."""
     yield from interval_figures(studies, sizes)
     yield from difference_figures(studies, sizes)
     yield from p_figures(studies, sizes)
     yield from mark_figures(studies // 2, sizes)
-    yield from power_figures(studies // 4)
     yield from margin_figures(studies)
 
 
@@ -168,19 +166,6 @@ def mark_figures(studies: int, sizes: Sequence[int]) -> Iterator[Figure]:
         ]
         name = f"worse by .10 marked, n = 300, p = .6, correlation {shared}"
         yield Figure(name, float(np.mean(found)), bound)
-
-
-def power_figures(studies: int) -> Iterator[Figure]:
-    """Power of the adjusted test in studies of the size that "needed" plans, for a test among 21."""
-    rng = np.random.default_rng(5)
-    alpha = ALPHA / 21
-    for effect in (0.02, 0.05):
-        for differing in (0.06, 0.12, 0.3):
-            up, down = (differing + effect) / 2, (differing - effect) / 2
-            n = int(units_needed([differing - effect**2], effect, alpha=alpha, differing=differing))
-            p = np.array(p_values([_stratum(_signs(rng, n, studies, up, down))]))
-            name = f"power at the {n} examples needed for {effect:.0%}, {differing:.0%} differ"
-            yield Figure(name, float((p < alpha).mean()), 0.76)
 
 
 def margin_figures(studies: int) -> Iterator[Figure]:

@@ -23,7 +23,7 @@ from kvbench.engine.prefill import capture_layers
 from kvbench.kv import Budget, LayerKV
 from kvbench.methods import build_method
 from kvbench.methods.base import Method
-from kvbench.probes.layers import SyntheticLayers
+from kvbench.probes.layer_error import SyntheticLayers
 from kvbench.run.encoding import encode_example
 from kvbench.tasks.longeval_lines import LongEvalLines
 

@@ -42,7 +42,7 @@ def main(given: Sequence[str]) -> None:
                 for rank in run.ranks:
                     where = {"prompt": prompt, "layer": layer, "per": per, "rank": rank}
                     rows.append(where | {"attention": float(shares[rank - 1])})
-    run.save(rows, "attention", x="rank", by="layer", panel="per", fit=(1, run.fit_most))
+    run.save(rows, y="attention", x="rank", by="layer", panel="per", fit=(1, run.fit_most))
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def main(given: Sequence[str]) -> None:
                 row = {"prompt": prompt, "layer": layer, "below": share, "of": "all heads"}
                 row |= {"sparsity": float(heads.mean()), "least": float(heads.min())}
                 rows.append(row | {"most": float(heads.max())})
-    run.save(rows, "sparsity", x="layer", by="below", panel="of")
+    run.save(rows, y="sparsity", x="layer", by="below", panel="of")
 
 
 if __name__ == "__main__":

@@ -29,24 +29,18 @@ QUESTION = "Provide a one-sentence caption for the image."
 
 
 def captions_of(data: str | None, split: str) -> dict[str, list[str]]:
-    """References by image file: of Karpathy and Fei-Fei's dataset_coco.json, or of COCO's annotations.
+    """References by image file, of Karpathy and Fei-Fei's dataset_coco.json.
 
     Raises:
         UserError: no file that can be read.
     """
     try:
-        found = json.loads(Path(data or "").read_bytes())
-    except (OSError, ValueError) as problem:
-        raise UserError(f"data is {data!r}; allowed: COCO's captions, a JSON file") from problem
-    if "annotations" in found:
-        names = {row["id"]: row["file_name"] for row in found["images"]}
-        each: dict[str, list[str]] = {}
-        for one in found["annotations"]:
-            each.setdefault(names[one["image_id"]], []).append(str(one["caption"]))
-        return each
+        rows = json.loads(Path(data or "").read_bytes())["images"]
+    except (OSError, ValueError, LookupError, TypeError) as problem:
+        raise UserError(f"data is {data!r}; allowed: the file dataset_coco.json") from problem
     return {
         str(Path(row.get("filepath", "")) / row["filename"]): [s["raw"] for s in row["sentences"]]
-        for row in found["images"]
+        for row in rows
         if row["split"] == split
     }
 
@@ -58,7 +52,9 @@ def inputs_of(processor: Any, image: Path, question: str) -> Any:
     if processor.chat_template:
         chat = [{"role": "user", "content": content}]
         text = processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    made = processor(images=Image.open(image).convert("RGB"), text=text, return_tensors="pt")
+    special = not processor.chat_template  # the template has its own
+    picture = Image.open(image).convert("RGB")
+    made = processor(images=picture, text=text, return_tensors="pt", add_special_tokens=special)
     made.pop("mm_token_type_ids", None)
     return made
 
@@ -68,8 +64,8 @@ def main(given: Sequence[str]) -> None:
     images (their folder; null: the file's), split, question, methods, rates, new_tokens, tiny
     (a tiny random model and drawn images)."""
     own: dict[str, Any] = {"data": None, "images": None, "split": "test", "question": QUESTION}
-    own |= {"tiny": False}
     own |= {"methods": ["uniform", "balancekv"], "rates": [0.25, 0.0625], "new_tokens": 30}
+    own["tiny"] = False
     run = Run(__file__, given, "model=OpenGVLab/InternVL2_5-8B-hf", "", **own, limit=5000)
     if run.tiny:
         run.data = save_both(Path(run.results_dir, run.name, "tiny"))
@@ -90,15 +86,11 @@ def main(given: Sequence[str]) -> None:
             held = compress(model, method, rate=rate, seed=run.seed)
             with held if rate < 1 else nullcontext():
                 ids = model.generate(**inputs, max_new_tokens=run.new_tokens, do_sample=False)
-            said = processor.decode(
-                ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True
-            )
-            row = {"image": file, "method": method, "rate": rate, "caption": said.split("\n")[0]}
-            score = cider.score(row["caption"], texts)
-            rows.append(
-                {**row, "cider": score, "rouge_l": rouge_l(row["caption"], texts), "of": ""}
-            )
-    run.save(rows, "cider", x="rate", by="method", panel="of")
+            new = ids[0, inputs["input_ids"].shape[1] :]
+            said = processor.decode(new, skip_special_tokens=True).split("\n")[0]
+            row = {"image": file, "method": method, "rate": rate, "caption": said, "of": "images"}
+            rows.append(row | {"cider": cider.score(said, texts), "rouge_l": rouge_l(said, texts)})
+    run.save(rows, y="cider", x="rate", by="method", panel="of")
     for names, part in pd.DataFrame(rows).groupby(["method", "rate"], sort=False):
         scores = bleu(list(part["caption"]), [references[file] for file in part["image"]])
         print(*names, "BLEU-1 to -4:", *(f"{100 * value:.1f}" for value in scores))

@@ -1,11 +1,9 @@
-"""Radius of k centres against k, of keys and values and of Gaussian vectors like them; t-SNE of one
-head.
+"""Radius of k centres against k, of keys, values and Gaussian vectors like them; t-SNE of one head.
 
 SubGen (arXiv 2402.06082), Figure 1: 1,024 generated tokens on MT-Bench's questions, five layers;
-ClusterGen (its later version), appendix C.2: other architectures on TriviaQA. The figures print no
-numbers. The radius is over the root mean square distance of two vectors of the head, mean over the KV
-heads: the faster it falls with k, the better the vectors cluster. Gaussian vectors have the covariance
-and no more.
+ClusterGen (its later version), appendix C.2: other architectures on TriviaQA. No numbers are printed.
+The radius is over the root mean square distance of two vectors of the head, mean over the KV heads: the
+faster it falls with k, the better the vectors cluster. Gaussian vectors have the covariance alone.
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ from torch import Tensor
 from kvbench.engine.fork import layer_generator
 from kvbench.engine.scoring import greedy_continuation, read
 from kvbench.engine.stopping import Stopping
+from kvbench.errors import UserError, needs_extra
 from kvbench.kernels.kcentre import greedy_k_centre
 from kvbench.kv import Budget, LayerKV
 from kvbench.methods.base import SEED_STRIDE
@@ -50,18 +49,19 @@ def k_centre_radii(points: Tensor, most: int) -> tuple[Tensor, Tensor]:
     return centres, apart.cummin(dim=1).values.amax(0)
 
 
-def draw(points: Tensor, centres: Tensor, seed: int, file: Path) -> None:
+def draw(points: Tensor, centres: Tensor, seed: int, file: str) -> None:
     """t-SNE of points [n, d] with the centres marked, as PNG (needs scikit-learn)."""
-    from sklearn.manifold import TSNE
-
-    perplexity = min(30.0, (len(points) - 1) / 3)
-    flat = TSNE(2, perplexity=perplexity, init="pca", random_state=seed).fit_transform(
-        points.numpy()
-    )
+    try:
+        from sklearn.manifold import TSNE
+    except ModuleNotFoundError as error:
+        raise UserError(needs_extra("scikit-learn", "tsne")) from error
+    tsne = TSNE(2, perplexity=min(30.0, (len(points) - 1) / 3), init="pca", random_state=seed)
+    flat = tsne.fit_transform(points.numpy())
     figure = Figure(figsize=(4, 4), layout="constrained")
     ax = figure.subplots()
     ax.scatter(flat[:, 0], flat[:, 1], s=4)
     ax.scatter(flat[centres, 0], flat[centres, 1], s=40, marker="*", color="red")
+    Path(file).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=150)
 
 
@@ -91,15 +91,9 @@ def main(given: Sequence[str]) -> None:
                     where = {"prompt": prompt, "layer": layer, "kind": kind, "k": k}
                     rows.append(where | {"radius": float(radii[:, k - 1].mean())})
                 if number == 0 and run.head and not gaussian:
-                    place = Path(
-                        run.results_dir,
-                        run.name,
-                        f"{run.session.spec.label}-{kind}-layer{layer}.png",
-                    )
-                    place.parent.mkdir(parents=True, exist_ok=True)
-                    head = run.head - 1
-                    draw(heads[head], found[head][0][: run.centres], run.seed, place)
-    run.save(rows, "radius", x="k", by="kind", panel="layer", fit=(1, max(run.counts)))
+                    marked = found[run.head - 1][0][: run.centres]
+                    draw(heads[run.head - 1], marked, run.seed, f"{run.place}-{kind}-{layer}.png")
+    run.save(rows, y="radius", x="k", by="kind", panel="layer", fit=(1, max(run.counts)))
 
 
 if __name__ == "__main__":

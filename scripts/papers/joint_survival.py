@@ -21,7 +21,7 @@ from kvbench.engine.fork import layer_generator
 from kvbench.kv import Budget, CompressedKV
 from kvbench.methods import build_method
 from kvbench.methods.base import SEED_STRIDE
-from kvbench.probes.layers import compress_measured
+from kvbench.probes.layer_error import compress_measured
 
 METHODS: dict[str, dict[str, Any]] = {name: {} for name in ("exact", "uniform", "snapkv", "h2o")}
 METHODS |= {"subgen": {}, "balancekv": {}, "gamma_0": {"name": "balancekv", "gamma": 0.0}}
@@ -93,7 +93,7 @@ def main(given: Sequence[str]) -> None:
                         ratio = joint_survival(kept, torch.tensor(inside), d) if inside else None
                         where = {"prompt": prompt, "layer": layer, "draw": draw, "method": label}
                         rows.append({**where, "distance": d, "ratio": ratio})
-    run.save(rows, "ratio", x="distance", by="method", panel="layer")
+    run.save(rows, y="ratio", x="distance", by="method", panel="layer")
 
 
 if __name__ == "__main__":

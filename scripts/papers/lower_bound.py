@@ -24,8 +24,7 @@ from kvbench.engine.fork import layer_generator
 from kvbench.kv import Budget, CompressedKV, LayerKV, keep_all
 from kvbench.methods import build_method
 from kvbench.methods.base import SEED_STRIDE
-from kvbench.probes.layer_error import estimate
-from kvbench.probes.layers import compress_measured
+from kvbench.probes.layer_error import compress_measured, estimate
 
 
 def index_layer(n: int, dim: int, norm: float, index: int, count: int) -> LayerKV:
@@ -89,12 +88,11 @@ def main(given: Sequence[str]) -> None:
                 for draw in range(run.draws):
                     seed = SEED_STRIDE * run.seed + draw
                     generator = layer_generator(seed, "synthetic", index + 1)
-                    method = build_method(name)
-                    held, _ = compress_measured(name, method, budget, generator, layer)
+                    held, _ = compress_measured(name, build_method(name), budget, generator, layer)
                     rows.append({**where, "draw": draw, "method": name, **read(held)})
             for name, share in limits(budget.capacity(run.n), layer).items():
                 rows.append({**where, "method": name, "share": share})
-    run.save(rows, "share", x="rate", by="method", panel="n")
+    run.save(rows, y="share", x="rate", by="method", panel="n")
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def main(given: Sequence[str]) -> None:
                 "share": sum(share) / max(1, len(share)),
             }
             rows.append(row)
-    run.save(rows, "nll", x="prompt", by="dropped", panel="of")
+    run.save(rows, y="nll", x="prompt", by="dropped", panel="of")
 
 
 if __name__ == "__main__":

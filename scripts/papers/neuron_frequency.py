@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from _common import Run, started
+from _common import Run, spread, started
 from _neurons import WIKITEXT, counts_of, heavy_of
 
 from kvbench.engine.loading import full_attention_layers
-from kvbench.probes.layers import spread
 
 
 def main(given: Sequence[str]) -> None:
@@ -30,7 +29,7 @@ def main(given: Sequence[str]) -> None:
                 row = {"prompt": prompt, "layer": layer, "rank": rank}
                 row |= {"frequency": float(often[rank - 1]), "of": "prompts"}
                 rows.append(row | {"heavy": float(heavy[layer].double().mean())})
-    run.save(rows, "frequency", x="rank", by="layer", panel="of", fit=(1, max(run.ranks)))
+    run.save(rows, y="frequency", x="rank", by="layer", panel="of", fit=(1, max(run.ranks)))
 
 
 if __name__ == "__main__":

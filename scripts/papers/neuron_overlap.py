@@ -62,7 +62,7 @@ def main(given: Sequence[str]) -> None:
             for layer in one_of:
                 where = {"which": which, "pair": f"{a}, {b}", "layer": layer, "of": "layers"}
                 rows.append(where | overlap(one_of[layer], other[layer]))
-    run.save(rows, "jaccard", x="pair", by="which", panel="of")
+    run.save(rows, y="jaccard", x="pair", by="which", panel="of")
 
 
 if __name__ == "__main__":

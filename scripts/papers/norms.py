@@ -54,7 +54,7 @@ def main(given: Sequence[str]) -> None:
                     if kind == "bound":
                         row["log10_factor"] = 2 * most**2 * kv.scaling / math.log(10)
                     rows.append(row)
-    run.save(rows, "norm_mean", x="layer", by="kind", panel="of")
+    run.save(rows, y="norm_mean", x="layer", by="kind", panel="of")
 
 
 if __name__ == "__main__":

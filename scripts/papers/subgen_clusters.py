@@ -77,7 +77,7 @@ def main(given: Sequence[str]) -> None:
                     where = {"data": name, "n": n, "repetition": repetition, "delta": delta}
                     rows.append(where | {"clusters": count})
     most = max(run.steps)
-    run.save(rows, "clusters", x="n", by="delta", panel="data", fit=(most / 16, most))
+    run.save(rows, y="clusters", x="n", by="delta", panel="data", fit=(most / 16, most))
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def main(given: Sequence[str]) -> None:
                     where = {"dim": dim, "n": n, "walk": walk, "rule": rule}
                     rows.append(where | {"discrepancy": float(value)})
     most = max(run.steps)
-    run.save(rows, "discrepancy", x="n", by="rule", panel="dim", fit=(most / 64, most))
+    run.save(rows, y="discrepancy", x="n", by="rule", panel="dim", fit=(most / 64, most))
 
 
 if __name__ == "__main__":

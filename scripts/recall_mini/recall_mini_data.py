@@ -12,23 +12,12 @@ from transformers import PreTrainedTokenizerFast
 from wonderwords import RandomWord
 
 from kvbench.tasks.haystack import sentences
+from kvbench.tasks.longeval_lines import INTRODUCTION, QUESTION, word_lists
 
 VOCAB_SIZE = 1984
 EOS = "<|end|>"
 PIECES = r" REGISTER_CONTENT is <(?=[0-9])|>\n|[0-9]{1,2}| ?[\p{L}_]+| ?[^\s\p{L}0-9_]|\s"
 """What a token may not reach across: line furniture, groups of two digits, words, marks."""
-
-PREFIX = (
-    "Below is a record of lines I want you to remember. Each line begins with 'line <line index>' "
-    "and contains a '<REGISTER_CONTENT>' at the end of the line as a numerical value. For each "
-    "line index, memorize its corresponding <REGISTER_CONTENT>. At the end of the record, I will "
-    "ask you to retrieve the corresponding <REGISTER_CONTENT> of a certain line index. Now the "
-    "record start:\n\n"
-)
-QUESTION = (
-    "\nNow the record is over. Tell me what is the <REGISTER_CONTENT> in line fat-cat? I need the "
-    "number. "
-)
 
 COMMON_TEXT = (
     "the of and to in is that for it was on are as with his they at be this have from or by "
@@ -48,16 +37,10 @@ SYLLABLES_TEXT = (
 SYLLABLES = tuple(SYLLABLES_TEXT.split())
 
 
-def word_lists() -> tuple[list[str], list[str]]:
-    """Adjectives and nouns of wonderwords, in its order."""
-    words = RandomWord()
-    return words.filter(include_categories=["adjective"]), words.filter(include_categories=["noun"])
-
-
 def whole_words() -> list[str]:
     """Pieces that are never split: line furniture, digit pairs, adjectives, filler words."""
     adjectives, _ = word_lists()
-    text = [PREFIX, QUESTION, *(f" {word}" for word in COMMON)]
+    text = [INTRODUCTION, QUESTION.format(key="fat-cat"), *(f" {word}" for word in COMMON)]
     rng = random.Random("recall_mini tokenizer")
     for _ in range(200):
         document = sentences(rng)
@@ -142,7 +125,7 @@ class Generator:
         self.adjectives_text = adjectives
         self.verbs_text = RandomWord().filter(include_categories=["verb"])
         self.numbers = [self.encode(str(number)) for number in range(50001)]
-        self.prefix = self.encode(PREFIX)
+        self.prefix = self.encode(INTRODUCTION)
         self.line = self.encode("line")
         self.dash = self.encode("-")
         self.content = self.encode(": REGISTER_CONTENT is <0")[:-1]

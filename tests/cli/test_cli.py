@@ -83,7 +83,7 @@ def test_overrides_that_are_right_are_let_through() -> None:
         ["model=hf", "model.path=org/name", "model.revision=main"],
         ["+model.architecture.hidden_size=8"],
         ["task.files=['a b.jsonl',c.jsonl]"],
-        *([f"experiment={name}"] for name in catalogue("experiments")),
+        ["experiment=frontier"],
     ]
     for overrides in fine:
         assert refusal_of(overrides) is None, overrides

@@ -86,6 +86,7 @@ def test_what_cannot_be_paired_is_one_line(tmp_path: Path) -> None:
             pair_released(words)
 
 
+@pytest.mark.slow
 def test_a_trial_of_the_sweep_file_returns_its_score(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -181,6 +181,27 @@ def test_entries_that_count_differently_in_the_normaliser(quantized):
             )
 
 
+def test_a_sliding_layer_lets_go_of_what_its_window_has_passed():
+    torch.manual_seed(0)
+    keys, values = torch.randn(1, 2, 600, 8), torch.randn(1, 2, 600, 8)
+    queries = torch.randn(4, 600, 8)
+    held = CompressedKV(keys[:, :, :9], values[:, :, :9], None, torch.arange(9).expand(1, 2, 9))
+    cache = LayerCache(held, 0, build_method("exact"), capacity=9, window=9, active=False)
+    begin = 9
+    for tokens in [1] * 300 + [40, 1, 250]:
+        new, end = slice(begin, begin + tokens), begin + tokens
+        at = torch.arange(begin, end)
+        got = step(cache, queries[:, new], keys[0, :, new], values[0, :, new], at, 0.3)
+        all_keys, all_values = (x[0, :, :end].repeat_interleave(2, 0) for x in (keys, values))
+        distance = at[:, None] - torch.arange(end)
+        logits = (queries[:, new] @ all_keys.mT * 0.3).masked_fill(
+            (distance < 0) | (distance >= 9), -math.inf
+        )
+        torch.testing.assert_close(got, logits.softmax(-1) @ all_values, atol=1e-5, rtol=1e-5)
+        begin = end
+        assert cache.length <= 9 + 256 + tokens
+
+
 HEADS, STORED, DIM, VALUE_DIM, COUNT = 4, 2, 8, 6, 21
 
 

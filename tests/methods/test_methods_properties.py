@@ -219,7 +219,7 @@ CANNOT = [
     ("subgen", {"recent": 40}, make_layer(60), {"rate": 0.1}, "recent is 40; allowed: at most"),
     ("balancekv", {"gamma": [4.0, 2.0]}, make_layer(60), {"rate": 0.125}, "3 values at this rate"),
     ("snapkv", {}, BLIND, {}, "layer 3 holds 0 prompt queries"),
-    ("h2o", {}, BLIND, {}, "layer 3 holds 0 of 60 prompt queries"),
+    ("h2o", {}, BLIND, {}, "layer 3 holds 0 prompt queries"),
     ("expected_attention", {}, make_layer(60), {}, "has no rotary table of the usual kind"),
     ("spatten", {}, replace(BLIND, queries=make_layer(60).queries), {}, "sees layer 3 first"),
     ("balancekv_needle", {}, BLIND, {}, r"balancekv_needle\.layer is 1, a layer that was not seen"),

@@ -41,7 +41,7 @@ def read(keys, values, delta, t, s, seed=0, blocks=(BLOCK,), most=None):
     start = 0
     for size in itertools.cycle(blocks):
         part = slice(start, start + size)
-        stream.extend(keys[:, part], values[:, part], draws[part])
+        stream.read(keys[:, part], values[:, part], draws[part])
         start += size
         if start >= n:
             return stream, draws
@@ -139,11 +139,11 @@ def test_subgen_stream_is_unbiased():
         error = estimates.mean(0) - exact
         assert (error.abs() < 3 * estimates.std(0) / seeds**0.5).all()
 
-    positions, weights = stream.numerator()
+    positions, weights, *_ = stream.numerator()
     terms = weights.exp().double() * exponentials[positions]
     exact_values = values[0].double()
     check((terms.unsqueeze(-1) * exact_values[positions]).sum(1), exponentials @ exact_values)
-    positions, weights = stream.denominator()
+    positions, weights, *_ = stream.denominator()
     check((weights.exp() * exponentials[positions.clamp(min=0)]).sum(1), exponentials.sum())
     above, below = terms.unsqueeze(-1) * values[0].double()[stream.numerator()[0]], weights
     quotient = above.sum(1) / (below.exp() * exponentials[positions.clamp(min=0)]).sum(
@@ -172,7 +172,10 @@ def test_subgen_compressed_attends_as_its_stream():
     logits = (layer.keys[0, :, 380:] @ query.unsqueeze(-1)).squeeze(-1).double() * layer.scaling
     above = (logits.exp().unsqueeze(-1) * layer.values[0, :, 380:]).sum(1)
     below = logits.exp().sum(-1, keepdim=True)
-    for (positions, weights), values in ((stream.numerator(), True), (stream.denominator(), False)):
+    for (positions, weights, *_), values in (
+        (stream.numerator(), True),
+        (stream.denominator(), False),
+    ):
         index = positions.clamp(min=0).unsqueeze(-1).expand(-1, -1, 8)
         logits = (layer.keys[0].gather(1, index) @ query.unsqueeze(-1)).squeeze(-1).double()
         terms = (logits * layer.scaling + weights).exp()

@@ -65,8 +65,8 @@ def test_every_item_is_made_small(
 
 def test_scripts_are_short_and_refuse_what_they_do_not_know() -> None:
     for path in SCRIPTS.glob("*.py"):
-        assert len(path.read_text().splitlines()) <= 110, path.name
-    with pytest.raises(UserError, match="'walk=2' is unknown; allowed: model, task, name"):
+        assert len(path.read_text().splitlines()) <= 100, path.name
+    with pytest.raises(UserError, match="'walk=2' is unknown; allowed: model, task, limit"):
         Run("x.py", ["walk=2"], "", "", walks=1)
     run = Run(
         "x.py", ["task=b", "task.y=2", "z=[1]", "model.a=1"], "model=m", "task=a task.x=1", z=0
@@ -121,7 +121,7 @@ def test_norms_are_those_of_plain_loops() -> None:
 
 
 def test_the_walk_is_the_direct_one() -> None:
-    """Sums after each n: against vectors signed one by one, and against the kernel's walk."""
+    """Sums after each n, against vectors signed one by one."""
     rules = [None, 2.0, 0, "theory"]
     sums = dict(walk_discrepancy.walked(3, rules, (5, 1500), 3, seed=7))
     vectors, uniforms = [], []

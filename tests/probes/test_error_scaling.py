@@ -99,7 +99,7 @@ def test_options_that_grow_and_failures_that_are_records():
     with pytest.raises(KVError, match=r"names 'wide'.*allowed: uniform"):
         probe.units(SESSION, {"uniform": (build_method("uniform"), BUDGET)})
     wrong = {"wide": (build_method("uniform"), BUDGET)}
-    with pytest.raises(KVError, match=r"has 'block_size'.*allowed: .*weighted"):
+    with pytest.raises(KVError, match=r"names 'block_size'.*allowed: .*weighted"):
         probe.units(SESSION, wrong)
     with pytest.raises(TaskError, match="exactly one of them"):
         ErrorScaling()

@@ -11,17 +11,18 @@ import torch
 from support.golden import golden_model
 from support.jobs import Echo, records_of
 from support.probing import probe_job
-from support.tiny import CONFIGS, Broken, prompt_ids, tiny_model
+from support.tiny import Broken, prompt_ids, tiny_model
 
 from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.scoring import read, score
 from kvbench.kv import Budget, KVError, gather_entries
 from kvbench.methods import build_method
 from kvbench.methods.base import Method
-from kvbench.probes.fidelity import compare, noise_floor, teacher_forced, with_reference
-from kvbench.probes.fidelity_probe import FidelityProbe
-from kvbench.report.experiment import load_experiment
-from kvbench.report.tables.fidelity import divergence_table, fidelity_table
+from kvbench.probes import fidelity
+from kvbench.probes.fidelity import (
+    FidelityProbe,
+    teacher_forced,
+)
 from kvbench.run.runner import run_job
 from kvbench.tasks.base import TaskError
 
@@ -75,7 +76,7 @@ def brute_force(model, ids, continuation, hidden):
         return model(input_ids=tokens, attention_mask=mask[None, None]).logits[0, n - 1 :]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gpt_neox"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt_neox"])
 def test_brute_force(architecture):
     model, ids, continuation = tiny_model(architecture), prompt_ids(48), prompt_ids(9, seed=5)
     exact = brute_force(model, ids, continuation, []).log_softmax(-1)
@@ -95,27 +96,6 @@ def test_brute_force(architecture):
     assert found["s"].entries == {"mean": 14.0, "max": 14}
 
 
-@pytest.mark.parametrize("architecture", sorted(CONFIGS))
-def test_exact_equals_a_plain_pass(architecture):
-    model, ids, continuation = tiny_model(architecture), prompt_ids(40), prompt_ids(6, seed=2)
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([[*ids, *continuation]])).logits[0, 39:-1]
-    want = -logits.log_softmax(-1).gather(1, torch.tensor(continuation)[:, None])[:, 0]
-    found = teacher_forced(model, ids, continuation, {"exact": (build_method("exact"), Budget())})
-    assert found["exact"].nll == pytest.approx(want.tolist(), abs=1e-5)
-
-
-@pytest.mark.parametrize("name", ["streaming_llm", "h2o"])
-def test_evicting_methods_see_one_token_at_a_time(name, monkeypatch):
-    model, ids, continuation = tiny_model("llama"), prompt_ids(60), prompt_ids(12, seed=3)
-    methods = {name: (build_method(name, decode="evict"), Budget(size=20, sink=4, window=4))}
-    whole = teacher_forced(model, ids, continuation, methods)[name]
-    monkeypatch.setattr("kvbench.engine.scoring.CHUNK_LOGITS", 1)  # a token a pass
-    single = teacher_forced(model, ids, continuation, methods)[name]
-    assert whole.kl == pytest.approx(single.kl, abs=1e-5)
-    assert whole.entries["max"] == 20
-
-
 def test_chunks_bound_the_logits(monkeypatch):
     model, ids, continuation = tiny_model("llama"), prompt_ids(30), prompt_ids(17, seed=3)
     methods = {"uniform": (build_method("uniform"), Budget(size=12, sink=2, window=2))}
@@ -131,7 +111,7 @@ def test_chunks_bound_the_logits(monkeypatch):
     assert parts.kl == pytest.approx(whole.kl, abs=1e-5)
 
 
-def test_one_failure_stops_no_other_and_infinity_is_one():
+def test_one_failure_stops_no_other_and_infinity_is_one(monkeypatch):
     model, ids = tiny_model("llama"), prompt_ids(40)
     size = Budget(size=12, sink=2, window=2)
     found = teacher_forced(
@@ -139,19 +119,11 @@ def test_one_failure_stops_no_other_and_infinity_is_one():
     )
     assert "out of memory" in str(found["broken"].failure)
     assert len(found["uniform"].kl) == 2
-    found["uniform"].kl[1] = math.inf
-    found["uniform"].check()
+    whole = fidelity.divergence
+    infinite = lambda exact, other: whole(exact, other) + torch.tensor([0, math.inf])  # noqa: E731
+    monkeypatch.setattr(fidelity, "divergence", infinite)
+    found = teacher_forced(model, ids, [5, 6], {"uniform": (build_method("uniform"), size)})
     assert "token 2" in str(found["uniform"].failure)
-
-
-def test_floor_is_rounding():
-    model, ids, continuation = tiny_model("llama"), prompt_ids(40), prompt_ids(6, seed=2)
-    with kvbench_attention_on(model):
-        reading = read(model, ids, with_reference({}), seed=0, example_id="x", room=6)
-        floor = noise_floor(model, reading, continuation)
-        assert len(floor) == 6
-        assert max(floor) < 1e-6
-        assert compare(model, reading, continuation) == {}
 
 
 def test_several_continuations_share_a_prefill():
@@ -211,16 +183,6 @@ def test_records_hold_the_definition(tmp_path):
         assert record["diverges_at"] == (None if first is None else first + 1)
     assert all(r["score"] < 1e-6 and r["diverges_at"] is None for r in records["exact"])
     assert run_job(probe_job(tmp_path, probe, methods)).written == 0
-    (group,) = load_experiment(tmp_path / "e").groups
-    table = fidelity_table(group)
-    halves = [row for row in table.rows if row.values["rate"] == "rate 0.5"]
-    kl = next(r for r in halves if r.values["variant"] == "h2o").values["kl"]
-    mine = [r["score"] for r in records["h2o"] if r["rate"] == 0.5]
-    assert kl.value == pytest.approx(sum(mine) / 2)
-    assert kl.low <= kl.value <= kl.high
-    shown = divergence_table(group)
-    assert shown is not None
-    assert {row.values["variant"] for row in shown.rows} <= {"snapkv", "h2o"}
 
 
 def test_files_contexts_and_given_texts(tmp_path):

@@ -11,7 +11,6 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.fork_server import ForkServer
@@ -20,7 +19,6 @@ from support.stores import fill, make_record, rows_below
 
 from kvbench.methods import build_method
 from kvbench.records import durable
-from kvbench.records.durable import make_folder, replace
 from kvbench.records.read import FORMAT, StoreError, load_runs, read_records
 from kvbench.records.store import RecordStore, write_manifest
 from kvbench.run.runner import run_job
@@ -191,31 +189,19 @@ def test_random_kill_points(server: ForkServer, tmp_path: Path, count: int) -> N
 
 # Manifests of other versions.
 
-MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], bytes], str]] = {
-    **{
-        f"format {written!r}": (
-            lambda manifest, written=written: json.dumps({**manifest, "format": written}).encode(),
-            r"manifest\.json is of format .*; this kvbench reads 1 to ",
-        )
-        for written in (FORMAT + 1, 0, "2", 1.5, None, True)
-    },
-    **{
-        f"content {content[:9]!r}": (lambda _, content=content: content, "; move it away")
-        for content in (b"", b'{"a', b"[]", b"\xff\xfe", b"null", b"[" * 99_999)
-    },
-}
+BROKEN = [b"", b'{"a', b"[]", b"\xff\xfe", b"null", b"[" * 99_999]
+BROKEN += [json.dumps({"format": written}).encode() for written in (FORMAT + 1, 0, "2", 1.5, True)]
 
 
-@pytest.mark.parametrize("kind", MANIFESTS)
-def test_a_manifest_of_another_version_or_none_is_one_line(tmp_path: Path, kind: str) -> None:
-    make, says = MANIFESTS[kind]
+@pytest.mark.parametrize("content", BROKEN, ids=range(len(BROKEN)))
+def test_a_manifest_of_another_version_or_none_is_one_line(tmp_path: Path, content: bytes) -> None:
     path = run_job(make_job(tmp_path, EXACT, limit=1)).folders["exact"] / "manifest.json"
-    path.write_bytes(make(json.loads(path.read_text())))
-    before = {p.name: p.read_bytes() for p in path.parent.iterdir() if p.suffix}
+    path.write_bytes(content)
+    says = "is of format .*; this kvbench reads 1 to" if b"format" in content else "; move it away"
     for act in (lambda: load_runs(tmp_path / "e"), lambda: run_job(make_job(tmp_path, EXACT))):
         with pytest.raises(StoreError, match=rf"^[^\n]*{says}[^\n]*$"):
             act()
-    assert {p.name: p.read_bytes() for p in path.parent.iterdir() if p.suffix} == before
+    assert path.read_bytes() == content
     path.unlink()
     whole = run_job(make_job(tmp_path / "whole", EXACT))
     assert records_of(run_job(make_job(tmp_path, EXACT))) == records_of(whole)
@@ -287,20 +273,3 @@ def test_what_is_no_file_is_neither_read_nor_waited_for(tmp_path: Path, kind: st
         path.rmdir() if kind == "folder" else path.unlink()
         if kept is not None:
             path.write_bytes(kept)
-
-
-def test_files_are_made_anew_and_folders_stay_inside(tmp_path: Path) -> None:
-    victim, contents = victims(tmp_path)
-    before = contents()
-    path = tmp_path / "a" / "b" / "file"
-    make_folder(path.parent, tmp_path)
-    for content in (b"1", b"2"):
-        path.with_name(".file.new").symlink_to(victim / "thesis.doc")
-        replace(path, content)
-    assert [p.name for p in path.parent.iterdir()] == ["file"]
-    assert path.read_bytes() == b"2"
-    (tmp_path / "a" / "c").symlink_to(victim)
-    for outside in ("a/c", "a/c/d", "a/b/../../victim"):
-        with pytest.raises(OSError, match="leads out of"):
-            make_folder(tmp_path / outside, tmp_path / "a")
-    assert contents() == before

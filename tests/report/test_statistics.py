@@ -30,7 +30,6 @@ from kvbench.report.stats import (
     median_of,
     p_values,
     self_bleu,
-    units_needed,
     unpaired_difference,
     variances,
     words_of,
@@ -250,27 +249,6 @@ def test_variances_are_of_units_and_skip_what_is_missing() -> None:
     one = Stratum("a", np.nan_to_num(values) * 2, (~np.isnan(values)) * 2.0)  # two records a unit
     assert variances([one])[0] == pytest.approx([1.0, 4.5])
     assert np.isnan(variances([stratum(np.array([1.0]))])).all()
-
-
-def test_the_needed_number_by_hand() -> None:
-    # (1.959964 sqrt(0.26) + 0.841621 sqrt(0.25))^2 / 0.01
-    assert units_needed([0.25], 0.1) == 202
-    assert units_needed([0.25], -0.1) == 202
-    # V = 0.25 / 13; (1.959964 sqrt(V + 0.01 / 13) + 0.841621 sqrt(V))^2 / 0.01
-    assert units_needed([0.25] * 13, 0.1) == 16
-    assert units_needed([0.25], 0.1, alpha=0.05 / 21) > 1.7 * 202
-    assert units_needed([0.25], 0.0) == math.inf
-    assert math.isnan(units_needed([math.nan, 0.1], 0.1))
-    assert math.isnan(units_needed([0.0], 0.1))  # nothing is known of how scores differ
-
-
-def test_no_plan_is_below_what_the_test_can_reject_with() -> None:
-    """Six must differ at 5 %: 2 / 2^6 = .031; at 5 % / 21 it takes ten."""
-    assert units_needed([0.0001], 0.9) == 6
-    assert units_needed([0.0001], 0.9, differing=0.1) == 60
-    assert units_needed([0.0001], 0.9, alpha=0.05 / 21) == 10
-    assert binomtest(0, 5).pvalue > 0.05 >= binomtest(0, 6).pvalue
-    assert binomtest(0, 9).pvalue > 0.05 / 21 >= binomtest(0, 10).pvalue
 
 
 def test_the_average_is_stratified_and_counts_datasets_alike() -> None:

@@ -27,7 +27,7 @@ from kvbench.report.experiment import Group, load_experiment
 from kvbench.report.frame import tidy
 from kvbench.report.render import csv, latex, markdown, terminal
 from kvbench.report.table import Column, Table, number, size, value_text
-from kvbench.report.tables import decoding_table, fidelity_table, tables_of, timing_table, verdict
+from kvbench.report.tables import fidelity_table, tables_of, timing_table, verdict
 
 TABLE = Table(
     "a_name",
@@ -136,7 +136,7 @@ def tables(group: Group) -> dict[str, Table]:
 def test_a_task_has_its_scores_costs_and_pairs(tmp_path: Path) -> None:
     group = group_of(write_demo(tmp_path, tasks=["longeval_lines"]))
     found = tables(group)
-    assert list(found) == ["", "-pairs", "-decoding", "-by-num_lines", "-by-num_lines-difference"]
+    assert list(found) == ["", "-pairs", "-by-num_lines", "-by-num_lines-difference"]
     assert heads(found[""]) == [
         *("method", "longeval_lines", "Δ exact", "ratio", "entries", "prefill s", "compress s"),
         *("decode ms/token", "scored", "failed"),
@@ -201,29 +201,6 @@ def test_runs_that_failed_are_counted_and_not_timed(tmp_path: Path) -> None:
     row = dict(zip(heads(table), shown(table)[0], strict=True))
     assert row["tokens/s x"] == "1.20 [0.900, 9.00]"
     assert (row["runs"], row["failed"]) == ("7", "2 oom")
-
-
-def test_longer_answers_are_not_slower_tokens(tmp_path: Path) -> None:
-    """A method that says 48 tokens where another says 30 takes longer, not longer per token."""
-    for method, tokens, ms in (("exact", 30, 1.2), ("snapkv", 48, 0.9)):
-        records = [
-            {
-                "example_id": f"n{n}-{i}",
-                "prompt_tokens": n,
-                "new_tokens": tokens,
-                "decode_s": (tokens - 1) * ms * n / 100 * (1 + 0.01 * i) / 1000,
-                "score": 1.0,
-            }
-            for n in (100, 200)
-            for i in range(8)
-        ]
-        write_run(tmp_path, method=method, records=records)
-    table = decoding_table(group_of(tmp_path / "demo"))
-    assert table is not None
-    frame = data(table)
-    assert list(frame["prompt_tokens"]) == ["64–127", "64–127", "128–255", "128–255"]
-    assert list(frame["over_baseline"].dropna()) == pytest.approx([0.75, 0.75])
-    assert (frame["decode_ms_per_token_low"] < frame["decode_ms_per_token"]).all()
 
 
 def test_distances_from_the_exact_model_are_averaged_over_prompts(tmp_path: Path) -> None:

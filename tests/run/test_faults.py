@@ -3,12 +3,11 @@ a device that is gone. Each is a record of its own, and nobody else's."""
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from support.jobs import Echo, make_job, records_of
 from kvbench.engine import prefill
 from kvbench.engine.faults import is_out_of_memory
 from kvbench.engine.loading import ModelError
-from kvbench.errors import LONGEST, presentable
 from kvbench.kv import KVError, LayerKV
 from kvbench.methods import build_method
 from kvbench.run import batching, runner
@@ -150,22 +148,6 @@ def test_whatever_a_method_does_is_its_own_record(tmp_path: Path, kind: str) -> 
         assert record["dataset"] == "echo", "failed or not"
 
 
-def test_a_message_of_megabytes_is_cut_and_holds_no_secret(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    secret = "hf_" + "Q7x" * 11
-    monkeypatch.setenv("HF_TOKEN", secret)
-    message = f"GET https://hub?token={secret} failed" + "x" * 1_000_000 + "end"
-    with caplog.at_level(logging.DEBUG, "kvbench"):
-        for record in beside_snapkv(tmp_path, raising(ValueError(message))):
-            assert len(record["error"]) < LONGEST + 50
-            assert record["error"].startswith("ValueError: GET https://hub?token=*** failed")
-            assert record["error"].endswith("xxxend")
-    assert secret not in caplog.text
-    for text in ("a\nb", "a\u2028b", "\x1b]0;title\x07", "\x00", "\u202etxt"):
-        assert presentable(text).isprintable()
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), Terminated()])
 def test_a_wish_to_stop_is_no_failure_of_a_method(tmp_path: Path, error: BaseException) -> None:
     with pytest.raises(type(error)):
@@ -283,18 +265,11 @@ def test_a_prefill_that_hangs_times_out_and_loading_is_no_example(
     monkeypatch.setattr(TaskPlan, "run", run)
     monkeypatch.setattr("kvbench.run.session.load_model", load)
     assert [r["status"] for r in records_of(run_job(job))["exact"]] == ["timeout", "ok"]
-    said: list[str] = []
-
-    def work() -> None:
-        try:
-            run_job(job)
-        except KVError as error:
-            said.append(str(error))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert said == ["example_timeout is 1.0; allowed outside the main thread: null"]
+    with (
+        ThreadPoolExecutor() as pool,
+        pytest.raises(KVError, match="outside the main thread: null"),
+    ):
+        pool.submit(run_job, job).result()
 
 
 HANGS_IN_C = """

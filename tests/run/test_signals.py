@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.command import FAST
 from support.fork_server import Child, ForkServer
-from support.jobs import make_job
 from support.stores import rows_below
 
-from kvbench.records.read import StoreError, read_records
-from kvbench.run.plan import TaskPlan
-from kvbench.run.runner import run_job
 from kvbench.run.termination import WAIT_NOTICE, Terminated, Termination
 
 EXAMPLES = 40
@@ -99,7 +92,13 @@ STALLS = {
 }
 
 
-@pytest.mark.parametrize("moment", STALLS)
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "an example without end",
+        *(pytest.param(m, marks=pytest.mark.slow) for m in STALLS if "an e" not in m),
+    ],
+)
 def test_terminated_at_any_moment_of_a_command(
     server: ForkServer, tmp_path: Path, undisturbed: Records, moment: str
 ) -> None:
@@ -117,6 +116,7 @@ def test_terminated_at_any_moment_of_a_command(
     assert rows_below(tmp_path) == first_of_each(undisturbed, 3)
 
 
+@pytest.mark.slow
 def test_a_kernel_that_never_returns_is_recorded_and_the_next_start_goes_on_after_it(
     server: ForkServer, tmp_path: Path
 ) -> None:
@@ -154,71 +154,3 @@ def test_termination_waits_for_the_example_once() -> None:
             work(times, inside=inside)
         assert (stop.value.code, order) == (143, wanted)
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-# Disks and folders.
-
-
-@contextmanager
-def mounted(folder: Path, *options: str) -> Iterator[Path]:
-    """A file system of its own at `folder`, or a skip that says why not."""
-    folder.mkdir(exist_ok=True)
-    done = subprocess.run(["mount", *options, str(folder)], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"mounting is not permitted here: {done.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-@pytest.mark.slow
-def test_a_full_disk_is_one_line_and_the_records_stay(
-    server: ForkServer, tmp_path: Path, undisturbed: Records
-) -> None:
-    """A disk that is full at several points of a run in turn, the last of them after its records; then
-    one that is read-only."""
-    kept = []
-    with mounted(tmp_path / "runs", "-t", "tmpfs", "-o", "size=512k", "tmpfs") as disk:
-        for room in (0, 12, 24, 96):
-            (disk / "ballast").write_bytes(b"")
-            taken = os.statvfs(disk).f_bavail * 4 - room
-            (disk / "ballast").write_bytes(b"\0" * (taken * 1024))
-            child = server.kvbench(tmp_path, *FEW)
-            assert child.wait() == 1
-            assert "no space left" in one_line(child).lower()
-            kept.append(sum(map(len, rows_below(tmp_path).values())))
-        assert kept == sorted(kept), "nothing written is lost"
-        assert kept[0] == 0
-        assert rows_below(tmp_path) == first_of_each(undisturbed, 3)
-        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-        child = server.kvbench(tmp_path, *FEW, "experiment_name=new")
-        assert child.wait() == 1
-        assert "Read-only file system" in one_line(child)
-
-
-VANISH: dict[str, Callable[[Path], object]] = {
-    "removed": shutil.rmtree,
-    "moved": lambda folder: folder.rename(folder.with_name("elsewhere")),
-    "replaced by a file": lambda folder: (shutil.rmtree(folder), folder.write_text("")),
-}
-
-
-@pytest.mark.parametrize("how", VANISH)
-def test_a_folder_that_vanishes_during_the_run_ends_it_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
-    real, seen = TaskPlan.run, []
-
-    def run(self: TaskPlan, unit: Any, *rest: Any) -> Any:
-        seen.append(unit.id)
-        if unit.id == "e1":
-            VANISH[how](tmp_path / "e")
-        yield from real(self, unit, *rest)
-
-    monkeypatch.setattr(TaskPlan, "run", run)
-    with pytest.raises(StoreError, match="was removed or moved while the run wrote to it"):
-        run_job(make_job(tmp_path))
-    assert seen == ["e0", "e1"], "no hours of records that nobody finds"
-    for path in (tmp_path / "elsewhere").rglob("records.jsonl"):
-        assert len(read_records(path.parent)) == 1

@@ -16,7 +16,6 @@ from support.command import main
 from support.workers import SMALL, TINY, lines, records, start, stop_all, wait_for, writer
 
 from kvbench.cli.jobs import FAILED, USAGE
-from kvbench.cli.main import INTERRUPTED
 
 pytestmark = pytest.mark.slow
 
@@ -133,27 +132,3 @@ def test_what_slurm_refuses_is_one_line(capsys, tmp_path):
     status, _, err = main(capsys, *TINY, *SLURM, refused, f"results_dir={tmp_path}")
     assert status == USAGE
     assert err == "kvbench: Slurm refused the jobs: invalid partition specified: nope\n"
-
-
-def test_a_job_that_cannot_go_back_into_the_queue_fails_no_example(tmp_path):
-    command = [*SWEEP[:2], "task=longeval_lines", *SWEEP[4:], *SLURM[:1], *SLURM[2:], "shard=1/1"]
-    command += [f"results_dir={tmp_path}", "launcher.timeout_min=5", "launcher.max_num_timeout=0"]
-    waits = start(*command, "launcher.sbatch={begin: now+1hour}")
-    first = array(waits, "1 job")
-    assert said(waits) == "kvbench: 0 run, 1 wait: BeginTime\n"
-    waits.send_signal(signal.SIGINT)
-    _, err = waits.communicate()
-    assert waits.returncode == INTERRUPTED
-    assert f"Slurm goes on with 1 job; to end that: scancel {first}; to see what came" in err
-    ends = start(*command)
-    assert "jobs of an earlier command for these results; where both have the same" in said(ends)
-    job = array(ends, "1 job")
-    slurm("scancel", first)
-    wait_for(at_work(tmp_path, "longeval_lines", "1of1"), ends)
-    slurm("scancel", "--signal=USR2", job)
-    _, err = ends.communicate()
-    assert ends.returncode == FAILED, err
-    assert ": out of time: Job not requeued because: timed-out too many times." in err
-    rows = [row for run in records(tmp_path).values() for row in run]
-    assert 0 < len(rows) < 48
-    assert {row["status"] for row in rows} == {"ok"}

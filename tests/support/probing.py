@@ -6,7 +6,7 @@ import torch
 
 from kvbench.engine.loading import ModelSpec
 from kvbench.methods import build_method
-from kvbench.probes.layers import SyntheticLayers
+from kvbench.probes.layer_error import SyntheticLayers
 from kvbench.run.session import Session
 from support.jobs import make_job
 

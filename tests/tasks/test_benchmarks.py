@@ -198,10 +198,10 @@ def test_scbench_compresses_before_and_aime_draws_eight_samples(tmp_path: Path) 
         return build_job(composed(f"task={name}", *overrides(name, tmp_path), *where, *more))
 
     assert job("scbench").session.compress_after == "context"
-    assert len(job("scbench").units()[0]) == 18
+    assert len(job("scbench").units.every) == 18
     for name in ROWS:
         sampling = Sampling(0.6, 0.95, 8) if name.startswith("aime") else Sampling()
         assert job(name).session.sampling == sampling
-        assert len(job(name).units()[0][0].record_ids) == sampling.samples
+        assert len(job(name).units.every[0].record_ids) == sampling.samples
     with pytest.raises(KVError, match="has no context; allowed: prompt"):
-        job("gsm8k", "compress_after=context").units()
+        job("gsm8k", "compress_after=context").units  # noqa: B018

@@ -1,4 +1,4 @@
-"""The probes: the error formula against brute force, records, refusals; timings are never shared."""
+"""Errors of single layers: the formula against brute force, records, budgets, refusals."""
 
 from __future__ import annotations
 
@@ -14,12 +14,7 @@ from support.probing import METHODS, SYNTHETIC, probe_job
 from kvbench.engine.fork import layer_generator
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods import build_method
-from kvbench.methods._adapters import scaled_queries
 from kvbench.probes.layer_error import LayerError, estimate, relative_errors
-from kvbench.report.experiment import load_experiment
-from kvbench.report.figures.bars import bars
-from kvbench.report.tables.score_tables import as_table
-from kvbench.report.tables.scores import score_table
 from kvbench.run.runner import run_job
 from kvbench.tasks.base import TaskError
 
@@ -168,45 +163,10 @@ def test_an_output_of_zero_met_exactly_is_no_error():
     assert relative_errors(z, exact)["relative_error"] == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize("count", [1, 5, 40])
-@pytest.mark.parametrize("withheld", [0, 17])
-def test_attention_received_ends_at_the_last_query_shown(count, withheld):
-    layer = replace(SYNTHETIC, n=60).layer(0, 1)
-    shown = 60 - withheld
-    part = replace(layer, queries=layer.queries[:, :, :shown], withheld=withheld)
-    want = attention_sums(layer, range(shown - count, shown))
-    got = part.attention_of_last(count)[0].double().numpy()
-    np.testing.assert_allclose(got, want, atol=1e-5)
-    assert not got[:, shown:].any()
-    want = attention_sums(layer, range(shown))
-    np.testing.assert_allclose(part.attention_mass()[0].double().numpy(), want, atol=1e-5)
-    with pytest.raises(KVError, match=f"holds {shown} prompt queries; the observation window"):
-        part.attention_of_last(shown + 1)
-
-
-def test_packages_that_read_the_last_queries_refuse_where_they_are_withheld():
-    layer = SYNTHETIC.layer(0, 1)
-    part = replace(layer, queries=layer.queries[:, :, :-8], withheld=8)
-    assert scaled_queries(layer, "press X").shape == layer.queries.shape
-    with pytest.raises(KVError, match=r"last 8 queries.*press X reads.*task.held_out=false"):
-        scaled_queries(part, "press X")
-
-
-def test_the_title_says_when_methods_saw_what_they_are_measured_on(tmp_path):
-    titles = {}
-    for held_out in (True, False):
-        probe = LayerError(
-            rates=(0.25,), layers=(1,), seeds=1, exact=32, synthetic=SYNTHETIC, held_out=held_out
-        )
-        run_job(probe_job(tmp_path / str(held_out), probe))
-        group = load_experiment(tmp_path / str(held_out) / "e").groups[0]
-        titles[held_out] = as_table(score_table(group)).title
-    assert "measured on the queries that chose" in titles[False]
-    assert "measured on" not in titles[True]
-
-
-@pytest.mark.parametrize("options", [{}, {"preset": "released"}, {"beta": 5}])
-@pytest.mark.parametrize("layers", [(1, 2, 4), (4,), (1,), (1, 2, 3, 4)])
+@pytest.mark.parametrize(
+    ("options", "layers"),
+    [({}, (1, 2, 4)), ({"preset": "released"}, (4,)), ({"beta": 5}, (1, 2, 3, 4))],
+)
 def test_methods_that_share_a_budget_out_hold_the_same_at_the_layers_probed(
     tmp_path, options, layers
 ):
@@ -253,38 +213,6 @@ def test_more_than_the_others_at_any_budget_is_refused():
     assert (even.rate, even.sink, even.window, even.size) == (0.25, 16, 16, None)
 
 
-def test_draws_of_a_method_that_draws_nothing_add_no_certainty(tmp_path):
-    """The unit is the prompt: five times the same number says no more than once."""
-    found = {}
-    for seeds in (1, 5):
-        probe = LayerError(
-            rates=(0.5, 0.25), layers=(1, 4), seeds=seeds, num_prompts=4, exact=20,
-            prompts=Echo(count=4),
-        )  # fmt: skip
-        run_job(probe_job(tmp_path / str(seeds), probe))
-        group = load_experiment(tmp_path / str(seeds) / "e").groups[0]
-        rows = {row.variant.method: row for row in score_table(group).rows}
-        found[seeds] = rows["streaming_llm"].total.score
-        means = group.records[group.records["method"].eq("streaming_llm")].groupby("prompt")
-        spread = means["score"].mean()
-        assert len(spread) == 4
-        low, high = found[seeds].low, found[seeds].high
-        assert high - low > 0.5 * spread.std(), "the prompts' spread, and not none"
-        figure = bars(group, group.meta.figure("bars"))[0]
-        assert "standard deviation over 4 prompts" in figure.caption
-    for name in ("value", "low", "high"):
-        assert getattr(found[1], name) == pytest.approx(getattr(found[5], name))
-
-
-def test_layer_error_on_a_models_layers(tmp_path):
-    probe = LayerError(
-        rates=(0.5,), layers=(1, 4), seeds=2, num_prompts=2, exact=20, prompts=Echo(count=3)
-    )
-    records = records_of(run_job(probe_job(tmp_path, probe)))
-    assert len(records["uniform"]) == 2 * 2 * 2
-    assert all(0 < row["score"] < 2 for row in records["uniform"])
-
-
 def test_more_entries_mean_less_error_and_weights_matter():
     # flat attention, and a middle unlike its ends: without weights the ends are over-counted
     layer = replace(SYNTHETIC, n=2048, query_norm=1.0).layer(0, 1)
@@ -307,20 +235,16 @@ def test_more_entries_mean_less_error_and_weights_matter():
 
 
 def test_layer_error_refuses_what_makes_no_sense(tmp_path):
-    with pytest.raises(TaskError, match="exactly one of them"):
-        LayerError()
-    with pytest.raises(
-        TaskError, match=r"task.layers is \[0\]; allowed: a list of integers from 1"
+    for options, words in (
+        ({"synthetic": None}, "exactly one of them"),
+        ({"layers": (0,)}, r"task.layers is \[0\]; allowed: a list of integers from 1"),
+        ({"metric": "best"}, r"task.metric is 'best'; allowed: per_query \| pooled \| rel"),
+        ({"rates": (1.5,)}, r"task.rates is \[.*1.5.*\]; allowed"),
     ):
-        LayerError(layers=(0,), synthetic=SYNTHETIC)
-    with pytest.raises(
-        TaskError, match=r"task.metric is 'best'; allowed: per_query \| pooled \| rel"
-    ):
-        LayerError(metric="best", synthetic=SYNTHETIC)
-    with pytest.raises(TaskError, match=r"task.held_out is 2; allowed: true \| false"):
-        LayerError(held_out=2, synthetic=SYNTHETIC)
-    with pytest.raises(TaskError, match=r"task.rates is \[.*1.5.*\]; allowed"):
-        LayerError(rates=(1.5,), synthetic=SYNTHETIC)
+        with pytest.raises(TaskError, match=words):
+            LayerError(**{"synthetic": SYNTHETIC, **options})
+    seen = LayerError(synthetic=SYNTHETIC, held_out=False).meta()["score_unit"]
+    assert seen == "relative error, measured on the queries that chose"
     probe = LayerError(exact=160, synthetic=SYNTHETIC)
     with pytest.raises(KVError, match="320 tokens; allowed: less than half"):
         run_job(probe_job(tmp_path, probe))

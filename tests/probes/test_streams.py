@@ -1,0 +1,324 @@
+"""Streams through a bounded cache: golden numbers, masked passes, algorithms, and the task."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from support.golden import golden_model
+from support.jobs import Letters, records_of
+from support.probing import probe_job
+from support.tiny import prompt_ids, tiny_model
+
+from kvbench.engine.architecture import kvbench_attention_on
+from kvbench.engine.attention import LayerCall, UnsupportedModel
+from kvbench.engine.streams import (
+    BandState,
+    EstimatedState,
+    EvictingState,
+    Rotation,
+    read_text,
+    recomputed,
+    rotation_of,
+    stream,
+)
+from kvbench.kv import Budget, BudgetExceeded, KVError
+from kvbench.methods import build_method
+from kvbench.methods.streaming_llm import StreamingLLM
+from kvbench.probes.stream import Stream
+from kvbench.probes.streaming_ppl import streaming_nll
+from kvbench.run.runner import run_job
+from kvbench.tasks.base import TaskError
+
+
+def test_golden(shared_file):
+    golden = json.loads(shared_file("golden/tasks/streaming_ppl.json").read_text())
+    model = golden_model(golden)
+    for case in golden["cases"]:
+        for positions in ("absolute", "cache"):
+            found = streaming_nll(model, golden["ids"], case["start"], case["recent"], positions)
+            assert found == pytest.approx(case[positions]["nll"], abs=1e-4)
+            perplexity = math.exp(sum(found) / len(found))
+            assert perplexity == pytest.approx(case[positions]["perplexity"], rel=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "opt"])
+def test_chunks_change_nothing(architecture, monkeypatch):
+    model, ids = tiny_model(architecture), prompt_ids(70)
+    for positions in ("absolute", "cache"):
+        whole = streaming_nll(model, ids, 3, 10, positions)
+        monkeypatch.setattr("kvbench.engine.streams.CHUNK", 7)
+        parts = streaming_nll(model, ids, 3, 10, positions)
+        monkeypatch.setattr("kvbench.engine.streams.CHUNK", 1)
+        single = streaming_nll(model, ids, 3, 10, positions)
+        monkeypatch.undo()
+        assert parts == pytest.approx(whole, abs=1e-4)
+        assert single == pytest.approx(whole, abs=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt_neox", "opt"])
+def test_absolute_positions_are_a_band_with_sinks(architecture):
+    model, ids = tiny_model(architecture), prompt_ids(50)
+    at = torch.arange(50)
+    distance = at[:, None] - at[None]
+    seen = (distance >= 0) & ((distance <= 9) | (at < 3))
+    mask = torch.zeros(50, 50).masked_fill(~seen, -torch.inf)
+    with torch.no_grad():
+        options = {"position_ids": at[None]} if architecture == "opt" else {}
+        logits = model(
+            input_ids=torch.tensor([ids]), attention_mask=mask[None, None], **options
+        ).logits[0]
+    want = -logits[:-1].log_softmax(-1).gather(1, torch.tensor(ids)[1:, None])[:, 0]
+    found = streaming_nll(model, ids, 3, 9, "absolute")
+    assert found == pytest.approx(want.tolist(), abs=1e-4)
+
+
+def test_texts_longer_than_the_model_in_flat_memory():
+    model, ids = tiny_model("llama"), prompt_ids(1500)
+    with pytest.raises(KVError, match="at most 512"):
+        streaming_nll(model, ids, 4, 20, "absolute")
+    with kvbench_attention_on(model):
+        state = BandState(4, 20, rotation_of(model))
+        held = []
+        for part in stream(model, ids, state):
+            assert torch.isfinite(part).all()
+            held.append(state.held_bytes)
+    assert set(held) == {4 * 2 * 2 * 24 * 16 * 4}  # layers, k and v, heads, entries, dim, bytes
+
+
+def test_refusals():
+    model, ids = tiny_model("llama"), prompt_ids(20)
+    with pytest.raises(KVError, match="allowed: cache, absolute"):
+        streaming_nll(model, ids, 1, 2, "own")
+    with pytest.raises(KVError, match="recent 0"):
+        streaming_nll(model, ids, 1, 0)
+    with pytest.raises(UnsupportedModel, match="sliding"):
+        streaming_nll(tiny_model("gemma2"), ids, 1, 4)
+
+
+class Engine(StreamingLLM):
+    """StreamingLLM by its own eviction, not as the band that it is."""
+
+    def reading(self, budget):
+        return None
+
+
+@pytest.mark.parametrize(("architecture", "start"), [("llama", 0), ("gpt_neox", 3), ("opt", 3)])
+def test_eviction_with_positions_in_the_cache_is_the_band(architecture, start):
+    """The golden numbers are the band's; here entries are swapped, and their places found by age."""
+    model, ids = tiny_model(architecture), prompt_ids(60)
+    budget = Budget(size=14, sink=start, window=0)
+    with kvbench_attention_on(model):
+        found = read_text(model, ids, Engine(decode="evict"), budget)
+    want = streaming_nll(model, ids, start, 14 - start, "cache")
+    assert found.nll.tolist() == pytest.approx(want, abs=1e-4)
+    assert found.entries == 14
+
+
+def test_h2o_counts_places_by_age():
+    """One layer as lists in float64: keys rotated to their rank by age, scores summed, the lightest of
+    those that are not recent leaves."""
+    torch.manual_seed(0)
+    size, dim = 8, 16
+    rotation = Rotation(1.0 / 100 ** (torch.arange(8) / 8))
+    method = build_method("h2o")
+    state = EvictingState(method, Budget(size=size, sink=0, window=0), 40, rotation)
+    held = [[], []]
+    for step in range(40):
+        q, k, v = torch.randn(1, 4, 1, dim), torch.randn(1, 2, 1, dim), torch.randn(1, 2, 1, dim)
+        call = LayerCall(0, q, k, v, 0.25, None, None)
+        got = state.attend(call)
+        state.seen += 1
+        for head, entries in enumerate(held):
+            entries.append([step, k[0, head], v[0, head], 0.0])
+            keys = torch.cat([rotation(e[1], torch.tensor([i])) for i, e in enumerate(entries)])
+            query = rotation(q[0, 2 * head : 2 * head + 2], torch.tensor([len(entries) - 1]))[:, 0]
+            weights = (0.25 * query.double() @ keys.double().T).softmax(-1)
+            want = weights @ torch.cat([e[2] for e in entries]).double()
+            torch.testing.assert_close(
+                got[0, 2 * head : 2 * head + 2, 0].double(), want, atol=1e-5, rtol=1e-5
+            )
+            for entry, weight in zip(entries, weights.mean(0).tolist(), strict=True):
+                entry[3] += weight
+            if len(entries) > size:
+                entries.remove(min(entries[: -method.recent(size)], key=lambda e: e[3]))
+
+
+def test_a_window_that_is_recomputed_is_a_method():
+    model, ids, budget = tiny_model("llama"), prompt_ids(40), Budget(size=8, sink=0, window=0)
+    method = build_method("local", recompute=True)
+    with kvbench_attention_on(model):
+        found = read_text(model, ids, method, budget)
+        want = torch.cat(list(recomputed(model, ids, recent=8, rows=5)))
+    torch.testing.assert_close(found.nll, want)
+    with torch.no_grad():
+        alone = model(input_ids=torch.tensor([ids[21:30]])).logits[0, -1].log_softmax(-1)
+    assert float(want[29]) == pytest.approx(-float(alone[ids[30]]), abs=1e-4)
+    assert found.held_bytes == found.exact_bytes * 8 // 40
+    with pytest.raises(KVError, match=r"local\.recompute is true; allowed: for streams"):
+        method.compress(None, budget, torch.Generator())
+
+
+NAMES = ("balancekv_streaming", "subgen_streaming")
+SIZE = Budget(size=96, sink=4, window=8)
+
+
+class Everything:
+    """A `LayerStream` that drops nothing: attention must be exact. `extra`: entries it says it holds."""
+
+    def __init__(self, extra=0):
+        self.parts, self.entries, self.nbytes = [], extra, 0
+
+    def extend(self, keys, values):
+        self.parts.append((keys, values))
+
+    def numerator(self):
+        keys, values = (torch.cat(side, dim=1) for side in zip(*self.parts, strict=True))
+        return keys, values, torch.zeros(keys.shape[:2])
+
+    def denominator(self):
+        keys, _, weights = self.numerator()
+        return keys, weights
+
+
+class Keeps:
+    """The method of `Everything`."""
+
+    def __init__(self, extra=0):
+        self.extra = extra
+
+    def reading(self, budget):
+        return self.begin
+
+    def begin(self, keys, values, *, room, tokens, generator):
+        assert room == SIZE.size - SIZE.sink - SIZE.window - 10
+        return Everything(self.extra)
+
+
+@pytest.mark.parametrize("chunk", [1, 64])
+def test_with_an_algorithm_that_drops_nothing_attention_is_exact(chunk):
+    torch.manual_seed(0)
+    n = 300
+    q, k, v = torch.randn(1, 4, n, 16), torch.randn(1, 2, n, 16), torch.randn(1, 2, n, 16)
+    state = EstimatedState("keeps", Keeps().begin, SIZE, n, 0, "")
+    out = []
+    for begin in range(0, n, chunk):
+        part = slice(begin, begin + chunk)
+        out.append(state.attend(LayerCall(0, q[:, :, part], k[:, :, part], v[:, :, part], 0.25)))
+        state.seen += min(chunk, n - begin)
+        assert state._layers[0].keys.shape[1] <= SIZE.size
+    want = LayerCall(0, q, k, v, 0.25).exact()
+    torch.testing.assert_close(torch.cat(out, dim=2), want, atol=1e-5, rtol=1e-5)
+    over = EstimatedState("keeps", Keeps(extra=80).begin, SIZE, n, 0, "")
+    with pytest.raises(BudgetExceeded):
+        over.attend(LayerCall(0, q, k, v, 0.25))
+    assert state._layers[0].keys.shape[1] < SIZE.sink + SIZE.window + 2 * state.waiting
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"), [(NAMES[0], "llama"), (NAMES[1], "gpt_neox"), (NAMES[1], "opt")]
+)
+def test_streams_of_a_model(name, architecture, monkeypatch):
+    model, ids = tiny_model(architecture), prompt_ids(300)
+    method = build_method(name)
+    with kvbench_attention_on(model):
+        read = read_text(model, ids, method, SIZE, "absolute")
+        monkeypatch.setattr("kvbench.engine.streams.CHUNK", 7)
+        again = read_text(model, ids[:150], method, replace(SIZE, size=150), "absolute").nll
+    exact = torch.tensor(streaming_nll(model, ids, 0, 300, "absolute"))
+    assert torch.isfinite(read.nll).all()
+    torch.testing.assert_close(read.nll[:80], exact[:80], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(again[:130], exact[:130], atol=1e-4, rtol=1e-4)
+    assert float((read.nll[100:] - exact[100:]).abs().max()) > 1e-4
+    assert read.entries <= SIZE.size
+    assert read.held_bytes < 0.6 * read.exact_bytes
+
+
+def test_subgens_memory_does_not_grow_and_positions_are_its_own():
+    model, ids = tiny_model("llama"), prompt_ids(500)
+    method = build_method("subgen_streaming")
+    with kvbench_attention_on(model):
+        held = [
+            read_text(model, ids[:n], method, SIZE, "absolute").held_bytes for n in (240, 360, 480)
+        ]
+        with pytest.raises(KVError, match="with absolute positions balancekv_streaming"):
+            read_text(model, ids, method, SIZE, "cache")
+        small = Budget(size=12, sink=2, window=2)
+        with pytest.raises(KVError, match=r"a larger budget\.size"):
+            read_text(model, ids, build_method("balancekv_streaming"), small, "absolute")
+    assert max(held) <= 1.1 * min(held)
+
+
+SMALL_SIZE = Budget(size=16, sink=3, window=0)
+
+
+def stream_job(tmp_path, probe, methods):
+    job = probe_job(tmp_path, probe, methods, task="stream")
+    return replace(
+        job, methods={label: (method, SMALL_SIZE) for label, (method, _) in job.methods.items()}
+    )
+
+
+def files(tmp_path):
+    (tmp_path / "a.txt").write_text("a stitch in time saves nine " * 5)
+    (tmp_path / "b.txt").write_text("the early bird catches the worm " * 3)
+    return str(tmp_path / "*.txt")
+
+
+@pytest.mark.parametrize("positions", ["cache", "absolute"])
+def test_records_of_the_task(tmp_path, positions):
+    probe = Stream(files=files(tmp_path), tokens=90, positions=positions, block=40)
+    methods = {name: build_method(name) for name in ("exact", "streaming_llm", "local")}
+    job = stream_job(tmp_path, probe, methods)
+    records = records_of(run_job(job))
+    ids = Letters().encode((tmp_path / "a.txt").read_text())[:90]
+    for name, start, recent in (("exact", 0, 90), ("streaming_llm", 3, 13), ("local", 0, 16)):
+        want = streaming_nll(job.session.model, ids, start, recent, positions)
+        record = records[name][0]
+        assert record["score"] == pytest.approx(sum(want) / 89, abs=1e-5)
+        assert record["nll_blocks"][1] == pytest.approx(sum(want[40:80]) / 40, abs=1e-4)
+        assert record["tokens 3–4"] == pytest.approx(sum(want[2:4]) / 2, abs=1e-5)
+        assert record["entries"]["max"] == min(90, start + recent)
+        assert record["ratio"] == pytest.approx(min(90, start + recent) / 90, abs=1e-3)
+    assert [r["text"] for r in records["local"]] == ["a.txt", "b.txt"]
+
+
+def test_methods_that_evict_read_with_their_own_positions(tmp_path):
+    probe = Stream(files=files(tmp_path), tokens=80, positions="absolute", joined=True)
+    rolling = replace(build_method("streaming_llm"), decode="evict")
+    engine = type("Engine", (type(rolling),), {"band": lambda self, budget: None})(decode="evict")
+    methods = {"streaming_llm": rolling, "engine": engine, "h2o": build_method("h2o")}
+    records = records_of(run_job(stream_job(tmp_path, probe, methods)))
+    (band,), (forked,), (h2o,) = (records[name] for name in methods)
+    placed = records_of(
+        run_job(stream_job(tmp_path / "placed", replace(probe, positions="cache"), methods))
+    )
+    assert placed["engine"][0]["score"] == pytest.approx(
+        placed["streaming_llm"][0]["score"], abs=1e-5
+    )
+    assert placed["h2o"][0]["score"] != pytest.approx(h2o["score"], abs=1e-5)
+    assert placed["h2o"][0]["ratio"] == pytest.approx(h2o["ratio"])
+    assert forked["score"] == pytest.approx(band["score"], abs=1e-5)
+    assert h2o["score"] != pytest.approx(band["score"], abs=1e-4)
+    assert h2o["entries"]["max"] == 16
+    assert [r["new_tokens"] for r in (band, h2o)] == [79, 79]
+
+
+def test_refusals_of_the_task(tmp_path):
+    for methods, options, words in (
+        ({"snapkv": build_method("snapkv")}, {}, "cannot read a stream"),
+        ({"uniform": build_method("uniform")}, {"positions": "absolute"}, "cannot read a stream"),
+        ({"exact": build_method("exact")}, {"positions": "absolute"}, "at most 60"),
+    ):
+        job = stream_job(tmp_path, Stream(files=files(tmp_path), **options), methods)
+        encoder = replace(job.session.encoder, max_positions=60)
+        job.session.__dict__["encoder"] = encoder
+        with pytest.raises(KVError, match=words):
+            run_job(job)
+    with pytest.raises(TaskError, match="one of them"):
+        Stream(files=("a",), dataset_name="b")
+    with pytest.raises(TaskError, match=r"task\.positions"):
+        Stream(positions="own")

@@ -1,0 +1,126 @@
+"""A method is two files; a measured field, a table, a figure at most two: each is added in a copy of the
+package, as README.md and kvbench/README.md say, and one run shows them all."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.paths import ROOT
+
+TABLE = '''
+
+def extra_table(group: Group) -> Table:
+    """Examples of every variant."""
+    counts = group.good.groupby("variant", sort=False).size().rename("count").reset_index()
+    columns = (Column("variant"), Column("count"))
+    return Table(f"extra-{group.task}", "An extra table", counts, columns, data=counts)
+'''
+FIGURE = '''
+
+def extra_figure(group: Group) -> Drawn:
+    """Nothing but axes."""
+    figure, _ = new_panels(1, 1, (3, 2), (0, 0))
+    return Drawn(f"extra-{group.task}", "An extra figure", "Axes.", figure)
+'''
+CHANGES: dict[str, dict[str, list[tuple[str, str]]]] = {
+    # what: file: what stands there, and what stands there then; "" is the end
+    "measured field": {
+        "kvbench/run/plan.py": [
+            ('"batch": result.batch,\n', '"batch": result.batch,\n        "spare": 42.0,\n'),
+        ],
+        "kvbench/report/frame.py": [
+            ('"self_bleu": ("self_bleu", "mean"),\n', '"self_bleu": ("self_bleu", "mean"),\n'
+             '    "spare": ("spare", "mean"),\n'),
+        ],
+    },
+    "table": {
+        "kvbench/report/tables.py": [
+            ("return found + _splits(group, field)",
+             "return [*found, *_splits(group, field), extra_table(group)]"),
+            ("", TABLE),
+        ],
+    },
+    "figure": {
+        "kvbench/report/figures.py": [
+            ("return _known([*found, differences",
+             "return _known([*found, extra_figure(group), differences"),
+            ("", FIGURE),
+        ],
+    },
+}  # fmt: skip
+
+
+def blocks(section: str) -> list[tuple[str, str, str]]:
+    """(text before, language, content) of every code block of a section of the README."""
+    body = re.search(
+        rf"^## {section}\n(.*?)(?=^## |\Z)", (ROOT / "README.md").read_text(), re.M | re.S
+    )
+    assert body, section
+    return re.findall(r"(.*?)^```(\w+)\n(.*?)^```$", body.group(1), re.M | re.S)
+
+
+def add_method(root: Path) -> tuple[set[str], list[str]]:
+    """The README's own method: the files that are new, and the command that runs it."""
+    added, commands = set(), []
+    for before, language, content in blocks("Add your own method"):
+        if language == "sh":
+            commands += content.splitlines()
+            continue
+        path = re.findall(r"`([\w/.]+)`:\s*\Z", before)[-1]
+        assert not (root / path).exists(), "the README adds files, it changes none"
+        (root / path).write_text(content)
+        added.add(path)
+    (command,) = commands
+    return added, shlex.split(command)
+
+
+@pytest.mark.slow
+def test_what_is_added_touches_two_files_at_most(tmp_path: Path) -> None:
+    unread = shutil.ignore_patterns("__pycache__")
+    for part in ("kvbench", "conf", "scripts/plugins"):
+        shutil.copytree(ROOT / part, tmp_path / part, symlinks=True, ignore=unread)
+    added, (python, *arguments) = add_method(tmp_path)
+    assert (len(added), python) == (2, "python")
+    for what, files in CHANGES.items():
+        assert len(files) <= 2, what
+        for name, edits in files.items():
+            text = (tmp_path / name).read_text()
+            for before, after in edits:
+                assert not before or text.count(before) == 1, (name, before)
+                text = text.replace(before, after) if before else text + after
+            (tmp_path / name).write_text(text)
+    path = os.pathsep.join([str(tmp_path), str(tmp_path / "scripts/plugins")])
+    environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "WANDB_API_KEY": ""}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=tmp_path,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "knorm" in done.stdout
+    (records,) = (tmp_path / "runs").rglob("knorm-*/records.jsonl")
+    lines = [json.loads(line) for line in records.read_text().splitlines()]
+    assert len(lines) == 4
+    assert {(line["status"], line["spare"]) for line in lines} == {("ok", 42.0)}
+    assert all(line["entries"]["max"] == line["capacity"] for line in lines)
+    report = tmp_path / "runs" / "default"
+    page = (report / "report.html").read_text()
+    assert "An extra table" in page
+    assert "An extra figure" in page
+    assert list((report / "tables").glob("extra-*.csv"))
+    assert list(report.rglob("extra-*.png")) + list(report.rglob("extra-*.svg"))
+    (scores,) = (p for p in (report / "tables").glob("*.csv") if "spare" in p.read_text())
+    assert "42" in scores.read_text()
+    # by default every run is copied to W&B, offline where there is no key
+    assert len(list((report / "wandb").glob("offline-run-*"))) >= 2
