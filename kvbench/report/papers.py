@@ -62,7 +62,7 @@ def specs_of(paper_table: Any) -> list[dict[str, Any]]:
         for key, value in spec.items():
             if key != "file" and key not in _KEYS:
                 raise PaperError(f"paper_table.{key} is unknown; allowed: file, {', '.join(_KEYS)}")
-            share = key != "rescored" or value is None or 0 <= value <= 1
+            share = key != "rescored" or not isinstance(value, int | float) or 0 <= value <= 1
             if (
                 key != "file"
                 and value is not None

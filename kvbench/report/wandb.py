@@ -224,7 +224,8 @@ def _log_run(run: Run, where: Mapping[str, Any]) -> Path:
     mine = frame[frame["variant"] == variant.label]
 
     def media() -> dict[str, Any]:
-        found = {"scores": _table(mine), "predictions": _predictions(group, run)}
+        found: dict[str, Any] = {"scores": _table(mine)}
+        found["predictions"] = _predictions(group, run)
         spec = group.meta.figure(Heatmap)
         if spec and mine["mean"].notna().any():
             from kvbench.report.figures import heatmaps
