@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -93,15 +94,11 @@ def sample_of(group: Group, limit: int = LIMIT) -> tuple[list[Shown], int]:
 
 
 def bucket_of(tokens: float) -> str:
-    """The length bucket of a prompt, in thousands of tokens; empty where it is not known."""
+    """The length bucket of a prompt, a power of two of thousands of tokens; empty where unknown."""
     if not tokens > 0:
         return ""
-    low = 0
-    for high in (1, 2, 4, 8, 16, 32, 64, 128):
-        if tokens < high * 1000:
-            return f"{low}–{high}k" if low else f"below {high}k"
-        low = high
-    return f"{low}k and more"
+    power = max(0, math.floor(math.log2(tokens / 500)))
+    return f"{2 ** (power - 1)}–{2**power}k" if power else "below 1k"
 
 
 def _shown(group: Group, part: pd.DataFrame) -> Shown:

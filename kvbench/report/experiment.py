@@ -308,15 +308,10 @@ def variants_of(runs: Sequence[Run]) -> list[Variant]:
     return [variants[i] for i in range(len(runs))]
 
 
-def _identity(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What was hashed: whatever changes a score of this run; else the whole config."""
-    return manifest.get("identity") or manifest.get("config") or {}
-
-
 def _rate_of(manifest: Mapping[str, Any]) -> float | None:
     """The share that the run's budget names, of the whole prompt or of its middle; None where it names a
     number of entries."""
-    budget = _identity(manifest).get("budget") or {}
+    budget = (manifest.get("identity") or manifest.get("config") or {}).get("budget") or {}
     named = [budget.get(name) for name in ("total_rate", "rate")]
     share = next((share for share in named if share is not None), None)
     return None if share is None or budget.get("size") is not None else float(share)
@@ -325,7 +320,7 @@ def _rate_of(manifest: Mapping[str, Any]) -> float | None:
 def _distinguishing_options(manifest: Mapping[str, Any], whole: bool) -> dict[str, str]:
     """What may distinguish a run from others: its options (`whole`: but for the budget), and one digest
     of its data's content."""
-    identity = dict(_identity(manifest))
+    identity = dict(manifest.get("identity") or manifest.get("config") or {})
     data = identity.pop(_DATA, None)
     told = flat(identity)
     if data:

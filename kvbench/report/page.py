@@ -149,8 +149,6 @@ def facts_of(experiment: Experiment) -> dict[str, str]:
     dates = sorted(str(m["started"])[:10] for m in manifests if m.get("started"))
     failed = {name: count for name, count in sorted(statuses.items()) if name != "ok"}
     found = {
-        "model": _listed(group.model for group in experiment.groups),
-        "tasks": _listed(group.task for group in experiment.groups),
         "methods": ", ".join(dict.fromkeys(variant.method for variant in variants)),
         "rate": _listed(f"{rate:g}" for rate in rates),
         "device": _listed(devices),

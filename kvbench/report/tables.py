@@ -70,10 +70,6 @@ def tables_of(group: Group, frame: pd.DataFrame) -> list[Table]:
     if fidelity and "kl" in group.records:
         found.append(fidelity_table(group))
     found += [*_some(pairs_table(group)), *split]
-    for name in ("dataset", *field):
-        several = frame[(frame["by"] == name) & (frame["measure"] == "difference")]
-        if several["value"].nunique() > 1:
-            found.append(difference_table(group, several))
     return found + _splits(group, field)
 
 
@@ -107,8 +103,7 @@ def score_table(
     data = frame[frame["by"] == by]
     if by == "dataset":
         data = frame[frame["by"].isin([by, ""])]
-        table, more = _with_costs(group, frame, table)
-        columns += more
+        columns += _with_costs(group, frame, table)
     columns += [Column("scored"), Column("failures", "failed")]
     if narrow:  # what a narrow terminal leaves out goes last
         first = {"variant", *shown, "difference", "ratio", "failures"}
@@ -126,10 +121,8 @@ def score_table(
     )
 
 
-def _with_costs(
-    group: Group, frame: pd.DataFrame, table: pd.DataFrame
-) -> tuple[pd.DataFrame, list[Column]]:
-    """The score table with the total difference to the exact cache and with every cost."""
+def _with_costs(group: Group, frame: pd.DataFrame, table: pd.DataFrame) -> list[Column]:
+    """Add the total difference to the exact cache and every cost to a score table; their columns."""
     columns = []
     if group.baseline_name:
         change = totals(frame, "difference").rename_axis(None)
@@ -140,7 +133,7 @@ def _with_costs(
     for column in _COSTS:
         table[column.key] = table["variant"].map(totals(frame, column.key)["mean"])
         columns += [column] * int(table[column.key].notna().any())
-    return table, columns
+    return columns
 
 
 def _notes(group: Group) -> Iterator[str]:
@@ -177,17 +170,15 @@ def _notes(group: Group) -> Iterator[str]:
         yield f"Left out by limit: {', '.join(left_out)}."
 
 
-def _pivot(
-    group: Group, name: str, title: str, rows: pd.DataFrame, over: str, *, signed: bool = False
-) -> Table:
+def _pivot(group: Group, name: str, title: str, rows: pd.DataFrame, over: str) -> Table:
     """A row for each variant, a column for each value of `over`, of some rows of a tidy frame."""
     keys = ["group", "method", "variant"] if "group" in rows else ["method", "variant"]
     table = wide(rows, keys, over)
     names = [value for value in rows[over].unique() if value != AVERAGE]
     names += [AVERAGE] * (AVERAGE in set(rows[over]))
-    unit, bounds = group.meta.score_unit, len(names) <= _WIDE or signed
-    text = score_format(unit, signed=signed)
-    columns = [Column(value, value, text, bounds or value == AVERAGE) for value in names]
+    unit, many = group.meta.score_unit, len(names) > _WIDE
+    text = score_format(unit)
+    columns = [Column(value, value, text, not many or value == AVERAGE) for value in names]
     notes = (INTERVAL, *legend(table), *_notes(group))
     return Table(name, f"{title}{unit_text(unit)}", table, (METHOD, *columns), notes)
 
@@ -209,15 +200,6 @@ def rates_table(group: Group, frame: pd.DataFrame) -> Table | None:
     rows["variant"] = rows["variant"].map(names)
     title = f"{group.task} on {group.model}: score by rate"
     return _pivot(group, f"{group.task}-{group.model}-rates", title, rows, "at")
-
-
-def difference_table(group: Group, rows: pd.DataFrame) -> Table:
-    """The paired difference to the exact cache for every value that `rows` split by."""
-    by = str(rows["by"].iloc[0])
-    named = "" if by == "dataset" else f"-by-{by}"
-    title = f"{group.task} on {group.model}: paired difference to {group.baseline_name} by {by}"
-    name = f"{group.task}-{group.model}{named}-difference"
-    return _pivot(group, name, title, rows, "value", signed=True)
 
 
 def paper_table(groups: Sequence[tuple[Group, pd.DataFrame]]) -> Table:

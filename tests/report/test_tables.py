@@ -136,7 +136,7 @@ def tables(group: Group) -> dict[str, Table]:
 def test_a_task_has_its_scores_costs_and_pairs(tmp_path: Path) -> None:
     group = group_of(write_demo(tmp_path, tasks=["longeval_lines"]))
     found = tables(group)
-    assert list(found) == ["", "-pairs", "-by-num_lines", "-by-num_lines-difference"]
+    assert list(found) == ["", "-pairs", "-by-num_lines"]
     assert heads(found[""]) == [
         *("method", "longeval_lines", "Δ exact", "ratio", "entries", "prefill s", "compress s"),
         *("decode ms/token", "scored", "failed"),
