@@ -250,6 +250,8 @@ def forest(
         ax.set_ylim(len(names) - 0.4, -0.6)
         ax.set_title(_shown(title))
         ax.grid(axis="x")
+        if not share:
+            ax.set_xlim(left=0)
     _label(figure, axes, xlabel, "")
     return figure
 
@@ -548,6 +550,7 @@ def bars(group: Group, spec: Bars) -> Drawn | None:
         good.groupby([*keys, "repeat"], sort=False)["value"].mean().groupby(level=keys, sort=False)
     )
     rows = each.agg(["mean", "std"]).reset_index().rename(columns={"variant": "label"})
+    rows = rows.sort_values("label", key=lambda of: of.map(group.labels.index), kind="stable")
     ticks = sorted(rows[spec.x].unique(), reverse=spec.x == "rate")
     rows["low"], rows["high"] = rows["mean"] - rows["std"], rows["mean"] + rows["std"]
     rows["x"] = rows[spec.x].map(ticks.index)
