@@ -67,8 +67,7 @@ def _log_handlers_of_its_own() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def server() -> Iterator[ForkServer]:
     """Starts processes that have imported everything already."""
-    with ForkServer() as running:
-        yield running
+    yield ForkServer()
 
 
 @pytest.fixture
