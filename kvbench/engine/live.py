@@ -98,17 +98,6 @@ class LiveCache(Cache):
             )
         return key_states, value_states
 
-    def load_states(self, state: ForkBatch) -> None:
-        """Load the recurrent states of a hybrid model's forks, batched, for a pass with this state."""
-        config = self.model.config.get_text_config()
-        if is_hybrid(config):
-            self.layers = state.past(config).layers
-
-    def store_states(self) -> None:
-        """After the prefill: store each row's recurrent states in its fork."""
-        for number, fork in enumerate(self.forks):
-            fork.states = row_of(states_in(self), number)
-
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens fed so far, padding included."""
         return self.seen
@@ -450,7 +439,9 @@ class Compression:
         if isinstance(given, LiveCache):
             self._continue_with(given)
             state = ForkBatch(given.forks, _positions(given, batch, count, mask))
-            given.load_states(state)
+            config = self.model.config.get_text_config()
+            if is_hybrid(config):
+                given.layers = state.past(config).layers
             kwargs["kvbench"] = state
             return args, kwargs
         if given is not None:
@@ -559,7 +550,8 @@ class Compression:
                     raise fork.failure
                 fork.appended += count
             return
-        cache.store_states()
+        for number, fork in enumerate(cache.forks):
+            fork.states = row_of(states_in(cache), number)
         for fork, start, n, state in zip(
             cache.forks, starting.padding, starting.lengths, starting.rows, strict=True
         ):

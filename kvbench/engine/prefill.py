@@ -207,7 +207,7 @@ class PrefillState:
         key, value = key[:, :, first:], value[:, :, first:]
         if self.exact is not None:
             self.exact.held[layer] = (key, value)
-        self.exact_bytes += key.numel() * key.element_size() + value.numel() * value.element_size()
+        self.exact_bytes += key.nbytes + value.nbytes
         positions = torch.arange(first, n, device=key.device).expand(*key.shape[:3])
         for fork in self.forks:
             if fork.failure is None:

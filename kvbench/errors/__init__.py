@@ -47,16 +47,6 @@ def is_integer(value: object, least: float = -math.inf, most: float = math.inf) 
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
-def is_number(value: object) -> bool:
-    """Whether `value` is a number that a float can hold: finite, and no integer beyond that."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False
-
-
 LONGEST = 1000
 """Characters of a message that a reader gets to see."""
 

@@ -12,7 +12,7 @@ pydantic decides whether a value fits: strictly, so that "4" and true are no int
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from numbers import Integral, Real
@@ -97,11 +97,6 @@ def fits(hint: Any, value: Any) -> bool:
     except ValueError:
         return False
     return True
-
-
-def passing(test: Callable[[Any], bool], words: str) -> Any:
-    """A hint for what passes a test, and the words for it."""
-    return Annotated[Any, Predicate(test), words]
 
 
 def refusal(key: str, value: object, hint: Any) -> str:
