@@ -3,9 +3,10 @@
     python scripts/import_results.py <folder of kvpress's evaluate.py> runs/kvpress
     python scripts/import_results.py <output_path of lm_eval --log_samples> runs/lm_eval
 
-Of kvpress: config.yaml and predictions.csv of RULER, LongBench and LongBench-E, scored here, since it has
-no score of an example. Of lm-evaluation-harness: the first numeric metric of samples_<task>_<time>.jsonl.
-Each of their folders is a variant, paired with the others example by example.
+Of kvpress: config.yaml and predictions.csv of RULER, LongBench and LongBench-E, scored here, since it
+has no score of an example. Of lm-evaluation-harness: the first numeric metric of
+samples_<task>_<time>.jsonl. Each of their folders is a variant, paired with the others example by
+example.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from kvbench.tasks.longbench.metrics import score as longbench_score
-from kvbench.tasks.ruler.task import QA, clean, match_all, match_part
 
 from kvbench.errors import UserError, complain
 from kvbench.records.read import COMMON_FIELDS
 from kvbench.records.store import RecordStore, config_hash, run_folder, write_manifest
+from kvbench.tasks.longbench import score as longbench_score
+from kvbench.tasks.ruler import clean, matched
 
 SCORED = ("ruler", "longbench", "longbench-e")
 OF_SAMPLES = {
@@ -72,7 +73,7 @@ def kvpress_record(row: Mapping[str, str], dataset: str, seen: Counter[str]) -> 
     name, said = row.get("task") or dataset, row["predicted_answer"] or ""
     answers = parse_list(row.get("answers") or row.get("answer") or "")
     if dataset == "ruler":
-        value = (match_part if name in QA else match_all)(clean(said), answers)
+        value = matched(name, clean(said), answers)
     else:
         short = re.sub("[-_]e$", "", name)
         value = longbench_score(short, said, answers, parse_list(row.get("all_classes") or ""))

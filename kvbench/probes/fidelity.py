@@ -435,35 +435,25 @@ class FidelityProbe(Probe):
         self, found: Fidelity, tokens: Sequence[int], text: str, encoder: PromptEncoder
     ) -> dict[str, Any]:
         """Record fields of one method on one prompt."""
-        known = found.cache_bytes is not None and bool(found.exact_bytes)
-        held: dict[str, Any] = {
-            "entries": found.entries,
-            "cache_bytes": found.cache_bytes,
-            "exact_bytes": found.exact_bytes,
-            "ratio": (found.cache_bytes or 0) / (found.exact_bytes or 1) if known else None,
-            "compressed": found.compressed,
-            **({"imagined": True} if found.imagined else {}),
-            "prefill_s": found.prefill_s,
-            "compress_s": found.compress_s,
-        }
+        shown = ("entries", "cache_bytes", "exact_bytes", "compressed", "prefill_s", "compress_s")
+        held = {name: getattr(found, name) for name in shown}
+        known = found.cache_bytes is not None and found.exact_bytes
+        held["ratio"] = found.cache_bytes / found.exact_bytes if known else None
+        held |= {"imagined": True} if found.imagined else {}
         if found.failure is not None:
             return {**held, "status": status_of(found.failure), "error": one_line(found.failure)}
-        difference = _mean(found.difference)
-        parts = {
-            group_name(group, self.tokens): _mean([found.kl[i] for i in group])
-            for group in position_groups(len(tokens))
-        }
+        means = {n: _mean(getattr(found, n)) for n in ("kl", "nll", "nll_exact", "difference")}
         return {
             **held,
-            "score": _mean(found.kl),
-            "kl": _mean(found.kl),
+            **means,
+            "score": means["kl"],
             "max_kl": max(found.kl),
             "agreement": _mean(found.agree),
-            "nll": _mean(found.nll),
-            "nll_exact": _mean(found.nll_exact),
-            "difference": difference,
-            "perplexity_ratio": math.exp(min(difference, 700.0)),
-            **parts,
+            "perplexity_ratio": math.exp(min(means["difference"], 700.0)),
+            **{
+                group_name(group, self.tokens): _mean([found.kl[i] for i in group])
+                for group in position_groups(len(tokens))
+            },
             "per_token": {
                 "kl": rounded(found.kl),
                 "agree": found.agree,

@@ -131,15 +131,10 @@ class Throughput(Probe):
 
     def rows(self) -> tuple[dict[str, Method], dict[str, str]]:
         """The baselines that can run here, and of the others why not, by label."""
-        runnable: dict[str, Method] = {}
-        left_out: dict[str, str] = {}
-        for label, baseline in baselines_of(self.baselines).items():
-            reason = baseline.obstacle()
-            if reason is None:
-                runnable[label] = baseline
-            else:
-                left_out[label] = reason
-        return runnable, left_out
+        asked = baselines_of(self.baselines)
+        reasons = {label: baseline.obstacle() for label, baseline in asked.items()}
+        runnable: dict[str, Method] = {k: b for k, b in asked.items() if reasons[k] is None}
+        return runnable, {label: why for label, why in reasons.items() if why is not None}
 
     def meta(self) -> dict[str, Any]:
         """See `Probe.meta`; `left_out`: baselines that cannot run here, and why."""
@@ -189,11 +184,8 @@ class Throughput(Probe):
         for label in labels[start:] + labels[:start]:
             method, budget = methods[label]
             row = _Row(session, setting, label, method, setting.budget(budget))
-            saved = method.saves_memory
-            rows[label] = {
-                "capacity": row.budget.capacity(n) if saved else n,
-                **self._measure(row),
-            }
+            capacity = row.budget.capacity(n) if method.saves_memory else n
+            rows[label] = {"capacity": capacity, **self._measure(row)}
         for turn, (label, fields) in enumerate(rows.items()):
             shared = {
                 "dataset": str(setting),
@@ -338,15 +330,27 @@ def largest_batch(trial: Callable[[int], object], device: torch.device, most: in
     Raises:
         torch.OutOfMemoryError: not even one prompt fits.
     """
+
+    def fitting(batch: int) -> bool:
+        try:
+            trial(batch)
+            found = True
+        except Exception as failure:
+            if not is_out_of_memory(failure):
+                raise
+            found = False
+        free_memory(device)
+        log.info("batch %d %s", batch, "fits" if found else "is too large")
+        return found
+
     fits, too_many, size = 0, most + 1, 1
     while size < too_many:
-        measured = memory.reset_peak(device)
-        before = memory.used_bytes(device)
-        if not _fits(trial, size, device):
+        known, before = memory.reset_peak(device), memory.used_bytes(device)
+        if not fitting(size):
             too_many = size
             break
         fits, size = size, min(2 * size, most) if size < most else most + 1
-        if device.type == "cpu" and measured and size <= most:
+        if device.type == "cpu" and known and size <= most:
             peak, total = memory.peak_bytes(device), memory.total_bytes(device)
             if before is None or peak is None or total is None:
                 break
@@ -355,24 +359,10 @@ def largest_batch(trial: Callable[[int], object], device: torch.device, most: in
                 break
     while too_many <= most and too_many - fits > max(1, fits // 16):
         middle = (fits + too_many) // 2
-        if _fits(trial, middle, device):
+        if fitting(middle):
             fits = middle
         else:
             too_many = middle
     if not fits:
         raise torch.OutOfMemoryError("out of memory: not even one prompt fits")
     return fits
-
-
-def _fits(trial: Callable[[int], object], batch: int, device: torch.device) -> bool:
-    try:
-        trial(batch)
-    except Exception as failure:
-        if not is_out_of_memory(failure):
-            raise
-        out_of_memory = True
-    else:
-        out_of_memory = False
-    free_memory(device)
-    log.info("batch %d %s", batch, "is too large" if out_of_memory else "fits")
-    return not out_of_memory

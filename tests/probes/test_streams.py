@@ -27,6 +27,7 @@ from kvbench.engine.streams import (
 )
 from kvbench.kv import Budget, BudgetExceeded, KVError
 from kvbench.methods import build_method
+from kvbench.methods.base import Sample
 from kvbench.methods.streaming_llm import StreamingLLM
 from kvbench.probes.stream import Stream
 from kvbench.probes.streaming_ppl import streaming_nll
@@ -177,11 +178,11 @@ class Everything:
 
     def numerator(self):
         keys, values = (torch.cat(side, dim=1) for side in zip(*self.parts, strict=True))
-        return keys, values, torch.zeros(keys.shape[:2])
+        places = torch.arange(keys.shape[1]).expand(keys.shape[:2])
+        return Sample(places, torch.zeros(keys.shape[:2]), keys, values)
 
     def denominator(self):
-        keys, _, weights = self.numerator()
-        return keys, weights
+        return self.numerator()
 
 
 class Keeps:
