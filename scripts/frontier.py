@@ -61,7 +61,7 @@ def main() -> None:
     for ax, group in zip(axes, groups, strict=True):
         panel(ax, group)
     figure.supxlabel("bytes held / bytes of the exact cache", fontsize=TEXT)
-    asked.out.write_bytes(Drawn("frontier", "The frontier", "", figure).png)
+    asked.out.write_bytes(Drawn("frontier", "The frontier", "", figure).encoded("png"))
     print(f"{asked.out}: {asked.out.stat().st_size / 1024:.0f} KiB")
 
 

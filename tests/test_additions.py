@@ -50,8 +50,8 @@ CHANGES: dict[str, dict[str, list[tuple[str, str]]]] = {
     },
     "figure": {
         "kvbench/report/figures.py": [
-            ("return _known([*found, differences",
-             "return _known([*found, extra_figure(group), differences"),
+            ("return _known([*found, *kept",
+             "return _known([*found, extra_figure(group), *kept"),
             ("", FIGURE),
         ],
     },

@@ -42,12 +42,6 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--out", help="folder for the comparison (default: compare-<a>-<b>)")
     parser.add_argument(
-        "--rescored",
-        metavar="OTHER",
-        help="the same experiment run again in another dtype or batch size: measure the share of"
-        " examples answered anew, keep it in rescored.json and use it beside published numbers",
-    )
-    parser.add_argument(
         "--list",
         action="store_true",
         help="also every figure as PNG and PDF, in figures/; print every file's name",
@@ -57,12 +51,8 @@ def main(arguments: list[str] | None = None) -> int:
     index = options.index or len(folders) > 2
     if options.out is not None and (index or len(folders) != 2):
         parser.error("--out is for a comparison of two folders")
-    if options.rescored is not None and (index or len(folders) != 1):
-        parser.error("--rescored is for the report of one folder")
     gc.disable()  # figures are millions of objects that live until the page is written
     try:
-        if options.rescored is not None:
-            _measure(folders[0], Path(options.rescored))
         if index:
             _link(folders)
         elif len(folders) == 1:
@@ -97,8 +87,8 @@ def _link(folders: list[Path]) -> None:
     """Rebuild the reports of which there are records, then the page that links all.
 
     Raises:
-        StoreError: nothing lies in one of the folders; or a report could not be rebuilt: the one it had
-            stays, and the page links them all before this is said.
+        StoreError: nothing lies in one of the folders; or a report could not be rebuilt, which is said
+            when the page links what there is.
     """
     from kvbench.report.page import write_index
 
@@ -106,25 +96,14 @@ def _link(folders: list[Path]) -> None:
     for folder in folders:
         if not folder.exists():
             raise StoreError(f"no results in {folder}: the folder does not exist")
-        if any(folder.glob(f"*/*/*/{MANIFEST}")):
-            try:
+        try:
+            if any(folder.glob(f"*/*/*/{MANIFEST}")):
                 _rebuild(folder)
-            except StoreError as error:
-                failures.append(error)
+        except StoreError as error:
+            failures.append(error)
     print(printable(str(write_index(folders))))
     if failures:
         raise failures[0]
-
-
-def _measure(folder: Path, other: Path) -> None:
-    from kvbench.report.compare import measure, write_rescored
-    from kvbench.report.experiment import load_experiment
-
-    found = measure(load_experiment(folder), load_experiment(other))
-    for name, one in found.items():
-        share = f"{100 * one['changed']:.1f} % of {one['examples']} scores changed"
-        print(printable(f"{name}: f {one['f']:.3f}; {share} from {folder} to {other}"))
-    print(printable(str(write_rescored(folder, found))))
 
 
 def _compare(first: Path, second: Path, out: str | None) -> None:
@@ -135,9 +114,7 @@ def _compare(first: Path, second: Path, out: str | None) -> None:
     comparison = compare(load_experiment(first), load_experiment(second))
     names = [name.replace("/", "_") for name in comparison.names]
     print("first: {}\nsecond: {}\n".format(*map(printable, comparison.names)))
-    terminal(
-        t for t in comparison.tables if t.name != "flips" and not t.name.endswith("-by-dataset")
-    )
+    terminal(comparison.tables)
     for name, lines in zip(comparison.names, comparison.only, strict=True):
         if lines:
             print(printable(f"only in {name}: {len(lines)} runs"))

@@ -92,10 +92,9 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
         if for_print:
             folder = part_of(experiment.folder, "figures")
             for drawn in (drawn for section in sections for drawn in section.figures):
-                for suffix, content in ((".png", drawn.png), (".pdf", drawn.pdf)):
-                    path = folder / f"{file_stem(drawn.name)}{suffix}"
-                    path.write_bytes(content)
-                    figures.append(path)
+                for kind in ("png", "pdf"):
+                    figures.append(folder / f"{file_stem(drawn.name)}.{kind}")
+                    figures[-1].write_bytes(drawn.encoded(kind))
         remove_stale(experiment.folder, [*tables, *figures])
     except OSError as error:
         raise StoreError(

@@ -8,7 +8,6 @@ means are compared unpaired.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,9 +21,8 @@ from kvbench.report.experiment import PROMPT, Experiment, Group, Variant, flat
 from kvbench.report.files import write_text
 from kvbench.report.frame import estimate, failures_of, failures_text, scores, strata_of
 from kvbench.report.page import html
-from kvbench.report.published import RESCORED
 from kvbench.report.render import csv, markdown, plain
-from kvbench.report.stats import ALPHA, holm, p_values, share_anew, unpaired_difference
+from kvbench.report.stats import ALPHA, holm, p_values, unpaired_difference
 from kvbench.report.table import (
     INTERVAL,
     Column,
@@ -260,40 +258,6 @@ def _facts(manifest: Mapping[str, Any]) -> dict[str, str]:
     made = ("seed", "code_revision", "versions", "hardware", "command")
     found = flat({**own, **{k: manifest[k] for k in made if k in manifest}}, everything=True)
     return {key: v if len(v) <= _LONGEST else f"{v[:_LONGEST]}…" for key, v in found.items()}
-
-
-def measure(first: Experiment, second: Experiment) -> dict[str, dict[str, Any]]:
-    """By ``model/task`` of the first, for scores that are fractions: ``f``, the share of examples that
-    two honest runs answer anew, ``changed``, the share whose score changed, and ``examples``.
-
-    Raises:
-        StoreError: the two share no example of a method at the same options.
-    """
-    found = {}
-    for a, b in matched_groups(first, second):
-        moved = chance = changed = 0.0
-        examples = 0
-        for x, y in matched_variants(a, b):
-            if x.label != y.label or not a.percent:
-                continue
-            for one in strata_of(_both(a, x, b, y)):
-                known = one.values[~np.isnan(one.values).any(axis=1)]
-                change, p = known[:, 1] - known[:, 0], known.mean() if len(known) else 0.0
-                moved += float((change**2).sum())
-                chance += len(known) * 2 * p * (1 - p)
-                changed += float((change != 0).sum())
-                examples += len(known)
-        if examples:
-            f = {"f": float(share_anew(moved, chance)), "changed": changed / examples}
-            found[f"{a.model}/{a.task}"] = f | {"examples": examples, "other": second.name}
-    if not found:
-        raise StoreError(f"{first.folder} and {second.folder} share no scored example of a method")
-    return found
-
-
-def write_rescored(folder: Path, found: Mapping[str, Mapping[str, Any]]) -> Path:
-    """Keep what `measure` found beside the runs of the experiment in `folder`."""
-    return write_text(folder / RESCORED, json.dumps(found, indent=2) + "\n")
 
 
 def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:

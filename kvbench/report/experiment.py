@@ -412,9 +412,9 @@ def load(folder: str | Path) -> pd.DataFrame:
 
     One row per (example, method, seed), with the columns of `COLUMNS`, then the task's own. ``variant``
     is the label that tables use, ``rate`` NaN for a budget that names no share of the middle, ``ratio``
-    of measured bytes to those of the exact cache, ``entries_mean`` and ``entries_max`` held per layer and
-    KV head, ``run`` the folder; times are seconds. Values are numbers, texts, truth values and lists of
-    texts (what else a record holds is JSON), so that ``load(folder).to_parquet("x.parquet")`` works.
+    of measured bytes to the exact cache's, ``entries_mean`` and ``entries_max`` held per layer and KV
+    head, ``run`` the folder; times are seconds. Values are numbers, texts, truth values and lists of
+    texts (other values are JSON), so that ``load(folder).to_parquet("x.parquet")`` works.
 
     Raises:
         StoreError: no runs there, or one that is broken.

@@ -11,7 +11,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -29,7 +29,7 @@ from kvbench.errors import UserError, printable
 from kvbench.records.figures import Bars, Curve, Heatmap, Times
 from kvbench.report.experiment import BASELINE, Group, as_text
 from kvbench.report.frame import totals
-from kvbench.report.scaling import curves_of, slopes
+from kvbench.report.scaling import curves_of
 from kvbench.report.style import style_of
 from kvbench.report.tables import timings
 
@@ -80,32 +80,24 @@ class Drawn:
     figure: Figure
 
     @cached_property
-    def png(self) -> bytes:
-        """As PNG; the same bytes for the same records."""
-        return self._bytes("png", {"Software": None})
-
-    @cached_property
-    def pdf(self) -> bytes:
-        """As PDF with embedded fonts, without a date."""
-        return self._bytes("pdf", {"CreationDate": None, "Creator": None, "Producer": None})
-
-    @cached_property
     def svg(self) -> bytes:
-        """As SVG with text as text, without a date."""
-        return self._bytes("svg", {"Date": None, "Creator": None})
+        """As SVG with text as text."""
+        return self.encoded("svg")
+
+    def encoded(self, kind: str) -> bytes:
+        """As svg, png or pdf (with embedded fonts); the same bytes for the same records."""
+        buffer = io.BytesIO()
+        dpi = min(_DPI, _MOST_PIXELS / max(self.figure.get_size_inches()))
+        dated = {"svg": "Date", "pdf": "CreationDate", "png": "Software"}[kind]
+        with rc_context(_RC), warnings.catch_warnings():  # of names that no font has, or no room
+            warnings.filterwarnings("ignore", r"Glyph|constrained_layout not applied", UserWarning)
+            self.figure.savefig(buffer, format=kind, dpi=dpi, metadata={dated: None})
+        return buffer.getvalue()
 
     @property
     def address(self) -> str:
         """The SVG as an image's address."""
         return f"data:image/svg+xml;base64,{base64.b64encode(self.svg).decode()}"
-
-    def _bytes(self, kind: str, metadata: Mapping[str, Any]) -> bytes:
-        buffer = io.BytesIO()
-        dpi = min(_DPI, _MOST_PIXELS / max(self.figure.get_size_inches()))
-        with rc_context(_RC), warnings.catch_warnings():  # of names that no font has, or no room
-            warnings.filterwarnings("ignore", r"Glyph|constrained_layout not applied", UserWarning)
-            self.figure.savefig(buffer, format=kind, dpi=dpi, metadata=dict(metadata))
-        return buffer.getvalue()
 
 
 def figures_of(group: Group, frame: pd.DataFrame) -> list[Drawn]:
@@ -116,7 +108,7 @@ def figures_of(group: Group, frame: pd.DataFrame) -> list[Drawn]:
     found: list[Drawn | None] = []
     for one in group.meta.figures:
         if isinstance(one, Heatmap):
-            found += heatmaps(group, one)
+            found.append(heatmaps(group, one))
         elif isinstance(one, Bars):
             found.append(bars(group, one))
         elif isinstance(one, Curve):
@@ -128,7 +120,7 @@ def figures_of(group: Group, frame: pd.DataFrame) -> list[Drawn]:
         part = frame[frame["by"] == by]
         if by and part["value"].nunique() > 1:
             found.append(by_dataset(group, part) if by == "dataset" else breakdown(group, part))
-    return _known([*found, differences(group, frame), *kept_figures(group)])
+    return _known([*found, *kept_figures(group)])
 
 
 def _known(found: Sequence[Drawn | None]) -> list[Drawn]:
@@ -416,20 +408,6 @@ def pareto(points: Sequence[tuple[float, float]], *, lower: bool) -> list[bool]:
     ]
 
 
-def differences(group: Group, frame: pd.DataFrame) -> Drawn | None:
-    """The paired difference of every variant to the exact cache, best first."""
-    rows = totals(frame, "difference").dropna(subset=["mean"])
-    if rows.empty:
-        return None
-    rows = rows.sort_values("mean", ascending=group.meta.lower_is_better, kind="stable")
-    return Drawn(
-        f"{stem(group)}-difference",
-        f"{group.task}: paired difference to {group.baseline_name}",
-        "Over examples that both scored, with 95 % intervals.",
-        forest({"": _scaled(group, rows, row=rows["variant"])}, _change(group), zero=True),
-    )
-
-
 def _change(group: Group) -> str:
     unit = "percentage points" if group.percent else words(group.meta.score_unit)
     better = "left" if group.meta.lower_is_better else "right"
@@ -489,41 +467,31 @@ def grid_of(group: Group, label: str, spec: Heatmap) -> pd.DataFrame:
 
 
 @_styled
-def heatmaps(group: Group, spec: Heatmap, labels: Sequence[str] = ()) -> list[Drawn]:
-    """Every variant (or those of `labels`) on one colour scale: several figures where there are many."""
+def heatmaps(group: Group, spec: Heatmap, labels: Sequence[str] = ()) -> Drawn | None:
+    """The first variants (or those of `labels`) on one colour scale, which all of them share."""
     if not {spec.x, spec.y, spec.value} <= set(group.records):
-        return []
+        return None
     grids = {label: grid_of(group, label, spec) * _scale(group) for label in group.labels}
     grids = {label: grid for label, grid in grids.items() if grid.notna().any(axis=None)}
     values = np.concatenate([grid.to_numpy(float).ravel() for grid in grids.values()])
     low, high = (
         (0.0, 100.0) if group.percent else (float(np.nanmin(values)), float(np.nanmax(values)))
     )
-    named = [label for label in grids if not labels or label in labels]
-    found = []
-    for page in range(0, len(named), _MOST_PANELS):
-        shown = named[page : page + _MOST_PANELS]
-        share = {"sharex": True, "sharey": True}
-        figure, axes = new_panels(len(shown), 4, (2.3, 2.05), (0.9, 0.6), **share)
-        for ax, label in zip(axes, shown, strict=True):
-            image = _heat(ax, grids[label], low, high)
-            ax.set_title(_shown(label))
-        bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.02)
-        bar.ax.set_ylabel(
-            _score(group) if spec.value == "score" else words(spec.value), fontsize=TEXT
-        )
-        assert bar.solids is not None
-        bar.solids.set_rasterized(True)  # hundreds of shades, one picture
-        _label(figure, axes, *(_AXES.get(name, words(name)) for name in (spec.x, spec.y)))
-        found.append(
-            Drawn(
-                f"{stem(group)}-heatmap{f'-{page // _MOST_PANELS + 1}' if page else ''}",
-                f"{group.task}: {words(spec.value)} by {words(spec.x)} and {words(spec.y)}",
-                "Means on one colour scale; grey cells have no scored example.",
-                figure,
-            )
-        )
-    return found
+    shown = [label for label in grids if not labels or label in labels][:_MOST_PANELS]
+    figure, axes = new_panels(len(shown), 4, (2.3, 2.05), (0.9, 0.6), sharex=True, sharey=True)
+    for ax, label in zip(axes, shown, strict=True):
+        image = _heat(ax, grids[label], low, high)
+        ax.set_title(_shown(label))
+    bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.02)
+    bar.ax.set_ylabel(_score(group) if spec.value == "score" else words(spec.value), fontsize=TEXT)
+    assert bar.solids is not None
+    bar.solids.set_rasterized(True)  # hundreds of shades, one picture
+    _label(figure, axes, *(_AXES.get(name, words(name)) for name in (spec.x, spec.y)))
+    title = f"{group.task}: {words(spec.value)} by {words(spec.x)} and {words(spec.y)}"
+    text = "Means on one colour scale; grey cells have no scored example."
+    if len(grids) > len(shown):
+        text += f" Of {len(grids)} variants."
+    return Drawn(f"{stem(group)}-heatmap", title, text, figure)
 
 
 def _heat(ax: Axes, grid: pd.DataFrame, low: float, high: float) -> Any:
@@ -595,7 +563,7 @@ def curve_figures(group: Group, spec: Curve) -> list[Drawn]:
     """The curves, a panel per data set; and, where slopes are predicted, the fitted ones."""
     if spec.y not in group.good:
         return []
-    curves, data = curves_of(group, spec), slopes(group, spec)
+    curves = curves_of(group, spec)
     panels = {
         facet: pd.concat(
             pd.DataFrame({key: getattr(c, key) for key in ("x", "mean", "low", "high")}).assign(
@@ -617,25 +585,10 @@ def curve_figures(group: Group, spec: Curve) -> list[Drawn]:
         ax.set_ylim(bounds)
 
     axes = spec.xlabel or words(spec.x), spec.ylabel or words(spec.y)
-    found = [
-        Drawn(
-            f"{stem(group)}-scaling",
-            f"{group.task}: {words(spec.y)} against {words(spec.x)}",
-            "Means with 95 % bootstrap intervals; dashed in grey: slopes of the papers' bounds.",
-            lines(panels, *axes, log="xy", also=guides),
-        )
-    ]
-    if spec.expected and len(data):
-        rows = data.rename(columns={"slope": "mean", "slope_low": "low", "slope_high": "high"})
-        fits = {
-            str(f): one.assign(row=one["variant"])
-            for f, one in rows.groupby(spec.facet, sort=False)
-        }
-        label = f"slope of log {words(spec.y)} against log {axes[0]}"
-        title = f"{group.task}: fitted slopes"
-        text = "Least-squares slopes with 95 % bootstrap intervals."
-        found.append(Drawn(f"{stem(group)}-slopes", title, text, forest(fits, label, columns=3)))
-    return found
+    title = f"{group.task}: {words(spec.y)} against {words(spec.x)}"
+    text = "Means with 95 % bootstrap intervals; dashed in grey: slopes of the papers' bounds."
+    figure = lines(panels, *axes, log="xy", also=guides)
+    return [Drawn(f"{stem(group)}-scaling", title, text, figure)]
 
 
 def throughput(group: Group) -> Drawn:
@@ -657,8 +610,8 @@ def throughput(group: Group) -> Drawn:
     return Drawn(f"{stem(group)}-throughput", f"{group.task}: time and memory", text, figure)
 
 
-_MOST_PIECES, _MOST_LAYERS = 64, 4
-"""Pieces of the prompt and layers that a strip shows."""
+_MOST_LAYERS = 4
+"""Layers that a strip shows."""
 
 
 @dataclass(frozen=True)
@@ -677,22 +630,6 @@ class Strip:
     layers: Mapping[int, NDArray[np.float64]]
     answer: tuple[int, int] | None = None
     unplaced: float = 0.0
-
-    def coarser(self, pieces: int) -> Strip:
-        """Of so many pieces at most."""
-        count = -(-self.tokens // self.width)
-        by = -(-count // pieces)
-        if by == 1:
-            return self
-        sizes = np.full(count, float(self.width))
-        sizes[-1] = self.tokens - self.width * (count - 1)
-        starts = list(range(0, count, by))
-        weights = np.add.reduceat(sizes, starts)
-        layers = {
-            layer: np.add.reduceat(held * sizes, starts) / weights
-            for layer, held in self.layers.items()
-        }
-        return replace(self, width=self.width * by, layers=layers)
 
 
 def strip_of(value: object) -> Strip | None:
@@ -772,8 +709,7 @@ def draw_strips(named: Mapping[str, tuple[str, Strip]]) -> Figure:
     """One row of strips per label, each with its method's colour; the layers from top to bottom."""
     most = max(min(_MOST_LAYERS, len(strip.layers)) for _, strip in named.values())
     figure, axes = new_panels(len(named), 1, (7.4, 0.34 + 0.17 * most), (0.0, 0.55), sharex=True)
-    for ax, (label, (method, whole)) in zip(axes, named.items(), strict=True):
-        strip = whole.coarser(_MOST_PIECES)
+    for ax, (label, (method, strip)) in zip(axes, named.items(), strict=True):
         every = sorted(strip.layers)
         step = max(1.0, len(every) / _MOST_LAYERS)
         shown = [every[int(i * step)] for i in range(min(len(every), _MOST_LAYERS))]

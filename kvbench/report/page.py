@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,7 +33,7 @@ MOST_BYTES = 2_000_000
 """Of a page."""
 _EXAMPLES = (LIMIT, LIMIT // 2, LIMIT // 5, 3)
 """Answers of so many examples a section: as many as the page has room for."""
-_MANIFESTS, _FAILURES, _NAMED = 20, 100, 6
+_FAILURES, _NAMED = 100, 6
 
 
 @dataclass(frozen=True)
@@ -98,10 +97,6 @@ def _rendered(page: Page, examples: int, without: frozenset[str]) -> str:
                 "left_out": sum(drawn.name in without for drawn in section.figures),
             }
         )
-    manifests = [
-        (str(run.folder.relative_to(experiment.folder)), json.dumps(run.manifest, indent=1))
-        for run in experiment.runs[:_MANIFESTS]
-    ]
     return html(
         "page.html.j2",
         title=experiment.name,
@@ -109,8 +104,6 @@ def _rendered(page: Page, examples: int, without: frozenset[str]) -> str:
         facts=facts_of(experiment),
         sections=sections,
         reproduce=how_to_reproduce(experiment),
-        manifests=manifests,
-        runs=len(experiment.runs),
     )
 
 

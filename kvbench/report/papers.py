@@ -62,7 +62,12 @@ def specs_of(paper_table: Any) -> list[dict[str, Any]]:
         for key, value in spec.items():
             if key != "file" and key not in _KEYS:
                 raise PaperError(f"paper_table.{key} is unknown; allowed: file, {', '.join(_KEYS)}")
-            if key != "file" and value is not None and not isinstance(value, _KEYS[key]):
+            share = key != "rescored" or not isinstance(value, int | float) or 0 <= value <= 1
+            if (
+                key != "file"
+                and value is not None
+                and not (isinstance(value, _KEYS[key]) and share)
+            ):
                 raise PaperError(f"paper_table.{key} is {value!r:.200}; allowed: see {__name__}")
     return specs
 

@@ -12,14 +12,12 @@ are in effect answered anew; then the difference of the two means has the varian
 
     margin = 1.96 sqrt(2 f p (1 - p) / n) + half a unit of the last printed digit
 
-f = 1 where nothing is known of it. It is measured by running an experiment twice (`kvbench-report A
---rescored B`), or given as ``paper_table.rescored``. The margin is descriptive: other prompts, templates
-and library versions move a mean too.
+f = 1 where nothing is known of it; ``paper_table.rescored`` gives what running an experiment twice has
+shown. The margin is descriptive: other prompts, templates and library versions move a mean too.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -36,12 +34,10 @@ from kvbench.report.papers import PaperError, notes_on, paper_folders, specs_of
 from kvbench.report.stats import margin_of
 from kvbench.report.table import INTERVAL, Column, Table, legend, score_format, unit_text
 
-RESCORED = "rescored.json"
-"""Beside an experiment's runs: by ``model/task`` the f that was measured."""
 MARGIN = (
     "± is descriptive: how far two honest runs of our number of examples may be apart,"
-    " 1.96 sqrt(2 f p (1 - p) / n) plus rounding of the print, for our own model only. f is 1 where it"
-    " was not measured (kvbench-report A --rescored B)."
+    " 1.96 sqrt(2 f p (1 - p) / n) plus rounding of the print, for our own model only. f is 1 unless"
+    " the config says paper_table.rescored."
 )
 _KEYS = ("source", "task", "model", "published_model", "method", "variant")
 
@@ -65,7 +61,7 @@ def beside(experiment: Experiment, folder: Path | None = None) -> tuple[pd.DataF
         limited = any(config.get("limit") for config in given)
         keys = [{k: v for k, v in spec.items() if k != "differences"} for spec in each]
         for spec in [spec for i, spec in enumerate(keys) if spec not in keys[:i]]:
-            f = 1.0 if limited else _rescored(experiment.folder, group, spec)
+            f = 1.0 if limited else float(spec.get("rescored") or 1.0)
             theirs = _read(
                 spec, [folder] if folder else [experiment.folder.resolve().parent / "paper"]
             )
@@ -280,18 +276,3 @@ def _table(source: str, field: str, part: pd.DataFrame, notes: Sequence[str]) ->
         (INTERVAL, MARGIN, *legend(frame), *notes),
         part,
     )
-
-
-def _rescored(folder: Path, group: Group, spec: Mapping[str, Any]) -> float:
-    """f as given in a ``paper_table``, or as measured; 1 where it is neither."""
-    found = spec.get("rescored")
-    path = folder / RESCORED
-    if found is None and path.is_file():
-        try:
-            known = json.loads(path.read_text(encoding="utf-8"))
-            found = known.get(f"{group.model}/{group.task}", {}).get("f")
-        except (ValueError, AttributeError) as error:
-            raise PaperError(f"{path} cannot be read: {error}") from error
-    if found is not None and not 0 <= found <= 1:
-        raise PaperError(f"rescored is {found}; allowed: a share from 0 to 1")
-    return 1.0 if found is None else float(found)

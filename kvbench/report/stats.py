@@ -449,17 +449,6 @@ def holm(p: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def variances(strata: Sequence[Stratum]) -> Array:
-    """[strata, columns] variance over units of each unit's mean; NaN below two units."""
-    found = []
-    for stratum in strata:
-        means = ratio(stratum.sums, stratum.counts)
-        count = (stratum.counts > 0).sum(0)
-        centre = ratio(np.nansum(means, axis=0), count)
-        found.append(ratio(np.nansum(np.square(means - centre), axis=0), np.maximum(count - 1, 0)))
-    return np.array(found)
-
-
 @dataclass(frozen=True)
 class PairTests:
     """Every pair of some variants, tested over the examples that both scored.
@@ -567,13 +556,6 @@ def median_of(values: pd.Series) -> Estimate:
     if k == 0:
         return Estimate(middle, np.nan, np.nan)
     return Estimate(middle, float(known[k - 1]), float(known[-k]))
-
-
-def share_anew(moved: float, chance: float) -> float:
-    """f, from the squared changes of scores between two runs and what they would be were every example
-    answered anew, 2 p (1 - p), both summed over examples. One changed example and two in all are added,
-    so that no change among few is not taken for none at all."""
-    return min(1.0, (moved + 1) / (chance + 2))
 
 
 def margin_of(parts: Sequence[tuple[float, int]], f: float, *, total: bool, unit: float) -> float:

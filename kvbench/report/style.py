@@ -61,9 +61,6 @@ _KNOWN = {
 }
 _COLORS = ("#332288", "#DDCC77", "#CC79A7", "#44AA99", "#661100", "#999933", "#6699CC")
 _MARKERS = ("h", "p", ">", "d", "8", "H", "+", "x")
-SPARE = ("#332288", "#44AA99", "#CC79A7", "#999933", "#661100", "#117733", "#DDCC77", "#AA4499")
-SERIES = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#000000", "v"))
-"""For variants of one method, and for what is no method."""
 
 
 def style_of(method: str) -> Style:

@@ -21,7 +21,6 @@ from kvbench.report.stats import (
     estimates,
     median_of,
     paired_tests,
-    variances,
 )
 from kvbench.report.table import (
     INTERVAL,
@@ -42,7 +41,7 @@ from kvbench.report.table import (
 
 _WIDE = 4
 """With more columns than this, intervals are shown for the average only."""
-_PAIRS, _DIFFERENCES = 15, 40
+_PAIRS = 15
 """Rows that readers see of more."""
 METHOD = Column("variant", "method")
 _COSTS = (
@@ -69,7 +68,7 @@ def tables_of(group: Group, frame: pd.DataFrame) -> list[Table]:
     found = [rates] if rates else []
     found += [scored]
     if fidelity and "kl" in group.records:
-        found += [fidelity_table(group), *_some(divergence_table(group))]
+        found.append(fidelity_table(group))
     found += [*_some(pairs_table(group)), *split]
     for name in ("dataset", *field):
         several = frame[(frame["by"] == name) & (frame["measure"] == "difference")]
@@ -302,7 +301,6 @@ def pairs_table(group: Group) -> Table | None:
             Column("difference", text=score_format(unit, signed=True)),
             Column("p", text=p_text),
             Column("p_adjusted", "p, adjusted", p_text),
-            Column("paired_deviation", "σ of a pair", score_format(unit)),
             Column("examples", text=whole),
         ),
         (
@@ -310,7 +308,7 @@ def pairs_table(group: Group) -> Table | None:
             " (McNemar's for right and wrong, else over the signs of the differences), and adjusted"
             " (Westfall and Young) for all pairs of compressed methods at the same rate.",
         ),
-        in_percent(data, [*numbers, "paired_deviation"]),
+        in_percent(data, numbers),
     )
 
 
@@ -328,7 +326,6 @@ def _pairs(
     ranked = [scored[k] for k in order]
     tests = paired_tests(strata, ranked)
     found = difference_intervals(tests.strata, fraction=group.percent)
-    spread = variances(tests.strata)
     counts = np.array([(stratum.counts > 0).sum(0) for stratum in tests.strata])
     for k, (i, j) in enumerate(tests.pairs):
         yield {
@@ -337,7 +334,6 @@ def _pairs(
             **found[k].named("difference"),
             "p": tests.p[k],
             "p_adjusted": tests.adjusted[k],
-            "paired_deviation": math.sqrt(spread[:, k].mean()),
             "datasets": len(strata),
             "examples": int(counts[:, k].sum()),
             "neighbours": ranked.index(j) == ranked.index(i) + 1,
@@ -492,50 +488,6 @@ def fidelity_table(group: Group) -> Table:
             *([f"Rounding alone comes to a KL of {floor:.1e} at most."] if floor == floor else []),
         ),
         frame.assign(model=group.model, task=group.task, **{k: 100 * frame[k] for k in shares}),
-    )
-
-
-def divergence_table(group: Group) -> Table | None:
-    """Where each method's most likely token first is not the exact model's, in its context; None where
-    they all agree everywhere."""
-    records = group.records
-    if "diverges" not in records:
-        return None
-    some = records[records["diverges"].map(lambda value: isinstance(value, dict))]
-    some = some.sort_values(["prompt", "seed"], kind="stable").head(_DIFFERENCES)
-    if some.empty:
-        return None
-    rows = [
-        {
-            "prompt": str(one["prompt"]) + (f", rate {one['rate']:g}" if "rate" in one else ""),
-            "method": one["method"],
-            "variant": one["variant"],
-            "at": f"{one['diverges_at']:.0f} of {one['new_tokens']:.0f}",
-            "before": f"…{one['diverges'].get('before', '')}",
-            "exact": repr(one["diverges"].get("exact", "")),
-            "own": repr(one["diverges"].get("method", "")),
-            "kl": float(one["diverges"].get("kl", math.nan)),
-        }
-        for _, one in some.iterrows()
-    ]
-    frame = pd.DataFrame(rows)
-    return Table(
-        f"{group.task}-{group.model}-first-differences",
-        f"{group.task} on {group.model}: where a method begins to differ",
-        frame,
-        (
-            Column("prompt"),
-            METHOD,
-            Column("at", "token"),
-            Column("before", "text before it"),
-            Column("exact"),
-            Column("own", "method's own"),
-            Column("kl", "KL there", number),
-        ),
-        (
-            f"The first token whose most likely choice is not the exact model's; {_DIFFERENCES} rows.",
-        ),
-        frame,
     )
 
 

@@ -23,8 +23,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,8 +50,8 @@ OVERVIEW = "overview"
 """Job type and method of the W&B run of an experiment."""
 MAX_PREDICTIONS = 500
 """Rows of a table of predictions."""
-PROBE_S, SEND_S = 10.0, 600.0
-"""Seconds within which the server must answer at all, and that sending for a report may take."""
+SEND_S = 600.0
+"""Seconds that sending for a report may take."""
 _QUIET = {"WANDB_ERROR_REPORTING": "false"}
 _ABOUT = ("experiment", "model", "task", "method", "config_hash")
 _MADE = ("seed", "command", "code_revision", "versions", "hardware", "started")
@@ -117,12 +115,10 @@ def log_runs(
 
 def _resolved(mode: Mode) -> Mode:
     """The mode that "auto" stands for."""
-    wanted = os.environ.get("WANDB_MODE")
-    if mode != "auto":
-        return mode
-    if wanted == "disabled":
-        return "disabled"
-    return "online" if os.environ.get("WANDB_API_KEY") and wanted != "offline" else "offline"
+    wanted, known = os.environ.get("WANDB_MODE"), os.environ.get("WANDB_API_KEY")
+    if mode == "auto" and wanted != "disabled":
+        return "online" if known and wanted != "offline" else "offline"
+    return "disabled" if mode == "auto" else mode
 
 
 @contextmanager
@@ -228,12 +224,14 @@ def _log_run(run: Run, where: Mapping[str, Any]) -> Path:
     mine = frame[frame["variant"] == variant.label]
 
     def media() -> dict[str, Any]:
-        found = {"scores": _table(mine), "predictions": _predictions(group, run)}
+        found: dict[str, Any] = {"scores": _table(mine)}
+        found["predictions"] = _predictions(group, run)
         spec = group.meta.figure(Heatmap)
         if spec and mine["mean"].notna().any():
             from kvbench.report.figures import heatmaps
 
-            found |= _images("heatmap", heatmaps(group, spec, [variant.label]))
+            heatmap = heatmaps(group, spec, [variant.label])
+            found |= {"heatmap": _image(heatmap)} if heatmap else {}
         return found
 
     total = totals(mine).iloc[0]
@@ -315,9 +313,7 @@ def _side_by_side(group: Group) -> dict[str, Any]:
             line |= {f"{one.label}: prediction": one.text, f"{one.label}: score": one.score}
         lines.append(line)
     found = {f"{group.task}-predictions": _table(pd.DataFrame(lines))} if lines else {}
-    for drawn in figures_of(group, tidy(group)):
-        found |= _images(drawn.name, [drawn])
-    return found
+    return found | {drawn.name: _image(drawn) for drawn in figures_of(group, tidy(group))}
 
 
 def _table(frame: pd.DataFrame) -> wandb.Table:
@@ -341,18 +337,13 @@ def _predictions(group: Group, run: Run) -> wandb.Table:
     return _table(shown.assign(**texts)[[*columns, "score", "ratio", "status", "error"]])
 
 
-def _images(name: str, figures: Sequence[Drawn]) -> dict[str, Any]:
-    """Figures as W&B's images; from the second on their name bears a number."""
+def _image(drawn: Drawn) -> wandb.Image:
     import wandb
     from PIL import Image
 
-    found = {}
-    for i, drawn in enumerate(figures, 1):
-        image = wandb.Image(
-            Image.open(io.BytesIO(drawn.png)), caption=f"{drawn.title}. {drawn.caption}"
-        )
-        found[f"{name}_{i}" if i > 1 else name] = image
-    return found
+    return wandb.Image(
+        Image.open(io.BytesIO(drawn.encoded("png"))), caption=f"{drawn.title}. {drawn.caption}"
+    )
 
 
 def _send_written(folders: Sequence[Path], timeout_s: float) -> None:
@@ -380,9 +371,6 @@ def send(folders: Sequence[Path], timeout_s: float) -> None:
     Raises:
         NotSent: some were not taken within `timeout_s` seconds.
     """
-    import wandb
-
-    probe(os.environ.get("WANDB_BASE_URL") or wandb.setup().settings.base_url)
     environment = {**_QUIET, **os.environ, "WANDB_DIR": str(folders[0].parents[1])}  # its own logs
     environment.pop("WANDB_MODE", None)
     process = subprocess.Popen(
@@ -412,28 +400,6 @@ def send(folders: Sequence[Path], timeout_s: float) -> None:
 def not_taken(folders: Sequence[Path]) -> list[Path]:
     """Those of the runs that the client has not marked as sent (and nobody has replaced since)."""
     return [folder for folder in folders if folder.exists() and not any(folder.glob("*.synced"))]
-
-
-def probe(url: str) -> None:
-    """Ask the server once, so that nobody waits for the client's many retries.
-
-    Raises:
-        NotSent: nothing answers there, or nothing but errors, or it does not know the API key.
-    """
-    query = b'{"query": "query Viewer { viewer { id } }"}'
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{url.rstrip('/')}/graphql", data=query, headers=headers)
-    try:
-        urllib.request.urlopen(request, timeout=PROBE_S).close()
-    except urllib.error.HTTPError as error:
-        error.close()
-        if error.code >= 500:
-            raise NotSent(f"the server {url} answers {error.code}") from error
-    except (OSError, ValueError) as error:  # URLError is an OSError; ValueError: not a URL
-        cause = getattr(error, "reason", error)
-        late = isinstance(cause, TimeoutError)
-        why = f"no answer in {PROBE_S:g} s" if late else getattr(cause, "strerror", None) or cause
-        raise NotSent(f"the server {url} could not be reached: {why}") from error
 
 
 def build_wandb_report(experiment: Experiment, project: str, entity: str = "") -> wr.Report:

@@ -28,7 +28,6 @@ from kvbench.report.stats import (
     margin_of,
     mean_intervals,
     p_values,
-    share_anew,
     standing,
 )
 
@@ -187,7 +186,8 @@ def _beyond(rng: Generator, n: int, p: float, anew: float, loss: float) -> bool:
         runs.append(np.where(rng.random(n) < anew, rng.random(n) < able, runs[0]))
     ours, again, theirs = (run.astype(float) for run in runs)
     middle = (ours.mean() + again.mean()) / 2
-    f = share_anew(float(np.square(ours - again).sum()), n * 2 * middle * (1 - middle))
+    moved, chance = float(np.square(ours - again).sum()), n * 2 * middle * (1 - middle)
+    f = min(1.0, (moved + 1) / (chance + 2))  # so that no change among few is not taken for none at all
     ours = ours * (rng.random(n) >= loss / p)
     margin = margin_of([(float(ours.mean()), n)], f, total=False, unit=0.001)
     return bool(abs(ours.mean() - round(float(theirs.mean()), 3)) > margin)

@@ -84,8 +84,8 @@ def test_the_same_records_give_the_same_files_and_stale_ones_go(tmp_path: Path) 
         write_run(
             tmp_path, method="snapkv", records=records, task_meta=NEEDLE_META, options=options
         )
-        paths = build_report(tmp_path / "demo", for_print=True)
-        every = (paths.page, *paths.tables, *paths.figures)
+        paths = build_report(tmp_path / "demo")
+        every = (paths.page, *paths.tables)
         return {path.relative_to(tmp_path).as_posix(): path.read_bytes() for path in every}
 
     once = build(0.25)
@@ -96,7 +96,7 @@ def test_the_same_records_give_the_same_files_and_stale_ones_go(tmp_path: Path) 
     gone = set(once) - set(after)
     for name in gone:
         assert not (tmp_path / name).exists()
-    assert set(after) - set(once), "two rates have a table by rate"
+    assert set(after) - set(once), "two rates have a table of their own"
     assert mine.exists()
     (tmp_path / "demo" / ".report-files").write_bytes(b'{"../../x": 1}')
     build(0.5)
@@ -105,7 +105,7 @@ def test_the_same_records_give_the_same_files_and_stale_ones_go(tmp_path: Path) 
 def test_a_page_without_room_leaves_out_answers_and_then_figures(
     demo: ReportPaths, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    folder = write_demo(tmp_path, ("exact", "snapkv"), ("longeval_lines", "needle"))
+    folder = write_demo(tmp_path, ("exact", "snapkv"), ("longeval_lines",))
     whole = build_report(folder).page.read_text()
     images = whole.count("<img")
     monkeypatch.setattr(page_module, "MOST_BYTES", len(whole.encode()) // 4)

@@ -31,7 +31,6 @@ from kvbench.report.stats import (
     p_values,
     self_bleu,
     unpaired_difference,
-    variances,
     words_of,
 )
 
@@ -242,13 +241,6 @@ def test_holm_by_hand() -> None:
     assert holm([0.5, nan, 0.6])[0] == 1.0
     assert math.isnan(holm([0.5, nan, 0.6])[1])
     assert holm([]) == []
-
-
-def test_variances_are_of_units_and_skip_what_is_missing() -> None:
-    values = np.array([[1.0, 1.0], [3.0, np.nan], [2.0, 4.0]])
-    one = Stratum("a", np.nan_to_num(values) * 2, (~np.isnan(values)) * 2.0)  # two records a unit
-    assert variances([one])[0] == pytest.approx([1.0, 4.5])
-    assert np.isnan(variances([stratum(np.array([1.0]))])).all()
 
 
 def test_the_average_is_stratified_and_counts_datasets_alike() -> None:
