@@ -65,10 +65,9 @@ def _log_handlers_of_its_own() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[ForkServer]:
+def server() -> ForkServer:
     """Starts processes that have imported everything already."""
-    with ForkServer() as running:
-        yield running
+    return ForkServer()
 
 
 @pytest.fixture

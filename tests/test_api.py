@@ -656,7 +656,7 @@ def test_two_models_a_deep_copy_and_a_compiled_model_each_go_their_own_way() -> 
         assert session.rows == [], "the copy's rows are its own"
         wanted = model.generate(**inputs)
         second.generate(**batch(80, 33))
-        twins = twin.generate.compression
+        twins = twin.generate.__self__
         assert twins.model is twin
         assert [row.entries for row in twins.rows] == [row.entries for row in session.rows]
         with pytest.raises(UnsupportedGeneration, match="one at a time"), compress(twin, "h2o"):

@@ -261,16 +261,9 @@ def check_finite(layer: LayerKV, later: dict[int, Tensor] | None = None) -> None
         KVError: naming the layer and the first KV head concerned.
     """
     both = (layer.keys, layer.values)
-    waits = later is None or not layer.keys.is_cuda
-    # One pass: a sum is finite unless something in it is not (or it overflows: then look closer). Read
-    # before the methods run, both at once: a choice among NaN need not end.
-    if waits and bool(
-        torch.isfinite(torch.stack([x.sum(dtype=torch.float32) for x in both])).all()
-    ):
-        return
     counts = {layer.layer_index: torch.stack([(~torch.isfinite(x)).sum((0, 2, 3)) for x in both])}
-    if later is None or waits:
-        refuse_non_finite(counts)
+    if later is None or not layer.keys.is_cuda:
+        refuse_non_finite(counts)  # before the methods run: a choice among NaN need not end
         return
     later |= counts
     for tensor in both:

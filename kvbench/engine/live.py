@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import update_wrapper
 from typing import Any, NoReturn
 
 import torch
@@ -357,6 +356,8 @@ class Compression:
     _earlier: list[Cost] = field(default_factory=list)
     _cache: LiveCache | None = None
     _prefill: _BatchPrefill | None = None
+    _original: Callable[..., Any] | None = None
+    _thread: dict[str, int] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         last = f", ratio of the last {self.ratio[-1]:.3g}" if self.rows else ""
@@ -422,6 +423,27 @@ class Compression:
     def compress_s(self) -> list[float]:
         """Seconds of compression, of each row."""
         return [row.compress_s for row in self.rows]
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """In place of the model's own: its options are checked, and it ends with `finish`."""
+        assert self._original is not None
+        bound = inspect.signature(self._original).bind_partial(*args, **kwargs).arguments
+        _check_options(self.model, {**bound, **bound.get("kwargs", {})})
+        if self._thread.setdefault("id", threading.get_ident()) != threading.get_ident():
+            raise UnsupportedGeneration(
+                "another thread generates inside the same compress; allowed: one generation at a time "
+                "(a copy of the model for each thread, or one batch)"
+            )
+        try:
+            self.finish()
+            output = self._original(*args, **kwargs)
+        except BaseException:
+            self.finish(audit=False)
+            raise
+        finally:
+            self._thread.clear()
+        self.finish()
+        return output
 
     def before_forward(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -682,39 +704,6 @@ def _check_options(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
             raise UnsupportedGeneration(line.format(name, value))
 
 
-class _CheckedGenerate:
-    """`model.generate`, with its options checked and every generation ended by `Compression.finish`.
-
-    An object, not a closure, so that a deep copy of the model has its own.
-    """
-
-    def __init__(self, compression: Compression, original: Callable[..., Any]) -> None:
-        self.compression = compression
-        self.original = original
-        self.thread: dict[str, int] = {}  # the thread that generates now
-        update_wrapper(self, original)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """See `transformers.GenerationMixin.generate`."""
-        bound = inspect.signature(self.original).bind_partial(*args, **kwargs).arguments
-        _check_options(self.compression.model, {**bound, **bound.get("kwargs", {})})
-        if self.thread.setdefault("id", threading.get_ident()) != threading.get_ident():
-            raise UnsupportedGeneration(
-                "another thread generates inside the same compress; allowed: one generation at a time "
-                "(a copy of the model for each thread, or one batch)"
-            )
-        try:
-            self.compression.finish()
-            output = self.original(*args, **kwargs)
-        except BaseException:
-            self.compression.finish(audit=False)
-            raise
-        finally:
-            self.thread.clear()
-        self.compression.finish()
-        return output
-
-
 def _no_batches(*_: Any, **__: Any) -> NoReturn:
     """Replaces `generate_batch`."""
     raise UnsupportedGeneration(
@@ -734,7 +723,7 @@ def compressed_generation(compression: Compression) -> Iterator[Compression]:
     compression.model = model
     with ExitStack() as stack:
         stack.enter_context(kvbench_attention_on(model))
-        if isinstance(model.__dict__.get("generate"), _CheckedGenerate):
+        if isinstance(getattr(model.generate, "__self__", None), Compression):
             raise UnsupportedGeneration(
                 f"{type(model).__name__} is under compress already; allowed: one at a time"
             )
@@ -743,10 +732,8 @@ def compressed_generation(compression: Compression) -> Iterator[Compression]:
         hook = model.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
         stack.callback(hook.remove)
         stack.callback(model.register_forward_hook(after, with_kwargs=True).remove)
-        replaced = {
-            "generate": _CheckedGenerate(compression, model.generate),
-            "generate_batch": _no_batches,
-        }
+        compression._original = model.generate
+        replaced = {"generate": compression.generate, "generate_batch": _no_batches}
         stack.callback(
             model.__dict__.update, {k: v for k, v in vars(model).items() if k in replaced}
         )

@@ -437,8 +437,9 @@ class FidelityProbe(Probe):
         """Record fields of one method on one prompt."""
         shown = ("entries", "cache_bytes", "exact_bytes", "compressed", "prefill_s", "compress_s")
         held = {name: getattr(found, name) for name in shown}
-        known = found.cache_bytes is not None and found.exact_bytes
-        held["ratio"] = found.cache_bytes / found.exact_bytes if known else None
+        held["ratio"] = None
+        if found.cache_bytes is not None and found.exact_bytes:
+            held["ratio"] = found.cache_bytes / found.exact_bytes
         held |= {"imagined": True} if found.imagined else {}
         if found.failure is not None:
             return {**held, "status": status_of(found.failure), "error": one_line(found.failure)}

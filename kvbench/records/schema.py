@@ -80,21 +80,6 @@ class Meta(TypedDict, total=False):
 
 
 @_checked
-class Budget(TypedDict, total=False):
-    """A budget as a config has it."""
-
-    rate: Number
-
-
-@_checked
-class Config(TypedDict, total=False):
-    """A resolved config, or the part of it that was hashed."""
-
-    budget: Budget | None
-    methods: dict[str, Any] | None
-
-
-@_checked
 class Manifest(TypedDict, total=False):
     """What made a run's records."""
 
@@ -104,8 +89,8 @@ class Manifest(TypedDict, total=False):
     method: Text
     config_hash: Text
     seed: Integer | None
-    config: Config | None
-    identity: Config | None
+    config: dict[str, Any] | None
+    identity: dict[str, Any] | None
     task_meta: Meta | None
     earlier_starts: list[dict[str, Any]]
 

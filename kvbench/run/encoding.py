@@ -70,30 +70,29 @@ class ContextGroup:
 
 
 def encode_example(
-    example: Example, encoder: PromptEncoder, sibling: EncodedExample | None = None
+    example: Example,
+    encoder: PromptEncoder,
+    contexts: dict[Any, tuple[int, ...]] | None = None,
 ) -> EncodedExample:
     """Token ids of an example's context and question; the boundary is a token boundary, so that a
     prompt is the same tokens whatever `compress_after` says.
 
     Args:
-        sibling: an example of the same `context_id`, whose context's tokens are not made again.
+        contexts: token ids of the contexts that were encoded before; takes those of this one.
     """
-    context, question = example.context_ids, example.question_ids
+    contexts = {} if contexts is None else contexts
+    context = (example.context, example.context_ids, example.complete)
+    prefix, suffix = ((), ()) if example.complete else (encoder.prefix_ids, encoder.suffix_ids)
+    if context not in contexts:
+        ids = example.context_ids
+        contexts[context] = (
+            *prefix,
+            *(encoder.encode_text(example.context) if ids is None else ids),
+        )
+    question = example.question_ids
     if question is None:
         question = tuple(encoder.encode_text(example.question))
-    if not example.complete:
-        question = (*question, *encoder.suffix_ids)
-    if sibling is not None and (example.context, example.context_ids, example.complete) == (
-        sibling.example.context,
-        sibling.example.context_ids,
-        sibling.example.complete,
-    ):
-        return EncodedExample(example, sibling.context_ids, question)
-    if context is None:
-        context = tuple(encoder.encode_text(example.context))
-    if not example.complete:
-        context = (*encoder.prefix_ids, *context)
-    return EncodedExample(example, context, question)
+    return EncodedExample(example, contexts[context], (*question, *suffix))
 
 
 def encode_examples(examples: Sequence[Example], encoder: PromptEncoder) -> list[EncodedExample]:
@@ -104,13 +103,13 @@ def encode_examples(examples: Sequence[Example], encoder: PromptEncoder) -> list
         KVError: an unknown history, or examples of one context id that have different contexts.
     """
     found: list[EncodedExample] = []
+    contexts: dict[Any, tuple[int, ...]] = {}
     firsts: dict[str, EncodedExample] = {}
     golden: dict[str, tuple[int, ...]] = {}
     between: tuple[int, ...] | None = None
     for example in examples:
         name = example.context_id or example.id
-        first = firsts.get(name)
-        encoded = encode_example(example, encoder, first)
+        encoded = encode_example(example, encoder, contexts)
         question = encoded.question_ids
         if example.history not in HISTORIES:
             raise KVError(

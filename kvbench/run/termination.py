@@ -81,6 +81,5 @@ class Termination:
 
 def asks_to_stop(error: BaseException) -> bool:
     """Whether an exception is somebody's wish that this process ends. Any other is a failure of what
-    ran, those that are no `Exception` too: a panic in a library written in Rust, a library's
-    ``sys.exit``."""
+    ran: a panic in a library written in Rust, a library's ``sys.exit``."""
     return isinstance(error, KeyboardInterrupt | Terminated)

@@ -56,7 +56,7 @@ budget.sink=-1 -> budget.sink is -1; allowed: an integer >= 0
 -m seed=1,x -> seed is 'x'
 -m seed=interval(0,3) -> does not support sweep type
 -m shards=2,3 -> shards has several values [2, 3]; allowed: one
-shards=2 shard=1/2 -> shards is 2 and shard is given, too; allowed: one of the two
+shards=2 shard=1/2 -> shards is 2 and shard is given, too; allowed: one of them
 methods.snapkv.pooling=mean -> methods.snapkv.pooling is 'mean'; allowed: avgpool
 +methods.snapkv.zzz=1 -> unknown key 'zzz' of methods.snapkv; allowed:
 methods.h2o=3 -> methods.h2o is 3; allowed: a mapping with a _target_: Method

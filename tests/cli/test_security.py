@@ -165,7 +165,6 @@ WRONG: list[tuple[str, str, Any]] = [
     *[("manifest", key, value) for key in ("model", "method") for value in ([], 5, "\ud800")],
     *[("manifest", "seed", value) for value in ([], "x", 1.5, HUGE)],
     *[("manifest", "earlier_starts", value) for value in (5, None, {}, [5])],
-    *[("manifest", "identity.budget.rate", value) for value in ("x", [], HUGE, True)],
     *[("manifest", "task_meta.breakdown", value) for value in (5, "x", [5], ["x" * 1000])],
     *[("manifest", "task_meta.figures", value) for value in (5, [5], {}, "x")],
     *[("manifest", "task_meta.score_unit", value) for value in (None, [], "x" * 10**6)],

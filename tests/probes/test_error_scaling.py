@@ -126,7 +126,9 @@ EXPERIMENTS = {
 }
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize(
+    "experiment", [pytest.param("error_scaling", marks=pytest.mark.slow), "error_scaling_streaming"]
+)
 def test_every_experiment_runs_small(experiment, tmp_path):
     for task in EXPERIMENTS[experiment]:
         overrides = [f"experiment={experiment}", f"task={task}", f"task_label={task}"]

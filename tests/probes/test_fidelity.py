@@ -150,18 +150,6 @@ def test_several_continuations_share_a_prefill():
             assert scored.greedy == [t == y for t, y in zip(alone.top, tokens, strict=True)]
 
 
-def test_a_prompt_of_one_token_leaves_nothing_to_compress():
-    model, answer = tiny_model("llama"), prompt_ids(5)
-    with kvbench_attention_on(model):
-        methods = {"snapkv": (build_method("snapkv"), Budget())}
-        reading = read(model, [7], methods, seed=0, example_id="x", room=5)
-        (found,) = score(model, reading, [answer])["snapkv"]
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([[7, *answer]])).logits[0, :-1].log_softmax(-1)
-    want = logits.gather(1, torch.tensor(answer)[:, None])[:, 0].tolist()
-    assert found.logprobs == pytest.approx(want, abs=1e-5)
-
-
 def test_records_hold_the_definition(tmp_path):
     methods = {name: build_method(name) for name in ("exact", "snapkv", "h2o")}
     probe = FidelityProbe(prompts=Echo(count=2), tokens=5, num_prompts=2, rates=(0.5, 0.25))

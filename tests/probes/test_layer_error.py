@@ -42,16 +42,6 @@ def test_estimate_sees_what_is_held_and_nothing_later():
             torch.testing.assert_close(got[0, head, i], z / total)
 
 
-def test_estimate_of_everything_is_causal_attention():
-    layer = SYNTHETIC.layer(1, 2)
-    got = estimate(keep_all(layer), layer.queries, 0, layer)
-    keys, values = (x.repeat_interleave(2, 1).double() for x in (layer.keys, layer.values))
-    logits = layer.queries.double() @ keys.mT * layer.scaling
-    future = torch.ones(layer.n, layer.n, dtype=torch.bool).triu(1)
-    want = logits.masked_fill(future, float("-inf")).softmax(-1) @ values
-    torch.testing.assert_close(got, want)
-
-
 def test_one_record_per_prompt_layer_rate_seed_and_method(tmp_path):
     probe = LayerError(
         rates=(0.5, 0.25), layers=(1, 3), seeds=3, num_prompts=1, exact=32, synthetic=SYNTHETIC

@@ -60,23 +60,6 @@ def test_chunks_change_nothing(architecture, monkeypatch):
         assert single == pytest.approx(whole, abs=1e-4)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt_neox", "opt"])
-def test_absolute_positions_are_a_band_with_sinks(architecture):
-    model, ids = tiny_model(architecture), prompt_ids(50)
-    at = torch.arange(50)
-    distance = at[:, None] - at[None]
-    seen = (distance >= 0) & ((distance <= 9) | (at < 3))
-    mask = torch.zeros(50, 50).masked_fill(~seen, -torch.inf)
-    with torch.no_grad():
-        options = {"position_ids": at[None]} if architecture == "opt" else {}
-        logits = model(
-            input_ids=torch.tensor([ids]), attention_mask=mask[None, None], **options
-        ).logits[0]
-    want = -logits[:-1].log_softmax(-1).gather(1, torch.tensor(ids)[1:, None])[:, 0]
-    found = streaming_nll(model, ids, 3, 9, "absolute")
-    assert found == pytest.approx(want.tolist(), abs=1e-4)
-
-
 def test_texts_longer_than_the_model_in_flat_memory():
     model, ids = tiny_model("llama"), prompt_ids(1500)
     with pytest.raises(KVError, match="at most 512"):
@@ -285,27 +268,6 @@ def test_records_of_the_task(tmp_path, positions):
         assert record["entries"]["max"] == min(90, start + recent)
         assert record["ratio"] == pytest.approx(min(90, start + recent) / 90, abs=1e-3)
     assert [r["text"] for r in records["local"]] == ["a.txt", "b.txt"]
-
-
-def test_methods_that_evict_read_with_their_own_positions(tmp_path):
-    probe = Stream(files=files(tmp_path), tokens=80, positions="absolute", joined=True)
-    rolling = replace(build_method("streaming_llm"), decode="evict")
-    engine = type("Engine", (type(rolling),), {"band": lambda self, budget: None})(decode="evict")
-    methods = {"streaming_llm": rolling, "engine": engine, "h2o": build_method("h2o")}
-    records = records_of(run_job(stream_job(tmp_path, probe, methods)))
-    (band,), (forked,), (h2o,) = (records[name] for name in methods)
-    placed = records_of(
-        run_job(stream_job(tmp_path / "placed", replace(probe, positions="cache"), methods))
-    )
-    assert placed["engine"][0]["score"] == pytest.approx(
-        placed["streaming_llm"][0]["score"], abs=1e-5
-    )
-    assert placed["h2o"][0]["score"] != pytest.approx(h2o["score"], abs=1e-5)
-    assert placed["h2o"][0]["ratio"] == pytest.approx(h2o["ratio"])
-    assert forked["score"] == pytest.approx(band["score"], abs=1e-5)
-    assert h2o["score"] != pytest.approx(band["score"], abs=1e-4)
-    assert h2o["entries"]["max"] == 16
-    assert [r["new_tokens"] for r in (band, h2o)] == [79, 79]
 
 
 def test_refusals_of_the_task(tmp_path):

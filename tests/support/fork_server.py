@@ -1,80 +1,61 @@
-"""kvbench in processes of its own without paying seconds of imports for each: a server that has
-imported everything forks one child per command. The children can be killed like any process."""
+"""kvbench in processes of its own without paying seconds of imports for each: multiprocessing's fork
+server has imported everything. The children can be killed like any process."""
 
 from __future__ import annotations
 
 import ctypes
-import json
+import importlib
+import multiprocessing
 import os
 import pkgutil
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-HERE = Path(__file__).resolve().parent
+PRELOADED = (
+    *("kvbench.cli.main", "kvbench.cli.build", "kvbench.report.build", "kvbench.report.render"),
+    *("kvbench.run.preview", "support.jobs"),
+)
 
 
 @dataclass
 class Child:
     """A process that the server made."""
 
-    server: ForkServer
-    pid: int
+    process: Any
     out: Path
     err: Path
-    _status: int | None = None
 
     def signal(self, number: int) -> None:
         """Send a signal."""
-        os.kill(self.pid, number)
+        os.kill(self.process.pid, number)
 
     def wait(self) -> int:
         """Exit status, negative for a signal, as subprocess has it."""
-        if self._status is None:
-            self._status = int(self.server.ask({"wait": self.pid})["status"])
-        return self._status
+        self.process.join()
+        return self.process.exitcode
 
     def running(self) -> bool:
         """Whether it has not ended."""
-        if self._status is None:
-            self._status = self.server.ask({"poll": self.pid})["status"]
-        return self._status is None
+        return self.process.is_alive()
 
 
 class ForkServer:
-    """Use as a context manager; children are of the folder and the arguments they are given."""
+    """Children are of the folder and the arguments they are given."""
 
-    def __enter__(self) -> ForkServer:
-        self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "fork_server.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["support.fork_server"])
+        path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+        with patch.dict(os.environ, {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}):
+            forkserver.ensure_running()
         self._children = 0
-        self.ask({"ready": True})  # imports take seconds
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)
-
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """One request, one answer."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(json.dumps(request), file=self._process.stdin, flush=True)
-        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
-        return answer
 
     def kvbench(
         self,
@@ -107,51 +88,20 @@ class ForkServer:
     def _start(self, folder: Path, what: dict[str, Any]) -> Child:
         self._children += 1
         out, err = (folder / f".{name}-{self._children}" for name in ("out", "err"))
-        files = {"cwd": str(folder), "out": str(out), "err": str(err)}
-        return Child(self, int(self.ask({**what, **files})["pid"]), out, err)
+        request = {**what, "cwd": str(folder), "out": str(out), "err": str(err)}
+        process = self._context.Process(target=_child, args=(request,))
+        process.start()
+        return Child(process, out, err)
 
 
-def serve() -> None:
-    """Answer requests until standard input ends."""
-    import torch
-
-    torch.set_num_threads(1)
-    import kvbench.cli.build
-    import kvbench.cli.main  # noqa: F401
-    from kvbench.report.build import build_report
-    from kvbench.run.runner import run_job
-    from support import jobs
-
-    # what running and reporting import when they need it
-    with tempfile.TemporaryDirectory() as folder:
-        run_job(jobs.make_job(Path(folder)))
-        build_report(Path(folder) / "e")
-    for line in sys.stdin:
-        request = json.loads(line)
-        if "ready" in request:
-            answer: dict[str, Any] = {}
-        elif "wait" in request or "poll" in request:
-            pid = request.get("wait") or request["poll"]
-            done, status = os.waitpid(pid, 0 if "wait" in request else os.WNOHANG)
-            answer = {"status": os.waitstatus_to_exitcode(status) if done else None}
-        else:
-            pid = os.fork()
-            if pid == 0:
-                _child(request, jobs.make_job)
-            answer = {"pid": pid}
-        print(json.dumps(answer), flush=True)
-
-
-def _child(request: dict[str, Any], make_job: Callable[..., Any]) -> None:
+def _child(request: dict[str, Any]) -> None:
     """Run what is asked for and end; never returns."""
     status = 1
     try:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for number, name in ((1, "out"), (2, "err")):
-            file = os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(file, number)
+            os.dup2(os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
         os.chdir(request["cwd"])
         if "main" in request:
             from kvbench.cli.main import main
@@ -161,10 +111,11 @@ def _child(request: dict[str, Any], make_job: Callable[..., Any]) -> None:
             sys.argv = ["kvbench"]
             main(request["main"])
         else:
+            from kvbench.run.runner import run_job
+            from support.jobs import make_job
+
             if request["kill"] is not None:
                 die_at(*request["kill"])
-            from kvbench.run.runner import run_job
-
             run_job(make_job(Path(request["job"]), retry_failed=request["retry_failed"]))
             status = 0
     except SystemExit as stop:
@@ -222,6 +173,6 @@ def _prepare(name: str, left: list[int], share: float) -> None:
     setattr(os, name, deadly)
 
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(HERE.parent))
-    serve()
+if multiprocessing.current_process().name == "MainProcess" and "pytest" not in sys.modules:
+    for module in PRELOADED:  # in the server, which imports this module
+        importlib.import_module(module)
