@@ -1,6 +1,7 @@
 """How large the house is: lines by room beside the room's budget, and what each room imports.
 
-python scripts/house.py     (make lint prints it; it fails where a room is 10 % over its budget)
+python scripts/house.py     (make lint prints it; it fails where a room is 10 % over its budget, or
+                            grows that was so already)
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ BUDGETS = {
     "tests": 16_000,
 }
 """Lines of Python for the parts of kvbench/ named together; then for the package and the tests."""
+
+STILL_OVER = {
+    "methods": 4_344,
+}
+"""Rooms more than a tenth over their budget, and the lines that they have: they may shrink only."""
 
 
 def lines_of(path: Path) -> int:
@@ -61,9 +67,11 @@ def main() -> None:
     graph = arrows()
     for room, lines in counted().items():
         targets = sorted({target for part in room.split() for target in graph.get(part, ())})
-        print(f"{room:14} {lines:6,} of {BUDGETS[room]:6,}  -> {' '.join(targets)}")
-        if lines > 1.1 * BUDGETS[room]:
-            over.append(f"{room} has {lines:,} lines; allowed: {1.1 * BUDGETS[room]:,.0f}")
+        share = lines / BUDGETS[room]
+        print(f"{room:14} {lines:6,} of {BUDGETS[room]:6,} {share:5.0%}  -> {' '.join(targets)}")
+        allowed = STILL_OVER.get(room, int(1.1 * BUDGETS[room]))
+        if lines > allowed:
+            over.append(f"{room} has {lines:,} lines; allowed: {allowed:,}")
     if over:
         sys.exit("; ".join(over))
 
