@@ -8,6 +8,7 @@ depend on the chunks. What is held between them is one of three states: a band o
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -248,7 +249,7 @@ def rotation_of(model: PreTrainedModel) -> Rotation | None:
     return rotation
 
 
-class StreamState:
+class StreamState(ABC):
     """Attention state that reads a stream.
 
     Attributes:
@@ -260,14 +261,14 @@ class StreamState:
     def __init__(self, most: int, rotation: Rotation | None = None) -> None:
         self.most, self.rotation, self.seen = most, rotation, 0
 
+    @abstractmethod
     def attend(self, call: LayerCall) -> Tensor:
         """Attention of each of the chunk's tokens to the entries held when it is read, and to itself."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def held_bytes(self) -> int:
         """Bytes held."""
-        raise NotImplementedError
 
 
 class BandState(StreamState):
