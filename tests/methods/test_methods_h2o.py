@@ -67,43 +67,34 @@ def test_the_heaviest_leave_where_the_lightest_stay_and_a_cache_may_grow():
 def test_eviction(capacity, heads, steps, fraction, start, seed):
     """The cache of a simulated decode, step by step; entries stay in arbitrary slots."""
     method = build_method("h2o", heavy_fraction=fraction)
-    heavy = round(fraction * capacity)
-    recent = capacity - heavy
+    recent, held = capacity - round(fraction * capacity), min(start, capacity)
     generator = torch.Generator().manual_seed(seed)
-    held = min(start, capacity)
     positions = torch.arange(held).expand(heads, held).clone()
     scores = torch.rand(heads, held, generator=generator)
-    plain = [dict(enumerate(scores[head].tolist())) for head in range(heads)]
-    for step in range(steps):
-        newest = held + step  # as in a cache: one position after the other
+    plain = [dict(enumerate(row)) for row in scores.tolist()]
+    for newest in range(held, held + steps):  # as in a cache: one position after the other
         positions = torch.cat([positions, torch.full((heads, 1), newest)], 1)
         scores = torch.cat([scores, torch.zeros(heads, 1)], 1)
         attention = torch.rand(heads, positions.shape[1], generator=generator)
         scores, leaving = method.evict(Held(scores, positions, capacity, sink=0), attention)
-        for head in range(heads):
-            plain[head][newest] = 0.0
+        for head, weights in enumerate(plain):
+            weights[newest] = 0.0
             for slot, position in enumerate(positions[head].tolist()):
-                plain[head][position] += float(attention[head, slot])
-        if leaving is None:
-            assert positions.shape[1] <= capacity
-        else:
-            assert leaving.shape == (heads,)
-            for head in range(heads):
-                newest_first = sorted(plain[head], reverse=True)
-                candidates = newest_first[recent:]
-                lightest = min(candidates, key=lambda position: plain[head][position])
+                weights[position] += float(attention[head, slot])
+            if leaving is not None:
+                candidates = sorted(weights, reverse=True)[recent:]
+                lightest = min(candidates, key=weights.__getitem__)
                 assert int(positions[head, leaving[head]]) == lightest
-                del plain[head][lightest]
-            # The newest entry takes the slot that became free, as a cache may do.
+                del weights[lightest]
+        if leaving is not None:
+            # The newest takes the slot that became free, as a cache may do, or leaves the last one.
             slots = leaving.unsqueeze(1)
             positions = positions.scatter(1, slots, positions[:, -1:])[:, :-1]
             scores = scores.scatter(1, slots, scores[:, -1:])[:, :-1]
-            # (when the newest itself left, the slot was the last one and is cut off)
-        for head in range(heads):
-            found = dict(zip(positions[head].tolist(), scores[head].tolist(), strict=True))
-            assert found.keys() == plain[head].keys()
-            assert found == pytest.approx(plain[head], rel=1e-4)
         assert positions.shape[1] <= capacity
+        for head, weights in enumerate(plain):
+            found = dict(zip(positions[head].tolist(), scores[head].tolist(), strict=True))
+            assert found == pytest.approx(weights, rel=1e-4)
 
 
 def test_released_masks_are_golden(shared_file):

@@ -239,11 +239,6 @@ def clustered(n: int) -> LayerKV:
 BETTER = [
     ("balancekv", {}, "uniform", {}, make_layer(4096, group=1, dim=16, seed=9), 0.25, 0.9),
     ("wildcat", {"bin_size": 0}, "uniform", {}, clustered(1000), 0.125, 0.5),
-    (  # against a bound so large that every choice of the walk is a fair coin
-        *("balancekv_streaming", {"constant": 0.3, "on_fail": "restart"}),
-        *("balancekv_streaming", {"constant": 1e6}),
-        *(make_layer(4096, group=1, dim=4, seed=8, scale=0.3), 0.25, 0.7),
-    ),
 ]
 
 
@@ -280,11 +275,9 @@ def test_uniform_is_unbiased_by_its_weights():
 
 def test_snapkv_shares_the_window_attention_with_pyramidkv():
     layer, budget = make_layer(100), Budget(rate=0.25, sink=4, window=8)
-    run(build_method("snapkv"), layer, budget)
-    shared = dict(layer.shared)
-    assert list(shared) == ["attention_mass of 8 queries"]
-    run(build_method("pyramidkv"), layer, budget)
-    assert layer.shared.keys() == shared.keys()
+    for name in ("snapkv", "pyramidkv"):
+        run(build_method(name), layer, budget)
+        assert list(layer.shared) == ["attention_mass of 8 queries"]
 
 
 @pytest.mark.parametrize("name", ["pyramidkv", "spatten"])
