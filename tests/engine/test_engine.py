@@ -84,12 +84,8 @@ def test_a_method_over_its_budget_fails_alone_and_loudly():
     model = tiny_model("llama")
     model.set_attn_implementation("kvbench")
     ids = prompt_ids(80)
-    methods = {
-        "greedy": (Greedy(), SMALL),
-        "broken": (Broken(), SMALL),
-        "exact": (build_method("exact"), SMALL),
-    }
-    results = generate(model, ids, methods)
+    methods = {"greedy": Greedy(), "broken": Broken(), "exact": build_method("exact")}
+    results = generate(model, ids, {name: (made, SMALL) for name, made in methods.items()})
     failure = results["greedy"].failure
     assert isinstance(failure, BudgetExceeded)
     assert all(part in str(failure) for part in ("greedy", "80", str(SMALL.capacity(80))))
@@ -166,15 +162,10 @@ def test_shared_work_is_charged_to_every_method_that_uses_it():
     assert layer.charge_shared_work()() == []
 
 
-def call(
-    heads: int, kv_heads: int, n: int, dim: int, dtype: torch.dtype = torch.float32
-) -> LayerCall:
-    generator = torch.Generator().manual_seed(n)
-    query, key, value = (
-        torch.randn(1, h, n, dim, generator=generator).to(dtype)
-        for h in (heads, kv_heads, kv_heads)
-    )
-    return LayerCall(0, query, key, value, dim**-0.5)
+def call(heads, kv_heads, n, dim, dtype=torch.float32):
+    counts, generator = (heads, kv_heads, kv_heads), torch.Generator().manual_seed(n)
+    parts = (torch.randn(1, h, n, dim, generator=generator).to(dtype) for h in counts)
+    return LayerCall(0, *parts, dim**-0.5)
 
 
 @pytest.mark.parametrize(
