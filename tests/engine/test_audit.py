@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -123,10 +123,9 @@ class Hides(Method):
     """All entries, those beyond the budget with no weight at any head."""
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
-        whole = keep_all(layer)
-        weights = torch.full(whole.keys.shape[:3], -math.inf)
+        weights = torch.full(layer.keys.shape[:3], -math.inf)
         weights[:, :, -budget.capacity(layer.n) :] = 0
-        return replace(whole, log_weights=weights)
+        return replace(keep_all(layer), log_weights=weights)
 
 
 def test_entries_without_weight_at_every_head_exceed_the_budget(tmp_path: Path) -> None:
@@ -137,31 +136,22 @@ def test_entries_without_weight_at_every_head_exceed_the_budget(tmp_path: Path) 
 
 LAYER = LayerKV(torch.zeros(1, 2, 75, 16), torch.zeros(1, 2, 75, 16), None, 0, 1, 0.5)
 HELD = gather_entries(LAYER, torch.arange(50, 75).expand(1, 2, -1), torch.zeros(1, 2, 25))
-MISSHAPEN: list[tuple[CompressedKV, str]] = [
-    (replace(keep_all(LAYER), log_weights=torch.zeros(1, 2, 1)), r"log_weights are \(1, 2, 1\)"),
-    (
-        replace(HELD, log_weights=torch.zeros(1, 1, 25)),
-        r"log_weights are \(1, 1, 25\) torch.float32",
-    ),
-    (replace(HELD, log_weights=torch.zeros(1, 2, 25).double()), r"are \(1, 2, 25\) torch.float64"),
-    (
-        replace(HELD, scores=torch.zeros(1, 1, 1)),
-        r"scores are .*allowed: \(1, 2, 25\) torch.float32",
-    ),
-    (
-        replace(HELD, positions=HELD.positions[:, :1]),
-        r"positions are \(1, 1, 25\) torch.int64 on cpu",
-    ),
-    (replace(HELD, positions=HELD.positions.float()), "positions are .*; allowed: .* torch.int64"),
-    (replace(HELD, positions=None), "positions are a NoneType; allowed: a tensor"),  # type: ignore[arg-type]
-    (replace(HELD, keys=HELD.keys.to("meta")), "keys are .* on meta; allowed: .* on cpu"),
+MISSHAPEN: list[tuple[dict[str, Any], str]] = [
+    ({"log_weights": torch.zeros(1, 2, 1)}, r"log_weights are \(1, 2, 1\)"),
+    ({"log_weights": torch.zeros(1, 1, 25)}, r"log_weights are \(1, 1, 25\) torch.float32"),
+    ({"log_weights": torch.zeros(1, 2, 25).double()}, r"are \(1, 2, 25\) torch.float64"),
+    ({"scores": torch.zeros(1, 1, 1)}, r"scores are .*allowed: \(1, 2, 25\) torch.float32"),
+    ({"positions": HELD.positions[:, :1]}, r"positions are \(1, 1, 25\) torch.int64 on cpu"),
+    ({"positions": HELD.positions.float()}, "positions are .*; allowed: .* torch.int64"),
+    ({"positions": None}, "positions are a NoneType; allowed: a tensor"),
+    ({"keys": HELD.keys.to("meta")}, "keys are .* on meta; allowed: .* on cpu"),
 ]
 
 
-@pytest.mark.parametrize(("held", "said"), MISSHAPEN)
-def test_every_field_is_checked_against_the_keys(held: CompressedKV, said: str) -> None:
+@pytest.mark.parametrize(("fields", "said"), MISSHAPEN)
+def test_every_field_is_checked_against_the_keys(fields: dict[str, Any], said: str) -> None:
     with pytest.raises((TypeError, ValueError), match=said):
-        check_held(held, LAYER)
+        check_held(replace(HELD, **fields), LAYER)
 
 
 def test_what_fits_is_taken() -> None:
@@ -184,31 +174,21 @@ def test_a_share_of_the_prompt_is_the_share_in_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("use", "said"),
+    ("options", "said"),
     [
-        (
-            lambda: Budget(total_rate=0.0),
-            r"budget.total_rate is 0.0; allowed: a number in \(0, 1\]",
-        ),
-        (
-            lambda: Budget(total_rate=1.5),
-            r"budget.total_rate is 1.5; allowed: a number in \(0, 1\]",
-        ),
-        (
-            lambda: Budget(total_rate=0.2, rate=0.5),
-            "total_rate is 0.2 and budget.rate is 0.5; allowed",
-        ),
-        (
-            lambda: Budget(total_rate=0.2, size=100),
-            "is 0.2 and budget.size is 100; allowed: one of",
-        ),
-        (
-            lambda: Budget(total_rate=0.2).capacity(100),
-            "prompt of 100 tokens is 20 entries; allowed",
-        ),
-        (lambda: Budget(size=100).with_share(0.2), r"size is 100, so there is no rate to vary"),
+        ({"total_rate": 0.0}, r"budget.total_rate is 0.0; allowed: a number in \(0, 1\]"),
+        ({"total_rate": 1.5}, r"budget.total_rate is 1.5; allowed: a number in \(0, 1\]"),
+        ({"total_rate": 0.2, "rate": 0.5}, "is 0.2 and budget.rate is 0.5; allowed"),
+        ({"total_rate": 0.2, "size": 100}, "is 0.2 and budget.size is 100; allowed: one of"),
+        ({"total_rate": 0.2}, "prompt of 100 tokens is 20 entries; allowed"),
+        ({"size": 100}, r"size is 100, so there is no rate to vary"),
     ],
 )
-def test_a_budget_names_one_share(use: Callable[[], object], said: str) -> None:
+def test_a_budget_names_one_share(options: dict[str, Any], said: str) -> None:
+    def use() -> None:
+        budget = Budget(**options)
+        assert budget.capacity(100)
+        budget.with_share(0.2)
+
     with pytest.raises(KVError, match=said):
         use()

@@ -104,14 +104,17 @@ def test_a_cache_evicts_as_lists_of_entries_do(scheme, name):
     assert cache.entry_bytes() == packed + 2 * capacity * 4  # and scores
 
 
-def test_quantize_is_refused_where_it_cannot_be():
-    with pytest.raises(KVError, match=r"bits is 3; allowed: bits 2 or 4"):
-        build_method("snapkv", quantize={"bits": 3}).quantization()
-    with pytest.raises(
-        KVError, match="evicts while decoding; allowed: decode=grow, or entries packed one by one"
-    ):
-        build_method("h2o", quantize={"bits": 4}).quantization()
-    assert build_method("h2o", decode="grow", quantize={"bits": 4}).quantization() is not None
+@pytest.mark.parametrize(
+    ("name", "bits", "said"),
+    [
+        ("snapkv", 3, r"bits is 3; allowed: bits 2 or 4"),
+        ("h2o", 4, "evicts while decoding; allowed: decode=grow, or entries packed one by one"),
+        ("rkv", 4, "compresses again while decoding; allowed: one or the other"),
+    ],
+)
+def test_quantize_is_refused_where_it_cannot_be(name, bits, said):
+    with pytest.raises(KVError, match=said):
+        build_method(name, quantize={"bits": bits}).quantization()
 
 
 @pytest.mark.parametrize("heavy", [False, True])
@@ -125,18 +128,13 @@ def test_topk_attends_to_the_largest_logits_and_holds_everything(heavy):
     got = step(cache, q, k, v, torch.tensor([50]), 0.35)
     for head in range(4):
         kv = head // 2
-        all_keys = torch.cat([keys[0, kv], k[kv]]).double()
-        all_values = torch.cat([values[0, kv], v[kv]]).double()
-        logits = all_keys @ q[head, 0].double() * 0.35
+        logits = torch.cat([keys[0, kv], k[kv]]).double() @ q[head, 0].double() * 0.35
+        seen = torch.zeros(51, dtype=torch.bool)
         if heavy:
-            fixed = torch.cat([scores[0, kv], torch.zeros(1)]) > 0
-            free = logits.masked_fill(fixed, float("-inf")).topk(6).indices
-            seen = fixed.clone()
-            seen[free] = True
-        else:
-            seen = torch.zeros(51, dtype=torch.bool)
-            seen[logits.topk(12).indices] = True
-        want = logits.masked_fill(~seen, float("-inf")).softmax(-1) @ all_values
+            seen[:50] = scores[0, kv] > 0
+        seen[logits.masked_fill(seen, -math.inf).topk(6 if heavy else 12).indices] = True
+        weights = logits.masked_fill(~seen, -math.inf).softmax(-1)
+        want = weights @ torch.cat([values[0, kv], v[kv]]).double()
         torch.testing.assert_close(got[head, 0].double(), want, atol=1e-6, rtol=1e-6)
 
 
@@ -151,12 +149,12 @@ def test_entries_that_count_differently_in_the_normaliser(quantized):
     at = torch.arange(20).expand(1, 2, 20)
     held = CompressedKV(keys, values, None, at, denominators=denominators, value_range=ends)
     how = Quantization(4, 4) if quantized else None
-    method = build_method("exact")
-    whole = LayerCache(held, 3, method, capacity=20, quantization=how)
+    whole, single = (
+        LayerCache(held, room, EXACT, capacity=20, quantization=how) for room in (3, 0)
+    )
     if quantized:
         keys = unpack(pack(keys[0], how, by_channel=True))[None]
         values = unpack(pack(values[0], how, by_channel=False))[None]
-    single = LayerCache(held, 0, method, capacity=20, quantization=how)
     assert not whole.steps_by_kernel
     before = whole.entry_bytes()
     q, k, v = torch.randn(4, 3, 16), torch.randn(2, 3, 16), torch.randn(2, 3, 16)
@@ -341,12 +339,13 @@ def schedule(method, n, steps):
 def test_schedules(shared_file):
     listed = json.loads(shared_file("golden/next/decoding.json").read_text())["schedules"]
     for case in listed[:3]:
-        every, to = case["interval"], case["target"]
-        steps = min(case["steps"], 150)
-        press = build_method("recompress", every=every, to=to, queries=8)
-        assert schedule(press, case["n"], steps) == case["held_decoding_press"][:steps]
-        rkv = build_method("rkv", every=every, to=to, window=4)
-        assert schedule(rkv, case["n"], steps) == case["held_rkv"][:steps]
+        steps, shared = min(case["steps"], 150), {"every": case["interval"], "to": case["target"]}
+        for name, options, wanted in (
+            ("recompress", {"queries": 8}, "held_decoding_press"),
+            ("rkv", {"window": 4}, "held_rkv"),
+        ):
+            method = build_method(name, **shared, **options)
+            assert schedule(method, case["n"], steps) == case[wanted][:steps]
 
 
 def test_weights_multiply():
@@ -371,18 +370,13 @@ def test_weights_multiply():
 
 @pytest.mark.parametrize("name", ["rkv", "recompress", "adakv"])
 def test_answers_do_not_depend_on_the_batch(name):
-    model = tiny_model("llama")
-    model.set_attn_implementation("kvbench")
-    ids = prompt_ids(120)
-    options = {} if name == "adakv" else {"every": 4, "to": 24}
-    method = build_method(name, **options)
+    model, ids = ready(), prompt_ids(120)
+    method = build_method(name, **({} if name == "adakv" else {"every": 4, "to": 24}))
     budget = Budget(size=24, sink=2, window=6)
 
     def answers(methods):
-        return run_forks(
-            model, ids[:-5], ids[-5:], methods, Stopping(14), seed=0, example_id="x",
-            compress_after="context",
-        )  # fmt: skip
+        how = {"seed": 0, "example_id": "x", "compress_after": "context"}
+        return run_forks(model, ids[:-5], ids[-5:], methods, Stopping(14), **how)
 
     alone = answers({"m": (method, budget)})["m"]
     assert alone.failure is None
@@ -391,9 +385,3 @@ def test_answers_do_not_depend_on_the_batch(name):
     assert together.cache_bytes_end == alone.cache_bytes_end
     if name != "adakv":
         assert alone.cache_bytes_end < alone.exact_bytes
-
-
-def test_what_cannot_be_combined_says_so():
-    method = build_method("rkv", quantize={"bits": 4})
-    with pytest.raises(KVError, match="compresses again while decoding; allowed: one or the other"):
-        method.quantization()

@@ -115,11 +115,7 @@ def test_a_decode_step_waits_for_its_token_only(name, monkeypatch):
     assert many - few == 3, found
 
 
-EVICTING = {
-    "h2o": build_method("h2o"),
-    "streaming_llm": build_method("streaming_llm", decode="evict"),
-    "local": build_method("local", decode="evict"),
-}
+EVICTING = {"h2o": {}, "streaming_llm": {"decode": "evict"}, "local": {"decode": "evict"}}
 
 
 def launches_per_layer(method, rows, monkeypatch):
@@ -152,6 +148,7 @@ def test_evicting_takes_four_launches_a_layer_at_most(name, monkeypatch):
     """More than a cache that grows takes, whatever the number of rows."""
     monkeypatch.setenv("KVBENCH_KERNELS", "torch")
     grows = launches_per_layer(build_method("exact"), 2, monkeypatch)
-    few, many = (launches_per_layer(EVICTING[name], rows, monkeypatch) for rows in (2, 8))
+    method = build_method(name, **EVICTING[name])
+    few, many = (launches_per_layer(method, rows, monkeypatch) for rows in (2, 8))
     assert few == many
     assert grows < few <= grows + 4

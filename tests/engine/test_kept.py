@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -85,14 +86,9 @@ def test_strips_are_the_weight_per_token_of_each_piece() -> None:
 def test_records_of_the_first_examples_say_what_was_kept_and_of_no_others(tmp_path: Any) -> None:
     class Told(Echo):
         def examples(self, encoder: Any) -> Any:
-            from dataclasses import replace
-
-            return [
-                replace(
-                    each, context=f"{each.context}THE ANSWER{each.context}", evidence="THE ANSWER"
-                )
-                for each in super().examples(encoder)
-            ]
+            for each in super().examples(encoder):
+                context = f"{each.context}THE ANSWER{each.context}"
+                yield replace(each, context=context, evidence="THE ANSWER")
 
     records = records_of(run_job(make_job(tmp_path, echo=Told())))
     for method, found in records.items():

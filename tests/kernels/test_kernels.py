@@ -184,43 +184,23 @@ def test_walk_in_float64_is_the_definition(
     with pytest.MonkeyPatch.context() as patch:
         for name, value in zip(("GROUP", "CHUNK", "STRIP"), tiles, strict=True):
             patch.setattr(balanced_walk, name, value)
-        positive = balanced_walk.balanced_walk(
-            keys,
-            values if with_values else None,
-            index,
-            uniforms,
-            counts=counts,
-            weights=weights,
-            centre=centre,
-            **options,
-        )
+        given_values = values if with_values else None
+        more = {"counts": counts, "weights": weights, "centre": centre, **options}
+        positive = balanced_walk.balanced_walk(keys, given_values, index, uniforms, **more)
     for block, n in enumerate(counts.tolist()):
         if n:
             rows = index[block, :n]
             v = values[rows] * weights[block, :n, None] if with_values else None
-            expected = walk_by_definition(
-                keys[rows], v, uniforms[block], padded=b - n, centre=centre, **options
-            )
+            how = {"padded": b - n, "centre": centre, **options}
+            expected = walk_by_definition(keys[rows], v, uniforms[block], **how)
             np.testing.assert_array_equal(positive[block, :n].numpy(), expected)
 
 
-def test_walk_without_gamma_is_a_fair_coin_and_with_it_balances():
-    """The signed sum of exp(q.k) v over a block is smaller than with independent signs."""
-    g, b, d = generator(7), 256, 8
-    keys, values = torch.randn(2, 20 * b, d, generator=g).unbind(0)
-    index, uniforms = torch.arange(20 * b).view(20, b), torch.rand(20, b, generator=g)
-    terms = ((keys @ torch.randn(d, generator=g) / d**0.5).exp().unsqueeze(1) * values).view(
-        20, b, d
-    )
-    sums = {}
-    for gamma in (0.0, 4.0):
-        signs = balanced_walk.balanced_walk(
-            keys, values, index, uniforms, gamma=gamma, offset=0.025
-        )
-        sums[gamma] = float((terms * (2.0 * signs - 1.0).unsqueeze(-1)).sum(1).norm(dim=-1).mean())
-        assert signs[:, 0].all()
-        assert gamma or torch.equal(signs[:, 1:], uniforms[:, 1:] < 0.5)
-    assert sums[4.0] < 0.75 * sums[0.0]
+def test_walk_without_gamma_is_a_fair_coin():
+    keys, values, index, uniforms = walk_inputs(2, 3, 40, 8, 8, FLOAT)
+    signs = balanced_walk.balanced_walk(keys, values, index, uniforms, gamma=0.0, offset=0.025)
+    assert signs[..., 0].all()
+    assert torch.equal(signs[..., 1:], uniforms[..., 1:] < 0.5)
 
 
 @needs_triton
@@ -458,6 +438,17 @@ def check_centres(points, centres, first):
             distance = distance.minimum((x - x[step]).square().sum(1))
 
 
+def points_of(kind, batch, n, dim):
+    if kind == "equal":
+        return torch.ones(batch, n, dim)
+    g = generator(1)
+    points = torch.randn(batch, n, dim, generator=g) + 2.0
+    if kind == "clustered":
+        hubs = 4 * torch.randn(batch, 6, dim, generator=g)
+        points = hubs[:, torch.randint(6, (n,), generator=g)] + 0.3 * points
+    return points
+
+
 CENTRES = [
     # batch, n, dim, count, dtype, kind
     (1, 1, 4, 1, FLOAT, "spread"),
@@ -474,14 +465,8 @@ CENTRES = [
 )
 def test_kcentre(case, how):
     batch, n, dim, count, dtype, kind = case
-    g = generator(n)
-    points = (torch.randn(batch, n, dim, generator=g) + 2.0).to(dtype)
-    if kind == "clustered":
-        hubs = 4 * torch.randn(batch, 6, dim, generator=g)
-        points = hubs[:, torch.randint(6, (n,), generator=g)] + 0.3 * points
-    if kind == "equal":
-        points = torch.ones_like(points)
-    first = torch.randint(0, n, (batch,), generator=g)
+    points = points_of(kind, batch, n, dim).to(dtype)
+    first = torch.randint(0, n, (batch,), generator=generator(n))
     centres = greedy_k_centre(*put(points), count, *put(first), implementation=how).cpu()
     assert centres.shape == (batch, count)
     check_centres(points, centres, first)
@@ -537,11 +522,7 @@ def test_kcentre_by_passes_of_many_programs(kind, passes, monkeypatch):
     monkeypatch.setattr(_triton_kcentre, "kcentre_options", lambda *a: {**options(*a), **small})
     monkeypatch.setattr(_triton_kcentre, "passes", lambda count, candidates: passes)
     monkeypatch.setattr(_triton_kcentre, "finish_kernel", Finish())
-    g = generator(1)
-    points, first = torch.randn(2, 150, 5, generator=g), torch.tensor([3, 149])
-    if kind == "clustered":
-        hubs = 4 * torch.randn(2, 6, 5, generator=g)
-        points = hubs[:, torch.randint(6, (150,), generator=g)] + 0.3 * points
+    points, first = points_of(kind, 2, 150, 5), torch.tensor([3, 149])
     found = greedy_k_centre(*put(points), 24, *put(first), implementation="triton").cpu()
     assert torch.equal(found, greedy_k_centre(points, 24, first, implementation="torch"))
     assert filled == [24, 24] if passes == 20 else 1 < max(filled) < 24

@@ -34,58 +34,39 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def mass(device, implementation):
-    q, k = randn(1, 4, 20, 16).to(device), randn(1, 2, 20, 16, seed=1).to(device)
-    return attention_mass(q, k, scaling=0.25, implementation=implementation)
-
-
-def centres(device, implementation):
-    points, first = randn(2, 40, 16).to(device), torch.tensor([3, 5]).to(device)
-    return greedy_k_centre(points, 6, first, implementation=implementation)
-
-
-def walk(device, implementation):
-    keys, values = randn(1, 2, 32, 16).to(device), randn(1, 2, 32, 16, seed=1).to(device)
-    index = torch.arange(32).view(1, 1, 2, 16).expand(1, 2, 2, 16).to(device)
-    draws = randn(1, 2, 2, 16, seed=2).sigmoid().to(device)
-    return balanced_walk(
-        keys, values, index, draws, gamma=1.0, offset=0.1, implementation=implementation
-    )
-
-
-def survivors(device, implementation):
-    positive = (randn(1, 2, 20) > 0).to(device)
-    order = torch.arange(20).expand(1, 2, 20).to(device)
-    weights = torch.ones(1, 2, 20).to(device)
-    return torch.cat(halve(positive, order, weights, implementation=implementation), -1)
-
-
-def decoded(device, implementation):
+def decoded(device, **how):
     keys, values = randn(2, 9, 16).to(device), randn(2, 9, 16, seed=1).to(device)
-    table = entry_table([keys], [values])
-    lengths = torch.tensor([7], dtype=torch.int32).to(device)
-    new = randn(1, 2, 16, seed=2).to(device)
-    append_entries(table, lengths, new, new, implementation=implementation)
-    out, received = weighted_decode_attention(
-        randn(1, 4, 16, seed=3).to(device), table, lengths + 1, scaling=0.25,
-        return_mass=True, implementation=implementation,
-    )  # fmt: skip
-    return torch.cat([out.flatten(), received.flatten(), keys.flatten()])
+    table, lengths = entry_table([keys], [values]), torch.tensor([7], dtype=torch.int32).to(device)
+    new, query = randn(1, 2, 16, seed=2).to(device), randn(1, 4, 16, seed=3).to(device)
+    append_entries(table, lengths, new, new, **how)
+    lengths = lengths + 1
+    found = weighted_decode_attention(query, table, lengths, scaling=0.25, return_mass=True, **how)
+    return torch.cat([part.flatten() for part in (*found, keys)])
 
 
-def draws(device, implementation):
-    how = {"device": torch.device(device), "implementation": implementation}
-    return philox(7, 2, 25, dtype=torch.float64, **how)
+KEYS, VALUES, ORDER = randn(1, 2, 32, 16), randn(1, 2, 32, 16, seed=1), torch.arange(32)
+DRAWS, BLOCKS = randn(1, 2, 2, 16, seed=2).sigmoid(), ORDER.view(1, 1, 2, 16).expand(1, 2, 2, 16)
+OPERATIONS = {
+    "mass": lambda on, **how: attention_mass(on(KEYS), on(VALUES), scaling=0.25, **how),
+    "centres": lambda on, **how: greedy_k_centre(on(KEYS[0]), 6, on(torch.tensor([3, 5])), **how),
+    "walk": lambda on, **how: balanced_walk(
+        on(KEYS), on(VALUES), on(BLOCKS), on(DRAWS), gamma=1.0, offset=0.1, **how
+    ),
+    "survivors": lambda on, **how: torch.cat(
+        halve(on(KEYS[..., 0] > 0), on(ORDER.expand(1, 2, 32)), on(torch.ones(1, 2, 32)), **how), -1
+    ),
+    "decoded": lambda on, **how: decoded(on(KEYS).device, **how),
+    "draws": lambda on, **how: philox(7, 2, 25, dtype=torch.float64, device=on(KEYS).device, **how),
+}
 
 
-@pytest.mark.parametrize("operation", [mass, centres, walk, survivors, decoded, draws])
+@pytest.mark.parametrize("operation", OPERATIONS)
 def test_kernels_run_on_the_gpu_of_their_tensors(operation):
-    device = another()
-    current = torch.cuda.current_device()
-    found = operation(device, "triton")
+    device, current = another(), torch.cuda.current_device()
+    found = OPERATIONS[operation](lambda x: x.to(device), implementation="triton")
     assert found.device == device
     assert torch.cuda.current_device() == current
-    expected = operation("cpu", "torch").to(found.dtype)
+    expected = OPERATIONS[operation](lambda x: x, implementation="torch").to(found.dtype)
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -110,12 +91,11 @@ def test_the_host_waits_once_for_the_clusters_of_a_stream(n):
     layer = LayerKV(keys.cuda(), values.cuda(), None, 0, 1, 0.35)
     method, budget = build_method("subgen_streaming"), Budget(rate=0.25, sink=0, window=4)
     held = []
-    waits = counted(
-        lambda: held.append(method.compress(layer, budget, torch.Generator().manual_seed(0))),
-        "sync",
-    )
+
+    def compress(layer):
+        held.append(method.compress(layer, budget, torch.Generator().manual_seed(0)))
+
+    waits = counted(lambda: compress(layer), "sync")
     assert sum(waits.values()) == 1, waits
-    expected = method.compress(
-        LayerKV(keys, values, None, 0, 1, 0.35), budget, torch.Generator().manual_seed(0)
-    )
-    assert torch.equal(held[0].positions.cpu(), expected.positions)
+    compress(LayerKV(keys, values, None, 0, 1, 0.35))
+    assert torch.equal(held[0].positions.cpu(), held[1].positions)

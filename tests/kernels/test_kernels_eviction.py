@@ -92,15 +92,9 @@ def test_by_hand(rule, implementation, heads):
 
     before = [[held(row, head, LENGTHS[row]) for head in range(heads)] for row in range(4)]
     new = [[held(row, head, LENGTHS[row] + 1)[-1] for head in range(heads)] for row in range(4)]
-    evict_entries(
-        table,
-        eviction_table([rule] * 4, LIMITS, scores, positions, places),
-        torch.tensor(LENGTHS, device=DEVICE),
-        mass if weighs else None,
-        fed,
-        going,
-        implementation=implementation,
-    )
+    rules = eviction_table([rule] * 4, LIMITS, scores, positions, places)
+    lengths, received = torch.tensor(LENGTHS, device=DEVICE), mass if weighs else None
+    evict_entries(table, rules, lengths, received, fed, going, implementation=implementation)
     for row in range(4):
         for head in range(heads):
             if row == ENDED:
@@ -115,13 +109,8 @@ def test_by_hand(rule, implementation, heads):
 
 def test_rules_of_two_kinds_or_without_scores_are_refused():
     positions = torch.zeros(1, 4, dtype=torch.int64)
+    rules = [Eviction("oldest"), Eviction("lightest")]
     with pytest.raises(ValueError, match="allowed: all by age, or all by attention"):
-        eviction_table(
-            [Eviction("oldest"), Eviction("lightest")],
-            [3, 3],
-            [None, None],
-            [positions] * 2,
-            [0, 1],
-        )
+        eviction_table(rules, [3, 3], [None, None], [positions] * 2, [0, 1])
     with pytest.raises(ValueError, match="a rule by attention has no scores"):
         eviction_table([Eviction("lightest")], [3], [None], [positions], [0])

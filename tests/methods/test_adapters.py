@@ -57,19 +57,16 @@ def test_options_are_checked_even_where_the_package_is_absent() -> None:
         build_method("kvpress", options=3)
 
 
-@pytest.mark.parametrize(("copies", "dim"), [(1, 1), (4, 3), (2, 16)])
+@pytest.mark.parametrize(("copies", "dim"), [(1, 1), (4, 3)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_are_found_by_their_bits(dtype: torch.dtype, copies: int, dim: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    rows = (torch.arange(3000.0).view(2, 3, 500, 1) / 2048 + torch.zeros(dim)).to(torch.float64)
-    rows = rows.bfloat16() if dtype == torch.bfloat16 else rows.to(dtype)
+    rows = (torch.arange(3000.0).view(2, 3, 500, 1) / 2048 + torch.zeros(dim)).to(dtype)
     extra = torch.randn(2, 3, 500, 16, generator=generator).to(dtype)  # bfloat16 rows repeat
     where = torch.stack([torch.randperm(500, generator=generator)[:90] for _ in range(6 * copies)])
     where = where.view(2, 3 * copies, 90)
     kept = tuple(
-        part.repeat_interleave(copies, 1).gather(
-            2, where.unsqueeze(-1).expand(-1, -1, -1, part.shape[-1])
-        )
+        torch.take_along_dim(part.repeat_interleave(copies, 1), where[..., None], 2)
         for part in (rows, extra)
     )
     assert torch.equal(find_rows(kept, (rows, extra)), where)

@@ -7,7 +7,7 @@ from support.jobs import SMALL
 from support.method_layers import make_layer
 from support.tiny import prompt_ids, tiny_model
 
-from kvbench.engine.fork import Fork
+from kvbench.engine.fork import Fork, layer_generator
 from kvbench.engine.prefill import prefill
 from kvbench.errors import UserError
 from kvbench.kernels.philox import philox
@@ -92,3 +92,8 @@ def test_draws_depend_on_seed_example_and_layer_only() -> None:
     other = kept(["subgen", "h2o", "balancekv", "uniform"], ["2", "1"])
     assert {key: other[key] for key in first} == first
     assert first["uniform", "1", 0] != first["uniform", "1", 1]
+    draws = {
+        tuple(torch.rand(3, generator=layer_generator(*key)).tolist())
+        for key in [(0, "a", 0), (1, "a", 0), (0, "b", 0), (0, "a", 1)]
+    }
+    assert len(draws) == 4

@@ -21,59 +21,38 @@ from kvbench.probes.fidelity import teacher_forced
 from kvbench.run.runner import run_job
 
 
-def test_heavy_hitters_and_recent():
-    layer, budget = make_layer(80, kv_heads=2, group=3), Budget(rate=0.25, sink=4, window=4)
-    capacity = budget.capacity(80)
-    kept = run(build_method("h2o"), layer, budget)
-    heavy = round(0.5 * capacity)
-    recent = capacity - heavy
-    assert layer.queries is not None
+@pytest.mark.parametrize("fraction", [0.0, 0.3, 0.5, 1.0])
+@pytest.mark.parametrize("keeps", ["heaviest", "lightest"])
+def test_heavy_hitters_and_recent(keeps, fraction):
+    """``lightest`` drops the heaviest of the entries that are not recent, and keeps the others."""
+    layer, budget = make_layer(80, kv_heads=2, group=3), Budget(size=64, sink=0, window=0)
+    method = build_method("h2o", keeps=keeps, heavy_fraction=fraction)
+    kept, heavy = run(method, layer, budget), round(fraction * 64)
+    older = 80 - (64 - heavy)
     logits = layer.queries.double() @ layer.keys.double().repeat_interleave(3, 1).mT * layer.scaling
     future = torch.ones(80, 80, dtype=torch.bool).triu(1)
-    mass = logits.masked_fill(future, -torch.inf).softmax(-1).sum(2)
-    mass = mass.view(1, 2, 3, 80).mean(2)
+    mass = logits.masked_fill(future, -torch.inf).softmax(-1).sum(2).view(1, 2, 3, 80).mean(2)
     for head in range(2):
-        best = mass[0, head, : 80 - recent].argsort(descending=True)[:heavy]
-        expected = [*sorted(best.tolist()), *range(80 - recent, 80)]
+        best = mass[0, head, :older].argsort(descending=keeps == "heaviest")[:heavy]
+        expected = [*sorted(best.tolist()), *range(older, 80)]
         assert kept.positions[0, head].tolist() == expected
-        assert kept.scores is not None
-        torch.testing.assert_close(
-            kept.scores[0, head].double(), mass[0, head, expected], rtol=1e-4, atol=1e-5
-        )
+        wanted = mass[0, head, expected]
+        torch.testing.assert_close(kept.scores[0, head].double(), wanted, rtol=1e-4, atol=1e-5)
+    if not fraction:
+        local = run(build_method("local"), layer, budget)
+        assert torch.equal(kept.positions, local.positions)
 
 
-def test_lightest_drops_the_heavy_hitters_and_keeps_the_recent():
-    layer, budget = make_layer(80, kv_heads=2, group=3), Budget(size=64, sink=0, window=0)
-    light = build_method("h2o", keeps="lightest")
-    kept, recent = run(light, layer, budget), light.recent(64)
-    mass = layer.attention_mass().view(1, 2, 3, 80).mean(2)
-    for head in range(2):
-        gone = sorted(set(range(80)) - set(kept.positions[0, head].tolist()))
-        best = mass[0, head, : 80 - recent].topk(80 - 64).indices
-        assert gone == sorted(best.tolist())
-    scores = torch.tensor([[5.0, 1.0, 3.0, 9.0, 0.0]])
-    held = Held(scores.clone(), torch.arange(5)[None], 4, 0)
-    _, leaves = light.evict(held, torch.zeros(1, 5))
-    assert leaves.tolist() == [0], "of the entries that are not recent (the last two) the heaviest"
+def test_the_heaviest_leave_where_the_lightest_stay_and_a_cache_may_grow():
+    light, growing = build_method("h2o", keeps="lightest"), build_method("h2o", decode="grow")
+    held = Held(torch.tensor([[5.0, 1.0, 3.0, 9.0, 0.0]]), torch.arange(5)[None], 4, 0)
+    assert light.evict(held, torch.zeros(1, 5))[1].tolist() == [0], "the last two are recent"
     assert build_method("h2o").evict(held, torch.zeros(1, 5))[1].tolist() == [1]
+    layer, budget = make_layer(80), Budget(size=64, sink=0, window=0)
+    mass = layer.attention_mass().view(1, 2, 2, 80).mean(2)
     assert torch.equal(light.token_scores(layer, budget).argmin(-1), mass.argmax(-1))
-    with pytest.raises(
-        KVError, match=r"h2o.keeps is 'lightest' and h2o.semantics 'released_global'"
-    ):
-        build_method("h2o", keeps="lightest", semantics="released_global")
-
-
-def test_fractions_of_table_9_and_a_cache_that_grows():
-    layer, budget = make_layer(80), Budget(rate=0.25, sink=4, window=4)
-    growing = build_method("h2o", decode="grow")
     assert (growing.evicts, build_method("h2o").evicts) == (False, True)
     assert run(growing, layer, budget).scores is None
-    capacity = budget.capacity(80)
-    local = run(build_method("h2o", heavy_fraction=0.0), layer, budget).positions
-    assert torch.equal(local, run(build_method("local"), layer, budget).positions)
-    heavy = run(build_method("h2o", heavy_fraction=1.0), layer, budget).positions
-    mass = layer.attention_mass().view(1, 2, 2, 80).mean(2)
-    assert torch.equal(heavy, mass.topk(capacity).indices.sort(-1).values)
 
 
 @given(
@@ -88,70 +67,48 @@ def test_fractions_of_table_9_and_a_cache_that_grows():
 def test_eviction(capacity, heads, steps, fraction, start, seed):
     """The cache of a simulated decode, step by step; entries stay in arbitrary slots."""
     method = build_method("h2o", heavy_fraction=fraction)
-    heavy = round(fraction * capacity)
-    recent = capacity - heavy
+    recent, held = capacity - round(fraction * capacity), min(start, capacity)
     generator = torch.Generator().manual_seed(seed)
-    held = min(start, capacity)
     positions = torch.arange(held).expand(heads, held).clone()
     scores = torch.rand(heads, held, generator=generator)
-    plain = [dict(enumerate(scores[head].tolist())) for head in range(heads)]
-    for step in range(steps):
-        newest = held + step  # as in a cache: one position after the other
+    plain = [dict(enumerate(row)) for row in scores.tolist()]
+    for newest in range(held, held + steps):  # as in a cache: one position after the other
         positions = torch.cat([positions, torch.full((heads, 1), newest)], 1)
         scores = torch.cat([scores, torch.zeros(heads, 1)], 1)
         attention = torch.rand(heads, positions.shape[1], generator=generator)
         scores, leaving = method.evict(Held(scores, positions, capacity, sink=0), attention)
-        for head in range(heads):
-            plain[head][newest] = 0.0
+        for head, weights in enumerate(plain):
+            weights[newest] = 0.0
             for slot, position in enumerate(positions[head].tolist()):
-                plain[head][position] += float(attention[head, slot])
-        if leaving is None:
-            assert positions.shape[1] <= capacity
-        else:
-            assert leaving.shape == (heads,)
-            for head in range(heads):
-                newest_first = sorted(plain[head], reverse=True)
-                candidates = newest_first[recent:]
-                lightest = min(candidates, key=lambda position: plain[head][position])
+                weights[position] += float(attention[head, slot])
+            if leaving is not None:
+                candidates = sorted(weights, reverse=True)[recent:]
+                lightest = min(candidates, key=weights.__getitem__)
                 assert int(positions[head, leaving[head]]) == lightest
-                del plain[head][lightest]
-            # The newest entry takes the slot that became free, as a cache may do.
+                del weights[lightest]
+        if leaving is not None:
+            # The newest takes the slot that became free, as a cache may do, or leaves the last one.
             slots = leaving.unsqueeze(1)
             positions = positions.scatter(1, slots, positions[:, -1:])[:, :-1]
             scores = scores.scatter(1, slots, scores[:, -1:])[:, :-1]
-            # (when the newest itself left, the slot was the last one and is cut off)
-        for head in range(heads):
-            found = dict(zip(positions[head].tolist(), scores[head].tolist(), strict=True))
-            assert found.keys() == plain[head].keys()
-            assert found == pytest.approx(plain[head], rel=1e-4)
         assert positions.shape[1] <= capacity
-
-
-def drawn(case):
-    """Queries, keys and values as the golden file draws them."""
-    rng = np.random.default_rng(case["seed"])
-    shape = case["heads"], case["n"], case["dim"]
-    query = rng.standard_normal(shape, dtype=np.float32) * np.float32(1.6)
-    return tuple(
-        torch.from_numpy(x)
-        for x in (query, *(rng.standard_normal(shape, dtype=np.float32) for _ in "kv"))
-    )
+        for head, weights in enumerate(plain):
+            found = dict(zip(positions[head].tolist(), scores[head].tolist(), strict=True))
+            assert found == pytest.approx(weights, rel=1e-4)
 
 
 def test_released_masks_are_golden(shared_file):
     cases = json.loads(shared_file("golden/tasks/h2o_masks.json").read_text())["cases"]
     for case in cases:
-        query, key, value = drawn(case)
-        scaling = case["dim"] ** -0.5
+        rng, scaling = np.random.default_rng(case["seed"]), case["dim"] ** -0.5
+        shape = case["heads"], case["n"], case["dim"]
+        draws = [rng.standard_normal(shape, dtype=np.float32) for _ in "qkv"]
+        query, key, value = (
+            torch.from_numpy(draw) for draw in (np.float32(1.6) * draws[0], *draws[1:])
+        )
         for semantics in ("global", "sequential"):
-            seen = released_mask(
-                query,
-                key,
-                semantics=semantics,
-                heavy_ratio=case["heavy_ratio"],
-                recent_ratio=case["recent_ratio"],
-                scaling=scaling,
-            )
+            ratios = {name: case[name] for name in ("heavy_ratio", "recent_ratio")}
+            seen = released_mask(query, key, semantics=semantics, scaling=scaling, **ratios)
             rows = [
                 "|".join("".join(str(int(x)) for x in row[: i + 1]) for i, row in enumerate(head))
                 for head in seen
@@ -228,5 +185,7 @@ def test_released_semantics_hold_nothing_to_generate_with(tmp_path):
         run_job(make_job(tmp_path, {"h2o": method}))
     with pytest.raises(KVError, match="holds no cache"):
         run(method, make_layer(200, kv_heads=2, group=2), Budget())
+    with pytest.raises(KVError, match=r"keeps is 'lightest' and h2o\.semantics 'released_global'"):
+        build_method("h2o", keeps="lightest", semantics="released_global")
     with pytest.raises(KVError, match=r"budget\.size is 20"):
         method.whole_pass.masked_entries(Budget(size=20, sink=2, window=2), 40)

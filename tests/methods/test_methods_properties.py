@@ -106,7 +106,7 @@ def test_what_is_kept(name, options, shape, budget):
     assert kept.keys.shape == (*kept.positions.shape, shape["dim"])
     assert kept.keys.dtype == kept.values.dtype == shape["dtype"]
     assert kept.positions.dtype == torch.int64
-    assert kept.charged <= capacity
+    assert kept.charged <= capacity or n <= budget.capacity(n)
     if n > budget.capacity(n) and "lengths" in promised:
         assert (kept.entries.sum(-1) == heads * capacity).all()
     if n > budget.capacity(n) and "count" in promised:
@@ -140,18 +140,11 @@ def test_what_is_kept(name, options, shape, budget):
 
 @each_variant
 def test_same_seed_same_result_on_any_batch(name, options):
-    method, budget, order = (
-        build_method(name, **options),
-        Budget(rate=0.3, sink=3, window=5),
-        [2, 0],
-    )
+    method, order = build_method(name, **options), [2, 0]
+    budget = Budget(rate=0.3, sink=3, window=5)
     whole = replace(make_layer(90, batch=3, group=3, seed=5), rotary=rotary(8))
-    assert whole.queries is not None
-    part = LayerKV(
-        *(part[order] for part in (whole.keys, whole.values, whole.queries)),
-        *(whole.layer_index, whole.num_layers, whole.scaling),
-        rotary=whole.rotary,
-    )
+    rows = {part: getattr(whole, part)[order] for part in ("keys", "values", "queries")}
+    part = replace(whole, **rows, shared={})
     kept, again, permuted = (
         run(method, layer, budget, seed=11) for layer in (whole, replace(whole, shared={}), part)
     )
@@ -167,13 +160,6 @@ def test_same_seed_same_result_on_any_batch(name, options):
             one = first[source, head, kept.positions[source, head] >= 0]
             other = third[row, head, permuted.positions[row, head] >= 0]  # padding may differ
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-
-
-def test_other_seeds_give_other_choices() -> None:
-    layer, budget = make_layer(200), Budget(rate=0.25, sink=4, window=4)
-    for name in ("uniform", "subgen", "balancekv", "wildcat"):
-        first, second = (run(build_method(name), layer, budget, s).positions for s in (0, 1))
-        assert not torch.equal(first, second), name
 
 
 # -- options -------------------------------------------------------------------------------------
@@ -203,10 +189,8 @@ h2o keeps 'least': h2o.keeps is 'least'; allowed: heaviest | lightest
 
 @pytest.mark.parametrize("case", REFUSED.strip().splitlines())
 def test_wrong_options_are_refused_in_one_line(case: str) -> None:
-    (name, option, value), message = (
-        case.partition(": ")[0].split(" ", 2),
-        case.partition(": ")[2],
-    )
+    options, _, message = case.partition(": ")
+    name, option, value = options.split(" ", 2)
     with pytest.raises(KVError) as refusal:
         build_method(name, **{option: eval(value)})
     assert message in str(refusal.value)
@@ -242,11 +226,6 @@ def test_methods_that_cannot_work_say_so(name, options, layer, budget, message):
         )
 
 
-def test_lists_of_a_yaml_file_are_frozen() -> None:
-    method = build_method("balancekv", block_size=[64, 32], gamma=[0.05, 4.0])
-    assert hash(method) == hash(build_method("balancekv", block_size=(64, 32), gamma=(0.05, 4.0)))
-
-
 # -- each method ---------------------------------------------------------------------------------
 
 
@@ -260,11 +239,6 @@ def clustered(n: int) -> LayerKV:
 BETTER = [
     ("balancekv", {}, "uniform", {}, make_layer(4096, group=1, dim=16, seed=9), 0.25, 0.9),
     ("wildcat", {"bin_size": 0}, "uniform", {}, clustered(1000), 0.125, 0.5),
-    (  # against a bound so large that every choice of the walk is a fair coin
-        *("balancekv_streaming", {"constant": 0.3, "on_fail": "restart"}),
-        *("balancekv_streaming", {"constant": 1e6}),
-        *(make_layer(4096, group=1, dim=4, seed=8, scale=0.3), 0.25, 0.7),
-    ),
 ]
 
 
@@ -301,47 +275,48 @@ def test_uniform_is_unbiased_by_its_weights():
 
 def test_snapkv_shares_the_window_attention_with_pyramidkv():
     layer, budget = make_layer(100), Budget(rate=0.25, sink=4, window=8)
-    run(build_method("snapkv"), layer, budget)
-    shared = dict(layer.shared)
-    assert list(shared) == ["attention_mass of 8 queries"]
-    run(build_method("pyramidkv"), layer, budget)
-    assert layer.shared.keys() == shared.keys()
+    for name in ("snapkv", "pyramidkv"):
+        run(build_method(name), layer, budget)
+        assert list(layer.shared) == ["attention_mass of 8 queries"]
 
 
+@pytest.mark.parametrize("name", ["pyramidkv", "spatten"])
 @given(
-    n=st.integers(2, 2000),
-    layers=st.integers(1, 40),
+    n=st.integers(2, 3000),
+    layers=st.integers(1, 60),
     beta=st.integers(1, 30),
     rate=st.floats(0.01, 1.0),
     window=st.integers(1, 40),
 )
-@settings(max_examples=200, deadline=None)
-def test_pyramidkv_spends_exactly_its_budget(n, layers, beta, rate, window):
-    method, budget = build_method("pyramidkv", beta=beta), Budget(rate=rate, sink=5, window=window)
+@settings(max_examples=150, deadline=None)
+def test_shares_of_layers_fall_and_sum_to_the_budget(name, n, layers, beta, rate, window):
+    budget = Budget(rate=rate, sink=5, window=window)
+    method = build_method(name, **({"beta": beta} if name == "pyramidkv" else {}))
     found = [method.layer_capacity(budget, n, i, layers) for i in range(layers)]
     assert sum(found) == layers * budget.capacity(n) == method.total_capacity(budget, n, layers)
     assert found == sorted(found, reverse=True)
     assert max(found) <= n
-    assert min(found) >= min(n, window)
-    steps = {a - b for a, b in itertools.pairwise(found)}
-    assert not steps or max(steps) - min(steps) <= 1, "linear up to rounding"
+    if name == "pyramidkv":
+        assert min(found) >= min(n, window)
+        steps = {a - b for a, b in itertools.pairwise(found)}
+        assert not steps or max(steps) - min(steps) <= 1, "linear up to rounding"
+    else:
+        assert min(found) >= budget.capacity(n) // 2
+        after = found[-(-layers // 3) - 1 :]
+        assert max(after) - min(after) <= 1, "constant after the first third"
 
 
 def test_subgen_keeps_far_apart_keys_and_counts_clusters():
-    generator = torch.Generator().manual_seed(0)
-    hubs = 20 * torch.randn(7, 8, generator=generator)
+    hubs = 20 * torch.randn(7, 8, generator=torch.Generator().manual_seed(0))
     layer = make_layer(147, kv_heads=1, scale=0.1)
-    layer = type(layer)(
-        layer.keys + hubs.repeat(21, 1), layer.values, layer.queries, 0, 1, layer.scaling
-    )
+    layer = replace(layer, keys=layer.keys + hubs.repeat(21, 1))
     budget = Budget(rate=1e-9, sink=7, window=7)
     kept = run(build_method("subgen", weights="cluster"), layer, budget)
     positions = kept.positions[0, 0]
     assert positions[7:].tolist() == list(range(140, 147))
     assert sorted((positions[:7] % 7).tolist()) == list(range(7)), "one centre in each cluster"
-    assert kept.log_weights is not None
-    torch.testing.assert_close(kept.log_weights[0, 0, :7].exp(), torch.full((7,), 20.0))
-    assert kept.log_weights[0, 0, 7:].eq(0).all()
+    expected = torch.tensor([20.0] * 7 + [1.0] * 7)
+    torch.testing.assert_close(kept.log_weights[0, 0].exp(), expected)
     wide = run(build_method("subgen", recent=10), layer, budget).positions[0, 0]
     assert wide[4:].tolist() == list(range(137, 147))
 
@@ -351,10 +326,8 @@ def test_heavy_hitters_beside_a_pattern_and_of_topk():
     mass = layer.attention_mass().view(1, 2, 2, 100).mean(2)[0]
     for name, options in (("strided", {}), ("fixed", {"summary": 5})):
         method = build_method(name, heavy_hitters=True, **options)
-        kept, pattern = (
-            run(method, layer, budget).positions[0],
-            set(method.pattern(80, 10).tolist()),
-        )
+        kept = run(method, layer, budget).positions[0]
+        pattern = set(method.pattern(80, 10).tolist())
         for head in range(2):
             by_mass = mass[head, :80].argsort(descending=True).tolist()
             heavy = [position for position in by_mass if position not in pattern][:10]
@@ -433,10 +406,8 @@ def test_balancekv_select_is_the_definition(selection, n, b, halvings, gamma, se
                 rows = order[block * b : (block + 1) * b]
                 w = torch.tensor(weight[block * b : (block + 1) * b], dtype=torch.float64)
                 v = values[0, head, rows] * w[:, None]
-                options = {"gamma": gamma, "offset": 0.025}
-                signs += walk_by_definition(
-                    keys[0, head, rows], v, draws[0, head, block], **options
-                ).tolist()
+                chosen = keys[0, head, rows], v, draws[0, head, block]
+                signs += walk_by_definition(*chosen, gamma=gamma, offset=0.025).tolist()
             kept, weight = halved(signs, weight, selection, b)
             order = [order[place] for place in kept]
         real = positions[0, head] >= 0
@@ -465,29 +436,18 @@ def test_balancekv_count_at_any_rate(n, rate, seed):
     exponents = kept.log_weights[0, 0] / math.log(2)
     torch.testing.assert_close(exponents, exponents.round())
     assert exponents.max() <= halvings + (mantissa != 0.5)
-
-
-def test_balancekv_partial_halving_leaves_the_recent_alone():
-    layer, budget = make_layer(1000), Budget(rate=0.75, sink=0, window=0)
-    kept = run(build_method("balancekv"), layer, budget)
-    assert kept.positions.shape[2] == 750
-    assert kept.positions[0, 0, 250:].tolist() == list(range(500, 1000))
-    assert kept.log_weights is not None
-    assert kept.log_weights[0, 0, 250:].eq(0).all()
+    if rate > 0.5 and wanted > floor / 2:  # half a halving: the most recent are not touched
+        recent = 2 * expected - middle - 1
+        assert recent <= 0 or kept.log_weights[0, 0, -3 - recent :].eq(0).all()
 
 
 def test_balancekv_weights_of_each_kind():
-    layer, budget, inside = (
-        make_layer(300, scale=0.5),
-        Budget(rate=0.25, sink=4, window=8),
-        slice(4, -8),
-    )
+    layer, inside = make_layer(300, scale=0.5), slice(4, -8)
+    budget = Budget(rate=0.25, sink=4, window=8)
+    options = [{"weights": kind} for kind in ("entry", "released", "none")]
     entry, released, none, counted = (
-        run(build_method("balancekv", block_size=32, **options), layer, budget)
-        for options in (
-            *({"weights": kind} for kind in ("entry", "released", "none")),
-            {"normalise": True},
-        )
+        run(build_method("balancekv", block_size=32, **each), layer, budget)
+        for each in (*options, {"normalise": True})
     )
     assert torch.equal(entry.positions, released.positions)
     assert torch.equal(entry.positions, none.positions)
@@ -502,14 +462,13 @@ def test_balancekv_weights_of_each_kind():
 
 
 def test_balancekv_refuses_draws_of_another_shape():
-    layer = make_layer(100)
-    method = build_method("balancekv", block_size=32)
-    with pytest.raises(
-        KVError, match=r"uniforms\[0\] has shape \(1, 2, 3, 32\); allowed: \(1, 2, 4"
+    layer, method = make_layer(100), build_method("balancekv", block_size=32)
+    for blocks, options, message in (
+        (3, {}, r"uniforms\[0\] has shape \(1, 2, 3, 32\); allowed: \(1, 2, 4"),
+        (4, {"kept": 40}, "kept is 40; allowed: from half of 100"),
     ):
-        method.select(layer.keys, layer.values, [torch.rand(1, 2, 3, 32)])
-    with pytest.raises(KVError, match="kept is 40; allowed: from half of 100"):
-        method.select(layer.keys, layer.values, [torch.rand(1, 2, 4, 32)], kept=40)
+        with pytest.raises(KVError, match=message):
+            method.select(layer.keys, layer.values, [torch.rand(1, 2, blocks, 32)], **options)
 
 
 # -- BalanceKV with protected tokens -------------------------------------------------------------
@@ -530,14 +489,10 @@ def needle_layer(n=200, layer_index=1, needles=(60, 61, 150)):
 def test_needle_means_by_definition(n, b, dilation, seed):
     keys = make_layer(n, kv_heads=2, seed=seed).keys
     found = needle_means(keys, b, dilation)
-    for head in range(2):
-        means = []
-        for i in range(n):
-            block = keys[0, head, i // b * b : min(n, i // b * b + b)]
-            means.append(float((block @ keys[0, head, i]).mean()))
-        for i in range(n):
-            least = min(means[max(0, i - dilation) : i + dilation + 1])
-            assert float(found[0, head, i]) == pytest.approx(least, abs=1e-4)
+    for head, rows in enumerate(keys[0]):
+        means = [float((rows[i // b * b : i // b * b + b] @ rows[i]).mean()) for i in range(n)]
+        least = [min(means[max(0, i - dilation) : i + dilation + 1]) for i in range(n)]
+        assert found[0, head].tolist() == pytest.approx(least, abs=1e-4)
 
 
 def test_needles_are_kept_exactly_in_every_later_layer_and_share_the_budget():
@@ -574,31 +529,14 @@ def test_needles_are_kept_exactly_in_every_later_layer_and_share_the_budget():
 # -- SpAtten -------------------------------------------------------------------------------------
 
 
-@given(n=st.integers(2, 3000), layers=st.integers(1, 60), rate=st.floats(0.01, 1.0))
-@settings(max_examples=200, deadline=None)
-def test_spatten_spends_exactly_its_budget(n, layers, rate):
-    method, budget = build_method("spatten"), Budget(rate=rate, sink=5, window=6)
-    found = [method.layer_capacity(budget, n, i, layers) for i in range(layers)]
-    assert sum(found) == layers * budget.capacity(n) == method.total_capacity(budget, n, layers)
-    assert found == sorted(found, reverse=True)
-    assert max(found) <= n
-    assert min(found) >= budget.capacity(n) // 2
-    after = found[-(-layers // 3) - 1 :]
-    assert max(after) - min(after) <= 1, "constant after the first third"
-
-
 def test_spatten_cascades():
-    layers, budget = 9, Budget(rate=0.2, sink=2, window=2)
-    method = build_method("spatten")
+    layers, budget, method = 9, Budget(rate=0.2, sink=2, window=2), build_method("spatten")
     carried: dict[str, torch.Tensor] = {}
     alive, importance = set(range(100)), torch.zeros(100)
     for index in range(layers):
-        layer = make_layer(100, kv_heads=2, group=2, seed=index, num_layers=layers)
-        layer = replace(layer, layer_index=index, carried=carried)
-        kept = run(method, layer, budget)
+        layer = make_layer(100, seed=index, num_layers=layers, layer_index=index)
+        kept = run(method, replace(layer, carried=carried), budget)
         importance = importance + layer.attention_mass()[0].sum(0)
         count = method.layer_capacity(budget, 100, index, layers)
-        by_importance = sorted(alive, key=lambda p: -float(importance[p]))
-        alive = set(by_importance[:count])
-        assert kept.positions[0, 0].tolist() == sorted(alive)
-        assert torch.equal(kept.positions[0, 0], kept.positions[0, 1])
+        alive = set(sorted(alive, key=lambda p: -float(importance[p]))[:count])
+        assert kept.positions[0].tolist() == [sorted(alive)] * 2

@@ -25,7 +25,6 @@ from kvbench.methods.balancekv_streaming import (
     BalanceKVStream,
     BalanceKVStreaming,
     MergeAndReduce,
-    largest_batch,
 )
 from kvbench.methods.subgen_streaming import SubGenStream
 
@@ -68,7 +67,7 @@ def data(heads, n, dim, seed=0, scale=1.0):
     most=st.none() | st.integers(1, 9),
     kind=st.sampled_from(["spread", "lattice", "far from the origin"]),
 )
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_subgen_stream_is_the_algorithm(heads, n, dim, delta, t, s, seed, blocks, most, kind):
     """Against a plain loop per head over dictionaries, with the same draws; and the invariants. On a
     lattice distances tie and are equal to delta; far from the origin products lose them in rounding."""
@@ -81,13 +80,11 @@ def test_subgen_stream_is_the_algorithm(heads, n, dim, delta, t, s, seed, blocks
     slot_draws, value_draws = draws.split([t, s], dim=-1)
     for head in range(heads):
         clusters: list[dict] = []
-        mu, sampled = 0.0, [-1] * s
+        mu, sampled, reach = 0.0, [-1] * s, float(stream.found.delta[head])
         for token in range(n):
             key, value = keys[head, token], values[head, token]
             distances = [float((c["key"] - key).square().sum().sqrt()) for c in clusters]
-            if distances and (
-                min(distances) <= float(stream.found.delta[head]) or len(clusters) == most
-            ):
+            if distances and (min(distances) <= reach or len(clusters) == most):
                 cluster = clusters[distances.index(min(distances))]
                 cluster["count"] += 1
             else:
@@ -132,65 +129,48 @@ def test_subgen_stream_is_unbiased():
     keys, values = (part.expand(seeds, -1, -1) for part in data(1, n, dim, seed=4))
     stream, _ = read(keys, values, 1.2, 2, 6, seed=5)
     assert 1 < int(stream.found.clusters[0]) < n / 2
-    query = torch.tensor([0.7, -1.0, 0.4])
-    exponentials = (keys[0] @ query).exp().double()
+    exponentials = (keys[0] @ torch.tensor([0.7, -1.0, 0.4])).exp().double()
 
-    def check(estimates, exact):
-        error = estimates.mean(0) - exact
-        assert (error.abs() < 3 * estimates.std(0) / seeds**0.5).all()
+    def sums(sample, values):
+        positions = sample.positions.clamp(min=0)
+        terms = sample.log_weights.exp().double() * exponentials[positions]
+        return (terms.unsqueeze(-1) * values[positions]).sum(1)
 
-    positions, weights, *_ = stream.numerator()
-    terms = weights.exp().double() * exponentials[positions]
-    exact_values = values[0].double()
-    check((terms.unsqueeze(-1) * exact_values[positions]).sum(1), exponentials @ exact_values)
-    positions, weights, *_ = stream.denominator()
-    check((weights.exp() * exponentials[positions.clamp(min=0)]).sum(1), exponentials.sum())
-    above, below = terms.unsqueeze(-1) * values[0].double()[stream.numerator()[0]], weights
-    quotient = above.sum(1) / (below.exp() * exponentials[positions.clamp(min=0)]).sum(
-        1, keepdim=True
-    )
+    ones, exact_values = torch.ones(n, 1).double(), values[0].double()
+    above, below = sums(stream.numerator(), exact_values), sums(stream.denominator(), ones)
+    for found, of in ((above, exact_values), (below, ones)):
+        error = found.mean(0) - exponentials @ of
+        assert (error.abs() < 3 * found.std(0) / seeds**0.5).all()
     exact = exponentials @ exact_values / exponentials.sum()
-    assert (quotient.mean(0) - exact).norm() < 0.1 * exact.norm()
-
-
-def test_subgen_values_of_zero():
-    keys, _ = data(1, 10, 2)
-    stream, _ = read(keys, torch.zeros(1, 10, 2), 0.5, 1, 3)
-    assert stream.numerator()[1].eq(-math.inf).all()
+    assert ((above / below).mean(0) - exact).norm() < 0.1 * exact.norm()
+    stream, _ = read(keys[:1], torch.zeros(1, n, 2), 0.5, 1, 3)
+    assert stream.numerator().log_weights.eq(-math.inf).all(), "of values that are all zero"
 
 
 def test_subgen_compressed_attends_as_its_stream():
-    """`compress` holds the stream's estimate, recent tokens added, up to the 2^-10 mixture."""
+    """`compress` holds the stream's estimate, recent tokens added, up to the 2^-10 mixture; and uses
+    the room there is."""
     layer = make_layer(400, kv_heads=2, group=1, seed=7)
     budget = Budget(rate=0.5, sink=0, window=20)
     method = build_method("subgen_streaming", t=2)
     kept = run(method, layer, budget, seed=3)
+    assert int(kept.entries.min()) > 0.8 * budget.capacity(400)
     stream = method.stream(layer, budget, torch.Generator().manual_seed(3))
     assert stream.seen == 380
-    assert layer.queries is not None
-    query = layer.queries[0, :, -1]
-    logits = (layer.keys[0, :, 380:] @ query.unsqueeze(-1)).squeeze(-1).double() * layer.scaling
-    above = (logits.exp().unsqueeze(-1) * layer.values[0, :, 380:]).sum(1)
-    below = logits.exp().sum(-1, keepdim=True)
-    for (positions, weights, *_), values in (
-        (stream.numerator(), True),
-        (stream.denominator(), False),
-    ):
-        index = positions.clamp(min=0).unsqueeze(-1).expand(-1, -1, 8)
-        logits = (layer.keys[0].gather(1, index) @ query.unsqueeze(-1)).squeeze(-1).double()
-        terms = (logits * layer.scaling + weights).exp()
-        if values:
-            above = above + (terms.unsqueeze(-1) * layer.values[0].gather(1, index)).sum(1)
+    logits = (layer.keys[0] @ layer.queries[0, :, -1, :, None])[..., 0].double() * layer.scaling
+    values = layer.values[0].double()
+    above = torch.einsum("hn,hnd->hd", logits[:, 380:].exp(), values[:, 380:])
+    below = logits[:, 380:].exp().sum(-1, keepdim=True)
+    for sample, weighs_values in ((stream.numerator(), True), (stream.denominator(), False)):
+        at = sample.positions.clamp(min=0)
+        terms = (logits.gather(1, at) + sample.log_weights).exp()
+        if weighs_values:
+            rows = values.gather(1, at.unsqueeze(-1).expand(-1, -1, 8))
+            above = above + torch.einsum("hn,hnd->hd", terms, rows)
         else:
             below = below + terms.sum(-1, keepdim=True)
     found = attend(layer.queries[:, :, -1:], kept, layer.scaling)[0, :, 0]
     torch.testing.assert_close(found, above / below, rtol=3e-3, atol=1e-4)
-
-
-def test_subgen_delta_uses_the_room_there_is():
-    layer, budget = make_layer(600, kv_heads=2), Budget(rate=0.5, sink=4, window=6)
-    kept = run(build_method("subgen_streaming", t=2), layer, budget)
-    assert int(kept.entries.min()) > 0.8 * budget.capacity(600)
 
 
 # -- The Self-Balancing Walk, and BalanceKV, Algorithms 1, 2 and 4 -------------------------------
@@ -210,15 +190,9 @@ def test_softmax_balance_is_the_walk_on_its_kernel(n, with_values, exact_half, s
     values = torch.randn(n, 2, generator=generator).double()
     uniforms = torch.rand(n, generator=generator)
     key_radius, value_radius = float(keys.norm(dim=1).max()), float(values.norm(dim=1).max())
-    kept = softmax_balance(
-        keys,
-        values if with_values else None,
-        uniforms,
-        key_radius=key_radius,
-        value_radius=value_radius if with_values else 1.0,
-        bound=2.0,
-        exact_half=exact_half,
-    )
+    radii = {"key_radius": key_radius, "value_radius": value_radius if with_values else 1.0}
+    how = {**radii, "bound": 2.0, "exact_half": exact_half}
+    kept = softmax_balance(keys, values if with_values else None, uniforms, **how)
     signs: list[float] = []
     for i in range(n):
         inner = 0.0
@@ -296,13 +270,11 @@ def test_merge_and_reduce_invariants(half, n, halve, seed):
 
 
 def test_failed_walks_raise_or_restart():
-    tree, keys, values = structure(16, 64, bound=0.05)
-    with pytest.raises(BalanceFailure, match=r"exceeded its bound 0\.05"):
-        tree.extend(torch.arange(64), keys, values)
-    tree, keys, values = structure(16, 64, bound=0.9, value_radius=None)
-    with pytest.raises(BalanceFailure):
-        tree.extend(torch.arange(64), keys, values)
-    tree, keys, values = structure(16, 64, bound=0.9, value_radius=None, on_fail="restart")
+    for options in ({"bound": 0.05}, {"bound": 0.9, "value_radius": None}):
+        tree, keys, values = structure(16, 64, **options)
+        with pytest.raises(BalanceFailure, match=rf"exceeded its bound {options['bound']}"):
+            tree.extend(torch.arange(64), keys, values)
+    tree, keys, values = structure(16, 64, **options, on_fail="restart")
     tree.extend(torch.arange(64), keys, values)
     assert tree.batches == 4
 
@@ -319,24 +291,21 @@ def test_buckets_by_norm_and_erasure():
         stream.extend(torch.tensor([[2.0, 0, 0, 0]]), values[:1])
 
 
-@pytest.mark.parametrize(
-    ("largest", "kept"),
-    [
+def test_a_bucket_is_erased_by_its_upper_end():
+    """With keys of zero the threshold is eps / (2 n) v_max = v_max / 100."""
+    keys = torch.zeros(3, 4)
+    for largest, kept in [
         (99.0, {6, 0, -1}),  # the threshold is just below 1, the upper end of [1/2, 1)
         (100.0, {6, 0}),
         (101.0, {6, 0}),  # between the ends of [1, 2): what it holds may still matter
         (199.0, {7, 0}),
         (200.0, {7}),
-    ],
-)
-def test_a_bucket_is_erased_by_its_upper_end(largest, kept):
-    """With keys of zero the threshold is eps / (2 n) v_max = v_max / 100."""
-    stream = BalanceKVStream(BalanceKVStreaming(eps=1.0), n=50, t=8, key_radius=0.0)
-    keys = torch.zeros(3, 4)
-    stream.extend(keys, torch.tensor([[1.75, 0.0], [0.75, 0.0], [0.0, largest]]))
-    assert set(stream.buckets) == kept
-    stream.extend(keys[:1], torch.tensor([[1.5, 0.0]]))
-    assert set(stream.buckets) == kept, "what comes late and is as small is not kept either"
+    ]:
+        stream = BalanceKVStream(BalanceKVStreaming(eps=1.0), n=50, t=8, key_radius=0.0)
+        stream.extend(keys, torch.tensor([[1.75, 0.0], [0.75, 0.0], [0.0, largest]]))
+        assert set(stream.buckets) == kept
+        stream.extend(keys[:1], torch.tensor([[1.5, 0.0]]))
+        assert set(stream.buckets) == kept, "what comes late and is as small is not kept either"
 
 
 @pytest.mark.parametrize("bits", [None, 4])
@@ -393,13 +362,3 @@ def test_balancekv_stream_answers_at_every_step():
             torch.testing.assert_close(error, torch.zeros(5), atol=1e-5, rtol=0)
         else:  # equation (2)
             assert error.norm() < 2.0 * weights.norm() * values[: token + 1].norm()
-
-
-def test_balancekv_streaming_weights_and_room():
-    layer = make_layer(500, kv_heads=2, seed=4)
-    budget = Budget(rate=0.5, sink=5, window=7)
-    kept = run(build_method("balancekv_streaming"), layer, budget)
-    assert kept.log_weights is not None
-    t = largest_batch(layer.values[0, :, 5:-7], budget.middle_kept(500))
-    assert t % 2 == 0
-    assert kept.positions[0, 0, -12:].tolist() == [*range(5), *range(493, 500)]

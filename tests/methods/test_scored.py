@@ -33,8 +33,7 @@ def rotated(queries, table):
     return (queries.double() * cos + turned.double() * sin).float()
 
 
-def expected(golden, name):
-    case = cases_of(golden, "expected_attention_json")[name]
+def expected(golden, case):
     hkv, hq, n, d = (case[k] for k in ("hkv", "hq", "n", "d"))
     g = np.random.default_rng(case["seed"])
     q = g.standard_normal((1, n, hq, d), dtype=np.float32)
@@ -44,21 +43,21 @@ def expected(golden, name):
     k, v = checked(case, k=k, v=v)
     table = rotary(d)
     queries = rotated(torch.from_numpy(q).transpose(1, 2), table)
+    options = {
+        ours: case[theirs]
+        for ours, theirs in (
+            *(("future", "n_future_positions"), ("sink", "n_sink"), ("epsilon", "epsilon")),
+            *(("covariance", "use_covariance"), ("value_norm", "use_vnorm")),
+        )
+    }
     layer = LayerKV(k, v, queries, 0, 1, d**-0.5, rotary=table)
-    method = build_method(
-        "expected_attention",
-        future=case["n_future_positions"],
-        sink=case["n_sink"],
-        covariance=case["use_covariance"],
-        value_norm=case["use_vnorm"],
-        epsilon=case["epsilon"],
-    )
-    return case, layer, method
+    return layer, build_method("expected_attention", **options)
 
 
 @pytest.mark.parametrize("name", ["default", "e2", "mean_only"])
 def test_expected_attention_and_adakv_as_released(golden, name):
-    case, layer, method = expected(golden, name)
+    case = cases_of(golden, "expected_attention_json")[name]
+    layer, method = expected(golden, case)
     scores = method.token_scores(layer, Budget())
     wanted, sink = golden[f"ea_{name}_score"], case["n_sink"]
     np.testing.assert_allclose(scores[0, :, sink:], wanted[:, sink:], rtol=2e-4, atol=1e-7)
@@ -79,17 +78,10 @@ def test_rkv_as_released(golden, name):
     v = g.standard_normal((1, hkv, n, d), dtype=np.float32)
     q = g.standard_normal((1, hq, window, d), dtype=np.float32) * np.float32(case["query_scale"])
     quarter = k[:, :, n // 2 : n // 2 + n // 4]
-    k[:, :, n // 2 : n // 2 + n // 4] = (
-        k[:, :, n // 8 : n // 8 + n // 4] + np.float32(0.25) * quarter
-    )
+    quarter[:] = k[:, :, n // 8 : n // 8 + n // 4] + np.float32(0.25) * quarter
     k, v, q = checked(case, k=k, v=v, q=q)
-    method = build_method(
-        "rkv",
-        mix=case["mix_lambda"],
-        kernel_size=case["kernel"],
-        window=window,
-        retain=case["retain_direction"],
-    )
+    options = {"mix": case["mix_lambda"], "kernel_size": case["kernel"]}
+    method = build_method("rkv", window=window, retain=case["retain_direction"], **options)
     layer = LayerKV(k, v, q, 0, 1, d**-0.5)
     wanted = golden[f"rkv_{name}_score"]
     np.testing.assert_allclose(method.entry_scores(layer)[0], wanted, rtol=1e-4, atol=1e-6)
@@ -130,14 +122,6 @@ def test_heads_get_what_their_scores_deserve():
     real = (2 * 8 * 4) * int(kept.lengths.sum())
     assert kept.nbytes == real, "no padding is held"
     assert attend(layer.queries, kept, layer.scaling).isfinite().all()
-
-
-def test_pages_of_one_token_and_one_head_are_the_method():
-    layer = make_layer(150, kv_heads=1)
-    budget = Budget(rate=0.3, sink=0, window=6)
-    pages = run(build_method("pages", size=1), layer, budget)
-    alone = run(build_method("snapkv"), layer, budget)
-    assert torch.equal(pages.positions, alone.positions)
 
 
 def test_repeated_keys_lose_their_older_copies_first():

@@ -26,7 +26,6 @@ from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget, KVError, LayerKV
 from kvbench.methods import build_method
 from kvbench.methods.minference import _module
-from kvbench.methods.pyramidkv import PyramidKV
 from kvbench.methods.snapkv import window_scores
 
 pytestmark = pytest.mark.skipif(
@@ -83,19 +82,6 @@ def test_pyramidkv_released(shape: Any, budget: Any, num_layers: Any) -> None:
         assert int(held.entries.max()) == capacity
 
 
-def test_pyramidkv_by_default_keeps_to_the_mean_capacity_where_the_package_exceeds_it() -> None:
-    budget, n, layers = Budget(rate=1e-9, sink=48, window=16), 600, 32
-    released = build_method("minference", cluster="pyramidkv")
-    counts = [
-        kept(released, random_layer((1, 1, 1, n, 8), 0, layer_index=i, num_layers=layers), budget)
-        for i in range(layers)
-    ]
-    total = sum(int(held.entries.max()) for held in counts)
-    assert total == released.total_capacity(budget, n, layers) > layers * budget.capacity(n)
-    default = PyramidKV()
-    assert sum(default.layer_capacities(budget, n, layers)) == layers * budget.capacity(n)
-
-
 @each_shape
 @pytest.mark.parametrize("budget", [b for b in BUDGETS if b.sink], ids=str)
 def test_streaming_llm(shape: Any, budget: Any) -> None:
@@ -124,11 +110,6 @@ def test_on_the_shipped_model(budget: Any) -> None:
             kept(build_method("minference", cluster="pyramidkv"), layer, budget),
             scores,
         )
-        if budget.sink:
-            ours = kept(build_method("streaming_llm"), layer, budget)
-            theirs = kept(build_method("minference", cluster="streaming_llm"), layer, budget)
-            repeated = ours.positions.repeat_interleave(layer.group, 1)
-            assert torch.equal(repeated, theirs.positions)
 
 
 def test_the_adapter_returns_what_the_package_returns() -> None:

@@ -47,11 +47,7 @@ def by_definition(query, keys, values, weights, lengths, scaling, softcap=None):
     return torch.stack(out), torch.stack(mass)
 
 
-def of_one_row(query, key, value, scaling, softcap=None):
-    """The call of a layer for tensors [heads, t, d]."""
-    return LayerCall(0, query[None], key[None], value[None], scaling, softcap)
-
-
 def step(cache, query, key, value, positions, scaling, softcap=None):
     """`LayerCache.step` of tensors [heads, t, d]."""
-    return cache.step(of_one_row(query, key, value, scaling, softcap), positions)
+    call = LayerCall(0, query[None], key[None], value[None], scaling, softcap)
+    return cache.step(call, positions)

@@ -87,11 +87,6 @@ def history(messages: list[Any]) -> list[dict[str, Any]]:
     ]
 
 
-def metrics(messages: list[Any]) -> dict[str, Any]:
-    """Metric definitions by name."""
-    return {m.metric.name: m.metric for m in messages if m.WhichOneof("record_type") == "metric"}
-
-
 def table_of(folder: Path, key: str) -> dict[str, list[Any]]:
     """A logged table, by its key: columns to values."""
     (file,) = (folder / "files/media/table").glob(f"{key}_*.table.json")
