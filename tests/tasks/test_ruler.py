@@ -118,16 +118,13 @@ def test_prompts_fit_any_tokenizer_and_use_what_there_is(tokenizer: Any) -> None
         whole = len(tokenizer.encode(prompt(example))) + encode.overhead
         assert len(ids_of(example)) == whole
         assert 0.93 * length <= whole + example.max_new_tokens <= length
-
-
-def test_with_a_chat_template_the_prefix_follows_the_assistants_header() -> None:
-    for example in made(encode=chat(), tasks=GENERATED, num_examples=1, lengths=[2048]):
-        assert example.complete
-        text = chat().decode(ids_of(example))
-        inner, _, prefix = text.removeprefix("<user>").partition("</user><model>")
-        assert inner + prefix == prompt(example)
-        assert re.fullmatch(r" (The special|Answer:).*(are|is|: |:)", prefix)
-        assert len(ids_of(example)) + example.max_new_tokens <= 2048
+    (example,) = made(encode=chat(), num_examples=1)
+    inner, _, prefix = chat().decode(ids_of(example))[len("<user>") :].partition("</user><model>")
+    assert example.complete
+    assert inner + prefix == prompt(example)
+    assert prefix.startswith(" The special magic number")
+    context, question = encode_split(shipped(), "a hat is there.\n", "Where is it?")
+    assert [*context, *question] == shipped().encode_text("a hat is there.\nWhere is it?")
 
 
 def test_a_length_that_is_too_short_is_one_line_with_the_least() -> None:
@@ -179,12 +176,10 @@ def test_a_search_without_order_ends() -> None:
 
 def test_the_same_seed_gives_the_same_prompts_and_samples_differ() -> None:
     options = {"tasks": GENERATED, "lengths": [1536]}
-    first = made(**options)
-    assert len({prompt(e) for e in first}) == len({e.id for e in first}) == 11 * 2
-    assert not {prompt(e) for e in first} & {prompt(e) for e in made(**options, seed=8)}
-    more = {e.id: prompt(e) for e in made(**options, num_examples=3)}
-    assert all(more[e.id] == prompt(e) for e in first)
-    assert Counter(e.dataset for e in first[:11]) == Counter(GENERATED)
+    first = {e.id: prompt(e) for e in made(**options)}
+    assert len(set(first.values())) == 11 * 2
+    assert not {*first.values()} & {prompt(e) for e in made(**options, seed=8, num_examples=1)}
+    assert first.items() <= {e.id: prompt(e) for e in made(**options, num_examples=3)}.items()
 
 
 def test_needles_are_where_they_should_be(files, monkeypatch) -> None:
@@ -249,8 +244,3 @@ def test_wrong_files_are_one_line_and_unused_ones_may_be_missing(tmp_path, files
     task = Ruler(tasks=["niah_single_2", "qa_1"], **files)
     assert set(task.digests()) == {"words", "essays.json", "squad.json"}
     assert set(Ruler(tasks=["vt"], **files).digests()) == {"words"}
-
-
-def test_context_and_question_are_tokenised_in_one_piece() -> None:
-    context, question = encode_split(shipped(), "a hat is there.\n", "Where is it?")
-    assert [*context, *question] == shipped().encode_text("a hat is there.\nWhere is it?")
