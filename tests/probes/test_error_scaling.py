@@ -107,32 +107,22 @@ def test_options_that_grow_and_failures_that_are_records():
         ErrorScaling(n=64, kept=(65,), data={"d": BoundedData()})
 
 
-ONE_PROMPT = ["task.num_prompts=1", "task.prompts.num_lines=[25]"]
-TINY = {
-    "error_scaling": ["task.draws=2", "task.n=512", "task.kept=[32,128]", "task.queries=4"],
-    "error_scaling_model": [
-        *ONE_PROMPT, "task.draws=2", "task.n=256", "task.kept=[32,64]", "task.queries=8",
-    ],
-    "error_scaling_streaming": [
-        "task.draws=1", "task.n=512", "task.kept=[64,128]", "task.queries=4",
-    ],
-    "error_scaling_streaming_model": [
-        *ONE_PROMPT, "task.n=256", "task.kept=[64]", "task.queries=8",
-    ],
-}  # fmt: skip
-EXPERIMENTS = {
-    "error_scaling": ("error_scaling", "error_scaling_model"),
-    "error_scaling_streaming": ("error_scaling_streaming", "error_scaling_streaming_model"),
-}
-
-
 @pytest.mark.parametrize(
-    "experiment", [pytest.param("error_scaling", marks=pytest.mark.slow), "error_scaling_streaming"]
+    ("task", "small"),
+    [
+        ("error_scaling_streaming", ["task.n=512", "task.kept=[64,128]", "task.queries=4"]),
+        (
+            "error_scaling_streaming_model",
+            [
+                *("task.num_prompts=1", "task.prompts.num_lines=[25]"),
+                *("task.n=256", "task.kept=[64]", "task.queries=8"),
+            ],
+        ),
+    ],
 )
-def test_every_experiment_runs_small(experiment, tmp_path):
-    for task in EXPERIMENTS[experiment]:
-        overrides = [f"experiment={experiment}", f"task={task}", f"task_label={task}"]
-        result = run_job(build_job(composed(*overrides, f"results_dir={tmp_path}", *TINY[task])))
-        records = [record for rows in records_of(result).values() for record in rows]
-        assert records
-        assert not result.failed, [r["error"] for r in records if r["error"]][:1]
+def test_an_experiment_runs_small(task, small, tmp_path):
+    overrides = ["experiment=error_scaling_streaming", f"task={task}", f"task_label={task}"]
+    result = run_job(build_job(composed(*overrides, f"results_dir={tmp_path}", *small)))
+    records = [record for rows in records_of(result).values() for record in rows]
+    assert records
+    assert not result.failed, [r["error"] for r in records if r["error"]][:1]

@@ -44,15 +44,12 @@ def test_golden(shared_file):
     for case in golden["cases"]:
         sink, window = case["sink"], case["window"]
         size = Budget(size=sink + window, sink=sink, window=window - 1)
+        kept = case["methods"]["kept_by_head"]["kept"]
+        most = max(sink + window + 1, *(len(head) for layer in kept for head in layer))
         methods = {
             "streaming": (build_method("streaming_llm", decode="grow"), size),
-            "kept_by_head": (Kept(kept=case["methods"]["kept_by_head"]["kept"]), None),
+            "kept_by_head": (Kept(kept=kept), Budget(size=most, sink=sink, window=window)),
         }
-        most = max(len(h) for layer in methods["kept_by_head"][0].kept for h in layer)
-        methods["kept_by_head"] = (
-            methods["kept_by_head"][0],
-            Budget(size=max(most, sink + window + 1), sink=sink, window=window),
-        )
         found = teacher_forced(model, case["prompt_ids"], case["continuation"], methods)
         for label in methods:
             want = case["methods"][label]
@@ -191,21 +188,15 @@ def test_files_contexts_and_given_texts(tmp_path):
     assert record["answers"] == ["a"]
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
+def test_refusals(tmp_path):
+    for options, words in (
         ({}, "exactly one"),
         ({"prompts": Echo(), "continuation": "own"}, r"allowed: greedy \| given"),
         ({"prompts": Echo(), "tokens": 0}, "task.tokens is 0"),
         ({"prompts": Echo(), "rates": [2]}, r"task.rates is \[2\]"),
-    ],
-)
-def test_refusals(options, words):
-    with pytest.raises(TaskError, match=words):
-        FidelityProbe(**options)
-
-
-def test_a_prompt_must_leave_positions(tmp_path):
+    ):
+        with pytest.raises(TaskError, match=words):
+            FidelityProbe(**options)
     probe = FidelityProbe(prompts=Echo(count=1))
     job = probe_job(tmp_path, probe, {"uniform": build_method("uniform")})
     job.session.__dict__["encoder"] = replace(job.session.encoder, max_positions=30)
