@@ -65,12 +65,6 @@ CASES: dict[str, list[tuple[str, Any, float]]] = {
         ),
     ],
     "contains_all": [("AB and cd", ["AB", "CD"], 1), ("only ab", ["AB", "CD"], 0.5)],
-    "f1_zh": [("北京", ["北京"], 1)],
-    "rouge_l_zh": [("会议讨论了预算", ["会议讨论了预算"], 1)],
-    "retrieval": [("Paragraph 3", ["Paragraph 3"], 1)],
-    "retrieval_zh": [("段落3", ["段落3"], 1)],
-    "count": [("5 of them", ["5"], 1)],
-    "classification": [("体育", (["体育"], ["体育", "财经"]), 1)],
     "code_similarity": [
         ("\n\n# comment\n\nx = 1", ["x = 1"], 0),  # the blank line is compared
         ("", [""], 1),
@@ -130,7 +124,8 @@ CASES: dict[str, list[tuple[str, Any, float]]] = {
 
 
 def test_every_metric_scores_its_cases() -> None:
-    assert set(CASES) == set(METRICS)
+    golden = {"f1_zh", "rouge_l_zh", "retrieval", "retrieval_zh", "count", "classification"}
+    assert set(CASES) == set(METRICS) - golden, "LongBench's own have 342 cases below"
     for name, cases in CASES.items():
         for prediction, given, expected in cases:
             answers, choices = given if isinstance(given, tuple) else (given, ())
