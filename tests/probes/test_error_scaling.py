@@ -26,9 +26,7 @@ def test_bounded_data_has_its_norms_and_is_the_same_every_time():
     data = BoundedData(
         head_dim=8, key_norm=3.0, query_norm=2.0, value_norm=1.5, heads=2, clusters=3
     )
-    layer, queries = data.layer(50, 7, "x", 1)
-    again, _ = data.layer(50, 7, "x", 1)
-    other, _ = data.layer(50, 7, "x", 2)
+    (layer, queries), (again, _), (other, _) = (data.layer(50, 7, "x", i) for i in (1, 1, 2))
     assert layer.keys.shape == (1, 2, 50, 8)
     assert queries.shape == (1, 2, 7, 8)
     for tensor, norm in ((layer.keys, 3.0), (layer.values, 1.5), (queries, 2.0)):

@@ -108,14 +108,9 @@ def test_chunks_bound_the_logits(monkeypatch):
     assert parts.kl == pytest.approx(whole.kl, abs=1e-5)
 
 
-def test_one_failure_stops_no_other_and_infinity_is_one(monkeypatch):
+def test_an_infinite_divergence_is_a_failure(monkeypatch):
     model, ids = tiny_model("llama"), prompt_ids(40)
     size = Budget(size=12, sink=2, window=2)
-    found = teacher_forced(
-        model, ids, [5, 6], {"broken": (Broken(), size), "uniform": (build_method("uniform"), size)}
-    )
-    assert "out of memory" in str(found["broken"].failure)
-    assert len(found["uniform"].kl) == 2
     whole = fidelity.divergence
     infinite = lambda exact, other: whole(exact, other) + torch.tensor([0, math.inf])  # noqa: E731
     monkeypatch.setattr(fidelity, "divergence", infinite)
@@ -123,7 +118,7 @@ def test_one_failure_stops_no_other_and_infinity_is_one(monkeypatch):
     assert "token 2" in str(found["uniform"].failure)
 
 
-def test_several_continuations_share_a_prefill():
+def test_several_continuations_share_a_prefill_and_one_failure_stops_no_other():
     model, ids = tiny_model("llama"), prompt_ids(50)
     answers = [prompt_ids(k, seed=k) for k in (1, 4, 3)]
     size = Budget(size=16, sink=4, window=4)

@@ -51,13 +51,11 @@ def test_chunks_change_nothing(architecture, monkeypatch):
     model, ids = tiny_model(architecture), prompt_ids(70)
     for positions in ("absolute", "cache"):
         whole = streaming_nll(model, ids, 3, 10, positions)
-        monkeypatch.setattr("kvbench.engine.streams.CHUNK", 7)
-        parts = streaming_nll(model, ids, 3, 10, positions)
-        monkeypatch.setattr("kvbench.engine.streams.CHUNK", 1)
-        single = streaming_nll(model, ids, 3, 10, positions)
-        monkeypatch.undo()
-        assert parts == pytest.approx(whole, abs=1e-4)
-        assert single == pytest.approx(whole, abs=1e-4)
+        for chunk in (7, 1):
+            with monkeypatch.context() as patch:
+                patch.setattr("kvbench.engine.streams.CHUNK", chunk)
+                found = streaming_nll(model, ids, 3, 10, positions)
+            assert found == pytest.approx(whole, abs=1e-4)
 
 
 def test_texts_longer_than_the_model_in_flat_memory():
