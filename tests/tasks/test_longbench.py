@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from support.paths import DATA
@@ -92,6 +93,14 @@ def test_bad_rows_are_one_line_naming_file_row_and_field(tmp_path, stem, rows, s
     with pytest.raises(TaskError, match=said) as caught:
         rows_of(source_of(stem, str(tmp_path)), stem.removesuffix("_e"))
     assert "\n" not in str(caught.value)
+
+
+def test_a_parquet_mirror_calls_the_input_question_and_its_dates_stay_text(tmp_path) -> None:
+    row = {**GOOD, "answers": ["2009-01-02"], "question": GOOD["input"]}
+    del row["input"]
+    pd.DataFrame([row]).to_parquet(tmp_path / "qasper_e.parquet")
+    (found,) = rows_of(source_of("qasper_e", str(tmp_path)), "qasper")
+    assert (list(found["answers"]), found["input"]) == (["2009-01-02"], "i")
 
 
 # protocols
