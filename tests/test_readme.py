@@ -47,7 +47,14 @@ def test_the_readme_is_read_in_three_minutes() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 130
 
 
-@pytest.mark.parametrize("path", READMES, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=pytest.mark.slow) if path.parent.name == "conf" else path
+        for path in READMES
+    ],
+    ids=[str(path.relative_to(ROOT)) for path in READMES],
+)
 def test_commands_work_as_typed(path: Path) -> None:
     """No pattern that zsh refuses to expand, no target or override that does not exist."""
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))

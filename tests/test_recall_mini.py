@@ -126,6 +126,7 @@ def test_training_data_are_what_the_tasks_produce(tokenizer: Any, monkeypatch: A
     assert recall_mini_data.train_tokenizer().get_vocab() == tokenizer.get_vocab()
 
 
+@pytest.mark.slow
 def test_it_finds_lines_and_the_needle(model: Any, tokenizer: Any, shared_file: Any) -> None:
     for lines, examples, least in ((20, 15, 0.99), (50, 10, 0.9), (100, 10, 0.9)):
         task = LongEvalLines(num_lines=[lines], num_examples=examples, seed=NEVER_TRAINED_SEED)

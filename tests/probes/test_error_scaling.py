@@ -26,9 +26,7 @@ def test_bounded_data_has_its_norms_and_is_the_same_every_time():
     data = BoundedData(
         head_dim=8, key_norm=3.0, query_norm=2.0, value_norm=1.5, heads=2, clusters=3
     )
-    layer, queries = data.layer(50, 7, "x", 1)
-    again, _ = data.layer(50, 7, "x", 1)
-    other, _ = data.layer(50, 7, "x", 2)
+    (layer, queries), (again, _), (other, _) = (data.layer(50, 7, "x", i) for i in (1, 1, 2))
     assert layer.keys.shape == (1, 2, 50, 8)
     assert queries.shape == (1, 2, 7, 8)
     for tensor, norm in ((layer.keys, 3.0), (layer.values, 1.5), (queries, 2.0)):
@@ -107,32 +105,22 @@ def test_options_that_grow_and_failures_that_are_records():
         ErrorScaling(n=64, kept=(65,), data={"d": BoundedData()})
 
 
-ONE_PROMPT = ["task.num_prompts=1", "task.prompts.num_lines=[25]"]
-TINY = {
-    "error_scaling": ["task.draws=2", "task.n=512", "task.kept=[32,128]", "task.queries=4"],
-    "error_scaling_model": [
-        *ONE_PROMPT, "task.draws=2", "task.n=256", "task.kept=[32,64]", "task.queries=8",
-    ],
-    "error_scaling_streaming": [
-        "task.draws=1", "task.n=512", "task.kept=[64,128]", "task.queries=4",
-    ],
-    "error_scaling_streaming_model": [
-        *ONE_PROMPT, "task.n=256", "task.kept=[64]", "task.queries=8",
-    ],
-}  # fmt: skip
-EXPERIMENTS = {
-    "error_scaling": ("error_scaling", "error_scaling_model"),
-    "error_scaling_streaming": ("error_scaling_streaming", "error_scaling_streaming_model"),
-}
-
-
 @pytest.mark.parametrize(
-    "experiment", [pytest.param("error_scaling", marks=pytest.mark.slow), "error_scaling_streaming"]
+    ("task", "small"),
+    [
+        ("error_scaling_streaming", ["task.n=512", "task.kept=[64,128]", "task.queries=4"]),
+        (
+            "error_scaling_streaming_model",
+            [
+                *("task.num_prompts=1", "task.prompts.num_lines=[25]"),
+                *("task.n=256", "task.kept=[64]", "task.queries=8"),
+            ],
+        ),
+    ],
 )
-def test_every_experiment_runs_small(experiment, tmp_path):
-    for task in EXPERIMENTS[experiment]:
-        overrides = [f"experiment={experiment}", f"task={task}", f"task_label={task}"]
-        result = run_job(build_job(composed(*overrides, f"results_dir={tmp_path}", *TINY[task])))
-        records = [record for rows in records_of(result).values() for record in rows]
-        assert records
-        assert not result.failed, [r["error"] for r in records if r["error"]][:1]
+def test_an_experiment_runs_small(task, small, tmp_path):
+    overrides = ["experiment=error_scaling_streaming", f"task={task}", f"task_label={task}"]
+    result = run_job(build_job(composed(*overrides, f"results_dir={tmp_path}", *small)))
+    records = [record for rows in records_of(result).values() for record in rows]
+    assert records
+    assert not result.failed, [r["error"] for r in records if r["error"]][:1]

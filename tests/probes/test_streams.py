@@ -51,19 +51,15 @@ def test_chunks_change_nothing(architecture, monkeypatch):
     model, ids = tiny_model(architecture), prompt_ids(70)
     for positions in ("absolute", "cache"):
         whole = streaming_nll(model, ids, 3, 10, positions)
-        monkeypatch.setattr("kvbench.engine.streams.CHUNK", 7)
-        parts = streaming_nll(model, ids, 3, 10, positions)
-        monkeypatch.setattr("kvbench.engine.streams.CHUNK", 1)
-        single = streaming_nll(model, ids, 3, 10, positions)
-        monkeypatch.undo()
-        assert parts == pytest.approx(whole, abs=1e-4)
-        assert single == pytest.approx(whole, abs=1e-4)
+        for chunk in (7, 1):
+            with monkeypatch.context() as patch:
+                patch.setattr("kvbench.engine.streams.CHUNK", chunk)
+                found = streaming_nll(model, ids, 3, 10, positions)
+            assert found == pytest.approx(whole, abs=1e-4)
 
 
 def test_texts_longer_than_the_model_in_flat_memory():
     model, ids = tiny_model("llama"), prompt_ids(1500)
-    with pytest.raises(KVError, match="at most 512"):
-        streaming_nll(model, ids, 4, 20, "absolute")
     with kvbench_attention_on(model):
         state = BandState(4, 20, rotation_of(model))
         held = []
@@ -71,16 +67,11 @@ def test_texts_longer_than_the_model_in_flat_memory():
             assert torch.isfinite(part).all()
             held.append(state.held_bytes)
     assert set(held) == {4 * 2 * 2 * 24 * 16 * 4}  # layers, k and v, heads, entries, dim, bytes
-
-
-def test_refusals():
-    model, ids = tiny_model("llama"), prompt_ids(20)
-    with pytest.raises(KVError, match="allowed: cache, absolute"):
-        streaming_nll(model, ids, 1, 2, "own")
-    with pytest.raises(KVError, match="recent 0"):
-        streaming_nll(model, ids, 1, 0)
-    with pytest.raises(UnsupportedModel, match="sliding"):
-        streaming_nll(tiny_model("gemma2"), ids, 1, 4)
+    method = build_method("subgen_streaming")
+    with kvbench_attention_on(model):
+        texts = (ids[:n] for n in (240, 360, 480))
+        held = [read_text(model, text, method, SIZE, "absolute").held_bytes for text in texts]
+    assert max(held) <= 1.1 * min(held)
 
 
 class Engine(StreamingLLM):
@@ -221,21 +212,6 @@ def test_streams_of_a_model(name, architecture, monkeypatch):
     assert read.held_bytes < 0.6 * read.exact_bytes
 
 
-def test_subgens_memory_does_not_grow_and_positions_are_its_own():
-    model, ids = tiny_model("llama"), prompt_ids(500)
-    method = build_method("subgen_streaming")
-    with kvbench_attention_on(model):
-        held = [
-            read_text(model, ids[:n], method, SIZE, "absolute").held_bytes for n in (240, 360, 480)
-        ]
-        with pytest.raises(KVError, match="with absolute positions balancekv_streaming"):
-            read_text(model, ids, method, SIZE, "cache")
-        small = Budget(size=12, sink=2, window=2)
-        with pytest.raises(KVError, match=r"a larger budget\.size"):
-            read_text(model, ids, build_method("balancekv_streaming"), small, "absolute")
-    assert max(held) <= 1.1 * min(held)
-
-
 SMALL_SIZE = Budget(size=16, sink=3, window=0)
 
 
@@ -270,18 +246,41 @@ def test_records_of_the_task(tmp_path, positions):
     assert [r["text"] for r in records["local"]] == ["a.txt", "b.txt"]
 
 
-def test_refusals_of_the_task(tmp_path):
-    for methods, options, words in (
-        ({"snapkv": build_method("snapkv")}, {}, "cannot read a stream"),
-        ({"uniform": build_method("uniform")}, {"positions": "absolute"}, "cannot read a stream"),
-        ({"exact": build_method("exact")}, {"positions": "absolute"}, "at most 60"),
+def test_refusals(tmp_path):
+    model, ids = tiny_model("llama"), prompt_ids(600)
+    for arguments, words in (
+        ((ids, 1, 2, "own"), "allowed: cache, absolute"),
+        ((ids, 1, 0), "recent 0"),
+        ((ids, 4, 20, "absolute"), "at most 512"),
     ):
-        job = stream_job(tmp_path, Stream(files=files(tmp_path), **options), methods)
-        encoder = replace(job.session.encoder, max_positions=60)
-        job.session.__dict__["encoder"] = encoder
+        with pytest.raises(KVError, match=words):
+            streaming_nll(model, *arguments)
+    with pytest.raises(UnsupportedModel, match="sliding"):
+        streaming_nll(tiny_model("gemma2"), ids, 1, 4)
+    for name, budget, positions, words in (
+        ("subgen_streaming", SIZE, "cache", "with absolute positions balancekv_streaming"),
+        (
+            "balancekv_streaming",
+            Budget(size=12, sink=2, window=2),
+            "absolute",
+            r"a larger budget\.",
+        ),
+    ):
+        with kvbench_attention_on(model), pytest.raises(KVError, match=words):
+            read_text(model, ids[:500], build_method(name), budget, positions)
+    for name, positions, words in (
+        ("snapkv", "cache", "cannot read a stream"),
+        ("uniform", "absolute", "cannot read a stream"),
+        ("exact", "absolute", "at most 60"),
+    ):
+        probe = Stream(files=files(tmp_path), positions=positions)
+        job = stream_job(tmp_path, probe, {name: build_method(name)})
+        job.session.__dict__["encoder"] = replace(job.session.encoder, max_positions=60)
         with pytest.raises(KVError, match=words):
             run_job(job)
-    with pytest.raises(TaskError, match="one of them"):
-        Stream(files=("a",), dataset_name="b")
-    with pytest.raises(TaskError, match=r"task\.positions"):
-        Stream(positions="own")
+    for options, words in (
+        ({"files": ("a",), "dataset_name": "b"}, "one of them"),
+        ({"positions": "own"}, r"task\.positions"),
+    ):
+        with pytest.raises(TaskError, match=words):
+            Stream(**options)

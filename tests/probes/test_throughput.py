@@ -37,106 +37,69 @@ def job(tmp_path, probe, methods=METHODS):
     return make_job(tmp_path, {**methods, **rows}, plan=probe)
 
 
-def rows_of(result):
-    return records_of(result, times=True)
-
-
-def test_a_batch_is_measured_as_a_whole(tmp_path):
-    probe = Throughput(settings=[(60, 4, 1), (60, 4, 3)], runs=2, rates=(0.2, 0.5))
-    result = run_job(job(tmp_path, probe))
+def test_a_batch_is_measured_as_a_whole_and_prefilled_once_per_run(tmp_path):
+    probe = Throughput(settings=[(60, 4, 1), (60, 4, 3)], runs=2, rates=(0.5, 0.2))
+    made = job(tmp_path, probe)
+    prefills = []
+    made.session.model.register_forward_pre_hook(
+        lambda module, args, kwargs: prefills.append(kwargs["input_ids"].shape[1] > 1),
+        with_kwargs=True,
+    )
+    result = run_job(made)
     assert result.failed == 0
-    records = rows_of(result)
+    records = records_of(result, times=True)
+    # two runs and a warm-up of 1 and of 3 rows, for each method and rate
+    assert sum(prefills) == 3 * 4 * 3 * 2
     assert {len(rows) for rows in records.values()} == {2 * 2 * 2}
     for label, rows in records.items():
-        for row in rows:
+        for row, exact in zip(rows, records["exact"], strict=True):
             total = row["prefill_s"] + row["compress_s"] + row["decode_s"]
             assert row["latency_s"] == pytest.approx(total)
             assert row["tokens_per_s"] == row["score"] == pytest.approx(4 * row["batch"] / total)
             decoded = 3 * row["batch"] / row["decode_s"]  # the first token comes from the prefill
             assert row["decode_tokens_per_s"] == pytest.approx(decoded)
             assert str(row["batch"]) == row["asked_batch"]
-            entries = (
-                60 if label == "exact" else replace(SMALL, rate=row["asked_rate"]).capacity(60)
-            )
-            assert row["entries"]["max"] == entries
-    one, three = (
-        next(r for r in records["h2o"] if r["batch"] == b and r["asked_rate"] == 0.2)
-        for b in (1, 3)
-    )
-    assert three["cache_bytes"] == 3 * one["cache_bytes"]
-    assert three["exact_bytes"] == 3 * one["exact_bytes"]
-    assert three["ratio"] == one["ratio"]
-
-
-def test_throughput_prefills_once_per_method_and_run(tmp_path):
-    probe = Throughput(prompt_tokens=(60, 80), new_tokens=3, runs=2)
-    made = job(tmp_path, probe)
-    calls = []
-    made.session.model.register_forward_pre_hook(
-        lambda module, args, kwargs: calls.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
-    result = run_job(made)
-    assert result.failed == 0
-    prefills = [n for n in calls if n > 1]
-    # two runs and a warm-up, for each method and length
-    assert sorted(prefills) == [60] * 9 + [80] * 9
-    row = rows_of(result)["balancekv"][0]
-    total = row["prefill_s"] + row["compress_s"] + row["decode_s"]
-    assert row["tokens_per_s"] == row["score"] == pytest.approx(3 / total)
-    assert row["new_tokens"] == 3
-    assert row["cache_bytes"] < row["exact_bytes"]
-    assert row["peak_bytes"] > 0
-    records = rows_of(result)
-    for rows in records.values():
-        for row, exact in zip(rows, records["exact"], strict=True):
+            size = replace(SMALL, rate=row["asked_rate"]).capacity(60)
+            assert row["entries"]["max"] == (60 if label == "exact" else size)
             assert row["speedup"] == pytest.approx(row["tokens_per_s"] / exact["tokens_per_s"])
             prefill = row["prefill_compress_s"] / exact["prefill_compress_s"]
             assert row["prefill_ratio"] == pytest.approx(prefill)
+            assert row["peak_bytes"] > 0
+    by_batch = {r["batch"]: r for r in records["h2o"] if r["asked_rate"] == 0.2}
+    for name in ("cache_bytes", "exact_bytes"):
+        assert by_batch[3][name] == 3 * by_batch[1][name]
+    assert by_batch[3]["ratio"] == by_batch[1]["ratio"] < 0.6
 
 
-def short_memory(monkeypatch, entries, prompt=None):
-    """As many rows as hold so many entries in the first layer; longer prompts than `prompt` fail."""
-    real = engine_rows.forward
+def test_the_largest_batch_is_found_and_a_length_that_does_not_fit_stops_no_other(
+    tmp_path, monkeypatch
+):
+    """300 entries fit in the first layer, and of exact caches no prompt of more than 100 tokens."""
+    forward, prefill = engine_rows.forward, engine.prefill
 
-    def forward(model, ids, positions, state):
-        n = ids.shape[1]
-        if prompt is not None and n > prompt:
-            raise torch.OutOfMemoryError(f"CUDA out of memory: {n} tokens")
+    def short_forward(model, ids, positions, state):
         forks = getattr(state, "forks", [])
-        if n == 1 and sum(fork.layers[0].length for fork in forks) > entries:
+        if ids.shape[1] == 1 and sum(fork.layers[0].length for fork in forks) > 300:
             raise torch.OutOfMemoryError("CUDA out of memory: entries")
-        return real(model, ids, positions, state)
+        return forward(model, ids, positions, state)
 
-    monkeypatch.setattr(engine_rows, "forward", forward)
+    def short_prefill(model, ids, forks, **options):
+        if len(ids) > 100 and forks[0].label == "exact":
+            raise torch.OutOfMemoryError("CUDA out of memory: the cache")
+        return prefill(model, ids, forks, **options)
 
-
-@pytest.mark.slow
-def test_the_largest_batch_is_found_for_each_method(tmp_path, monkeypatch):
-    short_memory(monkeypatch, entries=300)
-    probe = Throughput(settings=[(80, 2, "largest")], runs=1, most_batch=8)
-    records = rows_of(run_job(job(tmp_path, probe)))
+    monkeypatch.setattr(engine_rows, "forward", short_forward)
+    monkeypatch.setattr(engine, "prefill", short_prefill)
+    settings = [(80, 2, "largest"), (120, 2, 1), (60, 2, 1)]
+    result = run_job(job(tmp_path, Throughput(settings=settings, runs=1, most_batch=8)))
+    records = records_of(result, times=True)
+    assert [r["status"] for r in records["exact"]] == ["ok", "oom", "ok"]
     assert records["exact"][0]["batch"] == 3  # 300 // 80
     assert records["h2o"][0]["batch"] == 8  # 26 entries each: 11 would fit, most_batch ends it
     assert records["h2o"][0]["asked_batch"] == "largest"
-
-
-def test_a_sweep_over_contexts_goes_on_after_one_that_does_not_fit(tmp_path, monkeypatch):
-    short_memory(monkeypatch, entries=10**9)
-    real = engine.prefill
-
-    def prefill(model, ids, forks, **options):
-        if len(ids) > 100 and forks[0].label == "exact":
-            raise torch.OutOfMemoryError("CUDA out of memory: the cache")
-        return real(model, ids, forks, **options)
-
-    monkeypatch.setattr(engine, "prefill", prefill)
-    probe = Throughput(prompt_tokens=(60, 120, 90), new_tokens=2, runs=2)
-    result = run_job(job(tmp_path, probe))
-    records = rows_of(result)
-    assert [r["status"] for r in records["exact"]] == ["ok"] * 2 + ["oom"] * 2 + ["ok"] * 2
     assert {r["status"] for r in records["h2o"]} == {"ok"}
-    assert result.failed == 2
-    assert [r["speedup"] is None for r in records["h2o"]] == [False] * 2 + [True] * 2 + [False] * 2
+    assert result.failed == 1
+    assert [r["speedup"] is None for r in records["h2o"]] == [False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -157,14 +120,16 @@ def test_the_largest_batch_is_within_a_sixteenth(room, most, want):
 
 
 def test_no_batch_that_fits_other_failures_and_the_memory_of_a_cpu(monkeypatch):
-    def failing(error):
-        raise error
+    for error, said in (
+        (torch.OutOfMemoryError("CUDA out of memory"), "not even one prompt fits"),
+        (ValueError("a bug"), "a bug"),
+    ):
 
-    none = torch.OutOfMemoryError("CUDA out of memory")
-    with pytest.raises(torch.OutOfMemoryError, match="not even one prompt fits"):
-        largest_batch(lambda batch: failing(none), CPU, 8)
-    with pytest.raises(ValueError, match="a bug"):
-        largest_batch(lambda batch: failing(ValueError("a bug")), CPU, 8)
+        def failing(batch, error=error):
+            raise error
+
+        with pytest.raises(type(error), match=said):
+            largest_batch(failing, CPU, 8)
     last = [0]
     monkeypatch.setattr(memory, "reset_peak", lambda device: True)
     monkeypatch.setattr(memory, "used_bytes", lambda device: 10)
@@ -187,7 +152,7 @@ def test_baselines_run_beside_ours_or_say_why_not(tmp_path, monkeypatch):
     with pytest.raises(TaskError, match=r"task.baselines has 'vllm'; allowed: hf_dynamic"):
         baselines_of(["vllm"])
     made = job(tmp_path, probe, {"exact": METHODS["exact"]})
-    records = rows_of(run_job(made))
+    records = records_of(run_job(made), times=True)
     for label in ("hf_dynamic", "hf_static"):
         row, exact = records[label][0], records["exact"][0]
         assert (row["status"], row["new_tokens"], row["batch"]) == ("ok", 5, 2), row["error"]
@@ -216,26 +181,17 @@ def test_baselines_generate_what_the_exact_cache_generates(tmp_path):
     assert len(theirs) == 6
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_what_cannot_be_measured_is_refused(tmp_path):
+    for options, message in (
         ({"batch": [0]}, r"task.batch is \[0\]; allowed: a list of integers >= 1 or largest"),
         ({"batch": ["most"]}, r"task.batch is \['most'\]"),
         ({"settings": [(512, 32)]}, r"task.settings has \[512, 32\]; allowed: \[prompt tokens"),
         ({"new_tokens": [4, 0]}, r"task.new_tokens is \[4, 0\]"),
-        ({"most_batch": 0}, "task.most_batch is 0"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(options, message):
-    with pytest.raises(TaskError, match=message):
-        Throughput(**options)
-
-
-def test_prompts_that_are_too_short_or_too_long_are_refused(tmp_path):
+    ):
+        with pytest.raises(TaskError, match=message):
+            Throughput(**options)
     made = job(tmp_path, Throughput(settings=[(60, 5, 1)], runs=1))
-    wide = {
-        name: (method, Budget(sink=40, window=40)) for name, (method, _) in made.methods.items()
-    }
+    wide = {"h2o": (METHODS["h2o"], Budget(sink=40, window=40))}
     with pytest.raises(KVError, match=r"window is 80; the prompt has 60 tokens"):
         made.plan.units(made.session, wide)
     spec = replace(made.session.spec, architecture={"max_position_embeddings": 64})
@@ -243,20 +199,13 @@ def test_prompts_that_are_too_short_or_too_long_are_refused(tmp_path):
         made.plan.units(replace(made.session, spec=spec), made.methods)
 
 
-@pytest.mark.parametrize(
-    ("experiment", "setting"),
-    [
-        ("balancekv_table2", ["task.prompt_tokens=[128]", "task.new_tokens=4"]),
-        pytest.param("h2o_table5", ["task.settings=[[96,4,1],[64,6,2]]"], marks=pytest.mark.slow),
-    ],
-)
-def test_an_experiment_runs_small(experiment, setting, tmp_path):
+def test_an_experiment_runs_small(tmp_path):
     """Its own rows on the tiny model, on a CPU: the whole way from the config to the records."""
-    words = [f"experiment={experiment}", "device=cpu", "model=tiny_random", *setting]
-    words += ["task_label=throughput"]
-    words += ["task.runs=1", "budget.sink=8", "budget.window=8", f"results_dir={tmp_path}"]
+    words = ["experiment=balancekv_table2", "task_label=throughput", "device=cpu"]
+    words += ["model=tiny_random", "task.prompt_tokens=[128]", "task.new_tokens=4", "task.runs=1"]
+    words += ["budget.sink=8", "budget.window=8", f"results_dir={tmp_path}"]
     result = run_job(build_job(composed(*words)))
     assert result.failed == 0
-    records = rows_of(result)
+    records = records_of(result, times=True)
     assert set(records) >= {"exact", "hf_dynamic", "hf_static", "h2o", "balancekv"}
     assert all(row["tokens_per_s"] > 0 for rows in records.values() for row in rows)

@@ -21,7 +21,6 @@ from kvbench.cli.build import build_job
 from kvbench.engine.sampling import Sampling
 from kvbench.kv import KVError
 from kvbench.run.encoding import encode_examples
-from kvbench.tasks.base import TaskError
 
 GOLDEN = ROOT / "tests" / "data" / "benchmarks.json"
 
@@ -121,46 +120,6 @@ def test_prompts_limits_and_scores_are_those_committed(name: str, tmp_path: Path
             ), (key, field)
 
 
-def test_a_row_of_the_hub_becomes_helms_prompt(monkeypatch: Any) -> None:
-    asked = []
-
-    def load(path: str, *, name: Any, split: str, **options: Any) -> list[Any]:
-        asked.append((path, name, split))
-        row = {"document": "A dog ran.", "summary": "Dog runs."}
-        return [row if "xsum" in path else {"article": "A dog ran.", "highlights": "Dog runs."}]
-
-    monkeypatch.setattr("datasets.load_dataset", load)
-    monkeypatch.setattr("kvbench.tasks.data.hub_answers", lambda: True)
-    task = instantiate(composed("task=h2o_summaries").task, _convert_="all")
-    for example, count in zip(task.examples(shipped()), ("1 sentence", "3 sentences"), strict=True):
-        prompt = f"###\nArticle: A dog ran.\n\nSummarize the above article in {count}.\n"
-        assert example.context + example.question == prompt
-        assert example.answers == ("Dog runs.",)
-    hub = [("EdinburghNLP/xsum", None, "test"), ("abisee/cnn_dailymail", "3.0.0", "test")]
-    assert asked == hub
-
-
-def test_what_is_missing_is_one_line(tmp_path: Path, monkeypatch: Any) -> None:
-    def refuse(*arguments: Any, **options: Any) -> None:
-        raise OSError("no network")
-
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
-    monkeypatch.setattr("kvbench.tasks.data.hub_answers", lambda: False)
-    for name, file in (("longbench_v2", "data.json"), ("zeroscrolls", "gov_report.zip")):
-        task = instantiate(composed(f"task={name}").task, _convert_="all")
-        with pytest.raises(TaskError, match=rf"{file} of \S+ \(revision main\) cannot be fetched"):
-            task.examples(shipped())
-    task = instantiate(composed("task=loogle", f"task.data={tmp_path}").task, _convert_="all")
-    with pytest.raises(TaskError, match=r"no data/shortdep_qa\.jsonl in"):
-        task.examples(shipped())
-    for option, said in (
-        ("task.datasets=[pass_key]", r"task.datasets is 'pass_key'.*did you mean 'passkey'"),
-        ("task.files=[x.jsonl]", r"task.files is .* allowed: task.data="),
-    ):
-        with pytest.raises(Exception, match=said):
-            made("infinitebench", tmp_path, option)
-
-
 def test_golden_turns_stand_before_a_question(tmp_path: Path, monkeypatch: Any) -> None:
     only = "task.datasets=[kv,vt]"
     (kv1, a1), (kv2, _) = TURNS["kv"]
@@ -177,21 +136,19 @@ def test_golden_turns_stand_before_a_question(tmp_path: Path, monkeypatch: Any) 
     assert read("task.golden_turns=null")[1] == kv2
     own = made("scbench", tmp_path, only, "task.golden_turns=false").examples(shipped())
     assert {example.history for example in own} == {"own"}
-    names = {"user": "user", "assistant": "model"}
+    encoder, roles = chat(), {"user": "user", "assistant": "model"}
 
     def template(messages: Any, **_: Any) -> str:
-        return "".join(f"<{names[m['role']]}>{m['content']}</{names[m['role']]}>" for m in messages)
+        return "".join(f"<{roles[m['role']]}>{m['content']}</{roles[m['role']]}>" for m in messages)
 
-    encoder = chat()
     monkeypatch.setattr(encoder.tokenizer, "apply_chat_template", template, raising=False)
-    found = encode_examples(
-        made("scbench", tmp_path, "task.datasets=[kv]").examples(encoder), encoder
-    )
+    found = encode_examples(made("scbench", tmp_path, only).examples(encoder), encoder)
     assert encoder.tokenizer.decode(list(found[1].question_ids)) == (
         f"{kv1}</user><model>{a1}</model><user>{kv2}</user><model>"
     )
 
 
+@pytest.mark.slow
 def test_scbench_compresses_before_and_aime_draws_eight_samples(tmp_path: Path) -> None:
     def job(name: str, *more: str) -> Any:
         where = ["device=cpu", "task_label=t", "budget.sink=2", "budget.window=2"]

@@ -60,36 +60,34 @@ def test_files_folders_archives_and_parquet_give_the_same_rows(tmp_path: Path) -
     assert zipped.digests() != file_digests([str(file)])
 
 
-def test_what_is_not_there_is_one_line_with_the_command_that_fetches_it(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    where = {"dataset": "some/set", "archive": "data.zip", "file": "a.jsonl"}
-    for data, said in (
-        (tmp_path, r"no a\.jsonl in .*: hf download some/set data\.zip --repo-type dataset"),
-        (tmp_path / "nothing", "which does not exist; allowed: a folder or zip with a.jsonl"),
-        (tmp_path / "file", "is no zip archive"),
-    ):
-        with pytest.raises(TaskError, match=said):
-            rows_of(data=str(data), **where)
-    with pytest.raises(TaskError, match=r"no file matches files='x\*\.jsonl'"):
-        rows_of(files=("x*.jsonl",))
+REPOSITORY = {"dataset": "some/set", "archive": "data.zip", "file": "a.jsonl"}
+REFUSED: list[tuple[dict[str, Any], bytes, str]] = [  # source, the file of that name, what is said
+    ({"files": ("a.jsonl",)}, b'{}\n{"text": "Te', "line 2 is not complete JSON"),
+    ({"files": ("a.jsonl",)}, b'{}\n{"a": "\xff"}', r"line 2 is not UTF-8 \(byte 7\)"),
+    ({"files": ("a.jsonl",)}, b"[1]\n", "row 1 is not an object with fields"),
+    ({"files": ("a.jsonl",)}, b"[" * 50_000, "line 1 is not complete JSON"),
+    ({"files": ("a.json",)}, b"{}", "holds no list"),
+    ({"files": ("a.parquet",)}, b"{}", "cannot read"),
+    ({"files": ("x*.jsonl",)}, b"", r"no file matches files='x\*\.jsonl'"),
+    (
+        REPOSITORY | {"data": "."}, b"",
+        r"no a\.jsonl in .*: hf download some/set data\.zip --repo-type dataset",
+    ),
+    (REPOSITORY | {"data": "none"}, b"", "does not exist; allowed: a folder or zip with a.jsonl"),
+    (REPOSITORY | {"data": "a.txt"}, b"x", "is no zip archive"),
+]  # fmt: skip
 
 
-def test_wrong_files_are_one_line_naming_file_and_line(tmp_path: Path, capsys: Any) -> None:
-    cut = json.dumps(ROWS[0])[:-9].encode()
-    for content, said in (
-        (b"{}\n" + cut, "line 2 is not complete JSON"),
-        (b'{}\n{"a": "\xff"}', r"line 2 is not UTF-8 \(byte 7\)"),
-        (b"[1]\n", "row 1 is not an object with fields"),
-        (b"[" * 50_000, "line 1 is not complete JSON"),
-    ):
-        (tmp_path / "a.jsonl").write_bytes(content)
-        with pytest.raises(TaskError, match=said) as caught:
-            rows_of(files=(str(tmp_path / "a.jsonl"),))
-        assert "\n" not in str(caught.value)
-    for name, said in (("a.json", "holds no list"), ("a.parquet", "cannot read")):
-        (tmp_path / name).write_text("{}")
-        with pytest.raises(TaskError, match=said):
-            rows_of(files=(str(tmp_path / name),))
+@pytest.mark.parametrize(("where", "content", "said"), REFUSED, ids=range(len(REFUSED)))
+def test_what_is_wrong_or_not_there_is_one_line(
+    tmp_path: Path, monkeypatch: Any, capsys: Any, where: Any, content: bytes, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if content:
+        (tmp_path / (where.get("data") or where["files"][0])).write_bytes(content)
+    with pytest.raises(TaskError, match=said) as caught:
+        rows_of(**where)
+    assert "\n" not in str(caught.value)
     assert capsys.readouterr().err == ""
 
 
@@ -107,12 +105,7 @@ def test_an_archive_of_the_hub_is_fetched_at_its_revision(
         return str(tmp_path / name)
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
-    where = {
-        "dataset": "some/set",
-        "archive": "data.zip",
-        "file": "data/a.jsonl",
-        "revision": "abc",
-    }
+    where = REPOSITORY | {"file": "data/a.jsonl", "revision": "abc"}
     assert rows_of(**where) == ROWS[:1]
     assert asked == [("some/set", "data.zip", "dataset", "abc", not reached)]
 
@@ -167,7 +160,12 @@ def test_a_hub_that_is_not_there_is_found_out_at_once(monkeypatch: Any) -> None:
     assert hub_answers(), "behind a proxy the library finds out itself"
 
 
-def test_that_the_hub_is_asked_again_is_said_once(caplog: Any) -> None:
+def test_a_line_and_that_the_hub_is_asked_again_are_said_once(caplog: Any) -> None:
+    once, said_before = Once(), set()
+    for text, name in (("x", "a"), ("x", "a"), ("y", "a"), ("x", "b"), ("y", "a")):
+        record = logging.LogRecord(name, logging.WARNING, "", 0, text, None, None)
+        assert once.filter(record) == ((text, name) not in said_before)
+        said_before.add((text, name))
     log = logging.getLogger("huggingface_hub.utils")
     for said, answer in (
         ("HTTP Error 503 thrown while requesting GET x", "answers 503"),
@@ -183,12 +181,3 @@ def test_that_the_hub_is_asked_again_is_said_once(caplog: Any) -> None:
         assert line == f"model 'm': the Hub {answer}; asking again, for half a minute or so"
         log.warning("afterwards")
         assert caplog.messages[1:] == ["afterwards"]
-
-
-def test_a_line_is_not_said_twice() -> None:
-    def record(text: str, name: str = "a") -> logging.LogRecord:
-        return logging.LogRecord(name, logging.WARNING, "", 0, text, None, None)
-
-    once = Once()
-    lines = [record("x"), record("x"), record("y"), record("x", "b"), record("y")]
-    assert [once.filter(line) for line in lines] == [True, False, True, True, False]

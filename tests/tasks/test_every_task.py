@@ -1,5 +1,5 @@
-"""Every task on invented data with the eight methods of the default list; options that are refused; a
-task of one's own as conf/README.md has it."""
+"""Tasks on invented data with the eight methods of the default list; options that are refused; a task of
+one's own as conf/README.md has it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 from hydra.utils import instantiate
-from support.benchmarks import WRITERS
 from support.command import main
 from support.configs import composed
 from support.jobs import make_job, records_of
 from support.paths import DATA, ROOT
 
-from kvbench.cli.catalogue import catalogue, config_dir
+from kvbench.cli.catalogue import config_dir
 from kvbench.engine.loading import ModelSpec, checked_config
 from kvbench.run.runner import run_job
 from kvbench.tasks.base import PromptEncoder, Task, TaskError
@@ -35,14 +34,12 @@ FEW = ["task.max_new_tokens=2"]
 TASKS: dict[str, list[str]] = {
     "ruler": ["task.tasks=[vt,fwe,niah_multiquery]", "task.lengths=[1200]", "task.num_examples=1"],
     "key_value": [*FEW, "task.num_pairs=[4]", "task.num_examples=2", "task.queries=2"],
-    "needle_questions": [*FEW, "task.lengths=[300]", "task.depths=[0,100]", "task.num_examples=1"],
     "gsm8k": FEW,
     "longeval_lines": [*FEW, "task.num_lines=[6]", "task.num_examples=2"],
     "longbench": [
         "task.datasets=[passage_count]", "task.per_dataset=1", "task.max_input=300",
         f"task.data={DATA}",
     ],
-    "zeroscrolls": FEW,
     "jsonl": [*FEW, "task.fields={context: text, question: q, answers: gold}", "task.metric=f1"],
 }  # fmt: skip
 
@@ -65,8 +62,6 @@ class Hashed:
 
 def made(name: str, folder: Path) -> Task:
     options = list(TASKS[name])
-    if name in WRITERS:
-        options.append(f"task.data={WRITERS[name](folder)}")
     if name == "gsm8k":
         rows = [{"question": "How many are 2 and 3? " * 20, "answer": "2 + 3\n#### 5"}]
         (folder / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -84,11 +79,12 @@ def made(name: str, folder: Path) -> Task:
 @pytest.mark.parametrize(
     ("name", "compress_after"),
     [
-        *((name, "prompt" if name == "gsm8k" else "context") for name in TASKS),
-        ("jsonl", "prompt"),
+        *((name, "context") for name in ("key_value", "longeval_lines", "longbench", "jsonl")),
+        ("gsm8k", "prompt"),
+        pytest.param("ruler", "context", marks=pytest.mark.slow),
     ],
 )
-def test_every_task_runs_with_every_default_method(
+def test_tasks_run_with_every_default_method(
     tmp_path: Path, name: str, compress_after: str
 ) -> None:
     config = composed()
@@ -111,18 +107,12 @@ def test_every_task_runs_with_every_default_method(
                 assert record["ratio"] < 0.6
 
 
-def test_the_list_of_tasks_names_them_with_a_line_each() -> None:
-    listed = catalogue("tasks")
-    for name in TASKS:
-        assert 15 < len(listed[name]) < 200
-        assert "\n" not in listed[name]
-
-
 MODELS = sorted(
     path.stem for path in (config_dir() / "model").glob("[!_]*.yaml") if path.stem != "hf"
 )
 
 
+@pytest.mark.slow
 def test_every_model_config_makes_a_model_that_can_be_run() -> None:
     for name in MODELS:
         config = composed(f"model={name}", "task_label=t")
@@ -148,20 +138,13 @@ GIVEN: dict[type[Task], dict[str, Any]] = {
 REFUSED: dict[type[Task], list[tuple[dict[str, Any], str]]] = {
     Needle: [
         ({"lengths": [0]}, "lengths is [0]"),
-        ({"lengths": []}, "lengths is []; allowed: a list of"),
         ({"depths": [101]}, "depths is [101]; allowed: a list of numbers in [0, 100]"),
-        ({"depths": ["top"]}, "depths is ['top']"),
-        ({"depths": [5, 5]}, "each once"),
         ({"primary": "bleu"}, "primary is 'bleu'; allowed: containment"),
         ({"haystack": "wiki"}, "generated | files | dataset"),
         ({"haystack": "files"}, "task.haystack_files is empty"),
         ({"haystack": "dataset"}, "task.dataset_name is null"),
-        ({"repeats": 0}, "repeats is 0"),
         ({"needle": " "}, "needle is ' '; allowed: text that is not empty"),
         ({"template": "{question} {haystack}"}, "{haystack} and, after it, {question}, each once"),
-        ({"template": "{haystack}{haystack}{question}"}, "template is"),
-        ({"buffer": -1}, "buffer is -1"),
-        ({"end_tokens": [""]}, "end_tokens"),
         ({"together": True, "needle": "A {key}."}, "together=true: text with {key} and {value}"),
         ({"together": True, "question": "What?"}, "together=true: text with {key}"),
         ({"together": True, "answer": "5"}, "together=true: text with {value}"),
@@ -170,11 +153,8 @@ REFUSED: dict[type[Task], list[tuple[dict[str, Any], str]]] = {
     RunningText: [({"files": ["a"], "dataset_name": "b"}, "one of them at most")],
     LongEvalLines: [
         ({"num_lines": [0]}, "num_lines is [0]; allowed: a list of integers from 1 to"),
-        ({"num_lines": [5, 5]}, "each once"),
-        ({"num_examples": 0}, "num_examples is 0"),
         ({"number_range": [5, 1]}, "number_range is [5, 1]"),
         ({"number_range": [5]}, "number_range is [5]; allowed: a list of 2: integers"),
-        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
     ],
     KeyValue: [
         ({"num_pairs": [12], "queries": 13}, "task.queries is 13; allowed: at most 12"),
@@ -187,19 +167,14 @@ REFUSED: dict[type[Task], list[tuple[dict[str, Any], str]]] = {
     Ruler: [
         ({"tasks": ["niah_singel_1"]}, "did you mean 'niah_single_"),
         ({"tasks": []}, "tasks is []; allowed: a list of texts, each once"),
-        ({"lengths": [4096, 4096]}, "each once"),
         ({"num_examples": True}, "num_examples is True; allowed: an integer from 1"),
         ({"tasks": ["qa_1"]}, "qa_1 needs task.squad=<file>, dev-v2.0.json"),
         ({"tasks": ["qa_2"], "hotpotqa": 3}, "hotpotqa is 3; allowed: text, or null"),
     ],
     LongBench: [
         ({"split": "x"}, "task.split is 'x'; allowed: e | full"),
-        ({"protocol": "x"}, "task.protocol is 'x'; allowed: longbench | balancekv"),
         ({"datasets": ["qaspr"]}, "'qaspr', which is not in split 'e' (did you mean 'qasper'?)"),
-        ({"datasets": ["narrativeqa"]}, "'narrativeqa', which is not in split 'e'"),
-        ({"datasets": []}, "datasets is []; allowed: a list of texts, each once, or null"),
         ({"per_dataset": 0}, "per_dataset is 0; allowed: an integer >= 1, or null"),
-        ({"max_input": 1.5}, "max_input is 1.5; allowed: an integer >= 2, or null"),
     ],
     Jsonl: [
         (
@@ -239,6 +214,7 @@ assert SECTION is not None
 BLOCKS = dict(re.findall(r"^```(\w+)\n(.*?)^```$", SECTION[1], re.M | re.S))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["sh", "yaml"])
 def test_a_task_of_one_s_own_works_as_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, form: str
@@ -263,8 +239,3 @@ def test_a_task_of_one_s_own_works_as_written(
         assert {record["status"] for record in mine} == {"ok"}
         assert len({record["context_id"] for record in mine}) == 1
         assert all(record["compressed"] for record in mine) == (label != "exact")
-    wrong = [word.replace("context: text", "context: txt") for word in command]
-    if form == "sh":
-        status, _, err = main(capsys, *wrong, "logger=none", f"results_dir={tmp_path / 'runs'}")
-        assert (status, err.count("\n")) == (2, 1)
-        assert "no field 'txt' (task.fields.context) (did you mean 'text'?)" in err

@@ -1,5 +1,5 @@
 """LongBench: prompts of the original, data that are refused in one line, the tokens and answers of the
-benchmark's and of BalanceKV's code, and an experiment from end to end."""
+benchmark's and of BalanceKV's code."""
 
 from __future__ import annotations
 
@@ -15,14 +15,11 @@ from support.paths import DATA
 from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from kvbench.cli.main import main
 from kvbench.engine.loading import ModelError, ModelSpec, local_path, prompt_encoder, stop_token_ids
 from kvbench.engine.stopping import Stopping
-from kvbench.records.read import load_runs
 from kvbench.tasks import longbench
 from kvbench.tasks.base import TaskError
 from kvbench.tasks.longbench import (
-    BUCKETS,
     DATASETS,
     E_DATASETS,
     PROTOCOLS,
@@ -55,26 +52,23 @@ def test_every_template_is_the_originals(shared_file, monkeypatch) -> None:
     prompt_template.cache_clear()
 
 
-def test_braces_in_the_text_are_left_alone() -> None:
-    prompt, cut = fill("A {context} B {input} C", "{input} {context} {x}", "{context}")
-    assert prompt == "A {input} {context} {x} B {context} C"
-    assert prompt[:cut] == "A {input} {context} {x}"
-
-
 def test_the_data_have_the_format_and_reach_every_length_bucket(shared_file) -> None:
-    lengths = []
-    for name in E_DATASETS:
-        rows = rows_of(source_of(f"{name}_e", str(DATA)), name)
-        assert len(rows) == 3
-        lengths += [row["length"] for row in rows]
-        assert [row["_id"] for row in rows] == sorted(row["_id"] for row in rows)
-    assert min(lengths) < 4000 <= sorted(lengths)[-2] < 8000 <= max(lengths)
+    lengths = sorted(
+        row["length"]
+        for name in E_DATASETS
+        for row in rows_of(source_of(f"{name}_e", str(DATA)), name)
+    )
+    assert lengths[0] < 4000 <= lengths[-2] < 8000 <= lengths[-1]
     file = shared_file("data/longbench/multi_news.jsonl")
     raw = {row["_id"]: row for row in map(json.loads, file.open(encoding="utf-8"))}
     rows = rows_of(source_of("multi_news", str(file.parent)), "multi_news")
     assert len(rows) == len(raw) == 200
     for row in rows:
         assert all(row[key] == raw[row["_id"]][key] for key in ("context", "answers", "length"))
+    mirror = source_of("qasper_e", "hf://datasets/someone/LongBench", "r")
+    assert (mirror.dataset, mirror.config) == ("someone/LongBench", "qasper_e")
+    archive = source_of("qasper", None, "r")
+    assert (archive.dataset, archive.archive) == ("THUDM/LongBench", "data.zip")
 
 
 GOOD = {"_id": "a", "context": "c", "input": "i", "answers": ["x"], "length": 3}
@@ -101,21 +95,12 @@ def test_bad_rows_are_one_line_naming_file_row_and_field(tmp_path, stem, rows, s
     assert "\n" not in str(caught.value)
 
 
-def test_where_the_data_are(tmp_path) -> None:
+def test_a_parquet_mirror_calls_the_input_question_and_its_dates_stay_text(tmp_path) -> None:
     row = {**GOOD, "answers": ["2009-01-02"], "question": GOOD["input"]}
-    del row["input"]  # as parquet mirrors call it
+    del row["input"]
     pd.DataFrame([row]).to_parquet(tmp_path / "qasper_e.parquet")
     (found,) = rows_of(source_of("qasper_e", str(tmp_path)), "qasper")
-    assert (list(found["answers"]), found["input"]) == (["2009-01-02"], "i"), "text stays text"
-    mirror = source_of("qasper_e", "hf://datasets/someone/LongBench", "r")
-    where = ("dataset", "config", "split", "revision")
-    assert [getattr(mirror, name) for name in where] == [
-        *("someone/LongBench", "qasper_e", "test", "r"),
-    ]
-    archive = source_of("qasper", None, "r")
-    assert (archive.dataset, archive.archive) == ("THUDM/LongBench", "data.zip")
-    with pytest.raises(TaskError, match=r"hf download THUDM/LongBench data\.zip --repo-type data"):
-        rows_of(source_of("lcc", str(tmp_path)), "lcc")
+    assert (list(found["answers"]), found["input"]) == (["2009-01-02"], "i")
 
 
 # protocols
@@ -177,9 +162,10 @@ def in_chat(encoder, text: str) -> list[int]:
     )["input_ids"]
 
 
-def test_balancekv_prompts_llama_plainly_and_qwen_by_its_template_on_six_datasets(
+def test_balancekv_prompts_llama_plainly_and_the_benchmark_all_but_few_shot_and_code(
     llama, qwen
 ) -> None:
+    """Qwen gets its template on six data sets."""
     found = examples(llama)
     assert [e.dataset for e in found] == list(E_DATASETS)
     ends = {llama.tokenizer.convert_tokens_to_ids(token) for token in ("<|eos|>", "<|eot_id|>")}
@@ -195,20 +181,19 @@ def test_balancekv_prompts_llama_plainly_and_qwen_by_its_template_on_six_dataset
         assert whole(e) == (qwen.tokenizer.encode(text) if plain else in_chat(qwen, text))
         assert ("Default of this template." in qwen.decode(whole(e))) != plain
         assert e.end_ids == {qwen.tokenizer.eos_token_id}
+    for e in examples(llama, protocol="longbench"):
+        text, plain = e.context + e.question, e.dataset in OFFICIAL_PLAIN
+        assert whole(e) == (llama.tokenizer.encode(text) if plain else in_chat(llama, text))
     with pytest.raises(TaskError, match="does not say how to prompt a chat model of type 'gemma2'"):
         examples(replace(qwen, family="gemma2"), datasets=["qasper"])
     (e,) = examples(replace(qwen, family="opt", chat=False), datasets=["qasper"])
     assert whole(e) == qwen.tokenizer.encode(e.context + e.question)
 
 
-def test_the_benchmark_gives_its_chat_template_to_all_but_few_shot_and_code(llama) -> None:
-    for e in examples(llama, protocol="longbench"):
-        text = e.context + e.question
-        plain = e.dataset in OFFICIAL_PLAIN
-        assert whole(e) == (llama.tokenizer.encode(text) if plain else in_chat(llama, text))
-
-
-def test_middle_truncation() -> None:
+def test_the_middle_of_ids_goes_and_braces_of_the_text_stay() -> None:
+    prompt, at = fill("A {context} B {input} C", "{input} {context} {x}", "{context}")
+    assert prompt == "A {input} {context} {x} B {context} C"
+    assert prompt[:at] == "A {input} {context} {x}"
     for n, limit in ((10, 10), (11, 10), (30, 10), (30, 11), (5, 100)):
         ids, half = list(range(n)), limit // 2
         for cut in range(n + 1):
@@ -302,34 +287,3 @@ def test_datasets_take_turns_and_the_full_benchmark_leaves_chinese_to_be_asked_f
     assert set(task.digests()) == {"lcc_e", "trec_e"}
     assert len(LongBench(split="full").datasets or ()) == 16
     assert LongBench(split="full", datasets=["dureader"]).datasets == ("dureader",)
-
-
-@pytest.fixture
-def _short_answers(monkeypatch):
-    """Of 8 tokens and not up to 512: the limits themselves are pinned beside the templates."""
-    short = {name: entry._replace(new_tokens=8) for name, entry in DATASETS.items()}
-    monkeypatch.setattr(longbench, "DATASETS", short)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_short_answers")
-def test_table_1_has_every_method_and_dataset_beside_the_papers(tmp_path) -> None:
-    narrow = ["model=recall_mini", f"task.data={DATA}", "task.per_dataset=1", "task.max_input=150"]
-    with pytest.raises(SystemExit) as stop:
-        main(["experiment=balancekv_table1", *narrow, "logger=none", f"results_dir={tmp_path}"])
-    assert not stop.value.code
-    folder = tmp_path / "balancekv_table1"
-    records = pd.concat(r.records for r in load_runs(folder))
-    methods = {"exact", "streaming_llm", "pyramidkv", "snapkv", "uniform", "balancekv"}
-    assert set(records["method"]) == methods
-    assert set(records["dataset"]) == set(E_DATASETS)
-    assert set(records["length_bucket"]) <= set(BUCKETS)
-    assert set(records["status"]) == {"ok"}
-    (file,) = (folder / "tables").glob("*published.csv")
-    published = pd.read_csv(file)
-    llama = published[published["published_model"] == "Llama-3.1-8B-Instruct"]
-    cell = llama[(llama["method"] == "balancekv") & (llama["column"] == "repobench-p")]
-    assert cell["published"].tolist() == [41.4]
-    frame = pd.read_csv(folder / "tables" / "longbench-recall_mini.csv")
-    exact = frame[frame["method"] == "exact"].set_index("dataset")["score"]
-    assert exact["average"] == pytest.approx(exact.drop("average").mean(), rel=1e-4)

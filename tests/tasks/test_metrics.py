@@ -67,10 +67,7 @@ CASES: dict[str, list[tuple[str, Any, float]]] = {
     "contains_all": [("AB and cd", ["AB", "CD"], 1), ("only ab", ["AB", "CD"], 0.5)],
     "f1_zh": [("北京", ["北京"], 1)],
     "rouge_l_zh": [("会议讨论了预算", ["会议讨论了预算"], 1)],
-    "retrieval": [("Paragraph 3", ["Paragraph 3"], 1)],
     "retrieval_zh": [("段落3", ["段落3"], 1)],
-    "count": [("5 of them", ["5"], 1)],
-    "classification": [("体育", (["体育"], ["体育", "财经"]), 1)],
     "code_similarity": [
         ("\n\n# comment\n\nx = 1", ["x = 1"], 0),  # the blank line is compared
         ("", [""], 1),
@@ -130,7 +127,8 @@ CASES: dict[str, list[tuple[str, Any, float]]] = {
 
 
 def test_every_metric_scores_its_cases() -> None:
-    assert set(CASES) == set(METRICS)
+    golden = {"retrieval", "count", "classification"}
+    assert set(CASES) == set(METRICS) - golden, "these have LongBench's own cases, below"
     for name, cases in CASES.items():
         for prediction, given, expected in cases:
             answers, choices = given if isinstance(given, tuple) else (given, ())
@@ -185,21 +183,16 @@ def test_scores_of_a_needle() -> None:
     assert word_recall("", "eat") == word_recall("eat", "") == 0.0
     assert rouge1("eat a sandwich", "eat a sandwich") == 1.0
     assert rouge1("eat a", "eat a fine sandwich") == pytest.approx(2 / 3)
-
-
-def test_the_released_recall_counts_different_words_and_keeps_their_punctuation() -> None:
-    answer = "eat a sandwich and sit in Dolores Park on a sunny day."  # 11 different words
+    released = answer + "."  # 11 different words, which keep their punctuation
     for response, share in (
-        ("", 0),
-        (answer, 11),
         ("EAT A SANDWICH and sit in dolores park\ton a sunny\n\nday.", 11),
-        (answer.rstrip("."), 10),
+        (answer, 10),
         ("Eat a sandwich, and sit in Dolores Park on a sunny day.", 10),
         ("a a a a", 1),
         ("It is a story about a boy and a girl in a house on a hill.", 4),
         ("daydream. parks insane", 0),
     ):
-        assert released_recall(response, answer) == pytest.approx(share / 11), response
+        assert released_recall(response, released) == pytest.approx(share / 11), response
         assert released_recall(response, "") == 0.0
 
 
@@ -239,6 +232,7 @@ def test_code_similarity_ignores_an_installed_levenshtein(longbench, monkeypatch
             assert found == pytest.approx(case["score"], abs=1e-9)
 
 
+@pytest.mark.slow
 def test_rouge_does_not_depend_on_the_depth_of_its_caller() -> None:
     text = " ".join(f"w{i}" for i in range(900))
 

@@ -35,14 +35,13 @@ def test_official_files(shared_file: Any, count: int) -> None:
     for example, case in zip(found, cases, strict=True):
         assert example.context + example.question == case["prompt"]
         record = "".join(LINE.format(key=k, number=n) for k, n in lines_of(case["prompt"]))
-        question = QUESTION.format(key=case["random_idx"][0])
-        assert INTRODUCTION + record + question == case["prompt"]
-        assert example.context.endswith(">\n")
+        assert example.context == INTRODUCTION + record
         assert example.answers == (str(case["expected_number"]),)
         assert example.dataset == f"{count}_lines"
-        kept = ("num_lines", "correct_line")
-        assert all(example.fields[name] == case[name] for name in kept)
-        assert example.fields["line_key"] == case["random_idx"][0]
+        fields = {name: case[name] for name in ("num_lines", "correct_line")}
+        assert fields | {"line_key": case["random_idx"][0]} == {
+            name: example.fields[name] for name in ("num_lines", "correct_line", "line_key")
+        }
     assert len({example.id for example in found}) == 50
 
 
@@ -61,11 +60,8 @@ def test_generated_records_depend_on_the_seed_and_every_prefix_is_balanced() -> 
         assert example.question == QUESTION.format(key=asked)
         assert example.evidence == LINE.format(key=asked, number=example.answers[0]).strip()
     assert [e.fields["num_lines"] for e in found] == [5, 40, 9] * 3
-    assert [e.id for e in found[:2]] == ["lines5-0000", "lines40-0000"]
-    more = {e.id: e for e in lines(**options | {"num_examples": 4}, seed=3)}
-    assert all(more[example.id] == example for example in found)
-    other = lines(**options, seed=4)
-    assert all(a.context != b.context for a, b in zip(found, other, strict=True))
+    assert lines(**options | {"num_examples": 4}, seed=3)[:9] == found
+    assert not {e.context for e in found} & {e.context for e in lines(**options, seed=4)}
     (example,) = lines(num_lines=[12], num_examples=1, repeats=4)
     keys = [key for key, _ in lines_of(example.context)]
     assert all(keys.count(key) == 4 for key in keys)
@@ -104,39 +100,42 @@ def task(name: str, **options: Any) -> Any:
     return instantiate(composed(f"task={name}", *settings).task, _convert_="all")
 
 
-def test_an_object_of_uuids_and_the_value_of_a_key() -> None:
-    made = task("key_value", num_pairs="[5,9]", num_examples=3)
+def test_several_uuids_are_asked_of_one_object() -> None:
+    made = task("key_value", num_pairs="[5,12]", num_examples=3, queries=3)
     found = made.examples(shipped())
-    assert [e.fields["num_pairs"] for e in found] == [5, 9] * 3
-    for example in found:
-        data = json.loads(example.context.partition("JSON data:\n")[2])
-        key = re.fullmatch(r'Key: "(.+)"\nCorresponding value:', example.question)
-        assert key is not None
-        assert data[key[1]] == example.answers[0]
-        assert len(data) == example.fields["num_pairs"]
+    for first in range(0, len(found), 3):
+        group = found[first : first + 3]
+        assert len({e.context for e in group}) == len({e.context_id for e in group}) == 1
+        assert len({e.context_ids for e in encode_examples(group, shipped())}) == 1
+        assert len({e.answers for e in group}) == 3
+        depths = [e.fields["depth"] for e in group]
+        assert depths == sorted(depths)
+        data = json.loads(group[0].context.partition("JSON data:\n")[2])
+        assert len(data) == group[0].fields["num_pairs"] == (5, 12)[first // 3 % 2]
         assert all(uuid.UUID(text).version == 4 for pair in data.items() for text in pair)
-        assert made.score(f' "{example.answers[0].upper()}",', example) == {"score": 1.0}
-        assert made.score(example.answers[0][:-1], example) == {"score": 0.0}
-        assert example.settled("is " + example.answers[0])
+        for example in group:
+            key = re.fullmatch(r'Key: "(.+)"\nCorresponding value:', example.question)
+            assert key is not None
+            assert data[key[1]] == example.answers[0]
+            assert made.score(f' "{example.answers[0].upper()}",', example) == {"score": 1.0}
+            assert made.score(example.answers[0][:-1], example) == {"score": 0.0}
+            assert example.settled("is " + example.answers[0])
     assert len({e.context for e in found}) == 6
 
 
-def test_several_keys_are_asked_of_one_context() -> None:
-    for name, options in (("key_value", {"num_pairs": "[12]"}), ("passkey", {"lengths": "[500]"})):
-        found = task(name, **options, num_examples=3, queries=3).examples(shipped())
-        for first in range(0, len(found), 3):
-            group = found[first : first + 3]
-            assert len({e.context for e in group}) == len({e.context_id for e in group}) == 1
-            assert len({e.answers for e in group}) == 3
-            depths = [e.fields["depth"] for e in group]
-            assert depths == sorted(depths)
-            assert len({e.context_ids for e in encode_examples(group, shipped())}) == 1
-            for example in group if name == "passkey" else ():
-                key = re.search(r"What is the pass key( of the \w+ \w+)\?", example.question)
-                assert key is not None
-                told = f"The pass key{key[1]} is {example.answers[0]}. Remember it. "
-                assert told in example.context
-                assert example.question.endswith(f"The pass key{key[1]} is")
+def test_a_passkey_of_several_is_named_and_its_answer_begins_within_the_length() -> None:
+    for example in task("passkey", lengths="[500]", queries=3).examples(shipped()):
+        key = re.search(r"What is the pass key( of the \w+ \w+)\?", example.question)
+        assert key is not None
+        told = f"The pass key{key[1]} is {example.answers[0]}. Remember it. "
+        assert told in example.context
+        assert example.question.endswith(f"The pass key{key[1]} is")
+    (example,) = task("passkey", lengths="[300]", num_examples=1).examples(chat())
+    text = chat().decode(ids_of(example))
+    assert text.endswith("What is the pass key?</user><model>\n\nThe pass key is")
+    assert len(ids_of(example)) <= 300
+    with pytest.raises(TaskError, match=r"task.lengths has 50, and the shortest prompt takes \d+"):
+        task("passkey", lengths="[50]").examples(shipped())
 
 
 @pytest.mark.parametrize("name", ["passkey", "number_string"])
@@ -161,14 +160,3 @@ def test_a_key_is_hidden_in_a_text_as_long_as_there_is_room(name: str) -> None:
     assert made.examples(shipped()) == found
     other = task(name, seed=1, lengths="[400]").examples(shipped())
     assert other[0].context not in {e.context for e in found}
-
-
-def test_the_answer_begins_behind_the_assistants_header_within_the_length() -> None:
-    (example,) = task("passkey", lengths="[300]", num_examples=1).examples(chat())
-    text = chat().decode(ids_of(example))
-    assert text.endswith("What is the pass key?</user><model>\n\nThe pass key is")
-    assert len(ids_of(example)) <= 300
-    (example, *_) = task("passkey", lengths="[2000]").examples(PromptEncoder(Letters()))
-    assert 1900 <= len(ids_of(example)) <= 2000
-    with pytest.raises(TaskError, match=r"task.lengths has 50, and the shortest prompt takes \d+"):
-        task("passkey", lengths="[50]").examples(shipped())

@@ -7,7 +7,6 @@ import json
 import random
 import re
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -119,25 +118,19 @@ def test_prompts_fit_any_tokenizer_and_use_what_there_is(tokenizer: Any) -> None
         whole = len(tokenizer.encode(prompt(example))) + encode.overhead
         assert len(ids_of(example)) == whole
         assert 0.93 * length <= whole + example.max_new_tokens <= length
-
-
-def test_with_a_chat_template_the_prefix_follows_the_assistants_header() -> None:
-    for example in made(encode=chat(), tasks=GENERATED, num_examples=1, lengths=[2048]):
-        assert example.complete
-        text = chat().decode(ids_of(example))
-        inner, _, prefix = text.removeprefix("<user>").partition("</user><model>")
-        assert inner + prefix == prompt(example)
-        assert re.fullmatch(r" (The special|Answer:).*(are|is|: |:)", prefix)
-        assert len(ids_of(example)) + example.max_new_tokens <= 2048
+    (example,) = made(encode=chat(), num_examples=1)
+    inner, _, prefix = chat().decode(ids_of(example))[len("<user>") :].partition("</user><model>")
+    assert example.complete
+    assert inner + prefix == prompt(example)
+    assert prefix.startswith(" The special magic number")
+    context, question = encode_split(shipped(), "a hat is there.\n", "Where is it?")
+    assert [*context, *question] == shipped().encode_text("a hat is there.\nWhere is it?")
 
 
 def test_a_length_that_is_too_short_is_one_line_with_the_least() -> None:
     for task in GENERATED:
-        for length in (64, 180):
-            said = f"length {length} is too short for {task}"
-            with pytest.raises(TaskError, match=said) as caught:
-                made(tasks=[task], lengths=[length])
-            assert "\n" not in str(caught.value)
+        with pytest.raises(TaskError, match=f"length 180 is too short for {task}"):
+            made(tasks=[task], lengths=[180])
     with pytest.raises(TaskError) as caught:
         made(tasks=["niah_multikey_3"], lengths=[400])
     (least,) = re.findall(r"take (\d+) of", str(caught.value))
@@ -145,27 +138,20 @@ def test_a_length_that_is_too_short_is_one_line_with_the_least() -> None:
     assert example.context.count("One of the special magic uuids") >= 6
 
 
-class Measured:
-    """Counts tokens of sizes and remembers how often it was asked."""
-
-    def __init__(self, tokens: Callable[[int], int]) -> None:
-        self.tokens, self.asked = tokens, 0
-
-    def __call__(self, size: int) -> int:
-        self.asked += 1
-        return self.tokens(size)
-
-
-@pytest.mark.parametrize("slope", [1, 7, 45])
+@pytest.mark.parametrize("slope", [1, 45])
 @pytest.mark.parametrize("wobble", [0, 3])
 def test_the_search_ends_at_the_largest_size_that_fits(slope: int, wobble: int) -> None:
-    tokens = Measured(lambda size: 40 + slope * size + (size * 7919 % 5) * wobble // 4)
+    def tokens(size: int) -> int:
+        asked.append(size)
+        return 40 + slope * size + (size * 7919 % 5) * wobble // 4
+
+    asked: list[int] = []
     for room in (10, 120, 5000, 40_003):
         fits = [size for size in range(3, 8001) if tokens(size) <= room]
-        for guess in (1, 50, 9000):
-            tokens.asked = 0
+        for guess in (1, 9000):
+            asked.clear()
             found = largest_fitting(tokens, room, least=3, most=8000, guess=guess)
-            assert tokens.asked <= 32
+            assert len(asked) <= 32
             if found is None:
                 assert not fits
             else:
@@ -174,10 +160,14 @@ def test_the_search_ends_at_the_largest_size_that_fits(slope: int, wobble: int) 
 
 
 def test_a_search_without_order_ends() -> None:
-    for seed in range(100):
-        tokens = Measured(lambda size, seed=seed: random.Random(f"{seed} {size}").randrange(1000))
+    for seed in range(50):
+        asked: dict[int, int] = {}
+
+        def tokens(size: int, seed: int = seed, asked: dict[int, int] = asked) -> int:
+            return asked.setdefault(size, random.Random(f"{seed} {size}").randrange(1000))
+
         found = largest_fitting(tokens, 500, least=1, most=10_000, guess=77)
-        assert tokens.asked < 80
+        assert len(asked) < 80
         assert found is None or tokens(found) <= 500
 
 
@@ -186,12 +176,10 @@ def test_a_search_without_order_ends() -> None:
 
 def test_the_same_seed_gives_the_same_prompts_and_samples_differ() -> None:
     options = {"tasks": GENERATED, "lengths": [1536]}
-    first = made(**options)
-    assert len({prompt(e) for e in first}) == len({e.id for e in first}) == 11 * 2
-    assert not {prompt(e) for e in first} & {prompt(e) for e in made(**options, seed=8)}
-    more = {e.id: prompt(e) for e in made(**options, num_examples=3)}
-    assert all(more[e.id] == prompt(e) for e in first)
-    assert Counter(e.dataset for e in first[:11]) == Counter(GENERATED)
+    first = {e.id: prompt(e) for e in made(**options)}
+    assert len(set(first.values())) == 11 * 2
+    assert not {*first.values()} & {prompt(e) for e in made(**options, seed=8, num_examples=1)}
+    assert first.items() <= {e.id: prompt(e) for e in made(**options, num_examples=3)}.items()
 
 
 def test_needles_are_where_they_should_be(files, monkeypatch) -> None:
@@ -209,19 +197,6 @@ def test_needles_are_where_they_should_be(files, monkeypatch) -> None:
         assert example.context.count(f"for {key[1]} is:") == 1, "no distractor has the key"
 
 
-def test_one_key_is_asked_in_the_singular_and_several_are_not(files) -> None:
-    (one,) = made(files, tasks=["niah_single_3"], num_examples=1)
-    assert one.context.startswith("A special magic uuid is hidden within")
-    assert "What is the special magic uuid for" in one.question
-    assert one.question.endswith(" mentioned in the provided text is")
-    assert "special magic uuids for" in one.context  # the needle itself keeps the plural
-    (four,) = made(files, tasks=["niah_multiquery"], num_examples=1)
-    keys = re.search(r"numbers for ([^,]+), ([^,]+), ([^,]+), and (\S+) mentioned", four.question)
-    assert keys is not None
-    for key, value in zip(keys.groups(), four.answers, strict=True):
-        assert f"for {key} is: {value}." in four.context
-
-
 def test_common_words_of_a_short_list_are_made_of_two(monkeypatch) -> None:
     lists = (("a",), ("b",), tuple(f"w{i}x" for i in range(60)))
     monkeypatch.setattr(ruler, "word_lists", lambda: lists)
@@ -231,17 +206,13 @@ def test_common_words_of_a_short_list_are_made_of_two(monkeypatch) -> None:
     assert {counts[word] for word in example.answers} == {6}
 
 
-def test_the_answer_is_among_the_documents(files) -> None:
-    for task, gold in (("qa_1", 1), ("qa_2", 10)):
-        for example in made(files, tasks=[task], lengths=[1536, 8192], num_examples=3):
-            numbers = re.findall(r"^Document (\d+):$", example.context, re.MULTILINE)
-            assert numbers == [str(i) for i in range(1, len(numbers) + 1)]
-            assert len(numbers) >= gold
-            assert any(answer in example.context for answer in example.answers)
+def test_no_document_stands_twice_and_questions_without_an_answer_are_left_out(files) -> None:
+    for task in ("qa_1", "qa_2"):
+        for example in made(files, tasks=[task], lengths=[1536, 8192]):
             bodies = re.split(r"\n*Document \d+:\n", example.context)[1:]
-            assert len(set(bodies)) == len(bodies), "no document twice"
+            assert len(set(bodies)) == len(bodies)
     asked = [e.question for e in made(files, tasks=["qa_1"], num_examples=6)]
-    assert "How many mills {has} town 4?" in asked[3], "questions without an answer are left out"
+    assert "How many mills {has} town 4?" in asked[3]
 
 
 def test_generation_may_end_once_everything_was_said() -> None:
@@ -273,8 +244,3 @@ def test_wrong_files_are_one_line_and_unused_ones_may_be_missing(tmp_path, files
     task = Ruler(tasks=["niah_single_2", "qa_1"], **files)
     assert set(task.digests()) == {"words", "essays.json", "squad.json"}
     assert set(Ruler(tasks=["vt"], **files).digests()) == {"words"}
-
-
-def test_context_and_question_are_tokenised_in_one_piece() -> None:
-    context, question = encode_split(shipped(), "a hat is there.\n", "Where is it?")
-    assert [*context, *question] == shipped().encode_text("a hat is there.\nWhere is it?")
