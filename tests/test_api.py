@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -403,8 +401,10 @@ def test_generate_goes_on_from_a_context_and_from_its_own_cache(name: str) -> No
             stranger.generate(out, past_key_values=twin, **options)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
-@pytest.mark.parametrize("name", ["exact", "snapkv", "balancekv"])
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [("exact", "gemma2"), ("snapkv", "gemma2"), ("snapkv", "llama"), ("balancekv", "llama")],
+)
 def test_the_tokens_after_the_context_go_through_its_compressed_cache(
     name: str, architecture: str
 ) -> None:
@@ -737,11 +737,3 @@ def test_two_threads_do_not_generate_inside_one_compress() -> None:
         thread.join()
     assert len(session.rows) == 2
     assert said[0].startswith("another thread generates inside the same compress; allowed: one ")
-
-
-def test_importing_kvbench_imports_no_torch() -> None:
-    script = (
-        "import sys, kvbench; assert 'compress' in dir(kvbench); "
-        "assert not {'torch', 'pandas', 'transformers'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True)
