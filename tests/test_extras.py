@@ -42,6 +42,7 @@ def test_a_launcher_whose_package_is_missing_names_the_command() -> None:
     assert said.endswith("allowed: pip install 'kvbench[slurm]'")
 
 
+@pytest.mark.slow
 def test_compress_and_the_default_task_need_no_extra_and_load_no_report() -> None:
     names = ("hydra_plugins.hydra_submitit_launcher", "submitit", "lm_eval", "wandb_workspaces")
     done = run(

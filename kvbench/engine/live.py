@@ -49,7 +49,7 @@ class LiveCache(Cache):
         model: whose keys and values they hold.
         forks: one per row.
         rows: what each costs, its tokens without padding; empty before the prefill.
-        seen: tokens fed so far, padding included.
+        ids: tokens [rows, tokens] fed so far, padding included; -1 where embeddings were fed.
     """
 
     def __init__(
@@ -58,20 +58,20 @@ class LiveCache(Cache):
         forks: Sequence[Fork],
         rows: Sequence[Cost] = (),
         *,
-        seen: int = 0,
+        ids: Tensor,
     ) -> None:
         config = model.config.get_text_config()
         super().__init__(layers=PassingCache(config).layers if is_hybrid(config) else [])
         self.model = model
         self.forks, self.rows = list(forks), list(rows)
-        self.seen = seen
+        self.ids = ids
         self.open = True  # until the generation that it belongs to is over
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LiveCache:
         """An independent copy; if the model is copied too, it belongs to that copy."""
         forks = [fork.clone() for fork in self.forks]
         model = memo.get(id(self.model), self.model)
-        return LiveCache(model, forks, self.rows, seen=self.seen)
+        return LiveCache(model, forks, self.rows, ids=self.ids)
 
     def __len__(self) -> int:
         return int(self.model.config.get_text_config().num_hidden_layers)
@@ -99,12 +99,12 @@ class LiveCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens fed so far, padding included."""
-        return self.seen
+        return self.ids.shape[1]
 
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
         """Length and offset of the mask that transformers believes it needs."""
         count = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
-        return self.seen + count, 0
+        return self.ids.shape[1] + count, 0
 
     def _reorder_rows(self, indices: Sequence[int]) -> None:
         """Select rows by index; a row that is selected more than once is copied."""
@@ -114,7 +114,7 @@ class LiveCache(Cache):
             fork = self.forks[index]
             forks.append(fork.clone() if index in taken else fork)
             taken.add(index)
-        self.forks = forks
+        self.forks, self.ids = forks, self.ids[list(indices)]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Beam search: row i goes on from row ``beam_idx[i]``."""
@@ -223,7 +223,8 @@ class Context:
         """A cache for ``model.generate(input_ids, past_key_values=...)`` inside `compress`, to continue
         from here; ``input_ids`` must begin with all of `token_ids`, as transformers requires."""
         fork = self._fork.branch()
-        return LiveCache(self.model, [fork], [fork.cost()], seen=self.tokens)
+        ids = torch.tensor([self._ids[: self.tokens]])
+        return LiveCache(self.model, [fork], [fork.cost()], ids=ids)
 
     def _answers(
         self,
@@ -531,7 +532,7 @@ class Compression:
             fork = Fork(self.label, self.method, self.budget, self.seed, name, room=0)
             fork.compressed = self.method.uses_budget and n > self.budget.capacity(n)
             forks.append(fork)
-        self._cache = LiveCache(self.model, forks)
+        self._cache = LiveCache(self.model, forks, ids=torch.empty(batch, 0, dtype=torch.long))
         layers, rotary = compressible_layers(self.model), rotary_of(self.model)
         self._prefill = _BatchPrefill(forks, padding, lengths, layers, rotary)
 
@@ -563,8 +564,10 @@ class Compression:
         if cache is None or cache is not self._cache:
             return
         tokens = kwargs.get("input_ids", args[0] if args else None)
-        count = (kwargs["inputs_embeds"] if tokens is None else tokens).shape[1]
-        cache.seen += count
+        if tokens is None:
+            tokens = kwargs["inputs_embeds"].new_full(kwargs["inputs_embeds"].shape[:2], -1).long()
+        count = tokens.shape[1]
+        cache.ids = torch.cat([cache.ids.to(tokens.device), tokens], dim=1)
         starting, self._prefill = self._prefill, None
         if starting is None:
             for fork in cache.forks:
@@ -691,10 +694,16 @@ def _check_options(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
     if past is not None and ids is not None:
         mask = given.get("attention_mask")
         whole = ids.shape[1] if mask is None else max(ids.shape[1], mask.shape[1])
-        if whole <= past.seen:
+        held, seen = past.ids.to(ids.device), past.get_seq_length()
+        if whole <= seen:
             raise UnsupportedGeneration(
-                f"input_ids have {whole} tokens and past_key_values holds {past.seen}; allowed: the "
+                f"input_ids have {whole} tokens and past_key_values holds {seen}; allowed: the "
                 "whole conversation, new tokens included"
+            )
+        if ids.shape == (len(held), whole) and bool(((ids[:, :seen] != held) & (held >= 0)).any()):
+            raise UnsupportedGeneration(
+                "input_ids do not begin with the tokens that past_key_values holds; allowed: the "
+                "whole conversation, in the same order"
             )
     sources = (given.get("generation_config"), model.generation_config)
     for name, (allowed, line) in _REFUSED.items():

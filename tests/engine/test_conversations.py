@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.prompts import facts
 from support.prompts import methods as variants
-from support.tiny import prompt_ids, tiny_model
+from support.tiny import on_kvbench, prompt_ids, tiny_model
 
 from kvbench.engine import generate as engine
 from kvbench.engine.generate import Prompt, Question, run_batch, run_conversations
@@ -33,19 +33,18 @@ def prompt_of(methods: dict[str, Any], new: int = 10) -> Prompt:
     return Prompt(prompt_ids(120), (), budgets, Stopping(new), "x", conversations=questions)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_questions_are_answered_as_in_separate_runs(name: str) -> None:
-    model = tiny_model("llama")
-    model.set_attn_implementation("kvbench")
-    prompt = prompt_of({name: METHODS[name]})
-    together = run_conversations(model, [prompt], seed=3)[0][name]
-    assert len(together) == 3
-    for question, answer in zip(QUESTIONS, together, strict=True):
+def test_questions_are_answered_as_in_separate_runs() -> None:
+    model = on_kvbench(tiny_model("llama"))
+    prompt = prompt_of(METHODS)
+    together = run_conversations(model, [prompt], seed=3)[0]
+    for i, question in enumerate(QUESTIONS):
         alone = replace(prompt, question_ids=question, conversations=())
         (separate,) = run_batch(model, [alone], seed=3, compress_after="context")
-        assert answer.failure is None
-        assert facts({name: answer}) == facts(separate)
-    assert len({tuple(answer.tokens) for answer in together}) > 1
+        for name, answers in together.items():
+            assert answers[i].failure is None, name
+            assert facts({name: answers[i]}) == facts({name: separate[name]})
+    for name, answers in together.items():
+        assert len({tuple(answer.tokens) for answer in answers}) > 1, name
 
 
 @pytest.mark.parametrize("new", [10, 200])
@@ -53,8 +52,7 @@ def test_where_answers_are_longer_than_the_prompt_each_has_a_copy(
     monkeypatch: pytest.MonkeyPatch, new: int
 ) -> None:
     """And then as many at once as the memory has room for; the answers are the same."""
-    model = tiny_model("llama")
-    model.set_attn_implementation("kvbench")
+    model = on_kvbench(tiny_model("llama"))
     prompt = prompt_of({name: METHODS[name] for name in ("exact", "snapkv")}, new)
     rows: list[int] = []
     real = engine.decode_rows

@@ -27,12 +27,6 @@ INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
 
 
-def copied(folder: Path) -> Path:
-    """The shipped model, for harm to be done to it."""
-    shutil.copytree(PACKAGE / "assets" / "recall_mini", folder)
-    return folder
-
-
 def loaded(folder: Path) -> PromptEncoder:
     """Everything a job reads of a model's folder, and a long text through its tokenizer."""
     spec = ModelSpec(name="m", path=str(folder))
@@ -128,7 +122,6 @@ FOLDERS: dict[str, tuple[Harm, str]] = {
         "safetensors",
     ),
     "a pickle called safetensors": (hidden(WEIGHTS), CANNOT),
-    "no weights": (weights(lambda content: b""), CANNOT),
     "a header of exabytes": (weights(lambda _: (2**60).to_bytes(8, "little") + b"{}"), CANNOT),
     "an offset beyond the file": (weights(entry(data_offsets=[0, 2**50])), CANNOT),
     "another shape": (
@@ -148,10 +141,6 @@ FOLDERS: dict[str, tuple[Harm, str]] = {
     "a template that says it twice": (
         template("{% for m in messages %}{{ m['content'] }} {{ m['content'] }}{% endfor %}"),
         "prints a message 2 times; allowed: once, as it is",
-    ),
-    "a template that changes it": (
-        template("{{ messages[0]['content'] | lower }}"),
-        "prints a message 0 times, or changes it",
     ),
     "an end token that is a number": (file("tokenizer_config.json", {"eos_token": 5}), ""),
     "a vocabulary that is none": (file("tokenizer.json", []), ""),
@@ -187,7 +176,7 @@ def test_a_folder_that_does_harm_or_is_broken_is_one_line(
 
 def test_folders_that_are_odd_and_well(tmp_path: Path) -> None:
     """Weights in several files, and a template that adds its marks alone."""
-    folder = copied(tmp_path / "model")
+    folder = shutil.copytree(PACKAGE / "assets" / "recall_mini", tmp_path / "model")
     found = load_file(folder / WEIGHTS)
     (folder / WEIGHTS).unlink()
     parts = {f"model-{n}-of-2.safetensors": sorted(found)[n - 1 :: 2] for n in (1, 2)}
@@ -200,12 +189,12 @@ def test_folders_that_are_odd_and_well(tmp_path: Path) -> None:
     assert around == ["<u>", "</u>"]
 
 
-def test_a_text_of_hundreds_of_megabytes_is_not_tokenised() -> None:
+def test_a_text_of_twenty_megabytes_is_not_tokenised() -> None:
     class Never:
         def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
             raise AssertionError("tokenised")
 
         decode = encode
 
-    with pytest.raises(TaskError, match=r"a prompt of 204000000 characters, 'words .* most"):
-        PromptEncoder(Never()).encode_text("words " * 34_000_000)
+    with pytest.raises(TaskError, match=r"a prompt of 20400000 characters, 'words .* most"):
+        PromptEncoder(Never()).encode_text("words " * 3_400_000)
