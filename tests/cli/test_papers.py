@@ -81,13 +81,6 @@ def test_what_stands_beside_a_published_table_says_how_it_differs(name: str, cap
     assert yaml.safe_load(out)["paper_table"]  # still YAML, comments and all
 
 
-def test_wrong_differences_are_one_line(capsys: Any) -> None:
-    words = ["experiment=balancekv_table6", "paper_table.differences=none"]
-    status, _, err = main(capsys, "show", *words)
-    assert (status, err.count("\n")) == (2, 1)
-    assert "paper_table.differences is 'none'; allowed: " in err
-
-
 def test_every_command_composes_as_on_the_shipped_model() -> None:
     for name in COMPOSED:
         lines = list(command_lines(name, ["model=recall_mini", "limit=2", "device=cpu"]))
