@@ -149,18 +149,9 @@ def test_local_holds_what_h2o_holds_to_the_last_token() -> None:
     budget = Budget(total_rate=0.2, sink=8, window=8)
     ids = prompt_ids(100)
     labels = ("local", "h2o")
-    answers = run_forks(
-        model,
-        ids,
-        [],
-        {
-            **{label: (methods[label], budget) for label in labels},
-            "grows": (build_method("local"), budget),
-        },
-        Stopping(12),
-        seed=0,
-        example_id="x",
-    )
+    forks = {label: (methods[label], budget) for label in labels}
+    forks["grows"] = (build_method("local"), budget)
+    answers = run_forks(model, ids, [], forks, Stopping(12), seed=0, example_id="x")
     for label in labels:
         assert answers[label].failure is None
         assert answers[label].entries == {"mean": 20, "max": 20}
