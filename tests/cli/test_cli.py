@@ -140,25 +140,6 @@ def test_failed_examples_are_status_1_and_a_log_stays_readable(
     assert [json.loads(line)["status"] for file in lines for line in file] == ["timeout"] * 4
 
 
-def test_a_manifest_says_what_was_typed_and_a_sweep_ends_with_all_of_it(
-    capsys: Any, tmp_path: Path
-) -> None:
-    words = [*SHORT[:-2], "task.num_examples=2", "task.max_new_tokens=1", "limit=1"]
-    status, out, err = main(
-        capsys, *words, "-m", "task=longeval_lines", "seed=0,1", f"results_dir={tmp_path}"
-    )
-    assert status == 0, err
-    assert "2 jobs, all well; 4 records, 4 of them new" in out
-    assert out.count("page: ") == 1
-    for file in tmp_path.rglob("manifest.json"):
-        manifest = json.loads(file.read_text())
-        assert manifest["command"].endswith(
-            f"-m task=longeval_lines seed=0,1 results_dir={tmp_path}"
-        )
-        assert manifest["config"]["task"]["max_new_tokens"] == 1
-    assert not list(tmp_path.rglob("multirun.yaml"))
-
-
 # Secrets
 
 

@@ -52,9 +52,8 @@ def test_subgens_table_1_keeps_the_papers_entries(reduction: int) -> None:
 
 def test_subgens_table_2_is_half_recent_and_half_centres() -> None:
     config = composed("experiment=subgen_table2")
-    methods, budget = methods_of(config), instantiate(config.budget)
     layer = make_layer(2600, batch=1, kv_heads=2, dim=4, seed=2)
-    kept = run(methods["subgen"], layer, budget).positions[0]
+    kept = run(methods_of(config)["subgen"], layer, instantiate(config.budget)).positions[0]
     for head in kept.tolist():
         assert len(set(head)) == 2048
         assert sorted(head)[1024:] == list(range(2600 - 1024, 2600))

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -62,6 +61,8 @@ def test_shards_and_workers_make_the_same_records(capsys: Any, tmp_path: Path) -
         status, out, err = main(capsys, *TINY, f"results_dir={folder}", *words)
         assert status == 0, err
         assert "2 jobs, all well; 5 records, 5 of them new" in out
+        assert out.count("page: ") == 1
+        assert not list(folder.rglob("multirun.yaml"))
         assert records(folder) == records(once)
         manifest = json.loads(next(folder.rglob("manifest.json")).read_text())
         typed = f"results_dir={folder} {' '.join(words)}"
@@ -120,11 +121,8 @@ def test_verbose_logs_show_no_secrets(
     assert "experiment_name=***" in err, "Hydra says what a job is asked for"
     assert "DEBUG: " in err
     assert "planted-1234" not in err
-    logged = logging.LogRecord("x", logging.INFO, "", 1, "%s", ("planted-1234",), None)
-    try:
-        raise ValueError("password=planted-1234")
-    except ValueError:
-        logged.exc_info = sys.exc_info()
+    error = ValueError("password=planted-1234")
+    logged = logging.LogRecord("x", 20, "", 1, "%s", ("planted-1234",), (ValueError, error, None))
     line = LogLine("%(message)s").format(logged)
     assert "ValueError: password=***" in line
     assert "planted-1234" not in line

@@ -127,32 +127,6 @@ def test_whatever_a_method_does_is_its_own_record(tmp_path: Path, kind: str) -> 
         assert record["dataset"] == "echo", "failed or not"
 
 
-def test_an_exception_in_one_method_of_a_probe_leaves_the_others(tmp_path: Path) -> None:
-    class Probe:
-        """Yields in turn, as the probes do, and knows nothing of failures."""
-
-        def meta(self) -> dict[str, Any]:
-            return {"version": 1, "subject": "nothing"}
-
-        def units(self, session: Any, methods: Methods) -> list[Unit]:
-            return [Unit(f"u{i}", (f"u{i}a", f"u{i}b"), i) for i in range(3)]
-
-        def run(self, unit: Unit, methods: Methods, session: Any) -> Iterator[Outcome]:
-            for label in methods:
-                for record_id in unit.record_ids:
-                    if label == "bad" and record_id in ("u1a", "u1b"):
-                        raise ZeroDivisionError("nothing to divide by")
-                    yield Outcome(label, record_id, {"score": 1.0})
-
-    methods = dict.fromkeys(("a", "bad", "z"), build_method("exact"))
-    records = records_of(run_job(make_job(tmp_path, methods, plan=Probe())))
-    assert [r["status"] for r in records["bad"]] == ["ok", "ok", "error", "error", "ok", "ok"]
-    assert records["bad"][2]["error"] == "ZeroDivisionError: nothing to divide by"
-    for label in ("a", "z"):
-        found = [(r["status"], r["example_id"]) for r in records[label]]
-        assert found == [("ok", f"u{i}{part}") for i in range(3) for part in "ab"]
-
-
 # Memory.
 
 
