@@ -13,7 +13,7 @@ import yaml
 from support.command import FAST
 from support.paths import ROOT
 from support.report_runs import LONGBENCH_META, write_run
-from support.wandb_files import history, isolated, offline_run, start_of, updates
+from support.wandb_files import history, isolated, offline_run
 
 from kvbench.cli.jobs import JobOutcome
 from kvbench.cli.main import main
@@ -117,14 +117,9 @@ def test_a_trial_of_the_sweep_file_returns_its_score(
     runs = load_runs(tmp_path / "sweep")
     assert {run.manifest["method"] for run in runs} == {"exact", "snapkv"}
     assert {run.manifest["config"]["budget"]["rate"] for run in runs} == {0.5}
-    _, messages = offline_run(tmp_path, "t1")
-    assert start_of(messages).sweep_id == "s1"
     (snapkv,) = [run.records for run in runs if run.manifest["method"] == "snapkv"]
-    (logged,) = history(messages)
+    (logged,) = history(offline_run(tmp_path, "t1")[1])
     assert logged[sweep["metric"]["name"]] == snapkv["score"].mean()
-    assert logged["ratio"] == pytest.approx(snapkv["ratio"].mean())
-    assert {"exact/score", "snapkv/score", "snapkv/ratio"} <= set(logged)
-    assert updates(messages, "config")["budget.rate"] == 0.5
 
 
 def test_hydras_sweepers_get_a_jobs_score(tmp_path: Path, capsys: Any) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import shlex
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from hydra.utils import instantiate
-from scipy.stats import chisquare
 from support.command import composed
 from support.method_layers import make_layer, run
 from support.tiny import prompt_ids, tiny_model
@@ -55,25 +52,11 @@ def test_subgens_table_1_keeps_the_papers_entries(reduction: int) -> None:
 
 def test_subgens_table_2_is_half_recent_and_half_centres() -> None:
     config = composed("experiment=subgen_table2")
-    methods, budget = methods_of(config), instantiate(config.budget)
     layer = make_layer(2600, batch=1, kv_heads=2, dim=4, seed=2)
-    kept = run(methods["subgen"], layer, budget).positions[0]
+    kept = run(methods_of(config)["subgen"], layer, instantiate(config.budget)).positions[0]
     for head in kept.tolist():
         assert len(set(head)) == 2048
         assert sorted(head)[1024:] == list(range(2600 - 1024, 2600))
-
-
-def halved(signs: list[int]) -> tuple[list[int], dict[int, int]]:
-    """Step 4 of the method, sign by sign: which of an even number of entries go, and what the others
-    weigh. The last place at which a class reaches half counts."""
-    half, seen, end = len(signs) // 2, Counter[int](), 0
-    for place, sign in enumerate(signs):
-        seen[sign] += 1
-        if seen[sign] == half:
-            end = place
-    dropped = [p for p in range(end + 1) if signs[p] == signs[end]]
-    weights = {p: 2 if p <= end else 1 for p in range(len(signs)) if p not in dropped}
-    return dropped, weights
 
 
 def chosen_by(method: Any, budget: Budget, layer: LayerKV) -> list[tuple[tuple[int, int], ...]]:
@@ -88,24 +71,6 @@ def chosen_by(method: Any, budget: Budget, layer: LayerKV) -> list[tuple[tuple[i
         inside = range(budget.sink, layer.n - budget.window)
         found.append(tuple((p - budget.sink, w) for p, w in entries if p in inside))
     return found
-
-
-def test_uniform_in_the_subset_has_the_odds_of_coin_flips() -> None:
-    """4,000 heads against every sequence of signs: the first six of a middle of ten are halved (rate
-    0.7), the first sign of a block being +1."""
-    layer = make_layer(14, batch=1, kv_heads=4000, group=1, dim=2, seed=3)
-    budget = Budget(rate=0.7, sink=2, window=2)
-    odds: Counter[tuple[tuple[int, int], ...]] = Counter()
-    for flips in itertools.product((1, -1), repeat=5):
-        _, weights = halved([1, *flips])
-        whole = {**weights, **dict.fromkeys(range(6, 10), 1)}
-        odds[tuple(sorted(whole.items()))] += 1
-    found = Counter(chosen_by(build_method("uniform", scope="subset"), budget, layer))
-    assert set(found) <= set(odds)
-    expected = [4000 * odds[one] / 32 for one in odds]
-    assert chisquare([found[one] for one in odds], expected).pvalue > 1e-3
-    everywhere = Counter(chosen_by(build_method("uniform"), budget, layer))
-    assert not set(everywhere) <= set(odds)  # drops any, and all weigh 10/7
 
 
 @pytest.mark.parametrize("rate", [0.95, 0.9, 0.8, 0.5, 0.3, 0.25])
@@ -183,18 +148,9 @@ def test_local_holds_what_h2o_holds_to_the_last_token() -> None:
     budget = Budget(total_rate=0.2, sink=8, window=8)
     ids = prompt_ids(100)
     labels = ("local", "h2o")
-    answers = run_forks(
-        model,
-        ids,
-        [],
-        {
-            **{label: (methods[label], budget) for label in labels},
-            "grows": (build_method("local"), budget),
-        },
-        Stopping(12),
-        seed=0,
-        example_id="x",
-    )
+    forks = {label: (methods[label], budget) for label in labels}
+    forks["grows"] = (build_method("local"), budget)
+    answers = run_forks(model, ids, [], forks, Stopping(12), seed=0, example_id="x")
     for label in labels:
         assert answers[label].failure is None
         assert answers[label].entries == {"mean": 20, "max": 20}

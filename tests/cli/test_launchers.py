@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -54,31 +53,23 @@ def test_the_exit_status_and_the_names_of_a_sweeps_jobs() -> None:
     assert names([["limit=2"], ["limit=2"]]) == ["job 1", "job 2"]
 
 
-def test_shards_split_every_job(capsys: Any, tmp_path: Path) -> None:
-    once, twice = tmp_path / "once", tmp_path / "twice"
+def test_shards_and_workers_make_the_same_records(capsys: Any, tmp_path: Path) -> None:
+    once, shards, workers = (tmp_path / name for name in ("once", "shards", "workers"))
     assert main(capsys, *TINY, f"results_dir={once}")[0] == 0
-    status, out, err = main(capsys, *TINY, f"results_dir={twice}", "shards=2")
-    assert status == 0, err
-    assert "2 jobs, all well" in out
-    assert records(twice) == records(once)
-    manifest = json.loads(next(twice.rglob("manifest.json")).read_text())
-    assert manifest["command"].endswith(f"results_dir={twice} shards=2"), "what the user typed"
-
-
-def test_workers_run_the_jobs(capsys: Any, tmp_path: Path) -> None:
-    alone, split = tmp_path / "alone", tmp_path / "split"
-    assert main(capsys, *TINY, f"results_dir={alone}")[0] == 0
-    status, out, err = main(
-        capsys, *TINY, "launcher=gpus", "device=cpu", "launcher.workers=2", f"results_dir={split}"
-    )
-    assert status == 0, err
-    assert "2 jobs, all well; 5 records, 5 of them new" in out
+    more = {shards: ["shards=2"], workers: ["launcher=gpus", "launcher.workers=2"]}
+    for folder, words in more.items():
+        status, out, err = main(capsys, *TINY, f"results_dir={folder}", *words)
+        assert status == 0, err
+        assert "2 jobs, all well; 5 records, 5 of them new" in out
+        assert out.count("page: ") == 1
+        assert not list(folder.rglob("multirun.yaml"))
+        assert records(folder) == records(once)
+        manifest = json.loads(next(folder.rglob("manifest.json")).read_text())
+        typed = f"results_dir={folder} {' '.join(words)}"
+        assert manifest["command"].endswith(typed), "what the user typed"
     assert err.count(" done: shard=") == 2
-    assert records(split) == records(alone)
-    manifest = json.loads(next(split.rglob("manifest.json")).read_text())
-    assert "launcher=gpus" in manifest["command"], "what the user typed"
-    (folder,) = (split / "default" / ".workers").iterdir()
-    assert folder.stat().st_mode & 0o077 == 0
+    (logs,) = (workers / "default" / ".workers").iterdir()
+    assert logs.stat().st_mode & 0o077 == 0
 
 
 def test_without_slurm_launcher_slurm_says_so(
@@ -130,11 +121,8 @@ def test_verbose_logs_show_no_secrets(
     assert "experiment_name=***" in err, "Hydra says what a job is asked for"
     assert "DEBUG: " in err
     assert "planted-1234" not in err
-    logged = logging.LogRecord("x", logging.INFO, "", 1, "%s", ("planted-1234",), None)
-    try:
-        raise ValueError("password=planted-1234")
-    except ValueError:
-        logged.exc_info = sys.exc_info()
+    error = ValueError("password=planted-1234")
+    logged = logging.LogRecord("x", 20, "", 1, "%s", ("planted-1234",), (ValueError, error, None))
     line = LogLine("%(message)s").format(logged)
     assert "ValueError: password=***" in line
     assert "planted-1234" not in line

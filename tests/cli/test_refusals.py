@@ -12,9 +12,7 @@ ALONE = r"""
 method=snapkvv -> unknown method 'snapkvv' (did you mean 'snapkv'?); allowed:
 task=needel -> unknown task 'needel' (did you mean 'needle'?)
 experiment=demoo -> unknown experiment 'demoo' (did you mean 'demo'?)
-launcher=slurms -> unknown launcher 'slurms' (did you mean 'slurm'?)
 methd=exact -> unknown key 'methd' (did you mean 'method'?)
-rate=0.5 -> unknown key 'rate' (did you mean 'budget.rate'?)
 budget.rte=0.5 -> unknown key of budget 'rte' (did you mean 'rate'?)
 methods.snapkv.kernl=3 -> unknown key of methods.snapkv 'kernl' (did you mean 'kernel_size'
 seed.x=3 -> unknown key of seed 'x'
@@ -24,9 +22,7 @@ lists -> cannot read 'lists' (did you mean 'list'?)
 --foo -> unrecognized arguments: --foo
 --multrun -> (did you mean '--multirun'?)
 method=[] -> methods is None; allowed: method=[...]
-budget=3 -> budget is 3
 limit=0 -> limit is 0; allowed: an integer >= 1, or null
-seed=x -> seed is 'x'; allowed: an integer
 device=tpu -> device is 'tpu'; allowed: auto | cpu | mps | cuda | cuda:N
 dtype=float8 -> dtype is 'float8'; allowed: auto | float32 | bfloat16 | float16
 compress_after=never -> compress_after is 'never'; allowed: prompt | context
@@ -38,9 +34,9 @@ budget.rate=0.5,0.25 -> add --multirun
 +zzz=1 -> unknown key 'zzz'
 +model.api_key=123 -> model.api_key is given a value, which the results would keep
 list taks -> cannot list ['taks'] (did you mean 'tasks'?)
-list method snapkv -> allowed: one of methods, models
 show method=nope -> unknown method 'nope'
 show -m -> cannot read '-m'
+show experiment=balancekv_table6 paper_table.differences=none -> differences is 'none'; allowed:
 released run=x -> released takes run=
 reproduce nosuch -> unknown experiment 'nosuch'
 --config-dir=/nosuch -> --config-dir is '/nosuch'; allowed: a folder
@@ -49,7 +45,6 @@ reproduce nosuch -> unknown experiment 'nosuch'
 """Command lines that are refused before torch is imported, each with a part of what is said of it."""
 MADE = r"""
 budget.rate=0 -> budget.rate is 0; allowed: a number in (0, 1]
-budget.rate=nan -> budget.rate is nan
 budget.sink=-1 -> budget.sink is -1; allowed: an integer >= 0
 -m budget.rate=0.5,2 -> budget.rate is 2; allowed
 -m method=snapkv,nope -> unknown method 'nope'
@@ -61,7 +56,6 @@ methods.snapkv.pooling=mean -> methods.snapkv.pooling is 'mean'; allowed: avgpoo
 +methods.snapkv.zzz=1 -> unknown key 'zzz' of methods.snapkv; allowed:
 methods.h2o=3 -> methods.h2o is 3; allowed: a mapping with a _target_: Method
 methods.snapkv._target_=kvbench.kv.Budget -> _target_ is 'kvbench.kv.Budget'; allowed: a Method
-task._target_=3 -> allowed: a mapping with a _target_: Task or Plan
 model._target_=builtins.dict -> model._target_ is 'builtins.dict'; allowed: a ModelSpec
 task=needle task.lengths=[] -> lengths
 task.files=[/nowhere/x.jsonl] -> /nowhere/x.jsonl

@@ -24,17 +24,8 @@ from kvbench.records.schema import COMMON_FIELDS
 from kvbench.report.__main__ import main
 
 UNSAFE = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "jsonpickle"}
-CALLS = {
-    "eval",
-    "exec",
-    "compile",
-    "__import__",
-    "torch.load",
-    "np.load",
-    "numpy.load",
-    "os.system",
-}
-CALLS |= {"yaml.unsafe_load", "yaml.full_load"}
+CALLS = {"eval", "exec", "compile", "__import__", "torch.load", "np.load", "numpy.load"}
+CALLS |= {"os.system", "yaml.unsafe_load", "yaml.full_load"}
 SAFE_WORDS = {"allow_pickle": "False", "shell": "False", "weights_only": "True"}
 
 
@@ -53,9 +44,8 @@ def test_the_package_unpickles_and_evaluates_nothing() -> None:
                     said = ast.unparse(word.value)
                     assert said == SAFE_WORDS.get(word.arg or "", said), (file, node.lineno)
                     if word.arg == "trust_remote_code":
-                        assert "ModelSpec" in ast.unparse(node.func) or said.startswith("spec."), (
-                            file
-                        )
+                        called = ast.unparse(node.func)
+                        assert "ModelSpec" in called or said.startswith("spec."), file
     for path in (PACKAGE / "conf").rglob("*.yaml"):
         assert "trust_remote_code: true" not in path.read_text(), path
     assert not ModelSpec(name="a", path="b").trust_remote_code
@@ -74,34 +64,33 @@ class EvilTokenizer(PreTrainedTokenizerFast):
 """
 
 
-@pytest.mark.parametrize("code", [False, True])
-def test_pickles_and_code_of_a_model_folder_are_refused_in_one_line(
-    tmp_path: Path, code: bool
-) -> None:
+CLASSES = {
+    "config.json": {
+        "auto_map": {"AutoConfig": "evil.EvilConfig", "AutoModelForCausalLM": "evil.Evil"},
+        "model_type": "evil",
+    },
+    "tokenizer_config.json": {
+        "auto_map": {"AutoTokenizer": ["evil.EvilTokenizer", None]},
+        "tokenizer_class": "EvilTokenizer",
+    },
+}
+
+
+def test_code_and_pickles_of_a_model_folder_are_refused_in_one_line(tmp_path: Path) -> None:
     mark = tmp_path / "owned"
     folder = model_folder(tmp_path / "model", mark)
-    if code:
+    words = [*SMALL, "logger=none", "device=cpu", "model=hf", f"model.path={folder}"]
+    for needed in ("safetensors", "trust_remote_code"):
+        found = ended(words, folder=tmp_path)
+        assert found.problem() is None, found
+        assert found.status == 2
+        assert needed in found.err
+        assert not mark.exists()
+        assert not (tmp_path / "runs").exists(), "nothing was begun"
         (folder / "evil.py").write_text(CODE.format(mark=str(mark)))
-        changes: dict[str, dict[str, Any]] = {
-            "config.json": {
-                "auto_map": {"AutoConfig": "evil.EvilConfig", "AutoModelForCausalLM": "evil.Evil"},
-                "model_type": "evil",
-            },
-            "tokenizer_config.json": {
-                "auto_map": {"AutoTokenizer": ["evil.EvilTokenizer", None]},
-                "tokenizer_class": "EvilTokenizer",
-            },
-        }
-        for name, fields in changes.items():
+        for name, fields in CLASSES.items():
             path = folder / name
             path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-    words = [*SMALL, "logger=none", "device=cpu", "model=hf", f"model.path={folder}"]
-    found = ended(words, folder=tmp_path)
-    assert found.problem() is None, found
-    assert found.status == 2
-    assert ("trust_remote_code" if code else "safetensors") in found.err
-    assert not mark.exists()
-    assert not (tmp_path / "runs").exists(), "nothing was begun"
     torch.load(folder / "pytorch_model.bin", weights_only=False)  # the trap works
     assert mark.exists()
 
@@ -207,17 +196,8 @@ def test_a_value_of_a_wrong_type_is_named_in_one_line(tmp_path: Path) -> None:
 ATTACK = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 QUOTES = "\"><svg onload=document.title='owned'>'`${document.title='owned'}{{7*7}}"
 UP = "../../../escape"
-NAMES = [
-    ATTACK,
-    QUOTES,
-    UP,
-    "/tmp/escape",
-    "\x1b]0;owned\x07",
-    "\u202egnp.exe",
-    "a\rb\nc",
-    "$\\frac{",
-]
-NAMES += ["=1+1", "+cmd|' /C calc'!A0", "@SUM(A1)", "é" * 300, "x" * 100_000]
+NAMES = [ATTACK, QUOTES, UP, "/tmp/escape", "\x1b]0;owned\x07", "\u202egnp.exe", "a\rb\nc"]
+NAMES += ["$\\frac{", "=1+1", "+cmd|' /C calc'!A0", "@SUM(A1)", "é" * 300, "x" * 100_000]
 
 
 def test_names_and_texts_of_other_peoples_results_mean_nothing(tmp_path: Path) -> None:

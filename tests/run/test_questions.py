@@ -152,14 +152,11 @@ def test_turns_with_the_methods_own_answers_are_one_conversation(tmp_path: Path)
     assert len({row["cache_bytes_end"] for row in rows["h2o"][:3]}) == 1
 
 
-@pytest.mark.parametrize("compress_after", ["prompt", "context"])
-def test_golden_turns_are_a_question_that_begins_with_them(
-    tmp_path: Path, compress_after: str
-) -> None:
-    golden = run_job(job(tmp_path / "1", Quiz(history="golden"), compress_after=compress_after))
+def test_golden_turns_are_a_question_that_begins_with_them(tmp_path: Path) -> None:
+    golden = run_job(job(tmp_path / "1", Quiz(history="golden")))
     before = ["", f"{ASKED[0]}A0\n\n", f"{ASKED[0]}A0\n\n{ASKED[1]}A1\n\n"]
     written = tuple(a + b for a, b in zip(before, ASKED, strict=True))
-    plain = run_job(job(tmp_path / "2", Quiz(questions=written), compress_after=compress_after))
+    plain = run_job(job(tmp_path / "2", Quiz(questions=written)))
     told = ("prediction", "prompt_tokens", "entries", "cache_bytes_end", "ratio")
     one, other = ([[row[k] for k in told] for row in records_of(r)["h2o"]] for r in (golden, plain))
     assert one == other

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -14,7 +13,7 @@ from support.command import FAST
 from support.fork_server import Child, ForkServer
 from support.stores import rows_below
 
-from kvbench.run.termination import WAIT_NOTICE, Terminated, Termination
+from kvbench.run.termination import WAIT_NOTICE
 
 EXAMPLES = 40
 JOB = [*FAST, f"task.num_examples={EXAMPLES}", "task.max_new_tokens=6"]
@@ -129,28 +128,3 @@ def test_a_kernel_that_never_returns_is_recorded_and_the_next_start_goes_on_afte
         for rows in rows_below(tmp_path).values():
             assert [row["status"] for row in rows] == wanted
         assert server.kvbench(tmp_path, *words).wait() == 1, "an example has failed"
-
-
-def test_termination_waits_for_the_example_once() -> None:
-    order: list[str] = []
-    before = signal.getsignal(signal.SIGTERM)
-
-    def work(times: int, *, inside: bool) -> None:
-        with Termination() as outer, Termination() as termination:
-            assert termination is outer
-            if not inside:
-                os.kill(os.getpid(), signal.SIGTERM)
-                time.sleep(5)
-            with termination.example():
-                for _ in range(times):
-                    os.kill(os.getpid(), signal.SIGTERM)
-                    time.sleep(0.01)
-                order.append("finished")
-            order.append("never")
-
-    for times, inside, wanted in ((1, True, ["finished"]), (2, True, []), (1, False, [])):
-        order.clear()
-        with pytest.raises(Terminated) as stop:
-            work(times, inside=inside)
-        assert (stop.value.code, order) == (143, wanted)
-    assert signal.getsignal(signal.SIGTERM) is before

@@ -58,17 +58,12 @@ def stop_for_good(processes: Iterable[int]) -> bool:
     return not alive
 
 
-def array(process: subprocess.Popen[str], jobs: str = "4 jobs") -> str:
+def array(process: subprocess.Popen[str]) -> str:
     """The number of the job array that the command submitted."""
-    head = said(process)
-    assert f"{jobs} in Slurm: " in head, head
-    return head.partition("in Slurm: ")[2].partition(";")[0]
-
-
-def said(process: subprocess.Popen[str]) -> str:
-    """The next line on stderr."""
     assert process.stderr is not None
-    return process.stderr.readline()
+    head = process.stderr.readline()
+    assert "4 jobs in Slurm: " in head, head
+    return head.partition("in Slurm: ")[2].partition(";")[0]
 
 
 def at_work(results: Path, task: str, part: str, before: int = 0) -> Callable[[], int | None]:

@@ -28,13 +28,10 @@ from kvbench.cli.catalogue import KINDS, catalogue
 from support.command import composed
 
 BASE = ["logger=none", "model=tiny_random", "device=cpu", "limit=1", "dry_run=true"]
-_LINES = ["task.prompts.num_lines=[20]", "task.num_prompts=1", "task.layers=[1]"]
 TASKS = {
     "longeval_lines": ["task.num_lines=[5]", "task.max_new_tokens=4"],
     "needle": ["task.lengths=[256]", "task.max_new_tokens=4"],
-    "key_value": ["task.num_pairs=[5]", "task.max_new_tokens=4"],
     "throughput": ["task.prompt_tokens=[80]", "task.new_tokens=2", "task.runs=1"],
-    "layer_error": ["task.exact=8", "task.seeds=1", *_LINES],
     "layer_error_synthetic": ["task.exact=8", "task.synthetic.n=64", "task.seeds=1"],
     "error_scaling": ["task.n=128", "task.kept=[16,32]", "task.draws=1"],
     "jsonl": ["task.files=[/nosuch.jsonl]"],
@@ -80,22 +77,17 @@ class Ended:
         lines = [line for line in self.err.splitlines() if line.strip() and " left; " not in line]
         lines = [line for line in lines if not line.startswith(logged)]
         told = [line for line in lines if line.startswith(("kvbench: ", "kvbench-report: "))]
-        if "Traceback" in text or "Error executing job" in text or "HYDRA_FULL_ERROR" in text:
-            return "a traceback"
-        if self.status not in (0, 1, 2):
-            return f"status {self.status!r}"
         others = 0 if self.verbose else len(lines) - len(told)
-        if others or (len(told) > 1 and not self.sweep):
-            return "not one line"
-        if self.status == 2 and not told:
-            return "refused without a line"
-        if self.status == 1 and not told:
-            return "a failure without a line"
-        if self.status == 0 and told:
-            return "a complaint and status 0"
-        if any(len(line) > 2000 for line in told):
-            return "a line that nobody reads"
-        return None
+        bugs = ("Traceback", "Error executing job", "HYDRA_FULL_ERROR")
+        wrong = {
+            "a traceback": any(word in text for word in bugs),
+            f"status {self.status!r}": self.status not in (0, 1, 2),
+            "not one line": others or (len(told) > 1 and not self.sweep),
+            "a failure without a line": self.status != 0 and not told,
+            "a complaint and status 0": self.status == 0 and told,
+            "a line that nobody reads": any(len(line) > 2000 for line in told),
+        }
+        return next((why for why, is_so in wrong.items() if is_so), None)
 
 
 def ended(
@@ -135,33 +127,28 @@ def ended(
 
 
 @lru_cache
-def keys_of(*choices: str) -> Mapping[str, Any]:
-    """Every key of the config that these choices compose to, inner ones included, and its value."""
+def keys_of(*choices: str) -> list[str]:
+    """Every key of the config that these choices compose to, inner ones included."""
     config: Any = OmegaConf.to_container(composed(*choices), resolve=False)
-    found = dict(_flattened(config))
-    return {key: value for key, value in found.items() if re.fullmatch(r"(?!dry_run)[\w.]+", key)}
+    return [key for key in _flattened(config) if re.fullmatch(r"(?!dry_run)[\w.]+", key)]
 
 
-def _flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for key, value in values.items():
-        yield f"{prefix}{key}", value
+        yield f"{prefix}{key}"
         if isinstance(value, Mapping):
             yield from _flattened(value, f"{prefix}{key}.")
 
 
-TOP = [
-    *("experiment", "launcher", "logger", "method", "model", "task", "shard", "shards", "budget@x"),
-    *("hydra.verbose", "hydra.mode", "hydra.job.chdir", "hydra.sweeper.params", "hydra.launcher"),
-    *("hydra.nosuch", "hydra", "hydra.searchpath", "+zzz", "+model.zzz", "+methods.snapkv.zzz"),
-    *("task._args_", "+task._partial_", "+methods.x", "+methods.x._target_", "~seed", "~methods"),
-    *(
-        "+model.config.rope_scaling",
-        "~model",
-        "~task.seed",
-        "++task.data",
-        "++methods.exact.quantize",
-    ),
-]
+TOP = re.findall(
+    r"\S+",
+    """
+    experiment launcher logger method model task shard shards budget@x hydra.verbose hydra.mode
+    hydra.job.chdir hydra.sweeper.params hydra.nosuch hydra hydra.searchpath +zzz
+    +model.zzz +methods.snapkv.zzz task._args_ +task._partial_ +methods.x +methods.x._target_ ~seed
+    ~methods +model.config.rope_scaling ~model ~task.seed ++task.data ++methods.exact.quantize
+    """,
+)
 """Keys that no YAML has, and changes of the config's form."""
 
 
@@ -170,42 +157,35 @@ def quoted(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-PLAIN = st.one_of(
-    *[st.sampled_from(VALUES)] * 4,
-    st.integers(-1000, 1000).map(str),
-    st.text(max_size=9).map(quoted),
+PLAIN = (
+    st.sampled_from(VALUES) | st.integers(-1000, 1000).map(str) | st.text(max_size=9).map(quoted)
 )
-VALUE = st.one_of(
-    *[PLAIN] * 4,
-    st.lists(PLAIN, min_size=1, max_size=2).map(lambda values: f"[{','.join(values)}]"),
-    st.builds("{{a:{}}}".format, PLAIN),
-)
-WORD = st.one_of(st.text(max_size=12), *[st.sampled_from(FLAGS)] * 3)
+LISTED = st.lists(PLAIN, min_size=1, max_size=2).map(lambda values: f"[{','.join(values)}]")
+VALUE = PLAIN | LISTED | st.builds("{{a:{}}}".format, PLAIN)
+WORD = st.sampled_from(FLAGS) | st.text(max_size=12)
 
 
 @st.composite
 def command_lines(draw: st.DrawFn) -> list[str]:
     """A dry run of a small job with a few arguments of any kind, a sweep, or another command."""
     task = draw(st.sampled_from([*TASKS]))
-    method = draw(
-        st.sampled_from([name for name in catalogue("methods") if name[:3] not in "kvpmin"])
-    )
-    job = [f"task={task}", f"method=[exact,{method}]" if method != "exact" else "method=exact"]
-    known = keys_of(*job, "model=tiny_random", "logger=wandb")
+    methods = [m for m in catalogue("methods") if not m.startswith(("exact", "kvp", "min"))]
+    job = [f"task={task}", f"method=[exact,{draw(st.sampled_from(methods))}]"]
+    known = keys_of(f"task={task}", job[1], "model=tiny_random", "logger=wandb")
     parts = [[k for k in known if k.startswith(part)] for part in ("task.", "methods.", "")]
     keys = st.one_of([st.sampled_from(part) for part in [*parts, TOP] if part])
     chosen = draw(st.lists(st.builds("{}={}".format, keys, VALUE), min_size=1, max_size=3))
-    chosen += draw(st.one_of(*[st.just([])] * 9, st.lists(WORD, min_size=1, max_size=1)))
-    kind = draw(st.sampled_from(["run", "run", "run", "list", "show", "sweep", "launcher"]))
+    if draw(st.integers(0, 9)) == 0:
+        chosen.append(draw(WORD))
+    kind = draw(st.sampled_from(["run", "run", "run", "list", "show", "sweep", "gpus", "slurm"]))
     if kind == "list":
         return ["list", *draw(st.lists(st.sampled_from(KINDS) | WORD, max_size=2))]
     if kind == "show":
         return ["show", *job, *chosen]
     if kind == "sweep":
-        chosen = [*chosen, "-m", f"{draw(keys)}={draw(PLAIN)},{draw(PLAIN)}"]
-    if kind == "launcher":
-        chosen += [draw(st.sampled_from(["launcher=slurm", "launcher=gpus launcher.workers=2"]))]
-        chosen = [*chosen[:-1], *chosen[-1].split()]
+        chosen += ["-m", f"{draw(keys)}={draw(PLAIN)},{draw(PLAIN)}"]
+    elif kind in ("gpus", "slurm"):
+        chosen += [f"launcher={kind}", *["launcher.workers=2"] * (kind == "gpus")]
     return with_base([*BASE, *job, *TASKS[task]], chosen)
 
 
