@@ -9,6 +9,9 @@ from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Le
 
+from kvbench.engine.fork import Cost
+from kvbench.engine.loading import Model
+from kvbench.engine.scoring import CompressedPrompt, masked_pass_cache
 from kvbench.errors.options import Distinct, check_options
 from kvbench.records.figures import Figure, as_json
 from kvbench.run.encoding import encode_example
@@ -43,6 +46,24 @@ def encoded_prompts(
     for example in task.examples(session.encoder)[:most]:
         encoded = encode_example(example, session.encoder)
         yield example.id, (*encoded.context_ids, *encoded.question_ids)
+
+
+def costs_of(model: Model, reading: CompressedPrompt, tokens: int) -> dict[str, Cost]:
+    """What every method of a reading costs by now; of one that masks a whole pass, what a cache would
+    cost at the end of `tokens`."""
+    n, exact = reading.start.n, reading.start.exact_bytes
+    found = {fork.label: fork.cost() for fork in reading.forks}
+    for label, (method, budget) in reading.whole.items():
+        entries, ratio = masked_pass_cache(model, (method, budget), tokens)
+        found[label] = Cost(
+            prompt_tokens=n,
+            capacity=budget.capacity(n) if method.saves_memory else n,
+            entries={"mean": entries, "max": entries},
+            cache_bytes=round(ratio * exact),
+            exact_bytes=exact,
+            compressed=True,
+        )
+    return found
 
 
 def origin(prompts: Task | None) -> dict[str, Any]:
