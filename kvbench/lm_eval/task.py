@@ -14,12 +14,12 @@ from annotated_types import Ge, Le
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 
-from kvbench.errors import UserError, first_line, nearest, one_line
+from kvbench.errors import UserError, first_line, nearest
 from kvbench.errors.options import Count, Distinct
 from kvbench.lm_eval.local import write_tasks
 from kvbench.lm_eval.scoring import Requests, answer_requests, held, quietly
-from kvbench.probes.base import Probe
-from kvbench.run.plan import Methods, Outcome, Unit, status_of
+from kvbench.probes.base import Probe, failed
+from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
 from kvbench.tasks.base import TaskError, Tokens
 from kvbench.tasks.data import file_digests
@@ -173,7 +173,7 @@ class HarnessTask(Probe):
             fields = {**shared, **held(mine)}
             failure = next((a.failure for a in mine if a.failure is not None), None)
             if failure is not None:
-                fields |= {"status": status_of(failure), "error": one_line(failure)}
+                fields |= failed(failure)
             else:
                 fields |= self._scored(task, requests, [(a.logprob, a.greedy) for a in mine])
                 fields["logprobs"] = [a.logprob for a in mine]

@@ -12,10 +12,12 @@ from annotated_types import Ge, Le
 from kvbench.engine.fork import Cost
 from kvbench.engine.loading import Model
 from kvbench.engine.scoring import CompressedPrompt, masked_pass_cache
+from kvbench.errors import one_line
 from kvbench.errors.options import Distinct, check_options
+from kvbench.kv import Budget
 from kvbench.records.figures import Figure, as_json
 from kvbench.run.encoding import encode_example
-from kvbench.run.plan import Methods, Outcome, Unit
+from kvbench.run.plan import Methods, Outcome, Unit, status_of
 from kvbench.run.session import Session
 from kvbench.tasks.base import Task, TaskError
 
@@ -46,6 +48,16 @@ def encoded_prompts(
     for example in task.examples(session.encoder)[:most]:
         encoded = encode_example(example, session.encoder)
         yield example.id, (*encoded.context_ids, *encoded.question_ids)
+
+
+def budget_at(budget: Budget, rate: float | None) -> Budget:
+    """The job's budget, at another share where one is given."""
+    return budget if rate is None else budget.with_share(rate)
+
+
+def failed(failure: Exception) -> dict[str, Any]:
+    """Record fields of what could not be measured."""
+    return {"status": status_of(failure), "error": one_line(failure)}
 
 
 def costs_of(model: Model, reading: CompressedPrompt, tokens: int) -> dict[str, Cost]:

@@ -29,7 +29,7 @@ from kvbench.engine.attention import capped
 from kvbench.engine.fork import layer_generator
 from kvbench.engine.guard import check_finite
 from kvbench.engine.prefill import capture_layers
-from kvbench.errors import nearest, one_line
+from kvbench.errors import nearest
 from kvbench.errors.options import Count, Distinct, Fraction, Positive, Whole, check_options
 from kvbench.kv import Budget, BudgetExceeded, KVError, LayerKV, keep_all
 from kvbench.methods.base import SEED_STRIDE, Method, allowed_entries
@@ -41,11 +41,12 @@ from kvbench.probes.base import (
     Tokens,
     check_either,
     encoded_prompts,
+    failed,
     origin,
 )
 from kvbench.probes.layer_error import compress_measured, estimate
 from kvbench.records.figures import Curve, as_json
-from kvbench.run.plan import Methods, Outcome, Unit, status_of
+from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
 from kvbench.tasks.base import Task, TaskError
 
@@ -301,7 +302,7 @@ class ErrorScaling(Probe):
                     record |= cost | {"held": cost["entries"]["mean"]}
                     record |= {"scaled_error": error, "score": error}
                 except Exception as failure:  # noqa: BLE001 - a record with its status
-                    record |= {"status": status_of(failure), "error": one_line(failure)}
+                    record |= failed(failure)
                 yield Outcome(label, f"{dataset}/kept{kept}/{replicate}", record)
 
     def _sized(self, label: str, method: Method, kept: int) -> Method:

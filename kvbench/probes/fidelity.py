@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 from typing import Any, ClassVar, Literal
 
@@ -17,27 +16,25 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.architecture import kvbench_attention_on
-from kvbench.engine.fork import Fork
+from kvbench.engine.fork import Cost
 from kvbench.engine.loading import Model
 from kvbench.engine.scoring import (
     CompressedPrompt,
+    LogitsHook,
     feed_continuations,
     greedy_continuation,
-    masked_pass_cache,
     read,
-    relabelled_copy,
     run_masked_pass,
 )
 from kvbench.engine.stopping import Stopping
-from kvbench.errors import one_line
 from kvbench.errors.options import Several, Share
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
 from kvbench.methods.exact import Exact
-from kvbench.probes.base import Probe, Repeats, Tokens, check_either
+from kvbench.probes.base import Probe, Repeats, Tokens, budget_at, check_either, costs_of, failed
 from kvbench.records.figures import Distances, Figure
 from kvbench.run.encoding import encode_example
-from kvbench.run.plan import Methods, Outcome, Unit, status_of
+from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
 from kvbench.tasks.base import PromptEncoder, Task, TaskError
 from kvbench.tasks.data import file_digests, texts_of_files
@@ -57,9 +54,9 @@ class InfiniteDivergence(ArithmeticError):
         super().__init__(f"infinite KL divergence at token {token} of the continuation")
 
 
-@dataclass
-class Fidelity:
-    """One method against the exact cache, token by token of one continuation.
+@dataclass(frozen=True, kw_only=True)
+class Fidelity(Cost):
+    """One method against the exact cache, token by token of one continuation, and what it costs.
 
     Attributes:
         kl: sum_v p_v (log p_v - log q_v) in nats; p is the exact, q the method's next-token
@@ -68,8 +65,7 @@ class Fidelity:
         nll_exact, nll: -log p and -log q of the continuation's token, in nats.
         difference: nll - nll_exact.
         top: the method's most likely token. top_exact: the exact one.
-        failure: what stopped the method; the lists are empty then.
-        entries, cache_bytes, exact_bytes, compressed, compress_s, prefill_s: as in a record.
+        failure: what stopped the method; the lists mean nothing then.
         imagined: a mask of a whole pass: entries and bytes are those of a cache that nobody holds.
     """
 
@@ -80,12 +76,7 @@ class Fidelity:
     top: list[int] = field(default_factory=list)
     top_exact: list[int] = field(default_factory=list)
     failure: Exception | None = None
-    entries: Mapping[str, float] | None = None
-    cache_bytes: int | None = None
-    exact_bytes: int | None = None
-    compressed: bool = False
     imagined: bool = False
-    compress_s: float = 0.0
     prefill_s: float = 0.0
 
     @property
@@ -105,7 +96,7 @@ def divergence(exact: Tensor, other: Tensor) -> Tensor:
 
 
 class _CompareWithFirst:
-    """A `LogitsHook` that sets every row against the first."""
+    """A `LogitsHook` that sets every row after the first against the first."""
 
     def __init__(self, results: Sequence[Fidelity], continuation: Sequence[int]) -> None:
         self.results = results
@@ -115,15 +106,15 @@ class _CompareWithFirst:
         target = self.continuation[begin : begin + logits.shape[1], None].to(logits.device)
         exact = logits[0].float().log_softmax(-1)
         top, nll = exact.argmax(-1), -exact.gather(-1, target)[:, 0]
-        for result, row in zip(self.results, logits, strict=True):
+        for result, row in zip(self.results, logits[1:], strict=True):
             other = row.float().log_softmax(-1)
             mine = other.argmax(-1)
-            result.kl += divergence(exact, other).tolist()
-            result.agree += (mine == top).long().tolist()
-            result.nll += (-other.gather(-1, target)[:, 0]).tolist()
-            result.nll_exact += nll.tolist()
-            result.top += mine.tolist()
-            result.top_exact += top.tolist()
+            result.kl.extend(divergence(exact, other).tolist())
+            result.agree.extend((mine == top).long().tolist())
+            result.nll.extend((-other.gather(-1, target)[:, 0]).tolist())
+            result.nll_exact.extend(nll.tolist())
+            result.top.extend(mine.tolist())
+            result.top_exact.extend(top.tolist())
 
 
 def teacher_forced(
@@ -165,46 +156,28 @@ def compare(
     model: Model, reading: CompressedPrompt, continuation: Sequence[int]
 ) -> dict[str, Fidelity]:
     """Every method of a reading against its first fork, which is exact."""
-    results = {fork.label: _after_compression(fork, reading) for fork in reading.forks}
+    seconds, tokens = reading.start.prefill_s, len(reading.prompt_ids) + len(continuation)
+    results = {
+        label: Fidelity(**vars(cost), imagined=label in reading.whole, prefill_s=seconds)
+        for label, cost in costs_of(model, reading, tokens).items()
+    }
     sound = [fork for fork in reading.forks if fork.failure is None]
-    on_logits = _CompareWithFirst([results[fork.label] for fork in sound], continuation)
+    on_logits = _CompareWithFirst([results[fork.label] for fork in sound[1:]], continuation)
     feed_continuations(model, reading, [(fork, continuation) for fork in sound], on_logits)
-    for fork in sound:
-        results[fork.label].failure = fork.failure
-        results[fork.label].compressed = fork.cost().compressed
-    for label, pair in reading.whole.items():
-        entries, ratio = masked_pass_cache(model, pair, len(reading.prompt_ids) + len(continuation))
-        found = results[label] = Fidelity(
-            compressed=True,
-            imagined=True,
-            entries={"mean": entries, "max": entries},
-            cache_bytes=round(ratio * reading.start.exact_bytes),
-            exact_bytes=reading.start.exact_bytes,
-            prefill_s=reading.start.prefill_s,
+    for fork in reading.forks:
+        compressed = fork.cost().compressed  # a cache that evicts, only now perhaps
+        results[fork.label] = replace(
+            results[fork.label], failure=fork.failure, compressed=compressed
         )
-        rows = _CompareWithFirst([Fidelity(), found], continuation)
-        run_masked_pass(model, reading.prompt_ids, continuation, [None, pair], rows)
+    for label, pair in reading.whole.items():
+        on_logits = _CompareWithFirst([results[label]], continuation)
+        run_masked_pass(model, reading.prompt_ids, continuation, [None, pair], on_logits)
     del results[REFERENCE]
-    for result in results.values():  # what is no number is a failure, and is averaged with nothing
+    for label, result in results.items():  # what is no number is averaged with nothing
         wrong = next((i for i, kl in enumerate(result.kl, start=1) if not math.isfinite(kl)), None)
         if wrong is not None and result.failure is None:
-            result.failure = InfiniteDivergence(wrong)
+            results[label] = replace(result, failure=InfiniteDivergence(wrong))
     return results
-
-
-def _after_compression(fork: Fork, reading: CompressedPrompt) -> Fidelity:
-    """What is known of a fork after compression."""
-    if fork.failure is not None:
-        return Fidelity(failure=fork.failure)
-    cost = fork.cost()
-    return Fidelity(
-        entries=cost.entries,
-        cache_bytes=cost.cache_bytes,
-        exact_bytes=cost.exact_bytes,
-        compressed=cost.compressed,
-        compress_s=cost.compress_s,
-        prefill_s=reading.start.prefill_s,
-    )
 
 
 @torch.inference_mode()
@@ -215,18 +188,14 @@ def noise_floor(
     what kernels alone make of rounding. To be called before `compare`, which uses the forks up."""
     both: list[list[Tensor]] = [[], []]
     for found, rows in zip(both, (1, 2), strict=True):
-        twins = [relabelled_copy(reading.forks[0], REFERENCE) for _ in range(rows)]
-        pairs = [(twin, continuation) for twin in twins]
-        feed_continuations(model, reading, pairs, partial(_keep_first, found))
+        pairs = [(reading.forks[0].clone(), continuation) for _ in range(rows)]
+        keep: LogitsHook = lambda _, logits, found=found: found.append(logits[0])  # noqa: E731
+        feed_continuations(model, reading, pairs, keep)
     floor = [
         divergence(*(logits.float().log_softmax(-1) for logits in pair))
         for pair in zip(*both, strict=False)
     ]
     return torch.cat(floor).tolist()
-
-
-def _keep_first(found: list[Tensor], begin: int, logits: Tensor) -> None:
-    found.append(logits[0])
 
 
 @dataclass(frozen=True)
@@ -340,7 +309,7 @@ class FidelityProbe(Probe):
                 )
             for _, budget in methods.values():
                 for rate in self.rates or (None,):
-                    _budget(budget, rate).capacity(head)
+                    budget_at(budget, rate).capacity(head)
             ids = tuple(_at_rate(name, rate, "/rate") for rate in self.rates or (None,))
             units.append(Unit(name, ids, case))
         return units
@@ -386,7 +355,7 @@ class FidelityProbe(Probe):
         forks: dict[str, tuple[Method, Budget]] = {}
         for label, (method, budget) in methods.items():
             for rate in rates if method.uses_budget else rates[:1]:
-                forks[_at_rate(label, rate, " at rate ")] = method, _budget(budget, rate)
+                forks[_at_rate(label, rate, " at rate ")] = method, budget_at(budget, rate)
         reading = read(
             session.model,
             case.ids,
@@ -406,11 +375,10 @@ class FidelityProbe(Probe):
             tokens = greedy_continuation(session.model, reading, reference, stopping)
         floor = noise_floor(session.model, reading, tokens) if self.floor else None
         found = compare(session.model, reading, tokens)
-        n = reading.start.n
         shared = {
             "prompt": unit.id,
             "prompt_tokens": case.n,
-            "compressed_tokens": n,
+            "compressed_tokens": reading.start.n,
             "compress_after": session.compress_after,
             "continuation": self.continuation,
             "continuation_ids": tokens,
@@ -420,13 +388,12 @@ class FidelityProbe(Probe):
             "cut": most < self.tokens and len(tokens) == most,
             "kl_floor": None if floor is None else max(floor),
         }
-        for label, (method, budget) in methods.items():
+        for label, (method, _) in methods.items():
             for rate in rates:
                 key = _at_rate(label, rate if method.uses_budget else rates[0], " at rate ")
                 fields = {
                     **shared,
                     **({} if rate is None else {"rate": rate}),
-                    "capacity": _budget(budget, rate).capacity(n) if method.saves_memory else n,
                     **self._measured(found[key], tokens, case.text, encoder),
                 }
                 yield Outcome(label, _at_rate(unit.id, rate, "/rate"), fields)
@@ -435,14 +402,10 @@ class FidelityProbe(Probe):
         self, found: Fidelity, tokens: Sequence[int], text: str, encoder: PromptEncoder
     ) -> dict[str, Any]:
         """Record fields of one method on one prompt."""
-        shown = ("entries", "cache_bytes", "exact_bytes", "compressed", "prefill_s", "compress_s")
-        held = {name: getattr(found, name) for name in shown}
-        held["ratio"] = None
-        if found.cache_bytes is not None and found.exact_bytes:
-            held["ratio"] = found.cache_bytes / found.exact_bytes
+        held = {**found.record(), "prefill_s": found.prefill_s}
         held |= {"imagined": True} if found.imagined else {}
         if found.failure is not None:
-            return {**held, "status": status_of(found.failure), "error": one_line(found.failure)}
+            return held | failed(found.failure)
         means = {n: _mean(getattr(found, n)) for n in ("kl", "nll", "nll_exact", "difference")}
         return {
             **held,
@@ -487,10 +450,6 @@ def _divergence(
 def _at_rate(name: str, rate: float | None, between: str) -> str:
     """A record's id, or a method's label, at one of the rates."""
     return name if rate is None else f"{name}{between}{rate:g}"
-
-
-def _budget(budget: Budget, rate: float | None) -> Budget:
-    return budget if rate is None else budget.with_share(rate)
 
 
 def _mean(values: Sequence[float]) -> float:

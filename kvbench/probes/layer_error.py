@@ -16,7 +16,6 @@ from kvbench.engine import guard
 from kvbench.engine.attention import capped, signed_mean
 from kvbench.engine.fork import Cost, layer_generator
 from kvbench.engine.prefill import capture_layers
-from kvbench.errors import one_line
 from kvbench.errors.options import Fraction, Several, Share, check_options
 from kvbench.kernels.quantize import Scheme
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, keep_all
@@ -29,10 +28,11 @@ from kvbench.probes.base import (
     Tokens,
     check_either,
     encoded_prompts,
+    failed,
     origin,
 )
 from kvbench.records.figures import Bars, as_json
-from kvbench.run.plan import Methods, Outcome, Unit, status_of
+from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
 from kvbench.tasks.base import Task, TaskError
 
@@ -344,7 +344,7 @@ class LayerError(Probe):
                         errors = relative_errors(estimate(held, queries, first, kv), exact)
                         found = {"score": errors[METRICS[self.metric][0]], **errors, **cost}
                     except Exception as failure:  # noqa: BLE001 - a record with its status
-                        found = {"status": status_of(failure), "error": one_line(failure)}
+                        found = failed(failure)
                 if torch.equal(state, generator.get_state()):
                     same[label, rate] = found
                     carried[label, rate, seed] = carried[label, rate, 0]

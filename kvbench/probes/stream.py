@@ -10,13 +10,12 @@ from typing import Any, ClassVar, Literal
 
 from kvbench.engine.prefill import synchronize
 from kvbench.engine.streams import check_reads, read_text
-from kvbench.errors import one_line
 from kvbench.errors.options import Count
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
-from kvbench.probes.base import Probe, Repeats, Tokenised, Tokens
+from kvbench.probes.base import Probe, Repeats, Tokenised, Tokens, failed
 from kvbench.probes.fidelity import group_name, position_groups
-from kvbench.run.plan import Methods, Outcome, Unit, status_of
+from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
 from kvbench.tasks.base import TaskError
 from kvbench.tasks.data import file_digests, texts_of_dataset, texts_of_files
@@ -128,7 +127,7 @@ class Stream(Probe):
             try:
                 fields |= self._read(unit, label, method, budget, session)
             except Exception as failure:  # noqa: BLE001 - a record with its status
-                fields |= {"status": status_of(failure), "error": one_line(failure)}
+                fields |= failed(failure)
             yield Outcome(label, unit.id, fields)
 
     def _read(

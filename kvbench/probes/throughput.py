@@ -21,13 +21,12 @@ from kvbench.engine.faults import free_memory, is_out_of_memory
 from kvbench.engine.generate import Prompt, run_batch
 from kvbench.engine.prefill import input_device
 from kvbench.engine.stopping import Stopping
-from kvbench.errors import one_line
 from kvbench.errors.options import Count, Several, Share, check_options
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
-from kvbench.probes.base import Probe, Repeats
+from kvbench.probes.base import Probe, Repeats, budget_at, failed
 from kvbench.records.figures import Figure, Times
-from kvbench.run.plan import Methods, Outcome, Unit, measured, status_of
+from kvbench.run.plan import Methods, Outcome, Unit, measured
 from kvbench.run.session import Session
 from kvbench.tasks.base import TaskError
 
@@ -51,10 +50,6 @@ class Setting:
 
     def __post_init__(self) -> None:
         check_options(self, "task.settings: ", TaskError)
-
-    def budget(self, budget: Budget) -> Budget:
-        """The job's budget, at this setting's share where it names one."""
-        return budget if self.rate is None else budget.with_share(self.rate)
 
     def __str__(self) -> str:
         rate = "" if self.rate is None else f"/rate{self.rate:g}"
@@ -168,7 +163,7 @@ class Throughput(Probe):
                         f"has {n} tokens, so {label!r} would compress nothing; allowed: at most {n}"
                     )
                 if method.uses_budget:
-                    setting.budget(budget).capacity(n)
+                    budget_at(budget, setting.rate).capacity(n)
         return [
             Unit(f"{s}/run{run}", (f"{s}/run{run}",), Turn(s.prompt_tokens, s, run))
             for s, run in product(self._settings(), range(self.runs))
@@ -183,7 +178,7 @@ class Throughput(Probe):
         rows: dict[str, dict[str, Any]] = {}
         for label in labels[start:] + labels[:start]:
             method, budget = methods[label]
-            row = _Row(session, setting, label, method, setting.budget(budget))
+            row = _Row(session, setting, label, method, budget_at(budget, setting.rate))
             capacity = row.budget.capacity(n) if method.saves_memory else n
             rows[label] = {"capacity": capacity, **self._measure(row)}
         for turn, (label, fields) in enumerate(rows.items()):
@@ -215,7 +210,7 @@ class Throughput(Probe):
                 before = memory.used_bytes(device)
                 fields = row.generate(batch)
         except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
-            batch = self._known[key] = {"status": status_of(failure), "error": one_line(failure)}
+            batch = self._known[key] = failed(failure)
         if not isinstance(batch, int):
             free_memory(device)  # out of the except block: the traceback is gone
             return dict(batch)
