@@ -60,6 +60,21 @@ def failed(failure: Exception) -> dict[str, Any]:
     return {"status": status_of(failure), "error": one_line(failure)}
 
 
+def places(tokens: int, most: int) -> dict[str, slice]:
+    """Places 0 .. tokens - 1 in runs that double, by name: 1, 2, 3-4, 5-8 ... as counted from 1.
+
+    Args:
+        most: tokens of the longest text; all name a run alike, however short they are.
+    """
+    found, begin, end = {}, 0, 1
+    while begin < tokens:
+        last = min(most, end)
+        several = f"tokens {begin + 1}\N{EN DASH}{last}"
+        found[f"token {last}" if last == begin + 1 else several] = slice(begin, min(end, tokens))
+        begin, end = end, 2 * end
+    return found
+
+
 def costs_of(model: Model, reading: CompressedPrompt, tokens: int) -> dict[str, Cost]:
     """What every method of a reading costs by now; of one that masks a whole pass, what a cache would
     cost at the end of `tokens`."""

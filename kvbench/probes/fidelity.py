@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice, pairwise
+from itertools import islice
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -31,7 +31,16 @@ from kvbench.errors.options import Several, Share
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
 from kvbench.methods.exact import Exact
-from kvbench.probes.base import Probe, Repeats, Tokens, budget_at, check_either, costs_of, failed
+from kvbench.probes.base import (
+    Probe,
+    Repeats,
+    Tokens,
+    budget_at,
+    check_either,
+    costs_of,
+    failed,
+    places,
+)
 from kvbench.records.figures import Distances, Figure
 from kvbench.run.encoding import encode_example
 from kvbench.run.plan import Methods, Outcome, Unit
@@ -41,6 +50,8 @@ from kvbench.tasks.data import file_digests, texts_of_files
 
 REFERENCE = "(reference)"
 """The label of the exact fork that all are compared with."""
+EXACT: Mapping[str, tuple[Method, Budget]] = {REFERENCE: (Exact(), Budget())}
+"""Comes before the methods that a prompt is read with."""
 ROUNDING = 1e-6
 """A KL divergence is not negative; in float32 it comes out as little as this below zero."""
 SIGNIFICANT = 6
@@ -138,17 +149,9 @@ def teacher_forced(
         label -> `Fidelity`, its lists as long as the continuation.
     """
     with kvbench_attention_on(model):
-        everyone = with_reference(methods)
-        room = len(continuation)
-        reading = read(model, prompt_ids, everyone, seed=seed, example_id=example_id, room=room)
+        both, room = {**EXACT, **methods}, len(continuation)
+        reading = read(model, prompt_ids, both, seed=seed, example_id=example_id, room=room)
         return compare(model, reading, continuation)
-
-
-def with_reference(
-    methods: Mapping[str, tuple[Method, Budget]],
-) -> dict[str, tuple[Method, Budget]]:
-    """The methods to read a prompt with, an exact one before the others."""
-    return {REFERENCE: (Exact(), Budget()), **methods}
 
 
 @torch.inference_mode()
@@ -208,27 +211,6 @@ class Prompt:
     given: tuple[int, ...]
     text: str
 
-    @property
-    def n(self) -> int:
-        """Tokens."""
-        return len(self.ids)
-
-
-def position_groups(tokens: int) -> list[range]:
-    """Places 0 .. tokens - 1 in runs that double: 1, 2, 3-4, 5-8 ... as counted from 1."""
-    ends = [0, 1]
-    while ends[-1] < tokens:
-        ends.append(2 * ends[-1])
-    return [range(a, min(b, tokens)) for a, b in pairwise(ends)]
-
-
-def group_name(group: range, most: int) -> str:
-    """What a run of places is called; all prompts name it alike, however short their continuation."""
-    last = min(most, max(1, 2 * group.start))
-    return (
-        f"token {last}" if last == group.start + 1 else f"tokens {group.start + 1}\N{EN DASH}{last}"
-    )
-
 
 @dataclass(frozen=True, kw_only=True)
 class FidelityProbe(Probe):
@@ -278,7 +260,7 @@ class FidelityProbe(Probe):
         return super().meta() | {
             "data": dict(data),
             "breakdown": ["rate"] if self.rates else [],
-            "measures": [group_name(g, self.tokens) for g in position_groups(self.tokens)],
+            "measures": list(places(self.tokens, self.tokens)),
         }
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
@@ -291,15 +273,16 @@ class FidelityProbe(Probe):
         positions = session.encoder.max_positions
         units = []
         for name, case in self._cases(session.encoder):
-            head = case.context_tokens if session.compress_after == "context" else case.n - 1
-            if head < 1 or head >= case.n:
+            n = len(case.ids)
+            head = case.context_tokens if session.compress_after == "context" else n - 1
+            if head < 1 or head >= n:
                 raise KVError(
-                    f"prompt {name!r} has {case.n} tokens, of which {head} would be compressed; "
+                    f"prompt {name!r} has {n} tokens, of which {head} would be compressed; "
                     "allowed: at least one, and fewer than there are"
                 )
-            if positions is not None and case.n >= positions:
+            if positions is not None and n >= positions:
                 raise KVError(
-                    f"prompt {name!r} has {case.n} tokens and the model {positions} positions; "
+                    f"prompt {name!r} has {n} tokens and the model {positions} positions; "
                     "allowed: fewer, since the continuation needs some"
                 )
             if self.continuation == "given" and not case.given:
@@ -351,15 +334,15 @@ class FidelityProbe(Probe):
         encoder = session.encoder
         most, rates = self.tokens, self.rates or (None,)
         if encoder.max_positions is not None:
-            most = min(most, encoder.max_positions - case.n)
-        forks: dict[str, tuple[Method, Budget]] = {}
+            most = min(most, encoder.max_positions - len(case.ids))
+        forks = dict(EXACT)
         for label, (method, budget) in methods.items():
             for rate in rates if method.uses_budget else rates[:1]:
                 forks[_at_rate(label, rate, " at rate ")] = method, budget_at(budget, rate)
         reading = read(
             session.model,
             case.ids,
-            with_reference(forks),
+            forks,
             seed=session.seed,
             example_id=unit.id,
             room=most,
@@ -377,7 +360,7 @@ class FidelityProbe(Probe):
         found = compare(session.model, reading, tokens)
         shared = {
             "prompt": unit.id,
-            "prompt_tokens": case.n,
+            "prompt_tokens": len(case.ids),
             "compressed_tokens": reading.start.n,
             "compress_after": session.compress_after,
             "continuation": self.continuation,
@@ -414,10 +397,7 @@ class FidelityProbe(Probe):
             "max_kl": max(found.kl),
             "agreement": _mean(found.agree),
             "perplexity_ratio": math.exp(min(means["difference"], 700.0)),
-            **{
-                group_name(group, self.tokens): _mean([found.kl[i] for i in group])
-                for group in position_groups(len(tokens))
-            },
+            **{k: _mean(found.kl[at]) for k, at in places(len(tokens), self.tokens).items()},
             "per_token": {
                 "kl": rounded(found.kl),
                 "agree": found.agree,

@@ -13,8 +13,7 @@ from kvbench.engine.streams import check_reads, read_text
 from kvbench.errors.options import Count
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
-from kvbench.probes.base import Probe, Repeats, Tokenised, Tokens, failed
-from kvbench.probes.fidelity import group_name, position_groups
+from kvbench.probes.base import Probe, Repeats, Tokenised, Tokens, failed, places
 from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
 from kvbench.tasks.base import TaskError
@@ -68,7 +67,7 @@ class Stream(Probe):
 
     def meta(self) -> dict[str, Any]:
         """See `Probe.meta`."""
-        groups = [group_name(g, self.tokens) for g in position_groups(self.tokens)]
+        groups = list(places(self.tokens, self.tokens))
         return super().meta() | {"data": dict(file_digests(self.files)), "measures": groups}
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
@@ -153,10 +152,6 @@ class Stream(Probe):
         mean = float(nll.mean())
         if not math.isfinite(mean):
             raise ArithmeticError("the negative log-likelihood is not finite")
-        groups = {
-            group_name(group, self.tokens): float(nll[group.start : group.stop].mean())
-            for group in position_groups(len(nll))
-        }
         return {
             "score": mean,
             "perplexity": math.exp(min(mean, 700.0)),
@@ -170,5 +165,5 @@ class Stream(Probe):
             "read_s": seconds,
             "tokens_per_s": len(ids) / seconds,
             "nll_blocks": [round(float(part.mean()), 5) for part in nll.split(self.block)],
-            **groups,
+            **{k: float(nll[at].mean()) for k, at in places(len(nll), self.tokens).items()},
         }
