@@ -11,10 +11,11 @@ from annotated_types import Ge, Le
 
 from kvbench.engine.fork import Cost
 from kvbench.engine.loading import Model
+from kvbench.engine.prefill import capture_layers
 from kvbench.engine.scoring import CompressedPrompt, masked_pass_cache
 from kvbench.errors import one_line
 from kvbench.errors.options import Distinct, check_options
-from kvbench.kv import Budget
+from kvbench.kv import Budget, LayerKV
 from kvbench.records.figures import Figure, as_json
 from kvbench.run.encoding import encode_example
 from kvbench.run.plan import Methods, Outcome, Unit, status_of
@@ -29,18 +30,6 @@ Layers = Distinct[Annotated[int, Ge(1), Le(10_000)]]
 """Numbers of layers, counted from 1."""
 
 
-@dataclass(frozen=True)
-class Tokenised:
-    """A prompt or text as token ids: what a unit of work is about."""
-
-    ids: tuple[int, ...]
-
-    @property
-    def n(self) -> int:
-        """Tokens."""
-        return len(self.ids)
-
-
 def encoded_prompts(
     task: Task, session: Session, most: int | None = None
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -48,6 +37,14 @@ def encoded_prompts(
     for example in task.examples(session.encoder)[:most]:
         encoded = encode_example(example, session.encoder)
         yield example.id, (*encoded.context_ids, *encoded.question_ids)
+
+
+def captured_layers(
+    session: Session, ids: Sequence[int], layers: Sequence[int]
+) -> Iterator[tuple[int, LayerKV]]:
+    """The layers of a prompt by their numbers from 1, in the order asked for."""
+    held = capture_layers(session.model, ids, [layer - 1 for layer in layers])
+    return ((layer, held[layer - 1]) for layer in layers)
 
 
 def budget_at(budget: Budget, rate: float | None) -> Budget:

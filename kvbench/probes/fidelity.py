@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, product
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -20,7 +20,6 @@ from kvbench.engine.fork import Cost
 from kvbench.engine.loading import Model
 from kvbench.engine.scoring import (
     CompressedPrompt,
-    LogitsHook,
     feed_continuations,
     greedy_continuation,
     read,
@@ -192,7 +191,10 @@ def noise_floor(
     both: list[list[Tensor]] = [[], []]
     for found, rows in zip(both, (1, 2), strict=True):
         pairs = [(reading.forks[0].clone(), continuation) for _ in range(rows)]
-        keep: LogitsHook = lambda _, logits, found=found: found.append(logits[0])  # noqa: E731
+
+        def keep(_: int, logits: Tensor, found: list[Tensor] = found) -> None:
+            found.append(logits[0])
+
         feed_continuations(model, reading, pairs, keep)
     floor = [
         divergence(*(logits.float().log_softmax(-1) for logits in pair))
@@ -290,11 +292,10 @@ class FidelityProbe(Probe):
                     f"task.continuation is 'given' and prompt {name!r} has no text to go on with; "
                     "allowed: greedy"
                 )
-            for _, budget in methods.values():
-                for rate in self.rates or (None,):
-                    budget_at(budget, rate).capacity(head)
-            ids = tuple(_at_rate(name, rate, "/rate") for rate in self.rates or (None,))
-            units.append(Unit(name, ids, case))
+            rates = self.rates or (None,)
+            for (_, budget), rate in product(methods.values(), rates):
+                budget_at(budget, rate).capacity(head)
+            units.append(Unit(name, tuple(_at_rate(name, r, "/rate") for r in rates), case))
         return units
 
     def _cases(self, encoder: PromptEncoder) -> Iterator[tuple[str, Prompt]]:

@@ -198,7 +198,7 @@ class Throughput(Probe):
     def _measure(self, row: _Row) -> dict[str, Any]:
         """One measured run; what failed once in this process is not tried again."""
         key, device = (row.setting, row.label), row.session.device
-        batch = self._known.get(key)
+        batch: Any = self._known.get(key)
         try:
             if batch is None:
                 batch = row.setting.batch
