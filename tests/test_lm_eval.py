@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 from dataclasses import replace
 
 import lm_eval
@@ -264,48 +263,6 @@ def test_our_side_gives_the_numbers_of_its_side(saved, tmp_path):
             assert mine["choices"] == 2
     assert records["snapkv"][0]["compressed"]
     assert records["snapkv"][0]["ratio"] < 0.5
-
-
-TEMPLATE = (
-    "<s>{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}[assistant] {% endif %}"
-)
-
-
-@pytest.mark.parametrize("multiturn", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_chat_templates_give_the_numbers_of_its_side(saved, tmp_path, multiturn):
-    folder = tmp_path / "chat"
-    shutil.copytree(saved, folder)
-    tokenizer = t.AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    tasks = task_folder(tmp_path)
-    config = json.loads((tasks / "kv_pairs.yaml").read_text())
-    config |= {"fewshot_split": "test", "num_fewshot": 1}
-    (tasks / "kv_pairs.yaml").write_text(json.dumps(config))
-    options = {"chat": True, "multiturn": multiturn, "system": "Be brief."}
-    task = HarnessTask(tasks=["kv_pairs"], include_path=str(tasks), **options)
-    methods = {"snapkv": build_method("snapkv")}
-    records = records_of(run_job(harness_job(str(folder), tmp_path, task, methods)))["snapkv"]
-    manager = lm_eval.tasks.TaskManager(include_path=str(tasks), include_defaults=False)
-    result = lm_eval.simple_evaluate(
-        KVBenchLM(str(folder), "snapkv", rate=0.25, sink=4, window=4, device="cpu"),
-        tasks=["kv_pairs"],
-        task_manager=manager,
-        apply_chat_template=True,
-        fewshot_as_multiturn=multiturn,
-        system_instruction="Be brief.",
-        bootstrap_iters=0,
-        log_samples=True,
-    )
-    theirs = sorted(result["samples"]["kv_pairs"], key=lambda sample: sample["doc_id"])
-    for mine, sample in zip(records, theirs, strict=True):
-        logprobs = [response[0] for response in sample["filtered_resps"]]
-        assert mine["logprobs"] == pytest.approx(logprobs, abs=1e-4)
-        context = sample["arguments"][0][0]
-        assert context.startswith("<s>[system] Be brief.")
-        assert context.count("[user]") == 1 + multiturn
-        assert mine["prompt_tail"] == context[-200:]
 
 
 def test_h2os_tasks_run_offline(saved, tmp_path):

@@ -7,7 +7,7 @@ first token of a continuation, and with it every one-token answer, from the exac
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -319,8 +319,3 @@ def greedy_continuation(
     if twin.failure is not None:
         raise twin.failure
     return row.chosen
-
-
-def relabelled_copy(fork: Fork, label: str) -> Fork:
-    """A copy of a fork under another name."""
-    return replace(fork.clone(), label=label)

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import register_model
-from lm_eval.models.utils import postprocess_generated_text
+from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 
 from kvbench.engine.architecture import kvbench_attention_on
-from kvbench.engine.generate import run_batch
+from kvbench.engine.fork import prompt_name
+from kvbench.engine.generate import Prompt, run_batch
 from kvbench.engine.loading import (
     ModelSpec,
     end_token_ids,
@@ -27,7 +28,7 @@ from kvbench.engine.stopping import Stopping
 from kvbench.engine.streams import POSITIONS, read_text
 from kvbench.errors import UserError, is_integer, nearest
 from kvbench.kv import Budget
-from kvbench.lm_eval.scoring import SCORINGS, Requests, answer_requests
+from kvbench.lm_eval.scoring import SCORINGS, Requests, answer_requests, held
 from kvbench.methods import build_method
 from kvbench.tasks.base import PromptEncoder
 
@@ -201,7 +202,8 @@ class KVBenchLM(Requests):
         for answer in answers:
             if answer.failure is not None:
                 raise answer.failure
-            self.records.append(answer.record())
+            own = {"tokens": answer.tokens, "imagined": answer.imagined}
+            self.records.append(held([answer]) | own)
         return [(answer.logprob, answer.greedy) for answer in answers]
 
     def loglikelihood_rolling(
@@ -236,14 +238,11 @@ class KVBenchLM(Requests):
             UserError: sampling, or more new tokens than the model has positions.
             BudgetExceeded, and whatever else stopped the method.
         """
-        ends = end_token_ids(self.model, self.tokenizer)
-        stopping = Stopping(1, ends, decode=lambda ids: str(self.tokenizer.decode(ids)))
         after = "prompt" if self.protocol == "prompt" else "context"
         texts: list[str] = []
         for begin in range(0, len(requests), self.batch_size):
             part = requests[begin : begin + self.batch_size]
-            asked = [request.args for request in part]
-            prompts = [self.prompt(text, given, self.methods, stopping) for text, given in asked]
+            prompts = [self._prompt(*request.args) for request in part]
             with kvbench_attention_on(self.model):
                 found = run_batch(self.model, prompts, seed=self.seed, compress_after=after)
             for answers, prompt in zip(found, prompts, strict=True):
@@ -253,6 +252,28 @@ class KVBenchLM(Requests):
                 text = str(self.tokenizer.decode(answer.tokens, skip_special_tokens=True))
                 texts.append(postprocess_generated_text(text, until, self.think_end_token))
         return texts
+
+    def _prompt(self, context: str, given: Mapping[str, Any]) -> Prompt:
+        """A generation request; all but its last token are the context."""
+        options = normalize_gen_kwargs(dict(given), self.max_gen_toks)
+        if options.get("do_sample") or options.get("temperature"):
+            raise UserError(
+                f"generation kwargs ask for sampling ({dict(given)}); allowed: greedy decoding"
+            )
+        most = int(options["max_gen_toks"])
+        if most >= self.max_length:
+            raise UserError(
+                f"max_gen_toks is {most} and the model has {self.max_length} positions; allowed: fewer"
+            )
+        ids = self.tok_encode(context)[-(self.max_length - most) :]
+        stopping = Stopping(
+            most,
+            end_token_ids(self.model, self.tokenizer),
+            tuple(stop for stop in options.get("until") or () if stop),
+            decode=lambda tokens: str(self.tokenizer.decode(tokens)),
+        )
+        encoder = PromptEncoder(self.tokenizer)
+        return Prompt(ids[:-1], ids[-1:], self.methods, stopping, prompt_name(ids), encoder=encoder)
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval keeps beside its results: method, budget, protocol, and how much was kept."""

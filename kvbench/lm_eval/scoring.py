@@ -8,21 +8,19 @@ import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import lm_eval.models  # noqa: F401 - before a model is registered: it fills an empty registry only
 from lm_eval.models.huggingface import HFLM
-from lm_eval.models.utils import normalize_gen_kwargs
 
 from kvbench.engine.fork import Cost, prompt_name
-from kvbench.engine.generate import Prompt
 from kvbench.engine.loading import Model, Tokenizer
-from kvbench.engine.scoring import CompressedPrompt, masked_pass_cache, read, score
-from kvbench.engine.stopping import Stopping
+from kvbench.engine.scoring import read, score
 from kvbench.errors import UserError
 from kvbench.kv import Budget
 from kvbench.methods.base import Method
+from kvbench.probes.base import costs_of
 from kvbench.tasks.base import PromptEncoder
 
 log = logging.getLogger(__name__)
@@ -47,39 +45,51 @@ def quietly() -> Iterator[None]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer(Cost):
-    """One likelihood request under one method, and what it cost (of `prompt_tokens`, the context's
-    tokens that the method was given).
+class Answer:
+    """One likelihood request under one method.
 
     Attributes:
         logprob: of the whole continuation, or of its mean token. greedy: whether every token is the most
             likely one.
         tokens: of the continuation. context_tokens: of the context.
+        cost: after compression; requests of one context have one.
         imagined: a mask of a whole pass: entries and bytes are those of a cache that nobody holds.
         failure: what stopped the method, if anything did.
     """
 
+    logprob: float
+    greedy: bool
+    tokens: int
     context_tokens: int
+    cost: Cost
+    imagined: bool
     prefill_s: float
-    logprob: float = 0.0
-    greedy: bool = False
-    tokens: int = 0
-    imagined: bool = False
-    failure: Exception | None = None
+    failure: Exception | None
 
-    def record(self) -> dict[str, Any]:
-        """What that harness's results have no place for."""
-        shown = (
-            "tokens",
-            "compressed",
-            "imagined",
-            "entries",
-            "cache_bytes",
-            "exact_bytes",
-            "ratio",
-        )
-        names = {"prompt_tokens": self.context_tokens, "compressed_tokens": self.prompt_tokens}
-        return names | {name: getattr(self, name) for name in shown}
+
+def held(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Record fields of what one method holds for some requests: of several contexts (choices in the
+    context), all together."""
+    first = answers[0]
+    several = list({id(a.cost): a for a in answers}.values())
+    mine = sum(a.cost.cache_bytes or 0 for a in several)
+    exact = sum(a.cost.exact_bytes for a in several if a.cost.cache_bytes is not None)
+    return {
+        "prompt_tokens": max(a.context_tokens for a in answers),
+        # the last token is fed, and of a context of one token nothing is compressed
+        "compressed_tokens": max(a.context_tokens for a in answers) - 1,
+        "new_tokens": sum(a.tokens for a in answers),
+        "choices": len(answers),
+        "contexts": len(several),
+        "entries": first.cost.entries,
+        "cache_bytes": mine or None,
+        "exact_bytes": exact or None,
+        "ratio": mine / exact if mine and exact else None,
+        "compressed": any(a.cost.compressed for a in answers),
+        **({"imagined": True} if first.imagined else {}),
+        "prefill_s": sum(a.prefill_s for a in several),
+        "compress_s": sum(a.cost.compress_s for a in several),
+    }
 
 
 def truncated(pair: Pair, max_length: int) -> Pair:
@@ -131,46 +141,21 @@ def answer_requests(
         reading = read(
             model, context, methods, seed=seed, example_id=name, room=room, encoder=encoder
         )
-        held = _held(model, reading, len(context) + room)
+        costs = costs_of(model, reading, len(context) + room)  # before continuations are fed
         for label, scored in score(model, reading, tails, batch_rows=batch_rows).items():
-            for number, tail, one in zip(members, tails, scored, strict=True):
-                total = sum(one.logprobs) / (len(one.logprobs) or 1 if scoring == "mean" else 1)
-                found: dict[str, Any] = {
-                    "logprob": total,
-                    "greedy": all(one.greedy),
-                    "failure": one.failure,
-                }
-                answers[number][label] = replace(held[label], tokens=len(tail), **found)
+            for number, one in zip(members, scored, strict=True):
+                answers[number][label] = Answer(
+                    logprob=sum(one.logprobs)
+                    / (len(one.logprobs) or 1 if scoring == "mean" else 1),
+                    greedy=all(one.greedy),
+                    tokens=len(cut[number][1]),
+                    context_tokens=len(context),
+                    cost=costs[label],
+                    imagined=label in reading.whole,
+                    prefill_s=reading.start.prefill_s,
+                    failure=one.failure,
+                )
     return answers
-
-
-def _held(model: Model, reading: CompressedPrompt, tokens: int) -> dict[str, Answer]:
-    """What every method of a reading holds after compression, before anything is scored; of one that
-    masks a whole pass, what it would hold at the end of `tokens`."""
-    n, start = len(reading.prompt_ids), reading.start
-    nothing = Answer(
-        prompt_tokens=min(start.n, n - 1),
-        capacity=start.n,
-        exact_bytes=start.exact_bytes,
-        context_tokens=n,
-        prefill_s=start.prefill_s,
-    )
-    held = dict.fromkeys((fork.label for fork in reading.forks), nothing)
-    for fork in reading.forks:
-        if fork.failure is None:
-            cost = fork.cost()
-            shown = ("capacity", "entries", "cache_bytes", "compressed", "compress_s")
-            held[fork.label] = replace(nothing, **{name: getattr(cost, name) for name in shown})
-    for label, pair in reading.whole.items():
-        entries, ratio = masked_pass_cache(model, pair, tokens)
-        held[label] = replace(
-            nothing,
-            compressed=True,
-            imagined=True,
-            entries={"mean": entries, "max": entries},
-            cache_bytes=round(ratio * start.exact_bytes),
-        )
-    return held
 
 
 class Requests(HFLM):
@@ -185,38 +170,11 @@ class Requests(HFLM):
                 "since it stands before a text without a context"
             )
 
-    def pair(self, context: str, continuation: str) -> Pair:
-        """Ids of a request, the blanks at the context's end moved to the continuation."""
-        if context:
-            return self._encode_pair(context, continuation)
-        ids = self.tok_encode(continuation, add_special_tokens=False)
-        if ids[:1] == [self.prefix_token_id]:
-            return ids[:1], ids[1:]
-        return [self.prefix_token_id], ids
-
-    def prompt(
-        self, context: str, given: Mapping[str, Any], methods: Methods, stopping: Stopping
-    ) -> Prompt:
-        """A generation request; all but its last token are the context.
-
-        Args:
-            stopping: when its answer ends, but for the number of tokens and the texts that end it.
-
-        Raises:
-            UserError: sampling, or more new tokens than the model has positions.
-        """
-        options = normalize_gen_kwargs(dict(given), self.max_gen_toks)
-        if options.get("do_sample") or options.get("temperature"):
-            raise UserError(
-                f"generation kwargs ask for sampling ({dict(given)}); allowed: greedy decoding"
-            )
-        most = int(options["max_gen_toks"])
-        if most >= self.max_length:
-            raise UserError(
-                f"max_gen_toks is {most} and the model has {self.max_length} positions; allowed: fewer"
-            )
-        ids = self.tok_encode(context)[-(self.max_length - most) :]
-        until = tuple(stop for stop in options.get("until") or () if stop)
-        ends = replace(stopping, max_new_tokens=most, strings=until)
-        encoder = PromptEncoder(self.tokenizer)
-        return Prompt(ids[:-1], ids[-1:], methods, ends, prompt_name(ids), encoder=encoder)
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[tuple[Any, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **_: Any,
+    ) -> list[Any]:
+        """Token ids of requests of likelihoods, which is what `loglikelihood` returns here."""
+        return [(context, continuation) for _, context, continuation in requests]

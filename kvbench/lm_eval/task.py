@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, chdir
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,22 +12,17 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Le
 from lm_eval.api.instance import Instance
-from lm_eval.models.utils import postprocess_generated_text
 from lm_eval.tasks import TaskManager
 
-from kvbench.engine.generate import run_batch
-from kvbench.engine.stopping import Stopping
-from kvbench.errors import UserError, first_line, nearest, one_line
+from kvbench.errors import UserError, first_line, nearest
 from kvbench.errors.options import Count, Distinct
 from kvbench.lm_eval.local import write_tasks
-from kvbench.lm_eval.scoring import Answer, Requests, answer_requests, quietly
-from kvbench.probes.base import Probe
-from kvbench.run.plan import Methods, Outcome, Unit, measured, status_of
+from kvbench.lm_eval.scoring import Requests, answer_requests, held, quietly
+from kvbench.probes.base import Probe, failed
+from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
 from kvbench.tasks.base import TaskError, Tokens
 from kvbench.tasks.data import file_digests
-
-log = logging.getLogger(__name__)
 
 FEWSHOT_SEED = 1234
 """Of the draws of few-shot examples, lm-evaluation-harness's default."""
@@ -37,11 +30,11 @@ FEWSHOT_SEED = 1234
 
 @dataclass(frozen=True, kw_only=True)
 class HarnessTask(Probe):
-    """Any likelihood or generation task of lm-evaluation-harness, one record per document and method.
+    """Any likelihood task of lm-evaluation-harness, one record per document and method.
 
     All but the last token of a document's context are compressed, once for all of its choices and
     methods where they share it; see `kvbench.lm_eval.KVBenchLM`, which gives the same numbers on that
-    harness's own side. Generations follow ``compress_after``.
+    harness's own side, and there generates, too, and knows chat templates.
 
     Attributes:
         tasks: names as that harness has them.
@@ -53,9 +46,6 @@ class HarnessTask(Probe):
         metric: which of a task's metrics is the score; where it has no such, its first one.
         scoring: sum | mean (per token, as H2O's released evaluation has it).
         max_length: tokens of context and continuation; None: the model's positions.
-        chat: contexts are messages in the model's chat template (``--apply_chat_template``).
-        multiturn: the few-shot examples as turns of their own (``--fewshot_as_multiturn``). system: a
-            message before them.
     """
 
     name: ClassVar[str] = "lm_eval"
@@ -70,18 +60,10 @@ class HarnessTask(Probe):
     metric: str = "acc"
     scoring: Literal["sum", "mean"] = "sum"
     max_length: Tokens | None = None
-    chat: bool = False
-    multiturn: bool = False
-    system: str | None = None
     _loaded: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.chat and (self.multiturn or self.system is not None):
-            raise TaskError(
-                f"task.chat is false and task.multiturn is {self.multiturn}, task.system "
-                f"{self.system!r}; allowed: with task.chat=true"
-            )
         if self.include_path is not None and not Path(self.include_path).is_dir():
             raise TaskError(
                 f"task.include_path is {self.include_path!r}; allowed: a folder, or null"
@@ -93,7 +75,7 @@ class HarnessTask(Probe):
         files = (
             [] if self.include_path is None else [f"{self.include_path}/*.{end}" for end in ends]
         )
-        return super().meta() | {"data": dict(file_digests(files)), "measures": []}
+        return super().meta() | {"data": dict(file_digests(files))}
 
     def _load(self) -> dict[str, Any]:
         """The tasks by name, their few-shot examples and data included.
@@ -142,23 +124,11 @@ class HarnessTask(Probe):
         Raises:
             TaskError: see `_load`; requests of a kind that is not served.
         """
-        if self.chat and not session.encoder.chat:
-            raise TaskError(
-                "task.chat is true and the model has no chat template, or is told not to use it; "
-                "allowed: false, or a model.chat_template"
-            )
         by_task = []
         for name, task in self._load().items():
             try:
                 with quietly():
-                    task.build_all_requests(
-                        rank=0,
-                        world_size=1,
-                        system_instruction=self.system,
-                        apply_chat_template=self.chat,
-                        fewshot_as_multiturn=self.multiturn,
-                        chat_template=partial(_chat, session.tokenizer) if self.chat else None,
-                    )
+                    task.build_all_requests(rank=0, world_size=1)
             except ValueError as error:  # of the sampler
                 raise TaskError(
                     f"task {name!r} cannot be put with task.num_fewshot={task.config.num_fewshot}: "
@@ -166,10 +136,10 @@ class HarnessTask(Probe):
                 ) from error
             documents: dict[int, list[Instance]] = {}
             for request in task.instances:
-                if request.request_type not in ("loglikelihood", "generate_until"):
+                if request.request_type != "loglikelihood":
                     raise TaskError(
-                        f"task {name!r} asks for {request.request_type}; allowed: loglikelihood, "
-                        "generate_until"
+                        f"task {name!r} asks for {request.request_type}; allowed: loglikelihood (others "
+                        "with python -m kvbench.lm_eval --model kvbench)"
                     )
                 documents.setdefault(request.doc_id, []).append(request)
             units = []
@@ -188,13 +158,10 @@ class HarnessTask(Probe):
             "num_fewshot": task.config.num_fewshot or 0,
             "prompt_tail": str(requests[0].args[0])[-200:],
         }
-        if requests[0].request_type == "generate_until":
-            yield from self._generate(unit, methods, session, shared)
-            return
         side = self._side(session)
         answers = answer_requests(
             session.model,
-            [side.pair(*request.args) for request in requests],
+            side.loglikelihood(requests, disable_tqdm=True),
             methods,
             seed=session.seed,
             max_length=side.max_length,
@@ -203,10 +170,10 @@ class HarnessTask(Probe):
         )
         for label in methods:
             mine = [answer[label] for answer in answers]
-            fields = {**shared, **_held(mine)}
+            fields = {**shared, **held(mine)}
             failure = next((a.failure for a in mine if a.failure is not None), None)
             if failure is not None:
-                fields |= {"status": status_of(failure), "error": one_line(failure)}
+                fields |= failed(failure)
             else:
                 fields |= self._scored(task, requests, [(a.logprob, a.greedy) for a in mine])
                 fields["logprobs"] = [a.logprob for a in mine]
@@ -232,64 +199,9 @@ class HarnessTask(Probe):
         score = numbers.get(self.metric, next(iter(numbers.values())))
         return {**numbers, "score": score}
 
-    def _generate(
-        self, unit: Unit, methods: Methods, session: Session, shared: Mapping[str, Any]
-    ) -> Iterator[Outcome]:
-        task, (request,) = unit.payload
-        decode = session.encoder.decode
-        stopping = Stopping(1, session.end_ids, decode=decode, timeout_s=session.example_timeout)
-        context, given = request.args
-        prompt = self._side(session).prompt(context, given, methods, stopping)
-        prompt = replace(prompt, encoder=session.encoder)
-        (found,) = run_batch(
-            session.model,
-            [prompt],
-            seed=session.seed,
-            compress_after=session.compress_after,
-            graphs=session.graphs,
-        )
-        n = len(prompt.context_ids) + 1
-        for label, result in found.items():
-            fields = {**shared, "prompt_tokens": n, **measured(result)}
-            if result.failure is None:
-                until = list(prompt.stopping.strings)
-                text = postprocess_generated_text(decode(result.tokens), until, None)
-                fields |= {"prediction": text, **self._scored(task, [request], [text])}
-            yield Outcome(label, unit.id, fields)
-
     def _side(self, session: Session) -> Requests:
         """How requests become tokens; made once for a model."""
         if "requests" not in self._loaded:
             length = self.max_length or session.encoder.max_positions
             self._loaded["requests"] = Requests(session.model, session.tokenizer, max_length=length)
         return self._loaded["requests"]
-
-
-def _chat(tokenizer: Any, history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-    """A conversation as text, by the tokenizer's chat template."""
-    last = {"continue_final_message": not add_generation_prompt}
-    last["add_generation_prompt"] = add_generation_prompt
-    return str(tokenizer.apply_chat_template(history, tokenize=False, **last))
-
-
-def _held(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Record fields of what was held: of several contexts (choices in the context), all together."""
-    first = answers[0]
-    several = list({id(a.entries): a for a in answers}.values())  # one per context
-    held = sum(a.cache_bytes or 0 for a in several)
-    exact = sum(a.exact_bytes for a in several if a.cache_bytes is not None)
-    return {
-        "prompt_tokens": max(a.context_tokens for a in answers),
-        "compressed_tokens": max(a.prompt_tokens for a in answers),
-        "new_tokens": sum(a.tokens for a in answers),
-        "choices": len(answers),
-        "contexts": len(several),
-        "entries": first.entries,
-        "cache_bytes": held or None,
-        "exact_bytes": exact or None,
-        "ratio": held / exact if held and exact else None,
-        "compressed": any(a.compressed for a in answers),
-        **({"imagined": True} if first.imagined else {}),
-        "prefill_s": sum(a.prefill_s for a in several),
-        "compress_s": sum(a.compress_s for a in several),
-    }

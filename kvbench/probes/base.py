@@ -9,10 +9,16 @@ from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Le
 
+from kvbench.engine.fork import Cost
+from kvbench.engine.loading import Model
+from kvbench.engine.prefill import capture_layers
+from kvbench.engine.scoring import CompressedPrompt, masked_pass_cache
+from kvbench.errors import one_line
 from kvbench.errors.options import Distinct, check_options
+from kvbench.kv import Budget, LayerKV
 from kvbench.records.figures import Figure, as_json
 from kvbench.run.encoding import encode_example
-from kvbench.run.plan import Methods, Outcome, Unit
+from kvbench.run.plan import Methods, Outcome, Unit, status_of
 from kvbench.run.session import Session
 from kvbench.tasks.base import Task, TaskError
 
@@ -24,18 +30,6 @@ Layers = Distinct[Annotated[int, Ge(1), Le(10_000)]]
 """Numbers of layers, counted from 1."""
 
 
-@dataclass(frozen=True)
-class Tokenised:
-    """A prompt or text as token ids: what a unit of work is about."""
-
-    ids: tuple[int, ...]
-
-    @property
-    def n(self) -> int:
-        """Tokens."""
-        return len(self.ids)
-
-
 def encoded_prompts(
     task: Task, session: Session, most: int | None = None
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -43,6 +37,57 @@ def encoded_prompts(
     for example in task.examples(session.encoder)[:most]:
         encoded = encode_example(example, session.encoder)
         yield example.id, (*encoded.context_ids, *encoded.question_ids)
+
+
+def captured_layers(
+    session: Session, ids: Sequence[int], layers: Sequence[int]
+) -> Iterator[tuple[int, LayerKV]]:
+    """The layers of a prompt by their numbers from 1, in the order asked for."""
+    held = capture_layers(session.model, ids, [layer - 1 for layer in layers])
+    return ((layer, held[layer - 1]) for layer in layers)
+
+
+def budget_at(budget: Budget, rate: float | None) -> Budget:
+    """The job's budget, at another share where one is given."""
+    return budget if rate is None else budget.with_share(rate)
+
+
+def failed(failure: Exception) -> dict[str, Any]:
+    """Record fields of what could not be measured."""
+    return {"status": status_of(failure), "error": one_line(failure)}
+
+
+def places(tokens: int, most: int) -> dict[str, slice]:
+    """Places 0 .. tokens - 1 in runs that double, by name: 1, 2, 3-4, 5-8 ... as counted from 1.
+
+    Args:
+        most: tokens of the longest text; all name a run alike, however short they are.
+    """
+    found, begin, end = {}, 0, 1
+    while begin < tokens:
+        last = min(most, end)
+        several = f"tokens {begin + 1}\N{EN DASH}{last}"
+        found[f"token {last}" if last == begin + 1 else several] = slice(begin, min(end, tokens))
+        begin, end = end, 2 * end
+    return found
+
+
+def costs_of(model: Model, reading: CompressedPrompt, tokens: int) -> dict[str, Cost]:
+    """What every method of a reading costs by now; of one that masks a whole pass, what a cache would
+    cost at the end of `tokens`."""
+    n, exact = reading.start.n, reading.start.exact_bytes
+    found = {fork.label: fork.cost() for fork in reading.forks}
+    for label, (method, budget) in reading.whole.items():
+        entries, ratio = masked_pass_cache(model, (method, budget), tokens)
+        found[label] = Cost(
+            prompt_tokens=n,
+            capacity=budget.capacity(n) if method.saves_memory else n,
+            entries={"mean": entries, "max": entries},
+            cache_bytes=round(ratio * exact),
+            exact_bytes=exact,
+            compressed=True,
+        )
+    return found
 
 
 def origin(prompts: Task | None) -> dict[str, Any]:

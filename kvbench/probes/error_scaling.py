@@ -25,11 +25,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvbench.engine.attention import capped
 from kvbench.engine.fork import layer_generator
 from kvbench.engine.guard import check_finite
-from kvbench.engine.prefill import capture_layers
-from kvbench.errors import nearest, one_line
+from kvbench.errors import nearest
 from kvbench.errors.options import Count, Distinct, Fraction, Positive, Whole, check_options
 from kvbench.kv import Budget, BudgetExceeded, KVError, LayerKV, keep_all
 from kvbench.methods.base import SEED_STRIDE, Method, allowed_entries
@@ -37,15 +35,16 @@ from kvbench.probes.base import (
     Layers,
     Probe,
     Repeats,
-    Tokenised,
     Tokens,
+    captured_layers,
     check_either,
     encoded_prompts,
+    failed,
     origin,
 )
-from kvbench.probes.layer_error import compress_measured, estimate
+from kvbench.probes.layer_error import clustered, compress_measured, estimate, logits_of
 from kvbench.records.figures import Curve, as_json
-from kvbench.run.plan import Methods, Outcome, Unit, status_of
+from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
 from kvbench.tasks.base import Task, TaskError
 
@@ -91,12 +90,9 @@ class BoundedData:
         def directions(count: int) -> Tensor:
             return _unit(torch.randn(1, self.heads, count, self.head_dim, generator=generator))
 
-        keys, values = directions(n), directions(n)
+        keys, values = clustered(directions, n, self.clusters, self.spread, generator)
         if self.clusters:
-            of = torch.randint(self.clusters, (n,), generator=generator)
-            near, far = (1 - self.spread) ** 0.5, self.spread**0.5
-            keys = _unit(near * directions(self.clusters)[:, :, of] + far * keys)
-            values = _unit(near * directions(self.clusters)[:, :, of] + far * values)
+            keys, values = _unit(keys), _unit(values)
         asked = self.query_norm * directions(n + queries)
         keys, values = self.key_norm * keys, self.value_norm * values
         layer = LayerKV(keys, values, asked[:, :, :n], 0, 1, self.head_dim**-0.5)
@@ -112,13 +108,10 @@ def bound_scale(layer: LayerKV, queries: Tensor) -> Tensor:
 
     The Frobenius norm is of the values of the query's own KV head.
     """
-    batch, heads, m, dim = queries.shape
-    stored = layer.keys.shape[1]
-    grouped = queries.double().view(batch, stored, heads // stored, m, dim)
-    logits = grouped @ layer.keys.double()[:, :, None].transpose(-1, -2) * layer.scaling
-    spread = torch.linalg.vector_norm(capped(logits, layer.softcap).softmax(-1), dim=-1)
+    weights = logits_of(layer.keys, queries, layer).softmax(-1)
     size = torch.linalg.vector_norm(layer.values.double().flatten(2), dim=-1)
-    return (spread * size[:, :, None, None]).view(batch, heads, m)
+    norms = torch.linalg.vector_norm(weights, dim=-1) * size[:, :, None, None]
+    return norms.view(queries.shape[:3])
 
 
 def key_exponent(layer: LayerKV) -> float:
@@ -235,14 +228,14 @@ class ErrorScaling(Probe):
                 Unit(f"{name}/draw{draw}", ids([name], [f"draw{draw}"]), (name, draw))
                 for draw, name in product(range(self.draws), self.data)
             ]
-        need, longest = self.n + self.queries, 0
-        layers, found = [f"layer {layer}" for layer in self.layers], []
+        need = self.n + self.queries
+        layers = [f"layer {layer}" for layer in self.layers]
+        found: list[Unit] = []
+        longest = 0
         for name, tokens in encoded_prompts(self.prompts, session):
             longest = max(longest, len(tokens))
             if len(tokens) >= need:
-                found.append(
-                    Unit(name, ids(layers, self._replicates(name)), Tokenised(tokens[:need]))
-                )
+                found.append(Unit(name, ids(layers, self._replicates(name)), tokens[:need]))
             if len(found) == self.num_prompts:
                 return found
         raise KVError(
@@ -262,25 +255,25 @@ class ErrorScaling(Probe):
             name, draw = unit.payload
             seed = SEED_STRIDE * session.seed + draw
             named = {"replicate": f"seed{session.seed}-draw{draw}"}
-            yield (
-                name,
-                f"draw{draw}",
-                seed,
-                named,
-                *self.data[name].layer(self.n, self.queries, name, seed),
-            )
+            made = self.data[name].layer(self.n, self.queries, name, seed)
+            yield name, f"draw{draw}", seed, named, *made
             return
-        captured = capture_layers(session.model, unit.payload.ids, [i - 1 for i in self.layers])
-        for number in self.layers:
-            whole, n = captured[number - 1], self.n
+        for number, whole in captured_layers(session, unit.payload, self.layers):
             assert whole.queries is not None
-            k, v, q = (x[:, :, :n] for x in (whole.keys, whole.values, whole.queries))
+            k, v, q = (x[:, :, : self.n] for x in (whole.keys, whole.values, whole.queries))
             layer = replace(whole, keys=k, values=v, queries=q, shared={})
             check_finite(layer)
             for draw, replicate in enumerate(self._replicates(unit.id)):
                 seed = SEED_STRIDE * session.seed + draw
                 named = {"replicate": replicate, "prompt": unit.id}
-                yield f"layer {number}", replicate, seed, named, layer, whole.queries[:, :, n:]
+                yield (
+                    f"layer {number}",
+                    replicate,
+                    seed,
+                    named,
+                    layer,
+                    whole.queries[:, :, self.n :],
+                )
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
         """Every method at every number of entries."""
@@ -301,13 +294,11 @@ class ErrorScaling(Probe):
                     record |= cost | {"held": cost["entries"]["mean"]}
                     record |= {"scaled_error": error, "score": error}
                 except Exception as failure:  # noqa: BLE001 - a record with its status
-                    record |= {"status": status_of(failure), "error": one_line(failure)}
+                    record |= failed(failure)
                 yield Outcome(label, f"{dataset}/kept{kept}/{replicate}", record)
 
     def _sized(self, label: str, method: Method, kept: int) -> Method:
         """The method with the options that grow with the memory."""
         factors = self.per_kept.get(label, {})
-        sized: dict[str, Any] = {
-            option: max(2, round(factor * kept)) for option, factor in factors.items()
-        }
+        sized: dict[str, Any] = {k: max(2, round(factor * kept)) for k, factor in factors.items()}
         return replace(method, **sized)

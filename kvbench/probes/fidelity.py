@@ -8,42 +8,49 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from itertools import islice, pairwise
+from dataclasses import dataclass, field, replace
+from itertools import islice, product
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from kvbench.engine.architecture import kvbench_attention_on
-from kvbench.engine.fork import Fork
+from kvbench.engine.fork import Cost
 from kvbench.engine.loading import Model
 from kvbench.engine.scoring import (
     CompressedPrompt,
     feed_continuations,
     greedy_continuation,
-    masked_pass_cache,
     read,
-    relabelled_copy,
     run_masked_pass,
 )
 from kvbench.engine.stopping import Stopping
-from kvbench.errors import one_line
 from kvbench.errors.options import Several, Share
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
 from kvbench.methods.exact import Exact
-from kvbench.probes.base import Probe, Repeats, Tokens, check_either
+from kvbench.probes.base import (
+    Probe,
+    Repeats,
+    Tokens,
+    budget_at,
+    check_either,
+    costs_of,
+    failed,
+    places,
+)
 from kvbench.records.figures import Distances, Figure
 from kvbench.run.encoding import encode_example
-from kvbench.run.plan import Methods, Outcome, Unit, status_of
+from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
 from kvbench.tasks.base import PromptEncoder, Task, TaskError
 from kvbench.tasks.data import file_digests, texts_of_files
 
 REFERENCE = "(reference)"
 """The label of the exact fork that all are compared with."""
+EXACT: Mapping[str, tuple[Method, Budget]] = {REFERENCE: (Exact(), Budget())}
+"""Comes before the methods that a prompt is read with."""
 ROUNDING = 1e-6
 """A KL divergence is not negative; in float32 it comes out as little as this below zero."""
 SIGNIFICANT = 6
@@ -57,9 +64,9 @@ class InfiniteDivergence(ArithmeticError):
         super().__init__(f"infinite KL divergence at token {token} of the continuation")
 
 
-@dataclass
-class Fidelity:
-    """One method against the exact cache, token by token of one continuation.
+@dataclass(frozen=True, kw_only=True)
+class Fidelity(Cost):
+    """One method against the exact cache, token by token of one continuation, and what it costs.
 
     Attributes:
         kl: sum_v p_v (log p_v - log q_v) in nats; p is the exact, q the method's next-token
@@ -68,8 +75,7 @@ class Fidelity:
         nll_exact, nll: -log p and -log q of the continuation's token, in nats.
         difference: nll - nll_exact.
         top: the method's most likely token. top_exact: the exact one.
-        failure: what stopped the method; the lists are empty then.
-        entries, cache_bytes, exact_bytes, compressed, compress_s, prefill_s: as in a record.
+        failure: what stopped the method; the lists mean nothing then.
         imagined: a mask of a whole pass: entries and bytes are those of a cache that nobody holds.
     """
 
@@ -80,12 +86,7 @@ class Fidelity:
     top: list[int] = field(default_factory=list)
     top_exact: list[int] = field(default_factory=list)
     failure: Exception | None = None
-    entries: Mapping[str, float] | None = None
-    cache_bytes: int | None = None
-    exact_bytes: int | None = None
-    compressed: bool = False
     imagined: bool = False
-    compress_s: float = 0.0
     prefill_s: float = 0.0
 
     @property
@@ -105,7 +106,7 @@ def divergence(exact: Tensor, other: Tensor) -> Tensor:
 
 
 class _CompareWithFirst:
-    """A `LogitsHook` that sets every row against the first."""
+    """A `LogitsHook` that sets every row after the first against the first."""
 
     def __init__(self, results: Sequence[Fidelity], continuation: Sequence[int]) -> None:
         self.results = results
@@ -115,15 +116,15 @@ class _CompareWithFirst:
         target = self.continuation[begin : begin + logits.shape[1], None].to(logits.device)
         exact = logits[0].float().log_softmax(-1)
         top, nll = exact.argmax(-1), -exact.gather(-1, target)[:, 0]
-        for result, row in zip(self.results, logits, strict=True):
+        for result, row in zip(self.results, logits[1:], strict=True):
             other = row.float().log_softmax(-1)
             mine = other.argmax(-1)
-            result.kl += divergence(exact, other).tolist()
-            result.agree += (mine == top).long().tolist()
-            result.nll += (-other.gather(-1, target)[:, 0]).tolist()
-            result.nll_exact += nll.tolist()
-            result.top += mine.tolist()
-            result.top_exact += top.tolist()
+            result.kl.extend(divergence(exact, other).tolist())
+            result.agree.extend((mine == top).long().tolist())
+            result.nll.extend((-other.gather(-1, target)[:, 0]).tolist())
+            result.nll_exact.extend(nll.tolist())
+            result.top.extend(mine.tolist())
+            result.top_exact.extend(top.tolist())
 
 
 def teacher_forced(
@@ -147,17 +148,9 @@ def teacher_forced(
         label -> `Fidelity`, its lists as long as the continuation.
     """
     with kvbench_attention_on(model):
-        everyone = with_reference(methods)
-        room = len(continuation)
-        reading = read(model, prompt_ids, everyone, seed=seed, example_id=example_id, room=room)
+        both, room = {**EXACT, **methods}, len(continuation)
+        reading = read(model, prompt_ids, both, seed=seed, example_id=example_id, room=room)
         return compare(model, reading, continuation)
-
-
-def with_reference(
-    methods: Mapping[str, tuple[Method, Budget]],
-) -> dict[str, tuple[Method, Budget]]:
-    """The methods to read a prompt with, an exact one before the others."""
-    return {REFERENCE: (Exact(), Budget()), **methods}
 
 
 @torch.inference_mode()
@@ -165,46 +158,28 @@ def compare(
     model: Model, reading: CompressedPrompt, continuation: Sequence[int]
 ) -> dict[str, Fidelity]:
     """Every method of a reading against its first fork, which is exact."""
-    results = {fork.label: _after_compression(fork, reading) for fork in reading.forks}
+    seconds, tokens = reading.start.prefill_s, len(reading.prompt_ids) + len(continuation)
+    results = {
+        label: Fidelity(**vars(cost), imagined=label in reading.whole, prefill_s=seconds)
+        for label, cost in costs_of(model, reading, tokens).items()
+    }
     sound = [fork for fork in reading.forks if fork.failure is None]
-    on_logits = _CompareWithFirst([results[fork.label] for fork in sound], continuation)
+    on_logits = _CompareWithFirst([results[fork.label] for fork in sound[1:]], continuation)
     feed_continuations(model, reading, [(fork, continuation) for fork in sound], on_logits)
-    for fork in sound:
-        results[fork.label].failure = fork.failure
-        results[fork.label].compressed = fork.cost().compressed
-    for label, pair in reading.whole.items():
-        entries, ratio = masked_pass_cache(model, pair, len(reading.prompt_ids) + len(continuation))
-        found = results[label] = Fidelity(
-            compressed=True,
-            imagined=True,
-            entries={"mean": entries, "max": entries},
-            cache_bytes=round(ratio * reading.start.exact_bytes),
-            exact_bytes=reading.start.exact_bytes,
-            prefill_s=reading.start.prefill_s,
+    for fork in reading.forks:
+        compressed = fork.cost().compressed  # a cache that evicts, only now perhaps
+        results[fork.label] = replace(
+            results[fork.label], failure=fork.failure, compressed=compressed
         )
-        rows = _CompareWithFirst([Fidelity(), found], continuation)
-        run_masked_pass(model, reading.prompt_ids, continuation, [None, pair], rows)
+    for label, pair in reading.whole.items():
+        on_logits = _CompareWithFirst([results[label]], continuation)
+        run_masked_pass(model, reading.prompt_ids, continuation, [None, pair], on_logits)
     del results[REFERENCE]
-    for result in results.values():  # what is no number is a failure, and is averaged with nothing
+    for label, result in results.items():  # what is no number is averaged with nothing
         wrong = next((i for i, kl in enumerate(result.kl, start=1) if not math.isfinite(kl)), None)
         if wrong is not None and result.failure is None:
-            result.failure = InfiniteDivergence(wrong)
+            results[label] = replace(result, failure=InfiniteDivergence(wrong))
     return results
-
-
-def _after_compression(fork: Fork, reading: CompressedPrompt) -> Fidelity:
-    """What is known of a fork after compression."""
-    if fork.failure is not None:
-        return Fidelity(failure=fork.failure)
-    cost = fork.cost()
-    return Fidelity(
-        entries=cost.entries,
-        cache_bytes=cost.cache_bytes,
-        exact_bytes=cost.exact_bytes,
-        compressed=cost.compressed,
-        compress_s=cost.compress_s,
-        prefill_s=reading.start.prefill_s,
-    )
 
 
 @torch.inference_mode()
@@ -215,18 +190,17 @@ def noise_floor(
     what kernels alone make of rounding. To be called before `compare`, which uses the forks up."""
     both: list[list[Tensor]] = [[], []]
     for found, rows in zip(both, (1, 2), strict=True):
-        twins = [relabelled_copy(reading.forks[0], REFERENCE) for _ in range(rows)]
-        pairs = [(twin, continuation) for twin in twins]
-        feed_continuations(model, reading, pairs, partial(_keep_first, found))
+        pairs = [(reading.forks[0].clone(), continuation) for _ in range(rows)]
+
+        def keep(_: int, logits: Tensor, found: list[Tensor] = found) -> None:
+            found.append(logits[0])
+
+        feed_continuations(model, reading, pairs, keep)
     floor = [
         divergence(*(logits.float().log_softmax(-1) for logits in pair))
         for pair in zip(*both, strict=False)
     ]
     return torch.cat(floor).tolist()
-
-
-def _keep_first(found: list[Tensor], begin: int, logits: Tensor) -> None:
-    found.append(logits[0])
 
 
 @dataclass(frozen=True)
@@ -238,27 +212,6 @@ class Prompt:
     context_tokens: int
     given: tuple[int, ...]
     text: str
-
-    @property
-    def n(self) -> int:
-        """Tokens."""
-        return len(self.ids)
-
-
-def position_groups(tokens: int) -> list[range]:
-    """Places 0 .. tokens - 1 in runs that double: 1, 2, 3-4, 5-8 ... as counted from 1."""
-    ends = [0, 1]
-    while ends[-1] < tokens:
-        ends.append(2 * ends[-1])
-    return [range(a, min(b, tokens)) for a, b in pairwise(ends)]
-
-
-def group_name(group: range, most: int) -> str:
-    """What a run of places is called; all prompts name it alike, however short their continuation."""
-    last = min(most, max(1, 2 * group.start))
-    return (
-        f"token {last}" if last == group.start + 1 else f"tokens {group.start + 1}\N{EN DASH}{last}"
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,7 +262,7 @@ class FidelityProbe(Probe):
         return super().meta() | {
             "data": dict(data),
             "breakdown": ["rate"] if self.rates else [],
-            "measures": [group_name(g, self.tokens) for g in position_groups(self.tokens)],
+            "measures": list(places(self.tokens, self.tokens)),
         }
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
@@ -322,15 +275,16 @@ class FidelityProbe(Probe):
         positions = session.encoder.max_positions
         units = []
         for name, case in self._cases(session.encoder):
-            head = case.context_tokens if session.compress_after == "context" else case.n - 1
-            if head < 1 or head >= case.n:
+            n = len(case.ids)
+            head = case.context_tokens if session.compress_after == "context" else n - 1
+            if head < 1 or head >= n:
                 raise KVError(
-                    f"prompt {name!r} has {case.n} tokens, of which {head} would be compressed; "
+                    f"prompt {name!r} has {n} tokens, of which {head} would be compressed; "
                     "allowed: at least one, and fewer than there are"
                 )
-            if positions is not None and case.n >= positions:
+            if positions is not None and n >= positions:
                 raise KVError(
-                    f"prompt {name!r} has {case.n} tokens and the model {positions} positions; "
+                    f"prompt {name!r} has {n} tokens and the model {positions} positions; "
                     "allowed: fewer, since the continuation needs some"
                 )
             if self.continuation == "given" and not case.given:
@@ -338,11 +292,10 @@ class FidelityProbe(Probe):
                     f"task.continuation is 'given' and prompt {name!r} has no text to go on with; "
                     "allowed: greedy"
                 )
-            for _, budget in methods.values():
-                for rate in self.rates or (None,):
-                    _budget(budget, rate).capacity(head)
-            ids = tuple(_at_rate(name, rate, "/rate") for rate in self.rates or (None,))
-            units.append(Unit(name, ids, case))
+            rates = self.rates or (None,)
+            for (_, budget), rate in product(methods.values(), rates):
+                budget_at(budget, rate).capacity(head)
+            units.append(Unit(name, tuple(_at_rate(name, r, "/rate") for r in rates), case))
         return units
 
     def _cases(self, encoder: PromptEncoder) -> Iterator[tuple[str, Prompt]]:
@@ -382,15 +335,15 @@ class FidelityProbe(Probe):
         encoder = session.encoder
         most, rates = self.tokens, self.rates or (None,)
         if encoder.max_positions is not None:
-            most = min(most, encoder.max_positions - case.n)
-        forks: dict[str, tuple[Method, Budget]] = {}
+            most = min(most, encoder.max_positions - len(case.ids))
+        forks = dict(EXACT)
         for label, (method, budget) in methods.items():
             for rate in rates if method.uses_budget else rates[:1]:
-                forks[_at_rate(label, rate, " at rate ")] = method, _budget(budget, rate)
+                forks[_at_rate(label, rate, " at rate ")] = method, budget_at(budget, rate)
         reading = read(
             session.model,
             case.ids,
-            with_reference(forks),
+            forks,
             seed=session.seed,
             example_id=unit.id,
             room=most,
@@ -406,11 +359,10 @@ class FidelityProbe(Probe):
             tokens = greedy_continuation(session.model, reading, reference, stopping)
         floor = noise_floor(session.model, reading, tokens) if self.floor else None
         found = compare(session.model, reading, tokens)
-        n = reading.start.n
         shared = {
             "prompt": unit.id,
-            "prompt_tokens": case.n,
-            "compressed_tokens": n,
+            "prompt_tokens": len(case.ids),
+            "compressed_tokens": reading.start.n,
             "compress_after": session.compress_after,
             "continuation": self.continuation,
             "continuation_ids": tokens,
@@ -420,13 +372,12 @@ class FidelityProbe(Probe):
             "cut": most < self.tokens and len(tokens) == most,
             "kl_floor": None if floor is None else max(floor),
         }
-        for label, (method, budget) in methods.items():
+        for label, (method, _) in methods.items():
             for rate in rates:
                 key = _at_rate(label, rate if method.uses_budget else rates[0], " at rate ")
                 fields = {
                     **shared,
                     **({} if rate is None else {"rate": rate}),
-                    "capacity": _budget(budget, rate).capacity(n) if method.saves_memory else n,
                     **self._measured(found[key], tokens, case.text, encoder),
                 }
                 yield Outcome(label, _at_rate(unit.id, rate, "/rate"), fields)
@@ -435,14 +386,10 @@ class FidelityProbe(Probe):
         self, found: Fidelity, tokens: Sequence[int], text: str, encoder: PromptEncoder
     ) -> dict[str, Any]:
         """Record fields of one method on one prompt."""
-        shown = ("entries", "cache_bytes", "exact_bytes", "compressed", "prefill_s", "compress_s")
-        held = {name: getattr(found, name) for name in shown}
-        held["ratio"] = None
-        if found.cache_bytes is not None and found.exact_bytes:
-            held["ratio"] = found.cache_bytes / found.exact_bytes
+        held = {**found.record(), "prefill_s": found.prefill_s}
         held |= {"imagined": True} if found.imagined else {}
         if found.failure is not None:
-            return {**held, "status": status_of(found.failure), "error": one_line(found.failure)}
+            return held | failed(found.failure)
         means = {n: _mean(getattr(found, n)) for n in ("kl", "nll", "nll_exact", "difference")}
         return {
             **held,
@@ -451,10 +398,7 @@ class FidelityProbe(Probe):
             "max_kl": max(found.kl),
             "agreement": _mean(found.agree),
             "perplexity_ratio": math.exp(min(means["difference"], 700.0)),
-            **{
-                group_name(group, self.tokens): _mean([found.kl[i] for i in group])
-                for group in position_groups(len(tokens))
-            },
+            **{k: _mean(found.kl[at]) for k, at in places(len(tokens), self.tokens).items()},
             "per_token": {
                 "kl": rounded(found.kl),
                 "agree": found.agree,
@@ -487,10 +431,6 @@ def _divergence(
 def _at_rate(name: str, rate: float | None, between: str) -> str:
     """A record's id, or a method's label, at one of the rates."""
     return name if rate is None else f"{name}{between}{rate:g}"
-
-
-def _budget(budget: Budget, rate: float | None) -> Budget:
-    return budget if rate is None else budget.with_share(rate)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -15,8 +16,6 @@ from torch import Tensor
 from kvbench.engine import guard
 from kvbench.engine.attention import capped, signed_mean
 from kvbench.engine.fork import Cost, layer_generator
-from kvbench.engine.prefill import capture_layers
-from kvbench.errors import one_line
 from kvbench.errors.options import Fraction, Several, Share, check_options
 from kvbench.kernels.quantize import Scheme
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, keep_all
@@ -25,14 +24,15 @@ from kvbench.probes.base import (
     Layers,
     Probe,
     Repeats,
-    Tokenised,
     Tokens,
+    captured_layers,
     check_either,
     encoded_prompts,
+    failed,
     origin,
 )
 from kvbench.records.figures import Bars, as_json
-from kvbench.run.plan import Methods, Outcome, Unit, status_of
+from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
 from kvbench.tasks.base import Task, TaskError
 
@@ -87,25 +87,45 @@ class SyntheticLayers:
             shape = (1, heads, count, self.head_dim)
             return torch.randn(shape, generator=generator) / self.head_dim**0.5
 
-        keys, values = gaussian(self.kv_heads, self.n), gaussian(self.kv_heads, self.n)
-        if self.clusters:
-            of = torch.randint(self.clusters, (self.n,), generator=generator)
-            near, far = (1 - self.spread) ** 0.5, self.spread**0.5
-            keys = near * gaussian(self.kv_heads, self.clusters)[:, :, of] + far * keys
-            values = near * gaussian(self.kv_heads, self.clusters)[:, :, of] + far * values
+        draw = partial(gaussian, self.kv_heads)
+        keys, values = clustered(draw, self.n, self.clusters, self.spread, generator)
         queries = self.query_norm * gaussian(self.heads, self.n)
         keys, values = self.key_norm * keys, self.value_norm * values
         return LayerKV(keys, values, queries, index, num_layers, self.head_dim**-0.5)
 
 
+def clustered(
+    draw: Callable[[int], Tensor], n: int, clusters: int, spread: float, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Keys and values [1, heads, n, d] around centres that those of one cluster share.
+
+    Args:
+        draw: so many vectors [1, heads, count, d]. clusters: 0: the vectors as they are drawn.
+        spread: share of the squared norm that is noise around the centre.
+    """
+    keys, values = draw(n), draw(n)
+    if clusters:
+        of = torch.randint(clusters, (n,), generator=generator)
+        near, far = (1 - spread) ** 0.5, spread**0.5
+        keys = near * draw(clusters)[:, :, of] + far * keys
+        values = near * draw(clusters)[:, :, of] + far * values
+    return keys, values
+
+
+def logits_of(keys: Tensor, queries: Tensor, layer: LayerKV) -> Tensor:
+    """Scaled and capped logits of queries [1, heads, m, d] against keys [1, kv_heads, n, d]:
+    [1, kv_heads, group, m, n] float64."""
+    (batch, heads, m, dim), stored = queries.shape, keys.shape[1]
+    grouped = queries.double().view(batch, stored, heads // stored, m, dim)
+    logits = grouped @ keys.double()[:, :, None].transpose(-1, -2) * layer.scaling
+    return capped(logits, layer.softcap)
+
+
 def estimate(held: CompressedKV, queries: Tensor, first: int, layer: LayerKV) -> Tensor:
     """z_j for the queries at positions first, first + 1, ...: attention over what is held, entries
     of later positions hidden. queries [1, heads, m, d] -> [1, heads, m, d], float64."""
-    stored = held.keys.shape[1]
-    batch, heads, m, dim = queries.shape
-    grouped = queries.double().view(batch, stored, heads // stored, m, dim)
-    logits = grouped @ held.keys.double()[:, :, None].transpose(-1, -2) * layer.scaling
-    logits = capped(logits, layer.softcap)
+    batch, heads, m, _ = queries.shape
+    logits = logits_of(held.keys, queries, layer)
     if held.log_weights is not None:
         logits = logits + held.log_weights.double()[:, :, None, None]
     at = torch.arange(first, first + m, device=queries.device)
@@ -115,8 +135,8 @@ def estimate(held: CompressedKV, queries: Tensor, first: int, layer: LayerKV) ->
     if held.denominators is not None:
         ends = None
         if held.value_range is not None:
-            least, most = (x.double()[:, :, None, None] for x in held.value_range)
-            ends = (least, most)
+            least, most = held.value_range
+            ends = least.double()[:, :, None, None], most.double()[:, :, None, None]
         out = signed_mean(out, weights, held.denominators.double()[:, :, None], ends)
     return out.view(batch, heads, m, -1)
 
@@ -279,20 +299,20 @@ class LayerError(Probe):
         Raises:
             KVError: a prompt of which no query can be measured.
         """
-        found: list[tuple[str, Any]] = [("synthetic", self.synthetic)]
+        found: list[tuple[str, tuple[int, ...]]] = [("synthetic", ())]
         if self.prompts is not None:
-            prompts = encoded_prompts(self.prompts, session, self.num_prompts)
-            found = [(name, Tokenised(ids)) for name, ids in prompts]
-        for name, payload in found:
-            if payload.n <= 2 * self.exact:
+            found = list(encoded_prompts(self.prompts, session, self.num_prompts))
+        for name, ids in found:
+            n = len(ids) if self.synthetic is None else self.synthetic.n
+            if n <= 2 * self.exact:
                 raise KVError(
-                    f"task.exact is {self.exact} and prompt {name!r} has {payload.n} tokens; allowed: "
+                    f"task.exact is {self.exact} and prompt {name!r} has {n} tokens; allowed: "
                     "less than half of the prompt (sink + window may not be longer than the prompt)"
                 )
         draws = list(product(self.layers, self.rates, range(self.seeds)))
         return [
-            Unit(name, tuple(self.record_id(name, *draw) for draw in draws), payload)
-            for name, payload in found
+            Unit(name, tuple(self.record_id(name, *draw) for draw in draws), ids)
+            for name, ids in found
         ]
 
     @staticmethod
@@ -303,9 +323,7 @@ class LayerError(Probe):
     def _captured(self, unit: Unit, session: Session) -> Iterator[tuple[int, LayerKV]]:
         """The unit's layers in the order asked for, each with its 1-based number."""
         if self.synthetic is None:
-            wanted = [layer - 1 for layer in self.layers]
-            held = capture_layers(session.model, unit.payload.ids, wanted)
-            yield from ((layer, held[layer - 1]) for layer in self.layers)
+            yield from captured_layers(session, unit.payload, self.layers)
             return
         for layer in self.layers:
             made = self.synthetic.layer(layer - 1, max(self.layers))
@@ -344,7 +362,7 @@ class LayerError(Probe):
                         errors = relative_errors(estimate(held, queries, first, kv), exact)
                         found = {"score": errors[METRICS[self.metric][0]], **errors, **cost}
                     except Exception as failure:  # noqa: BLE001 - a record with its status
-                        found = {"status": status_of(failure), "error": one_line(failure)}
+                        found = failed(failure)
                 if torch.equal(state, generator.get_state()):
                     same[label, rate] = found
                     carried[label, rate, seed] = carried[label, rate, 0]

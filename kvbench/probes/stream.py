@@ -6,17 +6,16 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, ClassVar, Literal
 
 from kvbench.engine.prefill import synchronize
 from kvbench.engine.streams import check_reads, read_text
-from kvbench.errors import one_line
 from kvbench.errors.options import Count
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
-from kvbench.probes.base import Probe, Repeats, Tokenised, Tokens
-from kvbench.probes.fidelity import group_name, position_groups
-from kvbench.run.plan import Methods, Outcome, Unit, status_of
+from kvbench.probes.base import Probe, Repeats, Tokens, failed, places
+from kvbench.run.plan import Methods, Outcome, Unit
 from kvbench.run.session import Session
 from kvbench.tasks.base import TaskError
 from kvbench.tasks.data import file_digests, texts_of_dataset, texts_of_files
@@ -69,7 +68,7 @@ class Stream(Probe):
 
     def meta(self) -> dict[str, Any]:
         """See `Probe.meta`."""
-        groups = [group_name(g, self.tokens) for g in position_groups(self.tokens)]
+        groups = list(places(self.tokens, self.tokens))
         return super().meta() | {"data": dict(file_digests(self.files)), "measures": groups}
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
@@ -91,7 +90,7 @@ class Stream(Probe):
                     f"task.positions is 'absolute' and text {name!r} has {len(ids)} tokens; allowed: at "
                     f"most {most}, the model's positions (task.tokens), or task.positions=cache"
                 )
-            units.append(Unit(name, (name,), Tokenised(tuple(ids)), {name: {"text": name}}))
+            units.append(Unit(name, (name,), tuple(ids), {name: {"text": name}}))
         if not units:
             raise TaskError("task stream has no text of two tokens or more")
         return units
@@ -99,65 +98,47 @@ class Stream(Probe):
     def _texts(self, session: Session) -> Iterator[tuple[str, list[int]]]:
         """Name and token ids of each text, the model's first tokens (BOS) before it."""
         encoder = session.encoder
+        texts: list[tuple[str, str]] = []
         if self.files:
             texts = texts_of_files(self.files)[: self.num_texts]
         elif self.dataset_name:
             options = (self.dataset_config, self.dataset_split, self.dataset_column)
             texts = texts_of_dataset(self.dataset_name, *options, self.num_texts)
         else:
-            texts = [(f"generated {i}", self._generated(i)) for i in range(self.num_texts)]
+            for i in range(self.num_texts):  # a sentence has more than one token
+                sentences = islice(generated_haystack(f"stream {i}"), self.tokens)
+                texts.append((f"generated {i}", " ".join(sentences)))
         if self.joined:
             texts = [("joined", "\n\n".join(text for _, text in texts))]
         for name, text in texts:
             yield name, [*encoder.prefix_ids, *encoder.encode_text(text)][: self.tokens]
 
-    def _generated(self, number: int) -> str:
-        """Sentences of more tokens than are asked for: a word has one at least."""
-        words, sentences = 0, []
-        for sentence in generated_haystack(f"stream {number}"):
-            sentences.append(sentence)
-            words += sentence.count(" ") + 1
-            if words > self.tokens:
-                break
-        return " ".join(sentences)
-
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
         """Every method reads the text for itself."""
-        for label, (method, budget) in methods.items():
-            fields = {"text": unit.id, "prompt_tokens": unit.payload.n, "positions": self.positions}
+        for label in methods:
+            fields = {"text": unit.id, "prompt_tokens": len(unit.payload)}
+            fields["positions"] = self.positions
             try:
-                fields |= self._read(unit, label, method, budget, session)
+                fields |= self._read(unit, label, methods[label], session)
             except Exception as failure:  # noqa: BLE001 - a record with its status
-                fields |= {"status": status_of(failure), "error": one_line(failure)}
+                fields |= failed(failure)
             yield Outcome(label, unit.id, fields)
 
     def _read(
-        self, unit: Unit, label: str, method: Method, budget: Budget, session: Session
+        self, unit: Unit, label: str, pair: tuple[Method, Budget], session: Session
     ) -> dict[str, Any]:
         """Record fields of one method on one text."""
-        ids = unit.payload.ids
+        ids = unit.payload
         synchronize(session.device)
         clock = time.perf_counter()
-        found = read_text(
-            session.model,
-            ids,
-            method,
-            budget,
-            positions=self.positions,
-            seed=session.seed,
-            name=unit.id,
-            label=label,
-        )
+        how = (self.positions, session.seed)
+        found = read_text(session.model, ids, *pair, *how, name=unit.id, label=label)
         synchronize(session.device)
         seconds = time.perf_counter() - clock
         nll, held, entries = found.nll.double(), found.held_bytes, found.entries
         mean = float(nll.mean())
         if not math.isfinite(mean):
             raise ArithmeticError("the negative log-likelihood is not finite")
-        groups = {
-            group_name(group, self.tokens): float(nll[group.start : group.stop].mean())
-            for group in position_groups(len(nll))
-        }
         return {
             "score": mean,
             "perplexity": math.exp(min(mean, 700.0)),
@@ -171,5 +152,5 @@ class Stream(Probe):
             "read_s": seconds,
             "tokens_per_s": len(ids) / seconds,
             "nll_blocks": [round(float(part.mean()), 5) for part in nll.split(self.block)],
-            **groups,
+            **{k: float(nll[at].mean()) for k, at in places(len(nll), self.tokens).items()},
         }

@@ -7,10 +7,10 @@ BalanceKV (arXiv 2502.07861), section 4.4, Table 2: seconds of prefill and decod
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -21,13 +21,12 @@ from kvbench.engine.faults import free_memory, is_out_of_memory
 from kvbench.engine.generate import Prompt, run_batch
 from kvbench.engine.prefill import input_device
 from kvbench.engine.stopping import Stopping
-from kvbench.errors import one_line
 from kvbench.errors.options import Count, Several, Share, check_options
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
-from kvbench.probes.base import Probe, Repeats
+from kvbench.probes.base import Probe, Repeats, budget_at, failed
 from kvbench.records.figures import Figure, Times
-from kvbench.run.plan import Methods, Outcome, Unit, measured, status_of
+from kvbench.run.plan import Methods, Outcome, Unit, measured
 from kvbench.run.session import Session
 from kvbench.tasks.base import TaskError
 
@@ -35,6 +34,12 @@ log = logging.getLogger(__name__)
 
 REFERENCE = "exact"
 """The method that the others' times are divided by."""
+RATIOS = {
+    "speedup": "tokens_per_s",
+    "decode_speedup": "decode_tokens_per_s",
+    "prefill_ratio": "prefill_compress_s",
+}
+"""Record fields that divide another by the reference's of the same unit; null where there is none."""
 WARM_UP_TOKENS = 32
 SAFE = 0.85
 """Share of a CPU's memory a trial may be expected to take: there, running out ends the process."""
@@ -52,21 +57,9 @@ class Setting:
     def __post_init__(self) -> None:
         check_options(self, "task.settings: ", TaskError)
 
-    def budget(self, budget: Budget) -> Budget:
-        """The job's budget, at this setting's share where it names one."""
-        return budget if self.rate is None else budget.with_share(self.rate)
-
     def __str__(self) -> str:
         rate = "" if self.rate is None else f"/rate{self.rate:g}"
         return f"n{self.prompt_tokens}+{self.new_tokens}/b{self.batch}{rate}"
-
-
-class Turn(NamedTuple):
-    """One run of all methods at a setting; `n` prompt tokens."""
-
-    n: int
-    setting: Setting
-    run: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,26 +161,27 @@ class Throughput(Probe):
                         f"has {n} tokens, so {label!r} would compress nothing; allowed: at most {n}"
                     )
                 if method.uses_budget:
-                    setting.budget(budget).capacity(n)
+                    budget_at(budget, setting.rate).capacity(n)
         return [
-            Unit(f"{s}/run{run}", (f"{s}/run{run}",), Turn(s.prompt_tokens, s, run))
+            Unit(f"{s}/run{run}", (f"{s}/run{run}",), (s, run))
             for s, run in product(self._settings(), range(self.runs))
         ]
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
         """Each method in turn, beginning with another in every run; before the first measured run of
         a process, a warm-up of each."""
-        n, setting, run = unit.payload
+        setting, run = unit.payload
+        n = setting.prompt_tokens
         labels = sorted(methods, key=lambda label: label != REFERENCE)
         start = run % len(labels)
         rows: dict[str, dict[str, Any]] = {}
         for label in labels[start:] + labels[:start]:
             method, budget = methods[label]
-            row = _Row(session, setting, label, method, setting.budget(budget))
+            row = _Row(session, setting, label, method, budget_at(budget, setting.rate))
             capacity = row.budget.capacity(n) if method.saves_memory else n
             rows[label] = {"capacity": capacity, **self._measure(row)}
         for turn, (label, fields) in enumerate(rows.items()):
-            shared = {
+            asked = {
                 "dataset": str(setting),
                 "prompt_tokens": n,
                 "asked_new_tokens": setting.new_tokens,
@@ -197,16 +191,20 @@ class Throughput(Probe):
                 "runs": self.runs,
                 "turn": turn,
             }
-            ratios = _ratios(fields, rows.get(REFERENCE, {}))
-            yield Outcome(label, unit.id, shared | fields | ratios)
+            exact = rows.get(REFERENCE, {})
+            ratios = {k: _over(fields.get(of), exact.get(of)) for k, of in RATIOS.items()}
+            yield Outcome(label, unit.id, asked | fields | ratios)
 
     def _measure(self, row: _Row) -> dict[str, Any]:
         """One measured run; what failed once in this process is not tried again."""
         key, device = (row.setting, row.label), row.session.device
-        batch = self._known.get(key)
+        batch: Any = self._known.get(key)
         try:
             if batch is None:
-                batch = self._batch(row)
+                batch = row.setting.batch
+                if batch == "largest":
+                    trial = lambda size: row.generate(size, row.few(2))  # noqa: E731
+                    batch = largest_batch(trial, device, self.most_batch)
                 row.generate(batch, row.few(WARM_UP_TOKENS))
                 self._known[key] = batch
             if isinstance(batch, int):
@@ -215,7 +213,7 @@ class Throughput(Probe):
                 before = memory.used_bytes(device)
                 fields = row.generate(batch)
         except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
-            batch = self._known[key] = {"status": status_of(failure), "error": one_line(failure)}
+            batch = self._known[key] = failed(failure)
         if not isinstance(batch, int):
             free_memory(device)  # out of the except block: the traceback is gone
             return dict(batch)
@@ -232,13 +230,6 @@ class Throughput(Probe):
             "bytes_before": before,
             "peak_is": "allocated" if device.type == "cuda" else "resident",
         }
-
-    def _batch(self, row: _Row) -> int:
-        """How many prompts at once."""
-        if isinstance(row.setting.batch, int):
-            return row.setting.batch
-        device = row.session.device
-        return largest_batch(lambda batch: row.generate(batch, row.few(2)), device, self.most_batch)
 
 
 @dataclass(frozen=True)
@@ -303,18 +294,6 @@ def _random_ids(session: Session, n: int, batch: int) -> Tensor:
     vocabulary = session.model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(session.seed)
     return torch.randint(vocabulary, (batch, n), generator=generator)
-
-
-def _ratios(fields: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, Any]:
-    """How a row compares with the exact cache of the same unit; null where there is none."""
-    whole, ours = reference.get("tokens_per_s"), fields.get("tokens_per_s")
-    if whole is None or ours is None:
-        return {"speedup": None, "decode_speedup": None, "prefill_ratio": None}
-    return {
-        "speedup": ours / whole,
-        "decode_speedup": _over(fields["decode_tokens_per_s"], reference["decode_tokens_per_s"]),
-        "prefill_ratio": _over(fields["prefill_compress_s"], reference["prefill_compress_s"]),
-    }
 
 
 def _over(a: float | None, b: float | None) -> float | None:
