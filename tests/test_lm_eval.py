@@ -287,8 +287,6 @@ def test_h2os_tasks_run_offline(saved, tmp_path):
         ({"tasks": ["copa"], "num_fewshot": -1}, "task.num_fewshot is -1"),
         ({"tasks": ["copa"], "source": "web"}, "task.source is .web."),
         ({"tasks": ["copa"], "include_path": "/no/such"}, "a folder"),
-        ({"tasks": ["copa"], "multiturn": True}, r"chat is false and task\.multiturn is True"),
-        ({"tasks": ["copa"], "chat": True}, "the model has no chat template"),
         ({"tasks": ["copaa"]}, "'copaa' is unknown to lm-evaluation-harness.*; allowed: copa"),
         ({"tasks": ["copa"], "num_fewshot": 99}, "fewer examples"),
     ],

@@ -180,6 +180,9 @@ class Sweeper(sweeper.Sweeper):
         """As Hydra's sweepers."""
         self.jobs: Jobs = task_function
         self.loader, self.settings = hydra_context.config_loader, config
+        if not isinstance(config.hydra.launcher, DictConfig):
+            said = config.hydra.launcher
+            raise UserError(f"hydra.launcher is {said!r}; allowed: launcher=local, gpus or slurm")
         self.launcher: Any = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )

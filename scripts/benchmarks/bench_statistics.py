@@ -187,7 +187,9 @@ def _beyond(rng: Generator, n: int, p: float, anew: float, loss: float) -> bool:
     ours, again, theirs = (run.astype(float) for run in runs)
     middle = (ours.mean() + again.mean()) / 2
     moved, chance = float(np.square(ours - again).sum()), n * 2 * middle * (1 - middle)
-    f = min(1.0, (moved + 1) / (chance + 2))  # so that no change among few is not taken for none at all
+    f = min(
+        1.0, (moved + 1) / (chance + 2)
+    )  # so that no change among few is not taken for none at all
     ours = ours * (rng.random(n) >= loss / p)
     margin = margin_of([(float(ours.mean()), n)], f, total=False, unit=0.001)
     return bool(abs(ours.mean() - round(float(theirs.mean()), 3)) > margin)

@@ -49,6 +49,7 @@ budget.sink=-1 -> budget.sink is -1; allowed: an integer >= 0
 -m budget.rate=0.5,2 -> budget.rate is 2; allowed
 -m method=snapkv,nope -> unknown method 'nope'
 -m seed=1,x -> seed is 'x'
+hydra.launcher=221 -m seed=1,2 -> hydra.launcher is 221; allowed: launcher=local, gpus or slurm
 -m seed=interval(0,3) -> does not support sweep type
 -m shards=2,3 -> shards has several values [2, 3]; allowed: one
 shards=2 shard=1/2 -> shards is 2 and shard is given, too; allowed: one of them

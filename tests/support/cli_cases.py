@@ -144,7 +144,7 @@ TOP = re.findall(
     r"\S+",
     """
     experiment launcher logger method model task shard shards budget@x hydra.verbose hydra.mode
-    hydra.job.chdir hydra.sweeper.params hydra.nosuch hydra hydra.searchpath +zzz
+    hydra.job.chdir hydra.launcher hydra.sweeper.params hydra.nosuch hydra hydra.searchpath +zzz
     +model.zzz +methods.snapkv.zzz task._args_ +task._partial_ +methods.x +methods.x._target_ ~seed
     ~methods +model.config.rope_scaling ~model ~task.seed ++task.data ++methods.exact.quantize
     """,
