@@ -16,7 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 from absl import logging as absl_logging
+from hypothesis import settings
 from support.fork_server import ForkServer
+
+settings.register_profile("kvbench", derandomize=True, deadline=None)  # the same cases every time
+settings.load_profile("kvbench")
 
 if not torch.cuda.is_available():  # before anything imports triton; see interpreted.py
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -491,7 +491,9 @@ def test_kcentre_in_passes_of_any_size(n, dim, batch, share, candidates, seed):
     if centres.shape[1]:
         rows = points.gather(1, centres.unsqueeze(-1).expand(-1, -1, dim))
         nearest = nearest_centre(points, centres)
-        torch.testing.assert_close(nearest, torch.cdist(points, rows).argmin(-1))
+        apart = (points.unsqueeze(2) - rows.unsqueeze(1)).double().norm(dim=-1)
+        found = apart.gather(2, nearest.unsqueeze(-1)).squeeze(-1)
+        torch.testing.assert_close(found, apart.amin(-1), atol=2e-3, rtol=0)  # near ties may swap
 
 
 def test_a_centre_is_nearest_to_itself():

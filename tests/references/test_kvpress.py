@@ -448,9 +448,19 @@ QUERIES = queries_of(random_layer((1, 2, 2, 300, 16), 0))
 CASES = [
     Case("SnapKVPress", "has no queries", {}, {"queries": None}),
     Case("SnapKVPress", "softcap 30.0", {}, {"softcap": 30.0}),
-    Case("NonCausalAttnPress", "holds 20 of 300", {}, {"queries": QUERIES[:, :, -20:]}),
+    Case(
+        "NonCausalAttnPress",
+        "holds 20 prompt queries; the method needs the last 300",
+        {},
+        {"queries": QUERIES[:, :, -20:]},
+    ),
     Case("SnapKVPress", "holds 9 of 300", {}, {"queries": QUERIES[:, :, -9:]}),
-    Case("ObservedAttentionPress", "holds 20 of 300", {}, {"queries": QUERIES[:, :, -20:]}),
+    Case(
+        "ObservedAttentionPress",
+        "holds 20 prompt queries; the method needs the last 300",
+        {},
+        {"queries": QUERIES[:, :, -20:]},
+    ),
     Case("CapPress", "no rotary table", {}, {"rotary": None}),
     Case("CriticalKVPress", "shows none", SNAP, {"output": None}),
     Case("ChunkPress", "does not support attentions", {"press": "ObservedAttentionPress"}, {}),
