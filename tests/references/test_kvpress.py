@@ -450,7 +450,7 @@ CASES = [
     Case("SnapKVPress", "softcap 30.0", {}, {"softcap": 30.0}),
     Case(
         "NonCausalAttnPress",
-        "holds 20 prompt queries; the method needs the last 300",
+        "holds 20 of 300",
         {},
         {"queries": QUERIES[:, :, -20:]},
     ),
