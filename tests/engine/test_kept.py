@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from support.jobs import Echo, make_job, records_of
 from support.jobs import Letters as _Letters
@@ -41,9 +40,7 @@ def fork_of(method: Any, ids: list[int]) -> Fork:
     return fork
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=label)
-def test_every_entry_is_a_line_of_the_frame(variant: tuple[str, dict[str, Any]]) -> None:
-    name, options = variant
+def check_frame(name: str, options: dict[str, Any]) -> None:
     model, ids = tiny_model("llama"), Letters().encode(PROMPT)
     frame = kvbench.kept(model, Letters(), PROMPT, name, **SMALL, **options)
     assert list(frame.columns) == ["position", "token", "layer", "head", "weight"]
@@ -65,6 +62,14 @@ def test_every_entry_is_a_line_of_the_frame(variant: tuple[str, dict[str, Any]])
             )
     placed = frame[frame["position"] >= 0]
     assert (placed["token"] == [PROMPT[at] for at in placed["position"]]).all()
+
+
+def test_every_entry_is_a_line_of_the_frame() -> None:
+    for variant in VARIANTS:
+        try:
+            check_frame(*variant)
+        except AssertionError as error:
+            raise AssertionError(label(variant)) from error
 
 
 def test_strips_are_the_weight_per_token_of_each_piece() -> None:

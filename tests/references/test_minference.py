@@ -28,10 +28,8 @@ from kvbench.methods import build_method
 from kvbench.methods.minference import _module
 from kvbench.methods.snapkv import window_scores
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("minference") is None,
-    reason="needs the package minference: make test-references",
-)
+if importlib.util.find_spec("minference") is None:
+    pytest.skip("needs the package minference: make test-references", allow_module_level=True)
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 each_budget = pytest.mark.parametrize("budget", BUDGETS, ids=str)
 
