@@ -114,6 +114,7 @@ def test_what_a_command_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert [line[1] for line in found] == [f"task_label=longeval_{n}" for n in (200, 300, 400)]
     assert all(f"task.files=[{tmp_path}/" in line[2] for line in found)
     monkeypatch.delenv("LONGEVAL")
+    monkeypatch.delenv("ESSAYS", raising=False)  # make exports it
     small = lines("subgen_table1", "model=recall_mini")
     assert all("task.files=[]" in line and not any("LONGEVAL" in w for w in line) for line in small)
     mine = lines("subgen_table1", "model=recall_mini", "task.files=[a]")
