@@ -19,15 +19,15 @@ kvbench experiment=demo limit=1 logger=none | grep "jobs, all well" > /dev/null
 test -s runs/demo/report.html
 "$folder/venv/bin/python" -c "import kvbench; print(kvbench.load('runs/demo').groupby('task').score.mean())" > /dev/null
 # what is an extra is one line that names the command
-for words in "launcher=gpus device=cpu" "experiment=table1 model=recall_mini task.data=$data"; do
+for words in "launcher=slurm device=cpu" "experiment=balancekv_table1 model=recall_mini task.data=$data"; do
   if kvbench -m $words logger=none > /dev/null 2> said; then echo "kvbench -m $words: works without its extra?"; exit 1; fi
   grep -q "allowed: pip install 'kvbench\[" said || { cat said; exit 1; }
 done
 pip -c "$constraints" "$wheel[slurm,lm-eval]"
 kvbench -m launcher=gpus launcher.workers=2 device=cpu budget.rate=0.25,0.5 'method=[exact,snapkv]' 'task.num_lines=[20]' limit=2 \
   experiment_name=sweep logger=none > /dev/null
-kvbench experiment=table1 model=recall_mini hydra.mode=RUN 'method=[exact,snapkv]' task.data="$data" task.per_dataset=1 \
+kvbench experiment=balancekv_table1 model=recall_mini hydra.mode=RUN 'method=[exact,snapkv]' task.data="$data" task.per_dataset=1 \
   'task.datasets=[qasper]' logger=none > /dev/null
-"$folder/venv/bin/kvbench-report" runs/table1 > /dev/null
-grep -q 42.87 runs/table1/report.html  # the published score of the exact cache on qasper
+"$folder/venv/bin/kvbench-report" runs/balancekv_table1 > /dev/null
+grep -q 42.87 runs/balancekv_table1/report.html  # the published score of the exact cache on qasper
 echo "the wheel works in an empty environment: list, needle, demo, sweep with workers, report with published numbers"
