@@ -254,14 +254,14 @@ def test_an_exception_inside_leaves_the_model_as_it_was(
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"past_key_values": t.DynamicCache()}, "DynamicCache that was not filled under compress"),
-    ({"assistant_model": "another"}, "assistant_model asks for assisted"),
-    ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens asks for assisted"),
-    ({"cache_implementation": "static"}, "'static'; allowed: none"),
-    ({"prefill_chunk_size": 16}, "whole prompt at once"),
+    ({"assistant_model": "another"}, "assistant_model is .* cannot serve; allowed: None"),
+    ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens is 3, .*; allowed: None"),
+    ({"cache_implementation": "static"}, "is 'static', .*; allowed: None or 'dynamic'"),
+    ({"prefill_chunk_size": 16}, "prefill_chunk_size is 16"),
     ({"guidance_scale": 1.5}, "guidance_scale is 1.5"),
-    ({"use_cache": False}, "no cache to compress"),
-    ({"output_attentions": True}, "computes none"),
-    ({"generation_config": t.GenerationConfig(use_cache=False)}, "no cache to compress"),
+    ({"use_cache": False}, "use_cache is False"),
+    ({"output_attentions": True}, "output_attentions is True, .*; allowed: None or False"),
+    ({"generation_config": t.GenerationConfig(use_cache=False)}, "use_cache is False"),
     (
         {"attention_mask": batch(40)["attention_mask"].cumsum(1) < 30},
         "row 0 .* padding on the left",
@@ -399,29 +399,6 @@ def test_generate_goes_on_from_a_context_and_from_its_own_cache(name: str) -> No
         foreign = pytest.raises(UnsupportedGeneration, match="a compressed cache of another model")
         with foreign, compress(stranger, name, **SMALL):
             stranger.generate(out, past_key_values=twin, **options)
-
-
-@pytest.mark.parametrize(
-    ("name", "architecture"),
-    [("exact", "gemma2"), ("snapkv", "gemma2"), ("snapkv", "llama"), ("balancekv", "llama")],
-)
-def test_the_tokens_after_the_context_go_through_its_compressed_cache(
-    name: str, architecture: str
-) -> None:
-    model = tiny_model(architecture)
-    expected = alone(model, name, {}, QUESTIONS[0])
-    ids = torch.tensor([[0] * 3 + CONTEXT + QUESTIONS[0], prompt_ids(153, 1)])
-    mask = torch.ones_like(ids)
-    mask[0, :3] = 0
-    with compress(model, name, **SMALL, compress_after=120) as session:
-        out = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
-    assert out[0, 153:].tolist() == expected.tokens
-    assert session.entries[0] == expected.entries["mean"]
-    assert session.rows[0].cache_bytes_end == expected.cache_bytes_end
-    assert session.rows[0].prompt_tokens == 150
-    unknown = pytest.raises(UnsupportedGeneration, match="where the context of a prompt ends")
-    with unknown, compress(model, name, compress_after="context"):
-        model.generate(ids, max_new_tokens=2)
 
 
 def test_text_is_asked_and_answered_with_a_tokenizer(shipped: Any) -> None:

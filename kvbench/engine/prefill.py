@@ -272,7 +272,7 @@ def prefill(
     device = input_device(model)
     compressible = compressible_layers(model)
     for fork in forks:
-        fork.compressed = fork.method.uses_budget and len(ids) > fork.budget.capacity(len(ids))
+        fork.begin_prompt(len(ids))
     tokens = torch.tensor([list(ids)], device=device)
 
     def feed(following: Sequence[int], state: AttentionState) -> None:
