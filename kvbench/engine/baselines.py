@@ -23,28 +23,13 @@ from kvbench.methods.base import Method
 from kvbench.tasks.base import TaskError
 
 
-@dataclass(frozen=True)
-class Times:
-    """Seconds of one generation of a whole batch, and what its cache held when it was over.
-
-    Attributes:
-        prefill_s: until the logits of the first new token, compression included where it cannot be
-            told apart (kvpress compresses inside the prefill).
-        cache_bytes: None where the cache's class does not tell.
-    """
-
-    prefill_s: float
-    decode_s: float
-    new_tokens: int
-    cache_bytes: int | None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Baseline(Method):
     """`model.generate` with one of transformers' caches.
 
     Attributes:
         cache: transformers' ``cache_implementation``; "quantized" has 4 bits.
+        press: the kvpress press that it runs under, at the ratio that gives our capacity.
         attention: the attention implementation a user would have.
         needs: packages of which one must be installed.
     """
@@ -54,6 +39,7 @@ class Baseline(Method):
 
     name: str
     cache: str | None = None
+    press: str | None = None
     attention: str = "sdpa"
     needs: tuple[str, ...] = ()
 
@@ -67,22 +53,17 @@ class Baseline(Method):
             return None
         return f"{self.name} needs the package {' or '.join(self.needs)}, not installed here"
 
-    def around(self, model: PreTrainedModel, budget: Budget, n: int) -> AbstractContextManager[Any]:
-        """What to generate inside of."""
-        return nullcontext()
-
     @torch.inference_mode()
     def generate(
         self, model: PreTrainedModel, ids: Tensor, new_tokens: int, budget: Budget
-    ) -> Times:
+    ) -> dict[str, Any]:
         """Generate exactly `new_tokens` greedily from prompts ids [batch, n] of one length.
 
-        Raises:
-            KVError: `obstacle`.
+        Returns:
+            Record fields of the whole batch: prefill_s (until the logits of the first new token, with
+            kvpress's compression), decode_s, new_tokens, and cache_bytes_end (keys and values as
+            reserved; None of a quantised cache, which does not tell).
         """
-        reason = self.obstacle()
-        if reason is not None:
-            raise KVError(reason)
         config = GenerationConfig(
             max_new_tokens=new_tokens,
             min_new_tokens=new_tokens,
@@ -99,7 +80,7 @@ class Baseline(Method):
         before = model.config._attn_implementation
         model.set_attn_implementation(self.attention)
         try:
-            with self.around(model, budget, ids.shape[1]):
+            with self._around(model, budget, ids.shape[1]):
                 synchronize(ids.device)
                 start = time.perf_counter()
                 output = generate(
@@ -113,23 +94,23 @@ class Baseline(Method):
         finally:
             model.set_attn_implementation(before)
         assert clock.at is not None
-        made = output.sequences.shape[1] - ids.shape[1]
-        held = _cache_bytes(output.past_key_values)
-        return Times(clock.at - start, end - clock.at, made, held)
+        parts = [part for x in output.past_key_values.layers for part in (x.keys, x.values)]
+        return {
+            "prefill_s": clock.at - start,
+            "compress_s": None,
+            "decode_s": end - clock.at,
+            "new_tokens": output.sequences.shape[1] - ids.shape[1],
+            "cache_bytes_end": None
+            if self.cache == "quantized"
+            else sum(part.nbytes for part in parts),
+        }
 
-
-@dataclass(frozen=True, kw_only=True)
-class KvpressBaseline(Baseline):
-    """`model.generate` under one of kvpress's presses, at the ratio that gives our capacity."""
-
-    saves_memory: ClassVar[bool] = True
-    uses_budget: ClassVar[bool] = True
-
-    press: str = "SnapKVPress"
-    needs: tuple[str, ...] = ("kvpress",)
-
-    def around(self, model: PreTrainedModel, budget: Budget, n: int) -> AbstractContextManager[Any]:
-        """The press's own context."""
+    def _around(
+        self, model: PreTrainedModel, budget: Budget, n: int
+    ) -> AbstractContextManager[Any]:
+        """The press's context, if there is one."""
+        if self.press is None:
+            return nullcontext()
         import kvpress
 
         # kvpress keeps int(n * (1 - ratio)) entries: half an entry more, against rounding down
@@ -138,15 +119,26 @@ class KvpressBaseline(Baseline):
         return context
 
 
+class Press(Baseline):
+    """A baseline that compresses."""
+
+    saves_memory: ClassVar[bool] = True
+    uses_budget: ClassVar[bool] = True
+
+
 BASELINES: dict[str, Baseline] = {
     one.name: one
     for one in (
         Baseline(name="hf_dynamic"),
         Baseline(name="hf_static", cache="static"),
         Baseline(name="hf_quantized", cache="quantized", needs=("optimum.quanto", "hqq")),
-        KvpressBaseline(name="kvpress_snapkv"),
-        # it reads the attention matrix, which only eager attention makes
-        KvpressBaseline(name="kvpress_h2o", press="ObservedAttentionPress", attention="eager"),
+        Press(name="kvpress_snapkv", press="SnapKVPress", needs=("kvpress",)),
+        Press(
+            name="kvpress_h2o",
+            press="ObservedAttentionPress",
+            attention="eager",  # it reads the attention matrix, which no other makes
+            needs=("kvpress",),
+        ),
     )
 }
 """Baselines by name."""
@@ -174,19 +166,6 @@ class _FirstToken(LogitsProcessor):
             synchronize(input_ids.device)
             self.at = time.perf_counter()
         return scores
-
-
-def _cache_bytes(cache: Any) -> int | None:
-    """Bytes of a transformers cache's keys and values, as reserved."""
-    total = 0
-    for layer in getattr(cache, "layers", ()):
-        if "Quantized" in type(layer).__name__:
-            return None
-        for part in (layer.keys, layer.values):
-            if not isinstance(part, Tensor):
-                return None
-            total += part.numel() * part.element_size()
-    return total or None
 
 
 def _found(package: str) -> bool:

@@ -258,14 +258,7 @@ class _Row:
         new = self.setting.new_tokens if new_tokens is None else new_tokens
         if isinstance(method, Baseline):
             there = ids.to(input_device(session.model))
-            times = method.generate(session.model, there, new, self.budget)
-            return {
-                "prefill_s": times.prefill_s,
-                "compress_s": None,
-                "decode_s": times.decode_s,
-                "new_tokens": times.new_tokens,
-                "cache_bytes_end": times.cache_bytes,
-            }
+            return method.generate(session.model, there, new, self.budget)
         prompts = [
             Prompt(
                 row,

@@ -19,9 +19,9 @@ def test_a_press_generates_and_holds_what_our_budget_allows(name):
     config = model.config
     ids = torch.randint(5, 100, (2, 300), generator=torch.Generator().manual_seed(0))
     budget, new = Budget(rate=0.25), 8
-    times = BASELINES[name].generate(model, ids, new, budget)
-    assert times.new_tokens == new
+    fields = BASELINES[name].generate(model, ids, new, budget)
+    assert fields["new_tokens"] == new
     numbers = config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2
     # both rows; the last token's entry is not in the cache
-    assert times.cache_bytes == 2 * numbers * 4 * (budget.capacity(300) + new - 1)
+    assert fields["cache_bytes_end"] == 2 * numbers * 4 * (budget.capacity(300) + new - 1)
     assert config._attn_implementation == "kvbench"
