@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from kvbench.engine.architecture import kv_heads
+from kvbench.engine.attention import UnsupportedModel
 from kvbench.engine.loading import ModelError, ModelSpec, load_config
 from kvbench.kernels.quantize import Scheme
 
@@ -46,7 +47,7 @@ def cache_shape(spec: ModelSpec, dtype: torch.dtype) -> CacheShape | None:
     """The shape of the model's cache; None if its config cannot be loaded or lacks a field."""
     try:
         config = load_config(spec).get_text_config()
-    except ModelError:  # not on this machine, and no way to the Hub
+    except (ModelError, UnsupportedModel):  # such as: not on this machine, and no way to the Hub
         return None
     return shape_of(config, dtype)
 

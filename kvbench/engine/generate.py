@@ -157,7 +157,12 @@ def run_conversations(
     at_once = copies_at_once(forks, most, input_device(model))
     done: list[_Conversation] = []
     for first in range(0, most, at_once):
-        talks = [talk for each in readings for talk in each.conversations(first, first + at_once)]
+        talks = [
+            _Conversation(reading, questions, reading.row(fork), [])
+            for reading in readings
+            for questions in reading.prompt.conversations[first : first + at_once]
+            for fork in reading.forks
+        ]
         for turn in range(max((len(talk.questions) for talk in talks), default=0)):
             going_on = [talk for talk in talks if turn < len(talk.questions)]
             for reading in readings:
@@ -178,7 +183,12 @@ def run_conversations(
         done += talks
     return [
         {
-            label: [one for talk in done if talk.is_of(reading, label) for one in talk.said]
+            label: [
+                one
+                for talk in done
+                if talk.reading is reading and talk.row.fork.label == label
+                for one in talk.said
+            ]
             for label in reading.prompt.methods
         }
         for reading in readings
@@ -200,17 +210,10 @@ class _Reading:
     spent_s: float
     kept: dict[str, dict[str, Any]]
 
-    def conversations(self, first: int, last: int) -> list[_Conversation]:
-        """Those from `first` to before `last`, of every method; where there are several, each with a
-        cache that goes on from what has been read."""
-        n, several = self.start.n, len(self.prompt.conversations) > 1
-        made = []
-        for questions in self.prompt.conversations[first:last]:
-            for fork in self.forks:
-                fork = fork.clone() if several else fork
-                row = DecodingRow(fork, self.prompt.stopping, n, self.start.prefill_s)
-                made.append(_Conversation(self, questions, row, []))
-        return made
+    def row(self, fork: Fork) -> DecodingRow:
+        """The beginning of a conversation, on a copy where there are several."""
+        fork = fork.clone() if len(self.prompt.conversations) > 1 else fork
+        return DecodingRow(fork, self.prompt.stopping, self.start.n, self.start.prefill_s)
 
 
 @dataclass
@@ -225,10 +228,6 @@ class _Conversation:
     questions: Sequence[Question]
     row: DecodingRow
     said: list[Generation]
-
-    def is_of(self, reading: _Reading, label: str) -> bool:
-        """Whether it is this method's, about this prompt."""
-        return self.reading is reading and self.row.fork.label == label
 
 
 def _read(model: PreTrainedModel, prompt: Prompt, seed: int) -> _Reading:
