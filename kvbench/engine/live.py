@@ -49,7 +49,7 @@ class LiveCache(Cache):
         model: whose keys and values they hold.
         forks: one per row.
         rows: what each costs, its tokens without padding; empty before the prefill, changed in place.
-        ids: tokens [rows, tokens] fed so far, padding included; -1 where embeddings were fed.
+        ids: tokens [rows, tokens] fed so far, padding included.
     """
 
     def __init__(
@@ -440,10 +440,9 @@ class Compression:
         if "kvbench" in kwargs:  # the benchmark's own engine at work on the same model
             return args, kwargs
         tokens = kwargs.get("input_ids", args[0] if args else None)
-        shaped = kwargs.get("inputs_embeds") if tokens is None else tokens
-        if shaped is None:
-            raise UnsupportedGeneration("compress needs input_ids or inputs_embeds")
-        batch, count = shaped.shape[:2]
+        if tokens is None:
+            raise UnsupportedGeneration("inputs_embeds without input_ids; allowed: input_ids")
+        batch, count = tokens.shape
         mask, given = kwargs.get("attention_mask"), kwargs.get("past_key_values")
         self._check_call(kwargs)
         if isinstance(given, LiveCache):
@@ -463,7 +462,7 @@ class Compression:
             if given.get_seq_length():
                 raise _not_ours(given)
         self.finish()
-        self._start(tokens, batch, count, mask)
+        self._start(tokens, mask)
         kwargs |= {"past_key_values": self._cache, "use_cache": True, "kvbench": self._prefill}
         return args, kwargs
 
@@ -478,11 +477,6 @@ class Compression:
             )
         if kwargs.get("output_attentions"):
             raise _refused("output_attentions", True)
-        if kwargs.get("token_type_ids") is not None and hasattr(self.model.config, "text_config"):
-            raise UnsupportedGeneration(
-                "token_type_ids says which tokens are an image's, which attend to each other both "
-                "ways; allowed: causal attention only"
-            )
         if torch.is_grad_enabled():
             raise UnsupportedGeneration(
                 "compress does not keep gradients; allowed: generate, or calls under torch.no_grad()"
@@ -490,7 +484,7 @@ class Compression:
         if not use_cache and not isinstance(kwargs.get("past_key_values"), LiveCache):
             raise _refused("use_cache", False)
 
-    def _start(self, tokens: Tensor | None, batch: int, count: int, mask: Tensor | None) -> None:
+    def _start(self, tokens: Tensor, mask: Tensor | None) -> None:
         """Forks for a new batch of prompts.
 
         Raises:
@@ -506,14 +500,12 @@ class Compression:
                 f"method {self.label!r} has the model repeat its prompt before it compresses, and "
                 "generate reads a prompt once; allowed: session.read(context, tokenizer).ask(question)"
             )
-        padding = _left_padding(mask, batch, count)
-        forks = []
-        for i, start in enumerate(padding):
-            name = f"row {i}" if tokens is None else prompt_name(tokens[i, start:].tolist())
-            fork = Fork(self.label, self.method, self.budget, self.seed, name, room=0)
-            fork.begin_prompt(count - start)
-            forks.append(fork)
-        self._cache = LiveCache(self.model, forks, [], torch.empty(batch, 0, dtype=torch.long))
+        padding, forks = _left_padding(mask, *tokens.shape), []
+        for row, start in zip(tokens.tolist(), padding, strict=True):
+            name = prompt_name(row[start:])
+            forks.append(Fork(self.label, self.method, self.budget, self.seed, name, room=0))
+            forks[-1].begin_prompt(len(row) - start)
+        self._cache = LiveCache(self.model, forks, [], tokens[:, :0])
         self._prefill = _BatchPrefill(self.model, forks, padding)
 
     def _continue_with(self, cache: LiveCache) -> None:
@@ -543,9 +535,7 @@ class Compression:
         cache: LiveCache | None = kwargs.get("past_key_values")
         if cache is None or cache is not self._cache:
             return
-        tokens = kwargs.get("input_ids", args[0] if args else None)
-        if tokens is None:
-            tokens = kwargs["inputs_embeds"].new_full(kwargs["inputs_embeds"].shape[:2], -1).long()
+        tokens: Tensor = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
         count = tokens.shape[1]
         cache.ids = torch.cat([cache.ids.to(tokens.device), tokens], dim=1)
         starting, self._prefill = self._prefill, None
@@ -664,7 +654,7 @@ def _check_options(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
                 f"input_ids have {whole} tokens and past_key_values holds {seen}; allowed: the "
                 "whole conversation, new tokens included"
             )
-        if ids.shape == (len(held), whole) and bool(((ids[:, :seen] != held) & (held >= 0)).any()):
+        if ids.shape == (len(held), whole) and bool((ids[:, :seen] != held).any()):
             raise UnsupportedGeneration(
                 "input_ids do not begin with the tokens that past_key_values holds; allowed: the "
                 "whole conversation, in the same order"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -295,9 +296,9 @@ def prefill(
 
 @dataclass
 class CaptureState:
-    """Attention state that runs exact attention and keeps chosen layers' q, k, v (for probes)."""
+    """Attention state that runs exact attention and keeps q, k, v of the layers named by number."""
 
-    layers: dict[int, LayerKV | None]
+    layers: dict[int, Any]
     num_layers: int
     rotary: Rotary | None = None
 
