@@ -1,4 +1,4 @@
-"""What a user would otherwise run: transformers' own generation with its caches, and kvpress.
+"""What a user would otherwise run: transformers' own generation with its caches.
 
 Rows of the throughput probe beside kvbench's methods. They generate by code of their own, so they have
 no `compress`; on anything but that probe they say so.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -29,8 +28,6 @@ class Baseline(Method):
 
     Attributes:
         cache: transformers' ``cache_implementation``; "quantized" has 4 bits.
-        press: the kvpress press that it runs under, at the ratio that gives our capacity.
-        attention: the attention implementation a user would have.
         needs: packages of which one must be installed.
     """
 
@@ -39,8 +36,6 @@ class Baseline(Method):
 
     name: str
     cache: str | None = None
-    press: str | None = None
-    attention: str = "sdpa"
     needs: tuple[str, ...] = ()
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
@@ -54,15 +49,13 @@ class Baseline(Method):
         return f"{self.name} needs the package {' or '.join(self.needs)}, not installed here"
 
     @torch.inference_mode()
-    def generate(
-        self, model: PreTrainedModel, ids: Tensor, new_tokens: int, budget: Budget
-    ) -> dict[str, Any]:
+    def generate(self, model: PreTrainedModel, ids: Tensor, new_tokens: int) -> dict[str, Any]:
         """Generate exactly `new_tokens` greedily from prompts ids [batch, n] of one length.
 
         Returns:
-            Record fields of the whole batch: prefill_s (until the logits of the first new token, with
-            kvpress's compression), decode_s, new_tokens, and cache_bytes_end (keys and values as
-            reserved; None of a quantised cache, which does not tell).
+            Record fields of the whole batch: prefill_s (until the logits of the first new token),
+            decode_s, new_tokens, and cache_bytes_end (keys and values as reserved; None of a quantised
+            cache, which does not tell).
         """
         config = GenerationConfig(
             max_new_tokens=new_tokens,
@@ -78,19 +71,18 @@ class Baseline(Method):
         clock = _FirstToken()
         generate: Any = model.generate
         before = model.config._attn_implementation
-        model.set_attn_implementation(self.attention)
+        model.set_attn_implementation("sdpa")  # which a user would have
         try:
-            with self._around(model, budget, ids.shape[1]):
-                synchronize(ids.device)
-                start = time.perf_counter()
-                output = generate(
-                    ids,
-                    attention_mask=torch.ones_like(ids),
-                    generation_config=config,
-                    logits_processor=LogitsProcessorList([clock]),
-                )
-                synchronize(ids.device)
-                end = time.perf_counter()
+            synchronize(ids.device)
+            start = time.perf_counter()
+            output = generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                generation_config=config,
+                logits_processor=LogitsProcessorList([clock]),
+            )
+            synchronize(ids.device)
+            end = time.perf_counter()
         finally:
             model.set_attn_implementation(before)
         assert clock.at is not None
@@ -105,26 +97,6 @@ class Baseline(Method):
             else sum(part.nbytes for part in parts),
         }
 
-    def _around(
-        self, model: PreTrainedModel, budget: Budget, n: int
-    ) -> AbstractContextManager[Any]:
-        """The press's context, if there is one."""
-        if self.press is None:
-            return nullcontext()
-        import kvpress
-
-        # kvpress keeps int(n * (1 - ratio)) entries: half an entry more, against rounding down
-        ratio = max(0.0, 1.0 - (budget.capacity(n) + 0.5) / n)
-        context: AbstractContextManager[Any] = getattr(kvpress, self.press)(ratio)(model)
-        return context
-
-
-class Press(Baseline):
-    """A baseline that compresses."""
-
-    saves_memory: ClassVar[bool] = True
-    uses_budget: ClassVar[bool] = True
-
 
 BASELINES: dict[str, Baseline] = {
     one.name: one
@@ -132,13 +104,6 @@ BASELINES: dict[str, Baseline] = {
         Baseline(name="hf_dynamic"),
         Baseline(name="hf_static", cache="static"),
         Baseline(name="hf_quantized", cache="quantized", needs=("optimum.quanto", "hqq")),
-        Press(name="kvpress_snapkv", press="SnapKVPress", needs=("kvpress",)),
-        Press(
-            name="kvpress_h2o",
-            press="ObservedAttentionPress",
-            attention="eager",  # it reads the attention matrix, which no other makes
-            needs=("kvpress",),
-        ),
     )
 }
 """Baselines by name."""

@@ -258,7 +258,7 @@ class _Row:
         new = self.setting.new_tokens if new_tokens is None else new_tokens
         if isinstance(method, Baseline):
             there = ids.to(input_device(session.model))
-            return method.generate(session.model, there, new, self.budget)
+            return method.generate(session.model, there, new)
         prompts = [
             Prompt(
                 row,
