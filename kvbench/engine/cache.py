@@ -374,18 +374,6 @@ class RaggedCache(LayerCache):
         """See `LayerCache.charged`: the mean of the heads, rounded up."""
         return -int(-entries.sum() // len(self.heads))
 
-    def padded(self) -> LayerCache:
-        """One cache of all heads, to be looked at: positions, length and log-weights, with padding."""
-        twin, counts = copy.copy(self.heads[0]), self.entries()
-        twin.length, heads = int(counts.max()), len(self.heads)
-        twin.positions = torch.full((heads, twin.length), -1)
-        twin.log_weights = torch.full((heads, twin.length), float("-inf"))
-        for i, (head, count) in enumerate(zip(self.heads, counts.tolist(), strict=True)):
-            twin.positions[i, :count] = head.positions[0, :count]
-            weights = head.log_weights
-            twin.log_weights[i, :count] = 0.0 if weights is None else weights[0, :count]
-        return twin
-
     def entries(self) -> Tensor:
         """Entries held per head: [kv_heads] int64."""
         return torch.cat([head.entries() for head in self.heads])

@@ -168,13 +168,6 @@ class Fork:
         for name, noted in self.carried.items():
             self.carried[name] = noted.to(device)
 
-    def hold_whole(self, layer: int, held: CompressedKV, window: int | None) -> None:
-        """Take over a layer in which the method has no part."""
-        count = held.keys.shape[2]
-        self.layers[layer] = LayerCache(
-            held, self.room, self.method, capacity=count, window=window, active=False
-        )
-
     def hold(
         self,
         layer: int,
@@ -334,7 +327,7 @@ class ForkBatch:
         self._past: PassingCache | None = None
 
     def past(self, config: PreTrainedConfig) -> PassingCache:
-        """See `Stateful`."""
+        """See `AttentionState`."""
         self._past = self._past or joined_cache(config, [fork.states for fork in self.forks])
         return self._past
 

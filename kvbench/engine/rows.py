@@ -131,7 +131,7 @@ def feed_questions(
 
 def _take(rows: Sequence[DecodingRow], tokens: int, chosen: Tensor, since: float) -> None:
     """After a step that fed so many tokens to every row: give every row that has not ended the token it
-    chose, by what `pick` says, and its share of the seconds `since` the device was idle."""
+    chose, by what `Sampling.pick` says, and its share of the seconds `since` the device was idle."""
     chosen, finite = chosen.tolist()  # the step's only wait for the device
     seconds = (time.perf_counter() - since) / len(rows)
     for row, token, sound in zip(rows, chosen, finite, strict=True):

@@ -8,7 +8,6 @@ depend on the chunks. What is held between them is one of three states: a band o
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -106,7 +105,7 @@ def read_text(
         nll, entries = torch.cat(list(recomputed(model, ids, recent=way.last))), min(n, way.last)
         return Read(nll, entries, shape.bytes(n, entries), shape.bytes(n, n))
     rotation = rotation_of(model) if positions == "cache" else None
-    state: StreamState
+    state: BandState | EvictingState | EstimatedState
     if isinstance(way, Band):
         state = BandState(way.first, n if way.last is None else way.last, rotation)
     elif way is None:
@@ -234,8 +233,9 @@ def rotation_of(model: PreTrainedModel) -> Rotation | None:
     return rotation
 
 
-class StreamState(ABC):
-    """Attention state that reads a stream.
+class StreamState:
+    """Attention state that reads a stream: each of a chunk's tokens attends to the entries held when it
+    is read, and to itself.
 
     Attributes:
         most: entries of any layer and head after a token, at most. seen: tokens read so far.
@@ -245,15 +245,6 @@ class StreamState(ABC):
 
     def __init__(self, most: int, rotation: Rotation | None = None) -> None:
         self.most, self.rotation, self.seen = most, rotation, 0
-
-    @abstractmethod
-    def attend(self, call: LayerCall) -> Tensor:
-        """Attention of each of the chunk's tokens to the entries held when it is read, and to itself."""
-
-    @property
-    @abstractmethod
-    def held_bytes(self) -> int:
-        """Bytes held."""
 
 
 class BandState(StreamState):

@@ -15,6 +15,7 @@ from support.tiny import prompt_ids, tiny_model
 from kvbench.engine.cache import LayerCache
 from kvbench.engine.fork import Fork
 from kvbench.engine.generate import run_forks
+from kvbench.engine.kept import entries_of
 from kvbench.engine.stopping import Stopping
 from kvbench.kernels.quantize import Quantization, pack, unpack
 from kvbench.kernels.turboquant import TurboQuant
@@ -216,9 +217,9 @@ def test_ragged_heads_are_the_padded_ones_without_the_padding(lengths):
     fork.hold(0, held, most)
     cache = fork.layers[0]
     assert cache.entry_bytes() == sum(lengths) * 2 * 8 * 4 == held.nbytes
-    shown = cache.padded()
-    assert torch.equal(shown.positions, at[0])
-    assert torch.equal(shown.log_weights, padding[0])
+    ((_, shown, weights),) = entries_of(fork, [0])
+    assert torch.equal(shown, at[0])
+    assert torch.equal(weights, padding[0].exp())
     twin = cache.clone()
     q, k, v = torch.randn(2 * heads, 5, 8), torch.randn(heads, 5, 8), torch.randn(heads, 5, 8)
     positions = torch.arange(50, 55)
