@@ -6,7 +6,6 @@ no `compress`; on anything but that probe they say so.
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,8 +26,7 @@ class Baseline(Method):
     """`model.generate` with one of transformers' caches.
 
     Attributes:
-        cache: transformers' ``cache_implementation``; "quantized" has 4 bits.
-        needs: packages of which one must be installed.
+        cache: transformers' ``cache_implementation``.
     """
 
     saves_memory: ClassVar[bool] = False
@@ -36,17 +34,10 @@ class Baseline(Method):
 
     name: str
     cache: str | None = None
-    needs: tuple[str, ...] = ()
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """Refused: a baseline generates by code of its own."""
         raise KVError(f"{self.name} is a baseline of the throughput probe; allowed: methods")
-
-    def obstacle(self) -> str | None:
-        """Why it cannot run here, None when it can."""
-        if not self.needs or any(map(_found, self.needs)):
-            return None
-        return f"{self.name} needs the package {' or '.join(self.needs)}, not installed here"
 
     @torch.inference_mode()
     def generate(self, model: PreTrainedModel, ids: Tensor, new_tokens: int) -> dict[str, Any]:
@@ -54,8 +45,7 @@ class Baseline(Method):
 
         Returns:
             Record fields of the whole batch: prefill_s (until the logits of the first new token),
-            decode_s, new_tokens, and cache_bytes_end (keys and values as reserved; None of a quantised
-            cache, which does not tell).
+            decode_s, new_tokens, and cache_bytes_end (keys and values as reserved).
         """
         config = GenerationConfig(
             max_new_tokens=new_tokens,
@@ -65,9 +55,6 @@ class Baseline(Method):
             return_dict_in_generate=True,
         )
         config.cache_implementation = self.cache
-        if self.cache == "quantized":
-            backend = "quanto" if _found("optimum.quanto") else "hqq"
-            config.cache_config = {"backend": backend, "nbits": 4}
         clock = _FirstToken()
         generate: Any = model.generate
         before = model.config._attn_implementation
@@ -92,19 +79,13 @@ class Baseline(Method):
             "compress_s": None,
             "decode_s": end - clock.at,
             "new_tokens": output.sequences.shape[1] - ids.shape[1],
-            "cache_bytes_end": None
-            if self.cache == "quantized"
-            else sum(part.nbytes for part in parts),
+            "cache_bytes_end": sum(part.nbytes for part in parts),
         }
 
 
-BASELINES: dict[str, Baseline] = {
-    one.name: one
-    for one in (
-        Baseline(name="hf_dynamic"),
-        Baseline(name="hf_static", cache="static"),
-        Baseline(name="hf_quantized", cache="quantized", needs=("optimum.quanto", "hqq")),
-    )
+BASELINES = {
+    "hf_dynamic": Baseline(name="hf_dynamic"),
+    "hf_static": Baseline(name="hf_static", cache="static"),
 }
 """Baselines by name."""
 
@@ -131,10 +112,3 @@ class _FirstToken(LogitsProcessor):
             synchronize(input_ids.device)
             self.at = time.perf_counter()
         return scores
-
-
-def _found(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # of a parent package
-        return False

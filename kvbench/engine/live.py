@@ -49,7 +49,7 @@ class LiveCache(Cache):
         model: whose keys and values they hold.
         forks: one per row.
         rows: what each costs, its tokens without padding; empty before the prefill, changed in place.
-        ids: tokens [rows, tokens] fed so far, padding included.
+        seen: tokens fed so far to each row, padding included.
     """
 
     def __init__(
@@ -57,20 +57,20 @@ class LiveCache(Cache):
         model: PreTrainedModel,
         forks: Sequence[Fork],
         rows: Sequence[Cost],
-        ids: Tensor,
+        seen: int,
     ) -> None:
         config = model.config.get_text_config()
         super().__init__(layers=PassingCache(config).layers if is_hybrid(config) else [])
         self.model = model
         self.forks, self.rows = list(forks), list(rows)
-        self.ids = ids
+        self.seen = seen
         self.open = True  # until the generation that it belongs to is over
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LiveCache:
         """An independent copy; if the model is copied too, it belongs to that copy."""
         forks = [fork.clone() for fork in self.forks]
         model = memo.get(id(self.model), self.model)
-        return LiveCache(model, forks, self.rows, self.ids)
+        return LiveCache(model, forks, self.rows, self.seen)
 
     def __len__(self) -> int:
         return int(self.model.config.get_text_config().num_hidden_layers)
@@ -98,22 +98,19 @@ class LiveCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens fed so far, padding included."""
-        return self.ids.shape[1]
+        return self.seen
 
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
         """Length and offset of the mask that transformers believes it needs."""
         count = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
-        return self.ids.shape[1] + count, 0
+        return self.seen + count, 0
 
     def _reorder_rows(self, indices: Sequence[int]) -> None:
         """Select rows by index; a row that is selected more than once is copied."""
-        taken: set[int] = set()
-        forks = []
-        for index in indices:
-            fork = self.forks[index]
-            forks.append(fork.clone() if index in taken else fork)
-            taken.add(index)
-        self.forks, self.ids = forks, self.ids[list(indices)]
+        self.forks = [
+            self.forks[index].clone() if index in indices[:place] else self.forks[index]
+            for place, index in enumerate(indices)
+        ]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Beam search: row i goes on from row ``beam_idx[i]``."""
@@ -227,8 +224,7 @@ class Context:
         """A cache for ``model.generate(input_ids, past_key_values=...)`` inside `compress`, to continue
         from here; ``input_ids`` must begin with all of `token_ids`, as transformers requires."""
         fork = self._fork.clone()
-        ids = torch.tensor([self._ids[: self.tokens]])
-        return LiveCache(self.model, [fork], [fork.cost()], ids)
+        return LiveCache(self.model, [fork], [fork.cost()], self.tokens)
 
     def _answers(
         self, asked: Sequence[Sequence[int]], max_new_tokens: int, stop: Sequence[str]
@@ -505,7 +501,7 @@ class Compression:
             name = prompt_name(row[start:])
             forks.append(Fork(self.label, self.method, self.budget, self.seed, name, room=0))
             forks[-1].begin_prompt(len(row) - start)
-        self._cache = LiveCache(self.model, forks, [], tokens[:, :0])
+        self._cache = LiveCache(self.model, forks, [], 0)
         self._prefill = _BatchPrefill(self.model, forks, padding)
 
     def _continue_with(self, cache: LiveCache) -> None:
@@ -537,7 +533,7 @@ class Compression:
             return
         tokens: Tensor = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
         count = tokens.shape[1]
-        cache.ids = torch.cat([cache.ids.to(tokens.device), tokens], dim=1)
+        cache.seen += count
         starting, self._prefill = self._prefill, None
         if starting is None:
             for fork in cache.forks:
@@ -648,16 +644,10 @@ def _check_options(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
     if past is not None and ids is not None:
         mask = given.get("attention_mask")
         whole = ids.shape[1] if mask is None else max(ids.shape[1], mask.shape[1])
-        held, seen = past.ids.to(ids.device), past.get_seq_length()
-        if whole <= seen:
+        if whole <= past.seen:
             raise UnsupportedGeneration(
-                f"input_ids have {whole} tokens and past_key_values holds {seen}; allowed: the "
+                f"input_ids have {whole} tokens and past_key_values holds {past.seen}; allowed: the "
                 "whole conversation, new tokens included"
-            )
-        if ids.shape == (len(held), whole) and bool((ids[:, :seen] != held).any()):
-            raise UnsupportedGeneration(
-                "input_ids do not begin with the tokens that past_key_values holds; allowed: the "
-                "whole conversation, in the same order"
             )
     sources = (given.get("generation_config"), model.generation_config)
     for name, allowed in _ALLOWED.items():
