@@ -22,7 +22,8 @@ def entries_of(fork: Fork, layers: Sequence[int]) -> Iterator[tuple[int, Tensor,
     differs; 0 for padding."""
     for layer in layers:
         cache = fork.layers[layer]
-        positions, weights = [], []
+        positions: list[Tensor] = []
+        weights: list[Tensor] = []
         for one in cache.heads if isinstance(cache, RaggedCache) else [cache]:
             held = one.positions[:, : one.length].cpu()
             each = torch.ones(held.shape)

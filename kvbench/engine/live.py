@@ -105,24 +105,13 @@ class LiveCache(Cache):
         count = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
         return self.seen + count, 0
 
-    def _reorder_rows(self, indices: Sequence[int]) -> None:
-        """Select rows by index; a row that is selected more than once is copied."""
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Beam search: row i goes on from row ``beam_idx[i]``; a row from which several do is copied."""
+        indices = beam_idx.tolist()
         self.forks = [
             self.forks[index].clone() if index in indices[:place] else self.forks[index]
             for place, index in enumerate(indices)
         ]
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Beam search: row i goes on from row ``beam_idx[i]``."""
-        self._reorder_rows(beam_idx.tolist())
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row `repeats` times."""
-        self._reorder_rows([row for row in range(len(self.forks)) for _ in range(repeats)])
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep some rows."""
-        self._reorder_rows(torch.arange(len(self.forks))[indices.cpu()].tolist())
 
     def crop(self, tokens: int) -> None:
         """Refused: what a method dropped does not come back."""
