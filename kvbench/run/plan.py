@@ -10,7 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from kvbench.engine.faults import free_memory, is_out_of_memory, release_frames
 from kvbench.engine.fork import Fork
@@ -149,15 +149,6 @@ class Plan(Protocol):
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
         """One record per (method, record id)."""
-        ...
-
-
-@runtime_checkable
-class BringsRows(Protocol):
-    """A plan that has rows of its own beside the job's methods."""
-
-    def rows(self) -> Mapping[str, Method]:
-        """Rows by label."""
         ...
 
 
