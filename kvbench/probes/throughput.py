@@ -260,7 +260,8 @@ class _Row:
             if result.failure is not None:
                 raise result.failure
         seconds = ("prefill_s", "compress_s", "decode_s")
-        summed = (*seconds, "cache_bytes", "cache_bytes_end", "exact_bytes")
+        held = ("cache_bytes", "cache_bytes_end", "cache_bytes_peak", "cache_bytes_mean")
+        summed = (*seconds, *held, "exact_bytes", "exact_bytes_mean")
         whole = {name: sum(getattr(result, name) for result in results) for name in summed}
         return measured(results[0]) | whole
 
