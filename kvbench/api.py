@@ -27,7 +27,6 @@ from kvbench.engine.loading import (
     ModelSpec,
     end_token_ids,
     load_tokenizer,
-    quiet_unless_terminal,
     resolve_device,
     resolve_dtype,
 )
@@ -68,9 +67,8 @@ def load_model(
     """
     spec = ModelSpec(name=options.pop("name", path), path=path, **options)
     where = resolve_device(device)
-    with quiet_unless_terminal():
-        model = load_spec(spec, device=where, dtype=resolve_dtype(dtype, where, spec.dtype))
-        return model, load_tokenizer(spec)
+    model = load_spec(spec, device=where, dtype=resolve_dtype(dtype, where, spec.dtype))
+    return model, load_tokenizer(spec)
 
 
 def compress(

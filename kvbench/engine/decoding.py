@@ -22,7 +22,7 @@ from kvbench.kernels.decode_attention import (
     entry_table,
     weighted_decode_attention,
 )
-from kvbench.kernels.eviction import EvictionTable, evict_entries, eviction_table
+from kvbench.kernels.eviction import EvictionTable, evict_entries
 
 ENDLESS = (1 << 31) - 2
 """Entries that no cache reaches."""
@@ -94,7 +94,7 @@ class _Group:
         self.evictions: EvictionTable | None = None
         if rules:
             scores, positions = [c.scores for c in caches], [c.positions for c in caches]
-            self.evictions = eviction_table(rules, self.limits, scores, positions, rows)
+            self.evictions = EvictionTable(rules, self.limits, scores, positions, rows)
 
 
 class DecodeState(ForkBatch):

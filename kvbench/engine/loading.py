@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-import transformers
 from annotated_types import Ge
 from transformers import (
     AutoConfig,
@@ -38,7 +37,13 @@ from kvbench.engine.attention import IMPLEMENTATION, register
 from kvbench.engine.faults import is_out_of_memory
 from kvbench.engine.limits import in_main_thread, time_limit
 from kvbench.engine.memory import total_bytes
-from kvbench.engine.packaged import PACKAGE_PREFIX, missing_line, packaged_file, unpacked
+from kvbench.engine.packaged import (
+    PACKAGE_PREFIX,
+    missing_line,
+    packaged_file,
+    unpacked,
+    unpacking,
+)
 from kvbench.errors import UserError, complain, first_line, needs_extra, one_line, traceback_of
 from kvbench.errors.options import Text, check_options
 from kvbench.tasks.base import PromptEncoder, tokenizing
@@ -486,9 +491,7 @@ def _packing(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> dict[
     if spec.quantization is None:
         return {}
     if spec.quantization == "gguf":
-        unpacked: Any = getattr(transformers, "GgufConfig", None)  # older ones always unpack
-        plan = {} if unpacked is None else {"quantization_config": unpacked(dequantize=True)}
-        return {**_gguf_options(spec), **plan}
+        return {**_gguf_options(spec), **unpacking()}
     _check_package(spec)
     four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
     how = four if spec.quantization == "bnb4" else {"load_in_8bit": True}
