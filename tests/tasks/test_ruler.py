@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import random
 import re
 from collections import Counter
 from pathlib import Path
@@ -157,18 +156,6 @@ def test_the_search_ends_at_the_largest_size_that_fits(slope: int, wobble: int) 
             else:
                 assert fits[-1] - (1 + wobble) <= found <= fits[-1]
                 assert tokens(found) <= room
-
-
-def test_a_search_without_order_ends() -> None:
-    for seed in range(50):
-        asked: dict[int, int] = {}
-
-        def tokens(size: int, seed: int = seed, asked: dict[int, int] = asked) -> int:
-            return asked.setdefault(size, random.Random(f"{seed} {size}").randrange(1000))
-
-        found = largest_fitting(tokens, 500, least=1, most=10_000, guess=77)
-        assert len(asked) < 80
-        assert found is None or tokens(found) <= 500
 
 
 # draws
