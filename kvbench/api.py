@@ -27,7 +27,6 @@ from kvbench.engine.loading import (
     ModelSpec,
     end_token_ids,
     load_tokenizer,
-    quiet_unless_terminal,
     resolve_device,
     resolve_dtype,
 )
@@ -68,9 +67,8 @@ def load_model(
     """
     spec = ModelSpec(name=options.pop("name", path), path=path, **options)
     where = resolve_device(device)
-    with quiet_unless_terminal():
-        model = load_spec(spec, device=where, dtype=resolve_dtype(dtype, where, spec.dtype))
-        return model, load_tokenizer(spec)
+    model = load_spec(spec, device=where, dtype=resolve_dtype(dtype, where, spec.dtype))
+    return model, load_tokenizer(spec)
 
 
 def compress(
@@ -83,7 +81,7 @@ def compress(
     size: int | None = None,
     total_rate: float | None = None,
     seed: int = 0,
-    compress_after: str | int | None = None,
+    compress_after: str | None = None,
     compression_ratio: float | None = None,
     **options: Any,
 ) -> AbstractContextManager[Compression]:
@@ -108,8 +106,7 @@ def compress(
         rate, sink, window, size, total_rate: the budget; see `kvbench.kv.Budget`. A prompt within its
             capacity is kept exactly (until a method that evicts has filled its cache).
         seed: of the method's draws, which depend on it, the prompt and the layer only.
-        compress_after: "prompt", all that `generate` is given first (its default); an integer, so many
-            tokens of each prompt, the others then go through the compressed cache; "context", what
+        compress_after: "prompt", all that `generate` is given first (its default); "context", what
             ``session.read`` is given (its default, and it knows no other).
         compression_ratio: kvpress's word for a budget: the share of the whole prompt that is removed, so
             0.75 is ``total_rate=0.25``; in place of the others.

@@ -40,15 +40,20 @@ kvpress = pytest.importorskip("kvpress", reason="needs the package kvpress: make
 
 SNAP = {"press": "SnapKVPress"}
 PLAIN = (
-    *("CapPress", "CompactorPress", "ExpectedAttentionPress", "CURPress", "KeyDiffPress"),
-    *("KnormPress", "NonCausalAttnPress", "ObservedAttentionPress", "PyramidKVPress"),
+    *(
+        "CURPress",
+        "KeyDiffPress",
+        "KnormPress",
+        "NonCausalAttnPress",
+        "ObservedAttentionPress",
+        "PyramidKVPress",
+    ),
     *("RandomPress", "SnapKVPress", "StreamingLLMPress", "TOVAPress"),
 )
 RUNS: dict[str, dict[str, Any]] = {
     **{press: {} for press in PLAIN},
     **dict.fromkeys(("AdaKVPress", "CriticalAdaKVPress", "CriticalKVPress"), SNAP),
     **dict.fromkeys(("EntropyGatedChunkKVPress", "MergingPress"), SNAP),
-    "LeverageScorePress": {"sketch_dimension": 8},
     "BlockPress": {**SNAP, "block_size": 50},
     "ChunkKVPress": {**SNAP, "chunk_length": 10},
     "ChunkPress": {**SNAP, "chunk_length": 110},
@@ -310,13 +315,27 @@ def native_prefill(press: Any, ids: tuple[int, ...], attention: str = "sdpa") ->
     return cache, masked
 
 
+EXPECTED = "ExpectedAttentionPress"
 OURS = {
     "SnapKVPress": "snapkv",
     "StreamingLLMPress": "streaming_llm",
-    "ExpectedAttentionPress": "expected_attention",
+    EXPECTED: "expected_attention",
 }
 """Presses that keep the same entries as a method of ours."""
-NATIVE = sorted({*PLAIN, "CriticalKVPress", "LagKVPress"} - {"CompactorPress", "RandomPress"})
+NATIVE = sorted(
+    {*PLAIN, "CriticalKVPress", "ExpectedAttentionPress", "LagKVPress"} - {"RandomPress"}
+)
+
+
+def package_press(press: str, options: dict[str, Any], budget: Budget, n: int) -> Any:
+    """A press as the package's users make it, for n tokens; EXPECTED is refused as a method."""
+    if EXPECTED in (press, options.get("press")):
+        made = kvpress.ExpectedAttentionPress(n_sink=budget.sink)
+        made = made if press == EXPECTED else getattr(kvpress, press)(press=made)
+    else:
+        made = make_press(press, options, budget)
+    made.compression_ratio = ratio_for(n, budget.capacity(n))
+    return made
 
 
 @pytest.mark.parametrize("press", NATIVE)
@@ -326,12 +345,10 @@ def test_on_the_shipped_model_the_packages_own_hooks_keep_the_same_entries(
 ) -> None:
     """The package hooks into transformers' model and computes queries from hidden states; kvbench
     captures queries, keys and values in its own prefill. Keys agree to rounding, entries exactly."""
-    name, options = OURS.get(press), RUNS[press]
+    name, options = OURS.get(press), RUNS.get(press, {})
     budget, ids = BUDGETS[0], shipped_prompts()[prompt]
-    method = press_method(press, **options)
-    capacity = budget.capacity(len(ids))
-    native = make_press(press, options, budget)
-    native.compression_ratio = ratio_for(len(ids), capacity)
+    method = build_method(name) if press == EXPECTED else press_method(press, **options)
+    native = package_press(press, options, budget, len(ids))
     attention = "eager" if press == "ObservedAttentionPress" else "sdpa"
     cache, _ = native_prefill(native, ids, attention)
     for layer, own in zip(shipped_layers(prompt), cache.layers, strict=True):
@@ -349,16 +366,19 @@ def test_on_the_shipped_model_the_packages_own_hooks_keep_the_same_entries(
             assert_same_entries(kept(build_method(name), layer, budget), held)
 
 
-@pytest.mark.parametrize("press", ["AdaKVPress", "CriticalAdaKVPress"])
-@pytest.mark.parametrize("inner", ["SnapKVPress", "ExpectedAttentionPress"])
+MASKING = [(press, "SnapKVPress") for press in ("AdaKVPress", "CriticalAdaKVPress")]
+
+
+@pytest.mark.parametrize(("press", "inner"), [*MASKING, ("AdaKVPress", EXPECTED)])
 @pytest.mark.parametrize("prompt", range(3))
 def test_entries_that_the_package_masks_are_really_evicted(
     press: Any, inner: Any, prompt: Any
 ) -> None:
-    budget, ids = BUDGETS[0], shipped_prompts()[prompt]
-    native = make_press(press, {"press": inner}, budget)
-    native.compression_ratio = ratio_for(len(ids), budget.capacity(len(ids)))
-    method = press_method(press, press=inner)
+    ids = shipped_prompts()[prompt]
+    budget = replace(BUDGETS[0], window=0) if inner == EXPECTED else BUDGETS[0]
+    native = package_press(press, {"press": inner}, budget, len(ids))
+    ours = build_method("adakv", of="expected_attention")
+    method = ours if inner == EXPECTED else press_method(press, press=inner)
     differ, total, (_, masked) = 0, 0, native_prefill(native, ids)
     for layer, (_, heads, tokens) in zip(shipped_layers(prompt), masked, strict=True):
         held = kept(method, layer, budget)
@@ -384,7 +404,6 @@ CASES: list[
     ("NonCausalAttnPress", {}, {"queries": QUERIES[:, :, -20:]}, "holds 20 of 300"),
     ("SnapKVPress", {}, {"queries": QUERIES[:, :, -9:]}, "holds 9 of 300"),
     ("ObservedAttentionPress", {}, {"queries": QUERIES[:, :, -20:]}, "needs the last 300"),
-    ("CapPress", {}, {"rotary": None}, "no rotary table"),
     ("CriticalKVPress", SNAP, {"output": None}, "shows none"),
     ("ChunkPress", {"press": "ObservedAttentionPress"}, {}, "does not support attentions"),
     ("ChunkPress", {**SNAP, "chunk_length": 4}, {}, "greater than the window"),
@@ -408,6 +427,15 @@ def test_presses_options_and_layers_that_do_not_fit_are_refused_in_one_line() ->
     nested = press_method("ChunkKVPress", press={"press": "SnapKVPress", "kernel_size": 7})
     assert nested != press_method("ChunkKVPress", press="SnapKVPress")
     assert hash(nested)
+
+
+def test_a_press_that_asks_for_more_than_a_method_sees_is_refused_by_name(monkeypatch: Any) -> None:
+    """Presses of later releases: the stand-in says what was asked for."""
+    layer = random_layer((1, 2, 2, 300, 16), 0)
+    monkeypatch.setattr("kvbench.methods.kvpress.REFUSED", {})
+    for press, asked in [("CapPress", "rotary_emb"), ("LeverageScorePress", "k_proj")]:
+        with pytest.raises(KVError, match=asked):
+            press_method(press).compress(layer, BUDGETS[0], torch.Generator().manual_seed(0))
 
 
 def test_presses_that_read_no_queries_need_none() -> None:
