@@ -118,6 +118,8 @@ class LayerCache:
         self.value_range: tuple[Tensor, Tensor] | None = None
         if held.value_range is not None:
             self.value_range = (held.value_range[0][0], held.value_range[1][0])
+        self.samples, self.bytes_sum, self.bytes_peak = 0, 0, 0
+        self.note_bytes()
         # On the host where it is known there; what a GPU has counted, `Fork.audit_prompt` reads.
         self.prompt_entries = self.entries() if self.log_weights is None else held.entries[0]
 
@@ -139,6 +141,26 @@ class LayerCache:
         held += sum(part.nbytes for part in (*(self.packed or ()), *(self.value_range or ())))
         sides = ((self.keys, self.first), (self.values, self.first_value))
         return held + sum(part[:, : self.length - first].nbytes for part, first in sides)
+
+    def note_bytes(self) -> None:
+        """Count what is held after the prompt, or after a step, in mean and peak."""
+        held = self.entry_bytes()
+        self.samples, self.bytes_sum = self.samples + 1, self.bytes_sum + held
+        self.bytes_peak = max(self.bytes_peak, held)
+
+    def grew(self, steps: int, most: int) -> None:
+        """Count so many steps of one token that a kernel took, which left at most so many entries."""
+        held, more = self.entry_bytes(), min(steps, most - self.length)
+        self.length += more
+        entry = (self.entry_bytes() - held) // max(1, more)
+        joined = more * (more + 1) // 2 + (steps - more) * more  # summed over the steps
+        self.samples, self.bytes_sum = self.samples + steps, self.bytes_sum + steps * held
+        self.bytes_sum += joined * entry
+        self.bytes_peak = max(self.bytes_peak, self.entry_bytes())
+
+    def held_bytes(self) -> tuple[int, float]:
+        """The most bytes held after the prompt or a step since, and their mean."""
+        return self.bytes_peak, self.bytes_sum / self.samples
 
     def reserved_bytes(self) -> int:
         """Bytes of the buffers, which a copy has of its own."""
@@ -186,14 +208,16 @@ class LayerCache:
         """Append the t tokens of a call of one row, at positions [t], and attend, causally among them:
         [heads, t, value_dim]."""
         if not self.evicts:
-            return self._append_and_attend(call, positions)
-        return torch.cat(
-            [
+            out = self._append_and_attend(call, positions)
+        else:
+            tokens = range(len(positions))
+            parts = [
                 self._append_and_attend(call.of_row(0, i, i + 1), positions[i : i + 1])
-                for i in range(len(positions))
-            ],
-            dim=1,
-        )
+                for i in tokens
+            ]
+            out = torch.cat(parts, dim=1)
+        self.note_bytes()
+        return out
 
     def append(self, key: Tensor, value: Tensor, positions: Tensor) -> None:
         """Hold t more tokens: key, value [kv_heads, t, d], positions [t]."""
@@ -382,6 +406,11 @@ class RaggedCache(LayerCache):
         """The sum of the heads'."""
         return sum(head.entry_bytes() for head in self.heads)
 
+    def held_bytes(self) -> tuple[int, float]:
+        """The sums of the heads'."""
+        peaks, means = zip(*(head.held_bytes() for head in self.heads), strict=True)
+        return sum(peaks), sum(means)
+
     def reserved_bytes(self) -> int:
         """The sum of the heads'."""
         return sum(head.reserved_bytes() for head in self.heads)
@@ -433,11 +462,11 @@ class RecompressedCache(LayerCache):
         generator: torch.Generator,
         **options: Any,
     ) -> None:
-        super().__init__(held, room, method, **options)
         assert prompt.queries is not None
+        self.queries = prompt.queries[0, :, -rule.queries :].clone()  # counted from the beginning
+        super().__init__(held, room, method, **options)
         self.recompression, self.label, self.generator = rule, label, generator
         self.to = Budget(sink=budget.sink, window=budget.window, size=rule.to)
-        self.queries = prompt.queries[0, :, -rule.queries :].clone()
         self.tokens = prompt.n if rule.phase == "tokens" else 0
         none = prompt.keys[:, :, :0]  # does not keep the prompt in memory
         self.shape = replace(prompt, keys=none, values=none, queries=None, shared={}, carried={})

@@ -1,4 +1,4 @@
-"""Seconds, memory and tokens per second of each method alone, beside what users run otherwise.
+"""Seconds, memory and tokens per second of each method alone.
 
 BalanceKV (arXiv 2502.07861), section 4.4, Table 2: seconds of prefill and decoding. H2O (arXiv
 2306.14048), Tables 3 and 5: tokens per second, the largest batch that fits, latency at equal batch.
@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 
 from kvbench.engine import memory
-from kvbench.engine.baselines import Baseline, baselines_of
 from kvbench.engine.faults import free_memory, is_out_of_memory
 from kvbench.engine.generate import Prompt, run_batch
-from kvbench.engine.prefill import input_device
 from kvbench.engine.stopping import Stopping
 from kvbench.errors.options import Count, Several, Share, check_options
 from kvbench.kv import Budget, KVError
@@ -81,7 +79,6 @@ class Throughput(Probe):
         rates: budgets to measure, in place of the job's one: shares of the middle, or of the whole
             prompt where the job's budget names `total_rate`.
         runs: measured runs per method and setting (BalanceKV: 10).
-        baselines: names of `kvbench.engine.baselines`, rows beside the methods.
         most_batch: where the search for the largest batch ends.
     """
 
@@ -96,7 +93,6 @@ class Throughput(Probe):
     settings: Sequence[Sequence[int | float | str]] = ()
     rates: Sequence[Share] = ()
     runs: Repeats = 10
-    baselines: Sequence[str] = ()
     most_batch: Repeats = 1024
     _known: dict[tuple[Setting, str], int | dict[str, Any]] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -106,7 +102,6 @@ class Throughput(Probe):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._settings()
-        baselines_of(self.baselines)
 
     def _settings(self) -> list[Setting]:
         """What is measured, without the runs."""
@@ -121,10 +116,6 @@ class Throughput(Probe):
             rates: Sequence[Any] = cell[3:] or self.rates or (None,)
             found += [Setting(*(*cell[:3], rate)) for rate in rates]
         return found
-
-    def rows(self) -> dict[str, Method]:
-        """The baselines by label."""
-        return dict(baselines_of(self.baselines))
 
     def meta(self) -> dict[str, Any]:
         """See `Probe.meta`."""
@@ -239,9 +230,8 @@ class _Row:
     budget: Budget
 
     def few(self, tokens: int) -> int:
-        """So many new tokens, where fewer will do; a static cache is compiled for its length."""
-        new = self.setting.new_tokens
-        return new if isinstance(self.method, Baseline) else min(new, tokens)
+        """So many new tokens, where fewer will do."""
+        return min(self.setting.new_tokens, tokens)
 
     def generate(self, batch: int, new_tokens: int | None = None) -> dict[str, Any]:
         """Generate once; record fields of the whole batch, its bytes summed over the rows.
@@ -252,9 +242,6 @@ class _Row:
         session, method = self.session, self.method
         ids = _random_ids(session, self.setting.prompt_tokens, batch)
         new = self.setting.new_tokens if new_tokens is None else new_tokens
-        if isinstance(method, Baseline):
-            there = ids.to(input_device(session.model))
-            return method.generate(session.model, there, new)
         prompts = [
             Prompt(
                 row,
@@ -273,7 +260,8 @@ class _Row:
             if result.failure is not None:
                 raise result.failure
         seconds = ("prefill_s", "compress_s", "decode_s")
-        summed = (*seconds, "cache_bytes", "cache_bytes_end", "exact_bytes")
+        held = ("cache_bytes", "cache_bytes_end", "cache_bytes_peak", "cache_bytes_mean")
+        summed = (*seconds, *held, "exact_bytes", "exact_bytes_mean")
         whole = {name: sum(getattr(result, name) for result in results) for name in summed}
         return measured(results[0]) | whole
 
