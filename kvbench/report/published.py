@@ -19,18 +19,17 @@ shown. The margin is descriptive: other prompts, templates and library versions 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
 from kvbench.errors import first_line
 from kvbench.report.experiment import Experiment, Group, as_text
 from kvbench.report.frame import AVERAGE, scores
-from kvbench.report.papers import PaperError, notes_on, paper_folders, specs_of
+from kvbench.report.papers import PaperError, PaperTable, paper_folders, specs_of
 from kvbench.report.stats import margin_of
 from kvbench.report.table import INTERVAL, Column, Table, legend, score_format, unit_text
 
@@ -57,45 +56,40 @@ def beside(experiment: Experiment, folder: Path | None = None) -> tuple[pd.DataF
     for group in experiment.groups:
         given = [m.get("config") or {} for m in group.manifests]
         each = [spec for config in given for spec in specs_of(config.get("paper_table"))]
-        notes += [note for spec in each for note in notes_on(spec)]
+        notes += [note for spec in each for note in spec.notes]
         limited = any(config.get("limit") for config in given)
-        keys = [{k: v for k, v in spec.items() if k != "differences"} for spec in each]
+        keys = [replace(spec, differences=None) for spec in each]
         for spec in [spec for i, spec in enumerate(keys) if spec not in keys[:i]]:
-            f = 1.0 if limited else float(spec.get("rescored") or 1.0)
-            theirs = _read(
-                spec, [folder] if folder else [experiment.folder.resolve().parent / "paper"]
-            )
+            f = 1.0 if limited else float(spec.rescored or 1.0)
+            theirs = _read(spec, folder or experiment.folder.resolve().parent / "paper")
             try:
                 parts += _joined(group, spec, theirs, f)
             except (LookupError, TypeError, ValueError) as error:
                 why = f"cannot be compared with {group.task}: {first_line(error)}"
-                raise PaperError(f"paper_table {spec['file']} {why}") from error
+                raise PaperError(f"paper_table {spec.file} {why}") from error
     frame = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
     return frame, list(dict.fromkeys(notes))
 
 
-def _read(spec: Mapping[str, Any], places: Sequence[Path]) -> pd.DataFrame:
+def _read(spec: PaperTable, beside: Path) -> pd.DataFrame:
     """The published table as text, so that 22.0 stays what was printed; the rows of ``where``."""
-    name = f"{spec['file']}".removesuffix(".csv") + ".csv"
-    found = [place for place in (*places, *paper_folders()) if (place / name).is_file()]
-    if not found:
+    name = f"{spec.file.removesuffix('.csv')}.csv"
+    place = next((p for p in (beside, *paper_folders()) if (p / name).is_file()), None)
+    if place is None:
         raise PaperError(f"paper_table {name} is in none of {', '.join(map(str, paper_folders()))}")
-    if (found[0] / name).resolve().parent != found[0].resolve():
-        raise PaperError(
-            f"paper_table {found[0] / name} is a link to another folder; it is not read"
-        )
+    if (place / name).resolve().parent != place.resolve():
+        raise PaperError(f"paper_table {place / name} is a link to another folder; it is not read")
     try:
-        frame = pd.read_csv(found[0] / name, dtype=str, keep_default_na=False)
+        frame = pd.read_csv(place / name, dtype=str, keep_default_na=False)
     except (OSError, ValueError) as error:  # no CSV, or not UTF-8
-        raise PaperError(f"{found[0] / name} cannot be read: {first_line(error)}") from error
-    where = spec.get("where") or {}
-    lacking = {*where, "method", "by", "value", "field", "unit", "printed"} - set(frame)
+        raise PaperError(f"{place / name} cannot be read: {first_line(error)}") from error
+    where = spec.where or {}
+    lacking = sorted({*where, "method", "by", "value", "field", "unit", "printed"} - set(frame))
     if lacking:
-        raise PaperError(
-            f"{name} has no column {', '.join(sorted(lacking))}; it has {', '.join(map(str, frame))}"
-        )
+        has = ", ".join(map(str, frame))
+        raise PaperError(f"{name} has no column {', '.join(lacking)}; it has {has}")
     for column, wanted in where.items():
-        allowed = wanted if isinstance(wanted, list) else [wanted]
+        allowed = wanted if isinstance(wanted, list | tuple) else [wanted]
         frame = frame[frame[column].map(_plain).isin([_plain(one) for one in allowed])]
     return frame.reindex(columns=list(dict.fromkeys([*frame, "model", "rate"])), fill_value="")
 
@@ -108,9 +102,7 @@ def _plain(text: object) -> str:
         return str(text)
 
 
-def _joined(
-    group: Group, spec: Mapping[str, Any], theirs: pd.DataFrame, f: float
-) -> list[pd.DataFrame]:
+def _joined(group: Group, spec: PaperTable, theirs: pd.DataFrame, f: float) -> list[pd.DataFrame]:
     """The published rows of our methods beside our numbers, one frame per record field and split."""
     places = [place / "models.csv" for place in paper_folders()]
     models = pd.read_csv(next(place for place in places if place.is_file()))
@@ -118,13 +110,13 @@ def _joined(
     if (theirs["model"] == name).any():
         theirs = theirs[theirs["model"] == name]
     records = group.records
-    for field, wanted in (spec.get("records") or {}).items():
+    for field, wanted in (spec.records or {}).items():
         records = records[records[field].isna() | (records[field] == wanted)]
     found = []
     for key, part in theirs.groupby(["by", "field"], sort=False):
         by, field = map(str, key)
         if field not in records or not set(filter(None, by.split("+"))) <= set(records):
-            raise PaperError(f"{spec['file']}: our records have no field {by or field}")
+            raise PaperError(f"{spec.file}: our records have no field {by or field}")
         part = part.assign(same=part["model"].isin(["", name]))
         ours = _ours(group, records, by, field, part)
         both = part.merge(ours, on=["method", "value"], suffixes=("_paper", ""))
@@ -133,7 +125,7 @@ def _joined(
         both = both[~compared | (both["rate_paper"] == "") | ((asked - both["rate"]).abs() < 1e-9)]
         both = pd.concat([both, *_best(part, ours, group.meta.lower_is_better)], ignore_index=True)
         if len(both):
-            both = both.assign(source=spec["file"].removesuffix(".csv"), field=field, f=f)
+            both = both.assign(source=spec.file.removesuffix(".csv"), field=field, f=f)
             found.append(_compared(both))
     return found
 
