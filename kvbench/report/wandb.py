@@ -1,10 +1,10 @@
 """A copy of an experiment in Weights & Biases; local files never depend on it.
 
-One W&B run per job (a model on a task with its methods), and one of the whole experiment with its page and
-charts. Their ids are made from what they are about, so that logging again replaces what was logged. Runs
-are written offline, into ``<results>/<experiment>/wandb``, and then sent by W&B's own client in a process
-of its own if that is wanted: a server that is down, slow or broken loses nothing, and ``wandb sync <that
-folder>`` sends what is left at any time.
+One W&B run per job (a model on a task with its methods), and one of the whole experiment with its page
+and charts. Their ids are made from what they are about, so that logging again replaces what was logged.
+Runs are written offline, into ``<results>/<experiment>/wandb``, and then sent by W&B's own client in a
+process of its own if that is wanted: a server that is down, slow or broken loses nothing, and
+``wandb sync <that folder>`` sends what is left at any time.
 
 ``python -m kvbench.report.wandb <results>/<experiment>`` builds a W&B report of an experiment.
 """
