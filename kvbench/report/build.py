@@ -68,7 +68,7 @@ def build_report(experiment_folder: str | Path, *, for_print: bool = False) -> R
     warnings: list[str] = []
     compared: list[Table] = []
     try:
-        compared = published_tables(*beside(experiment))
+        compared = published_tables(beside(experiment))
     except PaperError as error:
         warnings.append(str(error))
     sections, hidden = [], []
@@ -130,10 +130,7 @@ def _shared_tables(ranked: Sequence[Part]) -> list[Table]:
 def tables_to_print(experiment: Experiment) -> list[Table]:
     """The tables to print after a job: one per model and task, then all tasks of each model."""
     parts = [(group, tidy(group)) for group in experiment.groups]
-    tables = [
-        score_table(*part, narrow=True) if is_ranked(part[0]) else tables_of(*part)[0]
-        for part in parts
-    ]
+    tables = [score_table(*part) if is_ranked(part[0]) else tables_of(*part)[0] for part in parts]
     ranked = [part for part in parts if is_ranked(part[0])]
     return tables + [overview_table(one) for one in _by(ranked, "model") if len(one) > 1]
 

@@ -18,10 +18,10 @@ import pandas as pd
 from kvbench.records.read import StoreError
 from kvbench.report.experiment import PROMPT, Experiment, Group, Variant, as_text, flat
 from kvbench.report.files import write_text
-from kvbench.report.frame import AVERAGE, estimate, failures_of, failures_text, scores, strata_of
+from kvbench.report.frame import AVERAGE, failures_of, failures_text, strata_of
 from kvbench.report.page import html
 from kvbench.report.render import csv, markdown, plain
-from kvbench.report.stats import ALPHA, holm, p_values
+from kvbench.report.stats import ALONE, ALPHA, Array, differences, independent, mean_intervals
 from kvbench.report.table import (
     INTERVAL,
     MISSING,
@@ -67,9 +67,9 @@ def compare(first: Experiment, second: Experiment) -> Comparison:
         raise StoreError(
             f"{first.folder} and {second.folder} have no model, task and method in common"
         )
-    frame = pd.concat([_changes(*match) for match in matched], ignore_index=True)
+    family = independent(len(matched))
+    frame = pd.concat([_changes(*match, family) for match in matched], ignore_index=True)
     last = ~frame.duplicated(["model", "task", "variant"], keep="last")
-    frame.loc[last, "p_adjusted"] = holm([float(p) for p in frame.loc[last, "p"]])
     only = []
     for experiment, side in zip((first, second), zip(*matched, strict=True), strict=True):
         every = [(group, variant) for group in experiment.groups for variant in group.variants]
@@ -104,9 +104,13 @@ def matched_variants(a: Group, b: Group) -> list[tuple[Variant, Variant]]:
     return found
 
 
-def _changes(first: Side, second: Side) -> pd.DataFrame:
+def _changes(first: Side, second: Side, family: Array) -> pd.DataFrame:
     """A row per dataset, and for their average: means, the paired difference and its test. The records
-    of the two are made one group, in which examples are the same where their prompts are."""
+    of the two are made one group, in which examples are the same where their prompts are.
+
+    Args:
+        family: see `kvbench.report.stats.differences`; for the total, which alone is marked.
+    """
     (a, _), (b, y) = first, second
     parts = []
     for (group, variant), side in zip((first, second), SIDES, strict=True):
@@ -131,19 +135,19 @@ def _changes(first: Side, second: Side) -> pd.DataFrame:
     datasets = {str(one.name.removeprefix("dataset ")): [one] for one in strata_of(both)}
     if len(datasets) > 1:
         datasets[AVERAGE] = [one for ones in datasets.values() for one in ones]
-    found = scores(both).set_index(["value", "measure", "variant"])
     rows = []
     for value, ones in datasets.items():
         changes = [one.values[:, [1]] - one.values[:, [0]] for one in ones]
-        named = [replace(one, name=one.name.replace("dataset", "both", 1)) for one in ones]
-        p = p_values([one.stratum(change) for one, change in zip(named, changes, strict=True)])
         gains = sign * np.concatenate(changes)
+        parts = [one.stratum(change) for one, change in zip(ones, changes, strict=True)]
+        total = family if len(ones) == len(shared) else ALONE
+        (change,) = differences(parts, fraction=b.percent, family=total)
+        means = mean_intervals([one.stratum(one.values) for one in ones], fraction=b.percent)
         row: dict[str, Any] = {"model": model, "task": b.task, "dataset": value}
-        row |= {"unit": b.meta.score_unit}
-        for side in SIDES:
-            row |= estimate(found.loc[(value, "score", side)]).named(side)
-        row |= estimate(found.loc[(value, "difference", SIDES[1])]).named("difference")
-        row |= {"p": p[0], "p_adjusted": np.nan, "common_examples": int((gains == gains).sum())}
+        row |= {"unit": b.meta.score_unit} | change.named("difference") | {"p": change.p}
+        for side, mean in zip(SIDES, means, strict=True):
+            row |= mean.named(side)
+        row |= {"common_examples": int((gains == gains).sum())}
         row |= {"better": int((gains > 0).sum()), "worse": int((gains < 0).sum())}
         here = records if value == AVERAGE else records[records["dataset"].map(as_text) == value]
         for side in SIDES:
@@ -159,7 +163,7 @@ def _changes(first: Side, second: Side) -> pd.DataFrame:
 def _task_table(total: pd.DataFrame) -> Table:
     """Every method's total."""
     unit, task, model = (total[key].iloc[0] for key in ("unit", "task", "model"))
-    shown = (total["p_adjusted"] < ALPHA).map({True: "shown", False: ""})
+    shown = (total["p"] < ALPHA).map({True: "shown", False: ""})
     text, signed = (score_format(unit, signed=s) for s in (False, True))
     sides = [f"{side}_{key}" for key in ("ratio", "seconds", "failed") for side in SIDES]
     return Table(
@@ -170,15 +174,15 @@ def _task_table(total: pd.DataFrame) -> Table:
             Column("variant", "method"),
             *(Column(side, text=text) for side in SIDES),
             Column("difference", "change", signed),
-            Column("p_adjusted", "p, adjusted", p_text),
+            Column("p", text=p_text),
             Column("common_examples", "common", whole),
             *(Column(key, text=whole) for key in ("better", "worse")),
             *(Column(k, k.replace("_", " "), str if "failed" in k else number) for k in sides),
         ),
         (
             INTERVAL,
-            "change: second minus first, paired over the examples that both scored; bold where p of the"
-            " exact paired test, adjusted by Holm's method for all methods and tasks, is below 0.05."
+            "change: second minus first, paired over the examples that both scored; its interval and p"
+            " are adjusted for all methods and tasks. Bold: p is below 0.05, the interval excludes 0."
             " seconds: median of compressing and decoding.",
         ),
     )

@@ -117,8 +117,8 @@ class Group:
     Attributes:
         records: one row per (variant, seed, example), with the variant's label in the column
             ``variant`` and entries held per layer and KV head in ``entries_mean`` and
-            ``entries_max``, milliseconds of decoding per step in ``decode_ms``, and of answers that were
-            drawn how alike they are to the variant's others of the data set in ``self_bleu``.
+            ``entries_max``, and of answers that were drawn how alike they are to the variant's others of
+            the data set in ``self_bleu``.
         variants: in table order.
         baseline: for each variant's label, the label of the exact variant it is compared with
             (None: it is one itself, or none was run).
@@ -207,6 +207,9 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     """Runs of the same model and task together: by model, what is scored before what is probed.
 
     Where a task's numbers are not about the model (`task_meta.subject`), its subject stands for it.
+
+    Raises:
+        StoreError: a score of a fraction is none.
     """
     groups: dict[tuple[str, str], list[Run]] = defaultdict(list)
     for run in runs:
@@ -224,6 +227,13 @@ def _group(model: str, task: str, runs: Sequence[Run]) -> Group:
         meta = replace(meta, unit="context_id")  # answers of one context are not independent
     frames = []
     for run, variant in zip(runs, variants, strict=True):
+        outside = run.records[run.records["score"].lt(-1e-9) | run.records["score"].gt(1 + 1e-9)]
+        if meta.score_unit == "fraction" and len(outside):
+            name, score = outside[["example_id", "score"]].iloc[0]
+            raise StoreError(
+                f"{run.folder}: example {name!r:.80} has score {score:g}; allowed: 0 to 1, as the"
+                " task's scores are fractions"
+            )
         seed = run.records["seed"].fillna(run.manifest.get("seed") or 0)
         frames.append(run.records.assign(variant=variant.label, seed=seed))
     whole = [frame.dropna(axis=1, how="all") for frame in frames if len(frame)] or frames
@@ -233,7 +243,6 @@ def _group(model: str, task: str, runs: Sequence[Run]) -> Group:
     records = records.assign(
         **_entries(records),
         dataset=[short_name(d) if isinstance(d, str) else d for d in records["dataset"]],
-        decode_ms=_decode_ms(records, runs, variants),
         self_bleu=_self_bleu(records, runs),
     )
     if meta.unit in records:  # a record that names no unit is its own
@@ -241,20 +250,6 @@ def _group(model: str, task: str, runs: Sequence[Run]) -> Group:
     unique = tuple(sorted(set(variants), key=lambda variant: variant.sort_key))
     manifests = tuple(run.manifest for run in runs)
     return Group(model, task, meta, unique, records, _baselines(unique), manifests)
-
-
-def _decode_ms(
-    records: pd.DataFrame, runs: Sequence[Run], variants: Sequence[Variant]
-) -> pd.Series:
-    """Per step of decoding; NaN where there was none. The first new token comes from the prompt's own
-    pass or, where the question is read after compression, from a step that reads it."""
-    after = {
-        variant.label
-        for run, variant in zip(runs, variants, strict=True)
-        if (run.manifest.get("config") or {}).get("compress_after") == "context"
-    }
-    steps = pd.to_numeric(records["new_tokens"]) - 1 + records["variant"].isin(after)
-    return 1000 * pd.to_numeric(records["decode_s"]) / steps.where(steps > 0)
 
 
 def _self_bleu(records: pd.DataFrame, runs: Sequence[Run]) -> pd.Series:

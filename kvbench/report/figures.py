@@ -335,14 +335,17 @@ def memory(group: Group, frame: pd.DataFrame) -> Drawn | None:
         x, y = np.array(best).reshape(-1, 2).T
         ax.scatter(x, y, s=80, facecolors="none", edgecolors="0.25", linewidths=0.8, zorder=5)
 
-    text = "Means with 95 % intervals and the ratio that was measured; dashed with its band: exact."
+    text = "Means with 95 % intervals and the ratio that was measured."
     if not rows["label"].duplicated().any() and others["x"].max() <= 1.5 * others["x"].min():
         rows = rows.sort_values("mean", ascending=lower, kind="stable")
         named = rows.assign(row=rows["label"] + rows["x"].map(lambda x: f"  ({x:.2f})"))
         figure = forest({"": named}, f"{_score(group)}; beside the name the ratio")
     else:
         log = "xy" if lower and (rows["mean"] > 0).all() else "x"
-        text += " Ringed: the Pareto set, no other point has fewer bytes and a better mean."
+        text += (
+            " Dashed with its band: exact. Ringed: the Pareto set, no other point has fewer bytes"
+        )
+        text += " and a better mean."
         figure = lines({"": rows}, _RATIO, _score(group), log=log, baseline=BASELINE, also=ring)
     return Drawn(f"{stem(group)}-ratio", f"{group.task}: score against memory", text, figure)
 
@@ -462,7 +465,7 @@ def _heat(ax: Axes, grid: pd.DataFrame, low: float, high: float) -> Any:
     ax.set_facecolor("#EEEEEE")
     limits: dict[str, Any] = {"cmap": "viridis", "vmin": low, "vmax": high}
     image = ax.pcolormesh(values, edgecolors="white", linewidth=1, **limits)
-    ax.invert_yaxis()
+    ax.set_ylim(len(grid), 0)
     for set_ticks, names in ((ax.set_xticks, grid.columns), (ax.set_yticks, grid.index)):
         step = math.ceil(len(names) / 8)  # at most about eight labels
         places = np.arange(0, len(names), step) + 0.5

@@ -26,6 +26,7 @@ from kvbench.report.answers import LIMIT, Shown, clip, sample_of
 from kvbench.report.experiment import Experiment, Group
 from kvbench.report.figures import Drawn
 from kvbench.report.files import write_text
+from kvbench.report.papers import notes_on
 from kvbench.report.style import style_of
 from kvbench.report.table import Table, unit_text, value_text
 
@@ -37,13 +38,18 @@ _FAILURES, _NAMED = 100, 6
 @dataclass(frozen=True)
 class Section:
     """What a page shows of one model and task: a sentence, tables (the first is open), figures (the
-    first is open) and so many of the answers."""
+    first and heatmaps are open) and so many of the answers."""
 
     group: Group
     verdict: str
     tables: Sequence[Table]
     figures: Sequence[Drawn] = ()
     answers: int = LIMIT
+
+    @property
+    def leading(self) -> list[Drawn]:
+        """Figures that are not folded."""
+        return [d for i, d in enumerate(self.figures) if not i or d.name.endswith("-heatmap")]
 
     @cached_property
     def sample(self) -> tuple[list[Shown], int]:
@@ -76,9 +82,13 @@ def render_page(
     Args:
         tables: about several models or tasks, before the sections. published: numbers beside ours.
     """
+    every = [*tables, *published, *(table for section in sections for table in section.tables)]
+    configs = [run.manifest.get("config") or {} for run in experiment.runs]
     return html(
         "page.html.j2",
         title=experiment.name,
+        notes=dict.fromkeys(note for table in every for note in table.notes),
+        differs=dict.fromkeys(n for config in configs for n in notes_on(config.get("differs"))),
         facts=facts_of(experiment),
         sections=sections,
         tables=tables,

@@ -1,11 +1,11 @@
-"""What an experiment's config says about the published table that it stands beside.
+"""What an experiment's config says about the paper it reproduces: under ``differs`` how its settings are
+known to differ, under ``paper_table`` the published table that stands beside it.
 
 Under ``paper_table`` stands the name of a CSV of results/paper, a mapping, or a list of either:
 
     file: subgen_table1        results/paper/subgen_table1.csv
     where: {shots: 5}          only these of its rows
     records: {asked_rate: 0.2} only our records with this value, or with none
-    differences: [a, b]        how our settings are known to differ from the paper's; []: in none
     rescored: 0.05             the share of examples that two honest runs answer anew
 
 Nothing here imports pandas, so that ``kvbench show`` answers at once.
@@ -40,19 +40,10 @@ class PaperTable:
     file: Annotated[str, Predicate(_NAME.fullmatch), "the name of a file of results/paper"]
     where: Mapping[str, Any] | None = None
     records: Mapping[str, Any] | None = None
-    differences: Sequence[str] | None = None
     rescored: Fraction | None = None
 
     def __post_init__(self) -> None:
         check_options(self, "paper_table.", PaperError)
-
-    @property
-    def notes(self) -> list[str]:
-        """One for each known difference from the paper; none where nobody looked."""
-        if self.differences is None:
-            return []
-        found = [" ".join(line.split()) for line in self.differences]
-        return [f"{HEADING}: {line}" for line in found or ["in no setting that is known."]]
 
 
 def paper_folders() -> list[Path]:
@@ -81,11 +72,20 @@ def specs_of(paper_table: Any) -> list[PaperTable]:
     return found
 
 
-def comments_on(paper_table: Any) -> list[str]:
-    """The known differences as comments of a YAML, each line once, and the file it is about.
+def notes_on(differs: Sequence[str] | None) -> list[str]:
+    """One note for each known difference of an experiment's settings from its paper's; none where
+    nobody looked (`differs` is None, and not empty)."""
+    if differs is None:
+        return []
+    found = [" ".join(str(line).split()) for line in differs] or ["in no setting that is known."]
+    return [f"{HEADING}: {line}" for line in found]
+
+
+def comments_on(paper_table: Any, differs: Sequence[str] | None = None) -> list[str]:
+    """The known differences as comments of a YAML.
 
     Raises:
         PaperError: see `specs_of`.
     """
-    lines = [f"# {note} ({spec.file})" for spec in specs_of(paper_table) for note in spec.notes]
-    return list(dict.fromkeys(lines))
+    specs_of(paper_table)
+    return [f"# {note}" for note in notes_on(differs)]

@@ -12,14 +12,15 @@ are in effect answered anew; then the difference of the two means has the varian
 
     margin = 1.96 sqrt(2 f p (1 - p) / n) + half a unit of the last printed digit
 
-f = 1 where nothing is known of it; ``paper_table.rescored`` gives what running an experiment twice has
-shown. The margin is descriptive: other prompts, templates and library versions move a mean too.
+``paper_table.rescored`` gives f as running an experiment twice has shown it. Where nobody measured it,
+f is at most 1: a number further away than that is flagged, of another it cannot be told; nor can it of
+fewer than `LEAST` examples. The margin is descriptive: other prompts, templates and library versions
+move a mean too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
@@ -33,17 +34,17 @@ from kvbench.report.papers import PaperError, PaperTable, paper_folders, specs_o
 from kvbench.report.stats import margin_of
 from kvbench.report.table import INTERVAL, Column, Table, legend, score_format, unit_text
 
+LEAST = 50
+"""Examples; of fewer nothing is flagged."""
 MARGIN = (
-    "± is descriptive: how far two honest runs of our number of examples may be apart,"
-    " 1.96 sqrt(2 f p (1 - p) / n) plus rounding of the print, for our own model only. f is 1 unless"
-    " the config says paper_table.rescored."
+    "± is descriptive: how far two honest runs of our number of examples may be apart, plus rounding of"
+    " the print, for our own model only."
 )
 _KEYS = ("source", "task", "model", "published_model", "method", "variant")
 
 
-def beside(experiment: Experiment, folder: Path | None = None) -> tuple[pd.DataFrame, list[str]]:
-    """A row for each of our numbers that a published one stands beside, fractions in per cent; and the
-    known differences from the papers' settings.
+def beside(experiment: Experiment, folder: Path | None = None) -> pd.DataFrame:
+    """A row for each of our numbers that a published one stands beside, fractions in per cent.
 
     Args:
         folder: where the CSV files are; by default ``paper`` beside the experiment's folder, or the
@@ -52,23 +53,20 @@ def beside(experiment: Experiment, folder: Path | None = None) -> tuple[pd.DataF
     Raises:
         PaperError: the table is not there, or cannot be compared.
     """
-    parts, notes = [], []
+    parts = []
     for group in experiment.groups:
         given = [m.get("config") or {} for m in group.manifests]
         each = [spec for config in given for spec in specs_of(config.get("paper_table"))]
-        notes += [note for spec in each for note in spec.notes]
         limited = any(config.get("limit") for config in given)
-        keys = [replace(spec, differences=None) for spec in each]
-        for spec in [spec for i, spec in enumerate(keys) if spec not in keys[:i]]:
-            f = 1.0 if limited else float(spec.rescored or 1.0)
+        for spec in [spec for i, spec in enumerate(each) if spec not in each[:i]]:
+            f = math.nan if limited or spec.rescored is None else spec.rescored
             theirs = _read(spec, folder or experiment.folder.resolve().parent / "paper")
             try:
                 parts += _joined(group, spec, theirs, f)
             except (LookupError, TypeError, ValueError) as error:
                 why = f"cannot be compared with {group.task}: {first_line(error)}"
                 raise PaperError(f"paper_table {spec.file} {why}") from error
-    frame = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
-    return frame, list(dict.fromkeys(notes))
+    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
 
 
 def _read(spec: PaperTable, beside: Path) -> pd.DataFrame:
@@ -200,45 +198,38 @@ def _compared(both: pd.DataFrame) -> pd.DataFrame:
         if row["percent"] and row["same"] and not math.isnan(row["published"]):
             digits = len(row["printed"].partition(".")[2])
             parts = [(mean, int(units)) for mean, units in row["parts"]]
-            unit = 10.0**-digits / 100
-            margin = 100 * margin_of(parts, row["f"], total=bool(row["summed"]), unit=unit)
+            f, unit = 1.0 if math.isnan(row["f"]) else row["f"], 10.0**-digits / 100
+            margin = 100 * margin_of(parts, f, total=bool(row["summed"]), unit=unit)
         margins.append(margin)
+    numbers = {"score": "mean", "score_low": "low", "score_high": "high"}
     found = both.assign(
         model=both["our_model"],
         published_model=both["model"],
         unit=both["our_unit"].where(~percent, "%"),
         published=published,
-        **{
-            key: both[of] * factor
-            for key, of in (("score", "mean"), ("score_low", "low"), ("score_high", "high"))
-        },
         margin=margins,
+        **{key: both[of] * factor for key, of in numbers.items()},
     )
     found["difference"] = found["score"] - found["published"]
-    found["beyond_margin"] = found["difference"].abs() > found["margin"]
-    numbers = (
-        "published",
-        "score",
-        "score_low",
-        "score_high",
-        "difference",
-        "margin",
-        "beyond_margin",
-    )
-    return found[[*_KEYS, "value", "field", "unit", "printed", *numbers, "n", "expected"]]
+    enough = found["n"] >= LEAST
+    found["beyond_margin"] = (found["difference"].abs() > found["margin"]) & enough
+    untold = found["margin"].notna() & (found["f"].isna() | ~enough) & ~found["beyond_margin"]
+    found["mark"] = found["beyond_margin"].map({True: "beyond", False: ""}).where(~untold, "untold")
+    keys = [*_KEYS, "value", "field", "unit", "printed", "published", *numbers, "difference"]
+    return found[[*keys, "margin", "beyond_margin", "mark", "n", "expected"]]
 
 
-def published_tables(frame: pd.DataFrame, notes: Sequence[str] = ()) -> list[Table]:
+def published_tables(frame: pd.DataFrame) -> list[Table]:
     """One table per published source and record field, a row for each of our numbers."""
     found = []
     for source, whole in frame.groupby("source", sort=False) if len(frame) else ():
         named = whole["value"].ne("").any()
         for field, part in whole.groupby("field", sort=False) if named else [("score", whole)]:
-            found.append(_table(str(source), str(field), part.copy(), notes))
+            found.append(_table(str(source), str(field), part))
     return found
 
 
-def _table(source: str, field: str, part: pd.DataFrame, notes: Sequence[str]) -> Table:
+def _table(source: str, field: str, part: pd.DataFrame) -> Table:
     unit = "fraction" if part["unit"].iloc[0] == "%" else str(part["unit"].iloc[0])
     scale = 0.01 if unit == "fraction" else 1.0
     keys = ("score", "score_low", "score_high", "difference", "margin")
@@ -248,7 +239,7 @@ def _table(source: str, field: str, part: pd.DataFrame, notes: Sequence[str]) ->
         for task, ours, theirs in part[["task", "model", "published_model"]].itertuples(index=False)
     ]
     frame["value"] = part["value"].where(part["value"] != "", part["field"])
-    frame["printed_mark"] = part["beyond_margin"].map({True: "beyond", False: ""})
+    frame["printed_mark"] = part["mark"]
     frame["score_mark"] = (part["n"] < part["expected"]).map({True: "incomplete", False: ""})
     text, signed = (score_format(unit, signed=s) for s in (False, True))
     columns = (
@@ -265,6 +256,6 @@ def _table(source: str, field: str, part: pd.DataFrame, notes: Sequence[str]) ->
         f"{', '.join(part['task'].unique())}{of}: ours beside {source}{unit_text(unit)}",
         frame,
         columns,
-        (INTERVAL, MARGIN, *legend(frame), *notes),
+        (INTERVAL, MARGIN, *legend(frame)),
         part,
     )

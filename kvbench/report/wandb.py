@@ -372,7 +372,7 @@ def build_wandb_report(experiment: Experiment, project: str, entity: str = "") -
     from kvbench.report.render import markdown
     from kvbench.report.tables import tables_of
 
-    tables = published_tables(*beside(experiment))
+    tables = published_tables(beside(experiment))
     for group in experiment.groups:
         tables += [table for table in tables_of(group, tidy(group)) if table.columns][:1]
     blocks: list[Any] = [wr.TableOfContents(), wr.H1("Scores")]

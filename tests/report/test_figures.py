@@ -211,7 +211,9 @@ def test_intervals_of_a_curve_are_those_of_its_repetitions(tmp_path: Path) -> No
         group.records[group.records["dataset"].eq("a") & group.records["kept"].eq(64)]["scaled"]
     )
     theirs = ttest_1samp(logs, 0.0).confidence_interval()
-    assert np.log(curve.frame.loc[0, ["low", "high"]].tolist()) == pytest.approx(list(theirs), abs=0.03)
+    assert np.log(curve.frame.loc[0, ["low", "high"]].tolist()) == pytest.approx(
+        list(theirs), abs=0.03
+    )
 
 
 KEPT = {

@@ -54,7 +54,7 @@ def test_a_page_holds_everything_and_is_one_file(demo: ReportPaths) -> None:
     assert len(text.encode()) < 2_000_000
     for part in (
         '<h2 id="section-1">longeval_lines',
-        "At rate 0.25, snapkv has 72.0 %",
+        "At rate 0.25: snapkv has 72.0 %",
         "longeval_lines on recall_mini: score, %",
         "which compressed methods are shown to differ",
         "2 failed examples",
