@@ -27,7 +27,6 @@ from kvbench.methods.base import Method
 from kvbench.records.read import Run, load_run
 from kvbench.records.shards import Shard
 from kvbench.run import provenance
-from kvbench.run.batching import check_batch_size
 from kvbench.run.encoding import EncodedExample
 from kvbench.run.plan import BringsRows, Plan, TaskPlan
 from kvbench.run.progress import progress_display
@@ -171,7 +170,7 @@ def build_job(config: DictConfig, shared: dict[str, list[EncodedExample]] | None
         budget_config=settings.budget,
         limit=settings.limit,
         shard=Shard.parse(settings.shard),
-        batch_size=check_batch_size(settings.batch_size),
+        batch_size=settings.batch_size,
         retry_failed=settings.retry_failed,
         lock_timeout=settings.lock_timeout,
         extra=extra,

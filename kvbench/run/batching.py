@@ -20,8 +20,7 @@ import torch
 from kvbench.engine import memory
 from kvbench.engine.faults import device_is_usable, free_memory, is_out_of_memory
 from kvbench.engine.limits import time_limit
-from kvbench.errors import FAILED, UserError, is_integer, one_line, traceback_of
-from kvbench.kv import KVError
+from kvbench.errors import FAILED, UserError, one_line, traceback_of
 from kvbench.run.plan import Methods, Outcome, Plan, Unit, status_of
 from kvbench.run.session import Session
 from kvbench.run.termination import asks_to_stop
@@ -47,17 +46,6 @@ class DeviceLost(UserError, RuntimeError):
     status = FAILED
 
 
-def check_batch_size(value: object) -> int | str:
-    """`value`, if it is a batch size.
-
-    Raises:
-        KVError: otherwise.
-    """
-    if value == "auto" or is_integer(value, 1):
-        return value  # type: ignore[return-value]
-    raise KVError(f"batch_size is {value!r}; allowed: an integer >= 1, or auto")
-
-
 @dataclass
 class BatchSize:
     """How many units run together.
@@ -80,7 +68,6 @@ class BatchSize:
     _need: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
-        check_batch_size(self.setting)
         self.now = 1 if isinstance(self.setting, str) else self.setting
         self.most = AUTO_MOST if isinstance(self.setting, str) else self.setting
 
@@ -156,18 +143,18 @@ def _run_group(
         yield outcomes
         return
     together, failure = _attempt(plan, group, session, save)
-    if failure is not None and not device_is_usable(session.device):
-        error = f"{one_line(failure)} (in a batch of {len(group)})"
-        for unit, methods in group:
-            yield _missing(unit, methods, "error", error)
-        return
-    again: Sequence[Work] = group
+    again: list[Work] = []
     out_of_memory = failure is not None and is_out_of_memory(failure)
-    if failure is None:
-        final = [not _failed_as(outcomes, RETRIED_ALONE) for outcomes in together]
-        out_of_memory = any(_failed_as(outcomes, ("oom",)) for outcomes in together)
-        again = [work for work, well in zip(group, final, strict=True) if not well]
-        yield from (outcomes for outcomes, well in zip(together, final, strict=True) if well)
+    lost = failure is not None and not device_is_usable(session.device)
+    for work, outcomes in zip(group, together, strict=True):
+        if lost:
+            error = f"{one_line(failure)} (in a batch of {len(group)})"  # type: ignore[arg-type]
+            yield _missing(*work, "error", error)
+        elif failure is not None or _failed_as(outcomes, RETRIED_ALONE):
+            again.append(work)
+            out_of_memory |= _failed_as(outcomes, ("oom",))
+        else:
+            yield outcomes
     del together, failure
     before = copy.copy(size)
     if out_of_memory:
@@ -197,34 +184,26 @@ def _run_unit(
     All methods run together. Then those that ran out of memory or time, and those that a failure of
     the whole unit took along, run once more, one at a time; their records say ``retried``.
     """
-    outcomes, again = _settled(plan, unit, methods, session, save, [])
+
+    def settled(methods: Methods, others: Sequence[Outcome]) -> tuple[list[Outcome], set[str]]:
+        """One outcome for every record, and the methods that may end differently alone."""
+        (told,), failure = _attempt(plan, [(unit, methods)], session, save, others)
+        failed = []
+        if failure is not None:
+            failed = _missing(unit, methods, status_of(failure), one_line(failure), told)
+        shared = [outcome for outcome in told if _failed_as([outcome], RETRIED_ALONE)]
+        return [*told, *failed], {outcome.method for outcome in (*shared, *failed)}
+
+    outcomes, again = settled(methods, [])
     if len(methods) > 1 and again and device_is_usable(session.device):
-        log.info("%s: once more, one at a time: %s", unit.id, ", ".join(again))
-        for label in again:
+        log.info("%s: once more, one at a time: %s", unit.id, ", ".join(sorted(again)))
+        for label in (label for label in methods if label in again):
             free_memory(session.device)
             others = [outcome for outcome in outcomes if outcome.method != label]
-            alone, _ = _settled(plan, unit, {label: methods[label]}, session, save, others)
+            alone, _ = settled({label: methods[label]}, others)
             outcomes = [*others, *(replace(o, fields={**o.fields, "retried": True}) for o in alone)]
     order = list(methods)
     return sorted(outcomes, key=lambda outcome: order.index(outcome.method))
-
-
-def _settled(
-    plan: Plan,
-    unit: Unit,
-    methods: Methods,
-    session: Session,
-    save: Save,
-    others: Sequence[Outcome],
-) -> tuple[list[Outcome], list[str]]:
-    """One outcome for every record of a unit, and the methods that may end differently alone."""
-    (told,), failure = _attempt(plan, [(unit, methods)], session, save, others)
-    failed: list[Outcome] = []
-    if failure is not None:
-        failed = _missing(unit, methods, status_of(failure), one_line(failure), told)
-    again = {outcome.method for outcome in failed}
-    again |= {outcome.method for outcome in told if _failed_as([outcome], RETRIED_ALONE)}
-    return [*told, *failed], [label for label in methods if label in again]
 
 
 def _attempt(

@@ -14,7 +14,6 @@ from kvbench.engine.estimate import cache_shape
 from kvbench.errors import printable
 from kvbench.methods.base import Method
 from kvbench.records.read import recorded
-from kvbench.run.encoding import examples_of
 from kvbench.run.plan import beyond_positions
 from kvbench.run.runner import Job
 
@@ -29,10 +28,10 @@ def print_dry_run(job: Job, console: Console | None = None, name: str = "") -> N
         KVError, TaskError, ModelError, StoreError: what the job itself would be refused for.
     """
     units = job.units.mine
-    wanted = {record_id for unit in units for record_id in unit.record_ids}
+    wanted = job.units.mine_ids
     done = {label: recorded(run.folder) & wanted for label, run in job.runs.items()}
     todo = [u for u in units if any(not ids.issuperset(u.record_ids) for ids in done.values())]
-    asked = [each for unit in units for each in examples_of(unit.payload)]
+    asked = [each for unit in units for each in unit.examples]
     examples = f"{len(units)} examples, {len(todo)} of them to run"
     if job.shard is not None:
         examples += f" (shard {job.shard} of {len(job.units.every)})"

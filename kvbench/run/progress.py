@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.progress import (
@@ -20,19 +20,28 @@ from rich.progress import (
     Progress as Bar,
 )
 
-if TYPE_CHECKING:
-    from kvbench.run.runner import Progress
-
 SECONDS_BETWEEN_LINES = 15.0
 PREPARING = "loading the data and the model"
 """Before the first example."""
 
 
-def _scores(progress: Progress) -> str:
-    """Mean score so far per method, e.g. ``snapkv 0.82  h2o 0.45``."""
-    return "  ".join(
-        f"{name} {total / count:.2f}" for name, (total, count) in progress.scores.items()
-    )
+@dataclass
+class Progress:
+    """What a progress display is told: units done of all, running mean score per method."""
+
+    total: int
+    done: int = 0
+    scores: dict[str, tuple[float, int]] = field(default_factory=dict)
+
+    def add(self, method: str, score: float | None) -> None:
+        """Count one record."""
+        if score is not None:
+            total, count = self.scores.get(method, (0.0, 0))
+            self.scores[method] = (total + score, count + 1)
+
+    def __str__(self) -> str:
+        """Mean score so far per method, e.g. ``snapkv 0.82  h2o 0.45``."""
+        return "  ".join(f"{name} {total / n:.2f}" for name, (total, n) in self.scores.items())
 
 
 @contextmanager
@@ -56,7 +65,7 @@ def progress_display(title: str) -> Iterator[Callable[[Progress], None]]:
 
         def show(progress: Progress) -> None:
             bar.update(task, total=progress.total, completed=progress.done, description=title)
-            bar.update(task, scores=_scores(progress))
+            bar.update(task, scores=str(progress))
 
         yield show
 
@@ -73,7 +82,7 @@ def _log_lines(title: str) -> Callable[[Progress], None]:
         rest = progress.total - progress.done
         left = (now - start) / progress.done * rest if progress.done else 0
         print(
-            f"{title}: {progress.done}/{progress.total}, about {left:.0f} s left; {_scores(progress)}",
+            f"{title}: {progress.done}/{progress.total}, about {left:.0f} s left; {progress}",
             file=sys.stderr,
             flush=True,
         )

@@ -28,6 +28,7 @@ dtype=float8 -> dtype is 'float8'; allowed: auto | float32 | bfloat16 | float16
 compress_after=never -> compress_after is 'never'; allowed: prompt | context
 shard=3/2 -> shard is '3/2'; allowed: i/k
 shards=0 -> shards is 0; allowed:
+batch_size=0 -> batch_size is 0; allowed:
 experiment_name=a/b -> experiment_name is 'a/b'; allowed: a folder's name
 model=hf -> Missing mandatory value: model.path
 budget.rate=0.5,0.25 -> add --multirun

@@ -142,7 +142,7 @@ def test_an_option_that_is_added_with_its_default_changes_no_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def lean(kind: type, **options: Any) -> str:
-        monkeypatch.setattr(identity, "_class_named", lambda name: kind)
+        monkeypatch.setattr(identity, "locate", lambda name: kind)
         named = {"model": {"name": "m", "path": "p"}, "task": {"_target_": "t"}, "seed": 0}
         return config_hash(without_defaults({**named, "method": {"_target_": "m", **options}}))
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from support.jobs import make_job
 from support.stores import TIMES, make_record
 
+from kvbench.errors import UserError
 from kvbench.records.read import load_run, load_runs, record_files
-from kvbench.records.shards import Shard, ShardError
+from kvbench.records.shards import Shard
 from kvbench.records.store import RecordStore
 from kvbench.run.runner import run_job
 
@@ -40,7 +41,7 @@ def test_shards_are_read_from_text() -> None:
     assert Shard.parse("3/8") == Shard(3, 8)
     assert str(Shard(3, 8)) == "3/8"
     for wrong in ("0/4", "5/4", "4", "a/b", "1/2/3", "-1/4", " 1/4", "", 1, 0.25, True, ["1/4"]):
-        with pytest.raises(ShardError, match=r"shard is .*; allowed: i/k with whole numbers"):
+        with pytest.raises(UserError, match=r"shard is .*; allowed: i/k with whole numbers"):
             Shard.parse(wrong)
 
 
