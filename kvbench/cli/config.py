@@ -30,7 +30,6 @@ from kvbench.errors import (
     first_line,
     names_a_secret,
     nearest,
-    needs_extra,
     presentable,
     text_of,
 )
@@ -126,8 +125,6 @@ def explain(error: BaseException) -> str:
     cause: Any = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     missing = re.search(r"Could not (?:find|load) '([^']+)/([^'/]*)'", text)
     parent, key = getattr(cause, "parent_node", None), str(getattr(cause, "key", ""))
-    if missing and missing[1] == "hydra/launcher":
-        return "launcher: " + needs_extra("hydra-submitit-launcher", "slurm")
     if missing and missing[1] in GROUPS:
         what, key, names = missing[1], missing[2], list(catalogue(missing[1]))
     elif isinstance(parent, DictConfig) and "not in" in str(cause):
@@ -138,7 +135,7 @@ def explain(error: BaseException) -> str:
             nodes = ((n, parent._value().get(n)) for n in names)
             names += [f"{n}.{key}" for n, v in nodes if isinstance(v, DictConfig) and key in v]
     elif isinstance(error, OverrideParseException):
-        meant = nearest(error.override, ("list", "show", "reproduce", "released"))
+        meant = nearest(error.override, ("list", "show", "reproduce"))
         return (
             f"cannot read {error.override!r}{meant}; allowed: key=value, with quotes around ()[],"
         )

@@ -24,7 +24,7 @@ from kvbench.cli.config import GROUPS, Settings, composed, expanded, explaining,
 from kvbench.cli.jobs import JobOutcome, Jobs, report_error
 from kvbench.cli.reproduce import reproduce
 from kvbench.errors import FAILED, UserError, complain, nearest, redact
-from kvbench.run.termination import TERMINATED, Terminated, Termination
+from kvbench.run.termination import TERMINATED, Terminated, terminable
 
 INTERRUPTED = 130
 GOES_ON = "what is done is on disk, the same command goes on from there"
@@ -35,17 +35,13 @@ def main(argv: Sequence[str] | None = None, outcomes: list[JobOutcome] | None = 
     arguments = list(sys.argv[1:] if argv is None else argv)
     command, rest = (arguments or [""])[0], arguments[1:]
     try:
-        with Termination():
+        with terminable():
             if command == "list":
                 status = list_kind(rest)
             elif command == "show":
                 status = show_config(rest)
             elif command == "reproduce":
                 status = reproduce(rest, run)
-            elif command == "released":
-                from kvbench.cli.released import pair_released
-
-                status = pair_released(rest)
             else:
                 status = run(arguments, outcomes)
     except KeyboardInterrupt:

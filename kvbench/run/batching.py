@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -23,7 +22,7 @@ from kvbench.engine.limits import time_limit
 from kvbench.errors import FAILED, UserError, one_line, traceback_of
 from kvbench.run.plan import Methods, Outcome, Plan, Unit, status_of
 from kvbench.run.session import Session
-from kvbench.run.termination import asks_to_stop
+from kvbench.run.termination import asks_to_stop, finished_first
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +101,6 @@ def run_units(
     session: Session,
     batch_size: int | str,
     save: Save,
-    around: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Iterator[Sequence[Outcome]]:
     """The outcomes of each unit as soon as they are final, failures included; those that ran out of
     memory or time in a group come after the others of it.
@@ -110,7 +108,6 @@ def run_units(
     Args:
         save: writes outcomes; called from another thread before the process ends, when code that
             runs no Python hangs longer than the session's `example_timeout`.
-        around: entered for each group, and left when its outcomes have been taken.
 
     Raises:
         DeviceLost: nothing more can be run in this process.
@@ -121,7 +118,7 @@ def run_units(
         group = work[done : done + (size.now if hasattr(plan, "run_batch") else 1)]
         done += len(group)
         failed = False
-        with around():
+        with finished_first():  # left when its outcomes have been taken
             for outcomes in _run_group(plan, group, session, size, save):
                 failed |= any(outcome.fields.get("error") is not None for outcome in outcomes)
                 yield outcomes

@@ -65,11 +65,13 @@ def encode_example(
     contexts = {} if contexts is None else contexts
     context = (example.context, example.context_ids, example.complete)
     prefix, suffix = ((), ()) if example.complete else (encoder.prefix_ids, encoder.suffix_ids)
-    ids, question = example.context_ids, example.question_ids
+
+    def ids(text: str, known: tuple[int, ...] | None) -> tuple[int, ...]:
+        return tuple(encoder.encode_text(text)) if known is None else known
+
     if context not in contexts:
-        ids = encoder.encode_text(example.context) if ids is None else ids
-        contexts[context] = (*prefix, *ids)
-    question = encoder.encode_text(example.question) if question is None else question
+        contexts[context] = (*prefix, *ids(example.context, example.context_ids))
+    question = ids(example.question, example.question_ids)
     return EncodedExample(example, contexts[context], (*question, *suffix))
 
 

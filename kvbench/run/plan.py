@@ -187,14 +187,9 @@ def beyond_positions(units: Sequence[Unit], session: Session) -> str | None:
 @dataclass(frozen=True)
 class TaskPlan:
     """A benchmark task as a plan: one prefill per example, or per context where the question comes after
-    compression, serves every method.
-
-    Attributes:
-        shared: where plans that are made one after another find what the one before has encoded.
-    """
+    compression, serves every method."""
 
     task: Task
-    shared: dict[str, list[EncodedExample]] | None = field(default=None, repr=False, compare=False)
 
     def meta(self) -> dict[str, Any]:
         """See `Plan.meta`."""
@@ -218,7 +213,11 @@ class TaskPlan:
                 less than sink and window; context compression of a prompt whose question is empty;
                 turns after the method's own answers where each turn is a prompt of its own.
         """
-        encoded = self._encoded(session)
+        encoded: list[EncodedExample] = session.once(
+            "examples",
+            self.task,
+            lambda: encode_examples(self.task.examples(session.encoder), session.encoder),
+        )
         for label, (method, budget) in methods.items():
             Fork(label, method, budget, session.seed, "", room=0)  # refuses what cannot generate
         after = session.compress_after == "context"
@@ -262,14 +261,6 @@ class TaskPlan:
             noted = place < NOTED
             units.append(Unit(name, ids, by_record, fields, context, len(ids), noted, tuple(each)))
         return units
-
-    def _encoded(self, session: Session) -> list[EncodedExample]:
-        shared = {} if self.shared is None else self.shared
-        key = repr((self.task, session.spec))
-        if key not in shared:
-            shared.clear()  # a benchmark has tens of millions of tokens
-            shared[key] = encode_examples(self.task.examples(session.encoder), session.encoder)
-        return shared[key]
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
         """Generate with every method from one prefill, and score."""

@@ -18,11 +18,11 @@ from kvbench.run.plan import beyond_positions
 from kvbench.run.runner import Job
 
 
-def print_dry_run(job: Job, console: Console | None = None, name: str = "") -> None:
+def print_dry_run(job: Job, name: str = "") -> None:
     """Print what the job would run: examples, tokens, and of each method the memory and the folder.
 
     Args:
-        name: of one of many jobs, which is then told in one line.
+        name: of one of several jobs, which is then told in one line.
 
     Raises:
         KVError, TaskError, ModelError, StoreError: what the job itself would be refused for.
@@ -58,7 +58,7 @@ def print_dry_run(job: Job, console: Console | None = None, name: str = "") -> N
     ]
     if name:
         lines = [f"{name}: {len(job.runs)} methods, {examples}; {tokens}; {place}"]
-    out = console or Console(width=None if sys.stdout.isatty() else 140)
+    out = Console(width=None if sys.stdout.isatty() else 140)
     for line in lines:
         out.print(printable(line), highlight=False, markup=False, soft_wrap=True)
     if name:

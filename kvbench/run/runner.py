@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
@@ -159,16 +159,8 @@ class JobResult:
     complete: bool = True
 
 
-def run_job(
-    job: Job,
-    report_progress: Callable[[Progress], None] = lambda progress: None,
-    example: Callable[[], AbstractContextManager[object]] = nullcontext,
-) -> JobResult:
+def run_job(job: Job, progress: Progress | None = None) -> JobResult:
     """Run what is not on disk yet; every record is written before the next group of units starts.
-
-    Args:
-        example: entered for each group of units and left when its records are on disk; whoever gives
-            it can hold back there what would interrupt an example.
 
     Raises:
         KVError, TaskError, ModelError: what cannot be run, before a model is loaded where possible.
@@ -210,8 +202,10 @@ def run_job(
             for u in units.mine
         ]
         work = [(unit, methods) for unit, methods in every if methods]
-        progress = Progress(total=len(units.mine), done=len(units.mine) - len(work))
-        report_progress(progress)
+        progress = Progress() if progress is None else progress
+        progress.begin(work, len(units.mine))
+        if work and work[0][0].examples:  # a probe may measure seconds
+            stack.enter_context(progress.watching(job.session.model))
 
         def save(outcomes: Sequence[Outcome]) -> None:
             nonlocal written
@@ -220,10 +214,9 @@ def run_job(
                 written += stores[outcome.method].append(record)
                 progress.add(outcome.method, record["score"])
 
-        for outcomes in run_units(job.plan, work, job.session, job.batch_size, save, example):
+        for outcomes in run_units(job.plan, work, job.session, job.batch_size, save):
             save(outcomes)
-            progress.done += 1
-            report_progress(progress)
+            progress.unit_done()
         failed = sum(len(store.failed & wanted) for store in stores.values())
         records = sum(len(store.done & wanted) for store in stores.values())
     every_id = {record_id for unit in units.every for record_id in unit.record_ids}

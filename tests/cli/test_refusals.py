@@ -38,7 +38,6 @@ list taks -> cannot list ['taks'] (did you mean 'tasks'?)
 show method=nope -> unknown method 'nope'
 show -m -> cannot read '-m'
 show experiment=balancekv_table6 paper_table.differences=none -> differences is 'none'; allowed:
-released run=x -> released takes run=
 reproduce nosuch -> unknown experiment 'nosuch'
 --config-dir=/nosuch -> --config-dir is '/nosuch'; allowed: a folder
 -sc install=x -> No completion plugin for 'x'
@@ -75,7 +74,7 @@ task.seed=${nosuch} -> 'nosuch' not found
 launcher=gpus -> launcher=gpus finds no GPU, and gpus_per_worker is 1; allowed:
 launcher=gpus launcher.workers=0 -> launcher.workers is 0; allowed: an integer from 1 to 1000
 launcher=slurm launcher.partitoin=x -> unknown key of launcher 'partitoin'
-launcher=slurm hydra.launcher.mem_gb=U -> could not be converted to Integer
+launcher=slurm launcher.cpus_per_task=U -> launcher.cpus_per_task is 'U'; allowed: an integer from 1
 """
 """The same of jobs that are made first."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import re
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from rich.console import Console
 from support.command import main
 from support.faulty import with_session
 from support.jobs import SMALL, Echo, Letters, make_job, records_of
@@ -193,7 +191,7 @@ def beyond(job: Any, positions: int | None) -> Any:
 
 
 def test_prompts_beyond_the_models_positions_are_told_and_recorded(
-    tmp_path: Path, caplog: Any
+    tmp_path: Path, caplog: Any, capsys: Any
 ) -> None:
     """Of prompts of 75, 83, 91 and 99 tokens those above the limit, with both numbers."""
     with caplog.at_level(logging.WARNING):
@@ -208,8 +206,7 @@ def test_prompts_beyond_the_models_positions_are_told_and_recorded(
         for row in records_of(result)["exact"]
     ]
     assert flags == [(None, None)] * 2 + [(True, 83)] * 2
-    out = Console(file=io.StringIO(), width=200)
-    print_dry_run(beyond(make_job(tmp_path / "dry"), 50), out)
-    text = out.file.getvalue()  # type: ignore[attr-defined]
+    print_dry_run(beyond(make_job(tmp_path / "dry"), 50))
+    text = capsys.readouterr().out
     assert re.search(r"warning.*4 of 4 prompts .* up to \d+ tokens, and tiny has 50;", text)
     assert not (tmp_path / "dry").exists()

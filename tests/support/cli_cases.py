@@ -54,7 +54,7 @@ VALUES = [
 ]
 FLAGS = re.findall(
     r"\S+",
-    "-m --multirun -v -vv --help -h --version --nosuch -x -- - list show released --config-dir=/nosuch "
+    "-m --multirun -v -vv --help -h --version --nosuch -x -- - list show --config-dir=/nosuch "
     "-sc install=x --config-dir=. reproduce all",
 )
 
@@ -74,7 +74,8 @@ class Ended:
         """Why this is neither a correct run nor an error of one line; None if it is."""
         text = self.out + self.err
         logged = ("WARNING: ", "INFO: ")
-        lines = [line for line in self.err.splitlines() if line.strip() and " left; " not in line]
+        shown = re.compile(r"kvbench: .* x .*: (\d+/\d+, |loading)")  # how far a job is
+        lines = [line for line in self.err.splitlines() if line.strip() and not shown.match(line)]
         lines = [line for line in lines if not line.startswith(logged)]
         told = [line for line in lines if line.startswith(("kvbench: ", "kvbench-report: "))]
         others = 0 if self.verbose else len(lines) - len(told)
