@@ -291,7 +291,7 @@ def devices_of(launcher: Mapping[str, Any], device: str) -> list[str]:
     """
     from torch.cuda import device_count
 
-    workers, each = launcher["workers"], launcher["gpus_per_worker"]
+    workers, each = launcher["workers"], launcher["gpus_per_worker"] or 1
     if device not in ("auto", "cpu", "cuda"):
         raise UserError(f"device is {device!r}; allowed with launcher=gpus: auto, cuda, cpu")
     count = 0 if device == "cpu" else device_count()  # asks the driver, starts nothing on a GPU

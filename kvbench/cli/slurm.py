@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
@@ -61,18 +60,13 @@ class SlurmLauncher(Launcher):
         count = f"{len(jobs)} job{'s' * (len(jobs) > 1)}"
         complain(f"{count} in Slurm: {' '.join(arrays)}; logs: {self.folder}")
         ended: dict[int, float] = {}
-        told = None
         try:
             while jobs:
                 time.sleep(float(self.config.launcher.poll_s))
                 list(self.folder.iterdir())  # refreshes a network file system's view
                 states = states_of(arrays)
-                line = waiting_line(list((states or {}).values()))
-                if line and line != told:  # some never go away
-                    complain(line)
-                told = line or told
                 for number, job in list(jobs.items()):
-                    state, _ = (states or {}).get(job.job_id, ("gone", ""))
+                    state = (states or {}).get(job.job_id, "gone")
                     if Path(orders[number][0]).exists():
                         ended[number] = -LATE
                     elif states is None or state not in ENDED:
@@ -132,28 +126,17 @@ class SlurmLauncher(Launcher):
         return jobs
 
 
-def states_of(arrays: Sequence[str]) -> dict[str, tuple[str, str]] | None:
-    """State and reason, in Slurm's words, by job id of what is in job arrays; None if Slurm does not
-    answer. squeue, unlike sacct, needs no accounting."""
-    command = ["squeue", "--noheader", "--array", "--states=all", "--format=%i %T %r"]
-    found: dict[str, tuple[str, str]] = {}
+def states_of(arrays: Sequence[str]) -> dict[str, str] | None:
+    """State, in Slurm's words, by job id of what is in job arrays; None if Slurm does not answer.
+    squeue, unlike sacct, needs no accounting."""
+    command = ["squeue", "--noheader", "--array", "--states=all", "--format=%i %T"]
+    found: dict[str, str] = {}
     for array in arrays:
         said = subprocess.run([*command, f"--jobs={array}"], capture_output=True, text=True)
         if said.returncode and "Invalid job id" not in said.stderr:
             return None
-        for line in said.stdout.splitlines():
-            job_id, state, *reason = line.split(maxsplit=2)
-            found[job_id] = state, " ".join(reason)
+        found |= dict(line.split() for line in said.stdout.splitlines())
     return found
-
-
-def waiting_line(states: Sequence[tuple[str, str]]) -> str | None:
-    """One line on jobs that wait in the queue, e.g. "3 run, 5 wait: Resources"; None if none waits
-    for a reason."""
-    counts = Counter(state == "PENDING" for state, _ in states if state not in ENDED)
-    reasons = {reason for state, reason in states if state == "PENDING"} - {"", "None"}
-    said = f"{counts[False]} run, {counts[True]} wait: {', '.join(sorted(reasons))}"
-    return said if reasons else None
 
 
 @contextmanager

@@ -1,22 +1,22 @@
-"""What a job does and how far it is, on stderr: a bar on a terminal, in a log a line now and then."""
+"""What a job does and how far it is, on stderr: on a terminal a line that changes, else one now and
+then."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
+from rich.markup import escape
 from torch.nn import Module, ModuleList
 
-from kvbench.errors import complain
+from kvbench.errors import complain, presentable
 
-SECONDS_BETWEEN_LINES, SECONDS_BETWEEN_FRAMES = 15.0, 0.1
-"""In a log, and on a terminal."""
+SECONDS_BETWEEN_LINES = 15.0
+"""Of a log; a terminal's line changes ten times a second."""
 
 
 class Progress:
@@ -109,26 +109,15 @@ class Progress:
 def progress_display(title: str) -> Iterator[Progress]:
     """A job's progress, shown under its title for as long as this lasts."""
     console, told = Console(stderr=True), -math.inf
+    shown = console.status(title) if console.is_terminal else None
+    every = SECONDS_BETWEEN_LINES if shown is None else 0.1
 
-    def line(progress: Progress, now: bool) -> None:
+    def tell(progress: Progress, now: bool) -> None:
         nonlocal told
-        if now or time.monotonic() - told >= SECONDS_BETWEEN_LINES:
+        if now or time.monotonic() - told >= every:
             told = time.monotonic()
-            complain(f"{title}: {progress}")
+            line = presentable(f"{title}: {progress}")
+            complain(line) if shown is None else shown.update(escape(line))
 
-    def bar(progress: Progress, now: bool) -> None:
-        nonlocal told
-        if now or time.monotonic() - told >= SECONDS_BETWEEN_FRAMES:
-            told = time.monotonic()
-            display.update(task, total=progress.total or None, completed=progress.done)
-            display.update(task, now=str(progress))
-
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=20),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[now]}", style="dim", markup=False),
-    )
-    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as display:
-        task = display.add_task(title, total=None, now="")
-        yield Progress(bar if console.is_terminal else line)
+    with shown or nullcontext():
+        yield Progress(tell)

@@ -19,7 +19,7 @@ from kvbench.kv import KVError
 from kvbench.records.read import COMMON_FIELDS, recorded
 from kvbench.records.shards import Shard
 from kvbench.records.store import RecordStore, config_hash, run_folder, write_manifest
-from kvbench.run.batching import GOES_ON, DeviceLost, run_units
+from kvbench.run.batching import GOES_ON, DeviceLost, Runner
 from kvbench.run.identity import RunIdentity, without_defaults
 from kvbench.run.plan import Methods, Outcome, Plan, Selection, beyond_positions, select_units
 from kvbench.run.progress import Progress
@@ -214,7 +214,7 @@ def run_job(job: Job, progress: Progress | None = None) -> JobResult:
                 written += stores[outcome.method].append(record)
                 progress.add(outcome.method, record["score"])
 
-        for outcomes in run_units(job.plan, work, job.session, job.batch_size, save):
+        for outcomes in Runner(job.plan, job.session, job.batch_size, save).run(work):
             save(outcomes)
             progress.unit_done()
         failed = sum(len(store.failed & wanted) for store in stores.values())

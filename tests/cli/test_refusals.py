@@ -72,7 +72,7 @@ experiment_name=../../x -> experiment_name is '../../x'; allowed: a folder's nam
 task_label=/etc -> task_label is '/etc'
 task.seed=${nosuch} -> 'nosuch' not found
 launcher=gpus -> launcher=gpus finds no GPU, and gpus_per_worker is 1; allowed:
-launcher=gpus launcher.workers=0 -> launcher.workers is 0; allowed: an integer from 1 to 1000
+launcher=gpus launcher.workers=0 -> launcher.workers is 0; allowed: an integer from 1 to 100,000
 launcher=slurm launcher.partitoin=x -> unknown key of launcher 'partitoin'
 launcher=slurm launcher.cpus_per_task=U -> launcher.cpus_per_task is 'U'; allowed: an integer from 1
 """

@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 from support.command import main
-from support.faulty import with_session
-from support.jobs import SMALL, Echo, Letters, make_job, records_of
+from support.jobs import SMALL, Echo, Letters, make_job, records_of, with_session
 from support.tiny import Broken, Greedy
 
 from kvbench.kv import KVError
@@ -180,8 +179,8 @@ def test_a_dry_run_predicts_the_bytes_that_the_run_then_measures(
     for run in load_runs(tmp_path / "default"):
         name, record = run.manifest["method"], run.records.iloc[0]
         (line,) = (text for text in out.splitlines() if text.strip().startswith(f"{name} "))
-        assert f"{record['cache_bytes'] / 1024:.1f} KiB ({record['ratio']:.0%})" in line
-        assert f"{record['exact_bytes'] / 1024:.1f} KiB" in line
+        assert f"{record['cache_bytes'] / 2**20:.3f} MiB ({record['ratio']:.0%})" in line
+        assert f"{record['exact_bytes'] / 2**20:.3f} MiB" in line
 
 
 def beyond(job: Any, positions: int | None) -> Any:
