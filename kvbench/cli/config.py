@@ -43,11 +43,20 @@ from kvbench.errors.options import (
 )
 from kvbench.records.shards import Shard
 
+
+def _needed(setting: str, where: str) -> None:
+    """``${needed:...}``: the value of a key that an experiment cannot have by itself."""
+    raise UserError(f"a file is missing: {setting}, of {where}")
+
+
+OmegaConf.register_new_resolver("needed", _needed, replace=True)
+
 COMPOSING = (
     *(HydraException, OmegaConfBaseException, ValueError, TypeError),
     *(AssertionError, AttributeError, LookupError, RecursionError),
 )
 """What Hydra raises for overrides that it cannot compose."""
+RAISED = "UserError raised while resolving interpolation: "
 GROUPS = ("model", "task", "method", "logger", "launcher", "experiment")
 
 
@@ -123,6 +132,8 @@ def explain(error: BaseException) -> str:
     """One line for what cannot be composed: the thing, the value, what is allowed, the nearest."""
     text = " ".join(text_of(error).split()) or f"Hydra cannot compose this ({type(error).__name__})"
     cause: Any = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    if text.startswith(RAISED):  # by `_needed`
+        return text.removeprefix(RAISED).partition(" full_key: ")[0]
     missing = re.search(r"Could not (?:find|load) '([^']+)/([^'/]*)'", text)
     parent, key = getattr(cause, "parent_node", None), str(getattr(cause, "key", ""))
     if missing and missing[1] in GROUPS:
@@ -197,6 +208,8 @@ class Settings:
     batch_size: Literal["auto"] | Count
     retry_failed: bool
     paper_table: Any
+    differs: Sequence[str] | None
+    small: str | None
     lock_timeout: NonNegative
     dry_run: bool
 

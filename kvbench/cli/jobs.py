@@ -213,7 +213,7 @@ class Sweeper(sweeper.Sweeper):
             shards.add(_shards(settings))
             if number == 1:
                 print(settings.announcement(len(jobs) * max(shards)), flush=True)
-            self.jobs.check(config, f"job {number}: {name}")
+            self.jobs.check(config, f"job {number}: {name}" if len(jobs) > 1 else "")
         if len(shards) > 1:
             raise UserError(f"shards has several values {sorted(shards)}; allowed: one")
         (count,) = shards

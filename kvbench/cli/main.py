@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None, outcomes: list[JobOutcome] | None = 
             elif command == "show":
                 status = show_config(rest)
             elif command == "reproduce":
-                status = reproduce(rest, run)
+                status = reproduce(rest, run) if rest else list_kind(["experiments"])
             else:
                 status = run(arguments, outcomes)
     except KeyboardInterrupt:
@@ -75,12 +75,14 @@ def list_kind(arguments: Sequence[str]) -> int:
 def show_config(arguments: Sequence[str]) -> int:
     """``kvbench show key=value ...``: the config these overrides compose to, resolved; above it, as
     comments, how the experiment differs from the paper that it stands beside."""
-    from kvbench.report.papers import comments_on
+    from kvbench.report.papers import specs_of
 
     with hydra_of_conf() as hydra:
         settings = Settings.of(composed(hydra, expanded(arguments)))
-    comments = "".join(f"{line}\n" for line in comments_on(settings.paper_table))
-    print(redact(comments + OmegaConf.to_yaml(vars(settings))), end="")
+    specs_of(settings.paper_table)  # refuses what is none
+    for line in settings.differs or ():
+        print(redact(f"# differs from the paper: {line}"))
+    print(redact(OmegaConf.to_yaml(vars(settings))), end="")
     return 0
 
 
