@@ -131,12 +131,9 @@ def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
     plan: Plan = TaskPlan(task) if isinstance(task, Task) else task
     unhashed = task.unhashed if isinstance(task, Task) else ()
     if isinstance(plan, BringsRows):  # ways to generate that are no methods of ours
-        rows, left_out = plan.rows()
-        for label, row in rows.items():
+        for label, row in plan.rows().items():
             methods[label] = (row, budget)
             method_configs[label] = {"row_of": task.name, "name": label}
-        for reason in left_out.values():
-            log.warning("left out: %s", reason)
     session = Session(
         spec=spec,
         device=device,

@@ -1,4 +1,4 @@
-"""What a user would otherwise run: transformers' own generation with its caches, and kvpress.
+"""What a user would otherwise run: transformers' own generation with its caches.
 
 Rows of the throughput probe beside kvbench's methods. They generate by code of their own, so they have
 no `compress`; on anything but that probe they say so.
@@ -6,10 +6,8 @@ no `compress`; on anything but that probe they say so.
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -23,30 +21,12 @@ from kvbench.methods.base import Method
 from kvbench.tasks.base import TaskError
 
 
-@dataclass(frozen=True)
-class Times:
-    """Seconds of one generation of a whole batch, and what its cache held when it was over.
-
-    Attributes:
-        prefill_s: until the logits of the first new token, compression included where it cannot be
-            told apart (kvpress compresses inside the prefill).
-        cache_bytes: None where the cache's class does not tell.
-    """
-
-    prefill_s: float
-    decode_s: float
-    new_tokens: int
-    cache_bytes: int | None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Baseline(Method):
     """`model.generate` with one of transformers' caches.
 
     Attributes:
-        cache: transformers' ``cache_implementation``; "quantized" has 4 bits.
-        attention: the attention implementation a user would have.
-        needs: packages of which one must be installed.
+        cache: transformers' ``cache_implementation``.
     """
 
     saves_memory: ClassVar[bool] = False
@@ -54,35 +34,19 @@ class Baseline(Method):
 
     name: str
     cache: str | None = None
-    attention: str = "sdpa"
-    needs: tuple[str, ...] = ()
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """Refused: a baseline generates by code of its own."""
         raise KVError(f"{self.name} is a baseline of the throughput probe; allowed: methods")
 
-    def obstacle(self) -> str | None:
-        """Why it cannot run here, None when it can."""
-        if not self.needs or any(map(_found, self.needs)):
-            return None
-        return f"{self.name} needs the package {' or '.join(self.needs)}, not installed here"
-
-    def around(self, model: PreTrainedModel, budget: Budget, n: int) -> AbstractContextManager[Any]:
-        """What to generate inside of."""
-        return nullcontext()
-
     @torch.inference_mode()
-    def generate(
-        self, model: PreTrainedModel, ids: Tensor, new_tokens: int, budget: Budget
-    ) -> Times:
+    def generate(self, model: PreTrainedModel, ids: Tensor, new_tokens: int) -> dict[str, Any]:
         """Generate exactly `new_tokens` greedily from prompts ids [batch, n] of one length.
 
-        Raises:
-            KVError: `obstacle`.
+        Returns:
+            Record fields of the whole batch: prefill_s (until the logits of the first new token),
+            decode_s, new_tokens, and cache_bytes_end (keys and values as reserved).
         """
-        reason = self.obstacle()
-        if reason is not None:
-            raise KVError(reason)
         config = GenerationConfig(
             max_new_tokens=new_tokens,
             min_new_tokens=new_tokens,
@@ -91,63 +55,37 @@ class Baseline(Method):
             return_dict_in_generate=True,
         )
         config.cache_implementation = self.cache
-        if self.cache == "quantized":
-            backend = "quanto" if _found("optimum.quanto") else "hqq"
-            config.cache_config = {"backend": backend, "nbits": 4}
         clock = _FirstToken()
         generate: Any = model.generate
         before = model.config._attn_implementation
-        model.set_attn_implementation(self.attention)
+        model.set_attn_implementation("sdpa")  # which a user would have
         try:
-            with self.around(model, budget, ids.shape[1]):
-                synchronize(ids.device)
-                start = time.perf_counter()
-                output = generate(
-                    ids,
-                    attention_mask=torch.ones_like(ids),
-                    generation_config=config,
-                    logits_processor=LogitsProcessorList([clock]),
-                )
-                synchronize(ids.device)
-                end = time.perf_counter()
+            synchronize(ids.device)
+            start = time.perf_counter()
+            output = generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                generation_config=config,
+                logits_processor=LogitsProcessorList([clock]),
+            )
+            synchronize(ids.device)
+            end = time.perf_counter()
         finally:
             model.set_attn_implementation(before)
         assert clock.at is not None
-        made = output.sequences.shape[1] - ids.shape[1]
-        held = _cache_bytes(output.past_key_values)
-        return Times(clock.at - start, end - clock.at, made, held)
+        parts = [part for x in output.past_key_values.layers for part in (x.keys, x.values)]
+        return {
+            "prefill_s": clock.at - start,
+            "compress_s": None,
+            "decode_s": end - clock.at,
+            "new_tokens": output.sequences.shape[1] - ids.shape[1],
+            "cache_bytes_end": sum(part.nbytes for part in parts),
+        }
 
 
-@dataclass(frozen=True, kw_only=True)
-class KvpressBaseline(Baseline):
-    """`model.generate` under one of kvpress's presses, at the ratio that gives our capacity."""
-
-    saves_memory: ClassVar[bool] = True
-    uses_budget: ClassVar[bool] = True
-
-    press: str = "SnapKVPress"
-    needs: tuple[str, ...] = ("kvpress",)
-
-    def around(self, model: PreTrainedModel, budget: Budget, n: int) -> AbstractContextManager[Any]:
-        """The press's own context."""
-        import kvpress
-
-        # kvpress keeps int(n * (1 - ratio)) entries: half an entry more, against rounding down
-        ratio = max(0.0, 1.0 - (budget.capacity(n) + 0.5) / n)
-        context: AbstractContextManager[Any] = getattr(kvpress, self.press)(ratio)(model)
-        return context
-
-
-BASELINES: dict[str, Baseline] = {
-    one.name: one
-    for one in (
-        Baseline(name="hf_dynamic"),
-        Baseline(name="hf_static", cache="static"),
-        Baseline(name="hf_quantized", cache="quantized", needs=("optimum.quanto", "hqq")),
-        KvpressBaseline(name="kvpress_snapkv"),
-        # it reads the attention matrix, which only eager attention makes
-        KvpressBaseline(name="kvpress_h2o", press="ObservedAttentionPress", attention="eager"),
-    )
+BASELINES = {
+    "hf_dynamic": Baseline(name="hf_dynamic"),
+    "hf_static": Baseline(name="hf_static", cache="static"),
 }
 """Baselines by name."""
 
@@ -174,23 +112,3 @@ class _FirstToken(LogitsProcessor):
             synchronize(input_ids.device)
             self.at = time.perf_counter()
         return scores
-
-
-def _cache_bytes(cache: Any) -> int | None:
-    """Bytes of a transformers cache's keys and values, as reserved."""
-    total = 0
-    for layer in getattr(cache, "layers", ()):
-        if "Quantized" in type(layer).__name__:
-            return None
-        for part in (layer.keys, layer.values):
-            if not isinstance(part, Tensor):
-                return None
-            total += part.numel() * part.element_size()
-    return total or None
-
-
-def _found(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # of a parent package
-        return False

@@ -11,15 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from kvbench.engine import memory
 from kvbench.engine.attention import LayerCall
-from kvbench.engine.cache import (
-    LayerCache,
-    RaggedCache,
-    RecompressedCache,
-    attend_branches,
-    branch_of,
-    rows_by_base,
-)
+from kvbench.engine.cache import LayerCache, RaggedCache, RecompressedCache
 from kvbench.engine.faults import release_frames
 from kvbench.engine.states import PassingCache, State, clone_of, joined_cache, state_bytes
 from kvbench.kernels.elapsed import Elapsed
@@ -132,6 +126,10 @@ class Fork:
         evicts = self.method.evicts and self.method.uses_budget
         return self.budget.limit(n) if evicts else None
 
+    def begin_prompt(self, n: int) -> None:
+        """Compress the prompt of n tokens that is about to be read, unless its capacity holds all."""
+        self.compressed = self.method.uses_budget and n > self.budget.capacity(n)
+
     @property
     def rescores(self) -> bool:
         """Whether the method is to see this prompt repeated before it compresses it."""
@@ -157,17 +155,9 @@ class Fork:
 
     def clone(self) -> Fork:
         """A copy that goes on separately from here."""
-        return self._with_layers({index: layer.clone() for index, layer in self.layers.items()})
-
-    def branch(self) -> Fork:
-        """A copy that goes on from here, for as long as nothing is fed to this one: see
-        `branch_of`."""
-        return self._with_layers({index: branch_of(layer) for index, layer in self.layers.items()})
-
-    def _with_layers(self, layers: dict[int, LayerCache]) -> Fork:
         return replace(
             self,
-            layers=layers,
+            layers={index: layer.clone() for index, layer in self.layers.items()},
             states=clone_of(self.states),
             compressible=list(self.compressible),
             carried=dict(self.carried),
@@ -177,13 +167,6 @@ class Fork:
         """What the method noted at earlier layers, on the device of the next."""
         for name, noted in self.carried.items():
             self.carried[name] = noted.to(device)
-
-    def hold_whole(self, layer: int, held: CompressedKV, window: int | None) -> None:
-        """Take over a layer in which the method has no part."""
-        count = held.keys.shape[2]
-        self.layers[layer] = LayerCache(
-            held, self.room, self.method, capacity=count, window=window, active=False
-        )
 
     def hold(
         self,
@@ -321,6 +304,15 @@ class Fork:
         return held + state_bytes(self.states)
 
 
+def copies_at_once(forks: Sequence[Fork], most: int, device: torch.device) -> int:
+    """How many copies of all of these forks, of `most`, half of the free memory has room for."""
+    total, used = memory.total_bytes(device), memory.used_bytes(device)
+    copy = sum(cache.reserved_bytes() for fork in forks for cache in fork.layers.values())
+    if most == 1 or total is None or used is None or not copy:
+        return most
+    return max(1, min(most, (total - used) // (2 * copy)))
+
+
 class ForkBatch:
     """Attention state of a pass: row i of the batch is fork ``forks[i]``.
 
@@ -335,47 +327,28 @@ class ForkBatch:
         self._past: PassingCache | None = None
 
     def past(self, config: PreTrainedConfig) -> PassingCache:
-        """See `Stateful`."""
+        """See `AttentionState`."""
         self._past = self._past or joined_cache(config, [fork.states for fork in self.forks])
         return self._past
 
     def attend(self, call: LayerCall) -> Tensor:
-        """Each row against its own cache; a row whose fork failed attends to nothing. Rows that share
-        entries read those together."""
-        device = call.query.device
-        if self.positions.device != device:  # once, not at every layer
-            self.positions = to_device(self.positions, device)
-        positions = self.positions.expand(len(self.forks), -1)
+        """Each row against its own cache; a row whose fork failed attends to nothing."""
+        if self.positions.device != call.query.device:  # once, not at every layer
+            self.positions = to_device(self.positions, call.query.device)
+        rows = range(len(self.forks))
         out = call.query.new_zeros(*call.query.shape[:3], call.value.shape[-1])
-        joined = rows_by_base([fork.layers.get(call.layer) for fork in self.forks])
-        done = {row for rows in joined for row in rows}
-        alone = [row for row in range(len(self.forks)) if row not in done]
-        attend_rows(self.forks, joined, alone, call, positions, out)
+        self.attend_rows(rows, call, self.positions.expand(len(rows), -1), out)
         return out
 
-
-def attend_rows(
-    forks: Sequence[Fork],
-    joined: Sequence[Sequence[int]],
-    alone: Sequence[int],
-    call: LayerCall,
-    positions: Tensor,
-    out: Tensor,
-) -> None:
-    """Feed some rows' tokens to their caches, and put the attention into `out`.
-
-    Args:
-        forks: of all rows. joined: rows whose caches are branches of one base (`rows_by_base`).
-        alone: further rows; one whose fork has failed is passed over.
-        positions: [rows, t]. out: [rows, heads, t, value_dim].
-    """
-    for rows in joined:
-        caches = [forks[row].layers[call.layer] for row in rows]
-        out[rows] = attend_branches(caches, call.of_rows(rows), positions[rows])
-    for row in alone:
-        fork = forks[row]
-        if fork.failure is None:
-            try:
-                out[row] = fork.layers[call.layer].step(call.of_row(row), positions[row])
-            except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
-                fork.fail(failure)
+    def attend_rows(
+        self, rows: Sequence[int], call: LayerCall, positions: Tensor, out: Tensor
+    ) -> None:
+        """Feed some rows' tokens, at positions [rows, t], to their caches, and put the attention into
+        out [rows, heads, t, value_dim]."""
+        for row in rows:
+            fork = self.forks[row]
+            if fork.failure is None:
+                try:
+                    out[row] = fork.layers[call.layer].step(call.of_row(row), positions[row])
+                except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
+                    fork.fail(failure)

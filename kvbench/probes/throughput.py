@@ -122,20 +122,16 @@ class Throughput(Probe):
             found += [Setting(*(*cell[:3], rate)) for rate in rates]
         return found
 
-    def rows(self) -> tuple[dict[str, Method], dict[str, str]]:
-        """The baselines that can run here, and of the others why not, by label."""
-        asked = baselines_of(self.baselines)
-        reasons = {label: baseline.obstacle() for label, baseline in asked.items()}
-        runnable: dict[str, Method] = {k: b for k, b in asked.items() if reasons[k] is None}
-        return runnable, {label: why for label, why in reasons.items() if why is not None}
+    def rows(self) -> dict[str, Method]:
+        """The baselines by label."""
+        return dict(baselines_of(self.baselines))
 
     def meta(self) -> dict[str, Any]:
-        """See `Probe.meta`; `left_out`: baselines that cannot run here, and why."""
+        """See `Probe.meta`."""
         several = len(self._settings()) > 1
         return super().meta() | {
             "breakdown": ["prompt_tokens"] if several else [],
             "reference": REFERENCE,
-            "left_out": self.rows()[1],
         }
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
@@ -258,14 +254,7 @@ class _Row:
         new = self.setting.new_tokens if new_tokens is None else new_tokens
         if isinstance(method, Baseline):
             there = ids.to(input_device(session.model))
-            times = method.generate(session.model, there, new, self.budget)
-            return {
-                "prefill_s": times.prefill_s,
-                "compress_s": None,
-                "decode_s": times.decode_s,
-                "new_tokens": times.new_tokens,
-                "cache_bytes_end": times.cache_bytes,
-            }
+            return method.generate(session.model, there, new)
         prompts = [
             Prompt(
                 row,

@@ -156,8 +156,8 @@ class Plan(Protocol):
 class BringsRows(Protocol):
     """A plan that has rows of its own beside the job's methods."""
 
-    def rows(self) -> tuple[Mapping[str, Method], Mapping[str, str]]:
-        """Rows by label; and labels asked for that cannot run here, each with one line why."""
+    def rows(self) -> Mapping[str, Method]:
+        """Rows by label."""
         ...
 
 

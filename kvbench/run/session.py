@@ -14,12 +14,11 @@ from kvbench.engine.loading import (
     Model,
     ModelSpec,
     Tokenizer,
-    checked_config,
     end_token_ids,
+    load_config,
     load_model,
     load_tokenizer,
     prompt_encoder,
-    quiet_unless_terminal,
     with_model_facts,
 )
 from kvbench.engine.sampling import GREEDY, Sampling
@@ -68,13 +67,12 @@ class Session:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
-        with quiet_unless_terminal():
-            return self.once("tokenizer", None, lambda: load_tokenizer(self.spec))
+        return self.once("tokenizer", None, lambda: load_tokenizer(self.spec))
 
     @cached_property
     def encoder(self) -> PromptEncoder:
         """Text to token ids, with what this model puts around a prompt."""
-        checked_config(self.spec)  # before anything is fetched for a model that cannot be run
+        load_config(self.spec)  # before anything is fetched for a model that cannot be run
         encoder = prompt_encoder(self.tokenizer, self.spec)
         return with_model_facts(encoder, self.tokenizer, self.spec)
 
@@ -83,8 +81,7 @@ class Session:
         """The model, ready for kvbench's attention."""
         seed = self.seed if self.spec.random_weights else 0
         how: dict[str, Any] = {"device": self.device, "dtype": self.dtype, "seed": seed}
-        with quiet_unless_terminal():
-            return self.once("model", how, lambda: load_model(self.spec, **how))
+        return self.once("model", how, lambda: load_model(self.spec, **how))
 
     @cached_property
     def graphs(self) -> StepGraphs:
