@@ -17,7 +17,7 @@ from kvbench.errors import one_line
 from kvbench.errors.options import Distinct, check_options
 from kvbench.kv import Budget, LayerKV
 from kvbench.records.figures import Figure, as_json
-from kvbench.run.encoding import encode_example
+from kvbench.run.encoding import EncodedExample, encode_example
 from kvbench.run.plan import Methods, Outcome, Unit, status_of
 from kvbench.run.session import Session
 from kvbench.tasks.base import Task, TaskError
@@ -30,19 +30,17 @@ Layers = Distinct[Annotated[int, Ge(1), Le(10_000)]]
 """Numbers of layers, counted from 1."""
 
 
-def encoded_prompts(
-    task: Task, session: Session, most: int | None = None
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Id and tokens, context and question together, of a task's prompts, or of its first `most`."""
-    for example in task.examples(session.encoder)[:most]:
-        encoded = encode_example(example, session.encoder)
-        yield example.id, (*encoded.context_ids, *encoded.question_ids)
+def encoded_prompts(task: Task, session: Session, most: int | None = None) -> list[EncodedExample]:
+    """A task's prompts, or its first `most`, as tokens."""
+    examples = task.examples(session.encoder)[:most]
+    return [encode_example(example, session.encoder) for example in examples]
 
 
 def captured_layers(
-    session: Session, ids: Sequence[int], layers: Sequence[int]
+    session: Session, prompt: EncodedExample, layers: Sequence[int], tokens: int | None = None
 ) -> Iterator[tuple[int, LayerKV]]:
-    """The layers of a prompt by their numbers from 1, in the order asked for."""
+    """The layers of a prompt, or of its first `tokens`, by number from 1, in the order asked for."""
+    ids = (*prompt.context_ids, *prompt.question_ids)[:tokens]
     held = capture_layers(session.model, ids, [layer - 1 for layer in layers])
     return ((layer, held[layer - 1]) for layer in layers)
 
