@@ -25,9 +25,8 @@ from kvbench.engine.kept import entries_of
 from kvbench.engine.live import Compression, compressed_generation, decoder, token_ids
 from kvbench.engine.loading import end_token_ids
 from kvbench.engine.prefill import prefill
-from kvbench.engine.rows import Generation
 from kvbench.engine.stopping import Stopping
-from kvbench.errors.options import fits, refusal
+from kvbench.errors.options import Count, fits, refusal
 from kvbench.kv import Budget, KVError
 from kvbench.methods import build_method
 from kvbench.methods.base import Method
@@ -160,13 +159,21 @@ def compare(
     if not budgets:
         raise KVError("rate is empty; allowed: one or more numbers in (0, 1]")
     prompts, several = _prompts(prompt)
-    references = _references(reference, list(prompts))
-    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-        raise KVError(f"max_new_tokens is {max_new_tokens!r}; allowed: an integer >= 1")
+    if isinstance(reference, Mapping):
+        answers = dict(reference)
+    else:
+        each = [reference] if isinstance(reference, str) else reference or ()
+        if each and len(each) != len(prompts):
+            raise KVError(
+                f"reference has {len(each)} texts for {len(prompts)} prompts; allowed: one of each"
+            )
+        answers = dict(zip(prompts, each, strict=False))
+    if not fits(Count, max_new_tokens):
+        raise KVError(refusal("max_new_tokens", max_new_tokens, Count))
     tokens = {name: _token_ids(tokenizer, one) for name, one in prompts.items()}
 
-    ends = end_token_ids(model, tokenizer)
-    stopping = Stopping(max_new_tokens, ends, tuple(stop), decoder(tokenizer))
+    ends, decode = end_token_ids(model, tokenizer), decoder(tokenizer)
+    stopping = Stopping(max_new_tokens, ends, tuple(stop), decode)
     once = {label for label, method in named.items() if not method.uses_budget}
     forks = {
         (r, label): (method, budget)
@@ -176,7 +183,7 @@ def compare(
     }
     marked = len(budgets) > 1
     labels = [f"{label}@{r}" if marked else label for r, label in forks]
-    lines = {}
+    lines: dict[tuple[Any, float, str], dict[str, Any]] = {}
     with kvbench_attention_on(model):
         for name, ids in tokens.items():
             results = run_forks(
@@ -190,34 +197,26 @@ def compare(
                 encoder=PromptEncoder(tokenizer),
             )
             found = dict(zip(forks, results.values(), strict=True))
+            wanted = answers.get(name)
             for r, label in product(budgets, named):
                 result = found[rates[0] if label in once else r, label]
-                lines[name, r, label] = _line(result, stopping, references[name], score)
+                if result.failure is not None:
+                    lines[name, r, label] = {"error": str(result.failure)}
+                    continue
+                text = stopping.cut(decode(result.tokens))
+                lines[name, r, label] = {
+                    "text": text,
+                    "score": None if wanted is None else score(text, wanted),
+                    "bytes": result.cache_bytes,
+                    "ratio": result.ratio,
+                    "seconds": result.prefill_s + result.compress_s + result.decode_s,
+                }
     index = pd.MultiIndex.from_tuples(list(lines), names=["prompt", "rate", "method"])
     columns = ["text", "score", "bytes", "ratio", "seconds", "error"]
     frame = pd.DataFrame(list(lines.values()), index=index, columns=columns)
     unused: list[Any] = [key for key, used in (("prompt", several), ("rate", marked)) if not used]
     frame = frame.droplevel(unused) if unused else frame
     return frame.drop(columns="error") if frame["error"].isna().all() else frame
-
-
-def _line(
-    result: Generation,
-    stopping: Stopping,
-    reference: str | None,
-    score: Callable[[str, str], float],
-) -> dict[str, Any]:
-    if result.failure is not None:
-        return {"error": str(result.failure)}
-    assert stopping.decode is not None
-    text = stopping.cut(stopping.decode(result.tokens))
-    return {
-        "text": text,
-        "score": None if reference is None else score(text, reference),
-        "bytes": result.cache_bytes,
-        "ratio": result.ratio,
-        "seconds": result.prefill_s + result.compress_s + result.decode_s,
-    }
 
 
 def _checked(model: Any) -> Any:
@@ -245,22 +244,6 @@ def _prompts(
     if not several or not all(isinstance(one, str) for one in prompt):
         return {0: prompt}, False  # type: ignore[dict-item]
     return dict(enumerate(prompt)), True  # type: ignore[arg-type]
-
-
-def _references(
-    reference: str | Sequence[str] | Mapping[str, str] | None, names: list[Any]
-) -> dict[Any, str | None]:
-    """The expected answer of each prompt."""
-    if isinstance(reference, Mapping):
-        return {name: reference.get(name) for name in names}
-    if reference is None:
-        return dict.fromkeys(names)
-    each = [reference] if isinstance(reference, str) else reference
-    if len(each) != len(names):
-        raise KVError(
-            f"reference has {len(each)} texts for {len(names)} prompts; allowed: one of each"
-        )
-    return dict(zip(names, each, strict=True))
 
 
 def kept(

@@ -15,7 +15,7 @@ from kvbench.engine.prefill import capture_layers
 from kvbench.engine.scoring import CompressedPrompt, masked_pass_cache
 from kvbench.errors import one_line
 from kvbench.errors.options import Distinct, check_options
-from kvbench.kv import Budget, LayerKV
+from kvbench.kv import LayerKV
 from kvbench.records.figures import Figure, as_json
 from kvbench.run.encoding import EncodedExample, encode_example
 from kvbench.run.plan import Methods, Outcome, Unit, status_of
@@ -45,11 +45,6 @@ def captured_layers(
     return ((layer, held[layer - 1]) for layer in layers)
 
 
-def budget_at(budget: Budget, rate: float | None) -> Budget:
-    """The job's budget, at another share where one is given."""
-    return budget if rate is None else budget.with_share(rate)
-
-
 def failed(failure: Exception) -> dict[str, Any]:
     """Record fields of what could not be measured."""
     return {"status": status_of(failure), "error": one_line(failure)}
@@ -70,20 +65,40 @@ def places(tokens: int, most: int) -> dict[str, slice]:
     return found
 
 
-def costs_of(model: Model, reading: CompressedPrompt, tokens: int) -> dict[str, Cost]:
+@dataclass(frozen=True, kw_only=True)
+class ReadCost(Cost):
+    """What a method costs on a prompt that was read to be judged.
+
+    Attributes:
+        prefill_s: seconds of the prefill, which all methods share.
+        imagined: a mask of a whole pass: entries and bytes are those of a cache that nobody holds.
+    """
+
+    prefill_s: float = 0.0
+    imagined: bool = False
+
+    def record(self) -> dict[str, Any]:
+        """See `Cost.record`; `imagined` only where it is."""
+        found = {**super().record(), "prefill_s": self.prefill_s}
+        return found | ({"imagined": True} if self.imagined else {})
+
+
+def costs_of(model: Model, reading: CompressedPrompt, tokens: int) -> dict[str, ReadCost]:
     """What every method of a reading costs by now; of one that masks a whole pass, what a cache would
     cost at the end of `tokens`."""
-    n, exact = reading.start.n, reading.start.exact_bytes
-    found = {fork.label: fork.cost() for fork in reading.forks}
+    n, exact, seconds = reading.start.n, reading.start.exact_bytes, reading.start.prefill_s
+    found = {f.label: ReadCost(**vars(f.cost()), prefill_s=seconds) for f in reading.forks}
     for label, (method, budget) in reading.whole.items():
         entries, ratio = masked_pass_cache(model, (method, budget), tokens)
-        found[label] = Cost(
+        found[label] = ReadCost(
             prompt_tokens=n,
             capacity=budget.capacity(n) if method.saves_memory else n,
             entries={"mean": entries, "max": entries},
             cache_bytes=round(ratio * exact),
             exact_bytes=exact,
             compressed=True,
+            prefill_s=seconds,
+            imagined=True,
         )
     return found
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.architecture import kvbench_attention_on
-from kvbench.engine.fork import Cost
 from kvbench.engine.loading import Model
 from kvbench.engine.scoring import (
     CompressedPrompt,
@@ -32,9 +31,9 @@ from kvbench.methods.base import Method
 from kvbench.methods.exact import Exact
 from kvbench.probes.base import (
     Probe,
+    ReadCost,
     Repeats,
     Tokens,
-    budget_at,
     costs_of,
     encoded_prompts,
     failed,
@@ -54,7 +53,7 @@ ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fidelity(Cost):
+class Fidelity(ReadCost):
     """One method against the exact cache, token by token of one continuation, and what it costs.
 
     Attributes:
@@ -65,7 +64,6 @@ class Fidelity(Cost):
         difference: nll - nll_exact.
         top: the method's most likely token. top_exact: the exact one.
         failure: what stopped the method; the lists mean nothing then.
-        imagined: a mask of a whole pass: entries and bytes are those of a cache that nobody holds.
     """
 
     kl: list[float] = field(default_factory=list)
@@ -75,8 +73,6 @@ class Fidelity(Cost):
     top: list[int] = field(default_factory=list)
     top_exact: list[int] = field(default_factory=list)
     failure: Exception | None = None
-    imagined: bool = False
-    prefill_s: float = 0.0
 
     @property
     def difference(self) -> list[float]:
@@ -147,11 +143,8 @@ def compare(
     model: Model, reading: CompressedPrompt, continuation: Sequence[int]
 ) -> dict[str, Fidelity]:
     """Every method of a reading against its first fork, which is exact."""
-    seconds, tokens = reading.start.prefill_s, len(reading.prompt_ids) + len(continuation)
-    results = {
-        label: Fidelity(**vars(cost), imagined=label in reading.whole, prefill_s=seconds)
-        for label, cost in costs_of(model, reading, tokens).items()
-    }
+    costs = costs_of(model, reading, len(reading.prompt_ids) + len(continuation))
+    results = {label: Fidelity(**vars(cost)) for label, cost in costs.items()}
     sound = [fork for fork in reading.forks if fork.failure is None]
     on_logits = _CompareWithFirst([results[fork.label] for fork in sound[1:]], continuation)
     feed_continuations(model, reading, [(fork, continuation) for fork in sound], on_logits)
@@ -257,7 +250,7 @@ class FidelityProbe(Probe):
                 )
             head = len(encoded.context_ids) if session.compress_after == "context" else n - 1
             for (_, budget), rate in product(methods.values(), rates):
-                budget_at(budget, rate).capacity(head)
+                budget.with_share(rate).capacity(head)
             ids = tuple(_at_rate(name, rate, "/rate") for rate in rates)
             units.append(Unit(name, ids, (encoded, given)))
         return units
@@ -273,7 +266,7 @@ class FidelityProbe(Probe):
         forks = dict(EXACT)
         for label, (method, budget) in methods.items():
             for rate in rates if method.uses_budget else rates[:1]:
-                forks[_at_rate(label, rate, " at rate ")] = method, budget_at(budget, rate)
+                forks[_at_rate(label, rate, " at rate ")] = method, budget.with_share(rate)
         reading = read(
             session.model,
             (*encoded.context_ids, *encoded.question_ids),
@@ -324,16 +317,14 @@ class FidelityProbe(Probe):
         """Record fields of one method on one prompt. `diverges`: where the method's most likely token
         first is another than the exact model's, the text before it and both tokens; the prediction is
         the continuation up to there and that token."""
-        held = {**found.record(), "prefill_s": found.prefill_s}
-        held |= {"imagined": True} if found.imagined else {}
         if found.failure is not None:
-            return held | failed(found.failure)
+            return found.record() | failed(found.failure)
         names = ("kl", "nll", "nll_exact", "difference")
         means = {name: math.fsum(getattr(found, name)) / len(tokens) for name in names}
         agreed = found.agree.index(0) if 0 in found.agree else None
         prediction = tokens if agreed is None else [*tokens[:agreed], found.top[agreed]]
         fields = {
-            **held,
+            **found.record(),
             **means,
             "score": means["kl"],
             "max_kl": max(found.kl),

@@ -301,7 +301,9 @@ class LayerError(Probe):
             KVError: a prompt of which no query can be measured.
         """
         draws = list(product(self.layers, self.rates, range(self.seeds)))
-        found = [("synthetic", self.synthetic.n, None)] if self.synthetic is not None else []
+        found: list[tuple[str, int, Any]] = []
+        if self.synthetic is not None:
+            found = [("synthetic", self.synthetic.n, None)]
         if self.prompts is not None:
             prompts = encoded_prompts(self.prompts, session, self.num_prompts)
             found = [(each.example.id, each.n, each) for each in prompts]

@@ -24,7 +24,7 @@ from kvbench.engine.stopping import Stopping
 from kvbench.errors.options import Count, Several, Share, check_options
 from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
-from kvbench.probes.base import Probe, Repeats, budget_at, failed
+from kvbench.probes.base import Probe, Repeats, failed
 from kvbench.records.figures import Figure, Times
 from kvbench.run.plan import Methods, Outcome, Unit, measured
 from kvbench.run.session import Session
@@ -157,7 +157,7 @@ class Throughput(Probe):
                         f"has {n} tokens, so {label!r} would compress nothing; allowed: at most {n}"
                     )
                 if method.uses_budget:
-                    budget_at(budget, setting.rate).capacity(n)
+                    budget.with_share(setting.rate).capacity(n)
         return [
             Unit(f"{s}/run{run}", (f"{s}/run{run}",), (s, run))
             for s, run in product(self._settings(), range(self.runs))
@@ -172,7 +172,7 @@ class Throughput(Probe):
         start = run % len(labels)
         rows: dict[str, dict[str, Any]] = {}
         for label in labels[start:] + labels[:start]:
-            method, budget = methods[label][0], budget_at(methods[label][1], setting.rate)
+            method, budget = methods[label][0], methods[label][1].with_share(setting.rate)
             capacity = budget.capacity(n) if method.saves_memory else n
             found = self._measure(session, setting, label, (method, budget))
             rows[label] = {"capacity": capacity, **found}
