@@ -9,7 +9,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers as t
@@ -353,24 +352,6 @@ def test_a_turn_that_stays_holds_all_its_entries_itself(variant: tuple[str, Any]
     assert fork.cache_bytes() == held + grown
 
 
-def test_turns_that_stay_are_a_conversation() -> None:
-    """With everything kept, transformers' own cache says the same of the whole conversation."""
-    model = tiny_model("llama")
-    with compress(model, "exact") as session:
-        context = session.read(CONTEXT)
-        said = list(CONTEXT)
-        for question in QUESTIONS:
-            answer = context.ask(question, max_new_tokens=6, keep=True)
-            said += [*question, *answer]
-            assert context.tokens == len(said) - 1  # the last token is fed with the next turn
-    tokens = list(CONTEXT)
-    for question in QUESTIONS:
-        tokens += question
-        out = model.generate(torch.tensor([tokens]), max_new_tokens=6, do_sample=False)
-        tokens = out[0].tolist()
-    assert said == tokens
-
-
 @pytest.mark.parametrize("name", ["snapkv", "h2o", "balancekv"])
 def test_generate_goes_on_from_a_context_and_from_its_own_cache(name: str) -> None:
     model, options = tiny_model("llama"), {"max_new_tokens": 6, "do_sample": False}
@@ -510,11 +491,6 @@ def test_wrong_arguments_are_refused_in_one_line() -> None:
         assert "\n" not in str(error.value)
 
 
-def test_numbers_of_numpy_are_numbers() -> None:
-    budget = Budget(rate=np.float64(0.25), sink=np.int64(4), window=np.int32(4))  # type: ignore[arg-type]
-    assert budget.capacity(80) == 8 + 18
-
-
 def test_models_that_cannot_be_compressed_are_refused() -> None:
     tiny = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     drops: Any = t.StableLmForCausalLM(
@@ -635,15 +611,6 @@ def test_pipelines_chats_and_streamers_work_as_usual(shipped: Any) -> None:
     assert "".join(pieces) == answer["content"]
 
 
-def test_half_precision_keeps_its_type() -> None:
-    model = tiny_model("llama").to(torch.bfloat16)
-    with compress(model, "balancekv", **SMALL) as session:
-        model.generate(**batch(*LENGTHS))
-    assert session.entries[1] == Budget(**SMALL).capacity(80)
-    # layers, heads, n, k and v, dim, bytes
-    assert session.exact_bytes[1] == 4 * 2 * 80 * 2 * 16 * 2
-
-
 def test_two_models_a_deep_copy_and_a_compiled_model_each_go_their_own_way() -> None:
     model, second = tiny_model("llama"), tiny_model("qwen3")
     inputs = batch(60)
@@ -668,23 +635,6 @@ def test_two_models_a_deep_copy_and_a_compiled_model_each_go_their_own_way() -> 
     assert session.ratio[0] < 0.5
     frame = compare(compiled, Letters(), "x" * 50, "snapkv", **SMALL, max_new_tokens=3)
     assert frame.loc["snapkv", "ratio"] < 1
-
-
-def test_a_decorated_function_returns_hidden_states() -> None:
-    model = tiny_model("llama")
-    inputs = batch(50) | {"max_new_tokens": 4, "return_dict_in_generate": True}
-
-    @compress(model, "snapkv", **SMALL)
-    def generated() -> Any:
-        return model.generate(**inputs, output_hidden_states=True, output_logits=True)
-
-    before = state_of(model)
-    output = generated()
-    assert [len(states) for states in output.hidden_states] == [5] * 4
-    assert len(output.logits) == 4
-    assert state_of(model) == before
-    with torch.inference_mode(), compress(model, "snapkv", **SMALL):
-        assert torch.equal(model.generate(**inputs).sequences, output.sequences)
 
 
 def test_the_text_part_of_a_vision_language_model_is_compressed() -> None:

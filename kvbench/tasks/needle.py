@@ -37,6 +37,7 @@ from kvbench.tasks.base import (
     balanced_order,
 )
 from kvbench.tasks.data import file_digests, texts_of_dataset, texts_of_files
+from kvbench.tasks.encoding import check_template
 from kvbench.tasks.haystack import filler, place_needles
 from kvbench.tasks.longeval_lines import word_lists
 from kvbench.tasks.metrics import containment, released_recall, rouge1, word_recall
@@ -108,12 +109,7 @@ class Needle(Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        before, _, after = self.template.partition(HAYSTACK)
-        if (before + after).count(HAYSTACK) or after.count(QUESTION) != 1 or QUESTION in before:
-            raise TaskError(
-                f"task.template is {self.template!r}; allowed: {HAYSTACK} and, after it, {QUESTION}, "
-                "each once"
-            )
+        check_template(self.template, HAYSTACK, QUESTION)
         if self.haystack == "files" and not self.haystack_files:
             raise TaskError(
                 "task.haystack_files is empty; allowed with haystack=files: globs of text files"
