@@ -39,6 +39,7 @@ from kvbench.engine.attention import IMPLEMENTATION, register
 from kvbench.engine.faults import is_out_of_memory
 from kvbench.engine.limits import in_main_thread, time_limit
 from kvbench.engine.memory import total_bytes
+from kvbench.engine.packaged import PACKAGE_PREFIX, missing_line, packaged_file, unpacked
 from kvbench.errors import UserError, complain, first_line, needs_extra, one_line, traceback_of
 from kvbench.errors.options import Text, check_options
 from kvbench.tasks.base import PromptEncoder, tokenizing
@@ -76,7 +77,9 @@ class ModelSpec:
 
     Attributes:
         name: what tables and folders call it.
-        path: ``asset:<name>`` (shipped), a local folder, or a Hub id.
+        path: ``asset:<name>`` (shipped), a local folder, a Hub id, or a GGUF file that an installed
+            package holds, ``package:<package>/<file>``.
+        otherwise: the path to take where `path` is of a package that is not installed.
         revision: Hub revision; recorded with every result.
         tokenizer: another path for the tokenizer; None: the model's own.
         chat_template: "auto" (used when the tokenizer has one), "always" or "never"; or the text of
@@ -97,6 +100,7 @@ class ModelSpec:
 
     name: Text
     path: Text
+    otherwise: Text | None = None
     revision: str | None = None
     tokenizer: str | None = None
     chat_template: str = "auto"
@@ -114,6 +118,12 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         check_options(self, "model.", ModelError)
+        # Which path is decided here, so that records and hashes hold the one that is taken.
+        absent = self.path.startswith(PACKAGE_PREFIX) and packaged_file(self.path) is None
+        if self.otherwise is not None and absent:
+            log.warning("%s; taking %s of the Hub", missing_line(self.path), self.otherwise)
+            object.__setattr__(self, "path", self.otherwise)
+        object.__setattr__(self, "otherwise", None)
         if self.quantization is not None and self.random_weights:
             raise ModelError(
                 f"model.quantization is {self.quantization!r} and model.random_weights is true; "
@@ -138,6 +148,8 @@ class ModelSpec:
     @property
     def label(self) -> str:
         """What folders, tables and pages call the model: its name, and how its weights were packed."""
+        if self.path.startswith(PACKAGE_PREFIX):  # weights of another precision than the Hub's
+            return f"{self.name}-{Path(self.path).stem.rpartition('.')[2]}"
         packed = self.quantization if self.gguf_file is None else Path(self.gguf_file).stem
         return self.name if packed is None else f"{self.name}-{packed}"
 
@@ -211,6 +223,8 @@ def local_path(path: str) -> str:
                 f"allowed: {', '.join(ASSET_PREFIX + name for name in shipped) or 'none'}"
             )
         return str(asset)
+    if path.startswith(PACKAGE_PREFIX):
+        return str(unpacked(path))
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     folder = Path(path).expanduser()
     if looks_local and not ((folder / "config.json").is_file() or any(folder.glob("*.gguf"))):
