@@ -161,6 +161,7 @@ class ErrorScaling(Probe):
     """
 
     name: ClassVar[str] = "error_scaling"
+    version: ClassVar[int] = 2
     score_unit: ClassVar[str] = "scaled error"
     lower_is_better: ClassVar[bool] = True
     breakdown: ClassVar[tuple[str, ...]] = ("kept",)

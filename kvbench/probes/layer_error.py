@@ -17,7 +17,7 @@ from kvbench.engine import guard
 from kvbench.engine.attention import capped, signed_mean
 from kvbench.engine.fork import Cost, layer_generator
 from kvbench.errors.options import Fraction, Several, Share, check_options
-from kvbench.kernels.quantize import Scheme
+from kvbench.kernels.quantize import Quantization, Scheme
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, keep_all
 from kvbench.methods.base import SEED_STRIDE, Method, allowed_entries
 from kvbench.probes.base import (
@@ -191,7 +191,7 @@ def compress_measured(
     represented = float(held.represented.mean()) / kv.n
     cache_bytes, scheme = held.nbytes, method.quantization()
     if scheme is not None:
-        held, cache_bytes = stored(held, scheme, kv.layer_index)
+        held, cache_bytes = stored(held, scheme, kv.layer_index, generator)
     cost = Cost(
         prompt_tokens=kv.n,
         capacity=capacity,
@@ -206,8 +206,13 @@ def compress_measured(
     return held, {**fields, "represented": represented}
 
 
-def stored(held: CompressedKV, scheme: Scheme, layer: int) -> tuple[CompressedKV, int]:
+def stored(
+    held: CompressedKV, scheme: Scheme, layer: int, generator: torch.Generator
+) -> tuple[CompressedKV, int]:
     """What a cache of such a scheme attends to instead of `held` (batch 1), and the bytes it holds.
+
+    Sketches and rotations are drawn anew from the generator, so that the errors of several draws and
+    prompts vary with them; a model that decodes draws them once.
 
     Raises:
         KVError: heads of different lengths, which are packed head by head while decoding.
@@ -218,7 +223,10 @@ def stored(held: CompressedKV, scheme: Scheme, layer: int) -> tuple[CompressedKV
         )
     sides = []
     packed = held.nbytes
-    codecs = scheme.codecs(held.keys[0], held.values[0], layer=layer, seed=0)
+    seed = 0
+    if not isinstance(scheme, Quantization):  # which draws nothing
+        seed = int(torch.randint(2**31, (), generator=generator))
+    codecs = scheme.codecs(held.keys[0], held.values[0], layer=layer, seed=seed)
     for codec, rows in zip(codecs, (held.keys[0], held.values[0]), strict=True):
         heads, _, dim = rows.shape
         exact = rows[:, codec.count :]
@@ -258,7 +266,7 @@ class LayerError(Probe):
     """
 
     name: ClassVar[str] = "layer_error"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     lower_is_better: ClassVar[bool] = True
     measures: ClassVar[tuple[str, ...]] = tuple(field for field, _ in METRICS.values())
     score_unit: ClassVar[str] = METRICS["per_query"][1]
