@@ -17,9 +17,11 @@ import tempfile
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as library_logging
 
 from kvbench.errors import needs_extra
@@ -74,6 +76,12 @@ def unpacked(path: str) -> Path:
     return folder
 
 
+def unpacking() -> dict[str, Any]:
+    """What transformers is told so that it unpacks GGUF's blocks at once; older versions always do."""
+    plan: Any = getattr(transformers, "GgufConfig", None)
+    return {} if plan is None else {"quantization_config": plan(dequantize=True)}
+
+
 def _unpack(file: Path, folder: Path) -> None:
     """Write the model beside `folder`, then rename it: another process sees all of it or nothing."""
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -86,7 +94,7 @@ def _unpack(file: Path, folder: Path) -> None:
                 file.parent,
                 gguf_file=file.name,
                 dtype=torch.float32,
-                quantization_config=GgufConfig(dequantize=True),
+                **unpacking(),
             )
             model.save_pretrained(beside)
             AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(beside)

@@ -217,7 +217,15 @@ def attention_mass(
     shapes = (heads, heads // kv_heads, m, n)
     strides = (*queries.stride()[:3], *keys.stride()[:3])
     if normalisers is None:
-        normalisers = _normalisers(queries, keys, float(scaling), cap, shapes, strides, options)
+        blocks = -(-m // options["QUERIES"])
+        # Few queries (an observation window) leave multiprocessors idle unless the keys are shared out.
+        wanted = 2 * multiprocessors(queries.device) // (batch * heads * blocks)
+        parts = max(1, min(wanted, -(-n // 1024)))
+        partial = queries.new_empty(batch, heads, parts, m, dtype=torch.float32)
+        normaliser_kernel[(blocks, parts, batch * heads)](
+            queries, keys, partial, float(scaling), cap, *shapes, parts, *strides, **options
+        )
+        normalisers = partial[:, :, 0] if parts == 1 else partial.logsumexp(2)
     mass = queries.new_empty(batch, heads, n, dtype=torch.float32)
     column_kernel[(-(-n // options["KEYS"]), batch * heads)](
         queries,
@@ -231,25 +239,3 @@ def attention_mass(
         **options,
     )
     return mass
-
-
-def _normalisers(
-    queries: Tensor,
-    keys: Tensor,
-    scaling: float,
-    softcap: float,
-    shapes: tuple[int, int, int, int],
-    strides: tuple[int, ...],
-    options: dict[str, Any],
-) -> Tensor:
-    """[batch, heads, m]: one launch and a reduction of [heads, parts, m]."""
-    batch, heads, m, n = queries.shape[0], shapes[0], shapes[2], shapes[3]
-    blocks = -(-m // options["QUERIES"])
-    # Few queries (an observation window) leave multiprocessors idle unless the keys are shared out.
-    wanted = 2 * multiprocessors(queries.device) // (batch * heads * blocks)
-    parts = max(1, min(wanted, -(-n // 1024)))
-    partial = queries.new_empty(batch, heads, parts, m, dtype=torch.float32)
-    normaliser_kernel[(blocks, parts, batch * heads)](
-        queries, keys, partial, scaling, softcap, *shapes, parts, *strides, **options
-    )
-    return partial[:, :, 0] if parts == 1 else partial.logsumexp(2)

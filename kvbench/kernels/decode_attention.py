@@ -184,7 +184,7 @@ def weighted_decode_attention(
     out, mass = _triton_decode.attention(
         query.to(held[0].dtype),
         table.pointers,
-        _on_device(lengths, query),
+        on_device(lengths, query.device),
         kv_heads=kv_heads,
         value_dim=held[1].shape[2],
         longest=table.longest,
@@ -207,10 +207,11 @@ def _too_wide(group: int, dim: int, itemsize: int) -> str | None:
     return f"{group} query heads of dim {dim} share a KV head: more than a program holds"
 
 
-def _on_device(lengths: Tensor | Sequence[int], like: Tensor) -> Tensor:
+def on_device(lengths: Tensor | Sequence[int], device: torch.device) -> Tensor:
+    """Lengths as a tensor there."""
     if isinstance(lengths, Tensor):
-        return lengths.to(like.device)
-    return torch.tensor(lengths, dtype=torch.int64, device=like.device)
+        return lengths.to(device)
+    return torch.tensor(lengths, dtype=torch.int64, device=device)
 
 
 def _torch_attention(
@@ -293,7 +294,7 @@ def append_entries(
     if use_triton("append_entries", implementation, key, value):
         from kvbench.kernels import _triton_decode
 
-        _triton_decode.append(table.pointers, _on_device(lengths, key), key, value)
+        _triton_decode.append(table.pointers, on_device(lengths, key.device), key, value)
         return
     counts = lengths.tolist() if isinstance(lengths, Tensor) else lengths
     for row, n in enumerate(counts):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kernels._choice import use_triton
-from kvbench.kernels.decode_attention import EntryTable
+from kvbench.kernels.decode_attention import EntryTable, on_device
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,28 @@ class EvictionTable:
         scores, positions: the row's buffers, [kv_heads, reserved] float32 (None where the rule goes by
             age) and int64, contiguous.
         places: of each row among those of the whole batch.
+
+    Raises:
+        ValueError: rules of which some weigh and some do not, or one that weighs without scores.
     """
 
-    rules: tuple[Eviction, ...]
-    limits: tuple[int, ...]
-    scores: tuple[Tensor | None, ...]
-    positions: tuple[Tensor, ...]
-    places: tuple[int, ...]
+    rules: Sequence[Eviction]
+    limits: Sequence[int]
+    scores: Sequence[Tensor | None]
+    positions: Sequence[Tensor]
+    places: Sequence[int]
+
+    def __post_init__(self) -> None:
+        if len({rule.leaves == "oldest" for rule in self.rules}) != 1:
+            raise ValueError(
+                f"rules are {list(self.rules)}; allowed: all by age, or all by attention"
+            )
+        if self.weighs and any(part is None for part in self.scores):
+            raise ValueError(
+                "a rule by attention has no scores; allowed: [kv_heads, reserved] float32"
+            )
+        if self.positions[0].is_cuda:
+            _ = self.numbers  # now: while a CUDA graph is captured nothing can come from the host
 
     @property
     def weighs(self) -> bool:
@@ -89,30 +104,6 @@ class EvictionTable:
             )
         ]
         return torch.tensor(table, dtype=torch.int64).to(self.positions[0].device)
-
-
-def eviction_table(
-    rules: Sequence[Eviction],
-    limits: Sequence[int],
-    scores: Sequence[Tensor | None],
-    positions: Sequence[Tensor],
-    places: Sequence[int],
-) -> EvictionTable:
-    """See `EvictionTable`.
-
-    Raises:
-        ValueError: rules of which some weigh and some do not, or one that weighs without scores.
-    """
-    if len({rule.leaves == "oldest" for rule in rules}) != 1:
-        raise ValueError(f"rules are {list(rules)}; allowed: all by age, or all by attention")
-    table = EvictionTable(
-        tuple(rules), tuple(limits), tuple(scores), tuple(positions), tuple(places)
-    )
-    if table.weighs and any(part is None for part in scores):
-        raise ValueError("a rule by attention has no scores; allowed: [kv_heads, reserved] float32")
-    if positions[0].is_cuda:
-        _ = table.numbers  # now: while a CUDA graph is captured nothing can come from the host
-    return table
 
 
 def evict_entries(
@@ -143,7 +134,7 @@ def evict_entries(
         _triton_evict.evict(
             table.pointers,
             evictions.numbers,
-            _lengths_on(lengths, positions.device),
+            on_device(lengths, positions.device),
             mass,
             positions,
             going,
@@ -158,12 +149,6 @@ def evict_entries(
         if place not in ended:
             received = None if mass is None else mass[row]
             _evict(table, evictions, row, counts[row], received, positions[place])
-
-
-def _lengths_on(lengths: Tensor | Sequence[int], device: torch.device) -> Tensor:
-    if isinstance(lengths, Tensor):
-        return lengths.to(device)
-    return torch.tensor(lengths, dtype=torch.int64, device=device)
 
 
 def _evict(

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvbench.kernels.quantize import (
     CACHED,
+    Block,
     Codec,
     Codecs,
     Quantization,
@@ -140,8 +140,9 @@ def orthogonalised(projection: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Signs:
-    """Keys of some groups of tokens, [heads, groups, group, ...].
+class Signs(Block):
+    """Keys of some groups of tokens, [heads, groups, group, ...]; the projection is the model's, whose
+    bytes are not the prompt's.
 
     Attributes:
         bits, outlier_bits: [heads, groups, group, m / 8] uint8, bit j of byte i for column 8 i + j.
@@ -149,6 +150,8 @@ class Signs:
         norms, outlier_norms: [heads, groups, group], of the keys and of their outlier channels.
         projection: [d, m], shared.
     """
+
+    ROWS = ("bits", "outlier_bits", "outliers", "norms", "outlier_norms")
 
     bits: Tensor
     outlier_bits: Tensor
@@ -158,18 +161,10 @@ class Signs:
     projection: Tensor
     bias: float
 
-    _PARTS = ("bits", "outlier_bits", "outliers", "norms", "outlier_norms")
-
     @property
     def count(self) -> int:
         """Keys of each head."""
         return self.bits.shape[1] * self.bits.shape[2]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes as stored; the projection is the model's, not the prompt's."""
-        parts = (getattr(self, name) for name in self._PARTS)
-        return sum(part.numel() * part.element_size() for part in parts)
 
     def dot(self, query: Tensor) -> Tensor:
         """See `kvbench.kernels.quantize.Block`; the query is not quantised. [heads, q, d], float32."""
@@ -196,16 +191,6 @@ class Signs:
                 found += (outlier[..., :m_out] @ signs.mT) * scale[:, None]
             logits.append(found.transpose(0, 1).flatten(1))
         return torch.stack(logits) * (math.sqrt(math.pi / 2) / self.bias)
-
-    def without(self, places: Tensor) -> Signs:
-        """Not of keys in groups."""
-        raise ValueError("an entry of a group does not leave alone")
-
-    def joined(self, other: Any) -> Signs:
-        """See `kvbench.kernels.quantize.Block`."""
-        pairs = {name: (getattr(self, name), getattr(other, name)) for name in self._PARTS}
-        parts = {name: torch.cat(pair, dim=1) for name, pair in pairs.items()}
-        return Signs(**parts, projection=self.projection, bias=self.bias)
 
 
 def pack_keys(keys: Tensor, *, projection: Tensor, m_out: int, scheme: QJL) -> Signs:

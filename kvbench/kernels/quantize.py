@@ -9,10 +9,11 @@ quantised per token as well.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
-from typing import Any, Generic, Literal, Protocol, Self, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Generic, Literal, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -24,38 +25,54 @@ MERGED = 256
 """A block of a codec with fewer rows takes up the rows that follow; a full one is not copied again."""
 
 
-class Block(Protocol):
-    """Consecutive rows [heads, n, d] in packed form."""
+class Block(ABC):
+    """Consecutive rows [heads, n, d] in packed form: a frozen dataclass."""
+
+    ROWS: ClassVar[tuple[str, ...]]
+    """Fields with a place for every row: tensors [heads, rows, ...], or tuples of such."""
 
     @property
+    @abstractmethod
     def count(self) -> int:
         """Rows of each head."""
-        ...
+
+    @abstractmethod
+    def dot(self, query: Tensor) -> Tensor:
+        """query . row, [heads, q, d] -> [heads, q, n]."""
 
     @property
     def nbytes(self) -> int:
         """Bytes as stored."""
-        ...
+        sizes: list[int] = []
+        for name in self.ROWS:
+            over(lambda x: sizes.append(x.nbytes), getattr(self, name))
+        return sum(sizes)
 
-    def dot(self, query: Tensor) -> Tensor:
-        """query . row, [heads, q, d] -> [heads, q, n]."""
-        ...
-
-    def joined(self, other: Any) -> Self:
+    def joined(self, other: Self) -> Self:
         """These rows and those of a block of the same kind that follow."""
-        ...
+        pairs = {name: (getattr(self, name), getattr(other, name)) for name in self.ROWS}
+        together = {name: over(lambda *x: torch.cat(x, 1), *pair) for name, pair in pairs.items()}
+        return replace(self, **together)  # type: ignore[type-var]
 
     def without(self, places: Tensor) -> Self:
         """Without one row of each head, places [heads], which the last one takes."""
-        ...
+        left = {name: over(lambda x: moved(x, places), getattr(self, name)) for name in self.ROWS}
+        return replace(self, **left)  # type: ignore[type-var]
 
 
-class ValueBlock(Block, Protocol):
+def over(change: Callable[..., Any], *held: Any) -> Any:
+    """`change` of tensors, or of those that tuples of one form hold in each place."""
+    if isinstance(held[0], Tensor):
+        return change(*held)
+    return tuple(over(change, *each) for each in zip(*held, strict=True))
+
+
+class ValueBlock(Block):
     """Rows that can be averaged as well: signs of keys cannot."""
 
+    @abstractmethod
     def mix(self, weights: Tensor) -> Tensor:
         """Sum of weights times rows, [heads, q, n] -> [heads, q, d]."""
-        ...
 
 
 def never(count: int, waiting: int) -> int:
@@ -212,32 +229,29 @@ class Quantization:
 
 
 @dataclass(frozen=True)
-class Packed:
+class Packed(ValueBlock):
     """A tensor [heads, n, d] in packed integers.
 
     Attributes:
         codes: [heads, rows, ceil(columns * bits / 8)] uint8, several codes a byte.
         scale, zero: [heads, rows, groups] in the dtype of what was packed.
-        shape: of the tensor; `by_channel`: rows are channels (keys), else entries (values).
+        by_channel: rows are channels (keys), of `along` entries each, and none is joined or leaves;
+            else entries (values), of `along` channels.
     """
+
+    ROWS = ("codes", "scale", "zero")
 
     codes: Tensor
     scale: Tensor
     zero: Tensor
-    shape: tuple[int, int, int]
+    along: int
     by_channel: bool
     quantization: Quantization
 
     @property
-    def nbytes(self) -> int:
-        """Bytes as stored."""
-        parts = (self.codes, self.scale, self.zero)
-        return sum(part.numel() * part.element_size() for part in parts)
-
-    @property
     def count(self) -> int:
         """Rows of each head."""
-        return self.shape[1]
+        return self.along if self.by_channel else self.codes.shape[1]
 
     def dot(self, query: Tensor) -> Tensor:
         """See `Block`. Unpacking writes one layer's rows for the length of this product; only a kernel
@@ -247,24 +261,6 @@ class Packed:
     def mix(self, weights: Tensor) -> Tensor:
         """See `Block`."""
         return weights @ unpack(self).to(weights.dtype)
-
-    def joined(self, other: Block) -> Packed:
-        """See `Block`; of rows packed per entry only, whose groups do not cross them."""
-        assert isinstance(other, Packed)
-        if self.by_channel:
-            raise ValueError("groups along the entries are not joined")
-        parts = ((getattr(self, name), getattr(other, name)) for name in ("codes", "scale", "zero"))
-        codes, scale, zero = (torch.cat(pair, dim=1) for pair in parts)
-        heads, n, d = self.shape
-        return replace(self, codes=codes, scale=scale, zero=zero, shape=(heads, n + other.count, d))
-
-    def without(self, places: Tensor) -> Packed:
-        """See `Block`; of rows packed per entry only."""
-        if self.by_channel:
-            raise ValueError("an entry of a group does not leave alone")
-        codes, scale, zero = (moved(part, places) for part in (self.codes, self.scale, self.zero))
-        heads, n, d = self.shape
-        return replace(self, codes=codes, scale=scale, zero=zero, shape=(heads, n - 1, d))
 
 
 def packed_bytes(
@@ -296,15 +292,13 @@ def pack(x: Tensor, quantization: Quantization, *, by_channel: bool) -> Packed:
     step = torch.where(scale > 0, scale.float(), 1.0)
     codes = (groups - zero.float()[..., None]).div_(step[..., None]).round_()
     codes = codes.clamp_(0, 2**bits - 1).flatten(-2)[..., :columns].to(torch.uint8)
-    packed = pack_bits(codes, bits)
-    shape = (x.shape[0], x.shape[1], x.shape[2])
-    return Packed(packed, scale, zero, shape, by_channel, quantization)
+    return Packed(pack_bits(codes, bits), scale, zero, columns, by_channel, quantization)
 
 
 def unpack(packed: Packed) -> Tensor:
     """The numbers [heads, n, d] the codes stand for, each within half a step of what was packed."""
     bits = packed.quantization.bits
-    along = packed.shape[1 if packed.by_channel else 2]
+    along = packed.along
     size = min(packed.quantization.group_size, along)
     codes = unpack_bits(packed.codes, bits, along).to(packed.scale.dtype)
     scale = packed.scale.repeat_interleave(size, dim=-1)[..., :along]

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
 
 import numpy as np
 import torch
 from scipy import special
 from torch import Tensor
 
-from kvbench.kernels.quantize import CACHED, Codec, Codecs, moved, pack_bits, unpack_bits
+from kvbench.kernels.quantize import CACHED, Codec, Codecs, ValueBlock, pack_bits, unpack_bits
 
 
 @dataclass(frozen=True)
@@ -272,13 +271,15 @@ def lloyd_max(d: int, bits: int, codebook: str) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Rotated:
+class Rotated(ValueBlock):
     """Vectors by sets of channels.
 
     Attributes:
         parts: of each set codes, norms (and signs, residual norms), [heads, n, ...].
         order: [heads, d] channels by set, None where there is one set in order.
     """
+
+    ROWS = ("parts",)
 
     parts: tuple[tuple[Tensor, ...], ...]
     coders: tuple[Coder, ...]
@@ -288,11 +289,6 @@ class Rotated:
     def count(self) -> int:
         """Vectors of each head."""
         return self.parts[0][1].shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes as stored."""
-        return sum(x.numel() * x.element_size() for part in self.parts for x in part)
 
     def dot(self, query: Tensor) -> Tensor:
         """See `kvbench.kernels.quantize.Block`; no vector is restored: the query is rotated."""
@@ -323,21 +319,6 @@ class Rotated:
 
     def _split(self, x: Tensor) -> Sequence[Tensor]:
         return split_channels(x, self.order, [len(one.rotation) for one in self.coders])
-
-    def joined(self, other: Any) -> Rotated:
-        """See `kvbench.kernels.quantize.Block`."""
-        assert isinstance(other, Rotated)
-        pairs = zip(self.parts, other.parts, strict=True)
-        parts = tuple(
-            tuple(torch.cat(pair, dim=1) for pair in zip(mine, its, strict=True))
-            for mine, its in pairs
-        )
-        return replace(self, parts=parts)
-
-    def without(self, places: Tensor) -> Rotated:
-        """See `kvbench.kernels.quantize.Block`."""
-        parts = tuple(tuple(moved(one, places) for one in part) for part in self.parts)
-        return replace(self, parts=parts)
 
 
 def split_channels(x: Tensor, order: Tensor | None, sizes: Sequence[int]) -> Sequence[Tensor]:

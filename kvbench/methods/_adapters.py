@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvbench.kv import CompressedKV, KVError, LayerKV
+from kvbench.kv import CompressedKV, KVError, LayerKV, rows_at
 
 
 def _bits(parts: tuple[Tensor, ...]) -> np.ndarray:
@@ -55,13 +55,7 @@ def held_entries(keys: Tensor, values: Tensor, layer: LayerKV) -> CompressedKV:
     if (positions < 0).any():
         positions = find_rows((keys,), (layer.keys,))
     positions, order = positions.sort(dim=-1, stable=True)
-    index = order.unsqueeze(-1)
-    return CompressedKV(
-        keys.gather(2, index.expand(-1, -1, -1, keys.shape[-1])),
-        values.gather(2, index.expand(-1, -1, -1, values.shape[-1])),
-        None,
-        positions,
-    )
+    return CompressedKV(rows_at(keys, order), rows_at(values, order), None, positions)
 
 
 def scaled_queries(layer: LayerKV, who: str) -> Tensor:

@@ -35,6 +35,13 @@ def top_positions(scores: Tensor, count: int) -> Tensor:
     return scores.topk(count, dim=-1, sorted=False).indices.sort(-1).values
 
 
+def best_and_recent(layer: LayerKV, scores: Tensor, count: int, recent: int) -> Tensor:
+    """The `count` positions before the last `recent` ones with the largest scores, and these, ascending:
+    [batch, kv_heads, count + recent]; scores [batch, kv_heads, n - recent]."""
+    last = positions_between(layer, layer.n - recent, layer.n)
+    return torch.cat([top_positions(scores, count), last], dim=-1)
+
+
 def by_largest_remainder(wanted: Sequence[Fraction], total: int) -> list[int]:
     """Non-negative numbers rounded so that they sum to `total` exactly.
 

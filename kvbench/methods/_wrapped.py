@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property
 from typing import Any, ClassVar
 
 from kvbench.errors.options import Text
@@ -34,25 +34,18 @@ class Wrapper(Method):
         super().__post_init__()
         _ = self.inner
 
-    @property
+    @cached_property
     def inner(self) -> Method:
         """The method that `of` and `options` name."""
-        return _built(
-            type(self).__module__, self.of, tuple(sorted(self.options.items())), self.needs
-        )
+        package = importlib.import_module("kvbench.methods")  # which imports nothing of this folder
+        made: Method = package.build_method(self.of, **self.options)
+        known = package.available_methods()
+        able = [one for one in known if self._serves(package.method_class(one))]
+        if not self._serves(type(made)):
+            name = type(self).__module__.rpartition(".")[2]
+            raise KVError(f"{name}.of is {self.of!r}; allowed: {', '.join(able)}")
+        return made
 
-
-@lru_cache(maxsize=256)
-def _built(module: str, name: str, options: tuple[tuple[str, Any], ...], needs: str) -> Method:
-    package = importlib.import_module("kvbench.methods")  # which imports nothing of this folder
-    made: Method = package.build_method(name, **dict(options))
-    able = [one for one in package.available_methods() if _has(package.method_class(one), needs)]
-    if name not in able:
-        raise KVError(f"{module.rpartition('.')[2]}.of is {name!r}; allowed: {', '.join(able)}")
-    return made
-
-
-def _has(kind: type[Method], needs: str) -> bool:
-    if isinstance(getattr(Method, needs), bool):
-        return bool(getattr(kind, needs))
-    return getattr(kind, needs) is not getattr(Method, needs)
+    def _serves(self, kind: type[Method]) -> bool:
+        there, missing = getattr(kind, self.needs), getattr(Method, self.needs)
+        return there is not missing

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from annotated_types import Ge
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from kvbench.errors.options import NonNegative, Several
 from kvbench.kernels.balanced_cut import halve
@@ -17,16 +20,11 @@ from kvbench.kernels.balanced_walk import balanced_walk
 from kvbench.kernels.philox import to_device
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
 from kvbench.methods import _draws
-from kvbench.methods._halving import (
-    PADDING,
-    Survivors,
-    block_counts,
-    blocked,
-    plan_halvings,
-    smaller_classes,
-)
 from kvbench.methods._select import positions_between, with_sink_and_window
 from kvbench.methods.base import Method
+
+PADDING = -1
+"""Position of an entry that exists only because another head holds more."""
 
 Block = Annotated[int, Ge(2)]
 """Entries of a block of a walk."""
@@ -158,42 +156,64 @@ class BalanceKV(Method):
                 if not left <= 2 * kept <= 2 * left:
                     raise KVError(f"kept is {kept}; allowed: from half of {left} to all of it")
                 plan[-1] = (left, 2 * (left - kept))
-        batch, heads = keys.shape[:2]
-        device = keys.device
         if not self.use_values:
             values = None
-        state = Survivors(order, torch.ones(1, device=device).expand(order.shape))
+        sizes = per_halving(self, "block_size", len(plan))
+        for step, ((_, size), b) in enumerate(zip(plan, sizes, strict=True)):
+            shape, found = (*keys.shape[:2], math.ceil(size / b), b), tuple(uniforms[step].shape)
+            if found not in (shape, (1, *shape[1:])):
+                raise KVError(f"uniforms[{step}] has shape {found}; allowed: {shape} or 1 in front")
+        draws = [to_device(one, keys.device).expand(len(keys), -1, -1, -1) for one in uniforms]
+        if self.selection == "cut":
+            return self._halvings(keys, values, draws, plan, order)
+        # Heads come to hold different numbers: one after the other, then padded.
+        parts = []
+        for row, head in itertools.product(*map(range, keys.shape[:2])):
+            one = slice(row, row + 1), slice(head, head + 1)
+            of_head = None if values is None else values[one]
+            left = self._halvings(keys[one], of_head, [u[one] for u in draws], plan, order[one])
+            parts.append((left[0][0, 0], left[1][0, 0]))
+        return side_by_side(parts, len(keys))
+
+    def _halvings(
+        self,
+        keys: Tensor,
+        values: Tensor | None,
+        uniforms: Sequence[Tensor],
+        plan: Sequence[tuple[int, int]],
+        order: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """`select` of heads that hold the same number; with algorithm2, of one head."""
+        weights = torch.ones(1, device=keys.device).expand(order.shape)
         sizes = per_halving(self, "block_size", len(plan))
         gammas = per_halving(self, "gamma", len(plan))
         for step, ((left, size), b, gamma) in enumerate(zip(plan, sizes, gammas, strict=True)):
-            shape = (batch, heads, math.ceil(size / b), b)
-            found = tuple(uniforms[step].shape)
-            if found not in (shape, (1, *shape[1:])):
-                raise KVError(f"uniforms[{step}] has shape {found}; allowed: {shape} or 1 in front")
+            count = order.shape[2]  # less than `left` where earlier halvings left less than half
+            size = count if size == left else min(count, max(0, 2 * (count - left + size // 2)))
             if size == 0:
                 continue
-            halved = state.to_halve(left, size)
-            counts = block_counts(shape, size, halved, device)
-            places = shape[2] * b
-            weights = state.weights[:, :, :size] if step and values is not None else None
+            blocks = math.ceil(size / b)
+            shape, counts = (*order.shape[:2], blocks, b), None
+            if size < blocks * b:
+                starts = torch.arange(blocks, device=keys.device) * b
+                counts = (size - starts).clamp(0, b).expand(shape[:3])
+            weighs = step and values is not None
             positive = balanced_walk(
                 keys,
                 values,
-                blocked(state.order[:, :, :size], places).view(shape),
-                to_device(uniforms[step], device).expand(shape),
+                blocked(order[:, :, :size], blocks * b).view(shape),
+                uniforms[step][:, :, :blocks],
                 gamma=float(gamma),
                 offset=self.value_offset,
                 temperature=self.temperature,
                 beta=self.beta,
                 counts=counts,
-                weights=weights if weights is None else blocked(weights, places).view(shape),
+                weights=blocked(weights[:, :, :size], blocks * b).view(shape) if weighs else None,
                 centre=self.centre,
-            ).view(batch, heads, places)
-            if self.selection == "cut":
-                state = Survivors(*halve(positive[:, :, :size], state.order, state.weights))
-            else:
-                state = smaller_classes(state, positive, b, size, halved)
-        return state.marked()
+            ).view(*order.shape[:2], -1)[:, :, :size]
+            cut = halve if self.selection == "cut" else partial(smaller_classes, b=b)
+            order, weights = cut(positive, order, weights)
+        return order, weights
 
     def _weighted(
         self,
@@ -218,8 +238,8 @@ class BalanceKV(Method):
         if self.weights == "entry":
             log_weights[:, :, inside] = weights.log()
         elif self.weights in ("released", "values"):
-            partial = bool(plan) and plan[-1][0] != plan[-1][1]
-            mean = middle / max(count, 1) if partial else 2.0 ** len(plan)
+            uneven = bool(plan) and plan[-1][0] != plan[-1][1]
+            mean = middle / max(count, 1) if uneven else 2.0 ** len(plan)
             if self.weights == "released":
                 log_weights[:, :, inside] = math.log(mean)
             values = kept.values.clone()
@@ -233,6 +253,61 @@ class BalanceKV(Method):
         positions = kept.positions.clone()
         positions[:, :, inside].masked_fill_(padding, PADDING)
         return replace(kept, positions=positions, log_weights=log_weights)
+
+
+def plan_halvings(middle: int, rate: float, kept: int) -> list[tuple[int, int]]:
+    """(entries before, entries halved) of each halving that brings `middle` entries to the budget.
+
+    At rate 2^-T: T halvings of everything that is left. Between 2^-(T+1) and 2^-T: T such halvings,
+    then one of as many entries as leaves `kept` in all.
+    """
+    mantissa, exponent = math.frexp(rate)
+    whole = 1 - exponent if mantissa == 0.5 else -exponent
+    plan, left = [], middle
+    for _ in range(whole):
+        plan.append((left, left))
+        left //= 2
+    if mantissa != 0.5 and left > kept:
+        plan.append((left, 2 * (left - kept)))
+    return plan
+
+
+def smaller_classes(
+    positive: Tensor, order: Tensor, weights: Tensor, b: int
+) -> tuple[Tensor, Tensor]:
+    """Of the first m entries of a head, in blocks of b, the smaller sign class of each block with its
+    weight doubled (Algorithm 2; the +1 class on a tie); what follows is kept as it is.
+
+    Args:
+        positive: [1, 1, m] bool, the signs. order, weights: [1, 1, c], c >= m.
+    """
+    m = positive.shape[2]
+    block = torch.arange(m, device=positive.device) // b
+    sums = torch.bincount(block, positive[0, 0].float())
+    few = 2 * sums <= torch.bincount(block)
+    keep = (positive[0, 0] == few[block]).nonzero()[:, 0]
+    return (
+        torch.cat([order[:, :, keep], order[:, :, m:]], dim=-1),
+        torch.cat([2 * weights[:, :, keep], weights[:, :, m:]], dim=-1),
+    )
+
+
+def blocked(x: Tensor, places: int) -> Tensor:
+    """x [batch, kv_heads, c] continued to `places` with zeros (False; index of a valid row)."""
+    if x.shape[2] == places:
+        return x.contiguous()
+    padded = x.new_zeros(*x.shape[:2], places)
+    padded[:, :, : x.shape[2]] = x
+    return padded
+
+
+def side_by_side(heads: Sequence[tuple[Tensor, Tensor]], batch: int) -> tuple[Tensor, Tensor]:
+    """Positions and weights [c] of all heads of a batch as one, padded with -1 and 0."""
+    positions, weights = zip(*heads, strict=True)
+    return (
+        pad_sequence(list(positions), True, PADDING).unflatten(0, (batch, -1)),
+        pad_sequence(list(weights), True, 0.0).unflatten(0, (batch, -1)),
+    )
 
 
 def per_halving(method: BalanceKV, option: str, count: int) -> tuple[Any, ...]:

@@ -10,13 +10,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
 
 from kvbench.errors.options import Whole
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV
 from kvbench.methods import _draws
-from kvbench.methods._halving import PADDING, plan_halvings
-from kvbench.methods.balancekv import BalanceKV, per_halving
+from kvbench.methods.balancekv import BalanceKV, per_halving, plan_halvings, side_by_side
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +64,7 @@ class BalanceKVNeedle(BalanceKV):
             for row in range(batch)
             for head in range(heads)
         ]
-        positions, weights = (
-            pad_sequence(parts, batch_first=True, padding_value=fill).unflatten(0, (batch, heads))
-            for parts, fill in zip(
-                map(list, zip(*chosen, strict=True)), (PADDING, 0.0), strict=True
-            )
-        )
+        positions, weights = side_by_side(chosen, batch)
         plain = replace(self, normalise=False, order="position")
         return plain._weighted(layer, budget, positions, weights, [])
 
@@ -125,8 +118,7 @@ class BalanceKVNeedle(BalanceKV):
             plan=plan,
             order=(left + budget.sink).view(1, 1, -1),
         )
-        real = survivors[0, 0] != PADDING
-        survivors, weights = survivors[0, 0][real], weights[0, 0][real]
+        survivors, weights = survivors[0, 0], weights[0, 0]
         if self.normalise:
             weights = weights * (len(left) / weights.sum().clamp(min=1.0))
         positions, order = torch.cat([protected + budget.sink, survivors]).sort()

@@ -114,7 +114,7 @@ class MergeAndReduce:
 
 
 class BalanceKVStream:
-    """Algorithm 1 for one head: values in buckets by norm, one `MergeAndReduce` for each.
+    """Algorithm 1 (`LayerStream`): of each head values in buckets by norm, a `MergeAndReduce` for each.
 
     Bucket i holds the tokens with 2^i <= ||v|| < 2^(i+1) and serves the numerator; one more
     structure holds every token with v = 1 for the denominator. A bucket is erased once its upper
@@ -122,107 +122,105 @@ class BalanceKVStream:
     tokens as small that come later, weigh too little to matter. By the lower end it would be erased
     with values of up to twice that norm in it.
 
+    A walk is given the radius r of the longest key so far, since nobody knows that of the whole stream.
+
     Attributes:
-        buckets: by i.
-        denominator: of all tokens.
-        largest: v_max, the largest ||v|| so far.
+        buckets: of each head, by i. denominators: of each head, of all tokens.
+        key_radius: r of each head. largest: v_max, the largest ||v|| of each head so far.
         seen: tokens so far.
     """
 
     def __init__(
-        self, options: BalanceKVStreaming, *, n: int, t: int, key_radius: float, seed: int = 0
+        self,
+        options: BalanceKVStreaming,
+        seeds: Sequence[int],
+        *,
+        n: int,
+        t: int,
+        key_radius: float = 0.0,
     ) -> None:
-        """`n`: tokens the stream may have; `key_radius`: r, which no key's norm may exceed."""
-        self.options, self.n, self.t, self.key_radius, self.seed = options, n, t, key_radius, seed
+        """`seeds`: of each head. `n`: tokens the stream may have. `key_radius`: r at least."""
+        self.options, self.seeds, self.n, self.t, self.seen = options, seeds, n, t, 0
         self.bound = walk_bound(n, options.delta, options.constant)
-        self.buckets: dict[int, MergeAndReduce] = {}
-        self.denominator = self._structure(None, salt=0)
-        self.largest, self.seen = 0.0, 0
+        self.key_radius, self.largest = [key_radius] * len(seeds), [0.0] * len(seeds)
+        self.buckets: list[dict[int, MergeAndReduce]] = [{} for _ in seeds]
+        self.denominators = [self._structure(head, None, salt=0) for head in range(len(seeds))]
 
-    def _structure(self, value_radius: float | None, salt: int) -> MergeAndReduce:
+    def _structure(self, head: int, value_radius: float | None, salt: int) -> MergeAndReduce:
         return MergeAndReduce(
             self.t,
-            key_radius=self.key_radius,
+            key_radius=self.key_radius[head],
             value_radius=value_radius,
             bound=self.bound,
             on_fail=self.options.on_fail,
             halve=self.options.halve,
-            seed=(SEED_STRIDE * self.seed + salt) % 2**62,
+            seed=(SEED_STRIDE * self.seeds[head] + salt) % 2**62,
         )
 
     def extend(self, keys: Tensor, values: Tensor) -> None:
-        """Read m tokens: keys [m, d], values [m, e]. The result is that of m single tokens.
+        """See `LayerStream`. The result is that of m single tokens of these norms.
 
         Raises:
-            KVError: a key longer than `key_radius`.
             BalanceFailure: a walk failed.
         """
-        longest = float(keys.double().norm(dim=-1).max())
-        if longest > self.key_radius * (1 + 1e-5):
-            raise KVError(f"a key has norm {longest:g}; allowed: at most {self.key_radius:g}")
+        keys, values = keys.float().cpu(), values.float().cpu()
+        self._nothing = (
+            torch.zeros(0, dtype=torch.int64),
+            torch.zeros(0),
+            keys[0, :0],
+            values[0, :0],
+        )
+        for head in range(len(keys)):
+            self._extend(head, keys[head], values[head])
+        self.seen += keys.shape[1]
+
+    def _extend(self, head: int, keys: Tensor, values: Tensor) -> None:
+        buckets, denominator = self.buckets[head], self.denominators[head]
+        radius = max(self.key_radius[head], float(keys.double().norm(dim=-1).max()))
+        self.key_radius[head] = radius
+        for one in (denominator, *buckets.values()):
+            one.key_radius = radius
         positions = torch.arange(self.seen, self.seen + len(keys))
-        self.denominator.extend(positions, keys, values[:, :0])
-        self._nothing = Sample(positions[:0], torch.zeros(0), keys[:0], values[:0])
+        denominator.extend(positions, keys, values[:, :0])
         norms = values.double().norm(dim=-1)
         index = buckets_of(norms)
         for i in index[norms > 0].unique().tolist():
             mine = ((index == i) & (norms > 0)).nonzero().squeeze(-1)
-            if i not in self.buckets:
-                self.buckets[i] = self._structure(2.0 ** (i + 1), salt=2 * (i + 5000) + 1)
-            self.buckets[i].extend(positions[mine], keys[mine], values[mine])
-        self.largest = max(self.largest, float(norms.max()))
-        self.seen += len(keys)
-        least = self.options.eps / (2 * self.n) * self.largest
-        least *= math.exp(-(self.key_radius**2) / keys.shape[1] ** 0.5)
-        self.buckets = {i: kept for i, kept in self.buckets.items() if 2.0 ** (i + 1) > least}
+            if i not in buckets:
+                buckets[i] = self._structure(head, 2.0 ** (i + 1), salt=2 * (i + 5000) + 1)
+            buckets[i].extend(positions[mine], keys[mine], values[mine])
+        self.largest[head] = max(self.largest[head], float(norms.max()))
+        least = self.options.eps / (2 * self.n) * self.largest[head]
+        least *= math.exp(-(radius**2) / keys.shape[1] ** 0.5)
+        self.buckets[head] = {i: kept for i, kept in buckets.items() if 2.0 ** (i + 1) > least}
 
-    def widen(self, key_radius: float) -> None:
-        """Let keys be as long as `key_radius` from here on; a walk needs the radius of its own batch."""
-        self.key_radius = max(self.key_radius, key_radius)
-        for one in (self.denominator, *self.buckets.values()):
-            one.key_radius = self.key_radius
-
-    def numerator(self) -> Sample:
-        """The entries of all buckets."""
-        parts = [self._nothing, *(self.buckets[i].sample() for i in sorted(self.buckets))]
-        return Sample(*map(torch.cat, zip(*parts, strict=True)))
-
-
-class BalanceKVLayer:
-    """Algorithm 1 for several heads side by side (`LayerStream`)."""
-
-    def __init__(self, heads: Sequence[BalanceKVStream]) -> None:
-        self.heads = heads
+    def _samples(self) -> tuple[list[Sample], list[Sample]]:
+        """Of each head the entries of all buckets, and those of the denominator."""
+        above = []
+        for buckets in self.buckets:
+            parts = [self._nothing, *(buckets[i].sample() for i in sorted(buckets))]
+            above.append(Sample(*map(torch.cat, zip(*parts, strict=True))))
+        return above, [one.sample() for one in self.denominators]
 
     @property
     def entries(self) -> int:
         """See `LayerStream`; a token that a bucket and the denominator hold counts twice."""
-        return max(
-            len(head.numerator().positions) + len(head.denominator.sample().positions)
-            for head in self.heads
-        )
+        pairs = zip(*self._samples(), strict=True)
+        return max(len(above.positions) + len(below.positions) for above, below in pairs)
 
     @property
     def nbytes(self) -> int:
         """See `LayerStream`."""
-        samples = (one for h in self.heads for one in (h.numerator(), h.denominator.sample()))
-        return sum(one.keys.nbytes + one.values.nbytes for one in samples)
-
-    def extend(self, keys: Tensor, values: Tensor) -> None:
-        """See `LayerStream`. A walk is given the radius of the longest key so far, since nobody knows
-        that of the whole stream."""
-        parts = (self.heads, keys.float().cpu(), values.float().cpu())
-        for head, key, value in zip(*parts, strict=True):
-            head.widen(float(key.double().norm(dim=-1).max()))
-            head.extend(key, value)
+        above, below = self._samples()
+        return sum(one.keys.nbytes + one.values.nbytes for one in (*above, *below))
 
     def numerator(self) -> Sample:
         """See `LayerStream`."""
-        return side_by_side([head.numerator() for head in self.heads])
+        return side_by_side(self._samples()[0])
 
     def denominator(self) -> Sample:
         """See `LayerStream`."""
-        return side_by_side([head.denominator.sample() for head in self.heads])
+        return side_by_side(self._samples()[1])
 
 
 def side_by_side(samples: Sequence[Sample]) -> Sample:
@@ -273,22 +271,21 @@ class BalanceKVStreaming(Method):
             BalanceFailure: a walk failed.
         """
         batch, heads, n = layer.keys.shape[:3]
-        start, stop = budget.sink, n - budget.window
-        keys, values = (
-            x[:, :, start:stop].flatten(0, 1).float().cpu() for x in (layer.keys, layer.values)
-        )
-        t = self.t or largest_batch(values, budget.middle_kept(n))
-        seeds = torch.randint(2**40, (heads,), generator=generator).tolist()
-        radius = float(keys.double().norm(dim=-1).max())
-        streams = BalanceKVLayer(
-            [
-                BalanceKVStream(self, n=stop - start, t=t, key_radius=radius, seed=seed)
-                for seed in seeds * batch  # the rows of a batch have the same draws
-            ]
-        )
-        streams.extend(keys, values)
+        start, stop, room = budget.sink, n - budget.window, budget.middle_kept(n)
+        keys, values = (x[:, :, start:stop].flatten(0, 1) for x in (layer.keys, layer.values))
+        t = self.t or largest_batch(values.float().cpu(), room)
+        if not t:
+            raise KVError(
+                "balancekv_streaming.t is null; allowed: a budget with room for its levels (the rate "
+                f"leaves {room} entries, fewer than any t >= 2 needs)"
+            )
+        # The rows of a batch have the same draws.
+        seeds = torch.randint(2**40, (heads,), generator=generator).tolist() * batch
+        radius = float(keys.float().double().norm(dim=-1).max())
+        stream = BalanceKVStream(self, seeds, n=stop - start, t=t, key_radius=radius)
+        stream.extend(keys, values)
         exact = torch.cat([torch.arange(start), torch.arange(stop, n)])
-        return combine(layer, streams.numerator(), streams.denominator(), start, exact)
+        return combine(layer, stream.numerator(), stream.denominator(), start, exact)
 
     def reading(self, budget: Budget) -> StreamAlgorithm | None:
         """Algorithm 1, in the entries that the size leaves."""
@@ -296,22 +293,21 @@ class BalanceKVStreaming(Method):
 
     def layer_stream(
         self, keys: Tensor, values: Tensor, *, room: int, tokens: int, generator: torch.Generator
-    ) -> BalanceKVLayer:
-        """Algorithm 1 as it reads (`StreamAlgorithm`): t null is `batch_of_stream`.
+    ) -> BalanceKVStream:
+        """Algorithm 1 as it reads (`StreamAlgorithm`): t null is `largest_batch` of the first
+        tokens.
 
         Raises:
             KVError: no t fits.
         """
-        t = self.t or batch_of_stream(values, room, tokens)
+        t = self.t or largest_batch(values, room, tokens)
         if not t:
             raise KVError(
                 f"balancekv_streaming.t is null and a stream of {tokens} tokens has {room} entries; "
                 "allowed: a larger budget.size"
             )
         seeds = torch.randint(2**40, (len(keys),), generator=generator).tolist()
-        return BalanceKVLayer(
-            [BalanceKVStream(self, n=tokens, t=t, key_radius=0.0, seed=seed) for seed in seeds]
-        )
+        return BalanceKVStream(self, seeds, n=tokens, t=t)
 
 
 def buckets_of(norms: Tensor) -> Tensor:
@@ -320,50 +316,35 @@ def buckets_of(norms: Tensor) -> Tensor:
     return torch.frexp(norms).exponent.long() - 1
 
 
-def largest_batch(values: Tensor, room: int) -> int:
+def largest_batch(values: Tensor, room: int, tokens: int | None = None) -> int:
     """The largest even t with which the structures of every head's values [heads, m, e] surely hold at
-    most `room` entries.
+    most `room` entries; 0: there is none.
 
     After m tokens a structure holds m mod t entries at level 0 and at most t / 2 at each level whose
     bit is set in the number of batches, floor(m / t).
 
-    Raises:
-        KVError: there is none.
+    With `tokens` the values are the first of a stream of so many, whose norms are taken to go on as in
+    these, at any time of it: level 0 holds up to t - 1, every level that there is t / 2. One bucket
+    more than these values fill is counted, for a twentieth of the tokens.
     """
-    norms = values.double().norm(dim=-1)
-    sizes = [
-        [len(head), *buckets_of(head[head > 0]).unique(return_counts=True)[1].tolist()]
-        for head in norms
+    counts = [
+        buckets_of(norms[norms > 0]).unique(return_counts=True)[1]
+        for norms in values.double().norm(dim=-1)
     ]
-    for t in range(2 * (room // 2), 1, -2):
-        bounds = (sum(m % t + t // 2 * (m // t).bit_count() for m in head) for head in sizes)
-        if all(bound <= room for bound in bounds):
-            return t
-    raise KVError(
-        f"balancekv_streaming.t is null; allowed: a budget with room for its levels (the rate leaves "
-        f"{room} entries, fewer than any t >= 2 needs)"
+    if tokens is None:
+        sizes = [[values.shape[1], *each.tolist()] for each in counts]
+    else:
+        shares = ([1.0, 0.05, *(each / values.shape[1]).tolist()] for each in counts)
+        sizes = [[share * tokens for share in head] for head in shares]
+
+    def held(t: int, m: float) -> int:
+        if tokens is None:
+            return int(m) % t + t // 2 * (int(m) // t).bit_count()
+        return min(t - 1, math.ceil(m)) + t // 2 * int(math.log2(m // t + 1))
+
+    fitting = (
+        t
+        for t in range(2 * (room // 2), 1, -2)
+        if max(sum(held(t, m) for m in head) for head in sizes) <= room
     )
-
-
-def batch_of_stream(values: Tensor, room: int, tokens: int) -> int:
-    """The largest even t with which the structures of a stream of so many tokens hold at most `room`
-    entries, if the norms of values go on as in the first ones [kv_heads, m, e]; one bucket more than
-    these fill is counted, for a twentieth of the tokens. 0: there is none.
-
-    After m tokens level 0 of a structure has at most t - 1 entries, and t / 2 each level whose bit is
-    set in the number of batches.
-    """
-    index = buckets_of(values.double().norm(dim=-1))
-    shares = [
-        [1.0, 0.05, *(head.unique(return_counts=True)[1] / len(head)).tolist()] for head in index
-    ]
-
-    def of_structure(t: int, read: float) -> int:
-        levels = int(math.log2(read // t + 1))  # bits that a number of batches has at most
-        return min(t - 1, math.ceil(read)) + t // 2 * levels
-
-    def most(t: int) -> int:
-        return max(sum(of_structure(t, share * tokens) for share in head) for head in shares)
-
-    fitting = (t for t in range(2 * (room // 2), 1, -2) if most(t) <= room)
     return next(fitting, 0)

@@ -80,6 +80,17 @@ class ExpectedAttention(Method):
         return torch.cat([first, scores], dim=-1)
 
 
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Vectors [..., p, dim] turned by a table [p, width]: halves of the first `width` channels."""
+    width, half = cos.shape[-1], cos.shape[-1] // 2
+    out = torch.empty_like(x)
+    torch.mul(x[..., :width], cos, out=out[..., :width])
+    out[..., :half].addcmul_(x[..., half:width], sin[..., :half], value=-1.0)
+    out[..., half:width].addcmul_(x[..., :half], sin[..., half:])
+    out[..., width:] = x[..., width:]
+    return out
+
+
 def _rotation(layer: LayerKV, positions: Tensor) -> tuple[Tensor, Tensor]:
     if layer.rotary is None:
         raise KVError(
@@ -104,14 +115,7 @@ def plain_queries(layer: LayerKV) -> Tensor:
         )
     cos, sin = _rotation(layer, torch.arange(have, device=layer.queries.device))
     length = cos.square() + sin.square()
-    cos, sin = cos / length, sin / length
-    width, half, queries = cos.shape[-1], cos.shape[-1] // 2, layer.queries.float()
-    plain = torch.empty_like(queries)
-    torch.mul(queries[..., :width], cos, out=plain[..., :width])
-    plain[..., :half].addcmul_(queries[..., half:width], sin[:, :half])
-    plain[..., half:width].addcmul_(queries[..., :half], sin[:, half:], value=-1.0)
-    plain[..., width:] = queries[..., width:]
-    return plain
+    return turned(layer.queries.float(), cos / length, -sin / length)
 
 
 def mean_rotation(layer: LayerKV, start: int, count: int) -> Tensor:
@@ -123,11 +127,4 @@ def mean_rotation(layer: LayerKV, start: int, count: int) -> Tensor:
     """
     device, dim = layer.keys.device, layer.keys.shape[-1]
     cos, sin = _rotation(layer, torch.arange(start, start + count, device=device))
-    cos, sin = cos.mean(0), sin.mean(0)
-    width = len(cos)
-    turn = torch.eye(dim, device=device)
-    turn[:width, :width] = torch.diag(cos)
-    low = torch.arange(width // 2, device=device)
-    turn[low, low + width // 2] = -sin[: width // 2]
-    turn[low + width // 2, low] = sin[width // 2 :]
-    return turn
+    return turned(torch.eye(dim, device=device), cos.mean(0), sin.mean(0)).mT

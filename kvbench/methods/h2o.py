@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from kvbench.errors.options import Fraction
 from kvbench.kernels.eviction import Eviction
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
-from kvbench.methods._select import group_mean, positions_between, top_positions
+from kvbench.methods._select import best_and_recent, group_mean
 from kvbench.methods.base import Method
 
 
@@ -78,8 +77,7 @@ class H2O(Method):
         recent = self.recent(capacity)
         mass = group_mean(layer.attention_mass(), layer.keys.shape[1])
         older = mass[:, :, : n - recent] if self.keeps == "heaviest" else -mass[:, :, : n - recent]
-        heavy = top_positions(older, capacity - recent)
-        positions = torch.cat([heavy, positions_between(layer, n - recent, n)], dim=-1)
+        positions = best_and_recent(layer, older, capacity - recent, recent)
         kept = gather_entries(layer, positions)
         return replace(kept, scores=mass.gather(2, positions)) if self.evicts else kept
 
@@ -132,20 +130,6 @@ QUERY_ROWS = 512
 """Rows of attention that exist at a time."""
 
 
-def _attention_rows(
-    queries: Tensor, keys: Tensor, scaling: float, softcap: float | None
-) -> Iterator[tuple[int, Tensor]]:
-    """Causal softmax attention in blocks of rows: the first row's number, and [heads, rows, n]."""
-    n = queries.shape[1]
-    at = torch.arange(n, device=queries.device)
-    for begin in range(0, n, QUERY_ROWS):
-        logits = queries[:, begin : begin + QUERY_ROWS] @ keys.mT * scaling
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        later = at[None] > at[begin : begin + QUERY_ROWS, None]
-        yield begin, logits.masked_fill(later, -torch.inf).softmax(-1)
-
-
 def _largest(scores: Tensor, count: int) -> Tensor:
     """[heads, n] bool: the `count` largest scores, the lower index first on ties."""
     order = scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
@@ -196,7 +180,12 @@ def released_mask(
     scores = torch.zeros(heads, n, dtype=torch.float32, device=queries.device)
     if heavy == 0:
         return seen
-    for begin, rows in _attention_rows(queries.float(), keys.float(), scaling, softcap):
+    for begin in range(0, n, QUERY_ROWS):
+        block = slice(begin, begin + QUERY_ROWS)
+        logits = queries[:, block].float() @ keys.float().mT * scaling
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        rows = logits.masked_fill(distance[block] < 0, -torch.inf).softmax(-1)
         if semantics == "global":
             scores += rows.sum(1)
             continue

@@ -38,12 +38,12 @@ _REASONS = {
         *("KeyRerotationPress", "FinchPress"),
     ),
     "it zeroes channels of keys and evicts no entry": ("ThinKPress",),
+    "it reads queries or keys as before position encoding, as method expected_attention does": (
+        *("ExpectedAttentionPress", "CapPress", "LeverageScorePress", "CompactorPress"),
+    ),
 }
 REFUSED: Mapping[str, str] = {name: why for why, names in _REASONS.items() for name in names}
 """Presses that cannot run on what a method sees of one layer, and what is missing; subclasses too."""
-
-PLAIN = ("ExpectedAttentionPress", "CapPress", "LeverageScorePress", "CompactorPress")
-"""Presses that read queries or keys before position encoding; subclasses too."""
 
 _FROM_BUDGET = {"n_sink": "sink", "num_sinks": "sink", "window_size": "window"}
 """Options of presses that the budget fills in unless they are given."""
@@ -61,11 +61,9 @@ def _package() -> ModuleType:
     try:
         return importlib.import_module("kvpress")
     except ImportError as error:
-        if isinstance(error, ModuleNotFoundError) and error.name == "kvpress":
-            reason = "needs the package kvpress; install it"
-        else:
-            reason = f"cannot import its package: {first_line(error)}"
-        raise KVError(f"method 'kvpress' {reason}: {INSTALL}") from error
+        raise KVError(
+            f"method 'kvpress' needs the package kvpress ({first_line(error)}); install it: {INSTALL}"
+        ) from error
 
 
 def available_presses() -> list[str]:
@@ -84,20 +82,6 @@ def available_presses() -> list[str]:
     )
 
 
-def _press_class(name: object) -> type[Any]:
-    """The package's class, if it can run here.
-
-    Raises:
-        KVError: unknown name, or a press that is refused, with the reason.
-    """
-    check_known(f"unknown press {name!r}", str(name), available_presses())
-    press: type[Any] = getattr(_package(), str(name))
-    for ancestor in press.__mro__:
-        if ancestor.__name__ in REFUSED:
-            raise KVError(f"press {name} cannot run as a method: {REFUSED[ancestor.__name__]}")
-    return press
-
-
 def make_press(name: object, options: Mapping[str, Any], budget: Budget) -> Any:
     """A press with its options; sink and window come from the budget where it has such options.
 
@@ -110,7 +94,11 @@ def make_press(name: object, options: Mapping[str, Any], budget: Budget) -> Any:
     Raises:
         KVError: unknown or refused press, unknown or missing option, a value the press rejects.
     """
-    cls = _press_class(name)
+    check_known(f"unknown press {name!r}", str(name), available_presses())
+    cls: type[Any] = getattr(_package(), str(name))
+    for ancestor in cls.__mro__:
+        if ancestor.__name__ in REFUSED:
+            raise KVError(f"press {name} cannot run as a method: {REFUSED[ancestor.__name__]}")
     allowed = [
         option for option in inspect.signature(cls).parameters if option != "compression_ratio"
     ]
@@ -137,8 +125,6 @@ def make_press(name: object, options: Mapping[str, Any], budget: Budget) -> Any:
     try:
         return cls(**arguments)
     except (AssertionError, TypeError, ValueError) as error:
-        if isinstance(error, KVError):
-            raise
         raise KVError(f"press {name} rejects its options: {first_line(error)}") from error
 
 
@@ -167,10 +153,9 @@ class KVPress(Method):
     batch is compressed by itself.
 
     A press that masks (AdaKVPress) has its masked entries evicted: heads of different lengths. One that
-    wants queries or keys before position encoding gets them by the model's rotary table (`PLAIN`), one
-    that wants the output projection its weight. Refused, with what is missing (`REFUSED`): presses that
-    need other forward passes or downloads, that move keys, compress while decoding, or whose ratio
-    cannot be set.
+    wants the output projection gets its weight. Refused, with what is missing (`REFUSED`): presses that
+    need other forward passes, downloads, or queries before position encoding, that move keys, compress
+    while decoding, or whose ratio cannot be set.
 
     Args:
         press: name of the class, e.g. SnapKVPress.
@@ -241,12 +226,10 @@ class KVPress(Method):
         masks, which entries stay [kv_heads, n]."""
         press = make_press(self.press, self.options, budget)
         press.compression_ratio = ratio_for(layer.n, wanted)
-        scorer, chain = press, [press]
-        while any(hasattr(scorer, name) for name in _WRAPPED):
-            scorer = next(getattr(scorer, name) for name in _WRAPPED if hasattr(scorer, name))
-            chain.append(scorer)
-        kinds = {kind.__name__ for one in chain for kind in type(one).__mro__}
-        attention = AttentionModule(layer, row, self.press, plain=not kinds.isdisjoint(PLAIN))
+        scorer = press
+        while wrapping := [name for name in _WRAPPED if hasattr(scorer, name)]:
+            scorer = getattr(scorer, wrapping[0])
+        attention = AttentionModule(layer, self.press, row)
         weights = None
         if isinstance(scorer, _package().ObservedAttentionPress):
             weights = ColumnSums(layer.attention_mass()[row : row + 1])

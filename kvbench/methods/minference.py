@@ -38,12 +38,12 @@ def _module(name: str) -> ModuleType:
         KVError: the package, or that file of it, is absent.
     """
     package = importlib.util.find_spec("minference")
-    if package is None or package.origin is None:
-        raise KVError(f"method 'minference' needs the package minference; install it: {INSTALL}")
-    file = Path(package.origin).parent / "modules" / f"{name}.py"
+    file = Path((package and package.origin) or "").parent / "modules" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"_kvbench_minference_{name}", file)
     if spec is None or spec.loader is None or not file.is_file():
-        raise KVError(f"method 'minference': {file} does not exist; install minference 0.1.6")
+        raise KVError(
+            f"method 'minference' needs the package minference 0.1.6; install it: {INSTALL}"
+        )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -100,26 +100,26 @@ class MInference(Method):
         file, name = CLUSTERS[self.cluster]
         cluster = getattr(_module(file), name)
         capacity = budget.capacity(layer.n)
+        options: dict[str, Any] = {"max_capacity_prompt": capacity, "window_size": budget.window}
         if self.cluster == "streaming_llm":
             if budget.sink < 1:
                 raise KVError("budget.sink is 0; minference's streaming_llm allows: 1 or more")
-            return cluster(window_size=capacity - budget.sink, max_capacity_prompt=capacity)
+            return cluster(**options | {"window_size": capacity - budget.sink})
         if not 1 <= budget.window < capacity:
             raise KVError(
                 f"budget.window is {budget.window} and the capacity {capacity}; minference's "
                 f"{self.cluster} allows: a window of 1 or more, less than the capacity"
             )
-        shape = {"window_size": budget.window, "max_capacity_prompt": capacity}
-        how = {"kernel_size": self.kernel_size, "pooling": self.pooling}
-        if self.cluster == "snapkv":
-            return cluster(**shape, **how)
-        if layer.num_layers < 2:
-            raise KVError(
-                "minference's pyramidkv divides by the number of layers less one; "
-                "allowed: models with two or more full-attention layers"
-            )
-        place = {"num_hidden_layers": layer.num_layers, "layer_idx": layer.layer_index}
-        return cluster(**shape, **how, **place, beta=self.beta)
+        options |= {"kernel_size": self.kernel_size, "pooling": self.pooling}
+        if self.cluster == "pyramidkv":
+            if layer.num_layers < 2:
+                raise KVError(
+                    "minference's pyramidkv divides by the number of layers less one; "
+                    "allowed: models with two or more full-attention layers"
+                )
+            place = {"num_hidden_layers": layer.num_layers, "layer_idx": layer.layer_index}
+            options |= {**place, "beta": self.beta}
+        return cluster(**options)
 
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """What the package's cluster keeps, ascending: [batch, heads, c, head_dim].

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from kvbench.errors.options import Count, Fraction, Odd
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
-from kvbench.methods._select import positions_between, top_positions
+from kvbench.methods._select import best_and_recent
 from kvbench.methods.base import Method, Recompression
 
 ROWS = 512
@@ -93,15 +93,13 @@ class RKV(Method):
         Raises:
             KVError: fewer entries than the window, or the layer lacks its queries.
         """
-        n, count = layer.n, budget.capacity(layer.n) - self.window
+        count = budget.capacity(layer.n) - self.window
         if count < 0:
             raise KVError(
                 f"rkv.window is {self.window}; allowed: at most {count + self.window} here"
             )
-        best = top_positions(self.entry_scores(layer), count)
-        return gather_entries(
-            layer, torch.cat([best, positions_between(layer, n - self.window, n)], -1)
-        )
+        scores = self.entry_scores(layer)
+        return gather_entries(layer, best_and_recent(layer, scores, count, self.window))
 
     def entry_scores(self, layer: LayerKV) -> Tensor:
         """Scores of the entries before the window, [batch, kv_heads, n - window]."""

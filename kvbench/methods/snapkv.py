@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from kvbench.errors.options import Odd
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
-from kvbench.methods._select import group_mean, positions_between, top_positions
+from kvbench.methods._select import best_and_recent, group_mean
 from kvbench.methods.base import Method
 
 
@@ -47,9 +47,8 @@ def keep_best(
         group = scores.shape[1] // layer.keys.shape[1]
         keys, values = (x.repeat_interleave(group, 1) for x in (layer.keys, layer.values))
         layer = replace(layer, keys=keys, values=values)
-    chosen = top_positions(group_mean(scores, layer.keys.shape[1]), count)
-    recent = positions_between(layer, layer.n - window, layer.n)
-    return gather_entries(layer, torch.cat([chosen, recent], dim=-1))
+    scores = group_mean(scores, layer.keys.shape[1])
+    return gather_entries(layer, best_and_recent(layer, scores, count, window))
 
 
 @dataclass(frozen=True, kw_only=True)

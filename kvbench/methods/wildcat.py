@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +25,7 @@ LAMBERT = 6.383202050647408
 """Divisor in the other: 2 sqrt(1 + exp(W(2 / e^2) + 2))."""
 
 
-@dataclass(frozen=True)
-class Bins:
+class Bins(NamedTuple):
     """How the middle is cut.
 
     Attributes:
@@ -38,26 +36,14 @@ class Bins:
     edges: tuple[int, ...]
     entries: tuple[int, ...]
 
-    @cached_property
-    def token_counts(self) -> tuple[int, ...]:
+    @property
+    def tokens(self) -> list[int]:
         """Tokens of each bin."""
-        return tuple(b - a for a, b in itertools.pairwise(self.edges))
-
-    def sizes(self, device: torch.device) -> Tensor:
-        """`token_counts`, [bins]."""
-        return torch.tensor(self.token_counts, device=device)
-
-    def places(self, device: torch.device) -> Tensor:
-        """Where in the middle the tokens of each bin are, [bins, largest]; places beyond a bin's end
-        repeat its first token."""
-        starts = torch.tensor(self.edges[:-1], device=device)[:, None]
-        within = torch.arange(max(self.token_counts), device=device)
-        return starts + torch.where(within < self.sizes(device)[:, None], within, 0)
+        return [b - a for a, b in itertools.pairwise(self.edges)]
 
 
-@dataclass(frozen=True)
-class Coresets:
-    """Entries of every bin; tensors [heads, bins, r, ...], after `joined` [batch, heads, bins * r, ...].
+class Coresets(NamedTuple):
+    """Entries of every bin; tensors [heads, bins, r, ...].
 
     Attributes:
         pivots: place of the chosen key in the middle.
@@ -70,22 +56,6 @@ class Coresets:
     denominators: Tensor
     shifts: Tensor
     found: Tensor
-
-    @classmethod
-    def joined(cls, parts: Sequence[Coresets], heads: tuple[int, int]) -> Coresets:
-        """The coresets of all heads, of shape (batch, heads)."""
-        columns = zip(*(vars(part).values() for part in parts), strict=True)
-        return cls(*(torch.cat(column).flatten(1, 2).unflatten(0, heads) for column in columns))
-
-    def trimmed(self, most: int) -> Coresets:
-        """`joined` ones without the room that no head uses: at most so many entries, those that exist
-        first, in the order they have."""
-        most = min(most, int(self.found.sum(-1).max()))
-        order = (~self.found).to(torch.int8).argsort(dim=-1, stable=True)[..., :most]
-        rows = (
-            rows_at(x, order) if x.dim() == 4 else x.gather(-1, order) for x in vars(self).values()
-        )
-        return Coresets(*rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +140,7 @@ class WildCat(Method):
         """Sink, the coresets, window. Draws: one tensor [r, kv_heads, bins, largest bin] float32, row t
         for the t-th pivot of every bin, shared by the rows of a batch."""
         bins = self.cut(budget, layer.n)
-        shape = (max(bins.entries), layer.keys.shape[1], len(bins.entries), max(bins.token_counts))
+        shape = (max(bins.entries), layer.keys.shape[1], len(bins.entries), max(bins.tokens))
         uniforms = _draws.uniforms(generator, layer.keys.device, *shape)
         return self.select(layer, budget, uniforms[0][:, None])
 
@@ -187,7 +157,11 @@ class WildCat(Method):
         sink, window = positions_between(layer, 0, first), positions_between(layer, last, n)
         if not total:
             return gather_entries(layer, torch.cat([sink, window], dim=-1))
-        places = bins.places(device)
+        starts, sizes = (
+            torch.tensor(x, device=device)[:, None] for x in (bins.edges[:-1], bins.tokens)
+        )
+        within = torch.arange(max(bins.tokens), device=device)
+        places = starts + within * (within < sizes)  # beyond a bin's end its first token, again
         drawn = to_device(uniforms, device).expand(-1, batch, -1, -1, -1).flatten(1, 2)
         keys, values = layer.keys.flatten(0, 1), layer.values.flatten(0, 1)
         mean = keys.mean(1, keepdim=True, dtype=torch.float32)
@@ -199,13 +173,17 @@ class WildCat(Method):
             k, v = keys[part, first:last], values[part, first:last]
             if places.numel() != last - first:  # bins of different sizes
                 k, v = (x.index_select(1, places.flatten()) for x in (k, v))
-            k, v = ((k - mean[part]), v.float())
-            k, v = (x.unflatten(1, places.shape) for x in (k, v))
+            k, v = (x.unflatten(1, places.shape) for x in (k - mean[part], v.float()))
             parts.append(self.coreset(k, v, drawn[:, part], bins, layer))
-        coresets = Coresets.joined(parts, (batch, heads))
-        ragged = not bool(coresets.found.all())  # bins that differ in entries, or have few keys
-        if ragged:
-            coresets = coresets.trimmed(total)
+        columns = (torch.cat(column).flatten(1, 2) for column in zip(*parts, strict=True))
+        coresets = Coresets(*(column.unflatten(0, (batch, heads)) for column in columns))
+        if not bool(coresets.found.all()):  # bins that differ in entries, or have few keys
+            # No room that no head uses; entries that exist first, in the order they have.
+            most = min(total, int(coresets.found.sum(-1).max()))
+            order = (~coresets.found).to(torch.int8).argsort(dim=-1, stable=True)[..., :most]
+            coresets = Coresets(
+                *(rows_at(x, order) if x.dim() == 4 else x.gather(-1, order) for x in coresets)
+            )
         found, chosen = coresets.found, coresets.pivots + first
         positions = torch.cat([sink, torch.where(found, chosen, 0), window], dim=-1)
         mixed = coresets.numerators.to(values.dtype)
@@ -236,9 +214,11 @@ class WildCat(Method):
         """
         heads, count, largest = keys.shape[:3]
         sets, steps, device = heads * count, uniforms.shape[0], keys.device
-        sizes, wanted = bins.sizes(device).repeat(heads), torch.tensor(bins.entries, device=device)
-        wanted = wanted.repeat(heads)
-        padded = min(bins.token_counts) < largest
+        starts, sizes, wanted = (
+            torch.tensor(x, device=device).repeat(heads)
+            for x in (bins.edges[:-1], bins.tokens, bins.entries)
+        )
+        padded = min(bins.tokens) < largest
         real = torch.arange(largest, device=device) < sizes[:, None] if padded else None
         kernel = Gaussian(keys.view(sets, largest, -1))
         if real is not None:
@@ -255,10 +235,8 @@ class WildCat(Method):
             pivots, found = pivots.gather(1, by_position), found.gather(1, by_position)
             weights = weights.gather(1, by_position[..., None].expand_as(weights))
         exponents = kernel.factors[:, None] * kernel.norms
-        top = exponents.amax(-1, keepdim=True)
-        centre = (
-            top + exponents.amin(-1, keepdim=True)
-        ) / 2  # splits them: neither factor overflows
+        top, bottom = exponents.amax(-1, keepdim=True), exponents.amin(-1, keepdim=True)
+        centre = (top + bottom) / 2  # splits them: neither factor overflows
         own = exponents.gather(-1, pivots)
         limit = math.log(torch.finfo(layer.values.dtype).max) / 2
         shifts = ((top - own) / 2 - limit).clamp(min=0)
@@ -266,7 +244,7 @@ class WildCat(Method):
         weights *= ((exponents - centre) / 2).exp_()[:, None]
         denominators = weights.sum(-1) * scale
         numerators = (weights @ values.flatten(0, 1)) * scale[..., None]
-        if any(e >= size for e, size in zip(bins.entries, bins.token_counts, strict=True)):
+        if any(e >= size for e, size in zip(bins.entries, bins.tokens, strict=True)):
             whole, step = (wanted >= sizes)[:, None], torch.arange(steps, device=device)
             pivots, found = (
                 torch.where(whole, step, pivots),
@@ -278,7 +256,6 @@ class WildCat(Method):
             mass = (denominators * shifts.exp() * found).sum(-1, keepdim=True)
             share = sizes[:, None] / mass
             denominators, numerators = denominators * share, numerators * share[..., None]
-        starts = torch.tensor(bins.edges[:-1], device=device).repeat(heads)
         parts = (pivots + starts[:, None], numerators, denominators, shifts, found)
         return Coresets(*(part.unflatten(0, (heads, count)) for part in parts))
 

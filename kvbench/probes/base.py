@@ -77,9 +77,9 @@ class ReadCost(Cost):
     prefill_s: float = 0.0
     imagined: bool = False
 
-    def record(self) -> dict[str, Any]:
+    def record(self, *, long_answer: bool = False) -> dict[str, Any]:
         """See `Cost.record`; `imagined` only where it is."""
-        found = {**super().record(), "prefill_s": self.prefill_s}
+        found = {**super().record(long_answer=long_answer), "prefill_s": self.prefill_s}
         return found | ({"imagined": True} if self.imagined else {})
 
 

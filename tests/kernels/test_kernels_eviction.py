@@ -7,7 +7,7 @@ import torch
 from support.interpreted import DEVICE, HAVE_TRITON
 
 from kvbench.kernels.decode_attention import entry_table
-from kvbench.kernels.eviction import evict_entries, eviction_table
+from kvbench.kernels.eviction import EvictionTable, evict_entries
 from kvbench.methods.base import Eviction
 
 needs_triton = pytest.mark.skipif(not HAVE_TRITON, reason="the package triton is not installed")
@@ -92,7 +92,7 @@ def test_by_hand(rule, implementation, heads):
 
     before = [[held(row, head, LENGTHS[row]) for head in range(heads)] for row in range(4)]
     new = [[held(row, head, LENGTHS[row] + 1)[-1] for head in range(heads)] for row in range(4)]
-    rules = eviction_table([rule] * 4, LIMITS, scores, positions, places)
+    rules = EvictionTable([rule] * 4, LIMITS, scores, positions, places)
     lengths, received = torch.tensor(LENGTHS, device=DEVICE), mass if weighs else None
     evict_entries(table, rules, lengths, received, fed, going, implementation=implementation)
     for row in range(4):
@@ -111,6 +111,6 @@ def test_rules_of_two_kinds_or_without_scores_are_refused():
     positions = torch.zeros(1, 4, dtype=torch.int64)
     rules = [Eviction("oldest"), Eviction("lightest")]
     with pytest.raises(ValueError, match="allowed: all by age, or all by attention"):
-        eviction_table(rules, [3, 3], [None, None], [positions] * 2, [0, 1])
+        EvictionTable(rules, [3, 3], [None, None], [positions] * 2, [0, 1])
     with pytest.raises(ValueError, match="a rule by attention has no scores"):
-        eviction_table([Eviction("lightest")], [3], [None], [positions], [0])
+        EvictionTable([Eviction("lightest")], [3], [None], [positions], [0])

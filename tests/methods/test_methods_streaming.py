@@ -18,7 +18,7 @@ from kvbench.engine.guard import check_held
 from kvbench.kernels.online_clusters import BLOCK
 from kvbench.kernels.quantize import unpack
 from kvbench.kernels.self_balancing import softmax_balance
-from kvbench.kv import Budget, KVError
+from kvbench.kv import Budget
 from kvbench.methods import build_method
 from kvbench.methods.balancekv_streaming import (
     BalanceFailure,
@@ -279,21 +279,21 @@ def test_failed_walks_raise_or_restart():
     assert tree.batches == 4
 
 
-def test_buckets_by_norm_and_erasure():
-    stream = BalanceKVStream(BalanceKVStreaming(eps=0.1), n=100, t=8, key_radius=1.0)
-    keys = torch.zeros(6, 4)
-    values = torch.zeros(6, 2)
-    values[:, 0] = torch.tensor([1.0, 1.9, 2.0, 0.25, 0.0, 1e-9])
-    stream.extend(keys, values)
-    assert {i: bucket.seen for i, bucket in stream.buckets.items()} == {0: 2, 1: 1, -2: 1}
-    assert stream.denominator.seen == stream.seen == 6
-    with pytest.raises(KVError, match="a key has norm 2; allowed: at most 1"):
-        stream.extend(torch.tensor([[2.0, 0, 0, 0]]), values[:1])
+def stream_of(n, t, key_radius=0.0, **options):
+    return BalanceKVStream(BalanceKVStreaming(**options), [0], n=n, t=t, key_radius=key_radius)
+
+
+def test_buckets_by_norm():
+    stream, values = stream_of(100, 8, 1.0), torch.zeros(1, 6, 2)
+    values[0, :, 0] = torch.tensor([1.0, 1.9, 2.0, 0.25, 0.0, 1e-9])
+    stream.extend(torch.zeros(1, 6, 4), values)
+    assert {i: bucket.seen for i, bucket in stream.buckets[0].items()} == {0: 2, 1: 1, -2: 1}
+    assert stream.denominators[0].seen == stream.seen == 6
 
 
 def test_a_bucket_is_erased_by_its_upper_end():
     """With keys of zero the threshold is eps / (2 n) v_max = v_max / 100."""
-    keys = torch.zeros(3, 4)
+    keys = torch.zeros(1, 3, 4)
     for largest, kept in [
         (99.0, {6, 0, -1}),  # the threshold is just below 1, the upper end of [1/2, 1)
         (100.0, {6, 0}),
@@ -301,11 +301,11 @@ def test_a_bucket_is_erased_by_its_upper_end():
         (199.0, {7, 0}),
         (200.0, {7}),
     ]:
-        stream = BalanceKVStream(BalanceKVStreaming(eps=1.0), n=50, t=8, key_radius=0.0)
-        stream.extend(keys, torch.tensor([[1.75, 0.0], [0.75, 0.0], [0.0, largest]]))
-        assert set(stream.buckets) == kept
-        stream.extend(keys[:1], torch.tensor([[1.5, 0.0]]))
-        assert set(stream.buckets) == kept, "what comes late and is as small is not kept either"
+        stream = stream_of(50, 8, eps=1.0)
+        stream.extend(keys, torch.tensor([[[1.75, 0.0], [0.75, 0.0], [0.0, largest]]]))
+        assert set(stream.buckets[0]) == kept
+        stream.extend(keys[:, :1], torch.tensor([[[1.5, 0.0]]]))
+        assert set(stream.buckets[0]) == kept, "what comes late and is as small is not kept either"
 
 
 @pytest.mark.parametrize("bits", [None, 4])
@@ -326,8 +326,8 @@ def test_denominator_samples_hold_keys_only(name, bits):
     if bits is None:
         assert cache.entry_bytes() == 2 * 4 * (count * dim + (count - without) * dim + count)
     else:
-        held_keys, held_values = (unpack(part.blocks[0]).double() for part in cache.before[:2])
-        assert cache.entry_bytes() == sum(x.nbytes for x in cache.before[:2]) + 2 * 4 * count
+        held_keys, held_values = (unpack(part.blocks[0]).double() for part in cache.packed)
+        assert cache.entry_bytes() == sum(x.nbytes for x in cache.packed) + 2 * 4 * count
     held_values = torch.cat([torch.zeros(2, without, dim, dtype=torch.float64), held_values], 1)
     weights, generator = kept.log_weights[0].double(), torch.Generator().manual_seed(9)
     for tokens in (1, 3, 2):  # the last has to grow the buffers
@@ -347,18 +347,17 @@ def test_denominator_samples_hold_keys_only(name, bits):
 
 def test_balancekv_stream_answers_at_every_step():
     """Exact while nothing has been halved, and of bounded error after."""
-    keys, values = (part[0] for part in data(1, 300, 4, seed=2, scale=0.3))
-    radius = float(keys.norm(dim=1).max()) * 1.001
-    stream = BalanceKVStream(BalanceKVStreaming(eps=1e-3), n=300, t=128, key_radius=radius)
+    keys, values = data(1, 300, 4, seed=2, scale=0.3)
+    stream = stream_of(300, 128, float(keys.norm(dim=-1).max()) * 1.001, eps=1e-3)
     query = torch.tensor([0.5, -0.2, 0.9, 0.1])
     for token in range(300):
-        stream.extend(keys[token : token + 1], values[token : token + 1])
-        weights = (keys[: token + 1] @ query).softmax(0)
-        above, below = stream.numerator(), stream.denominator.sample()
+        stream.extend(keys[:, token : token + 1], values[:, token : token + 1])
+        weights = (keys[0, : token + 1] @ query).softmax(0)
+        above, below = stream.numerator(), stream.denominator()
         terms = (above.keys @ query + above.log_weights).exp()
         total = (below.keys @ query + below.log_weights).exp().sum()
-        error = terms @ above.values / total - weights @ values[: token + 1]
+        error = terms[0] @ above.values[0] / total - weights @ values[0, : token + 1]
         if token < 127:
             torch.testing.assert_close(error, torch.zeros(5), atol=1e-5, rtol=0)
         else:  # equation (2)
-            assert error.norm() < 2.0 * weights.norm() * values[: token + 1].norm()
+            assert error.norm() < 2.0 * weights.norm() * values[0, : token + 1].norm()

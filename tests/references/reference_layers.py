@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
 import torch
+from support.method_layers import make_layer, rotary
 from torch import Tensor
 
 from kvbench.engine.loading import ASSET_PREFIX, ModelSpec, local_path
@@ -48,29 +49,12 @@ def random_layer(
 ) -> LayerKV:
     """Normal keys, values and all queries, a rotary table and an output projection."""
     batch, kv_heads, group, n, dim = shape
-    generator = torch.Generator().manual_seed(seed)
-    queries = torch.randn(batch, kv_heads * group, n, dim, generator=generator)
-    keys = torch.randn(batch, kv_heads, n, dim, generator=generator)
-    values = torch.randn(batch, kv_heads, n, dim, generator=generator)
+    heads = {"kv_heads": kv_heads, "group": group, "dim": dim}
+    where = {"layer_index": layer_index, "num_layers": num_layers}
+    layer = make_layer(n, batch=batch, dtype=dtype, seed=seed, **heads, **where)
+    mixing = torch.randn(24, kv_heads * group * dim).to(dtype)
     scaling = dim**-0.5 if scaling is None else scaling
-    mixing = torch.randn(24, kv_heads * group * dim, generator=generator).to(dtype)
-    return LayerKV(
-        keys.to(dtype),
-        values.to(dtype),
-        queries.to(dtype),
-        layer_index,
-        num_layers,
-        scaling,
-        output=mixing.clone,
-        rotary=lambda positions: rotary_table(positions, dim),
-    )
-
-
-def rotary_table(positions: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """cos and sin [p, dim], halves repeated, base 10,000."""
-    angles = positions[:, None] * 10000.0 ** (-torch.arange(0, dim, 2) / dim)
-    angles = torch.cat([angles, angles], dim=-1)
-    return angles.cos(), angles.sin()
+    return replace(layer, scaling=scaling, output=mixing.clone, rotary=rotary(dim))
 
 
 def shipped_spec() -> ModelSpec:

@@ -33,7 +33,7 @@ from kvbench.kv import Budget, KVError, LayerKV
 from kvbench.methods import Method, build_method
 from kvbench.methods._adapters import find_rows
 from kvbench.methods._select import group_mean
-from kvbench.methods.kvpress import REFUSED, available_presses, ratio_for
+from kvbench.methods.kvpress import REFUSED, available_presses, make_press, ratio_for
 from kvbench.methods.pyramidkv import PyramidKV
 from kvbench.methods.snapkv import keep_best, window_scores
 
@@ -41,15 +41,20 @@ kvpress = pytest.importorskip("kvpress", reason="needs the package kvpress: make
 
 SNAP = {"press": "SnapKVPress"}
 PLAIN = (
-    *("CapPress", "CompactorPress", "ExpectedAttentionPress", "CURPress", "KeyDiffPress"),
-    *("KnormPress", "NonCausalAttnPress", "ObservedAttentionPress", "PyramidKVPress"),
+    *(
+        "CURPress",
+        "KeyDiffPress",
+        "KnormPress",
+        "NonCausalAttnPress",
+        "ObservedAttentionPress",
+        "PyramidKVPress",
+    ),
     *("RandomPress", "SnapKVPress", "StreamingLLMPress", "TOVAPress"),
 )
 RUNS: dict[str, dict[str, Any]] = {
     **{press: {} for press in PLAIN},
     **dict.fromkeys(("AdaKVPress", "CriticalAdaKVPress", "CriticalKVPress"), SNAP),
     **dict.fromkeys(("EntropyGatedChunkKVPress", "MergingPress"), SNAP),
-    "LeverageScorePress": {"sketch_dimension": 8},
     "BlockPress": {**SNAP, "block_size": 50},
     "ChunkKVPress": {**SNAP, "chunk_length": 10},
     "ChunkPress": {**SNAP, "chunk_length": 110},
@@ -364,13 +369,27 @@ def native_prefill(press: Any, ids: tuple[int, ...], attention: str = "sdpa") ->
     return cache, masked
 
 
+EXPECTED = "ExpectedAttentionPress"
 OURS = {
     "SnapKVPress": "snapkv",
     "StreamingLLMPress": "streaming_llm",
-    "ExpectedAttentionPress": "expected_attention",
+    EXPECTED: "expected_attention",
 }
 """Presses that keep the same entries as a method of ours."""
-NATIVE = sorted({*PLAIN, "CriticalKVPress", "LagKVPress"} - {"CompactorPress", "RandomPress"})
+NATIVE = sorted(
+    {*PLAIN, "CriticalKVPress", "ExpectedAttentionPress", "LagKVPress"} - {"RandomPress"}
+)
+
+
+def package_press(press: str, options: dict[str, Any], budget: Budget, n: int) -> Any:
+    """A press as the package's users make it, for n tokens; EXPECTED is refused as a method."""
+    if EXPECTED in (press, options.get("press")):
+        made = kvpress.ExpectedAttentionPress(n_sink=budget.sink)
+        made = made if press == EXPECTED else getattr(kvpress, press)(press=made)
+    else:
+        made = make_press(press, options, budget)
+    made.compression_ratio = ratio_for(n, budget.capacity(n))
+    return made
 
 
 @pytest.mark.parametrize("press", NATIVE)
@@ -380,14 +399,10 @@ def test_on_the_shipped_model_the_packages_own_hooks_keep_the_same_entries(
 ) -> None:
     """The package hooks into transformers' model and computes queries from hidden states; kvbench
     captures queries, keys and values in its own prefill. Keys agree to rounding, entries exactly."""
-    name, options = OURS.get(press), RUNS[press]
+    name, options = OURS.get(press), RUNS.get(press, {})
     budget, ids = BUDGETS[0], shipped_prompts()[prompt]
-    method = press_method(press, **options)
-    capacity = budget.capacity(len(ids))
-    from kvbench.methods.kvpress import make_press
-
-    native = make_press(press, options, budget)
-    native.compression_ratio = ratio_for(len(ids), capacity)
+    method = build_method(name) if press == EXPECTED else press_method(press, **options)
+    native = package_press(press, options, budget, len(ids))
     attention = "eager" if press == "ObservedAttentionPress" else "sdpa"
     cache, _ = native_prefill(native, ids, attention)
     for layer, own in zip(shipped_layers(prompt), cache.layers, strict=True):
@@ -405,18 +420,19 @@ def test_on_the_shipped_model_the_packages_own_hooks_keep_the_same_entries(
             assert_same_entries(kept(build_method(name), layer, budget), held)
 
 
-@pytest.mark.parametrize("press", ["AdaKVPress", "CriticalAdaKVPress"])
-@pytest.mark.parametrize("inner", ["SnapKVPress", "ExpectedAttentionPress"])
+MASKING = [(press, "SnapKVPress") for press in ("AdaKVPress", "CriticalAdaKVPress")]
+
+
+@pytest.mark.parametrize(("press", "inner"), [*MASKING, ("AdaKVPress", EXPECTED)])
 @pytest.mark.parametrize("prompt", range(3))
 def test_entries_that_the_package_masks_are_really_evicted(
     press: Any, inner: Any, prompt: Any
 ) -> None:
-    from kvbench.methods.kvpress import make_press
-
-    budget, ids = BUDGETS[0], shipped_prompts()[prompt]
-    native = make_press(press, {"press": inner}, budget)
-    native.compression_ratio = ratio_for(len(ids), budget.capacity(len(ids)))
-    method = press_method(press, press=inner)
+    ids = shipped_prompts()[prompt]
+    budget = replace(BUDGETS[0], window=0) if inner == EXPECTED else BUDGETS[0]
+    native = package_press(press, {"press": inner}, budget, len(ids))
+    ours = build_method("adakv", of="expected_attention")
+    method = ours if inner == EXPECTED else press_method(press, press=inner)
     differ, total, (_, masked) = 0, 0, native_prefill(native, ids)
     for layer, (_, heads, tokens) in zip(shipped_layers(prompt), masked, strict=True):
         held = kept(method, layer, budget)
@@ -461,7 +477,6 @@ CASES = [
         {},
         {"queries": QUERIES[:, :, -20:]},
     ),
-    Case("CapPress", "no rotary table", {}, {"rotary": None}),
     Case("CriticalKVPress", "shows none", SNAP, {"output": None}),
     Case("ChunkPress", "does not support attentions", {"press": "ObservedAttentionPress"}, {}),
     Case("ChunkPress", "greater than the window", {"press": "SnapKVPress", "chunk_length": 4}, {}),
@@ -481,7 +496,6 @@ def test_a_press_that_asks_for_more_than_a_method_sees_is_refused_by_name(monkey
     layer = random_layer((1, 2, 2, 300, 16), 0)
     for press, asked in [("CapPress", "rotary_emb"), ("LeverageScorePress", "k_proj")]:
         monkeypatch.setattr("kvbench.methods.kvpress.REFUSED", {})
-        monkeypatch.setattr("kvbench.methods.kvpress.PLAIN", ())
         method = press_method(press)
         with pytest.raises(KVError, match=asked):
             method.compress(layer, BUDGETS[0], torch.Generator().manual_seed(0))

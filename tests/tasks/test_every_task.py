@@ -18,7 +18,7 @@ from support.jobs import make_job, records_of
 from support.paths import DATA, ROOT
 
 from kvbench.cli.catalogue import config_dir
-from kvbench.engine.loading import ModelSpec, checked_config
+from kvbench.engine.loading import ModelSpec, load_config
 from kvbench.run.runner import run_job
 from kvbench.tasks.base import PromptEncoder, Task, TaskError
 from kvbench.tasks.jsonl import Jsonl
@@ -118,7 +118,7 @@ def test_every_model_config_makes_a_model_that_can_be_run() -> None:
         config = composed(f"model={name}", "task_label=t")
         spec: ModelSpec = instantiate(config.model, _convert_="all")
         assert re.fullmatch(r"[0-9a-f]{40}", spec.revision or "0" * 40), name
-        architecture = checked_config(spec)
+        architecture = load_config(spec)
         if spec.max_input is not None:
             assert spec.max_input + 512 <= architecture.max_position_embeddings, name
         assert not spec.trust_remote_code
