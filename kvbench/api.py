@@ -18,19 +18,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge, Lt
 
+from kvbench.engine import loading
 from kvbench.engine.architecture import compressible_layers, kvbench_attention_on
 from kvbench.engine.fork import Fork, prompt_name
 from kvbench.engine.generate import run_forks
 from kvbench.engine.kept import entries_of
 from kvbench.engine.live import Compression, compressed_generation, decoder, token_ids
-from kvbench.engine.loading import (
-    ModelSpec,
-    end_token_ids,
-    load_tokenizer,
-    resolve_device,
-    resolve_dtype,
-)
-from kvbench.engine.loading import load_model as load_spec
 from kvbench.engine.prefill import prefill
 from kvbench.engine.stopping import Stopping
 from kvbench.errors.options import Count, fits, refusal
@@ -64,10 +57,10 @@ def load_model(
         ModelError: what cannot be loaded, and what to do.
         UnsupportedModel: an architecture whose cache is not compressed.
     """
-    spec = ModelSpec(name=options.pop("name", path), path=path, **options)
-    where = resolve_device(device)
-    model = load_spec(spec, device=where, dtype=resolve_dtype(dtype, where, spec.dtype))
-    return model, load_tokenizer(spec)
+    spec = loading.ModelSpec(name=options.pop("name", path), path=path, **options)
+    where = loading.resolve_device(device)
+    number = loading.resolve_dtype(dtype, where, spec.dtype)
+    return loading.load_model(spec, device=where, dtype=number), loading.load_tokenizer(spec)
 
 
 def compress(
@@ -200,7 +193,7 @@ def compare(
         raise KVError(refusal("max_new_tokens", max_new_tokens, Count))
     tokens = {name: _token_ids(tokenizer, one) for name, one in prompts.items()}
 
-    ends, decode = end_token_ids(model, tokenizer), decoder(tokenizer)
+    ends, decode = loading.end_token_ids(model, tokenizer), decoder(tokenizer)
     stopping = Stopping(max_new_tokens, ends, tuple(stop), decode)
     once = {label for label, method in named.items() if not method.uses_budget}
     forks = {
@@ -349,13 +342,14 @@ def _labelled(methods: Sequence[str | Method] | Mapping[str, str | Method]) -> d
     made = [_method(one, {}) for one in ([methods] if isinstance(methods, str) else methods)]
     if not made:
         raise KVError("methods is empty; allowed: one or more names, e.g. ['exact', 'snapkv']")
-    labels = [label for label, _ in made]
-    twice = next((label for label in labels if labels.count(label) > 1), None)
-    if twice is not None:
-        raise KVError(
-            f"methods names {twice!r} twice; allowed: each once, or a mapping from labels"
-        )
-    return dict(made)
+    found: dict[str, Method] = {}
+    for label, method in made:
+        if label in found:
+            raise KVError(
+                f"methods names {label!r} twice; allowed: each once, or a mapping from labels"
+            )
+        found[label] = method
+    return found
 
 
 def _token_ids(tokenizer: Any, prompt: Prompt) -> list[int]:

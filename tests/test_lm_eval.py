@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 
 import lm_eval
 import pytest
@@ -14,6 +13,7 @@ import transformers as t
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from support.jobs import make_job, records_of
+from support.tiny import CONFIGS
 
 from kvbench.engine import scoring
 from kvbench.engine.loading import ModelSpec
@@ -41,7 +41,7 @@ def save_model(folder, *, bos):
     inner = tokenizers.Tokenizer(tokenizers.models.BPE())
     inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = tokenizers.decoders.ByteLevel()
-    inner.train_from_iterator([" ".join(WORDS)] * 20, trainer)
+    inner.train_from_iterator([TEXT] * 20, trainer)
     if bos:
         inner.post_processor = tokenizers.processors.TemplateProcessing(
             single="<s> $A", special_tokens=[("<s>", 0)]
@@ -50,20 +50,10 @@ def save_model(folder, *, bos):
     t.PreTrainedTokenizerFast(
         tokenizer_object=inner, eos_token="</s>", pad_token="</s>", **names
     ).save_pretrained(folder)
+    config = CONFIGS["llama"]()
+    changes = {"max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 1}
+    config.update({"vocab_size": inner.get_vocab_size(), **changes})
     torch.manual_seed(0)
-    config = t.LlamaConfig(
-        vocab_size=inner.get_vocab_size(),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.25,
-        tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
     t.LlamaForCausalLM(config).save_pretrained(folder)
     return str(folder)
 
@@ -119,12 +109,11 @@ def test_exact_is_hflm(folder):
 
 def test_exact_rolls_and_generates_as_hflm(folder):
     rolling = [Instance("loglikelihood_rolling", {}, (text(200, seed=4),), 0)]
-    options = {"until": ["the"], "max_gen_toks": 12, "do_sample": False}
+    options = {"max_gen_toks": 12, "do_sample": False}
+    given = ((text(30, seed=5), ["the"]), (text(90, seed=6), []), (text(400, seed=7), [" home"]))
     asked = [
-        Instance("generate_until", {}, (words, dict(options, until=list(stop))), i)
-        for i, (words, stop) in enumerate(
-            [(text(30, seed=5), ["the"]), (text(90, seed=6), []), (text(400, seed=7), [" home"])]
-        )
+        Instance("generate_until", {}, (words, {**options, "until": stop}), i)
+        for i, (words, stop) in enumerate(given)
     ]
     theirs, ours = hflm(folder), KVBenchLM(folder, device="cpu", batch_size=2)
     assert ours.loglikelihood_rolling(rolling) == pytest.approx(
@@ -213,11 +202,8 @@ def task_folder(tmp_path):
 
 def harness_job(saved, tmp_path, task, methods, **changes):
     """A job of our side on the saved model."""
-    spec = ModelSpec(name="tiny", path=saved)
-    session = Session(spec, torch.device("cpu"), torch.float32)
-    return replace(
-        make_job(tmp_path, methods), session=session, plan=task, task="lm_eval", **changes
-    )
+    session = Session(ModelSpec(name="tiny", path=saved), torch.device("cpu"), torch.float32)
+    return make_job(tmp_path, methods, session=session, plan=task, task="lm_eval", **changes)
 
 
 def test_our_side_gives_the_numbers_of_its_side(saved, tmp_path):

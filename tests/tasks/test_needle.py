@@ -37,8 +37,7 @@ def task(**options: Any) -> Any:
     return Needle(**{**NEEDLE, **few, **options})
 
 
-@pytest.mark.parametrize("encoder", [PLAIN, WRAPPED])
-@pytest.mark.parametrize("repeats", [1, 3])
+@pytest.mark.parametrize(("encoder", "repeats"), [(PLAIN, 3), (WRAPPED, 1)])
 def test_prompts_have_exactly_the_asked_length(encoder: Any, repeats: int) -> None:
     found = task(repeats=repeats).examples(encoder)
     assert len(found) == 10
