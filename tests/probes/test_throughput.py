@@ -36,7 +36,8 @@ def job(tmp_path, probe, methods=METHODS):
 
 
 def test_a_batch_is_measured_as_a_whole_and_prefilled_once_per_run(tmp_path):
-    probe = Throughput(settings=[(60, 4, 1), (60, 4, 3)], runs=2, rates=(0.5, 0.2))
+    settings = [(60, 4, batch, rate) for batch in (1, 3) for rate in (0.5, 0.2)]
+    probe = Throughput(settings=settings, runs=2)
     made = job(tmp_path, probe)
     prefills = []
     made.session.model.register_forward_pre_hook(
