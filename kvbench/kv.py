@@ -95,13 +95,15 @@ class Budget:
             return None
         return self.rate if self.total_rate is None else self.total_rate
 
-    def with_share(self, share: float) -> Budget:
-        """The same budget at another fraction: of the whole prompt where it names one, else of the
-        middle.
+    def with_share(self, share: float | None) -> Budget:
+        """The same budget at another fraction, if one is given: of the whole prompt where it names one,
+        else of the middle.
 
         Raises:
             KVError: the fraction is not in (0, 1], or the budget is a `size`.
         """
+        if share is None:
+            return self
         if self.size is not None:
             raise KVError(f"budget.size is {self.size}, so there is no rate to vary; allowed: null")
         at_rate = self.total_rate is None

@@ -156,37 +156,35 @@ def names_a_secret(key: str) -> bool:
     return bool(_SECRET_NAME.search(key))
 
 
-def redact(value: T) -> T:
+def redact(value: T, known: Sequence[str] | None = None) -> T:
     """`value` (text, or JSON values that hold text) without tokens and keys.
 
     Hidden are the values of the environment's variables that are named like a secret, what follows
     such a name and ``=`` or ``:``, and what is shaped like a token of a known service.
+
+    Args:
+        known: those values, where they are known.
     """
-    return _redacted(value, _environment())
-
-
-def _environment() -> list[str]:
-    """Secrets of the environment, as they are and as a URL has them, the longest first."""
-    found = {
-        value
-        for name, value in os.environ.items()
-        if _SECRET_VARIABLE.search(name) and len(value) >= _SHORTEST
-    }
-    return sorted(found | {quote(value, safe="") for value in found}, key=len, reverse=True)
-
-
-def _redacted(value: Any, known: list[str]) -> Any:
+    if known is None:
+        found = {
+            text
+            for name, text in os.environ.items()
+            if _SECRET_VARIABLE.search(name) and len(text) >= _SHORTEST
+        }
+        # as they are and as a URL has them, the longest first
+        known = sorted(found | {quote(text, safe="") for text in found}, key=len, reverse=True)
+    redacted: Any = value
     if isinstance(value, str):
         for secret in known:
-            value = value.replace(secret, HIDDEN)
-        return _BARE_KEY.sub(rf"\1{HIDDEN}", _SHAPES.sub(HIDDEN, value))
-    if isinstance(value, Mapping):
-        return {
+            redacted = redacted.replace(secret, HIDDEN)
+        redacted = _BARE_KEY.sub(rf"\1{HIDDEN}", _SHAPES.sub(HIDDEN, redacted))
+    elif isinstance(value, Mapping):
+        redacted = {
             key: HIDDEN
             if isinstance(item, str) and names_a_secret(str(key))
-            else _redacted(item, known)
+            else redact(item, known)
             for key, item in value.items()
         }
-    if isinstance(value, list | tuple):
-        return [_redacted(item, known) for item in value]
-    return value
+    elif isinstance(value, list | tuple):
+        redacted = [redact(item, known) for item in value]
+    return redacted

@@ -19,12 +19,10 @@ from kvbench.kv import Budget, KVError, gather_entries
 from kvbench.methods import build_method
 from kvbench.methods.base import Method
 from kvbench.probes import fidelity
-from kvbench.probes.fidelity import (
-    FidelityProbe,
-    teacher_forced,
-)
+from kvbench.probes.fidelity import FidelityProbe, teacher_forced
 from kvbench.run.runner import run_job
 from kvbench.tasks.base import TaskError
+from kvbench.tasks.text import RunningText
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,17 +163,15 @@ def test_records_hold_the_definition(tmp_path):
     assert run_job(probe_job(tmp_path, probe, methods)).written == 0
 
 
-def test_files_contexts_and_given_texts(tmp_path):
+def test_running_text_contexts_and_given_answers(tmp_path):
     (tmp_path / "a.txt").write_text("the quick brown fox " * 20)
-    probe = FidelityProbe(
-        files=str(tmp_path / "*.txt"), prompt_tokens=60, tokens=6, continuation="given"
-    )
+    prompts = RunningText(files=str(tmp_path / "*.txt"), tokens=60, max_new_tokens=6)
     methods = {"uniform": build_method("uniform")}
-    job = probe_job(tmp_path, probe, methods, task="files")
-    records = records_of(run_job(job))["uniform"]
-    assert [r["example_id"] for r in records] == [f"a.txt-{k}" for k in range(6)]
     text = (tmp_path / "a.txt").read_text()
-    assert records[1]["answers"] == [text[66 + 60 : 66 + 66]]
+    probe = FidelityProbe(prompts=prompts, tokens=6, continuation="given")
+    records = records_of(run_job(probe_job(tmp_path, probe, methods, task="text")))["uniform"]
+    assert [record["example_id"] for record in records] == [f"a.txt/{60 * k}" for k in range(6)]
+    assert records[1]["answers"] == [text[120:126]]
     probe = FidelityProbe(prompts=Echo(count=1), tokens=4, continuation="given")
     job = probe_job(tmp_path, probe, methods, task="context", compress_after="context")
     (record,) = records_of(run_job(job))["uniform"]
@@ -185,7 +181,6 @@ def test_files_contexts_and_given_texts(tmp_path):
 
 def test_refusals(tmp_path):
     for options, words in (
-        ({}, "exactly one"),
         ({"prompts": Echo(), "continuation": "own"}, r"allowed: greedy \| given"),
         ({"prompts": Echo(), "tokens": 0}, "task.tokens is 0"),
         ({"prompts": Echo(), "rates": [2]}, r"task.rates is \[2\]"),

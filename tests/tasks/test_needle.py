@@ -37,8 +37,7 @@ def task(**options: Any) -> Any:
     return Needle(**{**NEEDLE, **few, **options})
 
 
-@pytest.mark.parametrize("encoder", [PLAIN, WRAPPED])
-@pytest.mark.parametrize("repeats", [1, 3])
+@pytest.mark.parametrize(("encoder", "repeats"), [(PLAIN, 3), (WRAPPED, 1)])
 def test_prompts_have_exactly_the_asked_length(encoder: Any, repeats: int) -> None:
     found = task(repeats=repeats).examples(encoder)
     assert len(found) == 10
@@ -84,6 +83,14 @@ def test_examples_depend_on_the_seed_alone_and_fillers_are_the_units() -> None:
     for example in task(seed=6).examples(PLAIN):
         assert few[example.id].context != example.context
         assert example.fields["filler"] not in texts, "another seed's fillers are other units"
+
+
+def test_an_answer_ends_once_it_is_whole() -> None:
+    whole = f"It is: {NEEDLE['answer']}"
+    for primary, over in (("containment", True), ("word_recall", True), ("rouge1", False)):
+        example = task(primary=primary).examples(PLAIN)[0]
+        assert example.settled(whole) == over
+        assert not example.settled(whole[:-1])
 
 
 def test_of_every_prefix_the_shares_are_right_to_within_one_example() -> None:
