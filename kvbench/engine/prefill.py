@@ -26,6 +26,7 @@ from kvbench.engine.states import (
     state_bytes,
     states_in,
 )
+from kvbench.engine.threads import threads_of
 from kvbench.kernels.elapsed import Elapsed
 from kvbench.kv import (
     NORMALISERS,
@@ -241,14 +242,15 @@ def forward_rows(
     config = model.config.get_text_config()
     makes = getattr(state, "past", None) if is_hybrid(config) else None
     past = None if makes is None else makes(config)
-    output = model(
-        input_ids=ids,
-        position_ids=positions.expand(ids.shape[0], -1),
-        past_key_values=past,
-        use_cache=past is not None,
-        logits_to_keep=ids.shape[1] if keep is None else keep,
-        kvbench=state,
-    )
+    with threads_of(config, ids.numel()):
+        output = model(
+            input_ids=ids,
+            position_ids=positions.expand(ids.shape[0], -1),
+            past_key_values=past,
+            use_cache=past is not None,
+            logits_to_keep=ids.shape[1] if keep is None else keep,
+            kvbench=state,
+        )
     return output.logits
 
 
