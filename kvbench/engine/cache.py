@@ -465,7 +465,7 @@ class RecompressedCache(LayerCache):
         generator: draws of all compressions, in order.
 
     Attributes:
-        tokens: fed so far; with ``phase=tokens``, the prompt's included.
+        fed: tokens so far, behind the prompt's.
         queries: the last ones fed, [heads, at most rule.queries, head_dim], whose bytes are counted.
     """
 
@@ -487,9 +487,10 @@ class RecompressedCache(LayerCache):
         super().__init__(held, room, method, **options)
         assert prompt.queries is not None
         self.recompression, self.label, self.generator = rule, label, generator
-        self.to = Budget(sink=budget.sink, window=budget.window, size=rule.to)
+        self.budget, self.prompt, self.fed = budget, prompt.n, 0
+        if rule.to is not None and rule.to >= 1:
+            self._size(int(rule.to))  # refuses now, rather than while decoding
         self.queries = prompt.queries[0, :, -rule.queries :].clone()
-        self.tokens = prompt.n if rule.phase == "tokens" else 0
         none = prompt.keys[:, :, :0]  # does not keep the prompt in memory
         self.shape = replace(prompt, keys=none, values=none, queries=None, shared={}, carried={})
 
@@ -515,17 +516,20 @@ class RecompressedCache(LayerCache):
         for i in range(len(positions)):
             one = call.of_row(0, i, i + 1)
             outputs.append(super().step(one, positions[i : i + 1]))
-            before, self.tokens = self.tokens, self.tokens + 1
+            self.fed += 1
             self.queries = torch.cat([self.queries, one.query[0]], dim=1)
             self.queries = self.queries[:, -self.recompression.queries :]
-            counted = before if self.recompression.phase == "tokens" else self.tokens
-            if counted % self.recompression.every == 0 and self.length > self.recompression.to:
-                self._recompress()
+            stays = self.recompression.stays(self.budget, self.prompt, self.fed, self.length)
+            if stays is not None:
+                self._recompress(stays)
         return torch.cat(outputs, dim=1)
 
-    def _recompress(self) -> None:
-        """Hold what the method keeps of the entries: its positions are places among them, and its
-        log-weights add to theirs."""
+    def _size(self, count: int) -> Budget:
+        return Budget(sink=self.budget.sink, window=self.budget.window, size=count)
+
+    def _recompress(self, stays: int) -> None:
+        """Hold the entries that the method keeps, `stays` of them: its positions are places among them,
+        and its log-weights add to theirs."""
         n = self.length
         layer = replace(
             self.shape,
@@ -534,9 +538,11 @@ class RecompressedCache(LayerCache):
             queries=self.queries[None],
             shared={},
         )
-        held, _, _ = guard.compress(self.label, self.method, layer, self.to, self.generator, {})
-        if held.charged > self.recompression.to + 1:
-            raise BudgetExceeded(self.label, layer.layer_index, self.recompression.to, held.charged)
+        held, _, _ = guard.compress(
+            self.label, self.method, layer, self._size(stays), self.generator, {}
+        )
+        if held.charged > stays + 1:
+            raise BudgetExceeded(self.label, layer.layer_index, stays, held.charged)
         places, count = held.positions[0], held.positions.shape[2]
         self.positions[:, :count] = self.positions.gather(1, places)
         if self.log_weights is not None:
