@@ -19,10 +19,11 @@ class Pages(Wrapper):
 
     A paged cache frees a page only when no head of the layer needs it. Pages that hold a token of the
     sink or of the window, and a partial last one, are kept; of the others the best, capacity // size
-    pages in all, ties to the earlier. Scores of a head are first divided by their sum over the
-    candidates, so that no head rules by scale; a page's score of a head is the largest (or mean) of its
-    tokens', its score the mean (or largest) over the heads. The definition is ours; what the constraint
-    costs is the difference to the method alone, in the same table.
+    pages in all (the capacity that the other method has at the layer), ties to the earlier. Scores of a
+    head are first divided by their sum over the candidates, so that no head rules by scale; a page's
+    score of a head is the largest (or mean) of its tokens', its score the mean (or largest) over the
+    heads. The definition is ours; what the constraint costs is the difference to the method alone, in
+    the same table.
 
     Args:
         of: a method with token scores >= 0. options: its options.
@@ -44,8 +45,9 @@ class Pages(Wrapper):
             KVError: the pages of sink and window alone are more than the capacity's.
         """
         scores = self.inner.token_scores(layer, budget)
-        pages = self.choose(scores, budget)
         n, heads = layer.n, layer.keys.shape[1]
+        capacity = self.layer_capacity(budget, n, layer.layer_index, layer.num_layers)
+        pages = self.choose(scores, budget, capacity)
         at = (pages[..., None] * self.size + torch.arange(self.size, device=pages.device)).flatten(
             1
         )
@@ -53,10 +55,11 @@ class Pages(Wrapper):
         at = at[:, : at.shape[1] - (-n % self.size)]
         return gather_entries(layer, at[:, None].expand(-1, heads, -1))
 
-    def choose(self, scores: Tensor, budget: Budget) -> Tensor:
-        """The pages kept, ascending, [batch, pages], of scores [batch, kv_heads, n]."""
+    def choose(self, scores: Tensor, budget: Budget, capacity: int | None = None) -> Tensor:
+        """The pages kept, ascending, [batch, pages], of scores [batch, kv_heads, n]; `capacity` of the
+        layer, None: the budget's."""
         n, size = scores.shape[-1], self.size
-        pages, kept = -(-n // size), budget.capacity(n) // size
+        pages, kept = -(-n // size), (budget.capacity(n) if capacity is None else capacity) // size
         place = torch.arange(pages, device=scores.device)
         forced = place * size < budget.sink
         forced |= (place + 1) * size > n - budget.window

@@ -51,7 +51,3 @@ class Recompress(Wrapper):
     def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
         """What the other method holds."""
         return self.inner.compress(layer, budget, generator)
-
-    def layer_capacity(self, budget: Budget, n: int, layer_index: int, num_layers: int) -> int:
-        """The other method's."""
-        return self.inner.layer_capacity(budget, n, layer_index, num_layers)

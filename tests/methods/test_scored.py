@@ -220,3 +220,23 @@ def test_importance_is_of_the_logits_that_the_model_bounds():
     capped = 2 * torch.tanh(logits * layer.scaling / 2)
     wanted = capped.view(1, 2, 2, 59).amax(2).softmax(-1)
     torch.testing.assert_close(scores(replace(layer, softcap=2.0)), wanted)
+
+
+@pytest.mark.parametrize(("name", "options"), [("adakv", {}), ("pages", {"size": 1})])
+def test_the_layer_budgets_of_the_other_method_are_kept(name, options):
+    method, budget = (
+        build_method(name, of="pyramidkv", **options),
+        Budget(rate=0.2, sink=0, window=8),
+    )
+    shares = [build_method("pyramidkv").layer_capacity(budget, 200, i, 4) for i in range(4)]
+    assert shares[0] > shares[-1]
+    assert [method.layer_capacity(budget, 200, i, 4) for i in range(4)] == shares
+    assert method.total_capacity(budget, 200, 4) == sum(shares) == 4 * budget.capacity(200)
+    for index, share in enumerate(shares):
+        assert run(method, make_layer(200, layer_index=index), budget).charged == share
+    tight = Budget(rate=0.1, sink=30, window=8)  # the last layers have less than sink and window
+    last = build_method("adakv", of="pyramidkv")
+    kept = run(last, make_layer(400, layer_index=3), tight)
+    assert kept.charged == last.layer_capacity(tight, 400, 3, 4) < 38
+    for head, length in zip(kept.positions[0], kept.lengths[0], strict=True):
+        assert head[:length].tolist()[-8:] == list(range(392, 400)), "the window stays"
