@@ -12,6 +12,7 @@ decoding.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -222,15 +223,20 @@ class LayerCache:
     def step(self, call: LayerCall, positions: Tensor) -> Tensor:
         """Append the t tokens of a call of one row, at positions [t], and attend, causally among them:
         [heads, t, value_dim]."""
-        if not self.evicts:
-            return self._append_and_attend(call, positions)
-        return torch.cat(
-            [
-                self._append_and_attend(call.of_row(0, i, i + 1), positions[i : i + 1])
-                for i in range(len(positions))
-            ],
-            dim=1,
-        )
+        ends = range(1, len(positions) + 1) if self.evicts else self._ends(len(positions))
+        parts = itertools.pairwise([0, *ends])
+        done = [self._append_and_attend(call.of_row(0, a, b), positions[a:b]) for a, b in parts]
+        return done[0] if len(done) == 1 else torch.cat(done, dim=1)
+
+    def _ends(self, tokens: int) -> list[int]:
+        """Where to cut so many tokens so that one that packs keys before it attends is alone."""
+        if not isinstance(self.before, Packed) or not self.before.keys.ahead:
+            return [tokens]
+        held, ends = self.before.keys.count, {tokens}
+        for i in range(tokens):
+            if taken := self.before.keys.due(held, self.length + i + 1 - held):
+                held, ends = held + taken, ends | {i, i + 1}
+        return sorted(ends - {0})
 
     def append(self, key: Tensor, value: Tensor, positions: Tensor) -> None:
         """Hold t more tokens: key, value [kv_heads, t, d], positions [t]."""
@@ -271,6 +277,8 @@ class LayerCache:
         query, value = call.query[0], call.value[0]
         heads, tokens, dim = query.shape
         self.append(call.key[0], value, positions)
+        if isinstance(self.before, Packed) and self.before.keys.ahead:
+            self._pack_due(self.before, keys_alone=True)
         n, stored = self.length, self.keys.shape[0]
         group = heads // stored
         logits = self.dot_keys(query.reshape(stored, group * tokens, dim))
@@ -330,12 +338,14 @@ class LayerCache:
             return 0, self.keys_only
         return self.before.keys.count, self.keys_only + self.before.values.count
 
-    def _pack_due(self, packed: Packed) -> None:
+    def _pack_due(self, packed: Packed, *, keys_alone: bool = False) -> None:
         """Let the codecs take over the exact entries that are due; what is left moves to the front."""
         n = self.length
         sides = ((self.keys, self.first), (self.values, self.first_value))
         keys, _ = packed.keys.take(self.keys[:, : n - self.first])
-        values, _ = packed.values.take(self.values[:, : n - self.first_value])
+        values = packed.values
+        if not keys_alone:
+            values, _ = values.take(self.values[:, : n - self.first_value])
         self.before = Packed(keys, values, self.keys_only)
         self.first, self.first_value = self._packed_counts()
         for (part, before), now in zip(sides, (self.first, self.first_value), strict=True):

@@ -32,8 +32,8 @@ class QJL:
     """Every key as the signs of m projections and its norm; see the module.
 
     The sketch is drawn once per seed and class of layers, is shared by all heads and examples, and is
-    not counted in a prompt's bytes. A key is packed after the step that completes its buffer, a value
-    after the step in which it is the oldest of more than `buffer`.
+    not counted in a prompt's bytes. A key is packed when a token completes its buffer, before that token
+    attends, a value after the step in which it is the oldest of more than `buffer`.
 
     Departures from the authors' code: draws of a seeded CPU generator; the squared norm of the inliers
     is clamped at 0; a value group without range has codes 0; fewer than `buffer` tokens stay exact
@@ -101,6 +101,7 @@ class QJL:
         first = Codec(
             partial(pack_keys, projection=projection, m_out=m_out, scheme=self),
             due=lambda _, waiting: waiting - waiting % self.buffer,
+            ahead=True,
         )
         second: Codec[ValueBlock] = Codec(
             partial(pack, quantization=stored, by_channel=False),

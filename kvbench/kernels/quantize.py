@@ -104,11 +104,13 @@ class Codec(Generic[B]):
         pack: makes a block of rows [heads, n, d].
         due: how many of the exact rows that follow it takes over, of (rows held, rows waiting).
         fixed_nbytes: bytes held beside the blocks.
+        ahead: rows that become due with a token are taken before it attends, not after.
     """
 
     pack: Callable[[Tensor], B]
     due: Callable[[int, int], int] = never
     fixed_nbytes: int = 0
+    ahead: bool = False
     blocks: tuple[B, ...] = field(default=(), repr=False)
 
     @property
