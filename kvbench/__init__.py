@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvbench.api import compare, compress, kept
+    from kvbench.api import compare, compress, kept, load_model
     from kvbench.kv import Budget
     from kvbench.methods import build_method
     from kvbench.report.experiment import load
@@ -22,6 +22,7 @@ __all__ = [
     "draw_kept",
     "kept",
     "load",
+    "load_model",
 ]
 
 _HOMES = {

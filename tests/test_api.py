@@ -9,7 +9,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers as t
@@ -35,6 +34,8 @@ LENGTHS = (50, 80, 33)
 CONTEXT = prompt_ids(120)
 QUESTIONS = [prompt_ids(90)[60:], prompt_ids(40)[30:], prompt_ids(90)[60:75]]
 HOLDING: list[tuple[str, dict[str, Any]]] = [
+    ("exact", {}),
+    ("pyramidkv", {}),
     ("topk", {}),
     ("h2o", {}),
     ("balancekv", {}),
@@ -131,8 +132,6 @@ def test_exact_gives_the_same_samples_beams_scores_and_streams() -> None:
         sampled = {**inputs, "do_sample": True, "temperature": 0.8, "top_k": 20}
         streamer = Tokens()
         scored = model.generate(**inputs, return_dict_in_generate=True, output_scores=True)
-        embedded = model.get_input_embeddings()(inputs["input_ids"])
-        mask = inputs["attention_mask"]
         return [
             model.generate(**sampled, num_return_sequences=2).tolist(),
             model.generate(**inputs, num_beams=3, num_return_sequences=2).tolist(),
@@ -140,7 +139,6 @@ def test_exact_gives_the_same_samples_beams_scores_and_streams() -> None:
             model.generate(**{**batch(40), "streamer": streamer}).tolist(),
             streamer.got,
             torch.stack(scored.scores).argmax(-1).tolist(),
-            model.generate(inputs_embeds=embedded, attention_mask=mask, max_new_tokens=5).tolist(),
         ]
 
     plain = everything()
@@ -162,6 +160,9 @@ def test_a_prompt_is_compressed_alike_alone_and_in_a_batch() -> None:
     assert session.compress_s[0] > 0.0
     # growing by 11 tokens of 4 layers x 2 heads: 2 x 16 floats, and a weight each
     assert first.cache_bytes_end - first.cache_bytes == 11 * 4 * 2 * (32 + 1) * 4
+    with compress(model, "snapkv", compression_ratio=0.7, **SMALL) as session:
+        model.generate(**batch(100))
+    assert session.ratio == pytest.approx([0.3], abs=0.01), "the share that is removed is 0.7"
     with compress(model, "h2o", **SMALL) as session:
         model.generate(**batch(*LENGTHS), num_beams=3)
     assert len(session.rows) == 9
@@ -215,9 +216,7 @@ def test_a_loop_of_ones_own_compresses_the_context_and_asks_later() -> None:
         with compress(model, "snapkv", **SMALL) as session:
             cache = model(context).past_key_values
             model(question, past_key_values=cache)
-    row: Any = session.rows[0]
-    assert row.prompt_tokens == 60
-    assert row.cache_bytes_end > row.cache_bytes
+    assert session.rows[0].prompt_tokens == 60
 
 
 class Bang(t.StoppingCriteria):
@@ -254,14 +253,14 @@ def test_an_exception_inside_leaves_the_model_as_it_was(
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"past_key_values": t.DynamicCache()}, "DynamicCache that was not filled under compress"),
-    ({"assistant_model": "another"}, "assistant_model asks for assisted"),
-    ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens asks for assisted"),
-    ({"cache_implementation": "static"}, "'static'; allowed: none"),
-    ({"prefill_chunk_size": 16}, "whole prompt at once"),
+    ({"assistant_model": "another"}, "assistant_model is .* cannot serve; allowed: None"),
+    ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens is 3, .*; allowed: None"),
+    ({"cache_implementation": "static"}, "is 'static', .*; allowed: None or 'dynamic'"),
+    ({"prefill_chunk_size": 16}, "prefill_chunk_size is 16"),
     ({"guidance_scale": 1.5}, "guidance_scale is 1.5"),
-    ({"use_cache": False}, "no cache to compress"),
-    ({"output_attentions": True}, "computes none"),
-    ({"generation_config": t.GenerationConfig(use_cache=False)}, "no cache to compress"),
+    ({"use_cache": False}, "use_cache is False"),
+    ({"output_attentions": True}, "output_attentions is True, .*; allowed: None or False"),
+    ({"generation_config": t.GenerationConfig(use_cache=False)}, "use_cache is False"),
     (
         {"attention_mask": batch(40)["attention_mask"].cumsum(1) < 30},
         "row 0 .* padding on the left",
@@ -275,12 +274,8 @@ def test_what_a_compressed_cache_cannot_serve_is_refused_in_one_line() -> None:
     with compress(model, "snapkv", **SMALL):
         output = model.generate(**inputs, return_dict_in_generate=True)
         past = output.past_key_values
-        other = {"past_key_values": past, "input_ids": output.sequences.flip(1)}
-        given = [
-            ({"past_key_values": past}, "40 tokens and past_key_values holds 51"),
-            (other, "input_ids do not begin with the tokens"),
-        ]
-        for options, message in [*REFUSED, *given]:
+        given = ({"past_key_values": past}, "40 tokens and past_key_values holds 51")
+        for options, message in [*REFUSED, given]:
             with pytest.raises(UnsupportedGeneration, match=message) as error:
                 model.generate(**{**inputs, **options})
             assert "\n" not in str(error.value)
@@ -305,25 +300,17 @@ def alone(model: Any, name: str, options: dict[str, Any], question: list[int]) -
     """What the benchmark's own engine generates with compress_after=context."""
     methods = {name: (build_method(name, **options), Budget(0.25, **SMALL))}
     with kvbench_attention_on(model):
-        found = run_forks(
-            model,
-            CONTEXT,
-            question,
-            methods,
-            Stopping(6),
-            seed=0,
-            example_id=prompt_name(CONTEXT),
-            compress_after="context",
-        )
+        where: Any = {"example_id": prompt_name(CONTEXT), "compress_after": "context"}
+        found = run_forks(model, CONTEXT, question, methods, Stopping(6), seed=0, **where)
     assert found[name].failure is None
-    return found[name]
+    return found[name].tokens
 
 
-@pytest.mark.parametrize("variant", [*HOLDING, ("exact", {}), ("pyramidkv", {})], ids=label)
+@pytest.mark.parametrize("variant", HOLDING, ids=label)
 def test_every_question_meets_the_same_cache(variant: tuple[str, dict[str, Any]]) -> None:
     name, options = variant
     model = tiny_model("llama")
-    expected = [alone(model, name, options, question).tokens for question in QUESTIONS]
+    expected = [alone(model, name, options, question) for question in QUESTIONS]
     with compress(model, name, rate=0.25, **SMALL, **options) as session:
         context = session.read(CONTEXT)
         held = context.cache_bytes
@@ -336,39 +323,6 @@ def test_every_question_meets_the_same_cache(variant: tuple[str, dict[str, Any]]
     assert model.config._attn_implementation != "kvbench"
     if name not in ("exact", "topk"):
         assert context.ratio < 1
-
-
-@pytest.mark.parametrize("variant", HOLDING, ids=label)
-def test_a_turn_that_stays_holds_all_its_entries_itself(variant: tuple[str, Any]) -> None:
-    name, options = variant
-    model = tiny_model("llama")
-    context = Context(model, build_method(name, **options), Budget(0.25, **SMALL), CONTEXT)
-    held = context.cache_bytes
-    context.ask(QUESTIONS[0], max_new_tokens=5, keep=True)
-    fork, width = context._fork, 0
-    for layer in fork.layers.values():
-        weights = sum(part is not None for part in (layer.log_weights, layer.scores))
-        width += layer.keys.shape[0] * 4 * (2 * layer.keys.shape[2] + weights)
-    grown = 0 if fork.method.evicts else (len(QUESTIONS[0]) + 4) * width
-    assert fork.cache_bytes() == held + grown
-
-
-def test_turns_that_stay_are_a_conversation() -> None:
-    """With everything kept, transformers' own cache says the same of the whole conversation."""
-    model = tiny_model("llama")
-    with compress(model, "exact") as session:
-        context = session.read(CONTEXT)
-        said = list(CONTEXT)
-        for question in QUESTIONS:
-            answer = context.ask(question, max_new_tokens=6, keep=True)
-            said += [*question, *answer]
-            assert context.tokens == len(said) - 1  # the last token is fed with the next turn
-    tokens = list(CONTEXT)
-    for question in QUESTIONS:
-        tokens += question
-        out = model.generate(torch.tensor([tokens]), max_new_tokens=6, do_sample=False)
-        tokens = out[0].tolist()
-    assert said == tokens
 
 
 @pytest.mark.parametrize("name", ["snapkv", "h2o", "balancekv"])
@@ -387,7 +341,9 @@ def test_generate_goes_on_from_a_context_and_from_its_own_cache(name: str) -> No
         assert (row.prompt_tokens, row.cache_bytes) == (120, context.cache_bytes)
         assert row.cache_bytes_end >= row.cache_bytes
         model.generate(ids, max_new_tokens=2, do_sample=False)  # another generation in between
+        held = context.cache_bytes
         context.ask(first, max_new_tokens=6, keep=True)
+        assert (context._fork.cache_bytes() > held) == (name != "h2o"), "which evicts"
         more = torch.cat([out, torch.tensor([second])], dim=1)
         twin = copy.deepcopy(given)
         out = model.generate(more, past_key_values=given, **options)
@@ -399,29 +355,6 @@ def test_generate_goes_on_from_a_context_and_from_its_own_cache(name: str) -> No
         foreign = pytest.raises(UnsupportedGeneration, match="a compressed cache of another model")
         with foreign, compress(stranger, name, **SMALL):
             stranger.generate(out, past_key_values=twin, **options)
-
-
-@pytest.mark.parametrize(
-    ("name", "architecture"),
-    [("exact", "gemma2"), ("snapkv", "gemma2"), ("snapkv", "llama"), ("balancekv", "llama")],
-)
-def test_the_tokens_after_the_context_go_through_its_compressed_cache(
-    name: str, architecture: str
-) -> None:
-    model = tiny_model(architecture)
-    expected = alone(model, name, {}, QUESTIONS[0])
-    ids = torch.tensor([[0] * 3 + CONTEXT + QUESTIONS[0], prompt_ids(153, 1)])
-    mask = torch.ones_like(ids)
-    mask[0, :3] = 0
-    with compress(model, name, **SMALL, compress_after=120) as session:
-        out = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
-    assert out[0, 153:].tolist() == expected.tokens
-    assert session.entries[0] == expected.entries["mean"]
-    assert session.rows[0].cache_bytes_end == expected.cache_bytes_end
-    assert session.rows[0].prompt_tokens == 150
-    unknown = pytest.raises(UnsupportedGeneration, match="where the context of a prompt ends")
-    with unknown, compress(model, name, compress_after="context"):
-        model.generate(ids, max_new_tokens=2)
 
 
 def test_text_is_asked_and_answered_with_a_tokenizer(shipped: Any) -> None:
@@ -460,17 +393,10 @@ CHAT = r"prompt is a \w+; allowed: one text, or the messages"
 WRONG: list[tuple[Callable[[Any], Any], str]] = [
     (_compress("snapkvv"), r"unknown method 'snapkvv' \(did you mean 'snapkv'\?\)"),
     *(
-        (call("snapkv", rate=wrong), rf"budget.rate is {wrong!r}; allowed: a number in \(0, 1\]$")
+        (call("snapkv", rate=1.5), r"budget.rate is 1.5; allowed: a number in \(0, 1\]$")
         for call in (_compress, partial(_compare, "x"))
-        for wrong in ("x", True, None, 0, 1.5, float("nan"))
     ),
-    *(
-        (
-            _compress("snapkv", window=wrong),
-            rf"budget.window is {wrong!r}; allowed: an integer >= 0$",
-        )
-        for wrong in (1.5, "4", True, None, -1)
-    ),
+    (_compress("snapkv", window=-1), r"budget.window is -1; allowed: an integer >= 0$"),
     (_compress("snapkv", kernel=3), "has no option 'kernel'"),
     (_compress(Everything(), kernel=3), "made already"),
     (_compress(7), "a name or a kvbench Method"),
@@ -510,11 +436,6 @@ def test_wrong_arguments_are_refused_in_one_line() -> None:
         assert "\n" not in str(error.value)
 
 
-def test_numbers_of_numpy_are_numbers() -> None:
-    budget = Budget(rate=np.float64(0.25), sink=np.int64(4), window=np.int32(4))  # type: ignore[arg-type]
-    assert budget.capacity(80) == 8 + 18
-
-
 def test_models_that_cannot_be_compressed_are_refused() -> None:
     tiny = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     drops: Any = t.StableLmForCausalLM(
@@ -522,6 +443,8 @@ def test_models_that_cannot_be_compressed_are_refused() -> None:
     ).eval()
     with torch.device("meta"):
         nothing = t.LlamaForCausalLM(tiny_model("llama").config)
+    eyes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "image_size": 8}
+    parts = {"vision_config": t.CLIPVisionConfig(**eyes), "text_config": tiny_model("llama").config}
     encoder = t.T5Config(vocab_size=9, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
     wrongs: list[tuple[Any, str]] = [
         (t.T5ForConditionalGeneration(encoder), "encoder-decoder"),
@@ -529,6 +452,7 @@ def test_models_that_cannot_be_compressed_are_refused() -> None:
         (tiny_model("llama").model, "no language-model head"),
         (nothing, "LlamaForCausalLM lies on the device meta, which holds no weights"),
         (drops, "does not pass keyword"),
+        (t.LlavaForConditionalGeneration(t.LlavaConfig(**parts)), "Llava.* reads more than text"),
         (t.BloomForCausalLM(t.BloomConfig(vocab_size=9, hidden_size=8, n_head=2)), "Bloom"),
     ]
     for wrong, message in wrongs:
@@ -546,8 +470,6 @@ def test_compare_gives_what_compress_gives_from_one_prefill() -> None:
     assert state_of(model) == before
     assert list(frame.columns) == ["text", "score", "bytes", "ratio", "seconds"]
     assert list(frame.index) == names
-    assert frame["score"].isna().all()
-    assert frame.loc["exact", "ratio"] == 1.0
     ids = torch.tensor([Letters()(prompt)["input_ids"]])
     for name in names:
         with compress(model, name, **SMALL) as session:
@@ -560,7 +482,7 @@ def test_compare_gives_what_compress_gives_from_one_prefill() -> None:
     assert again.loc["exact", "score"] == 1.0
 
 
-def test_compare_takes_several_rates_and_prompts() -> None:
+def test_compare_takes_several_rates_prompts_chats_labels_and_failures() -> None:
     model, names = tiny_model("llama"), ["exact", "snapkv"]
     prompts = {"fox": "the quick brown fox jumps over the lazy dog " * 2, "hen": "a hen " * 20}
     options: dict[str, Any] = {**SMALL, "max_new_tokens": 4}
@@ -572,32 +494,18 @@ def test_compare_takes_several_rates_and_prompts() -> None:
     assert len(many) == 8
     many = many.sort_index()
     for name, prompt in prompts.items():
-        for rate in (0.5, 0.25):
-            one: Any = compare(model, Letters(), prompt, names, rate=rate, **options)
-            for column in ("text", "bytes", "ratio"):
-                assert many.loc[name, rate][column].tolist() == one[column].tolist()
-
-
-def test_compare_takes_chats_labels_and_failures() -> None:
-    model = tiny_model("llama")
+        one: Any = compare(model, Letters(), prompt, names, rate=0.5, **options)
+        for column in ("text", "bytes", "ratio"):
+            assert many.loc[name, 0.5][column].tolist() == one[column].tolist()
     chat = [{"role": "user", "content": "hello " * 10}]
     methods: dict[str, Any] = {"mine": Everything(), "over": Greedy(), "name": "snapkv"}
-    frame: Any = compare(model, Letters(), chat, methods, **SMALL, max_new_tokens=3, stop=["\0"])
+    frame: Any = compare(model, Letters(), chat, methods, **options, stop=["\0"])
     assert frame.loc["mine", "ratio"] == 1.0
     assert "holds 61 entries" in frame.loc["over", "error"]
     assert frame["text"].isna().tolist() == [False, True, False]
     with compress(model, "snapkv", **SMALL):  # one inside the other
         inner: Any = compare(model, Letters(), "x" * 50, "exact", max_new_tokens=3)
     assert inner.loc["exact", "ratio"] == 1
-
-
-def test_compression_ratio_is_the_share_removed_and_a_session_is_one_line() -> None:
-    model = tiny_model("llama")
-    with compress(model, "snapkv", compression_ratio=0.7, **SMALL) as session:
-        assert repr(session).startswith("<kvbench session: snapkv, Budget(")
-        model.generate(torch.tensor([prompt_ids(100)]), max_new_tokens=1, do_sample=False)
-    assert session.ratio == pytest.approx([0.3], abs=0.01)
-    assert "1 rows, ratio of the last 0.3>" in repr(session)
 
 
 def test_variants_have_the_names_of_the_command_line() -> None:
@@ -609,7 +517,7 @@ def test_variants_have_the_names_of_the_command_line() -> None:
         build_method("balancekv_releasd")
 
 
-def test_pipelines_chats_and_streamers_work_as_usual(shipped: Any) -> None:
+def test_pipelines_and_chats_work_as_usual(shipped: Any) -> None:
     model, tokenizer = shipped
     pipe = t.pipeline("text-generation", model=model, tokenizer=tokenizer)
     prompts = ["line one: the value is 7. " * 8, "a short one: " * 3, "and another " * 5]
@@ -620,28 +528,11 @@ def test_pipelines_chats_and_streamers_work_as_usual(shipped: Any) -> None:
     assert len(session.rows) == 3
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     chat = [{"role": "user", "content": prompts[0]}]
-    inputs = tokenizer(prompts[0], return_tensors="pt")
     with compress(model, "snapkv", **SMALL) as session:
         answer = pipe(chat, **options)[0]["generated_text"][-1]
-        streamer = t.TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=30)
-        given = {**inputs, **options, "streamer": streamer}
-        thread = threading.Thread(target=model.generate, kwargs=given)
-        thread.start()
-        pieces = list(streamer)
-        thread.join()
     frame = compare(model, tokenizer, chat, ["snapkv"], **SMALL, max_new_tokens=6)
     assert answer == {"role": "assistant", "content": frame.loc["snapkv", "text"]}
     assert frame.loc["snapkv", "ratio"] == session.ratio[0]
-    assert "".join(pieces) == answer["content"]
-
-
-def test_half_precision_keeps_its_type() -> None:
-    model = tiny_model("llama").to(torch.bfloat16)
-    with compress(model, "balancekv", **SMALL) as session:
-        model.generate(**batch(*LENGTHS))
-    assert session.entries[1] == Budget(**SMALL).capacity(80)
-    # layers, heads, n, k and v, dim, bytes
-    assert session.exact_bytes[1] == 4 * 2 * 80 * 2 * 16 * 2
 
 
 def test_two_models_a_deep_copy_and_a_compiled_model_each_go_their_own_way() -> None:
@@ -654,86 +545,33 @@ def test_two_models_a_deep_copy_and_a_compiled_model_each_go_their_own_way() -> 
         assert session.rows == [], "the copy's rows are its own"
         wanted = model.generate(**inputs)
         second.generate(**batch(80, 33))
-        twins = twin.generate.__self__
-        assert twins.model is twin
-        assert [row.entries for row in twins.rows] == [row.entries for row in session.rows]
-        with pytest.raises(UnsupportedGeneration, match="one at a time"), compress(twin, "h2o"):
-            pass
     assert [row.prompt_tokens for row in session.rows] == [60]
     assert [row.prompt_tokens for row in other.rows] == [80, 33]
     assert "generate" not in vars(model)
     compiled: Any = torch.compile(model, backend="eager")
-    with compress(compiled, "snapkv", **SMALL) as session:
+    with compress(compiled, "snapkv", **SMALL):
         assert torch.equal(compiled.generate(**inputs), wanted)
-    assert session.ratio[0] < 0.5
-    frame = compare(compiled, Letters(), "x" * 50, "snapkv", **SMALL, max_new_tokens=3)
-    assert frame.loc["snapkv", "ratio"] < 1
-
-
-def test_a_decorated_function_returns_hidden_states() -> None:
-    model = tiny_model("llama")
-    inputs = batch(50) | {"max_new_tokens": 4, "return_dict_in_generate": True}
-
-    @compress(model, "snapkv", **SMALL)
-    def generated() -> Any:
-        return model.generate(**inputs, output_hidden_states=True, output_logits=True)
-
-    before = state_of(model)
-    output = generated()
-    assert [len(states) for states in output.hidden_states] == [5] * 4
-    assert len(output.logits) == 4
-    assert state_of(model) == before
-    with torch.inference_mode(), compress(model, "snapkv", **SMALL):
-        assert torch.equal(model.generate(**inputs).sequences, output.sequences)
-
-
-def test_the_text_part_of_a_vision_language_model_is_compressed() -> None:
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "image_size": 8}
-    vision = t.CLIPVisionConfig(**sizes, num_attention_heads=2, patch_size=4, projection_dim=16)
-    text = tiny_model("llama").config
-    config = t.LlavaConfig(vision_config=vision, text_config=text, image_token_index=96)
-    model: Any = t.LlavaForConditionalGeneration(config).eval()
-    ids = torch.tensor([[min(i, 95) for i in prompt_ids(55)] + [96] * 4 + [5]])
-    image = torch.randn(1, 3, 8, 8)
-    inputs = {"input_ids": ids, "pixel_values": image, "max_new_tokens": 5, "do_sample": False}
-    plain = model.generate(**inputs)
-    before = state_of(model)
-    with compress(model, "exact"):
-        assert torch.equal(model.generate(**inputs), plain)
-    with compress(model, "snapkv", **SMALL) as session:
-        model.generate(**inputs)
-    assert session.rows[0].prompt_tokens == 60
-    assert session.ratio[0] < 0.5
-    assert state_of(model) == before
-    marked = torch.zeros_like(ids)
-    with compress(model, "exact"), pytest.raises(UnsupportedGeneration, match="both ways"):
-        model(ids, pixel_values=image, token_type_ids=marked)
 
 
 def test_two_threads_do_not_generate_inside_one_compress() -> None:
     model = tiny_model("llama")
-    inside, over = threading.Event(), threading.Event()
     said: list[str] = []
 
-    class Waits(t.StoppingCriteria):
-        def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-            inside.set()
-            over.wait(60)
-            return torch.zeros(input_ids.shape[0], dtype=torch.bool)
-
     def other() -> None:
-        inside.wait(60)
         try:
             model.generate(**batch(60))
         except UnsupportedGeneration as error:
             said.append(str(error))
-        over.set()
+
+    class Meanwhile(t.StoppingCriteria):
+        def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
     with compress(model, "snapkv", **SMALL) as session:
         alone = model.generate(**batch(60))
-        thread = threading.Thread(target=other)
-        thread.start()
-        assert torch.equal(model.generate(**batch(60), stopping_criteria=[Waits()]), alone)
-        thread.join()
+        assert torch.equal(model.generate(**batch(60), stopping_criteria=[Meanwhile()]), alone)
     assert len(session.rows) == 2
     assert said[0].startswith("another thread generates inside the same compress; allowed: one ")

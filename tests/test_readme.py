@@ -1,13 +1,16 @@
 """What the READMEs tell a reader to type works as typed.
 
-Every command is read by a shell and checked by the command line's own checks; test_additions.py executes
-"Add your own method", `.ci/run` the three commands.
+Every command is read by a shell and checked by the command line's own checks; the Python block and "Add
+your own task" are executed here, "Add your own method" by test_additions.py, the three commands by
+`.ci/run`.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,7 +47,32 @@ def outside_quotes(command: str) -> str:
 
 
 def test_the_readme_is_read_in_three_minutes() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 130
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+
+
+def block(section: str, language: str) -> str:
+    """The code block of a section of the README."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = re.search(rf"^## {section}\n.*?^```{language}\n(.*?)^```$", text, re.M | re.S)
+    assert found, section
+    return found[1]
+
+
+def test_the_python_block_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, object] = {}
+    exec(block("In Python", "python"), names)
+    assert re.fullmatch(r"\[0\.\d+\] \[\d+\]\n", capsys.readouterr().out)
+    assert list(names["frame"].index) == ["exact", "snapkv", "balancekv"]  # type: ignore[attr-defined]
+    assert len(names["answers"]) == 2  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_the_readers_own_task_runs(tmp_path: Path) -> None:
+    here = f'kvbench() {{ "{sys.executable}" -m kvbench model=recall_mini logger=none "$@"; }}\n'
+    script = here + block("Add your own task", "sh")
+    done = subprocess.run(["bash", "-euc", script], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "balancekv" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from kvbench.records.shards import Shard
 from kvbench.run import provenance
 from kvbench.run.batching import check_batch_size
 from kvbench.run.encoding import EncodedExample
-from kvbench.run.plan import BringsRows, Plan, TaskPlan
+from kvbench.run.plan import Plan, TaskPlan
 from kvbench.run.progress import progress_display
 from kvbench.run.runner import Job, JobResult, run_job
 from kvbench.run.session import Session
@@ -133,13 +133,6 @@ def build_job(config: DictConfig, shared: dict[str, list[EncodedExample]] | None
     task: Any = constructed(settings.task, "task", Task, Plan)
     plan: Plan = TaskPlan(task, shared) if isinstance(task, Task) else task
     unhashed = task.unhashed if isinstance(task, Task) else ()
-    if isinstance(plan, BringsRows):  # ways to generate that are no methods of ours
-        rows, left_out = plan.rows()
-        for label, row in rows.items():
-            methods[label] = (row, budget)
-            method_configs[label] = {"row_of": task.name, "name": label}
-        for reason in left_out.values():
-            log.warning("left out: %s", reason)
     session = Session(
         spec=spec,
         device=device,

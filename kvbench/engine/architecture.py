@@ -102,8 +102,7 @@ def rotary_of(model: PreTrainedModel) -> Rotary | None:
 
 @contextmanager
 def kvbench_attention_on(model: PreTrainedModel) -> Iterator[None]:
-    """The model uses kvbench's attention function within the context, and its own again afterwards; of a
-    vision-language model the language model alone.
+    """The model uses kvbench's attention function within the context, and its own again afterwards.
 
     Raises:
         UnsupportedModel: the model is no causal language model that can be switched.
@@ -123,28 +122,22 @@ def kvbench_attention_on(model: PreTrainedModel) -> Iterator[None]:
         raise UnsupportedModel(f"{name} is an encoder-decoder; allowed: decoder-only models")
     if not hasattr(model, "generate"):
         raise UnsupportedModel(f"{name} has no language-model head; allowed: a ...ForCausalLM")
-    text = model.config.get_text_config()
-    if getattr(text, "use_bidirectional_attention", None):
+    if model.config.get_text_config() is not model.config:
+        raise UnsupportedModel(
+            f"{name} reads more than text; allowed: the language model in it, if it can be loaded alone"
+        )
+    if getattr(model.config, "use_bidirectional_attention", None):
         raise UnsupportedModel(
             f"{name} attends both ways within its prompt; allowed: causal models"
         )
     register()
-    configs = {id(model.config): model.config}
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            configs.setdefault(id(module.config), module.config)
-    before = [(config, config._attn_implementation) for config in configs.values()]
-    whole = model.config
-    parts = [key for key in whole.sub_configs if getattr(whole, key, None) is text]
+    before = model.config._attn_implementation
     try:
-        model.set_attn_implementation(
-            IMPLEMENTATION if text is whole else dict.fromkeys(parts, IMPLEMENTATION)
-        )
-        if text._attn_implementation != IMPLEMENTATION:
+        model.set_attn_implementation(IMPLEMENTATION)
+        if model.config._attn_implementation != IMPLEMENTATION:
             raise UnsupportedModel(
                 f"{name} does not use transformers' attention interface; allowed: models that do"
             )
         yield
     finally:
-        for config, implementation in before:  # parents first: setting one sets what it contains
-            config._attn_implementation = implementation
+        model.config._attn_implementation = before

@@ -7,7 +7,6 @@ the `AttentionState` that travels through the model's forward as the keyword arg
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -77,15 +76,9 @@ class LayerCall:
         given = (self.query, self.key, self.value, self.scaling)
         return (_fused_with_normalisers(*given) if plain else None) or (self.exact(), None)
 
-    def of_rows(self, rows: Sequence[int] | Tensor) -> LayerCall:
-        """The call of some batch rows; of a tensor on the device without waiting for it."""
-        if isinstance(rows, Tensor):
-            index = rows
-        elif list(rows) == list(range(self.query.shape[0])):
-            return self
-        else:
-            index = torch.tensor(rows, device=self.query.device)
-        query, key, value = (x.index_select(0, index) for x in (self.query, self.key, self.value))
+    def of_rows(self, rows: Tensor) -> LayerCall:
+        """The call of some batch rows, without waiting for a device."""
+        query, key, value = (x.index_select(0, rows) for x in (self.query, self.key, self.value))
         return replace(self, query=query, key=key, value=value)
 
     def of_row(self, row: int, start: int = 0, end: int | None = None) -> LayerCall:
@@ -97,7 +90,8 @@ class LayerCall:
 
 
 class AttentionState(Protocol):
-    """What one forward pass does with the q, k, v of each layer."""
+    """What one forward pass does with the q, k, v of each layer. One whose rows go on from states
+    (`kvbench.engine.states`) has ``past(config)``, too: their cache, the same one every time."""
 
     def attend(self, call: LayerCall) -> Tensor:
         """Attention output [batch, heads, t, head_dim]."""

@@ -3,8 +3,7 @@
 A *fork* is one method's cache made from a shared prefill. Forks decode together, one batch row each;
 every row attends to its own entries, so nothing is padded and a smaller cache is a cheaper step.
 
-A `LayerCache` keeps its entries in buffers. Entries may also lie before the buffers: packed by a
-scheme's codecs (`Packed`), or in another cache from which several branches go on (`branch_of`). A
+A `LayerCache` keeps its entries in buffers, or packed by a scheme's codecs (`Packed`) before them. A
 `RaggedCache` is one cache of one head for each head; a `RecompressedCache` is compressed again while
 decoding.
 """
@@ -19,11 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from kvbench.engine import guard
-from kvbench.engine.attention import QUERY_BLOCK, LayerCall, capped, grown_range, signed_mean
-from kvbench.kernels.quantize import Codec, Scheme, never
+from kvbench.engine.attention import LayerCall, capped, grown_range, signed_mean
+from kvbench.kernels.quantize import Codec, Scheme
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV, weighted_entries
 from kvbench.methods.base import Held, Method, Recompression, rule_of
 
@@ -36,33 +34,10 @@ _BUFFERS = ("keys", "values", *PER_ENTRY)
 
 
 class Packed(NamedTuple):
-    """Entries in a scheme's codecs, of which keys and values may have taken different numbers.
-
-    Attributes:
-        keys_only: see `CompressedKV.keys_only`.
-    """
+    """Entries in a scheme's codecs, of which keys and values may have taken different numbers."""
 
     keys: Codec[Any]
     values: Codec[Any]
-    keys_only: int
-
-    @property
-    def grows(self) -> bool:
-        """Whether tokens that are appended will be packed."""
-        return self.keys.due is not never or self.values.due is not never
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of keys and values, as stored."""
-        return self.keys.nbytes + self.values.nbytes
-
-    def dot_keys(self, query: Tensor) -> Tensor:
-        """q.k of query [kv_heads, q, d] with each entry, [kv_heads, q, entries]."""
-        return self.keys.dot(query)
-
-    def mix_values(self, weights: Tensor) -> Tensor:
-        """weights [kv_heads, q, entries] . v, [kv_heads, q, d]."""
-        return self.values.mix(weights[..., self.keys_only :])
 
 
 class LayerCache:
@@ -126,10 +101,10 @@ class LayerCache:
                 "allowed: one or the other"
             )
         self.keys_only = held.keys_only
-        self.before: Packed | LayerCache | None = None
+        self.packed: Packed | None = None
         if quantization is not None:
             codecs = quantization.codecs(held.keys[0], held.values[0], layer=layer, seed=seed)
-            self.before = Packed(*codecs, held.keys_only)
+            self.packed = Packed(*codecs)
         self.first, self.first_value = self._packed_counts()
         buffers = {
             "keys": held.keys[:, :, self.first :],
@@ -144,6 +119,8 @@ class LayerCache:
         self.value_range: tuple[Tensor, Tensor] | None = None
         if held.value_range is not None:
             self.value_range = (held.value_range[0][0], held.value_range[1][0])
+        self.samples, self.bytes_sum, self.bytes_peak = 0, 0, 0
+        self.note_bytes()
         # On the host where it is known there; what a GPU has counted, `Fork.audit_prompt` reads.
         self.prompt_entries = self.entries() if self.log_weights is None else held.entries[0]
 
@@ -157,19 +134,34 @@ class LayerCache:
         """Entries per head that a budget is charged, of those of each head: the largest head's."""
         return int(entries.max())
 
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of all keys and values, as stored."""
-        held = 0 if self.before is None else self.before.kv_bytes
-        sides = ((self.keys, self.first), (self.values, self.first_value))
-        return held + sum(part[:, : self.length - first].nbytes for part, first in sides)
-
     def entry_bytes(self) -> int:
         """Bytes of what is held: keys, values, weights and scores, as stored. Room for tokens to
         come is not counted, nor positions."""
         numbers = (self.log_weights, self.scores, self.denominators)
-        held = self.kv_bytes + sum(p[:, : self.length].nbytes for p in numbers if p is not None)
-        return held + sum(end.nbytes for end in self.value_range or ())
+        held = sum(part[:, : self.length].nbytes for part in numbers if part is not None)
+        held += sum(part.nbytes for part in (*(self.packed or ()), *(self.value_range or ())))
+        sides = ((self.keys, self.first), (self.values, self.first_value))
+        return held + sum(part[:, : self.length - first].nbytes for part, first in sides)
+
+    def note_bytes(self) -> None:
+        """Count what is held after the prompt, or after a step, in mean and peak."""
+        held = self.entry_bytes()
+        self.samples, self.bytes_sum = self.samples + 1, self.bytes_sum + held
+        self.bytes_peak = max(self.bytes_peak, held)
+
+    def grew(self, steps: int, most: int) -> None:
+        """Count so many steps of one token that a kernel took, which left at most so many entries."""
+        held, more = self.entry_bytes(), min(steps, most - self.length)
+        self.length += more
+        entry = (self.entry_bytes() - held) // max(1, more)
+        joined = more * (more + 1) // 2 + (steps - more) * more  # summed over the steps
+        self.samples, self.bytes_sum = self.samples + steps, self.bytes_sum + steps * held
+        self.bytes_sum += joined * entry
+        self.bytes_peak = max(self.bytes_peak, self.entry_bytes())
+
+    def held_bytes(self) -> tuple[int, float]:
+        """The most bytes held after the prompt or a step since, and their mean."""
+        return self.bytes_peak, self.bytes_sum / self.samples
 
     def reserved_bytes(self) -> int:
         """Bytes of the buffers, which a copy has of its own."""
@@ -185,18 +177,11 @@ class LayerCache:
         return twin
 
     @property
-    def is_shareable(self) -> bool:
-        """Whether a branch can read the entries where they are: decoding appends some and changes none.
-        A sliding window, which is short, is copied."""
-        packs = isinstance(self.before, Packed) and self.before.grows
-        return not self.evicts and not packs and self.window is None
-
-    @property
     def is_plain(self) -> bool:
         """Whether all entries lie in the buffers with key and value, and attention is an ordinary
         softmax over all of them."""
         return (
-            self.before is None
+            self.packed is None
             and self.window is None
             and not self.restricts
             and not self.keys_only
@@ -223,18 +208,21 @@ class LayerCache:
     def step(self, call: LayerCall, positions: Tensor) -> Tensor:
         """Append the t tokens of a call of one row, at positions [t], and attend, causally among them:
         [heads, t, value_dim]."""
-        ends = range(1, len(positions) + 1) if self.evicts else self._ends(len(positions))
-        parts = itertools.pairwise([0, *ends])
+        parts = itertools.pairwise([0, *self._ends(len(positions))])
         done = [self._append_and_attend(call.of_row(0, a, b), positions[a:b]) for a, b in parts]
+        self.note_bytes()
         return done[0] if len(done) == 1 else torch.cat(done, dim=1)
 
-    def _ends(self, tokens: int) -> list[int]:
-        """Where to cut so many tokens so that one that packs keys before it attends is alone."""
-        if not isinstance(self.before, Packed) or not self.before.keys.ahead:
+    def _ends(self, tokens: int) -> Sequence[int]:
+        """Where to cut so many tokens: after each one where entries may leave, and so that one that packs
+        keys before it attends is alone."""
+        if self.evicts:
+            return range(1, tokens + 1)
+        if self.packed is None or not self.packed.keys.ahead:
             return [tokens]
-        held, ends = self.before.keys.count, {tokens}
+        held, ends = self.packed.keys.count, {tokens}
         for i in range(tokens):
-            if taken := self.before.keys.due(held, self.length + i + 1 - held):
+            if taken := self.packed.keys.due(held, self.length + i + 1 - held):
                 held, ends = held + taken, ends | {i, i + 1}
         return sorted(ends - {0})
 
@@ -261,24 +249,24 @@ class LayerCache:
     def dot_keys(self, query: Tensor) -> Tensor:
         """q.k of query [kv_heads, q, d] with all entries, [kv_heads, q, entries]."""
         logits = query @ self.keys[:, : self.length - self.first].mT
-        if self.before is None or not self.first:
+        if self.packed is None or not self.first:
             return logits
-        return torch.cat([self.before.dot_keys(query), logits], dim=-1)
+        return torch.cat([self.packed.keys.dot(query), logits], dim=-1)
 
     def mix_values(self, weights: Tensor) -> Tensor:
         """weights [kv_heads, q, entries] . v of all entries, [kv_heads, q, d]."""
         first = self.first_value
         mixed = weights[..., first:] @ self.values[:, : self.length - first]
-        if self.before is None or first == self.keys_only:
+        if self.packed is None or first == self.keys_only:
             return mixed
-        return mixed + self.before.mix_values(weights[..., :first])
+        return mixed + self.packed.values.mix(weights[..., self.keys_only : first])
 
     def _append_and_attend(self, call: LayerCall, positions: Tensor) -> Tensor:
         query, value = call.query[0], call.value[0]
         heads, tokens, dim = query.shape
         self.append(call.key[0], value, positions)
-        if isinstance(self.before, Packed) and self.before.keys.ahead:
-            self._pack_due(self.before, keys_alone=True)
+        if self.packed is not None and self.packed.keys.ahead:
+            self._pack_due(self.packed, keys_alone=True)
         n, stored = self.length, self.keys.shape[0]
         group = heads // stored
         logits = self.dot_keys(query.reshape(stored, group * tokens, dim))
@@ -300,8 +288,8 @@ class LayerCache:
         if self.denominators is not None:
             ends, self.value_range = grown_range(self.value_range, value, group)
             out = signed_mean(out, weights, self.denominators[:, :n], ends)
-        if isinstance(self.before, Packed):
-            self._pack_due(self.before)
+        if self.packed is not None:
+            self._pack_due(self.packed)
         if self.evicts:
             self._evict(weights.view(stored, group, n).mean(1))
         return out.view(stored, group, tokens, -1).reshape(heads, tokens, -1)
@@ -321,22 +309,20 @@ class LayerCache:
             held.scores.copy_(scores)
         if leaving is None:
             return
-        packed = isinstance(self.before, Packed)
         row = torch.arange(self.keys.shape[0], device=self.keys.device)
-        for part in (getattr(self, name) for name in (PER_ENTRY if packed else _BUFFERS)):
+        for part in (getattr(self, name) for name in (PER_ENTRY if self.packed else _BUFFERS)):
             if part is not None:
                 part[row, leaving] = part[:, n - 1].clone()
-        if isinstance(self.before, Packed):  # all of the entries, the new one too
-            keys, values, _ = self.before
-            self.before = Packed(keys.without(leaving), values.without(leaving), 0)
+        if self.packed is not None:  # all of the entries, the new one too
+            self.packed = Packed(*(codec.without(leaving) for codec in self.packed))
             self.first, self.first_value = self._packed_counts()
         self.length = n - 1
 
     def _packed_counts(self) -> tuple[int, int]:
         """The entries that the buffers of keys and of values begin with, unless others lie before."""
-        if not isinstance(self.before, Packed):
+        if self.packed is None:
             return 0, self.keys_only
-        return self.before.keys.count, self.keys_only + self.before.values.count
+        return self.packed.keys.count, self.keys_only + self.packed.values.count
 
     def _pack_due(self, packed: Packed, *, keys_alone: bool = False) -> None:
         """Let the codecs take over the exact entries that are due; what is left moves to the front."""
@@ -346,7 +332,7 @@ class LayerCache:
         values = packed.values
         if not keys_alone:
             values, _ = values.take(self.values[:, : n - self.first_value])
-        self.before = Packed(keys, values, self.keys_only)
+        self.packed = Packed(keys, values)
         self.first, self.first_value = self._packed_counts()
         for (part, before), now in zip(sides, (self.first, self.first_value), strict=True):
             if now > before:
@@ -391,8 +377,8 @@ class RaggedCache(LayerCache):
         make: makes the cache of what one head holds.
     """
 
-    is_shareable = is_plain = False
-    before = rule = denominators = value_range = None
+    is_plain = False
+    rule = None
 
     def __init__(self, held: CompressedKV, make: Callable[[CompressedKV], LayerCache]) -> None:
         assert held.lengths is not None
@@ -423,18 +409,6 @@ class RaggedCache(LayerCache):
         """See `LayerCache.charged`: the mean of the heads, rounded up."""
         return -int(-entries.sum() // len(self.heads))
 
-    def padded(self) -> LayerCache:
-        """One cache of all heads, to be looked at: positions, length and log-weights, with padding."""
-        twin, counts = copy.copy(self.heads[0]), self.entries()
-        twin.length, heads = int(counts.max()), len(self.heads)
-        twin.positions = torch.full((heads, twin.length), -1)
-        twin.log_weights = torch.full((heads, twin.length), float("-inf"))
-        for i, (head, count) in enumerate(zip(self.heads, counts.tolist(), strict=True)):
-            twin.positions[i, :count] = head.positions[0, :count]
-            weights = head.log_weights
-            twin.log_weights[i, :count] = 0.0 if weights is None else weights[0, :count]
-        return twin
-
     def entries(self) -> Tensor:
         """Entries held per head: [kv_heads] int64."""
         return torch.cat([head.entries() for head in self.heads])
@@ -442,6 +416,11 @@ class RaggedCache(LayerCache):
     def entry_bytes(self) -> int:
         """The sum of the heads'."""
         return sum(head.entry_bytes() for head in self.heads)
+
+    def held_bytes(self) -> tuple[int, float]:
+        """The sums of the heads'."""
+        peaks, means = zip(*(head.held_bytes() for head in self.heads), strict=True)
+        return sum(peaks), sum(means)
 
     def reserved_bytes(self) -> int:
         """The sum of the heads'."""
@@ -479,7 +458,7 @@ class RecompressedCache(LayerCache):
         queries: the last ones fed, [heads, at most rule.queries, head_dim], whose bytes are counted.
     """
 
-    is_shareable = is_plain = False
+    is_plain = False
 
     def __init__(
         self,
@@ -494,13 +473,13 @@ class RecompressedCache(LayerCache):
         generator: torch.Generator,
         **options: Any,
     ) -> None:
-        super().__init__(held, room, method, **options)
         assert prompt.queries is not None
+        self.queries = prompt.queries[0, :, -rule.queries :].clone()  # counted from the beginning
+        super().__init__(held, room, method, **options)
         self.recompression, self.label, self.generator = rule, label, generator
         self.budget, self.prompt, self.fed = budget, prompt.n, 0
         if rule.to is not None and rule.to >= 1:
             self._size(int(rule.to))  # refuses now, rather than while decoding
-        self.queries = prompt.queries[0, :, -rule.queries :].clone()
         none = prompt.keys[:, :, :0]  # does not keep the prompt in memory
         self.shape = replace(prompt, keys=none, values=none, queries=None, shared={}, carried={})
 
@@ -516,23 +495,23 @@ class RecompressedCache(LayerCache):
         twin.generator.set_state(self.generator.get_state())
         return twin
 
-    def step(self, call: LayerCall, positions: Tensor) -> Tensor:
-        """See `LayerCache.step`.
+    def _ends(self, tokens: int) -> Sequence[int]:
+        return range(1, tokens + 1)
+
+    def _append_and_attend(self, call: LayerCall, positions: Tensor) -> Tensor:
+        """Of one token, after which the method may compress.
 
         Raises:
             BudgetExceeded: the method holds more than it may; and whatever the method raises.
         """
-        outputs = []
-        for i in range(len(positions)):
-            one = call.of_row(0, i, i + 1)
-            outputs.append(super().step(one, positions[i : i + 1]))
-            self.fed += 1
-            self.queries = torch.cat([self.queries, one.query[0]], dim=1)
-            self.queries = self.queries[:, -self.recompression.queries :]
-            stays = self.recompression.stays(self.budget, self.prompt, self.fed, self.length)
-            if stays is not None:
-                self._recompress(stays)
-        return torch.cat(outputs, dim=1)
+        out = super()._append_and_attend(call, positions)
+        self.fed += 1
+        self.queries = torch.cat([self.queries, call.query[0]], dim=1)
+        self.queries = self.queries[:, -self.recompression.queries :]
+        stays = self.recompression.stays(self.budget, self.prompt, self.fed, self.length)
+        if stays is not None:
+            self._recompress(stays)
+        return out
 
     def _size(self, count: int) -> Budget:
         return Budget(sink=self.budget.sink, window=self.budget.window, size=count)
@@ -563,91 +542,3 @@ class RecompressedCache(LayerCache):
             self.log_weights[:, :count] += held.log_weights[0]
         self.keys[:, :count], self.values[:, :count] = held.keys[0], held.values[0]
         self.length = count
-
-
-def branch_of(base: LayerCache) -> LayerCache:
-    """A cache that goes on from `base` and reads its entries where they are, so that nothing may be
-    appended to `base` any more. A cache whose entries change while decoding is copied; so is a sliding
-    window, which is short."""
-    if not base.is_shareable:
-        return base.clone()
-    twin, n = copy.copy(base), base.length
-    twin.before, twin.first, twin.first_value = base, n, n
-    twin.keys, twin.values = base.keys[:, :0], base.values[:, :0]
-    for name in PER_ENTRY:
-        part = getattr(base, name)
-        setattr(twin, name, None if part is None else part[:, :n].clone())
-    return twin
-
-
-def rows_by_base(caches: Sequence[LayerCache | None]) -> list[list[int]]:
-    """Places of the caches that are branches of one base, two or more, and attend by an ordinary
-    softmax over all they hold."""
-    found: dict[int, list[int]] = {}
-    for place, cache in enumerate(caches):
-        if cache is None or not isinstance(cache.before, LayerCache):
-            continue
-        if not cache.restricts and cache.denominators is None:
-            found.setdefault(id(cache.before), []).append(place)
-    return [places for places in found.values() if len(places) > 1]
-
-
-def attend_branches(caches: Sequence[LayerCache], call: LayerCall, positions: Tensor) -> Tensor:
-    """Append t tokens to each branch of one base, and attend: [rows, heads, t, value_dim].
-
-    The softmax over a row's entries is taken in two parts, the base's entries for the queries of all
-    rows at once and each row's own after it, which are joined by their normalisers (log-sum-exp):
-    the same sum in another order.
-
-    Args:
-        caches: one per row of `call`; they neither evict nor restrict, and have no sliding window.
-        positions: [rows, t].
-    """
-    base = caches[0].before
-    assert isinstance(base, LayerCache)
-    rows, heads, tokens, dim = call.query.shape
-    stored = base.keys.shape[0]
-    group = heads // stored
-    queries = call.query.reshape(rows, stored, group * tokens, dim)
-    together = queries.transpose(0, 1).reshape(stored, -1, dim)
-    parts = [_attend_base(base, block, call) for block in together.split(QUERY_BLOCK, dim=1)]
-    mixed, total, top = (
-        torch.cat(part, dim=1).unflatten(1, (rows, -1)).transpose(0, 1)
-        for part in zip(*parts, strict=True)
-    )
-    for row, cache in enumerate(caches):
-        cache.append(call.key[row], call.value[row], positions[row])
-    keys = _side_by_side([cache.keys[:, : cache.length - cache.first] for cache in caches])
-    values = _side_by_side(
-        [cache.values[:, : cache.length - cache.first_value] for cache in caches]
-    )
-    logits = capped((queries @ keys.mT).float().mul_(call.scaling), call.softcap)
-    device = logits.device
-    ends = torch.tensor([cache.length - cache.first for cache in caches], device=device)
-    seen = ends[:, None] - tokens + torch.arange(tokens, device=device)  # the last entry of a query
-    hidden = torch.arange(keys.shape[2], device=device) > seen[..., None]
-    logits.masked_fill_(hidden[:, None].repeat(1, 1, group, 1), float("-inf"))
-    limit = torch.maximum(top, logits.amax(-1, keepdim=True))
-    weights = logits.sub_(limit).exp_()
-    before = torch.exp(top - limit)
-    normaliser = total * before + weights.sum(-1, keepdim=True)
-    out = (mixed * before + (weights.to(values.dtype) @ values).float()) / normaliser
-    return out.to(call.value.dtype).reshape(rows, heads, tokens, -1)
-
-
-def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
-    """[kv_heads, entries, dim] of each row as [rows, kv_heads, most entries, dim]."""
-    return pad_sequence([part.transpose(0, 1) for part in parts], batch_first=True).transpose(1, 2)
-
-
-def _attend_base(base: LayerCache, query: Tensor, call: LayerCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Of query [kv_heads, q, d] over all entries of the base: the values' weighted sum [.., value_dim],
-    the sum of the weights and the largest logit [.., 1], float32."""
-    logits = capped(base.dot_keys(query).float().mul_(call.scaling), call.softcap)
-    if base.log_weights is not None:
-        logits += base.log_weights[:, None, : base.length]
-    top = logits.amax(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)
-    weights = logits.sub_(top).exp_()
-    total = weights.sum(-1, keepdim=True)
-    mixed = base.mix_values(weights.to(base.values.dtype)).float()
-    return mixed, total, top

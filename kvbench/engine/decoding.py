@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.attention import LayerCall
-from kvbench.engine.cache import LayerCache, rows_by_base
-from kvbench.engine.fork import Fork, ForkBatch, attend_rows
+from kvbench.engine.cache import LayerCache
+from kvbench.engine.fork import Fork, ForkBatch
 from kvbench.kernels.decode_attention import (
     append_entries,
     entry_table,
@@ -114,7 +114,6 @@ class DecodeState(ForkBatch):
         self.taken = 0
         self._ended: set[int] = set()
         self._groups: dict[int, list[_Group]] = {}
-        self._joined: dict[int, list[list[int]]] = {}
         self._alone: dict[int, list[int]] = {}
         first = positions.tolist()
         for layer in self.forks[0].layers:
@@ -138,12 +137,8 @@ class DecodeState(ForkBatch):
         """Which rows of a layer go through the kernel together, and which go alone."""
         together: dict[tuple[object, ...], list[int]] = {}
         caches = [fork.layers[layer] for fork in self.forks]
-        self._joined[layer] = rows_by_base(caches)
         self._alone[layer] = []
-        joined = {row for rows in self._joined[layer] for row in rows}
         for row, cache in enumerate(caches):
-            if row in joined:
-                continue
             if not cache.steps_by_kernel:
                 self._alone[layer].append(row)
                 continue
@@ -160,7 +155,7 @@ class DecodeState(ForkBatch):
     @property
     def all_together(self) -> bool:
         """Whether no row of any layer goes alone: then a step asks the host for nothing."""
-        return not any(self._alone.values()) and not any(self._joined.values())
+        return not any(self._alone.values())
 
     def attend(self, call: LayerCall) -> Tensor:
         """Each row against its own cache; a row whose fork failed attends to nothing."""
@@ -171,10 +166,9 @@ class DecodeState(ForkBatch):
         for group in groups:
             assert group.index is not None
             out.index_copy_(0, group.index, self._attend_group(group, call.of_rows(group.index)))
-        joined, alone = self._joined[call.layer], self._alone[call.layer]
-        if joined or alone:
-            positions = self.positions[:, None].to(query.device)
-            attend_rows(self.forks, joined, alone, call, positions, out)
+        alone = self._alone[call.layer]
+        if alone:
+            self.attend_rows(alone, call, self.positions[:, None].to(query.device), out)
         return out
 
     def _attend_group(self, group: _Group, call: LayerCall) -> Tensor:
@@ -216,8 +210,7 @@ class DecodeState(ForkBatch):
     def _settle(self, row: int) -> None:
         for group in self._all_groups(row) if row not in self._ended else ():
             place = group.rows.index(row)
-            cache = group.caches[place]
-            cache.length = min(cache.length + self.taken, group.limits[place])
+            group.caches[place].grew(self.taken, group.limits[place])
 
     def settle(self) -> None:
         """The rows part: tell every cache how many entries it holds by now."""

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from kvbench.engine.architecture import kv_heads
+from kvbench.engine.attention import UnsupportedModel
 from kvbench.engine.loading import ModelError, ModelSpec, load_config
 from kvbench.kernels.quantize import Scheme
 
@@ -45,23 +46,18 @@ class CacheShape:
 def cache_shape(spec: ModelSpec, dtype: torch.dtype) -> CacheShape | None:
     """The shape of the model's cache; None if its config cannot be loaded or lacks a field."""
     try:
-        config = load_config(spec).get_text_config()
-    except ModelError:  # not on this machine, and no way to the Hub
+        return shape_of(load_config(spec).get_text_config(), dtype)
+    except (ModelError, UnsupportedModel, AttributeError):  # such as: no way to the Hub
         return None
-    return shape_of(config, dtype)
 
 
-def shape_of(config: PreTrainedConfig, dtype: torch.dtype) -> CacheShape | None:
+def shape_of(config: PreTrainedConfig, dtype: torch.dtype) -> CacheShape:
     """As `cache_shape`, of a text config."""
-    try:
-        heads = config.num_attention_heads
-        held = kv_heads(config)
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        count = config.num_hidden_layers
-    except AttributeError:
-        return None
+    head_dim = getattr(config, "head_dim", None)
+    head_dim = head_dim or config.hidden_size // config.num_attention_heads
+    count = config.num_hidden_layers
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * count
     sliding = sum(kind == "sliding_attention" for kind in kinds[:count])
     full = sum(kind in ("full_attention", "hybrid") for kind in kinds[:count])
     window = getattr(config, "sliding_window", None) or 0
-    return CacheShape(held, head_dim, dtype.itemsize, full, (window,) * sliding)
+    return CacheShape(kv_heads(config), head_dim, dtype.itemsize, full, (window,) * sliding)

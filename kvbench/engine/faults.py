@@ -6,7 +6,6 @@ import gc
 import traceback
 
 import torch
-from torch import Tensor
 
 from kvbench.errors import text_of
 
@@ -16,17 +15,6 @@ class NonFiniteLogits(ArithmeticError):
 
     def __init__(self, token: int) -> None:
         super().__init__(f"non-finite logits at new token {token}")
-
-
-def pick(logits: Tensor) -> Tensor:
-    """[2, rows] int64: the greedy token of each row of logits [rows, vocab], and 1 where its logits are
-    sound, else 0; on the device, so that one transfer reads both.
-
-    NaN and +inf are the maximum of any row they occur in, so that the maximum alone is checked; -inf
-    beside a finite maximum is a token that the model rules out, and no fault.
-    """
-    best, tokens = logits.max(-1)
-    return torch.stack([tokens, torch.isfinite(best).long()])
 
 
 def is_out_of_memory(error: BaseException) -> bool:

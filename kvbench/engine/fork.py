@@ -11,15 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from kvbench.engine import memory
 from kvbench.engine.attention import LayerCall
-from kvbench.engine.cache import (
-    LayerCache,
-    RaggedCache,
-    RecompressedCache,
-    attend_branches,
-    branch_of,
-    rows_by_base,
-)
+from kvbench.engine.cache import LayerCache, RaggedCache, RecompressedCache
 from kvbench.engine.faults import release_frames
 from kvbench.engine.states import PassingCache, State, clone_of, joined_cache, state_bytes
 from kvbench.kernels.elapsed import Elapsed
@@ -41,6 +35,32 @@ def layer_generator(seed: int, example_id: str, layer: int) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
+@dataclass
+class ExactBytes:
+    """Bytes of the exact cache of one prompt, of any length.
+
+    Attributes:
+        token: of a token, in all layers that hold every one. windows: of the others, the number of the
+            last tokens that they hold and the bytes of one. states: of the layers that hold no keys.
+    """
+
+    token: int = 0
+    windows: list[tuple[int, int]] = field(default_factory=list)
+    states: int = 0
+
+    def add(self, token: int, window: int | None) -> None:
+        """One more layer, which holds so many bytes of a token."""
+        if window is None:
+            self.token += token
+        else:
+            self.windows.append((window, token))
+
+    def at(self, tokens: int) -> int:
+        """Bytes once so many tokens have been read."""
+        sliding = sum(token * min(window, tokens) for window, token in self.windows)
+        return self.token * tokens + sliding + self.states
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cost:
     """What a method's cache of one prompt costs. Every record has these fields.
@@ -51,9 +71,11 @@ class Cost:
         entries: held per layer and KV head after compression, mean and maximum; None, like the bytes,
             where a failure left none.
         cache_bytes, exact_bytes: after compression, and of the exact cache at the same point.
-        cache_bytes_end: after the last token; None before.
+        cache_bytes_end: after the last token; None before, like the next three.
+        cache_bytes_peak, cache_bytes_mean: the most, and the mean, of what is held at the end of the
+            prompt and after each step of the generation. exact_bytes_mean: of the exact cache.
         compressed: False where the prompt is held as it is: it is within its capacity, or the method
-            keeps and stores everything so. True once entries were evicted.
+            keeps and stores everything so. True once entries have left while decoding.
         compress_s: seconds of compression.
         budget_preset: the preset that holds more than the budget, if any.
     """
@@ -63,6 +85,9 @@ class Cost:
     entries: dict[str, float] | None = None
     cache_bytes: int | None = None
     cache_bytes_end: int | None = None
+    cache_bytes_peak: int | None = None
+    cache_bytes_mean: float | None = None
+    exact_bytes_mean: float | None = None
     exact_bytes: int
     compressed: bool = False
     compress_s: float = 0.0
@@ -73,13 +98,20 @@ class Cost:
         """Bytes held over the bytes of the exact cache, after compression."""
         return None if self.cache_bytes is None else self.cache_bytes / self.exact_bytes
 
-    def record(self) -> dict[str, Any]:
-        """The fields of a record, but for `prompt_tokens`; `budget_preset` only where there is one."""
-        names = [field.name for field in fields(Cost) if field.name != "prompt_tokens"]
-        found = {name: getattr(self, name) for name in names}
+    def record(self, *, long_answer: bool = False) -> dict[str, Any]:
+        """The fields of a record, but for `prompt_tokens`; `budget_preset` only where there is one.
+
+        Args:
+            long_answer: the ratio is that of the means over the generation.
+        """
+        found = {field.name: getattr(self, field.name) for field in fields(Cost)}
+        del found["prompt_tokens"]
         if self.budget_preset is None:
             del found["budget_preset"]
-        return found | {"ratio": self.ratio}
+        ratio = self.ratio
+        if long_answer and self.cache_bytes_mean and self.exact_bytes_mean:
+            ratio = self.cache_bytes_mean / self.exact_bytes_mean
+        return found | {"ratio": ratio}
 
 
 @dataclass
@@ -93,6 +125,7 @@ class Fork:
         compressible: the layers that the method compresses.
         carried: what the method noted at earlier layers of this prompt (`LayerKV.carried`).
         compressed: whether the method compresses this prompt. appended: tokens fed since.
+        exact: of the prompt. exact_at: its bytes at the end of the prompt and after each step since.
         compress_s: seconds of compression; `clocks` are still to be read, by `read_clocks`.
         unaudited: layers whose entries are still to be counted, by `audit_prompt`.
         after_prompt: the cost at the end of the prefill. bytes_end: at the last `audit`.
@@ -111,6 +144,8 @@ class Fork:
     carried: dict[str, Tensor] = field(default_factory=dict)
     compressed: bool = False
     appended: int = 0
+    exact: ExactBytes = field(default_factory=ExactBytes)
+    exact_at: list[int] = field(default_factory=list)
     compress_s: float = 0.0
     clocks: list[Elapsed] = field(default_factory=list)
     unaudited: list[int] = field(default_factory=list)
@@ -132,6 +167,10 @@ class Fork:
         evicts = self.method.evicts and self.method.uses_budget
         return self.budget.limit(n) if evicts else None
 
+    def begin_prompt(self, n: int) -> None:
+        """Compress the prompt of n tokens that is about to be read, unless its capacity holds all."""
+        self.compressed = self.method.uses_budget and n > self.budget.capacity(n)
+
     @property
     def rescores(self) -> bool:
         """Whether the method is to see this prompt repeated before it compresses it."""
@@ -142,6 +181,11 @@ class Fork:
         """Tokens in the cache: those of the prompt, which was compressed, and those fed since."""
         assert self.after_prompt is not None, "the prompt has not been read"
         return self.after_prompt.prompt_tokens + self.appended
+
+    def fed(self, tokens: int) -> None:
+        """Count the tokens of a step."""
+        self.appended += tokens
+        self.exact_at.append(self.exact.at(self.tokens))
 
     def read_clocks(self) -> None:
         """Add up the seconds of compression so far; waits for a GPU that is not done with it."""
@@ -157,33 +201,19 @@ class Fork:
 
     def clone(self) -> Fork:
         """A copy that goes on separately from here."""
-        return self._with_layers({index: layer.clone() for index, layer in self.layers.items()})
-
-    def branch(self) -> Fork:
-        """A copy that goes on from here, for as long as nothing is fed to this one: see
-        `branch_of`."""
-        return self._with_layers({index: branch_of(layer) for index, layer in self.layers.items()})
-
-    def _with_layers(self, layers: dict[int, LayerCache]) -> Fork:
         return replace(
             self,
-            layers=layers,
+            layers={index: layer.clone() for index, layer in self.layers.items()},
             states=clone_of(self.states),
             compressible=list(self.compressible),
             carried=dict(self.carried),
+            exact_at=list(self.exact_at),
         )
 
     def carry_to(self, device: torch.device) -> None:
         """What the method noted at earlier layers, on the device of the next."""
         for name, noted in self.carried.items():
             self.carried[name] = noted.to(device)
-
-    def hold_whole(self, layer: int, held: CompressedKV, window: int | None) -> None:
-        """Take over a layer in which the method has no part."""
-        count = held.keys.shape[2]
-        self.layers[layer] = LayerCache(
-            held, self.room, self.method, capacity=count, window=window, active=False
-        )
 
     def hold(
         self,
@@ -251,12 +281,9 @@ class Fork:
             if cache.charged(counts) > cache.capacity + 1:
                 raise BudgetExceeded(self.label, layer, cache.capacity, cache.charged(counts))
 
-    def end_prompt(self, n: int, exact_bytes: int) -> None:
-        """Note what is held of the prompt's n tokens, which have been read and compressed.
-
-        Args:
-            exact_bytes: of the exact cache at this point.
-        """
+    def end_prompt(self, n: int, exact: ExactBytes) -> None:
+        """Note what is held of the prompt's n tokens, which have been read and compressed."""
+        self.exact, self.exact_at = exact, [exact.at(n)]
         held: dict[str, Any] = {}
         if self.failure is None:
             layers = [self.layers[layer] for layer in self.compressible]
@@ -266,7 +293,7 @@ class Fork:
         self.after_prompt = Cost(
             prompt_tokens=n,
             capacity=self.budget.capacity(n) if self.method.saves_memory else n,
-            exact_bytes=exact_bytes,
+            exact_bytes=exact.at(n),
             compressed=self.compressed or self.method.quantize is not None,
             **held,
         )
@@ -279,14 +306,19 @@ class Fork:
         if self.bytes_end is None:
             return cost
         n, layers = cost.prompt_tokens, [self.layers[layer] for layer in self.compressible]
-        evicted = any(
-            cache.evicts and cache.length < int(cache.prompt_entries.max()) + self.appended
+        left = any(
+            int(cache.entries().max()) < int(cache.prompt_entries.max()) + self.appended
             for cache in layers
         )
+        held = [cache.held_bytes() for cache in self.layers.values()]
+        states = state_bytes(self.states)
         return replace(
             cost,
             cache_bytes_end=self.bytes_end,
-            compressed=cost.compressed or evicted,
+            cache_bytes_peak=sum(peak for peak, _ in held) + states,
+            cache_bytes_mean=sum(mean for _, mean in held) + states,
+            exact_bytes_mean=sum(self.exact_at) / len(self.exact_at),
+            compressed=cost.compressed or left,
             budget_preset=allowed_entries(self.method, self.budget, n, len(layers))[1],
         )
 
@@ -321,6 +353,15 @@ class Fork:
         return held + state_bytes(self.states)
 
 
+def copies_at_once(forks: Sequence[Fork], most: int, device: torch.device) -> int:
+    """How many copies of all of these forks, of `most`, half of the free memory has room for."""
+    total, used = memory.total_bytes(device), memory.used_bytes(device)
+    copy = sum(cache.reserved_bytes() for fork in forks for cache in fork.layers.values())
+    if most == 1 or total is None or used is None or not copy:
+        return most
+    return max(1, min(most, (total - used) // (2 * copy)))
+
+
 class ForkBatch:
     """Attention state of a pass: row i of the batch is fork ``forks[i]``.
 
@@ -335,47 +376,28 @@ class ForkBatch:
         self._past: PassingCache | None = None
 
     def past(self, config: PreTrainedConfig) -> PassingCache:
-        """See `Stateful`."""
+        """See `AttentionState`."""
         self._past = self._past or joined_cache(config, [fork.states for fork in self.forks])
         return self._past
 
     def attend(self, call: LayerCall) -> Tensor:
-        """Each row against its own cache; a row whose fork failed attends to nothing. Rows that share
-        entries read those together."""
-        device = call.query.device
-        if self.positions.device != device:  # once, not at every layer
-            self.positions = to_device(self.positions, device)
-        positions = self.positions.expand(len(self.forks), -1)
+        """Each row against its own cache; a row whose fork failed attends to nothing."""
+        if self.positions.device != call.query.device:  # once, not at every layer
+            self.positions = to_device(self.positions, call.query.device)
+        rows = range(len(self.forks))
         out = call.query.new_zeros(*call.query.shape[:3], call.value.shape[-1])
-        joined = rows_by_base([fork.layers.get(call.layer) for fork in self.forks])
-        done = {row for rows in joined for row in rows}
-        alone = [row for row in range(len(self.forks)) if row not in done]
-        attend_rows(self.forks, joined, alone, call, positions, out)
+        self.attend_rows(rows, call, self.positions.expand(len(rows), -1), out)
         return out
 
-
-def attend_rows(
-    forks: Sequence[Fork],
-    joined: Sequence[Sequence[int]],
-    alone: Sequence[int],
-    call: LayerCall,
-    positions: Tensor,
-    out: Tensor,
-) -> None:
-    """Feed some rows' tokens to their caches, and put the attention into `out`.
-
-    Args:
-        forks: of all rows. joined: rows whose caches are branches of one base (`rows_by_base`).
-        alone: further rows; one whose fork has failed is passed over.
-        positions: [rows, t]. out: [rows, heads, t, value_dim].
-    """
-    for rows in joined:
-        caches = [forks[row].layers[call.layer] for row in rows]
-        out[rows] = attend_branches(caches, call.of_rows(rows), positions[rows])
-    for row in alone:
-        fork = forks[row]
-        if fork.failure is None:
-            try:
-                out[row] = fork.layers[call.layer].step(call.of_row(row), positions[row])
-            except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
-                fork.fail(failure)
+    def attend_rows(
+        self, rows: Sequence[int], call: LayerCall, positions: Tensor, out: Tensor
+    ) -> None:
+        """Feed some rows' tokens, at positions [rows, t], to their caches, and put the attention into
+        out [rows, heads, t, value_dim]."""
+        for row in rows:
+            fork = self.forks[row]
+            if fork.failure is None:
+                try:
+                    out[row] = fork.layers[call.layer].step(call.of_row(row), positions[row])
+                except Exception as failure:  # noqa: BLE001 - one method's failure is its own record
+                    fork.fail(failure)

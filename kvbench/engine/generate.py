@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.engine import memory
-from kvbench.engine.fork import Fork
+from kvbench.engine.fork import Fork, copies_at_once
 from kvbench.engine.graphs import StepGraphs
 from kvbench.engine.kept import strips_of
 from kvbench.engine.prefill import Prefill, input_device, prefill
@@ -140,8 +139,7 @@ def run_conversations(
     graphs: StepGraphs | None = None,
 ) -> list[dict[str, list[Generation]]]:
     """Several prompts, each prefilled and compressed once, and all of its conversations, each from
-    that one cache. It is read where it is, unless decoding changes it or answers may be longer than the
-    prompt: then each has a copy, and as many decode together as half of the free memory has room for.
+    a copy of that one cache: as many decode together as half of the free memory has room for copies.
     No answer depends on it.
 
     Args:
@@ -155,10 +153,16 @@ def run_conversations(
     """
     readings = [_read(model, prompt, seed) for prompt in prompts]
     most = max(len(prompt.conversations) for prompt in prompts)
-    at_once = _copies_at_once(readings, most, input_device(model))
+    forks = [fork for reading in readings for fork in reading.forks]
+    at_once = copies_at_once(forks, most, input_device(model))
     done: list[_Conversation] = []
     for first in range(0, most, at_once):
-        talks = [talk for each in readings for talk in each.conversations(first, first + at_once)]
+        talks = [
+            _Conversation(reading, questions, reading.row(fork), [])
+            for reading in readings
+            for questions in reading.prompt.conversations[first : first + at_once]
+            for fork in reading.forks
+        ]
         for turn in range(max((len(talk.questions) for talk in talks), default=0)):
             going_on = [talk for talk in talks if turn < len(talk.questions)]
             for reading in readings:
@@ -179,7 +183,12 @@ def run_conversations(
         done += talks
     return [
         {
-            label: [one for talk in done if talk.is_of(reading, label) for one in talk.said]
+            label: [
+                one
+                for talk in done
+                if talk.reading is reading and talk.row.fork.label == label
+                for one in talk.said
+            ]
             for label in reading.prompt.methods
         }
         for reading in readings
@@ -201,23 +210,10 @@ class _Reading:
     spent_s: float
     kept: dict[str, dict[str, Any]]
 
-    def conversations(self, first: int, last: int) -> list[_Conversation]:
-        """Those from `first` to before `last`, of every method; where there are several, each with a
-        cache that goes on from what has been read."""
-        n, several = self.start.n, len(self.prompt.conversations) > 1
-        made = []
-        for questions in self.prompt.conversations[first:last]:
-            for fork in self.forks:
-                if several:
-                    fork = fork.clone() if self.copies(fork) else fork.branch()
-                row = DecodingRow(fork, self.prompt.stopping, n, self.start.prefill_s)
-                made.append(_Conversation(self, questions, row, []))
-        return made
-
-    def copies(self, fork: Fork) -> bool:
-        """Whether a conversation has a copy even of what it could share: rows that share are not decoded
-        by the kernel, which costs more than it saves once their own tokens are the most."""
-        return fork.room > self.start.n
+    def row(self, fork: Fork) -> DecodingRow:
+        """The beginning of a conversation, on a copy where there are several."""
+        fork = fork.clone() if len(self.prompt.conversations) > 1 else fork
+        return DecodingRow(fork, self.prompt.stopping, self.start.n, self.start.prefill_s)
 
 
 @dataclass
@@ -232,10 +228,6 @@ class _Conversation:
     questions: Sequence[Question]
     row: DecodingRow
     said: list[Generation]
-
-    def is_of(self, reading: _Reading, label: str) -> bool:
-        """Whether it is this method's, about this prompt."""
-        return self.reading is reading and self.row.fork.label == label
 
 
 def _read(model: PreTrainedModel, prompt: Prompt, seed: int) -> _Reading:
@@ -257,21 +249,6 @@ def _read(model: PreTrainedModel, prompt: Prompt, seed: int) -> _Reading:
         if prompt.note_kept and fork.failure is None
     }
     return _Reading(prompt, forks, start, spent_s, kept)
-
-
-def _copies_at_once(readings: Sequence[_Reading], most: int, device: torch.device) -> int:
-    """How many conversations of each prompt, of `most`, the free memory has room for."""
-    total, used = memory.total_bytes(device), memory.used_bytes(device)
-    if most == 1 or total is None or used is None:
-        return most
-    copies = sum(
-        cache.reserved_bytes()
-        for reading in readings
-        for fork in reading.forks
-        for cache in fork.layers.values()
-        if reading.copies(fork) or not cache.is_shareable
-    )
-    return max(1, min(most, (total - used) // (2 * copies))) if copies else most
 
 
 def _ask(

@@ -7,32 +7,33 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from kvbench.engine.cache import LayerCache, RaggedCache
+from kvbench.engine.cache import RaggedCache
 from kvbench.engine.fork import Fork
 
 BINS, MOST_LAYERS = 128, 16
 """The most pieces of the prompt and layers (evenly spread) in the result of `strips_of`."""
 
 
-def weights_of(cache: LayerCache) -> Tensor:
-    """The weight of each entry, [kv_heads, entries] float32: exp(log-weight), times the weight in the
-    denominator where that differs; 0 for padding."""
-    weights = torch.ones(cache.positions.shape[0], cache.length)
-    if cache.log_weights is not None:
-        weights = cache.log_weights[:, : cache.length].exp().cpu()
-    if cache.denominators is not None:
-        weights = weights * cache.denominators[:, : cache.length].cpu()
-    return weights
-
-
 def entries_of(fork: Fork, layers: Sequence[int]) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Of each layer its number, and its entries' positions (-1 for entries that are no single token) and
-    weights, both [kv_heads, entries]."""
+    weights, both [kv_heads, entries]: exp(log-weight), times the weight in the denominator where that
+    differs; 0 for padding."""
     for layer in layers:
         cache = fork.layers[layer]
-        whole = cache.padded() if isinstance(cache, RaggedCache) else cache
-        yield layer, whole.positions[:, : whole.length].cpu(), weights_of(whole)
+        positions: list[Tensor] = []
+        weights: list[Tensor] = []
+        for one in cache.heads if isinstance(cache, RaggedCache) else [cache]:
+            held = one.positions[:, : one.length].cpu()
+            each = torch.ones(held.shape)
+            if one.log_weights is not None:
+                each = one.log_weights[:, : one.length].exp().cpu()
+            if one.denominators is not None:
+                each = each * one.denominators[:, : one.length].cpu()
+            positions += held.unbind()
+            weights += each.unbind()
+        yield layer, pad_sequence(positions, True, -1), pad_sequence(weights, True)
 
 
 def strips_of(fork: Fork, tokens: int, layers: Sequence[int]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -22,15 +22,15 @@ from transformers.cache_utils import Cache
 
 from kvbench.engine.architecture import compressible_layers, kvbench_attention_on, rotary_of
 from kvbench.engine.attention import LayerCall
-from kvbench.engine.fork import Cost, Fork, ForkBatch, prompt_name
+from kvbench.engine.fork import Cost, Fork, ForkBatch, copies_at_once, prompt_name
 from kvbench.engine.graphs import StepGraphs
 from kvbench.engine.loading import end_token_ids, model_end_ids
-from kvbench.engine.prefill import PrefillState, prefill
+from kvbench.engine.prefill import PrefillState, input_device, prefill
 from kvbench.engine.rows import DecodingRow, decode_rows, feed_questions
 from kvbench.engine.states import PassingCache, is_hybrid, row_of, state_bytes, states_in
 from kvbench.engine.stopping import Stopping
 from kvbench.errors import is_integer
-from kvbench.kv import Budget, KVError, Rotary
+from kvbench.kv import Budget, KVError
 from kvbench.methods.base import Method
 from kvbench.tasks.base import PromptEncoder, check_length, tokenizing
 
@@ -48,30 +48,29 @@ class LiveCache(Cache):
     Args:
         model: whose keys and values they hold.
         forks: one per row.
-        rows: what each costs, its tokens without padding; empty before the prefill.
-        ids: tokens [rows, tokens] fed so far, padding included; -1 where embeddings were fed.
+        rows: what each costs, its tokens without padding; empty before the prefill, changed in place.
+        seen: tokens fed so far to each row, padding included.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
         forks: Sequence[Fork],
-        rows: Sequence[Cost] = (),
-        *,
-        ids: Tensor,
+        rows: Sequence[Cost],
+        seen: int,
     ) -> None:
         config = model.config.get_text_config()
         super().__init__(layers=PassingCache(config).layers if is_hybrid(config) else [])
         self.model = model
         self.forks, self.rows = list(forks), list(rows)
-        self.ids = ids
+        self.seen = seen
         self.open = True  # until the generation that it belongs to is over
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LiveCache:
         """An independent copy; if the model is copied too, it belongs to that copy."""
         forks = [fork.clone() for fork in self.forks]
         model = memo.get(id(self.model), self.model)
-        return LiveCache(model, forks, self.rows, ids=self.ids)
+        return LiveCache(model, forks, self.rows, self.seen)
 
     def __len__(self) -> int:
         return int(self.model.config.get_text_config().num_hidden_layers)
@@ -99,34 +98,20 @@ class LiveCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens fed so far, padding included."""
-        return self.ids.shape[1]
+        return self.seen
 
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
         """Length and offset of the mask that transformers believes it needs."""
         count = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
-        return self.ids.shape[1] + count, 0
-
-    def _reorder_rows(self, indices: Sequence[int]) -> None:
-        """Select rows by index; a row that is selected more than once is copied."""
-        taken: set[int] = set()
-        forks = []
-        for index in indices:
-            fork = self.forks[index]
-            forks.append(fork.clone() if index in taken else fork)
-            taken.add(index)
-        self.forks, self.ids = forks, self.ids[list(indices)]
+        return self.seen + count, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Beam search: row i goes on from row ``beam_idx[i]``."""
-        self._reorder_rows(beam_idx.tolist())
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row `repeats` times."""
-        self._reorder_rows([row for row in range(len(self.forks)) for _ in range(repeats)])
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep some rows."""
-        self._reorder_rows(torch.arange(len(self.forks))[indices.cpu()].tolist())
+        """Beam search: row i goes on from row ``beam_idx[i]``; a row from which several do is copied."""
+        indices = beam_idx.tolist()
+        self.forks = [
+            self.forks[index].clone() if index in indices[:place] else self.forks[index]
+            for place, index in enumerate(indices)
+        ]
 
     def crop(self, tokens: int) -> None:
         """Refused: what a method dropped does not come back."""
@@ -205,7 +190,7 @@ class Context:
             BudgetExceeded, and whatever the method raises; the cache is then unchanged.
         """
         ids = self._ids_of(question)
-        ((answer, row),) = self._answers([ids], max_new_tokens, stop, keep=keep)
+        ((answer, row),) = self._answers([ids], max_new_tokens, stop)
         if keep:
             self._ids += [*ids, *row.chosen]
             self._fork = row.fork
@@ -214,24 +199,24 @@ class Context:
     def ask_all(
         self, questions: Sequence[Text], *, max_new_tokens: int = 64, stop: Sequence[str] = ()
     ) -> list[Any]:
-        """The answers to several questions, each as `ask` gives it, decoded as one batch that reads the
-        context's entries once."""
+        """The answers to several questions, each as `ask` gives it, decoded together; as many at once
+        as half of the free memory has room for copies of the cache."""
         asked = [self._ids_of(question) for question in questions]
-        return [answer for answer, _ in self._answers(asked, max_new_tokens, stop)]
+        at_once = copies_at_once([self._fork], len(asked), input_device(self.model))
+        return [
+            answer
+            for first in range(0, len(asked), at_once)
+            for answer, _ in self._answers(asked[first : first + at_once], max_new_tokens, stop)
+        ]
 
     def cache(self) -> LiveCache:
         """A cache for ``model.generate(input_ids, past_key_values=...)`` inside `compress`, to continue
         from here; ``input_ids`` must begin with all of `token_ids`, as transformers requires."""
-        fork = self._fork.branch()
-        ids = torch.tensor([self._ids[: self.tokens]])
-        return LiveCache(self.model, [fork], [fork.cost()], ids=ids)
+        fork = self._fork.clone()
+        return LiveCache(self.model, [fork], [fork.cost()], self.tokens)
 
     def _answers(
-        self,
-        asked: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        stop: Sequence[str],
-        keep: bool = False,
+        self, asked: Sequence[Sequence[int]], max_new_tokens: int, stop: Sequence[str]
     ) -> list[tuple[Any, DecodingRow]]:
         model, tokenizer = self.model, self.tokenizer
         if not is_integer(max_new_tokens, 1):
@@ -244,8 +229,7 @@ class Context:
         stopping = Stopping(max_new_tokens, ends, tuple(stop), decode)
         unread = self._ids[self.tokens :]
         with kvbench_attention_on(model), torch.inference_mode():
-            going_on = self._fork.clone if keep else self._fork.branch
-            rows = [DecodingRow(going_on(), stopping, self.tokens) for _ in asked]
+            rows = [DecodingRow(self._fork.clone(), stopping, self.tokens) for _ in asked]
             feed_questions(model, rows, [[*unread, *ids] for ids in asked])
             decode_rows(model, [row for row in rows if row.chosen], StepGraphs())
             answers = [row.finish() for row in rows]
@@ -304,37 +288,23 @@ class _BatchPrefill:
     Args:
         forks: one per row.
         padding: leading tokens of each row that are padding.
-        lengths: tokens of each row that are compressed; those after them go through the compressed
-            cache.
-        compressible: see `compressible_layers`.
     """
 
     def __init__(
-        self,
-        forks: Sequence[Fork],
-        padding: Sequence[int],
-        lengths: Sequence[int],
-        compressible: Sequence[int],
-        rotary: Rotary | None,
+        self, model: PreTrainedModel, forks: Sequence[Fork], padding: Sequence[int]
     ) -> None:
-        self.padding, self.lengths = padding, lengths
-        self.rows = [PrefillState([fork], compressible, rotary) for fork in forks]
+        layers, rotary = compressible_layers(model), rotary_of(model)
+        self.padding = padding
+        self.rows = [PrefillState([fork], layers, rotary) for fork in forks]
 
     def attend(self, call: LayerCall) -> Tensor:
         """Exact attention of each row's own tokens; padding attends to nothing."""
         out = call.query.new_zeros(*call.query.shape[:3], call.value.shape[-1])
         for i, (row, start) in enumerate(zip(self.rows, self.padding, strict=True)):
-            end = start + self.lengths[i]
-            out[i : i + 1, :, start:end] = row.attend(call.of_row(i, start, end))
-            (fork,) = row.forks
-            if fork.failure is None and end < call.query.shape[2]:
-                later = call.of_row(i, end)
-                count = later.query.shape[2]
-                positions = torch.arange(end - start, end - start + count, device=out.device)
-                out[i : i + 1, :, end:] = ForkBatch([fork], positions).attend(later)
-                row.exact_bytes += later.nbytes
-            if fork.failure is not None:
-                raise fork.failure
+            out[i : i + 1, :, start:] = row.attend(call.of_row(i, start))
+            failure = row.forks[0].failure
+            if failure is not None:
+                raise failure
         return out
 
 
@@ -343,7 +313,6 @@ class Compression:
     """One method around one model; yielded by `kvbench.compress`.
 
     Attributes:
-        last: of each row of the latest call what its cache costs.
         compress_after: see `kvbench.compress`.
     """
 
@@ -352,9 +321,8 @@ class Compression:
     budget: Budget
     label: str
     seed: int = 0
-    compress_after: str | int | None = None
-    last: list[Cost] = field(default_factory=list)
-    _earlier: list[Cost] = field(default_factory=list)
+    compress_after: str | None = None
+    _calls: list[list[Cost]] = field(default_factory=list)
     _cache: LiveCache | None = None
     _prefill: _BatchPrefill | None = None
     _original: Callable[..., Any] | None = None
@@ -365,11 +333,10 @@ class Compression:
         return f"<kvbench session: {self.label}, {self.budget}; {len(self.rows)} rows{last}>"
 
     def __post_init__(self) -> None:
-        after = self.compress_after
-        if after not in (None, "prompt", "context") and not is_integer(after, 1):
+        if self.compress_after not in (None, "prompt", "context"):
             raise KVError(
-                f"compress_after is {after!r}; allowed: 'prompt', 'context', or how many tokens of each "
-                "prompt are its context"
+                f"compress_after is {self.compress_after!r}; allowed: 'prompt' or 'context', which "
+                "session.read(context).ask(question) compresses before it knows the question"
             )
 
     def read(self, prompt: Text, tokenizer: PreTrainedTokenizerBase | None = None) -> Context:
@@ -379,10 +346,10 @@ class Compression:
             KVError: an empty prompt, text without a tokenizer, or a `compress_after` that says
                 otherwise.
         """
-        if self.compress_after not in (None, "context"):
+        if self.compress_after == "prompt":
             raise KVError(
-                f"compress_after is {self.compress_after!r} and a context is compressed before its "
-                "questions; allowed: 'context', or generate with each question in its prompt"
+                "compress_after is 'prompt' and a context is compressed before its questions; allowed: "
+                "'context', or generate with each question in its prompt"
             )
         return Context(
             self.model,
@@ -398,7 +365,12 @@ class Compression:
     def rows(self) -> list[Cost]:
         """What the cache of every batch row of every prompt so far costs, in order (`generate` repeats a
         prompt for each beam and each returned sequence)."""
-        return [*self._earlier, *self.last]
+        return [row for rows in self._calls for row in rows]
+
+    @property
+    def last(self) -> list[Cost]:
+        """Those of the latest call."""
+        return self._calls[-1] if self._calls else []
 
     @property
     def entries(self) -> list[float]:
@@ -453,10 +425,9 @@ class Compression:
         if "kvbench" in kwargs:  # the benchmark's own engine at work on the same model
             return args, kwargs
         tokens = kwargs.get("input_ids", args[0] if args else None)
-        shaped = kwargs.get("inputs_embeds") if tokens is None else tokens
-        if shaped is None:
-            raise UnsupportedGeneration("compress needs input_ids or inputs_embeds")
-        batch, count = shaped.shape[:2]
+        if tokens is None:
+            raise UnsupportedGeneration("inputs_embeds without input_ids; allowed: input_ids")
+        batch, count = tokens.shape
         mask, given = kwargs.get("attention_mask"), kwargs.get("past_key_values")
         self._check_call(kwargs)
         if isinstance(given, LiveCache):
@@ -476,7 +447,7 @@ class Compression:
             if given.get_seq_length():
                 raise _not_ours(given)
         self.finish()
-        self._start(tokens, batch, count, mask)
+        self._start(tokens, mask)
         kwargs |= {"past_key_values": self._cache, "use_cache": True, "kvbench": self._prefill}
         return args, kwargs
 
@@ -490,51 +461,37 @@ class Compression:
                 f"attention_mask has {mask.dim()} dimensions; allowed: 2 (batch, tokens)"
             )
         if kwargs.get("output_attentions"):
-            raise UnsupportedGeneration(_REFUSED["output_attentions"][1])
-        if kwargs.get("token_type_ids") is not None and hasattr(self.model.config, "text_config"):
-            raise UnsupportedGeneration(
-                "token_type_ids says which tokens are an image's, which attend to each other both "
-                "ways; allowed: causal attention only"
-            )
+            raise _refused("output_attentions", True)
         if torch.is_grad_enabled():
             raise UnsupportedGeneration(
                 "compress does not keep gradients; allowed: generate, or calls under torch.no_grad()"
             )
         if not use_cache and not isinstance(kwargs.get("past_key_values"), LiveCache):
-            raise UnsupportedGeneration(_REFUSED["use_cache"][1])
+            raise _refused("use_cache", False)
 
-    def _start(self, tokens: Tensor | None, batch: int, count: int, mask: Tensor | None) -> None:
+    def _start(self, tokens: Tensor, mask: Tensor | None) -> None:
         """Forks for a new batch of prompts.
 
         Raises:
-            UnsupportedGeneration: `compress_after` does not say where the context of a prompt ends,
-                or the method reads a prompt twice.
+            UnsupportedGeneration: `compress_after` is "context", or the method reads a prompt twice.
         """
         if self.compress_after == "context":
             raise UnsupportedGeneration(
                 "compress_after is 'context' and generate does not know where the context of a prompt "
-                "ends; allowed: how many tokens are context, or session.read(context).ask(question)"
+                "ends; allowed: session.read(context).ask(question)"
             )
         if self.method.rescoring is not None:
             raise UnsupportedGeneration(
                 f"method {self.label!r} has the model repeat its prompt before it compresses, and "
                 "generate reads a prompt once; allowed: session.read(context, tokenizer).ask(question)"
             )
-        padding = _left_padding(mask, batch, count)
-        context = self.compress_after if isinstance(self.compress_after, int) else None
-        lengths = [count - start for start in padding]
-        if context is not None:
-            lengths = [min(n, context) for n in lengths]
-        forks = []
-        for i, (start, n) in enumerate(zip(padding, lengths, strict=True)):
-            read = None if tokens is None else tokens[i, start : start + n].tolist()
-            name = f"row {i}" if read is None else prompt_name(read)
-            fork = Fork(self.label, self.method, self.budget, self.seed, name, room=0)
-            fork.compressed = self.method.uses_budget and n > self.budget.capacity(n)
-            forks.append(fork)
-        self._cache = LiveCache(self.model, forks, ids=torch.empty(batch, 0, dtype=torch.long))
-        layers, rotary = compressible_layers(self.model), rotary_of(self.model)
-        self._prefill = _BatchPrefill(forks, padding, lengths, layers, rotary)
+        padding, forks = _left_padding(mask, *tokens.shape), []
+        for row, start in zip(tokens.tolist(), padding, strict=True):
+            name = prompt_name(row[start:])
+            forks.append(Fork(self.label, self.method, self.budget, self.seed, name, room=0))
+            forks[-1].begin_prompt(len(row) - start)
+        self._cache = LiveCache(self.model, forks, [], 0)
+        self._prefill = _BatchPrefill(self.model, forks, padding)
 
     def _continue_with(self, cache: LiveCache) -> None:
         """Continue with a cache: this generation's, or one from an earlier generation.
@@ -549,8 +506,8 @@ class Compression:
                 "past_key_values is a compressed cache of another model; allowed: one of this model"
             )
         self.finish()
-        self._earlier = [row for row in self.rows if not any(row is one for one in cache.rows)]
-        self._cache, self.last, cache.open = cache, cache.rows, True
+        self._calls = [rows for rows in self._calls if rows is not cache.rows] + [cache.rows]
+        self._cache, cache.open = cache, True
 
     def after_forward(
         self,
@@ -563,30 +520,26 @@ class Compression:
         cache: LiveCache | None = kwargs.get("past_key_values")
         if cache is None or cache is not self._cache:
             return
-        tokens = kwargs.get("input_ids", args[0] if args else None)
-        if tokens is None:
-            tokens = kwargs["inputs_embeds"].new_full(kwargs["inputs_embeds"].shape[:2], -1).long()
+        tokens: Tensor = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
         count = tokens.shape[1]
-        cache.ids = torch.cat([cache.ids.to(tokens.device), tokens], dim=1)
+        cache.seen += count
         starting, self._prefill = self._prefill, None
         if starting is None:
             for fork in cache.forks:
                 if fork.failure is not None:
                     raise fork.failure
-                fork.appended += count
+                fork.fed(count)
             return
         for number, fork in enumerate(cache.forks):
             fork.states = row_of(states_in(cache), number)
-        for fork, start, n, state in zip(
-            cache.forks, starting.padding, starting.lengths, starting.rows, strict=True
-        ):
+        for fork, start, state in zip(cache.forks, starting.padding, starting.rows, strict=True):
             state.settle()
             if fork.failure is not None:
                 raise fork.failure
-            fork.appended += count - start - n
-            fork.end_prompt(n, state.exact_bytes + state_bytes(fork.states))
-            cache.rows.append(replace(fork.cost(), prompt_tokens=count - start))
-        self._earlier, self.last = self.rows, cache.rows
+            state.exact.states = state_bytes(fork.states)
+            fork.end_prompt(count - start, state.exact)
+            cache.rows.append(fork.cost())
+        self._calls.append(cache.rows)
 
     def finish(self, *, audit: bool = True) -> None:
         """End the generation: audit every row's entries, and release the cache.
@@ -603,10 +556,7 @@ class Compression:
             return
         for fork in cache.forks:
             fork.audit()
-        cache.rows = self.last = [
-            replace(fork.cost(), prompt_tokens=row.prompt_tokens)
-            for row, fork in zip(cache.rows, cache.forks, strict=False)
-        ]
+        cache.rows[:] = [fork.cost() for fork in cache.forks[: len(cache.rows)]]
 
 
 def _positions(cache: LiveCache, batch: int, count: int, mask: Tensor | None) -> Tensor:
@@ -653,36 +603,26 @@ def _not_ours(cache: Any) -> UnsupportedGeneration:
     )
 
 
-_ASSISTED = (
-    "{} asks for assisted decoding, which takes tokens back out of the cache; allowed: greedy, "
-    "sampling, beam search"
-)
-_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "assistant_model": ((None,), _ASSISTED),
-    "prompt_lookup_num_tokens": ((None,), _ASSISTED),
-    "assistant_early_exit": ((None,), _ASSISTED),
-    "cache_implementation": (
-        (None, "dynamic"),
-        "{} is {!r}; allowed: none, since compress brings its own cache",
-    ),
-    "prefill_chunk_size": (
-        (None,),
-        "{} is set; methods see the whole prompt at once; allowed: none",
-    ),
-    "guidance_scale": (
-        (None, 1),
-        "{} is {}, which generates from two prompts with two caches at once; allowed: none",
-    ),
-    "use_cache": (
-        (None, True),
-        "use_cache is False, so there is no cache to compress; allowed: True",
-    ),
-    "output_attentions": (
-        (None, False),
-        "output_attentions is set; compress computes none; allowed: False",
-    ),
+_ALLOWED: dict[str, tuple[Any, ...]] = {
+    "assistant_model": (None,),
+    "prompt_lookup_num_tokens": (None,),
+    "assistant_early_exit": (None,),
+    "cache_implementation": (None, "dynamic"),
+    "prefill_chunk_size": (None,),
+    "guidance_scale": (None, 1),
+    "use_cache": (None, True),
+    "output_attentions": (None, False),
 }
-"""Options of `generate` that a compressed cache cannot serve: what is allowed, and the line."""
+"""Values that a compressed cache can serve, of options of `generate`: it takes no tokens back, is of one
+prompt that is read at once, and computes no attention matrix."""
+
+
+def _refused(name: str, value: Any) -> UnsupportedGeneration:
+    shown = value if isinstance(value, bool | int | float | str) else type(value).__name__
+    allowed = " or ".join(map(repr, _ALLOWED[name]))
+    return UnsupportedGeneration(
+        f"{name} is {shown!r}, which a compressed cache cannot serve; allowed: {allowed}"
+    )
 
 
 def _check_options(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
@@ -694,23 +634,17 @@ def _check_options(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
     if past is not None and ids is not None:
         mask = given.get("attention_mask")
         whole = ids.shape[1] if mask is None else max(ids.shape[1], mask.shape[1])
-        held, seen = past.ids.to(ids.device), past.get_seq_length()
-        if whole <= seen:
+        if whole <= past.seen:
             raise UnsupportedGeneration(
-                f"input_ids have {whole} tokens and past_key_values holds {seen}; allowed: the "
+                f"input_ids have {whole} tokens and past_key_values holds {past.seen}; allowed: the "
                 "whole conversation, new tokens included"
             )
-        if ids.shape == (len(held), whole) and bool(((ids[:, :seen] != held) & (held >= 0)).any()):
-            raise UnsupportedGeneration(
-                "input_ids do not begin with the tokens that past_key_values holds; allowed: the "
-                "whole conversation, in the same order"
-            )
     sources = (given.get("generation_config"), model.generation_config)
-    for name, (allowed, line) in _REFUSED.items():
+    for name, allowed in _ALLOWED.items():
         values = [given.get(name), *(getattr(source, name, None) for source in sources)]
         value = next((value for value in values if value is not None), None)
         if value not in allowed:
-            raise UnsupportedGeneration(line.format(name, value))
+            raise _refused(name, value)
 
 
 def _no_batches(*_: Any, **__: Any) -> NoReturn:

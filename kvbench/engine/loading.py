@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import sys
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-import transformers
 from annotated_types import Ge
 from transformers import (
     AutoConfig,
@@ -39,6 +37,13 @@ from kvbench.engine.attention import IMPLEMENTATION, register
 from kvbench.engine.faults import is_out_of_memory
 from kvbench.engine.limits import in_main_thread, time_limit
 from kvbench.engine.memory import total_bytes
+from kvbench.engine.packaged import (
+    PACKAGE_PREFIX,
+    missing_line,
+    packaged_file,
+    unpacked,
+    unpacking,
+)
 from kvbench.errors import UserError, complain, first_line, needs_extra, one_line, traceback_of
 from kvbench.errors.options import Text, check_options
 from kvbench.tasks.base import PromptEncoder, tokenizing
@@ -76,7 +81,9 @@ class ModelSpec:
 
     Attributes:
         name: what tables and folders call it.
-        path: ``asset:<name>`` (shipped), a local folder, or a Hub id.
+        path: ``asset:<name>`` (shipped), a local folder, a Hub id, or a GGUF file that an installed
+            package holds, ``package:<package>/<file>``.
+        otherwise: the path to take where `path` is of a package that is not installed.
         revision: Hub revision; recorded with every result.
         tokenizer: another path for the tokenizer; None: the model's own.
         chat_template: "auto" (used when the tokenizer has one), "always" or "never"; or the text of
@@ -97,6 +104,7 @@ class ModelSpec:
 
     name: Text
     path: Text
+    otherwise: Text | None = None
     revision: str | None = None
     tokenizer: str | None = None
     chat_template: str = "auto"
@@ -114,6 +122,12 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         check_options(self, "model.", ModelError)
+        # Which path is decided here, so that records and hashes hold the one that is taken.
+        absent = self.path.startswith(PACKAGE_PREFIX) and packaged_file(self.path) is None
+        if self.otherwise is not None and absent:
+            log.warning("%s; taking %s of the Hub", missing_line(self.path), self.otherwise)
+            object.__setattr__(self, "path", self.otherwise)
+        object.__setattr__(self, "otherwise", None)
         if self.quantization is not None and self.random_weights:
             raise ModelError(
                 f"model.quantization is {self.quantization!r} and model.random_weights is true; "
@@ -138,6 +152,8 @@ class ModelSpec:
     @property
     def label(self) -> str:
         """What folders, tables and pages call the model: its name, and how its weights were packed."""
+        if self.path.startswith(PACKAGE_PREFIX):  # weights of another precision than the Hub's
+            return f"{self.name}-{Path(self.path).stem.rpartition('.')[2]}"
         packed = self.quantization if self.gguf_file is None else Path(self.gguf_file).stem
         return self.name if packed is None else f"{self.name}-{packed}"
 
@@ -147,25 +163,14 @@ class ModelSpec:
         return "{" in self.chat_template
 
 
-GPU_FILES = ("/proc/driver/nvidia/version", "/dev/nvidia0", "/dev/dxg")
-"""Files that exist on a machine with an NVIDIA GPU and its driver."""
-
-
 def resolve_device(device: str) -> torch.device:
-    """``auto`` is the first CUDA device, or the CPU, with a warning if a GPU remains unused.
+    """``auto`` is the first CUDA device, or the CPU.
 
     Raises:
         ModelError: a device this machine does not have.
     """
     if device == "auto":
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            available = torch.cuda.is_available()
-        if not available and (said or any(Path(place).exists() for place in GPU_FILES)):
-            build = f"this torch ({torch.__version__}) cannot use it"
-            reason = str(said[0].message).strip().splitlines()[0] if said else build
-            log.warning("device is auto and becomes cpu, although there is a GPU: %s", reason)
-        return torch.device("cuda" if available else "cpu")
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         resolved = torch.device(device)
     except RuntimeError as error:
@@ -211,6 +216,8 @@ def local_path(path: str) -> str:
                 f"allowed: {', '.join(ASSET_PREFIX + name for name in shipped) or 'none'}"
             )
         return str(asset)
+    if path.startswith(PACKAGE_PREFIX):
+        return str(unpacked(path))
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     folder = Path(path).expanduser()
     if looks_local and not ((folder / "config.json").is_file() or any(folder.glob("*.gguf"))):
@@ -220,10 +227,14 @@ def local_path(path: str) -> str:
 
 @contextmanager
 def one_line_failures(what: str, spec: ModelSpec) -> Iterator[None]:
-    """Turn failures of the Hub and of loading into one line that says what to do."""
+    """Turn failures of the Hub and of loading into one line that says what to do; transformers' bars
+    ("Loading weights") are for a terminal."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     name = f"{what} {spec.path!r}"
+    hides_bars = library_logging.is_progress_bar_enabled() and not sys.stderr.isatty()
+    if hides_bars:
+        library_logging.disable_progress_bar()
     try:
         with retries_announced_once(name):
             yield
@@ -253,20 +264,26 @@ def one_line_failures(what: str, spec: ModelSpec) -> Iterator[None]:
             known = isinstance(error, OSError | ValueError)
             line = f"cannot be loaded: {first_line(error) if known else one_line(error)}"
         raise ModelError(f"{name} {line}") from error
+    finally:
+        if hides_bars:
+            library_logging.enable_progress_bar()
 
 
 def load_config(spec: ModelSpec) -> PreTrainedConfig:
-    """The model's transformers config: `architecture`, or the one of its path.
+    """The transformers config of a model that kvbench can run: `architecture`, or the one of its path.
 
     Raises:
         ModelError: it cannot be loaded, or its fields are not those of a model.
+        UnsupportedModel: see `check_serves_interface`.
     """
     if spec.architecture is None:
         return _config_of_path(spec)
     with one_line_failures("model", spec):
         fields = {**spec.architecture, **spec.config}
         _check_layers(fields, spec)
-        return AutoConfig.for_model(fields.pop("model_type"), **fields)
+        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    check_serves_interface(config)
+    return config
 
 
 def _config_of_path(spec: ModelSpec) -> PreTrainedConfig:
@@ -281,9 +298,11 @@ def _config_of_path(spec: ModelSpec) -> PreTrainedConfig:
     with one_line_failures("model", spec):
         fields, _ = PreTrainedConfig.get_config_dict(path, **where)
         _check_layers({**fields, **spec.config}, spec)
-        return AutoConfig.from_pretrained(
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
             path, trust_remote_code=spec.trust_remote_code, **where, **spec.config
         )
+    check_serves_interface(config)
+    return config
 
 
 def _check_layers(fields: Mapping[str, Any], spec: ModelSpec) -> None:
@@ -308,25 +327,9 @@ def _origin(path: str, revision: str | None) -> dict[str, Any]:
     return {"revision": revision, "local_files_only": local}
 
 
-def checked_config(spec: ModelSpec) -> PreTrainedConfig:
-    """`load_config` of a model that kvbench can run.
-
-    Raises:
-        ModelError: it cannot be loaded.
-        UnsupportedModel: see `check_serves_interface`.
-    """
-    config = load_config(spec)
-    check_serves_interface(config)
-    return config
-
-
 def full_attention_layers(spec: ModelSpec) -> list[int]:
-    """Numbers from 1 of the model's layers with full attention, by its config; loads no model.
-
-    Raises:
-        ModelError, UnsupportedModel: see `checked_config` and `full_layers`.
-    """
-    return [layer + 1 for layer in full_layers(checked_config(spec).get_text_config())]
+    """Numbers from 1 of the model's layers with full attention, by its config; loads no model."""
+    return [layer + 1 for layer in full_layers(load_config(spec).get_text_config())]
 
 
 def load_model(
@@ -342,7 +345,6 @@ def load_model(
     """
     register()
     config = load_config(spec) if spec.random_weights else _config_of_path(spec)
-    check_serves_interface(config)
     with one_line_failures("model", spec):
         if spec.random_weights:
             _check_fits(config, spec, device, dtype)
@@ -484,20 +486,13 @@ def _packing(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> dict[
     to `dtype` at once, so that no kernel is fetched from the Hub.
 
     Raises:
-        ModelError: the package is missing, or it cannot be used on this device.
+        ModelError: the package is missing.
     """
     if spec.quantization is None:
         return {}
     if spec.quantization == "gguf":
-        unpacked: Any = getattr(transformers, "GgufConfig", None)  # older ones always unpack
-        plan = {} if unpacked is None else {"quantization_config": unpacked(dequantize=True)}
-        return {**_gguf_options(spec), **plan}
+        return {**_gguf_options(spec), **unpacking()}
     _check_package(spec)
-    if device.type not in ("cuda", "cpu", "xpu"):
-        raise ModelError(
-            f"model.quantization is {spec.quantization} and device is {str(device)!r}, for which "
-            "bitsandbytes has no kernels; allowed: cuda, cpu, xpu"
-        )
     four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
     how = four if spec.quantization == "bnb4" else {"load_in_8bit": True}
     placed = {} if spec.device_map is not None else {"device_map": {"": str(device)}}
@@ -580,7 +575,7 @@ def with_model_facts(
     Raises:
         ModelError: a stop token that the tokenizer does not have.
     """
-    config = checked_config(spec).get_text_config()
+    config = load_config(spec).get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
     return replace(
         encoder,
@@ -633,16 +628,3 @@ def model_end_ids(model: PreTrainedModel) -> frozenset[int]:
             )
         ids.update(several)
     return frozenset(ids)
-
-
-@contextmanager
-def quiet_unless_terminal() -> Iterator[None]:
-    """transformers' bars ("Loading weights") only on a terminal; afterwards as before."""
-    if sys.stderr.isatty() or not library_logging.is_progress_bar_enabled():
-        yield
-        return
-    library_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        library_logging.enable_progress_bar()

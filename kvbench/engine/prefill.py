@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,12 +14,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from kvbench.engine import guard
 from kvbench.engine.architecture import compressible_layers, rotary_of
 from kvbench.engine.attention import AttentionState, LayerCall, UnsupportedModel
-from kvbench.engine.fork import Fork, layer_generator
+from kvbench.engine.cache import LayerCache
+from kvbench.engine.fork import ExactBytes, Fork, layer_generator
 from kvbench.engine.guard import check_finite, refuse_non_finite
 from kvbench.engine.rescore import Feed, RepeatedPrompt
 from kvbench.engine.states import (
     PassingCache,
-    Stateful,
     States,
     clone_of,
     is_hybrid,
@@ -98,14 +99,14 @@ class PrefillState:
         self.rotary = rotary
         self.forks = forks
         self.order = {layer: index for index, layer in enumerate(compressible)}
-        self.exact = RepeatedPrompt() if any(fork.rescores for fork in forks) else None
-        self.exact_bytes = 0
+        self.repeated = RepeatedPrompt() if any(fork.rescores for fork in forks) else None
+        self.exact = ExactBytes()
         self.clocks: list[Elapsed] = []
         self.non_finite: dict[int, Tensor] = {}
         self._past: PassingCache | None = None
 
     def past(self, config: PreTrainedConfig) -> PassingCache:
-        """See `kvbench.engine.states.Stateful`: states that have seen nothing."""
+        """See `AttentionState`: states that have seen nothing."""
         self._past = self._past or PassingCache(config)
         return self._past
 
@@ -113,12 +114,6 @@ class PrefillState:
     def states(self) -> States:
         """Those after the prompt."""
         return {} if self._past is None else states_in(self._past)
-
-    def store_states(self) -> None:
-        """A copy to every fork."""
-        self.exact_bytes += state_bytes(self.states)
-        for fork in self.forks:
-            fork.states = clone_of(self.states)
 
     def attend(self, call: LayerCall) -> Tensor:
         """Exact attention of the layer; compression of its keys and values on the way."""
@@ -134,14 +129,15 @@ class PrefillState:
             index, count = self.order[layer], len(self.order)
             held = layer_kv(call, index, count, self.rotary, normalisers)
             check_finite(held, self.non_finite)
-            self.exact_bytes += call.nbytes
-            if self.exact is not None:
-                self.exact.held[layer] = (key, value)
-                self.exact.layers[layer] = replace(held, queries=None, shared={})
+            self.exact.add(call.nbytes // key.shape[2], None)
+            if self.repeated is not None:
+                self.repeated.held[layer] = (key, value)
+                self.repeated.layers[layer] = replace(held, queries=None, shared={})
             for fork in self.forks:
                 if fork.failure is None and not fork.rescores:
                     self._compress(fork, layer, held)
         else:
+            self.exact.add(call.nbytes // key.shape[2], call.sliding_window)
             self._keep_window(layer, key, value, call.sliding_window)
         self.clocks.append(clock.stop())
         return out
@@ -165,12 +161,12 @@ class PrefillState:
     def rescore(self, ids: Sequence[int], encoder: PromptEncoder | None, feed: Feed) -> None:
         """Have the prompt repeated for the methods that ask for it, and compress as they say then."""
         forks = [fork for fork in self.forks if fork.rescores and fork.failure is None]
-        if self.exact is None or not forks:
+        if self.repeated is None or not forks:
             return
-        clock = Elapsed(next(iter(self.exact.held.values()))[0].device)
-        self.exact.states = self.states
-        self.exact.feed(forks, ids, encoder, feed)
-        for layer, kv in self.exact.layers.items():
+        clock = Elapsed(next(iter(self.repeated.held.values()))[0].device)
+        self.repeated.states = self.states
+        self.repeated.feed(forks, ids, encoder, feed)
+        for layer, kv in self.repeated.layers.items():
             for fork in forks:
                 if fork.failure is None:
                     self._compress(fork, layer, kv)
@@ -205,14 +201,15 @@ class PrefillState:
         n = key.shape[2]
         first = 0 if window is None else max(0, n - window)
         key, value = key[:, :, first:], value[:, :, first:]
-        if self.exact is not None:
-            self.exact.held[layer] = (key, value)
-        self.exact_bytes += key.nbytes + value.nbytes
+        if self.repeated is not None:
+            self.repeated.held[layer] = (key, value)
         positions = torch.arange(first, n, device=key.device).expand(*key.shape[:3])
         for fork in self.forks:
             if fork.failure is None:
                 whole = CompressedKV(key, value, None, positions)
-                fork.hold_whole(layer, whole, window)
+                fork.layers[layer] = LayerCache(
+                    whole, fork.room, fork.method, capacity=n - first, window=window, active=False
+                )
 
 
 @dataclass(frozen=True)
@@ -242,7 +239,8 @@ def forward_rows(
     them, or after the last `keep`, or after those whose indices it holds.
     """
     config = model.config.get_text_config()
-    past = state.past(config) if is_hybrid(config) and isinstance(state, Stateful) else None
+    makes = getattr(state, "past", None) if is_hybrid(config) else None
+    past = None if makes is None else makes(config)
     output = model(
         input_ids=ids,
         position_ids=positions.expand(ids.shape[0], -1),
@@ -272,7 +270,7 @@ def prefill(
     device = input_device(model)
     compressible = compressible_layers(model)
     for fork in forks:
-        fork.compressed = fork.method.uses_budget and len(ids) > fork.budget.capacity(len(ids))
+        fork.begin_prompt(len(ids))
     tokens = torch.tensor([list(ids)], device=device)
 
     def feed(following: Sequence[int], state: AttentionState) -> None:
@@ -287,17 +285,18 @@ def prefill(
     state.rescore(ids, encoder, feed)
     synchronize(device)
     seconds = time.perf_counter() - start - state.settle()
-    state.store_states()
+    state.exact.states = state_bytes(state.states)
     for fork in forks:
-        fork.end_prompt(len(ids), state.exact_bytes)
-    return Prefill(logits[0], seconds, state.exact_bytes, len(ids))
+        fork.states = clone_of(state.states)
+        fork.end_prompt(len(ids), state.exact)
+    return Prefill(logits[0], seconds, state.exact.at(len(ids)), len(ids))
 
 
 @dataclass
 class CaptureState:
-    """Attention state that runs exact attention and keeps chosen layers' q, k, v (for probes)."""
+    """Attention state that runs exact attention and keeps q, k, v of the layers named by number."""
 
-    layers: dict[int, LayerKV | None]
+    layers: dict[int, Any]
     num_layers: int
     rotary: Rotary | None = None
 

@@ -65,7 +65,7 @@ class RepeatedPrompt:
                 fork.clocks.append(clock)
 
     def past(self, config: PreTrainedConfig) -> PassingCache:
-        """See `kvbench.engine.states.Stateful`: copies of the states after the prompt."""
+        """See `AttentionState`: copies of the states after the prompt."""
         return joined_cache(config, [clone_of(self.states)])
 
     def attend(self, call: LayerCall) -> Tensor:

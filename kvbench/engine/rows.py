@@ -118,33 +118,25 @@ def feed_questions(
     together."""
     device = input_device(model)
     for length in {len(question): None for question in questions}:
-        fed = [i for i, question in enumerate(questions) if len(question) == length]
-        _feed(
-            model, [rows[i] for i in fed], torch.tensor([questions[i] for i in fed], device=device)
-        )
+        places = [i for i, question in enumerate(questions) if len(question) == length]
+        fed = [rows[i] for i in places]
+        ids = torch.tensor([questions[i] for i in places], device=device)
+        first = torch.tensor([row.position for row in fed], device=device)
+        positions = first[:, None] + torch.arange(length, device=device)
+        synchronize(device)
+        since = time.perf_counter()
+        logits = forward(model, ids, positions, ForkBatch([row.fork for row in fed], positions))
+        _take(fed, length, picked(fed, logits), since)
 
 
-def _feed(model: PreTrainedModel, rows: Sequence[DecodingRow], ids: Tensor) -> None:
-    """`ids` of shape [rows, tokens] through the rows' forks."""
-    first = torch.tensor([row.position for row in rows], device=ids.device)
-    positions = first[:, None] + torch.arange(ids.shape[1], device=ids.device)
-    state = ForkBatch([row.fork for row in rows], positions)
-    synchronize(ids.device)
-    since = time.perf_counter()
-    _step(rows, ids.shape[1], lambda: picked(rows, forward(model, ids, positions, state)), since)
-
-
-def _step(
-    rows: Sequence[DecodingRow], tokens: int, step: Callable[[], Tensor], since: float
-) -> None:
-    """Run a step that feeds so many tokens to every row, and give every row that has not ended the
-    token it chose and its share of the seconds `since` the device was idle. `step` returns what `pick`
-    says of its logits."""
-    chosen, finite = step().tolist()  # the step's only wait for the device
+def _take(rows: Sequence[DecodingRow], tokens: int, chosen: Tensor, since: float) -> None:
+    """After a step that fed so many tokens to every row: give every row that has not ended the token it
+    chose, by what `Sampling.pick` says, and its share of the seconds `since` the device was idle."""
+    chosen, finite = chosen.tolist()  # the step's only wait for the device
     seconds = (time.perf_counter() - since) / len(rows)
     for row, token, sound in zip(rows, chosen, finite, strict=True):
         if row.running:
-            row.fork.appended += tokens
+            row.fork.fed(tokens)
             row.position += tokens
             row.decode_s += seconds
             row.take(token, bool(sound))
@@ -208,7 +200,7 @@ class _Batch:
                 self.state.end(place)
         if self.draws is not None:
             self.draws.copy_(torch.tensor([row.draw for row in self.rows]))
-        _step(self.rows, 1, self.replay or self._run, since)
+        _take(self.rows, 1, (self.replay or self._run)(), since)
         self.state.taken += 1
 
     def is_over(self, running: Sequence[DecodingRow]) -> bool:

@@ -10,7 +10,6 @@ import torch
 from annotated_types import Ge, Le
 from torch import Tensor
 
-from kvbench.engine.faults import pick
 from kvbench.errors.options import Share, check_options
 from kvbench.kv import KVError
 
@@ -59,18 +58,22 @@ class Sampling:
         return torch.rand(count, generator=generator)
 
     def pick(self, logits: Tensor, uniforms: Tensor | None) -> Tensor:
-        """What `kvbench.engine.faults.pick` says, of tokens that were drawn.
+        """The next token of each row.
+
+        NaN and +inf are the maximum of any row they occur in, so that the maximum alone is checked; -inf
+        beside a finite maximum is a token that the model rules out, and no fault.
 
         Args:
             logits: [rows, vocab]. uniforms: [rows] in [0, 1), on the logits' device; None: greedy.
 
         Returns:
-            [2, rows] int64: the token of each row, and 1 where its logits can be trusted.
+            [2, rows] int64, on the device, so that one transfer reads both: the token of each row, and 1
+            where its logits can be trusted, else 0.
         """
-        greedy = pick(logits)
+        best, tokens = logits.max(-1)
+        sound = torch.isfinite(best)
         if uniforms is None:
-            return greedy
-        sound = greedy[1].bool()
+            return torch.stack([tokens, sound.long()])
         scaled = logits.float().masked_fill(~sound[:, None], 0.0)
         scaled = (scaled - scaled.amax(-1, keepdim=True)) / self.temperature
         # By falling probability, so that one draw gives two methods the same token even where their
@@ -84,7 +87,7 @@ class Sampling:
         wanted = uniforms[:, None].double() * reached[:, -1:]
         places = torch.searchsorted(reached, wanted, right=True)
         places = places.minimum((kept > 0).sum(-1, keepdim=True) - 1)
-        return torch.stack([order.gather(-1, places)[:, 0], greedy[1]])
+        return torch.stack([order.gather(-1, places)[:, 0], sound.long()])
 
 
 GREEDY = Sampling()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,15 +87,6 @@ def states_in(cache: Cache) -> dict[int, State]:
     """Those of all rows."""
     layers = [] if State is None else cache.layers
     return {i: layer for i, layer in enumerate(layers) if isinstance(layer, State)}
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """Attention state of a pass whose rows go on from states."""
-
-    def past(self, config: PreTrainedConfig) -> PassingCache:
-        """Their cache, the same one every time."""
-        ...
 
 
 def row_of(states: States, row: int) -> dict[int, State]:

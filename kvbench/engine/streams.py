@@ -8,9 +8,8 @@ depend on the chunks. What is held between them is one of three states: a band o
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from kvbench.engine.attention import LayerCall, UnsupportedModel, capped
 from kvbench.engine.cache import LayerCache
 from kvbench.engine.estimate import shape_of
 from kvbench.engine.fork import layer_generator
-from kvbench.engine.prefill import compressible_layers, forward_rows, input_device
+from kvbench.engine.prefill import CaptureState, compressible_layers, forward_rows, input_device
 from kvbench.engine.scoring import CHUNK_LOGITS, vocabulary
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError
 from kvbench.methods.base import Band, LayerStream, Method, Sample, StreamAlgorithm, rule_of
@@ -100,13 +99,12 @@ def read_text(
     check_reads(label, method, budget, positions)
     way, n = method.reading(budget), len(ids)
     shape = shape_of(model.config.get_text_config(), model.dtype)
-    assert shape is not None  # the models that kvbench supports say so
     if isinstance(way, Band) and way.recomputed:
         assert way.last is not None
         nll, entries = torch.cat(list(recomputed(model, ids, recent=way.last))), min(n, way.last)
         return Read(nll, entries, shape.bytes(n, entries), shape.bytes(n, n))
     rotation = rotation_of(model) if positions == "cache" else None
-    state: StreamState
+    state: BandState | EvictingState | EstimatedState
     if isinstance(way, Band):
         state = BandState(way.first, n if way.last is None else way.last, rotation)
     elif way is None:
@@ -156,14 +154,15 @@ def recomputed(
     device = input_device(model)
     tokens = torch.tensor(list(ids), dtype=torch.int64, device=device)
     whole = tokens[: recent + 1][None]
-    logits = forward_rows(model, whole, torch.arange(whole.shape[1], device=device), _Exact())[0]
+    exact = CaptureState({}, 0)
+    logits = forward_rows(model, whole, torch.arange(whole.shape[1], device=device), exact)[0]
     yield nll_of(logits, tokens[1 : recent + 2])
     ends = list(range(recent + 1, len(tokens) - 1))
     at = torch.arange(recent + 1, device=device)
     for begin in range(0, len(ends), rows):
         some = torch.tensor(ends[begin : begin + rows], device=device)
         windows = tokens[some[:, None] - recent + at]
-        logits = forward_rows(model, windows, at, _Exact(), keep=1)[:, -1]
+        logits = forward_rows(model, windows, at, exact, keep=1)[:, -1]
         yield nll_of(logits, tokens[some + 1])
 
 
@@ -171,23 +170,6 @@ def nll_of(logits: Tensor, target: Tensor) -> Tensor:
     """-log p of the tokens `target` [t] by the first t of logits [>= t, vocab]: float32 on the CPU."""
     logprobs = logits[: len(target)].float().log_softmax(-1)
     return -logprobs.gather(-1, target[:, None])[:, 0].cpu()
-
-
-@dataclass
-class _Exact:
-    """Attention state of plain causal attention.
-
-    Attributes:
-        found: the first layer's queries and keys.
-    """
-
-    found: list[Tensor] = field(default_factory=list)
-
-    def attend(self, call: LayerCall) -> Tensor:
-        """Exact attention."""
-        if call.layer == 0:
-            self.found = [call.query, call.key]
-        return call.exact()
 
 
 @dataclass(frozen=True)
@@ -235,22 +217,24 @@ def rotation_of(model: PreTrainedModel) -> Rotation | None:
     rotation = Rotation(named[0].float())
     ids = torch.tensor([[5, 3, 4]], device=input_device(model)) % vocabulary(model)
     there = torch.tensor([3, 17, 40], device=ids.device)
-    plain, moved = _Exact(), _Exact()
-    forward_rows(model, ids, torch.zeros_like(there), plain, keep=1)
-    forward_rows(model, ids, there, moved, keep=1)
+    keys = []
+    for positions in (torch.zeros_like(there), there):
+        state = CaptureState({0: None}, 1)
+        forward_rows(model, ids, positions, state, keep=1)
+        keys.append(state.layers[0].keys)
     tolerance = 1e-3 if model.dtype == torch.float32 else 3e-2
-    for at_zero, at_there in zip(plain.found, moved.found, strict=True):
-        apart = (rotation(at_zero, there) - at_there.float()).abs().max()
-        if float(apart) > tolerance * float(at_there.abs().max()):
-            raise UnsupportedModel(
-                f"{type(model).__name__} encodes positions otherwise than by fixed rotary frequencies; "
-                "allowed with positions=cache: models that do, or that learn their positions"
-            )
+    apart = (rotation(keys[0], there) - keys[1].float()).abs().max()
+    if float(apart) > tolerance * float(keys[1].abs().max()):
+        raise UnsupportedModel(
+            f"{type(model).__name__} encodes positions otherwise than by fixed rotary frequencies; "
+            "allowed with positions=cache: models that do, or that learn their positions"
+        )
     return rotation
 
 
-class StreamState(ABC):
-    """Attention state that reads a stream.
+class StreamState:
+    """Attention state that reads a stream: each of a chunk's tokens attends to the entries held when it
+    is read, and to itself.
 
     Attributes:
         most: entries of any layer and head after a token, at most. seen: tokens read so far.
@@ -260,15 +244,6 @@ class StreamState(ABC):
 
     def __init__(self, most: int, rotation: Rotation | None = None) -> None:
         self.most, self.rotation, self.seen = most, rotation, 0
-
-    @abstractmethod
-    def attend(self, call: LayerCall) -> Tensor:
-        """Attention of each of the chunk's tokens to the entries held when it is read, and to itself."""
-
-    @property
-    @abstractmethod
-    def held_bytes(self) -> int:
-        """Bytes held."""
 
 
 class BandState(StreamState):

@@ -171,9 +171,8 @@ class BalanceKV(Method):
         for row, head in itertools.product(*map(range, keys.shape[:2])):
             one = slice(row, row + 1), slice(head, head + 1)
             of_head = None if values is None else values[one]
-            given = [draw[one] for draw in draws]
-            chosen, weights = self._halvings(keys[one], of_head, given, plan, order[one])
-            parts.append((chosen[0, 0], weights[0, 0]))
+            held = self._halvings(keys[one], of_head, [u[one] for u in draws], plan, order[one])
+            parts.append((held[0][0, 0], held[1][0, 0]))
         return side_by_side(parts, len(keys))
 
     def _halvings(

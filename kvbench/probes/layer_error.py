@@ -201,7 +201,8 @@ def compress_measured(
         compress_s=clock.seconds,
         budget_preset=allowed_entries(method, budget, kv.n, kv.num_layers)[1],
     )
-    fields = {key: value for key, value in cost.record().items() if key != "cache_bytes_end"}
+    later = ("cache_bytes_end", "cache_bytes_peak", "cache_bytes_mean", "exact_bytes_mean")
+    fields = {key: value for key, value in cost.record().items() if key not in later}
     return held, {**fields, "represented": represented}
 
 

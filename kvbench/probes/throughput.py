@@ -1,4 +1,4 @@
-"""Seconds, memory and tokens per second of each method alone, beside what users run otherwise.
+"""Seconds, memory and tokens per second of each method alone.
 
 BalanceKV (arXiv 2502.07861), section 4.4, Table 2: seconds of prefill and decoding. H2O (arXiv
 2306.14048), Tables 3 and 5: tokens per second, the largest batch that fits, latency at equal batch.
@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 
 from kvbench.engine import memory
-from kvbench.engine.baselines import Baseline, baselines_of
 from kvbench.engine.faults import free_memory, is_out_of_memory
 from kvbench.engine.generate import Prompt, run_batch
-from kvbench.engine.prefill import input_device
 from kvbench.engine.stopping import Stopping
 from kvbench.errors.options import Count, Several, Share, check_options
 from kvbench.kv import Budget, KVError
@@ -81,7 +79,6 @@ class Throughput(Probe):
         rates: budgets to measure, in place of the job's one: shares of the middle, or of the whole
             prompt where the job's budget names `total_rate`.
         runs: measured runs per method and setting (BalanceKV: 10).
-        baselines: names of `kvbench.engine.baselines`, rows beside the methods.
         most_batch: where the search for the largest batch ends.
     """
 
@@ -96,7 +93,6 @@ class Throughput(Probe):
     settings: Sequence[Sequence[int | float | str]] = ()
     rates: Sequence[Share] = ()
     runs: Repeats = 10
-    baselines: Sequence[str] = ()
     most_batch: Repeats = 1024
     _known: dict[tuple[Setting, str], int | dict[str, Any]] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -106,7 +102,6 @@ class Throughput(Probe):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._settings()
-        baselines_of(self.baselines)
 
     def _settings(self) -> list[Setting]:
         """What is measured, without the runs."""
@@ -122,20 +117,12 @@ class Throughput(Probe):
             found += [Setting(*(*cell[:3], rate)) for rate in rates]
         return found
 
-    def rows(self) -> tuple[dict[str, Method], dict[str, str]]:
-        """The baselines that can run here, and of the others why not, by label."""
-        asked = baselines_of(self.baselines)
-        reasons = {label: baseline.obstacle() for label, baseline in asked.items()}
-        runnable: dict[str, Method] = {k: b for k, b in asked.items() if reasons[k] is None}
-        return runnable, {label: why for label, why in reasons.items() if why is not None}
-
     def meta(self) -> dict[str, Any]:
-        """See `Probe.meta`; `left_out`: baselines that cannot run here, and why."""
+        """See `Probe.meta`."""
         several = len(self._settings()) > 1
         return super().meta() | {
             "breakdown": ["prompt_tokens"] if several else [],
             "reference": REFERENCE,
-            "left_out": self.rows()[1],
         }
 
     def units(self, session: Session, methods: Methods) -> Sequence[Unit]:
@@ -243,9 +230,8 @@ class _Row:
     budget: Budget
 
     def few(self, tokens: int) -> int:
-        """So many new tokens, where fewer will do; a static cache is compiled for its length."""
-        new = self.setting.new_tokens
-        return new if isinstance(self.method, Baseline) else min(new, tokens)
+        """So many new tokens, where fewer will do."""
+        return min(self.setting.new_tokens, tokens)
 
     def generate(self, batch: int, new_tokens: int | None = None) -> dict[str, Any]:
         """Generate once; record fields of the whole batch, its bytes summed over the rows.
@@ -256,16 +242,6 @@ class _Row:
         session, method = self.session, self.method
         ids = _random_ids(session, self.setting.prompt_tokens, batch)
         new = self.setting.new_tokens if new_tokens is None else new_tokens
-        if isinstance(method, Baseline):
-            there = ids.to(input_device(session.model))
-            times = method.generate(session.model, there, new, self.budget)
-            return {
-                "prefill_s": times.prefill_s,
-                "compress_s": None,
-                "decode_s": times.decode_s,
-                "new_tokens": times.new_tokens,
-                "cache_bytes_end": times.cache_bytes,
-            }
         prompts = [
             Prompt(
                 row,
@@ -284,7 +260,8 @@ class _Row:
             if result.failure is not None:
                 raise result.failure
         seconds = ("prefill_s", "compress_s", "decode_s")
-        summed = (*seconds, "cache_bytes", "cache_bytes_end", "exact_bytes")
+        held = ("cache_bytes", "cache_bytes_end", "cache_bytes_peak", "cache_bytes_mean")
+        summed = (*seconds, *held, "exact_bytes", "exact_bytes_mean")
         whole = {name: sum(getattr(result, name) for result in results) for name in summed}
         return measured(results[0]) | whole
 

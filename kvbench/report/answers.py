@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from kvbench.report.experiment import Group, as_text
 from kvbench.report.style import style_of
 
 LIMIT = 60
-"""Examples that the page shows of one model and task."""
+"""Examples that the page shows."""
 LONGEST = 400
 """Characters of a prediction or a prompt tail that are shown."""
 _WORDS = re.compile(r"\w+|\s+|[^\w\s]")
@@ -40,31 +39,22 @@ class Answer:
     verdict: str
     score: float
     status: str
-    ratio: float
     differs: bool
     parts: Pieces
 
 
 @dataclass(frozen=True)
 class Shown:
-    """One example with every variant's answer.
-
-    Attributes:
-        evidence: the part of the prompt that holds the answer, where the task knows it.
-    """
+    """One example with every variant's answer; `fields` are those that the page filters by, `evidence`
+    the part of the prompt that holds the answer, where the task knows it."""
 
     example_id: str
     seed: str
     fields: Mapping[str, str]
     prompt_tail: str
+    evidence: str
     expected: str
     answers: tuple[Answer, ...]
-    evidence: Pieces = ()
-
-    @property
-    def filter_fields(self) -> str:
-        """The fields that the page filters by, as JSON."""
-        return json.dumps(self.fields)
 
     @property
     def disagree(self) -> bool:
@@ -107,26 +97,16 @@ def _shown(group: Group, part: pd.DataFrame) -> Shown:
     answers = []
     for variant in (v for v in group.variants if v.label in by_variant):
         row, base = by_variant[variant.label], by_variant.get(group.baseline[variant.label] or "")
-        good = row["status"] == "ok"
+        score, good = float(row["score"]), row["status"] == "ok"
         text = clip(row["prediction"] if good else row["error"])
-        known = good and base is not None and base["status"] == "ok"
-        score = float(row["score"])
-        verdict = "none" if good else "failed"
+        verdict, parts = "none" if good else "failed", ((text, False),)
         if good and group.percent and score == score:
             verdict = "right" if score >= 1 else "wrong" if score <= 0 else "part"
-        answers.append(
-            Answer(
-                label=variant.label,
-                color=style_of(variant.method).color,
-                text=text,
-                verdict=verdict,
-                score=score,
-                status=str(row["status"]),
-                ratio=float(row["ratio"]),
-                differs=base is not None and row["prediction"] != base["prediction"],
-                parts=marked(text, clip(base["prediction"])) if known else ((text, False),),  # type: ignore[index]
-            )
-        )
+        if good and base is not None and base["status"] == "ok":
+            parts = marked(text, clip(base["prediction"]))
+        differs = base is not None and row["prediction"] != base["prediction"]
+        look = variant.label, style_of(variant.method).color
+        answers.append(Answer(*look, text, verdict, score, str(row["status"]), differs, parts))
     fields = {"dataset": str(first["dataset"])}
     fields |= {name: as_text(first[name]) for name in group.meta.breakdown if name in part}
     bucket = bucket_of(first["prompt_tokens"])
@@ -138,18 +118,10 @@ def _shown(group: Group, part: pd.DataFrame) -> Shown:
         seed=as_text(first["seed"]),
         fields=fields,
         prompt_tail=clip(first["prompt_tail"], from_end=True),
+        evidence=clip(first.get("evidence")),
         expected=" | ".join(map(str, expected)),
         answers=tuple(answers),
-        evidence=_evidence(clip(first.get("evidence")), [str(one) for one in expected if one]),
     )
-
-
-def _evidence(text: str, answers: list[str]) -> Pieces:
-    """`text`, marked where it is one of `answers`."""
-    if not text or not answers:
-        return ((text, False),) if text else ()
-    pieces = re.split(f"({'|'.join(map(re.escape, answers))})", text, flags=re.IGNORECASE)
-    return tuple((piece, place % 2 == 1) for place, piece in enumerate(pieces) if piece)
 
 
 def marked(text: str, reference: str) -> Pieces:

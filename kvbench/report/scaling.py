@@ -10,7 +10,7 @@ import pandas as pd
 
 from kvbench.records import figures
 from kvbench.report.experiment import Group, Variant
-from kvbench.report.stats import LEVEL, NOTHING, Array, Estimate, Flags, Stratum, resampled, widened
+from kvbench.report.stats import LEVEL, NOTHING, Array, Estimate, Stratum, resampled, widened
 
 NEAR = 0.1
 """A slope is as predicted where its whole interval is this close to the prediction."""
@@ -18,10 +18,10 @@ NEAR = 0.1
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """y against x of one variant in one panel; arrays are over levels, ascending.
+    """y against x of one variant in one panel.
 
     Attributes:
-        x: mean x of each level. mean, low, high: mean of y with its interval.
+        frame: a row per level, ascending: ``x`` (mean), ``mean``, ``low`` and ``high`` of y.
         draws: [resamples, levels] means of y over resampled repetitions; the variants of a panel are
             resampled alike, so that ratios of their draws are paired.
         units: repetitions.
@@ -29,64 +29,45 @@ class Curve:
 
     facet: str
     variant: Variant
-    levels: Array
-    x: Array
-    mean: Array
-    low: Array
-    high: Array
+    frame: pd.DataFrame
     draws: Array
     units: int
 
-    def _used(self, least: float, most: float) -> Flags:
-        return (
-            np.isfinite(self.mean)
-            & (self.mean > 0)
-            & (self.levels >= least)
-            & (self.levels <= most)
-        )
-
-    def slope(self, least: float = 0.0, most: float = math.inf) -> Estimate:
-        """Least-squares slope of log y against log x over levels in [least, most]."""
-        used = self._used(least, most)
+    def slope(self, least: float, most: float) -> tuple[Estimate, float]:
+        """Least-squares slope of log y against log x over levels in [least, most], and the share of the
+        variance of log y that it explains (NaN for fewer than three levels)."""
+        used = ((self.frame["mean"] > 0) & self.frame["level"].between(least, most)).to_numpy()
         if used.sum() < 2:
-            return NOTHING
-        log_x = np.log(self.x[used])
-        log_x = log_x - log_x.mean()
-        weights = log_x / np.square(log_x).sum()
+            return NOTHING, math.nan
+        x, y = (np.log(self.frame.loc[used, key].to_numpy(float)) for key in ("x", "mean"))
+        weights = (x - x.mean()) / np.square(x - x.mean()).sum()
         with np.errstate(divide="ignore", invalid="ignore"):
             drawn = np.log(self.draws[:, used]) @ weights
-        return _interval(float(np.log(self.mean[used]) @ weights), drawn, self.units)
-
-    def r_squared(self, least: float, most: float) -> float:
-        """Share of the variance of log y that the line explains; NaN for fewer than three levels."""
-        used = self._used(least, most)
-        if used.sum() < 3 or not np.ptp(self.mean[used]):
-            return math.nan
-        return float(np.corrcoef(np.log(self.x[used]), np.log(self.mean[used]))[0, 1] ** 2)
+        share = np.corrcoef(x, y)[0, 1] ** 2 if used.sum() > 2 and np.ptp(y) else math.nan
+        return _interval(float(y @ weights), drawn, self.units), float(share)
 
     def over(self, other: Curve, level: float) -> Estimate:
         """This curve's y over another's at one level, paired."""
-        if level not in self.levels or level not in other.levels:
+        places = [np.flatnonzero(one.frame["level"] == level) for one in (self, other)]
+        if not all(map(len, places)):
             return NOTHING
-        i, j = (int(np.flatnonzero(c.levels == level)[0]) for c in (self, other))
+        i, j = (int(place[0]) for place in places)
         with np.errstate(divide="ignore", invalid="ignore"):
             log = np.log(self.draws[:, i]) - np.log(other.draws[:, j])
-            ratio = _interval(math.log(self.mean[i] / other.mean[j]), log, self.units)
-        return Estimate(*map(math.exp, ratio))
+        ratio = math.log(self.frame["mean"][i] / other.frame["mean"][j])
+        return Estimate(*map(math.exp, _interval(ratio, log, self.units)))
 
 
 def curves_of(group: Group, spec: figures.Curve) -> list[Curve]:
     """One curve per panel and variant, in the order of the records and of the variants."""
     good = group.good.dropna(subset=[spec.x, spec.y])
+    numbers = {"y": spec.y, "x": spec.x, "level": spec.level}
     good = good.assign(
         repeat=good[spec.unit].astype(str),
-        y=pd.to_numeric(good[spec.y]),
-        x=pd.to_numeric(good[spec.x]),
-        level=pd.to_numeric(good[spec.level]),
+        **{name: pd.to_numeric(good[field]) for name, field in numbers.items()},
     )
     curves = []
-    for facet in good[spec.facet].unique():
-        part = good[good[spec.facet] == facet]
+    for facet, part in good.groupby(spec.facet, sort=False):
         repeats = sorted(part["repeat"].unique())
         for variant in group.variants:
             mine = part[part["variant"] == variant.label]
@@ -97,14 +78,23 @@ def curves_of(group: Group, spec: figures.Curve) -> list[Curve]:
             known = Stratum(str(facet), np.nan_to_num(values), (~np.isnan(values)).astype(float))
             draws, mean = resampled(known), np.nanmean(values, axis=0)
             with np.errstate(divide="ignore", invalid="ignore"):
-                spread = [
-                    _interval(math.log(m) if m > 0 else math.nan, np.log(column), len(table))
-                    for m, column in zip(mean, draws.T, strict=True)
-                ]
-            x = mine.groupby("level")["x"].mean().to_numpy(float)
-            low, high = (np.exp([getattr(e, end) for e in spread]) for end in ("low", "high"))
-            levels = table.columns.to_numpy(float)
-            curves.append(Curve(str(facet), variant, levels, x, mean, low, high, draws, len(table)))
+                logs = np.log(np.where(mean > 0, mean, np.nan)), np.log(draws)
+            spread = [
+                _interval(float(m), d, len(table)) for m, d in zip(logs[0], logs[1].T, strict=True)
+            ]
+            frame = (
+                mine.groupby("level", as_index=False)["x"]
+                .mean()
+                .assign(
+                    facet=str(facet),
+                    label=variant.label,
+                    method=variant.method,
+                    mean=mean,
+                    low=np.exp([e.low for e in spread]),
+                    high=np.exp([e.high for e in spread]),
+                )
+            )
+            curves.append(Curve(str(facet), variant, frame, draws, len(table)))
     return curves
 
 
@@ -115,39 +105,28 @@ def slopes(group: Group, spec: figures.Curve) -> pd.DataFrame:
     base = {c.facet: c for c in curves if c.variant.method == spec.compare}
     rows = []
     for curve in curves:
-        least, most = spec.fit_least or 0.0, spec.fit_most or math.inf
-        levels = curve.levels[(curve.levels >= least) & (curve.levels <= most)]
-        if not len(levels):
+        level = curve.frame["level"]
+        levels = level[level.between(spec.fit_least or 0.0, spec.fit_most or math.inf)].tolist()
+        if not levels:
             continue
-        least, split, most = (float(levels[i]) for i in (0, len(levels) // 2, -1))
-        at = int(np.flatnonzero(curve.levels == most)[0])
-        other, slope = base.get(curve.facet), curve.slope(least, most)
-        named = [name for name in spec.expected if curve.variant.method.startswith(name)]
+        least, split, most = levels[0], levels[len(levels) // 2], levels[-1]
+        last = curve.frame[level == most].iloc[0]
+        slope, share = curve.slope(least, most)
+        method, label = curve.variant.method, curve.variant.label
+        named = [name for name in spec.expected if method.startswith(name)]
         expected = float(spec.expected[max(named, key=len)]) if named else math.nan
-        mine = group.good[group.good["variant"].eq(curve.variant.label)]
+        mine = group.good[group.good["variant"].eq(label)]
         mine = mine[mine[spec.facet].eq(curve.facet) & mine[spec.level].eq(most)]
-        rows.append(
-            {
-                "method": curve.variant.method,
-                "variant": curve.variant.label,
-                spec.facet: curve.facet,
-                "fitted_from": least,
-                "fitted_to": most,
-                "expected": expected,
-                "verdict": verdict_on(slope, expected),
-                **slope.named("slope"),
-                **curve.slope(least, split).named("slope_lower"),
-                **curve.slope(split, most).named("slope_upper"),
-                "r_squared": curve.r_squared(least, most),
-                **Estimate(*(float(x[at]) for x in (curve.mean, curve.low, curve.high))).named(
-                    "last"
-                ),
-                **(curve.over(other, most) if other is not None else NOTHING).named("last_ratio"),
-                "held_last": curve.x[at],
-                "bytes_ratio_last": float(pd.to_numeric(mine["ratio"]).mean()),
-                "repetitions": curve.units,
-            }
-        )
+        over = curve.over(base[curve.facet], most) if curve.facet in base else NOTHING
+        row = {"method": method, "variant": label, spec.facet: curve.facet}
+        row |= {"fitted_from": least, "fitted_to": most, "expected": expected}
+        row |= {"verdict": verdict_on(slope, expected), **slope.named("slope")}
+        row |= curve.slope(least, split)[0].named("slope_lower")
+        row |= curve.slope(split, most)[0].named("slope_upper") | {"r_squared": share}
+        row |= Estimate(last["mean"], last["low"], last["high"]).named("last")
+        row |= over.named("last_ratio") | {"held_last": last["x"]}
+        row |= {"bytes_ratio_last": float(pd.to_numeric(mine["ratio"]).mean())}
+        rows.append(row | {"repetitions": curve.units})
     return pd.DataFrame(rows)
 
 

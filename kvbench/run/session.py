@@ -13,12 +13,11 @@ from kvbench.engine.loading import (
     Model,
     ModelSpec,
     Tokenizer,
-    checked_config,
     end_token_ids,
+    load_config,
     load_model,
     load_tokenizer,
     prompt_encoder,
-    quiet_unless_terminal,
     with_model_facts,
 )
 from kvbench.engine.sampling import GREEDY, Sampling
@@ -56,21 +55,19 @@ class Session:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
-        with quiet_unless_terminal():
-            return load_tokenizer(self.spec)
+        return load_tokenizer(self.spec)
 
     @cached_property
     def encoder(self) -> PromptEncoder:
         """Text to token ids, with what this model puts around a prompt."""
-        checked_config(self.spec)  # before anything is fetched for a model that cannot be run
+        load_config(self.spec)  # before anything is fetched for a model that cannot be run
         encoder = prompt_encoder(self.tokenizer, self.spec)
         return with_model_facts(encoder, self.tokenizer, self.spec)
 
     @cached_property
     def model(self) -> Model:
         """The model, ready for kvbench's attention."""
-        with quiet_unless_terminal():
-            return load_model(self.spec, device=self.device, dtype=self.dtype, seed=self.seed)
+        return load_model(self.spec, device=self.device, dtype=self.dtype, seed=self.seed)
 
     @cached_property
     def graphs(self) -> StepGraphs:

@@ -236,7 +236,7 @@ class Jsonl(Task):
         answer_prefix: how the answer begins; with a chat template it follows the assistant's header.
         metric: one of `METRICS`. pattern: the regular expression of ``regex``.
         chat: whether the model's chat template goes around the prompt; None: if there is one.
-        max_new_tokens, stop: generation limits.
+        max_new_tokens, stop: generation limits. long_answers: see `Task.long_answers`.
         max_input: tokens of a prompt; longer contexts lose their middle. "model": as many as the model
             has positions for; None: nothing is cut.
         merge_answers: rows of one id are one question with several answers.
@@ -268,6 +268,7 @@ class Jsonl(Task):
     pattern: str | None = None
     chat: bool | None = None
     max_new_tokens: NewTokens = 64
+    long_answers: bool = False  # type: ignore[misc]
     stop: Sequence[str] = ()
     max_input: Annotated[int, Ge(2)] | Literal["model"] | None = None
     merge_answers: bool = False

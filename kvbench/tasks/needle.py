@@ -7,8 +7,8 @@ and a question about it at the end. The default filler is generated (:mod:`kvben
 text files or a Hugging Face dataset can be used.
 
 Prompts with the same filler are not independent: what a method keeps of a text decides about all of
-them. So the unit that intervals resample is the filler (record field ``filler``), and there are
-several. Long prompts made of few files share text even so, and their fillers are then alike.
+them. So the unit that intervals resample is the filler (record field ``filler``), and every prompt has
+one of its own. Long prompts made of few files share text even so, and their fillers are then alike.
 
 Scores of a prediction: ``containment`` (the expected answer stands in it, word for word),
 ``word_recall`` (share of the answer's words that are in it), ``released_recall`` (the same as the code
@@ -20,6 +20,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Le, MinLen
@@ -53,7 +54,9 @@ class Needle(Task):
     Attributes:
         lengths: prompt lengths in tokens, everything the model sees counted (but see `buffer`).
         depths: percentages of the haystack before the needle, 0..100.
-        num_examples: fillers; each is used at every length and depth.
+        num_examples: prompts at every length and depth.
+        share_fillers: a filler is used at every length and depth, as in the protocol, so that there are
+            `num_examples` units in all; False: each prompt has its own.
         needle, question, answer: what is hidden, what is asked, what counts. White space around the
             needle is kept; where there is none a blank sets it off.
         together: one prompt has a needle at every depth, each a fact of its own (``{key}`` in needle and
@@ -76,7 +79,7 @@ class Needle(Task):
     """
 
     name: ClassVar[str] = "needle"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     unit: ClassVar[str] = "filler"
     measures: ClassVar[tuple[str, ...]] = ("containment", "word_recall")
     breakdown: ClassVar[tuple[str, ...]] = ("length", "depth")
@@ -87,7 +90,8 @@ class Needle(Task):
     answer: Text
     lengths: Distinct[Tokens] = (512, 1024, 2048, 4096)
     depths: Distinct[Annotated[float, Ge(0), Le(100)]] = (0, 25, 50, 75, 100)
-    num_examples: Many = 7
+    num_examples: Many = 4
+    share_fillers: bool = False
     template: str = "{haystack}\n\n{question}"
     buffer: Annotated[int, Ge(0), Le(10_000_000)] | None = None
     begin_tokens: bool = False
@@ -139,21 +143,24 @@ class Needle(Task):
         return file_digests(self.haystack_files) if self.haystack == "files" else {}
 
     def examples(self, encoder: PromptEncoder) -> Sequence[Example]:
-        """Every length at every depth with every filler; of every prefix, the shares of each length,
-        of each depth and of each filler are those of the whole to within one example (one context,
-        where all depths are `together`)."""
+        """Every length at every depth `num_examples` times; of every prefix, the shares of each length
+        and of each depth are those of the whole to within one example (one context, where all depths
+        are `together`)."""
         texts = self._texts()
         begin = encoder.begin_ids if self.begin_tokens else []
-        fillers = [
-            filler(texts, self.seed, number, max(self.lengths), 2 * begin, encoder, self.facts)
-            for number in range(self.num_examples)
-        ]
+
+        @cache
+        def filling(number: int) -> tuple[str, list[list[int]]]:
+            need = max(self.lengths)
+            return filler(texts, self.seed, number, need, 2 * begin, encoder, self.facts)
+
         sizes = (len(self.lengths), 1 if self.together else len(self.depths), self.num_examples)
-        return [
-            example
-            for i, j, k in balanced_order(sizes)
-            for example in self._asked(encoder, fillers[k], k, self.lengths[i], self.depths[j])
-        ]
+        found = []
+        for i, j, k in balanced_order(sizes):
+            number = k if self.share_fillers else (k * sizes[0] + i) * sizes[1] + j
+            asked = self._asked(encoder, filling(number), number, self.lengths[i], self.depths[j])
+            found.extend(asked)
+        return found
 
     def score(self, prediction: str, example: Example) -> Mapping[str, float]:
         """All four scores; the primary one again as ``score``."""

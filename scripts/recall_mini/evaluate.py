@@ -1,12 +1,14 @@
 """Accuracy of recall_mini with its whole cache, greedy decoding, on seeds it was not trained on.
 
 Uses transformers alone for the model and kvbench's tasks for prompts and scores, so that it also
-checks the engine's ``exact`` method from outside. Prints one line per length (and depth).
+checks the engine's ``exact`` method from outside. Prints one line per length (and depth), and writes
+them as CSV (``make results``: results/recall_mini/accuracy.csv).
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import time
 from collections import defaultdict
@@ -67,6 +69,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--depths", type=int, nargs="*", default=list(range(0, 101, 10)))
     parser.add_argument("--needle-examples", type=int, default=5, help="per length and depth")
     parser.add_argument("--seed", type=int, default=1000)
+    parser.add_argument("--out", type=Path, help="a CSV file")
     args = parser.parse_args(argv)
     logging.set_verbosity_error()
     torch.set_num_threads(args.threads)
@@ -87,11 +90,19 @@ def main(argv: list[str] | None = None) -> None:
             **canonical_needle(),
         )
         jobs.append(("needle", needle, ("length", "depth")))
+    rows = []
     for name, job, by in jobs:
         start = time.time()
         for group, (score, count) in sorted(evaluate(model, encoder, job, by).items()):
-            print(json.dumps({"task": name, "group": group, "score": round(score, 4), "n": count}))
+            rows.append({"task": name, "group": group, "score": round(score, 4), "n": count})
+            print(json.dumps(rows[-1]))
         print(f"# {name}: {time.time() - start:.0f} s", flush=True)
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        with args.out.open("w", encoding="utf-8", newline="") as stream:
+            writer = csv.DictWriter(stream, ["task", "group", "score", "n"], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
+import pandas as pd
 import torch
 import yaml
 
@@ -82,6 +84,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--examples", type=int, default=1, help="prompts per length and depth")
     parser.add_argument("--rate", type=float, default=0.25)
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--out", type=Path, help="a CSV file")
     args = parser.parse_args(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -116,9 +119,17 @@ def main(argv: list[str] | None = None) -> None:
             found[label].append((score["containment"], score["word_recall"]))
     span = f"{min(args.lengths)} to {max(args.lengths)} tokens, rate {args.rate:g}"
     print(f"needle in {len(examples)} prompts of {span}: answer contained, words recalled")
-    for label, scores in found.items():
-        contained, recalled = (sum(each) / len(scores) for each in zip(*scores, strict=True))
-        print(f"{label:42} {contained:5.2f} {recalled:5.2f}")
+    rows = pd.DataFrame(
+        [
+            (label, *map(fmean, zip(*scores, strict=True)), len(scores))
+            for label, scores in found.items()
+        ],
+        columns=["variant", "containment", "word_recall", "n"],
+    )
+    print(rows.to_string(index=False, float_format="%.2f"))
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        rows.to_csv(args.out, index=False, float_format="%.4g")
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ budget.rate=0.5,0.25 -> add --multirun
 list taks -> cannot list ['taks'] (did you mean 'tasks'?)
 show method=nope -> unknown method 'nope'
 show -m -> cannot read '-m'
-show experiment=balancekv_table6 paper_table.differences=none -> differences is 'none'; allowed:
+show experiment=balancekv_table6 paper_table.file=a/b -> file is 'a/b'; allowed:
 released run=x -> released takes run=
 reproduce nosuch -> unknown experiment 'nosuch'
 --config-dir=/nosuch -> --config-dir is '/nosuch'; allowed: a folder

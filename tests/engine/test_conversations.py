@@ -11,6 +11,7 @@ from support.prompts import methods as variants
 from support.tiny import on_kvbench, prompt_ids, tiny_model
 
 from kvbench.engine import generate as engine
+from kvbench.engine import memory
 from kvbench.engine.generate import Prompt, Question, run_batch, run_conversations
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget
@@ -47,25 +48,22 @@ def test_questions_are_answered_as_in_separate_runs() -> None:
         assert len({tuple(answer.tokens) for answer in answers}) > 1, name
 
 
-@pytest.mark.parametrize("new", [10, 200])
-def test_where_answers_are_longer_than_the_prompt_each_has_a_copy(
-    monkeypatch: pytest.MonkeyPatch, new: int
+def test_as_many_conversations_at_once_as_memory_has_room_for(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And then as many at once as the memory has room for; the answers are the same."""
+    """The answers are the same."""
     model = on_kvbench(tiny_model("llama"))
-    prompt = prompt_of({name: METHODS[name] for name in ("exact", "snapkv")}, new)
+    prompt = prompt_of({name: METHODS[name] for name in ("exact", "snapkv")})
     rows: list[int] = []
     real = engine.decode_rows
     monkeypatch.setattr(
         engine, "decode_rows", lambda m, batch, g: (rows.append(len(batch)), real(m, batch, g))
     )
     wide = run_conversations(model, [prompt], seed=0)[0]
-    assert rows == [6]
-    monkeypatch.setattr(engine.memory, "total_bytes", lambda device: 1)
-    monkeypatch.setattr(engine.memory, "used_bytes", lambda device: 1)
-    rows.clear()
+    monkeypatch.setattr(memory, "total_bytes", lambda device: 1)
+    monkeypatch.setattr(memory, "used_bytes", lambda device: 1)
     short = run_conversations(model, [prompt], seed=0)[0]
-    assert rows == ([6] if new == 10 else [2, 2, 2])
+    assert rows == [6, 2, 2, 2]
     assert [facts({"x": a}) for label in wide for a in wide[label]] == [
         facts({"x": a}) for label in short for a in short[label]
     ]

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from support.jobs import SMALL
 from support.pretended import counted, needs_cuda, needs_pretend
 from support.prompts import EVERY_METHOD, facts
 from support.tiny import prompt_ids, tiny_model
 from support.variants import VARIANTS, label
 
-from kvbench.engine.decoding import DecodeState
 from kvbench.engine.fork import Fork
 from kvbench.engine.generate import Prompt, run_batch
 from kvbench.engine.prefill import prefill
@@ -44,23 +42,6 @@ def test_every_method_answers_as_on_the_cpu(compress_after, monkeypatch):
     monkeypatch.setenv("KVBENCH_KERNELS", "torch")
     found = answers(model_on(CUDA), METHODS, compress_after=compress_after)
     assert found == answers(model_on(CPU), METHODS, compress_after=compress_after)
-
-
-def test_a_model_on_two_gpus_answers_as_on_the_cpu(monkeypatch):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    monkeypatch.setenv("KVBENCH_KERNELS", "auto")
-    model = model_on(CUDA)
-    layers = model.model.layers
-    last = torch.device("cuda", 1)
-    for place, layer in enumerate(layers):
-        device = last if place >= len(layers) // 2 else CUDA
-        add_hook_to_module(layer.to(device), AlignDevicesHook(execution_device=device))
-    for module in (model.model.norm, model.lm_head, model.model.embed_tokens):
-        add_hook_to_module(module, AlignDevicesHook(execution_device=CUDA))
-    add_hook_to_module(model.model.rotary_emb, AlignDevicesHook(execution_device=CUDA))
-    found = answers(model, ("exact", "h2o", "balancekv"), n=40, new=2)
-    assert found == answers(model_on(CPU), ("exact", "h2o", "balancekv"), n=40, new=2)
 
 
 @pytest.mark.parametrize(("part", "value"), [("k_proj", float("nan")), ("v_proj", float("inf"))])
@@ -113,42 +94,3 @@ def test_a_decode_step_waits_for_its_token_only(name, monkeypatch):
 
     (few, _), (many, found) = waits(2), waits(5)
     assert many - few == 3, found
-
-
-EVICTING = {"h2o": {}, "streaming_llm": {"decode": "evict"}, "local": {"decode": "evict"}}
-
-
-def launches_per_layer(method, rows, monkeypatch):
-    """Of the attention of a decode step whose rows are as many prompts of 40 tokens or more."""
-    found, attend = [], DecodeState.attend
-
-    def watched(state, call):
-        monkeypatch.setenv("KVBENCH_KERNELS", "triton")
-        said = []
-        found.append(sum(counted(lambda: said.append(attend(state, call)), "launch").values()))
-        monkeypatch.setenv("KVBENCH_KERNELS", "torch")
-        return said[0]
-
-    monkeypatch.setattr(DecodeState, "attend", watched)
-    prompts = [
-        Prompt(prompt_ids(40 + i), [], {"m": (method, SMALL)}, Stopping(3), f"p{i}")
-        for i in range(rows)
-    ]
-    answers = run_batch(model_on(CUDA, layers=1), prompts, seed=0)
-    monkeypatch.setattr(DecodeState, "attend", attend)
-    assert [answer["m"].failure for answer in answers] == [None] * rows
-    assert len(set(found)) == 1
-    assert len(found) == 2
-    return found[0]
-
-
-@needs_pretend
-@pytest.mark.parametrize("name", EVICTING)
-def test_evicting_takes_four_launches_a_layer_at_most(name, monkeypatch):
-    """More than a cache that grows takes, whatever the number of rows."""
-    monkeypatch.setenv("KVBENCH_KERNELS", "torch")
-    grows = launches_per_layer(build_method("exact"), 2, monkeypatch)
-    method = build_method(name, **EVICTING[name])
-    few, many = (launches_per_layer(method, rows, monkeypatch) for rows in (2, 8))
-    assert few == many
-    assert grows < few <= grows + 4

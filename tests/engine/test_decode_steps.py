@@ -20,7 +20,7 @@ from support.tiny import prompt_ids, tiny_model
 from kvbench import compress
 from kvbench.engine import graphs, rows
 from kvbench.engine.cache import LayerCache
-from kvbench.engine.decoding import DecodeState, _Counters
+from kvbench.engine.decoding import _Counters
 from kvbench.engine.fork import Fork
 from kvbench.engine.generate import Prompt, Question, run_batch, run_conversations
 from kvbench.engine.graphs import StepGraphs
@@ -250,27 +250,6 @@ def test_drawn_tokens_are_those_of_steps_that_are_not_captured(pretended: list[i
     assert graph == eager
 
 
-def test_the_clock_of_decoding_covers_making_batches_and_capturing(
-    pretended: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both are seconds of the generation, as they are in transformers' own."""
-    model, prompt, now = model_on(), capturable_prompts()[0], [0.0]
-
-    def slow(seconds: float, real: Any) -> Any:
-        def run(*args: Any) -> Any:
-            now[0] += seconds
-            return real(*args)
-
-        return run
-
-    monkeypatch.setattr(rows.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(DecodeState, "_sort", slow(1.0, DecodeState._sort))
-    monkeypatch.setattr(StepGraphs, "capture", slow(8.0, StepGraphs.capture))
-    prompt = replace(prompt, methods={"exact": prompt.methods["exact"]})
-    (answer,) = run_batch(model, [prompt], seed=1, graphs=StepGraphs("auto"))
-    assert answer["exact"].decode_s == model.config.num_hidden_layers * 1.0 + 8.0
-
-
 def test_a_row_that_times_out_stands_still_like_one_that_ended(
     pretended: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,25 +322,3 @@ def test_replayed_steps_give_the_tokens_of_eager_ones(
         assert [facts(answer) for answer in graph] == [facts(answer) for answer in eager]
     assert len(captured) >= 2
     assert None not in captured
-
-
-@pytest.mark.cuda
-@needs_real
-def test_a_step_that_cannot_be_captured_runs_as_it_is_and_says_so_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    model, prompts = model_on("cuda"), capturable_prompts(40)
-    eager = [facts(answer) for answer in run_batch(model, prompts, seed=1)]
-    real = model.forward
-
-    def waits(*args: Any, **kwargs: Any) -> Any:
-        output = real(*args, **kwargs)
-        output.logits.sum().item()  # no stream can be captured over this
-        return output
-
-    monkeypatch.setattr(model, "forward", waits)
-    steps = StepGraphs("graph")
-    for _ in range(2):
-        found = run_batch(model, prompts, seed=1, graphs=steps)
-        assert [facts(answer) for answer in found] == eager
-    assert sum("decodes without CUDA graphs" in r.message for r in caplog.records) == 1

@@ -6,7 +6,6 @@ needed. Between two passes they are nowhere (on "meta"), so nothing may ask the 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -127,30 +126,6 @@ def test_what_cannot_be_is_refused_in_one_line() -> None:
 def test_a_dtype_of_auto_follows_the_device() -> None:
     assert resolve_dtype("auto", CPU) == torch.float32
     assert resolve_dtype("auto", torch.device("cuda")) == torch.bfloat16
-
-
-def test_a_gpu_that_auto_cannot_use_is_told_in_one_line(monkeypatch, caplog, tmp_path):
-    def old_driver():
-        warnings.warn(
-            "The NVIDIA driver on your system is too old\n(found version 1).", stacklevel=1
-        )
-        return False
-
-    monkeypatch.setattr(torch.cuda, "is_available", old_driver)
-    monkeypatch.setattr(loading, "GPU_FILES", ())
-    assert resolve_device("auto") == CPU
-    (told,) = caplog.messages
-    assert told == (
-        "device is auto and becomes cpu, although there is a GPU: "
-        "The NVIDIA driver on your system is too old"
-    )
-    caplog.clear()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert resolve_device("auto") == CPU
-    assert not caplog.messages
-    monkeypatch.setattr(loading, "GPU_FILES", (str(tmp_path),))
-    assert resolve_device("auto") == CPU
-    assert "this torch" in caplog.messages[0]
 
 
 def test_memory_of_a_model_on_several_gpus_is_counted_on_all(monkeypatch):
@@ -283,13 +258,6 @@ def test_a_package_that_is_missing_is_one_line(monkeypatch: Any) -> None:
             recall(quantization=name)
         wanted = f"{package} is not installed; allowed: pip install 'kvbench[quantized]'"
         assert str(caught.value) == f"model.quantization is {name}: {wanted}"
-
-
-def test_a_device_without_kernels_is_one_line() -> None:
-    spec = ModelSpec(name="m", path="p", quantization="bnb8")
-    pytest.importorskip("bitsandbytes", reason="needs the bitsandbytes package")
-    with pytest.raises(ModelError, match="device is 'mps', for which bitsandbytes has no kernels"):
-        loading._packing(spec, torch.device("mps"), torch.float32)
 
 
 def halves(first: str, second: str) -> dict[str, str]:

@@ -15,6 +15,7 @@ from kvbench import compress
 from kvbench.engine.architecture import compressible_layers, kvbench_attention_on
 from kvbench.engine.fork import Fork
 from kvbench.engine.generate import run_forks
+from kvbench.engine.kept import entries_of
 from kvbench.engine.live import UnsupportedGeneration
 from kvbench.engine.prefill import capture_layers, prefill
 from kvbench.engine.rescore import sequences
@@ -124,8 +125,8 @@ def test_what_is_kept_is_what_a_whole_forward_pass_says(architecture, chunk, wor
     clear = (middle - level).abs() > 1e-6 * level
     layers = compressible_layers(model)
     kept = 0
-    for layer, wanted, sure in zip(layers, middle > level, clear, strict=True):
-        shown = fork.layers[layer].padded().positions
+    held = entries_of(fork, layers)
+    for (_, shown, _), wanted, sure in zip(held, middle > level, clear, strict=True):
         stays = torch.zeros(len(shown), 121, dtype=torch.bool).scatter(1, shown % 121, True)
         assert stays[:, : BUDGET.sink].all()
         assert stays[:, 120 - BUDGET.window : 120].all()

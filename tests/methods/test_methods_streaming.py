@@ -326,8 +326,8 @@ def test_denominator_samples_hold_keys_only(name, bits):
     if bits is None:
         assert cache.entry_bytes() == 2 * 4 * (count * dim + (count - without) * dim + count)
     else:
-        held_keys, held_values = (unpack(part.blocks[0]).double() for part in cache.before[:2])
-        assert cache.entry_bytes() == sum(x.nbytes for x in cache.before[:2]) + 2 * 4 * count
+        held_keys, held_values = (unpack(part.blocks[0]).double() for part in cache.packed)
+        assert cache.entry_bytes() == sum(x.nbytes for x in cache.packed) + 2 * 4 * count
     held_values = torch.cat([torch.zeros(2, without, dim, dtype=torch.float64), held_values], 1)
     weights, generator = kept.log_weights[0].double(), torch.Generator().manual_seed(9)
     for tokens in (1, 3, 2):  # the last has to grow the buffers

