@@ -214,7 +214,7 @@ class LayerCache:
         return done[0] if len(done) == 1 else torch.cat(done, dim=1)
 
     def _ends(self, tokens: int) -> Sequence[int]:
-        """Where to cut so many tokens: after each one where entries may leave, and so that one that packs
+        """Where to cut so many tokens: after each where entries may leave, and so that one that packs
         keys before it attends is alone."""
         if self.evicts:
             return range(1, tokens + 1)

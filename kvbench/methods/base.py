@@ -60,6 +60,23 @@ class Held:
     sink: int
 
 
+class HeldShape(NamedTuple):
+    """Of what a layer holds of a prompt: entries per head, `dim` and `value_dim` numbers of `itemsize`
+    bytes each."""
+
+    heads: int
+    entries: int
+    dim: int
+    value_dim: int
+    itemsize: int
+
+    @classmethod
+    def of(cls, held: CompressedKV) -> HeldShape:
+        """Of what `held` holds."""
+        _, heads, entries, dim = held.keys.shape
+        return cls(heads, entries, dim, held.values.shape[3], held.keys.element_size())
+
+
 @dataclass(frozen=True)
 class Recompression:
     """When what is held is compressed again while decoding.
@@ -318,6 +335,14 @@ class Method:
                 "quantize.scheme=turboquant"
             )
         return scheme
+
+    def extras(self, n: int, held: Mapping[int, HeldShape]) -> dict[str, int]:
+        """Further fields of a record, of a prompt of n tokens of which each layer holds so much: with a
+        scheme that draws them ``scheme_bytes``, of the sketches and rotations that a model has once."""
+        scheme = self.quantization()
+        dims = {layer: (one.dim, one.value_dim) for layer, one in held.items()}
+        drawn = 0 if scheme is None else scheme.model_bytes(dims)
+        return {"scheme_bytes": drawn} if drawn else {}
 
     # What few methods do beside: each of these is all that such a method adds.
 

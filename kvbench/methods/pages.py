@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from kvbench.errors.options import Count
 from kvbench.kv import Budget, CompressedKV, KVError, LayerKV, gather_entries
 from kvbench.methods._wrapped import Wrapper
+from kvbench.methods.base import HeldShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,17 @@ class Pages(Wrapper):
         # A partial page is the last of every prompt's, so that all have as many tokens.
         at = at[:, : at.shape[1] - (-n % self.size)]
         return gather_entries(layer, at[:, None].expand(-1, heads, -1))
+
+    def extras(self, n: int, held: Mapping[int, HeldShape]) -> dict[str, int]:
+        """Also ``page_bytes``, of whole pages as a paged cache holds them (a partial one costs a whole
+        one), and ``blocks_freed``, pages of the prompt that it no longer holds; of all layers."""
+        size = self.size
+        pages = {layer: -(-one.entries // size) for layer, one in held.items()}
+        each = {i: size * x.heads * (x.dim + x.value_dim) * x.itemsize for i, x in held.items()}
+        return super().extras(n, held) | {
+            "page_bytes": sum(count * each[layer] for layer, count in pages.items()),
+            "blocks_freed": sum(-(-n // size) - count for count in pages.values()),
+        }
 
     def choose(self, scores: Tensor, budget: Budget, capacity: int | None = None) -> Tensor:
         """The pages kept, ascending, [batch, pages], of scores [batch, kv_heads, n]; `capacity` of the

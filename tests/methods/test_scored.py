@@ -15,7 +15,7 @@ from support.tiny import prompt_ids, tiny_model
 
 from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.fork import ExactBytes, Fork
-from kvbench.engine.prefill import capture_layers
+from kvbench.engine.prefill import capture_layers, prefill
 from kvbench.kv import Budget, KVError, LayerKV
 from kvbench.methods import build_method
 from kvbench.methods.adakv import best_of_all_heads
@@ -242,3 +242,28 @@ def test_the_layer_budgets_of_the_other_method_are_kept(name, options):
     assert kept.charged == last.layer_capacity(tight, 400, 3, 4) < 38
     for head, length in zip(kept.positions[0], kept.lengths[0], strict=True):
         assert head[:length].tolist()[-8:] == list(range(392, 400)), "the window stays"
+
+
+QJL = {"scheme": "qjl", "m": 64, "first_m": 32, "m_out": 8, "first_m_out": 8, "first_layers": 1}
+EXTRAS = [
+    ("pages", {}, {"page_bytes": 4 * 3 * 16 * 2 * 32 * 4, "blocks_freed": 4 * (7 - 3)}),
+    ("qjl", {"quantize": QJL}, {"scheme_bytes": 4 * 16 * (64 + 32)}),
+    ("turboquant", {}, {"scheme_bytes": 4 * (16 * 16 + 2**4)}),
+    ("exact", {"quantize": {"scheme": "turboquant", "per": "layer", "keys": "prod"}},
+     {"scheme_bytes": 4 * 4 * (16 * 16 + 2**4 + 2 * 16 * 16 + 2**3)}),
+    ("snapkv", {"quantize": {"bits": 4}}, {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "options", "wanted"), EXTRAS)
+def test_records_count_pages_sketches_and_rotations(name, options, wanted):
+    """Of a model of 4 layers with 2 KV heads of 16 numbers, and a prompt of 100 tokens."""
+    model, budget = tiny_model("llama"), Budget(size=52, sink=2, window=8)
+    config = model.config
+    assert (config.num_hidden_layers, config.num_key_value_heads, config.head_dim) == (4, 2, 16)
+    fork = Fork(name, build_method(name, **options), budget, 0, "x", room=0)
+    with kvbench_attention_on(model):
+        prefill(model, prompt_ids(100), [fork])
+    found = fork.cost().record()
+    assert {key: found[key] for key in wanted} == wanted
+    assert {"page_bytes", "blocks_freed", "scheme_bytes"} & found.keys() == wanted.keys()
