@@ -116,7 +116,8 @@ def test_no_secret_is_written_or_said(tmp_path: Path, monkeypatch: pytest.Monkey
     files = {path.name for path in written(tmp_path)}
     assert {"manifest.json", "records.jsonl", "report.html"} <= files
     assert any(name.endswith(".wandb") for name in files), "W&B wrote its run"
-    runs = {run.manifest["method"]: run for run in load_runs(tmp_path / "runs" / "default")}
+    (folder,) = (tmp_path / "runs").iterdir()
+    runs = {run.manifest["method"]: run for run in load_runs(folder)}
     manifest = runs["snapkv"].manifest
     assert manifest["identity"]["model"]["revision"] == HIDDEN
     assert manifest["identity"]["model"]["trust_remote_code"] is False
