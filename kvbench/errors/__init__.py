@@ -4,6 +4,7 @@ allowed, without secrets, whatever the error's own message is."""
 from __future__ import annotations
 
 import difflib
+import json
 import logging
 import math
 import os
@@ -165,14 +166,23 @@ def redact(value: T) -> T:
     return _redacted(value, _environment())
 
 
+def without_keys(text: str) -> str:
+    """`text`, or JSON, without the values of the environment's variables named like a secret."""
+    for secret in _environment():
+        text = text.replace(secret, HIDDEN)
+    return text
+
+
 def _environment() -> list[str]:
-    """Secrets of the environment, as they are and as a URL has them, the longest first."""
+    """Secrets of the environment, as they are and as a URL and JSON have them, the longest first."""
     found = {
         value
         for name, value in os.environ.items()
         if _SECRET_VARIABLE.search(name) and len(value) >= _SHORTEST
     }
-    return sorted(found | {quote(value, safe="") for value in found}, key=len, reverse=True)
+    forms = (quote(value, safe="") for value in found)
+    written = (json.dumps(value, ensure_ascii=False)[1:-1] for value in found)
+    return sorted({*found, *forms, *written}, key=len, reverse=True)
 
 
 def _redacted(value: Any, known: list[str]) -> Any:
