@@ -138,11 +138,7 @@ def test_a_secret_in_prompts_and_answers_is_replaced(
     words = ["task=jsonl", f"task.files=[{rows}]", *RUN[3:], "logger=wandb", "logger.mode=offline"]
     found = ended([*words, "results_dir=runs"], folder=tmp_path)
     assert found.status == 0, found.err
-    forms = [
-        secret.encode(),
-        json.dumps(secret)[1:-1].encode(),
-        json.dumps(json.dumps(secret))[3:-3].encode(),
-    ]
+    forms = [form.encode() for form in (secret, json.dumps(secret)[1:-1])]
     for path, content in written(tmp_path).items():
         assert not [form for form in forms if form in content], path
     (folder,) = (tmp_path / "runs").iterdir()
