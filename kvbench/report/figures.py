@@ -114,9 +114,9 @@ def figures_of(group: Group, frame: pd.DataFrame) -> list[Drawn]:
     found = [memory(group, frame)]
     found += [heatmaps(group, heatmap)] if isinstance(heatmap, Heatmap) else []
     found += [bars(group, bar)] if isinstance(bar, Bars) else []
-    for by, part in frame[frame["by"] != ""].groupby("by", sort=False):
+    for _, part in frame[~frame["by"].isin(["", "dataset"])].groupby("by", sort=False):
         if part["value"].nunique() > 1:
-            found.append(by_dataset(group, part) if by == "dataset" else breakdown(group, part))
+            found.append(breakdown(group, part))
     return [drawn for drawn in [*found, kept_figure(group)] if drawn is not None]
 
 
@@ -204,43 +204,23 @@ def _errorbar(ax: Axes, at: Any, rows: pd.DataFrame, *, across: bool, **more: An
 
 
 @_styled
-def forest(
-    panels: Mapping[str, pd.DataFrame],
-    xlabel: str,
-    *,
-    columns: int = 5,
-    zero: bool = False,
-    share: bool = True,
-) -> Figure:
+def forest(panels: Mapping[str, pd.DataFrame], xlabel: str) -> Figure:
     """Numbers with intervals in named rows, a panel for each frame.
 
     Args:
         panels: by title, frames with the columns ``row``, ``method``, ``mean``, ``low``, ``high``.
-        zero: a line at 0. share: one x axis for all panels.
     """
     names = list(dict.fromkeys(name for frame in panels.values() for name in frame["row"]))
-    place = {name: i for i, name in enumerate(names)}
-    width = 5.6 if len(panels) == 1 else 2.1
-    figure, axes = new_panels(
-        len(panels),
-        columns,
-        (width, 0.4 + 0.21 * len(names)),
-        (1.2, 0.5),
-        sharey=True,
-        sharex=share,
-    )
+    size = 5.6 if len(panels) == 1 else 2.1, 0.4 + 0.21 * len(names)
+    figure, axes = new_panels(len(panels), 4, size, (1.2, 0.5), sharey=True)
     for ax, (title, frame) in zip(axes, panels.items(), strict=True):
-        if zero:
-            ax.axvline(0, color=_GREY, linewidth=0.9)
         for _, rows in frame.dropna(subset=["mean"]).groupby("method", sort=False):
-            at = rows["row"].map(place).to_numpy(float)
+            at = rows["row"].map(names.index).to_numpy(float)
             _errorbar(ax, at, rows, across=True, linestyle="none")
         ax.set_yticks(range(len(names)), [_shown(name) for name in names])
         ax.set_ylim(len(names) - 0.4, -0.6)
         ax.set_title(_shown(title))
         ax.grid(axis="x")
-        if not share:
-            ax.set_xlim(left=0)
     _label(figure, axes, xlabel, "")
     return figure
 
@@ -377,27 +357,6 @@ def pareto(points: Sequence[tuple[float, float]], *, lower: bool) -> list[bool]:
     ]
 
 
-def by_dataset(group: Group, part: pd.DataFrame) -> Drawn:
-    """Paired difference to the exact cache by dataset, a panel per variant; scores without it."""
-    measure, label = "score", _score(group)
-    if group.baseline_name:
-        unit = "percentage points" if group.percent else words(group.meta.score_unit)
-        better = "left" if group.meta.lower_is_better else "right"
-        measure = "difference"
-        label = f"difference to {group.baseline_name} ({unit}); {better} is better"
-    rows = _scaled(group, part[part["measure"] == measure], row=part["value"])
-    lowest = min((v.rate for v in group.variants if v.rate is not None), default=math.nan)
-    rows = rows[rows["rate"].isna() | rows["rate"].eq(lowest)]
-    panels = {str(label): one for label, one in rows.groupby("variant", sort=False)}
-    return Drawn(
-        f"{stem(group)}-by-dataset",
-        f"{group.task}: {measure} by dataset",
-        "Over examples that both scored, with 95 % intervals; the average counts every dataset alike."
-        + (f" At rate {lowest:g}." if lowest == lowest else ""),
-        forest(dict(list(panels.items())[:_MOST_PANELS]), label, zero=measure != "score"),
-    )
-
-
 def breakdown(group: Group, part: pd.DataFrame) -> Drawn:
     """Score against a record field, a line per method (points where values are no numbers), a panel per
     rate."""
@@ -532,7 +491,7 @@ def curve_figures(group: Group, spec: Curve) -> list[Drawn]:
 
     axes = spec.xlabel or words(spec.x), spec.ylabel or words(spec.y)
     title = f"{group.task}: {words(spec.y)} against {words(spec.x)}"
-    text = "Means with 95 % bootstrap intervals; dashed in grey: slopes of the papers' bounds."
+    text = "Means with 95 % intervals; dashed in grey: slopes of the papers' bounds."
     figure = lines(panels, *axes, log="xy", also=guides)
     return [Drawn(f"{stem(group)}-scaling", title, text, figure)]
 
@@ -551,7 +510,7 @@ def throughput(group: Group) -> Drawn:
         if frame[field].notna().any():
             bounds = {end: frame.get(f"{field}_{end}", math.nan) for end in ("low", "high")}
             panels[title] = frame.assign(mean=frame[field], **bounds)
-    figure = forest(panels, "", columns=4, share=False)
+    figure = forest(panels, "")
     text = "Medians over runs; lines: 95 % intervals between order statistics, from six runs on."
     return Drawn(f"{stem(group)}-throughput", f"{group.task}: time and memory", text, figure)
 

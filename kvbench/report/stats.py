@@ -32,7 +32,6 @@ LEVEL = 0.95
 ALPHA = 1 - LEVEL
 FEWEST = 10
 """Units (prompts); of fewer nothing is said about a difference."""
-RESAMPLES = 4000
 DRAWS = 10_000
 _TAIL = (1 + LEVEL) / 2
 _Z = float(ndtri(_TAIL))
@@ -59,7 +58,6 @@ class Stratum:
     """Scores of one dataset: rows are units (independent prompts), columns are variants.
 
     Attributes:
-        name: seeds the resampling, so that an interval does not depend on what else is reported.
         sums, counts: [units, variants] sum of a unit's scores and how many there are (0 = missing).
     """
 
@@ -112,27 +110,6 @@ def ratio(sums: ArrayLike, counts: ArrayLike) -> Array:
     """Means where there are scores, NaN elsewhere."""
     sums, counts = np.asarray(sums, dtype=float), np.asarray(counts, dtype=float)
     return np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts > 0)
-
-
-def resampled(stratum: Stratum) -> Array:
-    """[RESAMPLES, variants] means over units drawn with replacement, the same draw for every variant,
-    seeded by the stratum's name."""
-    units = len(stratum.sums)
-    generator = np.random.default_rng([zlib.crc32(stratum.name.encode()), units])
-    even = np.full(units, 1 / units) if units else np.empty(0)
-    times = generator.multinomial(units, even, size=RESAMPLES).astype(np.float32)
-    return ratio(times @ stratum.sums, times @ stratum.counts)
-
-
-def widened(estimate: Estimate, units: int) -> Estimate:
-    """The interval for few units: a percentile bootstrap over n units is too narrow by the factor
-    sqrt((n - 1) / n) of its standard error and by Student's t against the normal."""
-    if units < 2:
-        return estimate
-    factor = float(stdtrit(units - 1, _TAIL) / _Z) * math.sqrt(units / (units - 1))
-    value = estimate.value
-    low, high = (value + factor * (bound - value) for bound in (estimate.low, estimate.high))
-    return Estimate(value, low, high)
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,9 @@ def score_table(group: Group, frame: pd.DataFrame) -> Table:
     for key in ("ratio", "entries_mean", "self_bleu"):
         table[key] = table["variant"].map(totals(frame, key)["mean"])
     table["scored"] = [f"{row.n:.0f}/{row.expected:.0f}" for row in total.itertuples()]
-    order = table.assign(rank=table["total"] if lower else -table["total"], last=-table["rate"].astype(float))
+    order = table.assign(
+        rank=table["total"] if lower else -table["total"], last=-table["rate"].astype(float)
+    )
     order["compared"] = ~table["variant"].map(lambda label: group.baseline[label] is None)
     table = table.loc[order.sort_values(["compared", "last", "rank"], kind="stable").index]
     unit, count = group.meta.score_unit, len(group.datasets)
@@ -438,8 +440,8 @@ def slope_table(group: Group, curve: Curve) -> Table:
         (METHOD, *predicted, *columns),
         (
             f"Least-squares slopes of log {curve.y} against log {curve.x}, from"
-            f" {least:.0f} to {most:.0f}, with 95 % bootstrap intervals over {curve.unit}s"
-            f" ({data['repetitions'].min():.0f} or more), widened by Student's t; one has no interval.",
+            f" {least:.0f} to {most:.0f}, with 95 % t intervals over {curve.unit}s"
+            f" ({data['repetitions'].min():.0f} or more); one has no interval.",
         ),
         data.assign(model=group.model, task=group.task),
     )
