@@ -515,23 +515,6 @@ def throughput(group: Group) -> Drawn:
     return Drawn(f"{stem(group)}-throughput", f"{group.task}: time and memory", text, figure)
 
 
-@dataclass(frozen=True)
-class Strip:
-    """What one method kept of a prompt.
-
-    Attributes:
-        tokens: of the prompt. width: of a piece of it.
-        layers: by number, the weight held per token of each piece; 1 everywhere is the exact cache.
-        answer: from which token to before which the answer stands, None where that is not known.
-    """
-
-    method: str
-    tokens: int
-    width: int
-    layers: Mapping[int, NDArray[np.float64]]
-    answer: Sequence[int] | None = None
-
-
 def kept_figure(group: Group) -> Drawn | None:
     """What each method kept of one example (see `kvbench.engine.kept.strips_of`), the latest of those
     that most methods say it of; None where no record says it."""
@@ -545,11 +528,12 @@ def kept_figure(group: Group) -> Drawn | None:
     last = said[counts == counts.max()].iloc[-1]
     said = said[said["seed"].eq(last["seed"]) & said["example_id"].eq(last["example_id"])]
     strips = {}
-    for row in said.set_index("variant").reindex(group.labels).dropna(subset=["kept"]).itertuples():
-        kept: Any = row.kept
-        layers = {int(layer): np.array(held) / 100 for layer, held in kept["layers"].items()}
-        size = kept["tokens"], kept["width"]
-        strips[str(row.Index)] = Strip(str(row.method), *size, layers, kept.get("answer"))
+    for variant in (v for v in group.variants if v.label in set(said["variant"])):
+        kept = said["kept"][said["variant"] == variant.label].iloc[0]
+        held = pd.DataFrame({int(k): np.array(layer) / 100 for k, layer in kept["layers"].items()})
+        held.index *= kept["width"]
+        held.attrs = {"method": variant.method, **kept}
+        strips[variant.label] = held
     caption = (
         f"Example {printable(str(last['example_id']))}. From left to right the prompt's tokens; height:"
         " the weight that a layer's cache holds of each piece, per token and mean over KV heads (full"
@@ -557,7 +541,7 @@ def kept_figure(group: Group) -> Drawn | None:
         " answer stands. Entries that are no single token's are not shown."
     )
     title = f"What each method kept: {group.task} on {group.model}"
-    figure = draw_strips(dict(list(strips.items())[:_MOST_PANELS]))
+    figure = _strips(dict(list(strips.items())[:_MOST_PANELS]))
     return Drawn(f"kept-{stem(group)}", title, caption, figure)
 
 
@@ -568,42 +552,43 @@ def draw_kept(*frames: pd.DataFrame) -> Figure:
     Raises:
         UserError: no frame, or one that `kvbench.kept` did not make.
     """
-    strips: dict[str, Strip] = {}
+    strips: dict[str, pd.DataFrame] = {}
     for frame in frames:
         words_of, method = frame.attrs.get("words"), frame.attrs.get("method")
         if not words_of or not method:
             raise UserError("a frame does not say its prompt; allowed: what kvbench.kept returned")
-        layers = {}
-        for layer, here in frame.groupby("layer", sort=False):
-            held = np.zeros(len(words_of))
-            placed = here[here["position"] >= 0]
-            np.add.at(held, placed["position"].to_numpy(), placed["weight"].to_numpy())
-            layers[int(str(layer))] = held / here["head"].nunique()
-        label = method if method not in strips else f"{method} {len(strips) + 1}"
-        strips[label] = Strip(method, len(words_of), 1, layers)
+        held = frame.pivot_table(index="position", columns="layer", values="weight", aggfunc="sum")
+        held = held.reindex(range(len(words_of))).fillna(0.0) / frame["head"].nunique()
+        held.attrs = {"method": method, "tokens": len(words_of)}
+        strips[method if method not in strips else f"{method} {len(strips) + 1}"] = held
     if not strips:
         raise UserError("no frames; allowed: one or more of kvbench.kept")
-    return draw_strips(strips)
+    return _strips(strips)
 
 
 @_styled
-def draw_strips(strips: Mapping[str, Strip]) -> Figure:
-    """One row of strips per label, each with its method's colour; some layers from top to bottom."""
-    most = max(min(_MOST_LAYERS, len(strip.layers)) for strip in strips.values())
+def _strips(strips: Mapping[str, pd.DataFrame]) -> Figure:
+    """One row of strips per label, each with its method's colour; some layers from top to bottom.
+
+    Args:
+        strips: the weight held per token, by the first token of a piece and by layer; in ``attrs`` the
+            method, the prompt's tokens and, where it is known, from which to before which the answer is.
+    """
+    most = max(min(_MOST_LAYERS, held.shape[1]) for held in strips.values())
     figure, axes = new_panels(len(strips), 1, (7.4, 0.34 + 0.17 * most), (0.0, 0.55), sharex=True)
-    for ax, (label, strip) in zip(axes, strips.items(), strict=True):
-        every = sorted(strip.layers)
-        shown = every[:: math.ceil(len(every) / _MOST_LAYERS)]
-        top = max(1.0, *(float(strip.layers[layer].max()) for layer in shown))
-        edges = np.minimum(np.arange(len(strip.layers[shown[0]]) + 1) * strip.width, strip.tokens)
-        look: dict[str, Any] = {"fill": True, "color": style_of(strip.method).color, "linewidth": 0}
-        for row, layer in enumerate(shown):
-            ax.stairs(strip.layers[layer] / top * 0.86 - row, edges, baseline=-row, **look)
-        if strip.answer:
-            ax.axvspan(*strip.answer[:2], facecolor="#F3D04E", alpha=0.55, linewidth=0, zorder=0)
-        ax.set_xlim(0, strip.tokens)
-        ax.set_ylim(1 - len(shown), 1)
-        ax.set_yticks([0.43 - row for row in range(len(shown))], [f"layer {one}" for one in shown])
+    for ax, (label, whole) in zip(axes, strips.items(), strict=True):
+        about, held = whole.attrs, whole[sorted(whole)]
+        held = held.iloc[:, :: math.ceil(held.shape[1] / _MOST_LAYERS)]
+        top = max(1.0, float(held.max(axis=None)))
+        color, edges = style_of(about["method"]).color, [*held.index, about["tokens"]]
+        for row, layer in enumerate(held):
+            heights = held[layer].to_numpy() / top * 0.86 - row
+            ax.stairs(heights, edges, baseline=-row, fill=True, color=color, linewidth=0)
+        if about.get("answer"):
+            ax.axvspan(*about["answer"], facecolor="#F3D04E", alpha=0.55, linewidth=0, zorder=0)
+        ax.set_xlim(0, about["tokens"])
+        ax.set_ylim(1 - held.shape[1], 1)
+        ax.set_yticks([0.43 - row for row in range(held.shape[1])], [f"layer {i}" for i in held])
         ax.tick_params(axis="y", length=0, labelsize=SMALL - 1.5)
         ax.set_title(f"{_shown(label)}   ×{top:.1f}", loc="left", pad=2)
     axes[-1].set_xlabel("token of the prompt", fontsize=TEXT)

@@ -35,9 +35,9 @@ from kvbench.report.table import (
     number,
     p_text,
     score_format,
-    signed_text,
     size,
     unit_text,
+    value_text,
     whole,
     wide,
 )
@@ -189,12 +189,9 @@ def overview_table(groups: Sequence[tuple[Group, pd.DataFrame]]) -> Table:
     """Of one model with several tasks, every variant on all of them."""
     rows = pd.concat([totals(f) for _, f in groups], ignore_index=True)
     ratio = pd.concat([totals(f, "ratio") for _, f in groups], ignore_index=True)["mean"]
-    variants = {(v.label, v.rate or 0.0): v for group, _ in groups for v in group.variants}
-    twice = pd.Series([label for label, _ in variants]).value_counts().gt(1)
-    keys = list(zip(rows["variant"], rows["rate"].fillna(0.0), strict=True))
-    rows["variant"] = [f"{n}, rate {r:g}" if twice[n] and r else n for n, r in keys]
     rows["ratio"] = ratio.groupby(rows["variant"]).transform(span_text)
-    rows = rows.iloc[sorted(range(len(rows)), key=lambda i: variants[keys[i]].sort_key)]
+    order = {v.label: v.sort_key for group, _ in groups for v in group.variants}
+    rows = rows.iloc[sorted(range(len(rows)), key=lambda i: order[rows["variant"][i]])]
     table = wide(rows, ["method", "variant", "ratio"], "task")
     columns = [
         Column(g.task, f"{g.task}{unit_text(g.meta.score_unit)}", score_format(g.meta.score_unit))
@@ -428,9 +425,11 @@ def slope_table(group: Group, curve: Curve) -> Table:
     frame = wide(
         data.rename(columns=named).assign(mark=""), ["method", "variant", "expected"], curve.facet
     )
-    columns = [Column(name, text=signed_text) for name in data[curve.facet].unique()]
+    columns = [Column(name, text=score_format("")) for name in data[curve.facet].unique()]
     predicted = (
-        [Column("expected", "predicted", signed_text)] if data["expected"].notna().any() else []
+        [Column("expected", "predicted", score_format(""))]
+        if data["expected"].notna().any()
+        else []
     )
     least, most = data["fitted_from"].min(), data["fitted_to"].max()
     return Table(
@@ -492,7 +491,7 @@ def slope_verdict(data: pd.DataFrame) -> str:
     """How many slopes are as predicted, or steeper or shallower, by the whole interval."""
     known = data.dropna(subset=["verdict"])
     said = [
-        f"{label} (predicted {signed_text(float(part['expected'].iloc[0]))}): "
+        f"{label} (predicted {value_text(float(part['expected'].iloc[0]), '')}): "
         + ", ".join(
             f"{word} on {count} of {len(part)}"
             for word, count in part["verdict"].value_counts().items()

@@ -183,7 +183,7 @@ def test_fits_recover_the_slopes_they_were_made_with(tmp_path: Path) -> None:
     ratio = frame[frame["method"] == "balancekv"]["last_ratio"]
     assert list(ratio) == pytest.approx([1024**-0.5] * 2)
     table = slope_table(group, SPEC)
-    assert shown(table)[0] == ["uniform", "−0.50", *2 * ["−0.50 [−0.50, −0.50]"]]
+    assert shown(table)[0] == ["uniform", "−0.500", *2 * ["−0.500 [−0.500, −0.500]"]]
     assert len(data(table)) == 4
     assert list(drawn(group)) == ["scaling"]
     text = verdict(group, tidy(group))
