@@ -358,25 +358,21 @@ def pareto(points: Sequence[tuple[float, float]], *, lower: bool) -> list[bool]:
 
 
 def breakdown(group: Group, part: pd.DataFrame) -> Drawn:
-    """Score against a record field, a line per method (points where values are no numbers), a panel per
-    rate."""
-    part = part[part["measure"] == "score"]
+    """Score against a record field at the lowest rate, a line per method (points where values are no
+    numbers)."""
+    lowest = part["rate"].min()
+    part = part[part["measure"].eq("score") & (part["rate"].eq(lowest) | part["rate"].isna())]
     by, ticks = str(part["by"].iloc[0]), list(part["value"].unique())
     names = {v.label: v.without_rate for v in group.variants}
     rows = _scaled(group, part, x=part["value"].map(ticks.index), label=part["variant"].map(names))
-    rates = sorted({v.rate for v in group.variants if v.rate is not None}, reverse=True)
-    panels = {
-        f"rate {rate:g}" if len(rates) > 1 else "": rows[
-            rows["rate"].eq(rate) | rows["rate"].isna()
-        ]
-        for rate in rates or [math.nan]
-    }
     joined = all(tick[:1].isdigit() for tick in ticks)
+    label = _AXES.get(by, words(by))
     return Drawn(
         f"{stem(group)}-by-{by}",
         f"{group.task}: score by {words(by)}",
-        "Mean and 95 % interval over examples. Values are evenly spaced.",
-        lines(panels, _AXES.get(by, words(by)), _score(group), ticks=ticks, joined=joined),
+        "Mean and 95 % interval over examples. Values are evenly spaced."
+        + (f" At rate {lowest:g}." if lowest == lowest else ""),
+        lines({"": rows}, label, _score(group), ticks=ticks, joined=joined),
     )
 
 

@@ -61,7 +61,7 @@ def tables_of(group: Group, frame: pd.DataFrame) -> list[Table]:
     curve = group.meta.figure(Curve)
     if curve and curve.y in group.records and slopes(group, curve).size:
         return [slope_table(group, curve), *split, scored]
-    found = [rates_table(group, frame), scored]
+    found: list[Table | None] = [scored]
     if group.meta.figure(Distances) and "kl" in group.records:
         found.append(fidelity_table(group))
     found.append(pairs_table(group, frame))
@@ -70,7 +70,7 @@ def tables_of(group: Group, frame: pd.DataFrame) -> list[Table]:
 
 def score_table(group: Group, frame: pd.DataFrame) -> Table:
     """The ranking: total score, paired difference, what is held and failures of every variant; the exact
-    cache first, then by rate and score. Files hold every dataset, too."""
+    cache first, then by score, a group of rows for each rate. Files hold every dataset, too."""
     lower, total = group.meta.lower_is_better, totals(frame)
     table = total.rename(columns={k: f"total_{k}" for k in ("low", "high", "mark")})
     table["total"] = table.pop("mean")
@@ -85,6 +85,11 @@ def score_table(group: Group, frame: pd.DataFrame) -> Table:
     )
     order["compared"] = ~table["variant"].map(lambda label: group.baseline[label] is None)
     table = table.loc[order.sort_values(["compared", "last", "rank"], kind="stable").index]
+    if table["rate"].nunique() > 1:
+        rates = table["rate"].where(table["variant"].map(group.baseline).notna())
+        table["group"] = [f"rate {rate:g}" if rate == rate else "" for rate in rates]
+        names = {v.label: v.without_rate for v in group.variants}
+        table["variant"] = table["variant"].map(names)
     unit, count = group.meta.score_unit, len(group.datasets)
     name = group.datasets[0] if count == 1 else f"average of {count} datasets"
     columns = [METHOD, Column("total", str(name), score_format(unit))]
@@ -157,25 +162,6 @@ def _pivot(group: Group, name: str, title: str, rows: pd.DataFrame, over: str) -
     columns = [Column(value, value, text, not many or value == AVERAGE) for value in names]
     notes = (INTERVAL, *legend(table), *_notes(group))
     return Table(name, f"{title}{unit_text(unit)}", table, (METHOD, *columns), notes)
-
-
-def rates_table(group: Group, frame: pd.DataFrame) -> Table | None:
-    """The total score of every method by rate; None for fewer than two rates. A method without a rate
-    stands in every column."""
-    rates = sorted({v.rate for v in group.variants if v.rate is not None}, reverse=True)
-    if len(rates) < 2:
-        return None
-    total, ratio = totals(frame), totals(frame, "ratio")
-    each = []
-    for rate in rates:
-        mine = total[total["rate"].eq(rate) | total["rate"].isna()]
-        span = span_text(ratio["mean"][ratio["rate"].eq(rate)])
-        each.append(mine.assign(at=f"rate {rate:g} (ratio {span})"))
-    names = {v.label: v.without_rate for v in group.variants}
-    rows = pd.concat(each, ignore_index=True)
-    rows["variant"] = rows["variant"].map(names)
-    title = f"{group.task} on {group.model}: score by rate"
-    return _pivot(group, f"{group.task}-{group.model}-rates", title, rows, "at")
 
 
 def paper_table(groups: Sequence[tuple[Group, pd.DataFrame]]) -> Table:
