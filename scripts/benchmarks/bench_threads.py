@@ -77,7 +77,9 @@ def main() -> None:
         print("beside a busy process" if beside else "alone")
         for way, (wall, processor) in best.items():
             of = best["one"]
-            print(f"  {way:10} wall {wall / of[0]:.2f} ({wall:.2f} s), processor {processor / of[1]:.2f}")
+            print(
+                f"  {way:10} wall {wall / of[0]:.2f} ({wall:.2f} s), processor {processor / of[1]:.2f}"
+            )
 
 
 if __name__ == "__main__":
