@@ -126,11 +126,12 @@ class PrefillState:
                 f"layer {layer} has a sliding window of {call.sliding_window} that the model's config "
                 "does not announce"
             )
+        token = (key.nbytes + value.nbytes) // key.shape[2]
+        self.exact.layers.append((token, call.sliding_window))
         if layer in self.order:
             index, count = self.order[layer], len(self.order)
             held = layer_kv(call, index, count, self.rotary, normalisers)
             check_finite(held, self.non_finite)
-            self.exact.add(call.nbytes // key.shape[2], None)
             if self.repeated is not None:
                 self.repeated.held[layer] = (key, value)
                 self.repeated.layers[layer] = replace(held, queries=None, shared={})
@@ -138,7 +139,6 @@ class PrefillState:
                 if fork.failure is None and not fork.rescores:
                     self._compress(fork, layer, held)
         else:
-            self.exact.add(call.nbytes // key.shape[2], call.sliding_window)
             self._keep_window(layer, key, value, call.sliding_window)
         self.clocks.append(clock.stop())
         return out
