@@ -82,7 +82,7 @@ def test_balancekv_signs_survivors_order_and_weights(balance):
 
 
 def test_balancekv_overflow_is_where_we_differ(balance):
-    """Keys too long for float32: in the plain formula, over whole rows, a sum is not a number and its sign
+    """Keys too long for float32: in the plain formula, over whole rows, a sum is no number and its sign
     -1 (the golden values); ours are those of the definition."""
     case = balance_case(balance, "overflow")
     _, method, keys, values, uniforms = case
