@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -363,6 +364,7 @@ def test_text_is_asked_and_answered_with_a_tokenizer(shipped: Any) -> None:
     text = "".join(f"line {name}: REGISTER_CONTENT is <{n}>\n" for name, n in lines.items())
     with compress(model, "exact") as session:
         context = session.read(text, tokenizer)
+        assert re.fullmatch(r"<kvbench context: exact, \d+ tokens, ratio 1>", repr(context))
         ask = "Tell me what is the REGISTER_CONTENT in line {}? "
         answers = context.ask_all([ask.format(name) for name in lines], max_new_tokens=16)
         assert all(str(n) in answer for n, answer in zip(lines.values(), answers, strict=True))

@@ -19,6 +19,7 @@ from kvbench.engine.architecture import kvbench_attention_on
 from kvbench.engine.loading import Model
 from kvbench.engine.scoring import (
     CompressedPrompt,
+    Logits,
     feed_continuations,
     greedy_continuation,
     read,
@@ -90,18 +91,16 @@ def divergence(exact: Tensor, other: Tensor) -> Tensor:
     return torch.where((kl < 0) & (kl > -ROUNDING), 0.0, kl)
 
 
-class _CompareWithFirst:
-    """A `LogitsHook` that sets every row after the first against the first."""
-
-    def __init__(self, results: Sequence[Fidelity], continuation: Sequence[int]) -> None:
-        self.results = results
-        self.continuation = torch.tensor(list(continuation))
-
-    def __call__(self, begin: int, logits: Tensor) -> None:
-        target = self.continuation[begin : begin + logits.shape[1], None].to(logits.device)
+def _compare_with_first(
+    results: Sequence[Fidelity], continuation: Sequence[int], fed: Logits
+) -> None:
+    """Set every row after the first against the first."""
+    tokens = torch.tensor(list(continuation))
+    for begin, logits in fed:
+        target = tokens[begin : begin + logits.shape[1], None].to(logits.device)
         exact = logits[0].float().log_softmax(-1)
         top, nll = exact.argmax(-1), -exact.gather(-1, target)[:, 0]
-        for result, row in zip(self.results, logits[1:], strict=True):
+        for result, row in zip(results, logits[1:], strict=True):
             other = row.float().log_softmax(-1)
             mine = other.argmax(-1)
             result.kl.extend(divergence(exact, other).tolist())
@@ -146,16 +145,16 @@ def compare(
     costs = costs_of(model, reading, len(reading.prompt_ids) + len(continuation))
     results = {label: Fidelity(**vars(cost)) for label, cost in costs.items()}
     sound = [fork for fork in reading.forks if fork.failure is None]
-    on_logits = _CompareWithFirst([results[fork.label] for fork in sound[1:]], continuation)
-    feed_continuations(model, reading, [(fork, continuation) for fork in sound], on_logits)
+    fed = feed_continuations(model, reading, [(fork, continuation) for fork in sound])
+    _compare_with_first([results[fork.label] for fork in sound[1:]], continuation, fed)
     for fork in reading.forks:
         compressed = fork.cost().compressed  # a cache that evicts, only now perhaps
         results[fork.label] = replace(
             results[fork.label], failure=fork.failure, compressed=compressed
         )
     for label, pair in reading.whole.items():
-        on_logits = _CompareWithFirst([results[label]], continuation)
-        run_masked_pass(model, reading.prompt_ids, continuation, [None, pair], on_logits)
+        fed = run_masked_pass(model, reading.prompt_ids, continuation, [None, pair])
+        _compare_with_first([results[label]], continuation, fed)
     del results[REFERENCE]
     for (
         label,
@@ -174,9 +173,8 @@ def noise_floor(model: Model, reading: CompressedPrompt, continuation: Sequence[
     size: what kernels alone make of rounding. To be called before `compare`, which uses the forks up."""
 
     def distributions(rows: int) -> Tensor:
-        found: list[Tensor] = []
         pairs = [(reading.forks[0].clone(), continuation) for _ in range(rows)]
-        feed_continuations(model, reading, pairs, lambda _, logits: found.append(logits[0]))
+        found = [logits[0] for _, logits in feed_continuations(model, reading, pairs)]
         return torch.cat(found).float().log_softmax(-1)
 
     return float(divergence(distributions(1), distributions(2)).max())
