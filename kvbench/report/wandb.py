@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from filelock import FileLock
 
-from kvbench.errors import complain, first_line, redact
+from kvbench.errors import first_line, redact
 from kvbench.records.durable import make_folder, replace
-from kvbench.records.read import Run, StoreError
+from kvbench.records.read import Run
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -390,6 +390,7 @@ def build_wandb_report(experiment: Experiment, project: str, entity: str = "") -
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 all well, 1 records that cannot be read, or a server that took nothing."""
+    from kvbench.report.__main__ import in_a_line
     from kvbench.report.experiment import load_experiment
 
     parser = argparse.ArgumentParser(prog="python -m kvbench.report.wandb", description=__doc__)
@@ -400,7 +401,8 @@ def main(arguments: list[str] | None = None) -> int:
     send_it: dict[str, Any] = {"action": argparse.BooleanOptionalAction, "default": known}
     parser.add_argument("--send", **send_it, help="publish (default: if WANDB_API_KEY is set)")
     options = parser.parse_args(arguments)
-    try:
+
+    def work() -> None:
         for folder in map(Path, options.folders):
             experiment = load_experiment(folder)
             report = build_wandb_report(experiment, options.project, options.entity)
@@ -413,10 +415,8 @@ def main(arguments: list[str] | None = None) -> int:
                 log_runs(experiment.runs, **where, mode="online", timeout_s=SEND_S)
                 report.save()
                 print(f"report: {report.url}")
-    except (StoreError, OSError, ValueError, ImportError) as error:
-        complain(first_line(error), "wandb")
-        return 1
-    return 0
+
+    return in_a_line(work, options.folders, "wandb")
 
 
 if __name__ == "__main__":
