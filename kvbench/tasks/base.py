@@ -251,7 +251,7 @@ class Example:
     complete: bool = False
     end_ids: frozenset[int] | None = None
     may_be_empty: bool = True
-    settled: Callable[[str], bool] | None = None
+    settled: Callable[[str], bool] | None = field(default=None, compare=False)
     context_id: str | None = None
     history: str = "none"
     golden: str | None = None

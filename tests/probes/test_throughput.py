@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from support.configs import composed
+from support.command import composed
 from support.jobs import SMALL, make_job, records_of
 
 from kvbench.cli.build import build_job
@@ -36,12 +36,12 @@ def job(tmp_path, probe, methods=METHODS):
 
 
 def test_a_batch_is_measured_as_a_whole_and_prefilled_once_per_run(tmp_path):
-    probe = Throughput(settings=[(60, 4, 1), (60, 4, 3)], runs=2, rates=(0.5, 0.2))
+    settings = [(60, 4, batch, rate) for batch in (1, 3) for rate in (0.5, 0.2)]
+    probe = Throughput(settings=settings, runs=2)
     made = job(tmp_path, probe)
     prefills = []
     made.session.model.register_forward_pre_hook(
-        lambda module, args, kwargs: prefills.append(kwargs["input_ids"].shape[1] > 1),
-        with_kwargs=True,
+        lambda _, __, given: prefills.append(given["input_ids"].shape[1] > 1), with_kwargs=True
     )
     result = run_job(made)
     assert result.failed == 0
@@ -132,15 +132,10 @@ def test_no_batch_that_fits_other_failures_and_the_memory_of_a_cpu(monkeypatch):
 
 
 def test_what_cannot_be_measured_is_refused(tmp_path):
-    for options, message in (
-        (
-            {"batch": ["most"]},
-            r"task.batch is \['most'\]; allowed: a list of integers >= 1 or larg",
-        ),
-        ({"settings": [(512, 32)]}, r"task.settings has \[512, 32\]; allowed: \[prompt tokens"),
-    ):
-        with pytest.raises(TaskError, match=message):
-            Throughput(**options)
+    with pytest.raises(TaskError, match=r"has \[512, 32\]; allowed: \[prompt tokens"):
+        Throughput(settings=[(512, 32)])
+    with pytest.raises(TaskError, match=r"\['most'\]; allowed: a list of integers >= 1 or larg"):
+        Throughput(batch=["most"])
     made = job(tmp_path, Throughput(settings=[(60, 5, 1)], runs=1))
     wide = {"h2o": (METHODS["h2o"], Budget(sink=40, window=40))}
     with pytest.raises(KVError, match=r"window is 80; the prompt has 60 tokens"):
