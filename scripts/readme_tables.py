@@ -121,7 +121,8 @@ def experiments() -> str:
             title = item.title
             lines.append(f"| **{title}** | | |\n")
         needs = f"no data: {item.no_data}" if item.no_data is not None else item.needs
-        lines.append(f"| `{name}` | {item.shows} | {needs.replace('<', '&lt;')} |\n")
+        shows = f"`{item.alias}` under another name" if item.alias else item.shows
+        lines.append(f"| `{name}` | {shows} | {needs.replace('<', '&lt;')} |\n")
     return "".join(lines)
 
 

@@ -27,13 +27,10 @@ from kvbench.methods.base import Method
 from kvbench.records.read import Run, load_run
 from kvbench.records.shards import Shard
 from kvbench.run import provenance
-from kvbench.run.batching import check_batch_size
-from kvbench.run.encoding import EncodedExample
 from kvbench.run.plan import Plan, TaskPlan
 from kvbench.run.progress import progress_display
 from kvbench.run.runner import Job, JobResult, run_job
 from kvbench.run.session import Session
-from kvbench.run.termination import Termination
 from kvbench.tasks.base import Task
 
 log = logging.getLogger(__name__)
@@ -105,11 +102,11 @@ def _classes_in(hint: Any) -> list[type]:
     return [found for part in get_args(hint) for found in _classes_in(part)]
 
 
-def build_job(config: DictConfig, shared: dict[str, list[EncodedExample]] | None = None) -> Job:
+def build_job(config: DictConfig, shared: dict[str, Any] | None = None) -> Job:
     """Make what the config names and check what can be checked without loading a model.
 
     Args:
-        shared: where jobs that are only looked at find the examples that the one before has encoded.
+        shared: of the jobs of a process, see `Session.once`.
     """
     settings = Settings.of(config)
     if settings.logger.get("name") == "wandb":
@@ -131,7 +128,7 @@ def build_job(config: DictConfig, shared: dict[str, list[EncodedExample]] | None
         method.quantization()  # refuses a scheme that cannot be
         methods[label], method_configs[label] = (method, budget), node
     task: Any = constructed(settings.task, "task", Task, Plan)
-    plan: Plan = TaskPlan(task, shared) if isinstance(task, Task) else task
+    plan: Plan = TaskPlan(task) if isinstance(task, Task) else task
     unhashed = task.unhashed if isinstance(task, Task) else ()
     session = Session(
         spec=spec,
@@ -142,16 +139,8 @@ def build_job(config: DictConfig, shared: dict[str, list[EncodedExample]] | None
         example_timeout=settings.example_timeout,
         decode=settings.decode,
         sampling=constructed(settings.sampling, "sampling", Sampling),
+        shared={} if shared is None else shared,
     )
-    extra: dict[str, Any] = {}
-    if shared is None:
-        extra = {
-            "config": {name: getattr(settings, name) for name in hints_of(Settings)},
-            "command": provenance.command(),
-            "versions": provenance.versions(),
-            "code_revision": provenance.code_revision(),
-            "hardware": provenance.hardware(device),
-        }
     return Job(
         experiment=settings.experiment_name,
         task=settings.task_label,
@@ -164,19 +153,25 @@ def build_job(config: DictConfig, shared: dict[str, list[EncodedExample]] | None
         budget_config=settings.budget,
         limit=settings.limit,
         shard=Shard.parse(settings.shard),
-        batch_size=check_batch_size(settings.batch_size),
+        batch_size=settings.batch_size,
         retry_failed=settings.retry_failed,
         lock_timeout=settings.lock_timeout,
-        extra=extra,
+        extra={
+            "config": {name: getattr(settings, name) for name in hints_of(Settings)},
+            "command": provenance.command(),
+            "versions": provenance.versions(),
+            "code_revision": provenance.code_revision(),
+            "hardware": provenance.hardware(device),
+        },
     )
 
 
-def run_config(config: DictConfig) -> JobResult:
-    """Run one job and print its tables."""
-    job = build_job(config)
+def run_config(config: DictConfig, shared: dict[str, Any]) -> JobResult:
+    """Run one job and print its tables; `shared` as of `build_job`."""
+    job = build_job(config, shared)
     title = presentable(f"{job.spec.label} x {job.task}")
-    with progress_display(title) as show, Termination() as termination:
-        result = run_job(job, show, termination.example)
+    with progress_display(title) as progress:
+        result = run_job(job, progress)
     runs = tuple(load_run(path) for path in result.folders.values())
     print_scores(job.results_dir / job.experiment, runs)
     if config.logger.name == "wandb" and result.complete:  # of several shards, the last logs

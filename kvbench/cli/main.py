@@ -24,7 +24,7 @@ from kvbench.cli.config import GROUPS, Settings, composed, expanded, explaining,
 from kvbench.cli.jobs import JobOutcome, Jobs, report_error
 from kvbench.cli.reproduce import reproduce
 from kvbench.errors import FAILED, UserError, complain, nearest, redact
-from kvbench.run.termination import TERMINATED, Terminated, Termination
+from kvbench.run.termination import TERMINATED, Terminated, terminable
 
 INTERRUPTED = 130
 GOES_ON = "what is done is on disk, the same command goes on from there"
@@ -35,17 +35,13 @@ def main(argv: Sequence[str] | None = None, outcomes: list[JobOutcome] | None = 
     arguments = list(sys.argv[1:] if argv is None else argv)
     command, rest = (arguments or [""])[0], arguments[1:]
     try:
-        with Termination():
+        with terminable():
             if command == "list":
                 status = list_kind(rest)
             elif command == "show":
                 status = show_config(rest)
             elif command == "reproduce":
-                status = reproduce(rest, run)
-            elif command == "released":
-                from kvbench.cli.released import pair_released
-
-                status = pair_released(rest)
+                status = reproduce(rest, run) if rest else list_kind(["experiments"])
             else:
                 status = run(arguments, outcomes)
     except KeyboardInterrupt:
@@ -79,12 +75,14 @@ def list_kind(arguments: Sequence[str]) -> int:
 def show_config(arguments: Sequence[str]) -> int:
     """``kvbench show key=value ...``: the config these overrides compose to, resolved; above it, as
     comments, how the experiment differs from the paper that it stands beside."""
-    from kvbench.report.papers import comments_on
+    from kvbench.report.papers import specs_of
 
     with hydra_of_conf() as hydra:
         settings = Settings.of(composed(hydra, expanded(arguments)))
-    comments = "".join(f"{line}\n" for line in comments_on(settings.paper_table))
-    print(redact(comments + OmegaConf.to_yaml(vars(settings))), end="")
+    specs_of(settings.paper_table)  # refuses what is none
+    for line in settings.differs or ():
+        print(redact(f"# differs from the paper: {line}"))
+    print(redact(OmegaConf.to_yaml(vars(settings))), end="")
     return 0
 
 

@@ -2,7 +2,7 @@
 
 Where it takes several runs, they run one after another, on one page; a script of scripts/papers runs
 in a process of its own. ``limit=`` is of every dataset where there are several; with a model that comes
-with the package the rest is made small, too.
+with the package the rest is made small, too, and stands by itself, with nothing published beside it.
 """
 
 from __future__ import annotations
@@ -13,19 +13,24 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kvbench.cli.catalogue import PaperItem, catalogue, config_dir, experiment_called, paper_items
+from omegaconf import OmegaConf
+
+from kvbench.cli.catalogue import PaperItem, catalogue, config_dir, item_called, paper_items
 from kvbench.cli.config import composed, hydra_of_conf, results_folder
 from kvbench.cli.jobs import report_error
-from kvbench.errors import UserError, nearest
+from kvbench.errors import UserError, nearest, needs_extra
 
 Run = Callable[[Sequence[str]], int]
 ALL = "all"
 SMALL_MODELS = ("recall_mini", "tiny_random")
-"""Models of conf/model that come with the package."""
-_OF_JOBS = [
+"""Models of conf/model that come with the package and read no English."""
+INVENTED = ("${FIXTURES}", "task.source=local")
+"""In the overrides of a small run: its texts are invented, and its task is called fixture_<task>."""
+OF_JOBS = (
     "batch_size",
     "decode",
     "example_timeout",
@@ -33,7 +38,7 @@ _OF_JOBS = [
     "logger",
     "retry_failed",
     "shards",
-]
+)
 """Keys that mean nothing to a script."""
 
 
@@ -44,61 +49,74 @@ def reproduce(arguments: Sequence[str], run: Run) -> int:
         arguments: its name, then overrides.
         run: runs one command line and returns its exit status, of which the largest is returned.
     """
-    name, *overrides = arguments or [""]
+    name, *overrides = arguments
+    dry = "dry_run=true" in overrides
     if name != ALL:
         lines = command_lines(name, overrides)
-        return max(run_script(line) if line[0][:7] == "script=" else run(line) for line in lines)
+        for line in getattr(item_called(name), "differs", ()):
+            print(f"differs from the paper: {line}", flush=True)
+        return max(
+            run_script(line, dry) if line[0][:7] == "script=" else run(line) for line in lines
+        )
     from kvbench.report.page import write_index
 
-    items = [item for item in paper_items().values() if item.status not in ("no data", "missing")]
-    within = {line for item in items for line in item.runs}  # those that others bring with them
-    made = {i.experiment: i.name for i in reversed(items) if f"experiment={i.name}" not in within}
-    statuses, folders = [0], []
-    for experiment, name in reversed(made.items()):
-        print(f"\n{name}", flush=True)
+    statuses, folders = [0], {}
+    given = dict(text.partition("=")[::2] for text in overrides)
+    for name, item in paper_items().items():
+        print(f"\n{name}" + (f": {item.no_data}" if item.no_data else ""), flush=True)
         try:
-            statuses.append(reproduce([name, *overrides], run))
+            statuses += [] if item.no_data else [reproduce([name, *overrides], run)]
+            if not (item.no_data or item.alias or item.script):
+                folders[_folder(_config_of(item.experiment), given)] = name
         except Exception as error:  # noqa: BLE001 - the others are tried all the same
             statuses.append(report_error(error)[1])
-        if not paper_items().get(experiment, PaperItem()).script:
-            folders.append(_config_of(experiment).experiment_name)
-    given = dict(text.partition("=")[::2] for text in overrides)
-    place = results_folder(given.get("results_dir", "runs"))
-    print(f"page: {write_index([place / name for name in dict.fromkeys(folders)])}")
+    if not dry:
+        place = results_folder(given.get("results_dir", "runs"))
+        print(f"page: {write_index([place / folder for folder in folders])}")
     return max(statuses)
 
 
-def run_script(line: Sequence[str]) -> int:
-    """Run a script of scripts/papers; its exit status."""
+def run_script(line: Sequence[str], dry: bool = False) -> int:
+    """Run a script of scripts/papers; its exit status. A dry run tells of it."""
     place = Path("scripts", "papers", f"{line[0].removeprefix('script=')}.py")
     file = config_dir().resolve().parent / place
     if not file.is_file():
         raise UserError(f"{place} is not installed; allowed: kvbench's repository, where it is")
+    if dry:
+        print(shlex.join(["python", str(place), *line[1:]]))
+        return 0
     return subprocess.run([sys.executable, file, *line[1:]], check=False).returncode
 
 
 def command_lines(name: str, overrides: Sequence[str]) -> Iterator[list[str]]:
-    """The overrides of every run that an experiment takes, ``experiment=`` first; or a script's
-    arguments, ``script=`` first. An unknown experiment and a folder that is not named are refused."""
-    experiment = experiment_called(name)
-    items, known = paper_items(), catalogue("experiments")
-    script = items[experiment].script if experiment in items else ""
-    item = items.get(experiment if script else name) or items.get(experiment) or PaperItem()
-    if experiment not in known and not script:
-        if name in items:
-            raise UserError(f"{name} has no experiment: {item.no_data or item.status}")
-        hint = nearest(name, [*known, *items])
+    """The overrides of every run that an item or experiment takes, ``experiment=`` first; or a
+    script's arguments, ``script=`` first. An unknown name, a package that is not installed and a
+    folder that is not named are refused."""
+    known = catalogue("experiments")
+    item = item_called(name) or (PaperItem(experiment=name) if name in known else None)
+    if item is None:
+        hint = nearest(name, [*known, *paper_items()])
         raise UserError(f"unknown experiment {name!r}{hint}; allowed: {', '.join([*known, ALL])}")
-    own = list(overrides)
-    given = dict(text.partition("=")[::2] for text in own)
-    small = shlex.split(item.small if given.get("model") in SMALL_MODELS else "")
-    if script:
-        own = [text for text in own if re.split(r"[.=]", text)[0] not in _OF_JOBS]
-    elif "limit" in given and "per_dataset" in _config_of(experiment).task:
-        own = [t.replace("limit=", "task.per_dataset=") if t[:6] == "limit=" else t for t in own]
-    if any(word.startswith("model=") for word in small):  # another small model, which it needs
-        own = [text for text in own if not text.startswith("model=")]
-    first = [f"script={script}", f"name={experiment}"] if script else [f"experiment={name}"]
+    if item.no_data:
+        raise UserError(f"{name} has no experiment: {item.no_data}")
+    given = dict(text.partition("=")[::2] for text in overrides)
+    small = given.get("model") in SMALL_MODELS
+    less = item.small.replace("${FIXTURES}", str(fixtures())) if small else ""
+    if item.script:
+        own = [
+            text for text in overrides if re.split(r"[.=]", text)[0] not in (*OF_JOBS, "dry_run")
+        ]
+        first = [f"script={item.script}", f"name={item.name}{'_small' * small}"]
+    else:
+        config = _config_of(item.experiment)
+        if _needs_lm_eval(config) and find_spec("lm_eval") is None:
+            raise UserError(f"{name}: " + needs_extra("lm-eval", "lm-eval"))
+        several = "per_dataset" in config.task
+        own = [re.sub("^limit=", "task.per_dataset=", t) if several else t for t in overrides]
+        first = [
+            f"experiment={item.experiment}",
+            *(_by_itself(item, config, given) if small else []),
+        ]
     for number, line in enumerate(item.runs):
         if line.startswith("experiment="):
             yield from command_lines(line.partition("=")[2], overrides)
@@ -111,9 +129,36 @@ def command_lines(name: str, overrides: Sequence[str]) -> Iterator[list[str]]:
             )
         if number and "model" in given and any(word.startswith("model=") for word in words):
             continue
-        settings = {word.partition("=")[0]: word for word in (*words, *small)}
+        settings = {word.partition("=")[0]: word for word in (*words, *shlex.split(less))}
         asked = {word.partition("=")[0] for word in own}
         yield [*first, *(word for key, word in settings.items() if key not in asked), *own]
+
+
+def fixtures() -> Path:
+    """The folder of invented texts: in a wheel in the package, in a checkout tests/data."""
+    places = (config_dir().parent / "fixtures", config_dir().resolve().parent / "tests" / "data")
+    return next(place for place in places if place.is_dir())
+
+
+def _by_itself(item: PaperItem, config: Any, given: dict[str, str]) -> list[str]:
+    """What keeps a small run apart from the paper's: folder, no published table, a line that says so."""
+    invented = any(word in item.small for word in INVENTED)
+    said = f"A small run: model {given['model']}, " + (
+        "invented texts" if invented else "small sizes"
+    )
+    said += f", {given['limit']} examples of each dataset" if "limit" in given else ""
+    words = [f"experiment_name={_folder(config, given)}", "paper_table=null", f"small='{said}'"]
+    label = OmegaConf.to_container(config, resolve=False)["task_label"]  # type: ignore[call-overload, index]
+    return [*words, f"task_label='fixture_{label}'"] if invented else words
+
+
+def _folder(config: Any, given: dict[str, str]) -> str:
+    return str(config.experiment_name) + "_small" * (given.get("model") in SMALL_MODELS)
+
+
+def _needs_lm_eval(config: Any) -> bool:
+    """Whether the config's task, or the one of its prompts, takes templates or scores from lm-eval."""
+    return bool(re.search(r"kvbench\.(tasks\.longbench|lm_eval)\.", OmegaConf.to_yaml(config.task)))
 
 
 def _config_of(experiment: str) -> Any:

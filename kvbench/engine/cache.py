@@ -135,12 +135,13 @@ class LayerCache:
 
     def entry_bytes(self) -> int:
         """Bytes of what is held: keys, values, weights and scores, as stored. Room for tokens to
-        come is not counted, nor positions."""
+        come is not counted, nor what the window has passed, nor positions."""
+        count = self.length if self.window is None else min(self.length, self.window)
         numbers = (self.log_weights, self.scores, self.denominators)
-        held = sum(part[:, : self.length].nbytes for part in numbers if part is not None)
+        held = sum(part[:, :count].nbytes for part in numbers if part is not None)
         held += sum(part.nbytes for part in (*(self.packed or ()), *(self.value_range or ())))
         sides = ((self.keys, self.first), (self.values, self.first_value))
-        return held + sum(part[:, : self.length - first].nbytes for part, first in sides)
+        return held + sum(part[:, : count - first].nbytes for part, first in sides)
 
     def note_bytes(self) -> None:
         """Count what is held after the prompt, or after a step, in mean and peak."""

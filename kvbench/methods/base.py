@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -154,39 +154,6 @@ class Sample(NamedTuple):
     log_weights: Tensor
     keys: Tensor
     values: Tensor
-
-
-class LayerStream(Protocol):
-    """A streaming algorithm over the tokens of one layer, all KV heads in step: two samples, with
-    weights, of what attention sums up over the tokens read so far."""
-
-    @property
-    def entries(self) -> int:
-        """Keys and values held, by the head that holds most."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        ...
-
-    def extend(self, keys: Tensor, values: Tensor) -> None:
-        """Read tokens in order: keys [kv_heads, m, d], values [kv_heads, m, e]."""
-        ...
-
-    def numerator(self) -> Sample:
-        """Of the sum of exp(q.k) v."""
-        ...
-
-    def denominator(self) -> Sample:
-        """Of the sum of exp(q.k); its values are not used."""
-        ...
-
-
-StreamAlgorithm = Callable[..., LayerStream]
-"""Makes the algorithm for a layer of a stream, before it has read anything: of ``keys, values``
-[kv_heads, m, d], the first that it will read, to choose by what the paper leaves open, and by name
-``room`` (entries that it may hold), ``tokens`` (of the whole stream, at most) and ``generator``."""
 
 
 # --- the method -----------------------------------------------------------------------------------
@@ -377,7 +344,7 @@ class Method:
         """What takes the place of `compress` and of the cache; None: nothing."""
         return None
 
-    def reading(self, budget: Budget) -> Band | StreamAlgorithm | None:
+    def reading(self, budget: Budget) -> Band | None:
         """How the method reads a stream in bounded memory; None: as it evicts, or not at all."""
         return None
 

@@ -119,9 +119,8 @@ class Stream(Probe):
             fields = {"text": unit.id, "prompt_tokens": len(ids), "positions": self.positions}
             synchronize(session.device)
             clock = time.perf_counter()
-            how = (self.positions, session.seed)
             try:
-                found = read_text(session.model, ids, *pair, *how, name=unit.id, label=label)
+                found = read_text(session.model, ids, *pair, self.positions, label=label)
                 synchronize(session.device)
                 fields |= self._measured(ids, found, time.perf_counter() - clock)
             except Exception as failure:  # noqa: BLE001 - a record with its status

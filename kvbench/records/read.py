@@ -24,15 +24,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbench.errors import FAILED, UserError
+from kvbench.records import schema
 from kvbench.records.durable import read_file
-from kvbench.records.schema import (
-    COMMON_FIELDS,
-    NUMBER_FIELDS,
-    SchemaError,
-    parse_manifest,
-    parse_record,
-)
+from kvbench.records.schema import COMMON_FIELDS, NUMBER_FIELDS, StoreError, parsed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -43,18 +37,11 @@ RECORDS = "records.jsonl"
 MANIFEST = "manifest.json"
 
 
-class StoreError(UserError, RuntimeError):
-    """A results folder that cannot be read or written."""
-
-    status = FAILED
-
-
 def record_files(folder: Path) -> list[Path]:
     """The records files of a run folder, in the order in which they count."""
-    name = re.compile(r"records-\d+of\d+\.jsonl$")
-    shards = sorted(path for path in folder.glob("records-*of*.jsonl") if name.match(path.name))
-    whole = folder / RECORDS
-    return [whole, *shards] if whole.exists() else shards
+    name = re.compile(r"records(-\d+of\d+)?\.jsonl")
+    found = [path for path in folder.glob("records*.jsonl") if name.fullmatch(path.name)]
+    return sorted(found, key=lambda path: (path.name != RECORDS, path.name))
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,8 +71,7 @@ def load_runs(experiment_folder: str | Path) -> list[Run]:
     folder = Path(experiment_folder)
     if not folder.is_dir():
         raise StoreError(f"no results in {folder}: the folder does not exist")
-    names = (RECORDS, "records-*of*.jsonl", MANIFEST)
-    files = [path for name in names for path in folder.glob(f"*/*/*/{name}")]
+    files = [*folder.glob(f"*/*/*/{MANIFEST}"), *folder.glob("*/*/*/records*.jsonl")]
     # a run that was killed before its manifest was written has nothing to show
     found = {path.parent for path in files if path.name == MANIFEST or path.stat().st_size}
     return [load_run(path) for path in sorted(found)]
@@ -118,17 +104,27 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
     Raises:
         StoreError: a broken file.
     """
-    parsed = [
-        [parse_line(line, path, number) for number, line in enumerate(whole_lines(path)[0], 1)]
-        for path in record_files(folder)
-    ]
+    every = [file_records(path) for path in record_files(folder)]
     found: dict[str, dict[str, Any]] = {}
-    for record in (record for file in parsed for record in file):
+    for record in (record for file in every for record in file):
         before = found.get(record["example_id"])
         if before is None or (before["status"] != "ok" and record["status"] == "ok"):
             found[record["example_id"]] = record
-    in_turn = (record for row in zip_longest(*parsed) for record in row if record is not None)
+    in_turn = (record for row in zip_longest(*every) for record in row if record is not None)
     return [record for record in in_turn if found[record["example_id"]] is record]
+
+
+def file_records(path: Path) -> list[dict[str, Any]]:
+    """The records of one file.
+
+    Raises:
+        StoreError: a line is no record; the message names the file and the line.
+    """
+    lines, _ = whole_lines(path)
+    return [
+        parsed(schema.RECORD, line, f"{path}, line {number}")
+        for number, line in enumerate(lines, 1)
+    ]
 
 
 def recorded(folder: Path) -> set[str]:
@@ -146,12 +142,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
     Raises:
         StoreError: it is not there, broken, or of a version that this kvbench does not read.
     """
-    try:
-        with disk_errors(path):
-            manifest = parse_manifest(read_file(path))
-    except SchemaError as error:
-        hint = "move it away, and the run's command writes a new one; the records stay"
-        raise StoreError(f"{path} cannot be read: {error}; {hint}") from error
+    with disk_errors(path):
+        content = read_file(path)
+    where = f"{path} (move it away, and the run's command writes a new one; the records stay)"
+    manifest = parsed(schema.MANIFEST, content, where)
     written = manifest.get("format", FORMAT)
     if written is True or written not in range(1, FORMAT + 1):
         raise StoreError(
@@ -173,29 +167,11 @@ def whole_lines(path: Path) -> tuple[list[bytes], int]:
     with disk_errors(path):
         content = read_file(path)
     lines = content.split(b"\n")[:-1]
-    if lines and not _is_json(lines[-1]):
+    try:
+        json.loads(lines[-1] if lines else b"{}")
+    except (ValueError, RecursionError):
         lines.pop()
     return lines, sum(len(line) + 1 for line in lines)
-
-
-def _is_json(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
-def parse_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
-    """A line of a records file.
-
-    Raises:
-        StoreError: it is no record; the message names the file and the line.
-    """
-    try:
-        return parse_record(line)
-    except SchemaError as error:
-        raise StoreError(f"{path}, line {number}: {error}") from error
 
 
 @contextmanager

@@ -5,14 +5,13 @@ Keys that are not named here may hold any JSON value.
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict  # pydantic wants it before Python 3.12
 
-from kvbench.errors import UserError
+from kvbench.errors import FAILED, UserError
 
 LARGEST = 1e100
 """No measured number is larger, and sums of squares of such numbers are still numbers."""
@@ -95,41 +94,35 @@ class Manifest(TypedDict, total=False):
     earlier_starts: list[dict[str, Any]]
 
 
-class SchemaError(UserError, ValueError):
-    """What is wrong with a record or a manifest: one line that names the key and what it may hold."""
+class StoreError(UserError, RuntimeError):
+    """A results folder that cannot be read or written."""
+
+    status = FAILED
 
 
-_RECORD: TypeAdapter[Any] = TypeAdapter(Record)
-_MANIFEST: TypeAdapter[Any] = TypeAdapter(Manifest)
+RECORD: TypeAdapter[Any] = TypeAdapter(Record)
+MANIFEST: TypeAdapter[Any] = TypeAdapter(Manifest)
 
 
-def parse_record(line: bytes) -> dict[str, Any]:
-    """A record from its line; common fields that are numbers come as floats.
+def parsed(kind: TypeAdapter[Any], content: bytes, where: str) -> dict[str, Any]:
+    """A record from its line, or a manifest from its file; common fields that are numbers come as
+    floats.
 
-    Raises:
-        SchemaError: it is no record.
-    """
-    return _parsed(_RECORD, line)
-
-
-def parse_manifest(content: bytes) -> dict[str, Any]:
-    """A manifest from the content of its file.
+    Args:
+        kind: `RECORD` or `MANIFEST`.
+        where: whose content it is, which an error names with the key and what it may hold.
 
     Raises:
-        SchemaError: it is no manifest.
+        StoreError: it is none.
     """
-    return _parsed(_MANIFEST, content)
-
-
-def _parsed(kind: TypeAdapter[Any], content: bytes) -> dict[str, Any]:
     try:
         found: dict[str, Any] = kind.validate_json(content)
     except ValidationError as error:
-        raise SchemaError(_explanation(error, content)) from error
+        raise StoreError(f"{where}: {_explanation(error)}") from error
     return found
 
 
-def _explanation(error: ValidationError, content: bytes) -> str:
+def _explanation(error: ValidationError) -> str:
     """The first thing that is wrong, or all keys that are missing."""
     found = error.errors(include_url=False)
     first = found[0]
@@ -139,8 +132,7 @@ def _explanation(error: ValidationError, content: bytes) -> str:
         return "not a JSON object"
     missing = [str(one["loc"][0]) for one in found if one["type"] == "missing"]
     if missing:
-        example = json.loads(content).get("example_id")
-        return f"record of example {example!r:.80} lacks {', '.join(missing)}"
+        return f"lacks {', '.join(missing)}"
     allowed = first["msg"].replace("Input should be ", "").replace("'", "")
     allowed = re.sub(r"1?0{99,}", f"{LARGEST:g}", allowed)
     return f"{'.'.join(map(str, first['loc']))} is {first['input']!r:.60}; allowed: {allowed}"

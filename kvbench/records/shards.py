@@ -16,12 +16,6 @@ from kvbench.errors import UserError
 
 T = TypeVar("T")
 
-ALLOWED = "i/k with whole numbers 1 <= i <= k, e.g. 1/4 for the first of four, or null"
-
-
-class ShardError(UserError, ValueError):
-    """A user-facing error: one line naming the value and what is allowed."""
-
 
 @dataclass(frozen=True)
 class Shard:
@@ -35,13 +29,16 @@ class Shard:
         """``"i/k"`` as a shard, None for None.
 
         Raises:
-            ShardError: anything else.
+            UserError: anything else.
         """
         if text is None:
             return None
         match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text) if isinstance(text, str) else None
         if match is None or not 1 <= int(match[1]) <= int(match[2]):
-            raise ShardError(f"shard is {text!r}; allowed: {ALLOWED}")
+            raise UserError(
+                f"shard is {text!r}; allowed: i/k with whole numbers 1 <= i <= k, e.g. 1/4 for the "
+                "first of four, or null"
+            )
         return Shard(int(match[1]), int(match[2]))
 
     def __str__(self) -> str:
@@ -62,14 +59,11 @@ class Shard:
         equidistributed along every arithmetic progression), where dealing in turn would give all the
         long prompts to one shard.
         """
-        return [
-            unit
-            for number, unit in enumerate(units)
-            if (number + _rotation(number // self.count, self.count)) % self.count == self.index - 1
-        ]
-
-
-def _rotation(block: int, count: int) -> int:
-    """By how many shards the turns of a block are moved on; in integers, as floats would drift."""
-    golden_ratio = 0x9E3779B97F4A7C15  # its fractional part, of 2**64
-    return (block * golden_ratio % 2**64) * count >> 64
+        golden_ratio = 0x9E3779B97F4A7C15  # its fractional part, of 2**64: floats would drift
+        found = []
+        for number, unit in enumerate(units):
+            block = number // self.count
+            moved = (block * golden_ratio % 2**64) * self.count >> 64
+            if (number + moved) % self.count == self.index - 1:
+                found.append(unit)
+        return found

@@ -40,14 +40,13 @@ from kvbench.records.durable import (
 from kvbench.records.read import (
     FORMAT,
     MANIFEST,
-    StoreError,
     disk_errors,
-    parse_line,
+    file_records,
     read_manifest,
     read_records,
     whole_lines,
 )
-from kvbench.records.schema import SchemaError, parse_record
+from kvbench.records.schema import RECORD, StoreError, parsed
 
 EACH_START = ("started", "command", "shard", "code_revision", "versions", "hardware")
 """Manifest keys that tell one start of a run from another."""
@@ -61,14 +60,13 @@ def config_hash(config: Mapping[str, Any]) -> str:
     Raises:
         StoreError: a value that is neither a JSON value nor a path.
     """
-    plain = json.loads(json.dumps(_jsonable(config, "config")), parse_float=_canonical_number)
+
+    def number(text: str) -> float:
+        return int(value) if (value := float(text)).is_integer() else value
+
+    plain = json.loads(json.dumps(jsonable(config, "config")), parse_float=number)
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:8]
-
-
-def _canonical_number(text: str) -> float:
-    value = float(text)
-    return int(value) if value.is_integer() else value
 
 
 def run_folder(
@@ -96,15 +94,12 @@ def safe_name(name: str) -> str:
     return safe
 
 
-def write_manifest(
-    folder: Path, manifest: Mapping[str, Any], *, goes_on: bool = False, timeout: float = 60.0
-) -> Path:
+def write_manifest(folder: Path, manifest: Mapping[str, Any], *, goes_on: bool = False) -> Path:
     """Write ``manifest.json`` in one step: readers see the old file or the new one, never half.
 
     Args:
         goes_on: note the starts before this one, which the manifest that is there tells of, under
             ``earlier_starts``; of several shards that start at once, every one.
-        timeout: seconds to wait for another process that writes it.
 
     Raises:
         StoreError: a value that is not JSON, a broken manifest (`goes_on`), another process holds it, or
@@ -115,20 +110,19 @@ def write_manifest(
     with disk_errors(path):
         make_folder(folder)
         try:
-            lock.acquire(timeout=timeout)
+            lock.acquire(timeout=60)
         except Timeout:
-            raise StoreError(f"{path} is locked by another process for {timeout:g} s") from None
+            raise StoreError(f"{path} is locked by another process for 60 s") from None
     try:
-        earlier: dict[str, Any] = {}
+        content: dict[str, Any] = {"format": FORMAT}
         if goes_on:
-            before = read_manifest(path) if path.is_file() else None
-            starts = [] if before is None else before.get("earlier_starts", [])
-            if before is not None:
-                starts = [*starts, {key: before.get(key) for key in EACH_START}]
-            earlier = {"earlier_starts": starts}
-        content = {"format": FORMAT, **earlier, **manifest}
+            before = [read_manifest(path)] if path.is_file() else []
+            starts = [start for one in before for start in one.get("earlier_starts", [])]
+            starts += [{key: one.get(key) for key in EACH_START} for one in before]
+            content["earlier_starts"] = starts
         with disk_errors(path):
-            replace(path, (json.dumps(_jsonable(content, "manifest"), indent=2) + "\n").encode())
+            text = json.dumps(jsonable(content | dict(manifest), "manifest"), indent=2)
+            replace(path, f"{text}\n".encode())
     finally:
         lock.release()
     return path
@@ -214,12 +208,8 @@ class RecordStore:
         failed = self.failed
         if not failed:
             return
-        lines, _ = whole_lines(self.path)
-        kept = [
-            line + b"\n"
-            for number, line in enumerate(lines, 1)
-            if parse_line(line, self.path, number)["example_id"] not in failed
-        ]
+        lines = zip(whole_lines(self.path)[0], file_records(self.path), strict=True)
+        kept = [line + b"\n" for line, record in lines if record["example_id"] not in failed]
         with disk_errors(self.path, len(self._done)):
             replace(self.path, b"".join(kept))
             self._open()
@@ -238,16 +228,10 @@ class RecordStore:
         """
         if self._size is None:
             raise StoreError(f"{self.path} is not open: use `with RecordStore(folder) as store`")
-        try:  # nearly always enough, and faster
-            text = json.dumps(record, ensure_ascii=False, allow_nan=False)
-        except (TypeError, ValueError):
-            where = f"record of example {record.get('example_id')!r}"
-            text = json.dumps(_jsonable(record, where), ensure_ascii=False)
+        where = f"{self.path}, example {record.get('example_id')!r:.80}"
+        text = json.dumps(jsonable(record, where), ensure_ascii=False)
         line = f"{text}\n".encode(errors="replace")  # half a surrogate pair has no UTF-8 form
-        try:
-            example_id = parse_record(line)["example_id"]
-        except SchemaError as error:
-            raise StoreError(str(error)) from error
+        example_id = parsed(RECORD, line, where)["example_id"]
         if example_id in self._done:
             return False
         with disk_errors(self.path, len(self._done)):
@@ -299,18 +283,18 @@ def _who(holder: Path) -> str:
         return "another process"
 
 
-def _jsonable(value: Any, where: str) -> Any:
+def jsonable(value: Any, where: str) -> Any:
     """`value` as JSON types; NaN and infinities become None, numpy and torch scalars numbers."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _jsonable(item, f"{where}: {key}") for key, item in value.items()}
+        return {str(key): jsonable(item, f"{where}: {key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_jsonable(item, where) for item in value]
+        return [jsonable(item, where) for item in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if hasattr(value, "tolist"):  # numpy scalars and arrays, torch tensors
-        return _jsonable(value.tolist(), where)
+        return jsonable(value.tolist(), where)
     raise StoreError(f"{where} holds a {type(value).__name__}, which is not a JSON value")

@@ -9,22 +9,17 @@ method which failed alone.
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
-
-import torch
+from dataclasses import replace
 
 from kvbench.engine import memory
 from kvbench.engine.faults import device_is_usable, free_memory, is_out_of_memory
 from kvbench.engine.limits import time_limit
-from kvbench.errors import FAILED, UserError, is_integer, one_line, traceback_of
-from kvbench.kv import KVError
+from kvbench.errors import FAILED, UserError, one_line, traceback_of
 from kvbench.run.plan import Methods, Outcome, Plan, Unit, status_of
 from kvbench.run.session import Session
-from kvbench.run.termination import asks_to_stop
+from kvbench.run.termination import asks_to_stop, finished_first
 
 log = logging.getLogger(__name__)
 
@@ -47,227 +42,176 @@ class DeviceLost(UserError, RuntimeError):
     status = FAILED
 
 
-def check_batch_size(value: object) -> int | str:
-    """`value`, if it is a batch size.
+class Runner:
+    """Runs units in groups.
 
-    Raises:
-        KVError: otherwise.
-    """
-    if value == "auto" or is_integer(value, 1):
-        return value  # type: ignore[return-value]
-    raise KVError(f"batch_size is {value!r}; allowed: an integer >= 1, or auto")
+    With batch_size ``auto`` a group starts with one unit, doubles while twice the last group's need
+    fits in memory, and is halved by a group that ran out of it; beyond that size it does not grow
+    again. A unit that does not fit even alone says nothing about the others: they go on at the size
+    before.
 
-
-@dataclass
-class BatchSize:
-    """How many units run together.
-
-    ``auto`` starts with one, doubles while twice the last group's need fits in memory, and is halved
-    by a group that ran out of it; beyond that size it does not grow again. A unit that does not fit
-    even alone says nothing about the others: they go on at the size before.
+    Args:
+        batch_size: units of a group, an integer or "auto".
+        save: writes outcomes; called from another thread before the process ends, when code that
+            runs no Python hangs longer than the session's `example_timeout`.
 
     Attributes:
-        setting: as configured, an integer or "auto".
-        now: units of the next group.
-        most: never more than these.
+        size: units of the next group. most: never more than these.
     """
 
-    setting: int | str
-    device: torch.device
-    now: int = field(init=False)
-    most: int = field(init=False)
-    _before: int | None = field(default=None, init=False)
-    _need: float = field(default=0.0, init=False)
+    def __init__(self, plan: Plan, session: Session, batch_size: int | str, save: Save) -> None:
+        self.plan, self.session, self.save = plan, session, save
+        self.grows = batch_size == "auto"
+        self.size, self.most = (1, AUTO_MOST) if isinstance(batch_size, str) else (batch_size,) * 2
+        self._before: int | None = None  # bytes in use when a group began
+        self._need = 0.0  # bytes that a unit took at most
 
-    def __post_init__(self) -> None:
-        check_batch_size(self.setting)
-        self.now = 1 if isinstance(self.setting, str) else self.setting
-        self.most = AUTO_MOST if isinstance(self.setting, str) else self.setting
+    def run(self, work: Sequence[Work]) -> Iterator[Sequence[Outcome]]:
+        """The outcomes of each unit as soon as they are final, failures included; those that ran out
+        of memory or time in a group come after the others of it.
 
-    def begin(self) -> None:
-        """A group is about to run: what it takes from here on is its own."""
-        if self.setting == "auto" and memory.reset_peak(self.device):
-            self._before = memory.used_bytes(self.device)
+        Raises:
+            DeviceLost: nothing more can be run in this process.
+        """
+        device, done = self.session.device, 0
+        while done < len(work):
+            group = work[done : done + (self.size if hasattr(self.plan, "run_batch") else 1)]
+            done += len(group)
+            failed = False
+            with finished_first():  # left when its outcomes have been taken
+                for outcomes in self._run_group(group):
+                    failed |= any(outcome.fields.get("error") is not None for outcome in outcomes)
+                    yield outcomes
+            if failed and not device_is_usable(device):
+                raise DeviceLost(
+                    f"{device} answers nothing any more after example {group[-1][0].id!r}, whose "
+                    f"records say why; {GOES_ON}"
+                )
 
-    def went_well(self, units: int) -> None:
+    def _went_well(self, units: int) -> None:
         """A group of so many units fitted."""
-        if self.setting != "auto" or self.now == self.most:
+        if not self.grows or self.size == self.most:
             return
-        peak, total = memory.peak_bytes(self.device), memory.total_bytes(self.device)
+        device = self.session.device
+        peak, total = memory.peak_bytes(device), memory.total_bytes(device)
         if self._before is None or peak is None or total is None:
-            self.most = self.now  # nothing can be said, so nothing is risked
+            self.most = self.size  # nothing can be said, so nothing is risked
             return
         # The most a unit ever took: a later group may find the memory of an earlier one resident.
         self._need = max(self._need, (peak - self._before) / units)
-        doubled = min(2 * self.now, self.most)
-        if units == self.now and self._before + doubled * self._need <= SAFE * total:
-            self.now = doubled
+        doubled = min(2 * self.size, self.most)
+        if units == self.size and self._before + doubled * self._need <= SAFE * total:
+            self.size = doubled
 
-    def ran_out(self, units: int) -> None:
-        """A group of so many units did not fit."""
-        self.now = self.most = max(1, min(self.most, units // 2))
-        log.info("batch of %d ran out of memory; going on with %d", units, self.now)
-
-
-def run_units(
-    plan: Plan,
-    work: Sequence[Work],
-    session: Session,
-    batch_size: int | str,
-    save: Save,
-    around: Callable[[], AbstractContextManager[object]] = nullcontext,
-) -> Iterator[Sequence[Outcome]]:
-    """The outcomes of each unit as soon as they are final, failures included; those that ran out of
-    memory or time in a group come after the others of it.
-
-    Args:
-        save: writes outcomes; called from another thread before the process ends, when code that
-            runs no Python hangs longer than the session's `example_timeout`.
-        around: entered for each group, and left when its outcomes have been taken.
-
-    Raises:
-        DeviceLost: nothing more can be run in this process.
-    """
-    size = BatchSize(batch_size, session.device)
-    done = 0
-    while done < len(work):
-        group = work[done : done + (size.now if hasattr(plan, "run_batch") else 1)]
-        done += len(group)
-        failed = False
-        with around():
-            for outcomes in _run_group(plan, group, session, size, save):
-                failed |= any(outcome.fields.get("error") is not None for outcome in outcomes)
-                yield outcomes
-        if failed and not device_is_usable(session.device):
-            raise DeviceLost(
-                f"{session.device} answers nothing any more after example {group[-1][0].id!r}, "
-                f"whose records say why; {GOES_ON}"
-            )
-
-
-def _run_group(
-    plan: Plan, group: Sequence[Work], session: Session, size: BatchSize, save: Save
-) -> Iterator[Sequence[Outcome]]:
-    size.begin()
-    if len(group) == 1:
-        outcomes = _run_unit(plan, *group[0], session, save)
-        if not _failed_as(outcomes, ("oom",)):
-            size.went_well(1)
-        yield outcomes
-        return
-    together, failure = _attempt(plan, group, session, save)
-    if failure is not None and not device_is_usable(session.device):
-        error = f"{one_line(failure)} (in a batch of {len(group)})"
-        for unit, methods in group:
-            yield _missing(unit, methods, "error", error)
-        return
-    again: Sequence[Work] = group
-    out_of_memory = failure is not None and is_out_of_memory(failure)
-    if failure is None:
-        final = [not _failed_as(outcomes, RETRIED_ALONE) for outcomes in together]
-        out_of_memory = any(_failed_as(outcomes, ("oom",)) for outcomes in together)
-        again = [work for work, well in zip(group, final, strict=True) if not well]
-        yield from (outcomes for outcomes, well in zip(together, final, strict=True) if well)
-    del together, failure
-    before = copy.copy(size)
-    if out_of_memory:
-        size.ran_out(len(group))
-    elif not again:
-        size.went_well(len(group))
-    if not again:
-        return
-    log.info("%d of them run again in smaller batches", len(again))
-    free_memory(session.device)
-    half = len(group) // 2
-    fits_nowhere = False
-    for start in range(0, len(again), half):
-        for each in _run_group(plan, again[start : start + half], session, size, save):
-            fits_nowhere |= all(_failed_as([outcome], ("oom",)) for outcome in each)
-            yield each
-    if fits_nowhere:
-        size.now, size.most = before.now, before.most
-        log.info("one of them fits nowhere; going on with %d again", size.now)
-
-
-def _run_unit(
-    plan: Plan, unit: Unit, methods: Methods, session: Session, save: Save
-) -> list[Outcome]:
-    """The outcomes of one unit, in the order of the methods.
-
-    All methods run together. Then those that ran out of memory or time, and those that a failure of
-    the whole unit took along, run once more, one at a time; their records say ``retried``.
-    """
-    outcomes, again = _settled(plan, unit, methods, session, save, [])
-    if len(methods) > 1 and again and device_is_usable(session.device):
-        log.info("%s: once more, one at a time: %s", unit.id, ", ".join(again))
-        for label in again:
-            free_memory(session.device)
-            others = [outcome for outcome in outcomes if outcome.method != label]
-            alone, _ = _settled(plan, unit, {label: methods[label]}, session, save, others)
-            outcomes = [*others, *(replace(o, fields={**o.fields, "retried": True}) for o in alone)]
-    order = list(methods)
-    return sorted(outcomes, key=lambda outcome: order.index(outcome.method))
-
-
-def _settled(
-    plan: Plan,
-    unit: Unit,
-    methods: Methods,
-    session: Session,
-    save: Save,
-    others: Sequence[Outcome],
-) -> tuple[list[Outcome], list[str]]:
-    """One outcome for every record of a unit, and the methods that may end differently alone."""
-    (told,), failure = _attempt(plan, [(unit, methods)], session, save, others)
-    failed: list[Outcome] = []
-    if failure is not None:
-        failed = _missing(unit, methods, status_of(failure), one_line(failure), told)
-    again = {outcome.method for outcome in failed}
-    again |= {outcome.method for outcome in told if _failed_as([outcome], RETRIED_ALONE)}
-    return [*told, *failed], [label for label in methods if label in again]
-
-
-def _attempt(
-    plan: Plan,
-    work: Sequence[Work],
-    session: Session,
-    save: Save,
-    others: Sequence[Outcome] = (),
-) -> tuple[list[list[Outcome]], BaseException | None]:
-    """The outcomes of each unit of a group up to a failure of the whole, and that failure.
-
-    Args:
-        others: outcomes of these units that there are already; saved with the rest when code hangs.
-    """
-    told: list[list[Outcome]] = [[] for _ in work]
-    name = work[0][0].id if len(work) == 1 else f"{work[0][0].id} ..."
-    seconds = session.example_timeout
-
-    def hung() -> None:
-        error = f"hung: no answer long after example_timeout={seconds:g}"
-        if len(work) > 1:
-            error = f"hung in a batch of {len(work)} examples; batch_size=1 tells which it is"
-        log.error("%s %s; recorded; the same command goes on after it", name, error)
-        for (unit, methods), some in zip(work, told, strict=True):
-            save([*others, *some, *_missing(unit, methods, "timeout", error, some)])
-
-    limit = None if seconds is None else seconds * sum(unit.answers for unit, _ in work)
-    try:
-        with time_limit(limit, hung):
-            if len(work) > 1:
-                told[:] = map(list, plan.run_batch(work, session))  # type: ignore[attr-defined]
+    def _run_group(self, group: Sequence[Work]) -> Iterator[Sequence[Outcome]]:
+        device = self.session.device
+        if self.grows and memory.reset_peak(device):  # what it takes from here on is its own
+            self._before = memory.used_bytes(device)
+        if len(group) == 1:
+            outcomes = self._run_unit(*group[0])
+            if not _failed_as(outcomes, ("oom",)):
+                self._went_well(1)
+            yield outcomes
+            return
+        together, failure = self._attempt(group)
+        again: list[Work] = []
+        out_of_memory = failure is not None and is_out_of_memory(failure)
+        lost = failure is not None and not device_is_usable(device)
+        for work, outcomes in zip(group, together, strict=True):
+            if lost:
+                error = f"{one_line(failure)} (in a batch of {len(group)})"  # type: ignore[arg-type]
+                yield _missing(*work, "error", error)
+            elif failure is not None or _failed_as(outcomes, RETRIED_ALONE):
+                again.append(work)
+                out_of_memory |= _failed_as(outcomes, ("oom",))
             else:
-                for outcome in plan.run(*work[0], session):
-                    told[0].append(outcome)  # what was told before a failure counts
-    except BaseException as failure:
-        if asks_to_stop(failure):
-            raise
-        log.log(
-            logging.INFO if len(work) > 1 else logging.WARNING, "%s: %s", name, one_line(failure)
-        )
-        log.debug("%s", traceback_of(failure))
-        return told, failure
-    return told, None
+                yield outcomes
+        del together, failure
+        before = self.size, self.most
+        if out_of_memory:
+            self.size = self.most = max(1, min(self.most, len(group) // 2))
+            log.info("batch of %d ran out of memory; going on with %d", len(group), self.size)
+        elif not again:
+            self._went_well(len(group))
+        if not again:
+            return
+        log.info("%d of them run again in smaller batches", len(again))
+        free_memory(device)
+        half = len(group) // 2
+        fits_nowhere = False
+        for start in range(0, len(again), half):
+            for each in self._run_group(again[start : start + half]):
+                fits_nowhere |= all(_failed_as([outcome], ("oom",)) for outcome in each)
+                yield each
+        if fits_nowhere:
+            self.size, self.most = before
+            log.info("one of them fits nowhere; going on with %d again", self.size)
+
+    def _run_unit(self, unit: Unit, methods: Methods) -> list[Outcome]:
+        """The outcomes of one unit, in the order of the methods.
+
+        All methods run together. Then those that ran out of memory or time, and those that a failure
+        of the whole unit took along, run once more, one at a time; their records say ``retried``.
+        """
+
+        def settled(methods: Methods, others: Sequence[Outcome]) -> tuple[list[Outcome], set[str]]:
+            """One outcome for every record, and the methods that may end differently alone."""
+            (told,), failure = self._attempt([(unit, methods)], others)
+            failed = []
+            if failure is not None:
+                failed = _missing(unit, methods, status_of(failure), one_line(failure), told)
+            shared = [outcome for outcome in told if _failed_as([outcome], RETRIED_ALONE)]
+            return [*told, *failed], {outcome.method for outcome in (*shared, *failed)}
+
+        outcomes, again = settled(methods, [])
+        if len(methods) > 1 and again and device_is_usable(self.session.device):
+            log.info("%s: once more, one at a time: %s", unit.id, ", ".join(sorted(again)))
+            for label in (label for label in methods if label in again):
+                free_memory(self.session.device)
+                others = [outcome for outcome in outcomes if outcome.method != label]
+                alone, _ = settled({label: methods[label]}, others)
+                marked = (replace(o, fields={**o.fields, "retried": True}) for o in alone)
+                outcomes = [*others, *marked]
+        order = list(methods)
+        return sorted(outcomes, key=lambda outcome: order.index(outcome.method))
+
+    def _attempt(
+        self, work: Sequence[Work], others: Sequence[Outcome] = ()
+    ) -> tuple[list[list[Outcome]], BaseException | None]:
+        """The outcomes of each unit of a group up to a failure of the whole, and that failure.
+
+        Args:
+            others: outcomes of these units that there are already; saved with the rest when code hangs.
+        """
+        told: list[list[Outcome]] = [[] for _ in work]
+        name = work[0][0].id if len(work) == 1 else f"{work[0][0].id} ..."
+        seconds = self.session.example_timeout
+
+        def hung() -> None:
+            error = f"hung: no answer long after example_timeout={seconds:g}"
+            if len(work) > 1:
+                error = f"hung in a batch of {len(work)} examples; batch_size=1 tells which it is"
+            log.error("%s %s; recorded; the same command goes on after it", name, error)
+            for (unit, methods), some in zip(work, told, strict=True):
+                missing = _missing(unit, methods, "timeout", error, some)
+                self.save([*others, *some, *missing])
+
+        limit = None if seconds is None else seconds * sum(unit.answers for unit, _ in work)
+        try:
+            with time_limit(limit, hung):
+                if len(work) > 1:
+                    told[:] = map(list, self.plan.run_batch(work, self.session))  # type: ignore[attr-defined]
+                else:
+                    for outcome in self.plan.run(*work[0], self.session):
+                        told[0].append(outcome)  # what was told before a failure counts
+        except BaseException as failure:
+            if asks_to_stop(failure):
+                raise
+            level = logging.INFO if len(work) > 1 else logging.WARNING
+            log.log(level, "%s: %s", name, one_line(failure))
+            log.debug("%s", traceback_of(failure))
+            return told, failure
+        return told, None
 
 
 def _missing(

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
 from kvbench.kv import KVError
 from kvbench.tasks.base import Example, PromptEncoder
 
-MOST_EVIDENCE = 400
-"""Characters that a record keeps of the part of a prompt which holds the answer."""
-_PIECE = 40
-"""Characters that a record keeps of a piece of a prompt."""
+MOST_EVIDENCE, MOST_PIECE = 400, 40
+"""Characters that a record keeps of the part of a prompt which holds the answer, and of a piece."""
 HISTORIES = ("none", "golden", "own")
 
 
@@ -37,36 +34,21 @@ class EncodedExample:
         """The name of its context among those of the task."""
         return self.example.context_id or self.example.id
 
+    def fields(self, sample: int, samples: int) -> dict[str, Any]:
+        """What a record of it says whatever becomes of it.
 
-@dataclass(frozen=True)
-class ContextGroup:
-    """Examples of one context, which one prefill serves, each answered `samples` times."""
-
-    examples: tuple[EncodedExample, ...]
-    samples: int = 1
-
-    @cached_property
-    def records(self) -> dict[str, tuple[EncodedExample, int]]:
-        """The example and the number of the sample of each record, by its id; sample by sample, so
-        that questions which follow on from each other stand together."""
-        return {
-            each.example.id + (f"/sample{sample}" if sample else ""): (each, sample)
-            for sample in range(self.samples)
-            for each in self.examples
-        }
-
-    def fields(self, record_id: str) -> dict[str, Any]:
-        """The fields of a record that its example gives, whatever becomes of it."""
-        encoded, sample = self.records[record_id]
-        example = encoded.example
+        Args:
+            sample: of so many `samples` of its answer, counted from 0.
+        """
+        example = self.example
         found: dict[str, Any] = {"dataset": example.dataset, **example.fields}
-        if example.context_id is not None or self.samples > 1:
-            found["context_id"] = encoded.context
+        if example.context_id is not None or samples > 1:
+            found["context_id"] = self.context
         if example.evidence:
             found["evidence"] = example.evidence[:MOST_EVIDENCE]
         if example.history != "none":
             found["history"] = example.history
-        return found | ({"sample": sample} if self.samples > 1 else {})
+        return found | ({"sample": sample} if samples > 1 else {})
 
 
 def encode_example(
@@ -83,15 +65,13 @@ def encode_example(
     contexts = {} if contexts is None else contexts
     context = (example.context, example.context_ids, example.complete)
     prefix, suffix = ((), ()) if example.complete else (encoder.prefix_ids, encoder.suffix_ids)
+
+    def ids(text: str, known: tuple[int, ...] | None) -> tuple[int, ...]:
+        return tuple(encoder.encode_text(text)) if known is None else known
+
     if context not in contexts:
-        ids = example.context_ids
-        contexts[context] = (
-            *prefix,
-            *(encoder.encode_text(example.context) if ids is None else ids),
-        )
-    question = example.question_ids
-    if question is None:
-        question = tuple(encoder.encode_text(example.question))
+        contexts[context] = (*prefix, *ids(example.context, example.context_ids))
+    question = ids(example.question, example.question_ids)
     return EncodedExample(example, contexts[context], (*question, *suffix))
 
 
@@ -106,11 +86,11 @@ def encode_examples(examples: Sequence[Example], encoder: PromptEncoder) -> list
     contexts: dict[Any, tuple[int, ...]] = {}
     firsts: dict[str, EncodedExample] = {}
     golden: dict[str, tuple[int, ...]] = {}
-    between: tuple[int, ...] | None = None
+    told = any(example.history != "none" for example in examples)
+    between = tuple(encoder.between_turns()) if told else ()
     for example in examples:
-        name = example.context_id or example.id
         encoded = encode_example(example, encoder, contexts)
-        question = encoded.question_ids
+        name, question = encoded.context, encoded.question_ids
         if example.history not in HISTORIES:
             raise KVError(
                 f"example {example.id!r} has history {example.history!r}; allowed: "
@@ -122,8 +102,6 @@ def encode_examples(examples: Sequence[Example], encoder: PromptEncoder) -> list
                 "of it; allowed: the same"
             )
         if example.history != "none":
-            if between is None:
-                between = tuple(encoder.between_turns())
             if example.history == "golden":
                 encoded = replace(encoded, question_ids=(*golden.get(name, ()), *question))
             elif name in golden:
@@ -135,7 +113,7 @@ def encode_examples(examples: Sequence[Example], encoder: PromptEncoder) -> list
     return found
 
 
-def conversations_of(examples: Iterable[EncodedExample]) -> list[list[EncodedExample]]:
+def conversations_of(examples: Sequence[EncodedExample]) -> list[list[EncodedExample]]:
     """The examples of one context, each with those that go on from the answer to it."""
     found: list[list[EncodedExample]] = []
     for each in examples:
@@ -146,11 +124,6 @@ def conversations_of(examples: Iterable[EncodedExample]) -> list[list[EncodedExa
     return found
 
 
-def examples_of(payload: object) -> tuple[EncodedExample, ...]:
-    """The examples of a unit of a benchmark; none of a probe's."""
-    return payload.examples if isinstance(payload, ContextGroup) else ()
-
-
 def pieces_of(encoded: EncodedExample, kept: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
     """The text of each piece of a prompt (`kvbench.engine.kept.strips_of`), and from which token to
     before which the answer stands, where the task knows it and the tokens say it."""
@@ -158,7 +131,7 @@ def pieces_of(encoded: EncodedExample, kept: Mapping[str, Any], tokenizer: Any) 
     words = [str(tokenizer.decode([token])) for token in ids]
     width = kept["width"]
     texts = ["".join(words[at : at + width]) for at in range(0, len(words), width)]
-    found: dict[str, Any] = {"texts": [text[:_PIECE] for text in texts]}
+    found: dict[str, Any] = {"texts": [text[:MOST_PIECE] for text in texts]}
     ends = list(accumulate(map(len, words)))
     begin = "".join(words).find(encoded.example.evidence) if encoded.example.evidence else -1
     if begin >= 0:

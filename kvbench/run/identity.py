@@ -6,15 +6,15 @@ runs as they are, and their records are taken up.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from functools import lru_cache
 from pathlib import Path
 from pydoc import locate
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvbench.engine.loading import ModelSpec
-from kvbench.records.store import config_hash, run_folder
 
 _DEFAULTS: Mapping[str, Any] = {
     "data": None,
@@ -25,8 +25,7 @@ _DEFAULTS: Mapping[str, Any] = {
 """Of the settings that a run has beside its model, task and method."""
 
 
-@dataclass(frozen=True)
-class RunIdentity:
+class RunIdentity(NamedTuple):
     """The run of one method.
 
     Attributes:
@@ -39,20 +38,6 @@ class RunIdentity:
     settings: Mapping[str, Any]
     names: Mapping[str, Any]
     folder: Path
-
-
-def identify(
-    results_dir: Path, names: Mapping[str, Any], settings: Mapping[str, Any]
-) -> RunIdentity:
-    """The run of these settings.
-
-    Args:
-        names: experiment, model, task and method.
-    """
-    code = config_hash(without_defaults(settings))
-    folder = run_folder(results_dir, **names, config_hash=code)
-    named = {**names, "config_hash": code, "seed": settings["seed"]}
-    return RunIdentity(settings, named, folder)
 
 
 def without_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,9 +55,8 @@ def _dropping_defaults(value: Any) -> Any:
         return [_dropping_defaults(item) for item in value]
     if not isinstance(value, Mapping):
         return value
-    kind = _class_named(str(value["_target_"])) if "_target_" in value else None
     reduced = {str(key): _dropping_defaults(item) for key, item in value.items()}
-    return reduced if kind is None else _differing(reduced, _defaults_of(kind))
+    return _differing(reduced, _defaults_of(locate(str(value.get("_target_")))))
 
 
 def _differing(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,16 +69,10 @@ def _differing(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[s
 
 
 @lru_cache
-def _class_named(name: str) -> type | None:
-    found = locate(name)
-    return found if isinstance(found, type) and is_dataclass(found) else None
-
-
-@lru_cache
-def _defaults_of(kind: type) -> dict[str, Any]:
-    """Plain values of the options that have a default."""
+def _defaults_of(kind: Any) -> dict[str, Any]:
+    """Plain values of the options of a dataclass that have a default; of anything else, nothing."""
     found = {}
-    for one in fields(kind):
+    for one in fields(kind) if isinstance(kind, type) and is_dataclass(kind) else ():
         if one.default is not MISSING:
             found[one.name] = _plain(one.default)
         elif one.default_factory is not MISSING:
@@ -103,7 +81,5 @@ def _defaults_of(kind: type) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Tuples as lists, as YAML has them."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+    """As YAML has it: tuples as lists."""
+    return json.loads(json.dumps(value, default=repr))

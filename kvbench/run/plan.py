@@ -21,14 +21,7 @@ from kvbench.kv import Budget, BudgetExceeded, KVError
 from kvbench.methods.base import Method
 from kvbench.records.figures import Heatmap, as_json
 from kvbench.records.shards import Shard
-from kvbench.run.encoding import (
-    ContextGroup,
-    EncodedExample,
-    conversations_of,
-    encode_examples,
-    examples_of,
-    pieces_of,
-)
+from kvbench.run.encoding import EncodedExample, conversations_of, encode_examples, pieces_of
 from kvbench.run.session import Session
 from kvbench.tasks.base import Task
 
@@ -54,6 +47,7 @@ class Unit:
             nothing.
         answers: how many examples' time it may take.
         notes_kept: whether its first record of each method says what the method kept.
+        examples: of a benchmark's unit, those of its context.
     """
 
     id: str
@@ -63,6 +57,7 @@ class Unit:
     context: str | None = None
     answers: int = 1
     notes_kept: bool = False
+    examples: tuple[EncodedExample, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,6 +74,11 @@ class Selection:
     mine: Sequence[Unit]
     left_out: tuple[str, ...]
 
+    @property
+    def mine_ids(self) -> set[str]:
+        """The example ids of the records of its units."""
+        return {record_id for unit in self.mine for record_id in unit.record_ids}
+
 
 def select_units(
     task: str, units: Sequence[Unit], limit: int | None = None, shard: Shard | None = None
@@ -94,13 +94,13 @@ def select_units(
         wanted = set(contexts)
         return [unit for unit in units if (unit.context or unit.id) in wanted]
 
-    def datasets(some: Sequence[Unit]) -> list[str]:  # of benchmarks; none for a probe
-        found = (each.example.dataset for unit in some for each in examples_of(unit.payload))
-        return list(dict.fromkeys(found))
-
     contexts = list(dict.fromkeys(unit.context or unit.id for unit in units))[:limit]
     every = of_contexts(contexts)
-    left_out = tuple(name for name in datasets(units) if name not in datasets(every))
+    of_all, of_some = (
+        dict.fromkeys(e.example.dataset for unit in some for e in unit.examples)
+        for some in (units, every)
+    )
+    left_out = tuple(name for name in of_all if name not in of_some)
     if left_out:
         log.warning("limit is %s: %s runs nothing of %s", limit, task, ", ".join(left_out))
     mine = every if shard is None else of_contexts(shard.select(contexts))
@@ -164,7 +164,7 @@ def status_of(error: BaseException) -> str:
 def beyond_positions(units: Sequence[Unit], session: Session) -> str | None:
     """A line about prompts that are longer than the model has positions for, None where all fit (or the
     model's config names no number)."""
-    lengths = [each.n for unit in units for each in examples_of(unit.payload)]
+    lengths = [each.n for unit in units for each in unit.examples]
     positions = session.encoder.max_positions if lengths else None
     over = [n for n in lengths if positions is not None and n > positions]
     if not over:
@@ -178,14 +178,9 @@ def beyond_positions(units: Sequence[Unit], session: Session) -> str | None:
 @dataclass(frozen=True)
 class TaskPlan:
     """A benchmark task as a plan: one prefill per example, or per context where the question comes after
-    compression, serves every method.
-
-    Attributes:
-        shared: where plans that are made one after another find what the one before has encoded.
-    """
+    compression, serves every method."""
 
     task: Task
-    shared: dict[str, list[EncodedExample]] | None = field(default=None, repr=False, compare=False)
 
     def meta(self) -> dict[str, Any]:
         """See `Plan.meta`."""
@@ -210,7 +205,11 @@ class TaskPlan:
                 less than sink and window; context compression of a prompt whose question is empty;
                 turns after the method's own answers where each turn is a prompt of its own.
         """
-        encoded = self._encoded(session)
+        encoded: list[EncodedExample] = session.once(
+            "examples",
+            self.task,
+            lambda: encode_examples(self.task.examples(session.encoder), session.encoder),
+        )
         for label, (method, budget) in methods.items():
             Fork(label, method, budget, session.seed, "", room=0)  # refuses what cannot generate
         after = session.compress_after == "context"
@@ -243,22 +242,17 @@ class TaskPlan:
         for e in encoded:
             name = e.context if after else e.example.id
             together.setdefault(name, []).append(e)
-        units = []
+        units, samples = [], session.sampling.samples
         for place, (name, each) in enumerate(together.items()):
-            group = ContextGroup(tuple(each), session.sampling.samples)
-            ids = tuple(group.records)
-            fields = {record_id: group.fields(record_id) for record_id in ids}
-            context = each[0].example.context_id
-            units.append(Unit(name, ids, group, fields, context, len(ids), place < NOTED))
+            by_record, fields = {}, {}
+            for sample in range(samples):  # questions that follow on from each other stand together
+                for e in each:
+                    record_id = e.example.id + (f"/sample{sample}" if sample else "")
+                    by_record[record_id], fields[record_id] = e, e.fields(sample, samples)
+            ids, context = tuple(by_record), each[0].example.context_id
+            noted = place < NOTED
+            units.append(Unit(name, ids, by_record, fields, context, len(ids), noted, tuple(each)))
         return units
-
-    def _encoded(self, session: Session) -> list[EncodedExample]:
-        shared = {} if self.shared is None else self.shared
-        key = repr((self.task, session.spec))
-        if key not in shared:
-            shared.clear()  # a benchmark has tens of millions of tokens
-            shared[key] = encode_examples(self.task.examples(session.encoder), session.encoder)
-        return shared[key]
 
     def run(self, unit: Unit, methods: Methods, session: Session) -> Iterator[Outcome]:
         """Generate with every method from one prefill, and score."""
@@ -289,7 +283,7 @@ class TaskPlan:
         session: Session,
     ) -> Outcome:
         """The record of one method on one example, but for what the runner adds."""
-        encoded, _ = unit.payload.records[record_id]
+        encoded: EncodedExample = unit.payload[record_id]
         example = encoded.example
         fields: dict[str, Any] = {
             "prompt_tokens": encoded.n,
@@ -314,8 +308,7 @@ class TaskPlan:
 
 def _prompt(unit: Unit, methods: Methods, session: Session) -> Prompt:
     """The prompt of a unit: its conversations, in the order of its records."""
-    group: ContextGroup = unit.payload
-    first = group.examples[0]
+    first = unit.examples[0]
     after = session.compress_after == "context"
 
     def question(each: EncodedExample, sample: int) -> Question:
@@ -333,8 +326,8 @@ def _prompt(unit: Unit, methods: Methods, session: Session) -> Prompt:
         encoder=session.encoder,
         conversations=[
             [question(each, sample) for each in conversation]
-            for sample in range(group.samples)
-            for conversation in conversations_of(group.examples)
+            for sample in range(session.sampling.samples)
+            for conversation in conversations_of(unit.examples)
         ],
     )
 

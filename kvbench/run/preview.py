@@ -14,52 +14,51 @@ from kvbench.engine.estimate import cache_shape
 from kvbench.errors import printable
 from kvbench.methods.base import Method
 from kvbench.records.read import recorded
-from kvbench.run.encoding import examples_of
 from kvbench.run.plan import beyond_positions
 from kvbench.run.runner import Job
 
+MIB = 2**20
 
-def print_dry_run(job: Job, console: Console | None = None, name: str = "") -> None:
+
+def print_dry_run(job: Job, name: str = "") -> None:
     """Print what the job would run: examples, tokens, and of each method the memory and the folder.
 
     Args:
-        name: of one of many jobs, which is then told in one line.
+        name: of one of several jobs, which is then told in one line.
 
     Raises:
         KVError, TaskError, ModelError, StoreError: what the job itself would be refused for.
     """
-    units = job.units.mine
-    wanted = {record_id for unit in units for record_id in unit.record_ids}
+    units, wanted = job.units.mine, job.units.mine_ids
     done = {label: recorded(run.folder) & wanted for label, run in job.runs.items()}
     todo = [u for u in units if any(not ids.issuperset(u.record_ids) for ids in done.values())]
-    asked = [each for unit in units for each in examples_of(unit.payload)]
+    asked = [each for unit in units for each in unit.examples]
     examples = f"{len(units)} examples, {len(todo)} of them to run"
     if job.shard is not None:
         examples += f" (shard {job.shard} of {len(job.units.every)})"
     if len(wanted) != len(units):
         examples += f", {len(wanted)} answers per method"
-    tokens, median = "tokens as the task says", 0
-    if asked:
-        lengths = [each.n for each in asked]
-        median = int(statistics.median(lengths))
-        tokens = (
-            f"{sum(lengths):,} prompt tokens (min {min(lengths)}, median {median}, max {max(lengths)}), "
-            f"up to {sum(each.example.max_new_tokens for each in asked):,} new ones per method"
-        )
+    lengths = [each.n for each in asked] or [0]
+    median = int(statistics.median(lengths))
+    tokens = (
+        f"{sum(lengths):,} prompt tokens (min {min(lengths)}, median {median}, max {max(lengths)}), "
+        f"up to {sum(each.example.max_new_tokens for each in asked):,} new ones per method"
+    )
+    tokens = tokens if asked else "tokens as the task says"
     place = next(iter(job.runs.values())).folder.parent
-    beyond = beyond_positions(units, job.session)
+    session, beyond = job.session, beyond_positions(units, job.session)
     lines = [
         f"{job.spec.label} x {job.task}: dry run, nothing written",
         f"  {examples}",
         f"  {tokens}",
-        f"  compressed after the {job.session.compress_after}, on {job.session.device}, "
-        f"{str(job.session.dtype).removeprefix('torch.')}",
+        f"  compressed after the {session.compress_after}, on {session.device}, "
+        f"{str(session.dtype).removeprefix('torch.')}",
         f"  results in {place}",
         *([] if beyond is None else [f"  warning: {beyond}"]),
     ]
     if name:
         lines = [f"{name}: {len(job.runs)} methods, {examples}; {tokens}; {place}"]
-    out = console or Console(width=None if sys.stdout.isatty() else 140)
+    out = Console(width=None if sys.stdout.isatty() else 140)
     for line in lines:
         out.print(printable(line), highlight=False, markup=False, soft_wrap=True)
     if name:
@@ -67,27 +66,22 @@ def print_dry_run(job: Job, console: Console | None = None, name: str = "") -> N
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("method", "capacity", "cache", "exact cache", "on disk", "run"):
         table.add_column(column, justify="left" if column in ("method", "run") else "right")
-    shape = cache_shape(job.spec, job.session.dtype)
+    shape = cache_shape(job.spec, session.dtype)
     for label, (method, budget) in job.methods.items():
-        memory = ("-", "-", "-")
+        memory = ["-", "-", "-"]
         if asked and isinstance(method, Method):  # rows that a task brings are no methods
             capacity = budget.capacity(median) if method.saves_memory else median
-            memory = (str(capacity), "unknown", "unknown")
+            memory = [str(capacity), "unknown", "unknown"]
             if shape is not None:
                 exact = shape.bytes(median, median)
                 held = shape.bytes(median, capacity, method.quantization())
-                memory = (str(capacity), f"{_size(held)} ({held / exact:.0%})", _size(exact))
+                memory[1:] = [
+                    f"{held / MIB:.3f} MiB ({held / exact:.0%})",
+                    f"{exact / MIB:.3f} MiB",
+                ]
         there = f"{len(done[label])}/{len(wanted)}"
         table.add_row(escape(label), *memory, there, job.runs[label].folder.name)
     out.print(table)
     if asked:
         note = "capacity and bytes are those of the median prompt, without weights and scores"
         out.print(f"  {note}", style="dim", highlight=False)
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"

@@ -1,81 +1,123 @@
-"""Progress on a terminal (a bar) or in a log (a line now and then)."""
+"""What a job does and how far it is, on stderr: on a terminal a line that changes, else one now and
+then."""
 
 from __future__ import annotations
 
-import sys
+import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.progress import (
-    Progress as Bar,
-)
+from rich.markup import escape
+from torch.nn import Module, ModuleList
 
-if TYPE_CHECKING:
-    from kvbench.run.runner import Progress
+from kvbench.errors import complain, presentable
 
 SECONDS_BETWEEN_LINES = 15.0
-PREPARING = "loading the data and the model"
-"""Before the first example."""
+"""Of a log; a terminal's line changes ten times a second."""
 
 
-def _scores(progress: Progress) -> str:
-    """Mean score so far per method, e.g. ``snapkv 0.82  h2o 0.45``."""
-    return "  ".join(
-        f"{name} {total / count:.2f}" for name, (total, count) in progress.scores.items()
-    )
+class Progress:
+    """How far a job is, in tokens that were read or generated.
+
+    Args:
+        tell: shows it; called often, and with True when it matters.
+
+    Attributes:
+        doing: what happens now. total, done: units of the job, and those that have all their records.
+    """
+
+    def __init__(self, tell: Callable[[Progress, bool], None] = lambda progress, now: None) -> None:
+        self.doing, self.total, self.done = "loading the data and the model", 0, 0
+        self.scores: dict[str, tuple[float, int]] = {}
+        self._tell = tell
+        self._costs: list[float] = []
+        self._passed, self._began, self._step, self._most = 0.0, time.monotonic(), 0, 0
+        tell(self, True)
+
+    def begin(self, work: Sequence[tuple[Any, Any]], total: int) -> None:
+        """Say what of so many units is on disk already, before the first of the others runs."""
+        self.total, self.done = total, total - len(work)
+        lengths = [[e.example.max_new_tokens for e in unit.examples] for unit, _ in work]
+        self._most = max((n for each in lengths for n in each), default=0)
+        for (unit, methods), each in zip(work, lengths, strict=True):
+            self._costs.append(sum(e.n for e in unit.examples[:1]) + len(methods) * sum(each) or 1)
+        self._began, self.doing = time.monotonic(), f"{self.done} of {total} on disk"
+        self._tell(self, self.done > 0)
+
+    def add(self, method: str, score: float | None) -> None:
+        """Count one record."""
+        if score is not None:
+            total, count = self.scores.get(method, (0.0, 0))
+            self.scores[method] = (total + score, count + 1)
+
+    def unit_done(self) -> None:
+        """Count one unit."""
+        self.done += 1
+        self.doing = "done" if self.done == self.total else self.doing
+        self._passed = sum(self._costs[: len(self._costs) - (self.total - self.done)])
+        self._tell(self, self.done == self.total)
+
+    @property
+    def left(self) -> float | None:
+        """Seconds, if the rest takes as long per token; None before the first token."""
+        every = sum(self._costs)
+        passed = min(self._passed, every)
+        return (time.monotonic() - self._began) * (every - passed) / passed if passed else None
+
+    def __str__(self) -> str:
+        """How far it is, what happens now, time left, and the mean score so far per method."""
+        left = [] if self.left is None else [f"about {self.left:.0f} s left"]
+        means = "  ".join(f"{name} {total / n:.2f}" for name, (total, n) in self.scores.items())
+        done = [f"{self.done}/{self.total}"] if self.total else []
+        return "; ".join(filter(None, [", ".join([*done, self.doing, *left]), means]))
+
+    @contextmanager
+    def watching(self, model: Module) -> Iterator[None]:
+        """While this lasts, the model's forward passes are what happens now."""
+        layers = max((m for m in model.modules() if isinstance(m, ModuleList)), key=len)
+        place = {layer: number for number, layer in enumerate(layers, 1)}
+        shape, first = (1, 1), True
+
+        def begun(_: Module, args: Any, named: dict[str, Any]) -> None:
+            nonlocal shape
+            shape = tuple((args[0] if args else named["input_ids"]).shape)
+            self._step = self._step + 1 if shape[1] == 1 else 0
+
+        def layer_begun(layer: Module, _: Any) -> None:
+            nonlocal first
+            number, (rows, tokens) = place[layer], shape
+            self.doing = f"prefill of {tokens:,} tokens, layer {number} of {len(layers)}"
+            if tokens == 1:
+                self.doing = f"decoding, {rows} at once, token {self._step} of {self._most}"
+            self._tell(self, first)
+            self._passed += rows * tokens / len(layers)
+            first = False
+
+        hooks = [model.register_forward_pre_hook(begun, with_kwargs=True)]
+        hooks += [layer.register_forward_pre_hook(layer_begun) for layer in layers]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 @contextmanager
-def progress_display(title: str) -> Iterator[Callable[[Progress], None]]:
-    """A function to call with the job's progress: examples done, scores so far, time left."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield _log_lines(title)
-        return
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[scores]}", style="dim", markup=False),
-    )
-    with Bar(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(f"{title}: {PREPARING}", total=None, scores="")
+def progress_display(title: str) -> Iterator[Progress]:
+    """A job's progress, shown under its title for as long as this lasts."""
+    console, told = Console(stderr=True), -math.inf
+    shown = console.status(title) if console.is_terminal else None
+    every = SECONDS_BETWEEN_LINES if shown is None else 0.1
 
-        def show(progress: Progress) -> None:
-            bar.update(task, total=progress.total, completed=progress.done, description=title)
-            bar.update(task, scores=_scores(progress))
+    def tell(progress: Progress, now: bool) -> None:
+        nonlocal told
+        if now or time.monotonic() - told >= every:
+            told = time.monotonic()
+            line = presentable(f"{title}: {progress}")
+            complain(line) if shown is None else shown.update(escape(line))
 
-        yield show
-
-
-def _log_lines(title: str) -> Callable[[Progress], None]:
-    start = last = time.monotonic()
-
-    def show(progress: Progress) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if progress.done < progress.total and now - last < SECONDS_BETWEEN_LINES:
-            return
-        last = now
-        rest = progress.total - progress.done
-        left = (now - start) / progress.done * rest if progress.done else 0
-        print(
-            f"{title}: {progress.done}/{progress.total}, about {left:.0f} s left; {_scores(progress)}",
-            file=sys.stderr,
-            flush=True,
-        )
-
-    return show
+    with shown or nullcontext():
+        yield Progress(tell)

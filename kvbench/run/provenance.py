@@ -7,6 +7,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ LIBRARIES = (
 )
 
 
+@cache
 def versions() -> dict[str, str]:
     """Versions of kvbench, Python and the libraries that can change a score."""
     found = {"kvbench": kvbench.__version__, "python": platform.python_version()}
@@ -33,6 +35,7 @@ def versions() -> dict[str, str]:
     return found
 
 
+@cache
 def code_revision() -> str:
     """Git commit of the checkout the package runs from (``+dirty`` with uncommitted changes to the
     code), or ``unknown`` outside a checkout."""

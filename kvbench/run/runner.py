@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
@@ -18,18 +18,11 @@ from kvbench.errors import redact
 from kvbench.kv import KVError
 from kvbench.records.read import COMMON_FIELDS, recorded
 from kvbench.records.shards import Shard
-from kvbench.records.store import RecordStore, write_manifest
-from kvbench.run.batching import GOES_ON, DeviceLost, run_units
-from kvbench.run.identity import RunIdentity, identify
-from kvbench.run.plan import (
-    Methods,
-    Outcome,
-    Plan,
-    Selection,
-    Unit,
-    beyond_positions,
-    select_units,
-)
+from kvbench.records.store import RecordStore, config_hash, run_folder, write_manifest
+from kvbench.run.batching import GOES_ON, DeviceLost, Runner
+from kvbench.run.identity import RunIdentity, without_defaults
+from kvbench.run.plan import Methods, Outcome, Plan, Selection, beyond_positions, select_units
+from kvbench.run.progress import Progress
 from kvbench.run.session import Session
 
 log = logging.getLogger(__name__)
@@ -108,13 +101,15 @@ class Job:
             common["sampling"] = {"temperature": sampling.temperature, "top_p": sampling.top_p}
         found = {}
         for label, (method, _) in self.methods.items():
-            version = {"method_version": method.version} if method.version > 1 else {}
-            own = {
+            settings = {
+                **({"method_version": method.version} if method.version > 1 else {}),
+                **common,
                 "method": self.method_configs[label],
                 "budget": self.budget_config if method.uses_budget else None,
             }
-            settings = version | common | own
-            found[label] = identify(self.results_dir, names | {"method": label}, settings)
+            own = names | {"method": label, "config_hash": config_hash(without_defaults(settings))}
+            folder = run_folder(self.results_dir, **own)
+            found[label] = RunIdentity(settings, own | {"seed": self.session.seed}, folder)
         return found
 
     def manifest(self, label: str) -> dict[str, Any]:
@@ -145,21 +140,6 @@ class Job:
         }
 
 
-@dataclass
-class Progress:
-    """What a progress display is told: units done of all, running mean score per method."""
-
-    total: int
-    done: int = 0
-    scores: dict[str, tuple[float, int]] = field(default_factory=dict)
-
-    def add(self, method: str, score: float | None) -> None:
-        """Count one record."""
-        if score is not None:
-            total, count = self.scores.get(method, (0.0, 0))
-            self.scores[method] = (total + score, count + 1)
-
-
 @dataclass(frozen=True)
 class JobResult:
     """What a job left behind.
@@ -179,16 +159,8 @@ class JobResult:
     complete: bool = True
 
 
-def run_job(
-    job: Job,
-    report_progress: Callable[[Progress], None] = lambda progress: None,
-    example: Callable[[], AbstractContextManager[object]] = nullcontext,
-) -> JobResult:
+def run_job(job: Job, progress: Progress | None = None) -> JobResult:
     """Run what is not on disk yet; every record is written before the next group of units starts.
-
-    Args:
-        example: entered for each group of units and left when its records are on disk; whoever gives
-            it can hold back there what would interrupt an example.
 
     Raises:
         KVError, TaskError, ModelError: what cannot be run, before a model is loaded where possible.
@@ -206,7 +178,7 @@ def run_job(
     if beyond is not None:
         log.warning("%s x %s: %s", job.spec.label, job.task, beyond)
     folders = {label: run.folder for label, run in job.runs.items()}
-    wanted = _record_ids(units.mine)
+    wanted = units.mine_ids
     # before the clock of the first example starts, and before there is a folder for results that a
     # model which cannot be loaded will not give
     if job.meta.get("subject") is None and (
@@ -225,17 +197,15 @@ def run_job(
                 store.drop_failed()
             write_manifest(folder, job.manifest(label), goes_on=True)
         done = {label: store.done for label, store in stores.items()}
-        work = []
-        for unit in units.mine:
-            todo = {
-                label: job.methods[label]
-                for label in stores
-                if not done[label].issuperset(unit.record_ids)
-            }
-            if todo:
-                work.append((unit, todo))
-        progress = Progress(total=len(units.mine), done=len(units.mine) - len(work))
-        report_progress(progress)
+        every = [
+            (u, {k: job.methods[k] for k, ids in done.items() if not ids.issuperset(u.record_ids)})
+            for u in units.mine
+        ]
+        work = [(unit, methods) for unit, methods in every if methods]
+        progress = Progress() if progress is None else progress
+        progress.begin(work, len(units.mine))
+        if work and work[0][0].examples:  # a probe may measure seconds
+            stack.enter_context(progress.watching(job.session.model))
 
         def save(outcomes: Sequence[Outcome]) -> None:
             nonlocal written
@@ -244,16 +214,11 @@ def run_job(
                 written += stores[outcome.method].append(record)
                 progress.add(outcome.method, record["score"])
 
-        for outcomes in run_units(job.plan, work, job.session, job.batch_size, save, example):
+        for outcomes in Runner(job.plan, job.session, job.batch_size, save).run(work):
             save(outcomes)
-            progress.done += 1
-            report_progress(progress)
+            progress.unit_done()
         failed = sum(len(store.failed & wanted) for store in stores.values())
         records = sum(len(store.done & wanted) for store in stores.values())
-    all_ids = _record_ids(units.every)
-    complete = job.shard is None or all(all_ids <= recorded(f) for f in folders.values())
+    every_id = {record_id for unit in units.every for record_id in unit.record_ids}
+    complete = job.shard is None or all(every_id <= recorded(f) for f in folders.values())
     return JobResult(folders, failed, written, records, complete)
-
-
-def _record_ids(units: Iterable[Unit]) -> set[str]:
-    return {record_id for unit in units for record_id in unit.record_ids}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -37,6 +38,7 @@ class Session:
         decode: how decode steps run, see `kvbench.engine.graphs`; changes no answer.
         sampling: how the tokens of an answer are chosen, and how many answers are given.
         example_timeout: seconds; an example that takes longer is recorded as a timeout; None: no limit.
+        shared: what the sessions of a process have in common, see `once`.
     """
 
     spec: ModelSpec
@@ -47,15 +49,25 @@ class Session:
     example_timeout: float | None = None
     decode: str = "eager"
     sampling: Sampling = GREEDY
+    shared: dict[str, tuple[str, Any]] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_options(self, "", KVError)
         check_decode(self.decode, self.device)
 
+    def once(self, what: str, of: object, make: Callable[[], Any]) -> Any:
+        """The last of its kind that a session with this `shared` made, if it is of the same model and
+        `of` the same; else it is let go, and another one is made."""
+        key = repr((self.spec, of))
+        if self.shared.get(what, ("", None))[0] != key:
+            self.shared.pop(what, None)
+            self.shared[what] = key, make()
+        return self.shared[what][1]
+
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
-        return load_tokenizer(self.spec)
+        return self.once("tokenizer", None, lambda: load_tokenizer(self.spec))
 
     @cached_property
     def encoder(self) -> PromptEncoder:
@@ -67,7 +79,9 @@ class Session:
     @cached_property
     def model(self) -> Model:
         """The model, ready for kvbench's attention."""
-        return load_model(self.spec, device=self.device, dtype=self.dtype, seed=self.seed)
+        seed = self.seed if self.spec.random_weights else 0
+        how: dict[str, Any] = {"device": self.device, "dtype": self.dtype, "seed": seed}
+        return self.once("model", how, lambda: load_model(self.spec, **how))
 
     @cached_property
     def graphs(self) -> StepGraphs:

@@ -25,58 +25,60 @@ class Terminated(SystemExit):
         super().__init__(TERMINATED)
 
 
-class Termination:
-    """SIGTERM ends a job after the example in progress; a second one ends it at once.
+_busy = _asked = False
+"""Of this process, as its signals are: an example is running; SIGTERM came while one was."""
 
-        with Termination() as termination:
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """While this lasts, SIGTERM ends the process, after the example in progress; a second one at once.
+
+        with terminable():
             for example in examples:
-                with termination.example():
+                with finished_first():
                     ...  # finished even if SIGTERM comes now; Terminated is raised afterwards
 
     SIGTERM is left as it is outside the main thread, and where it has a handler already: in a job on
     Slurm it announces that the job is preempted, and one that ends by itself is not put back into the
-    queue. Within another `Termination`, it is the other.
+    queue.
     """
-
-    def __init__(self) -> None:
-        self._busy = False
-        self._asked = False
-
-    def __enter__(self) -> Termination:
-        before = signal.getsignal(signal.SIGTERM)
-        self._ours = in_main_thread() and before == signal.SIG_DFL
-        if self._ours:
-            signal.signal(signal.SIGTERM, self._handle)
-        outer = getattr(before, "__self__", None)
-        return outer if isinstance(outer, Termination) else self
-
-    def __exit__(self, *_: object) -> None:
-        if self._ours:
+    global _asked
+    ours = in_main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if ours:
+        _asked = False
+        signal.signal(signal.SIGTERM, _handle)
+    try:
+        yield
+    finally:
+        if ours:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    def _handle(self, _signal: int, _frame: FrameType | None) -> None:
-        if self._busy and not self._asked:
-            self._asked = True
-            if sys.__stderr__ is not None:  # else 2 may be any file
-                with suppress(OSError):  # past Python's own buffer, which this may have interrupted
-                    os.write(2, WAIT_NOTICE.encode())
-            return
+
+def _handle(_signal: int, _frame: FrameType | None) -> None:
+    global _asked
+    if _asked or not _busy:
         raise Terminated
+    _asked = True
+    if sys.__stderr__ is not None:  # else 2 may be any file
+        with suppress(OSError):  # past Python's own buffer, which this may have interrupted
+            os.write(2, WAIT_NOTICE.encode())
 
-    @contextmanager
-    def example(self) -> Iterator[None]:
-        """While this lasts, SIGTERM waits.
 
-        Raises:
-            Terminated: at the end, if it came.
-        """
-        self._busy = True
-        try:
-            yield
-        finally:
-            self._busy = False
-        if self._asked:
-            raise Terminated
+@contextmanager
+def finished_first() -> Iterator[None]:
+    """While this lasts, SIGTERM waits, where it is `terminable`.
+
+    Raises:
+        Terminated: at the end, if it came.
+    """
+    global _busy
+    _busy = True
+    try:
+        yield
+    finally:
+        _busy = False
+    if _asked:
+        raise Terminated
 
 
 def asks_to_stop(error: BaseException) -> bool:

@@ -1,7 +1,8 @@
 """Radius of k centres against k, of keys, values and Gaussian vectors like them; t-SNE of one head.
 
-SubGen (arXiv 2402.06082), Figure 1: 1,024 generated tokens on MT-Bench's questions, five layers;
-ClusterGen (its later version), appendix C.2: other architectures on TriviaQA. No numbers are printed.
+SubGen (arXiv 2402.06082), Figure 1: 1,024 generated tokens on MT-Bench's questions, five layers, random
+heads. ClusterGen (its later version), Figure 1: the prefill of four models on TriviaQA, a random layer
+and head; C.2: more layers and heads. No numbers are printed.
 The radius is over the root mean square distance of two vectors of the head, mean over the KV heads: the
 faster it falls with k, the better the vectors cluster. Gaussian vectors have the covariance alone.
 """
@@ -9,18 +10,16 @@ faster it falls with k, the better the vectors cluster. Gaussian vectors have th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
+from _clusters import draw, drawn, plain, prefilled
 from _common import Run, started
-from matplotlib.figure import Figure
 from subgen_clusters import key_distance
 from torch import Tensor
 
 from kvbench.engine.fork import layer_generator
 from kvbench.engine.scoring import greedy_continuation, read
 from kvbench.engine.stopping import Stopping
-from kvbench.errors import UserError, needs_extra
 from kvbench.kernels.kcentre import greedy_k_centre
 from kvbench.kv import Budget, LayerKV
 from kvbench.methods.base import SEED_STRIDE
@@ -49,50 +48,38 @@ def k_centre_radii(points: Tensor, most: int) -> tuple[Tensor, Tensor]:
     return centres, apart.cummin(dim=1).values.amax(0)
 
 
-def draw(points: Tensor, centres: Tensor, seed: int, file: str) -> None:
-    """t-SNE of points [n, d] with the centres marked, as PNG (needs scikit-learn)."""
-    try:
-        from sklearn.manifold import TSNE
-    except ModuleNotFoundError as error:
-        raise UserError(needs_extra("scikit-learn", "tsne")) from error
-    tsne = TSNE(2, perplexity=min(30.0, (len(points) - 1) / 3), init="pca", random_state=seed)
-    flat = tsne.fit_transform(points.numpy())
-    figure = Figure(figsize=(4, 4), layout="constrained")
-    ax = figure.subplots()
-    ax.scatter(flat[:, 0], flat[:, 1], s=4)
-    ax.scatter(flat[centres, 0], flat[centres, 1], s=40, marker="*", color="red")
-    Path(file).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=150)
-
-
 def main(given: Sequence[str]) -> None:
     """A row for each prompt, layer, kind of vector and k. Own keys: generate (tokens that the exact
-    model goes on with, greedily, whose vectors are taken; 0: the prompt's own), counts (the k's),
-    centres and head (of the picture, of the first prompt; 0: none), layers."""
+    model goes on with, greedily, whose vectors are taken; 0: the prompt's own, of any model that
+    transformers runs), counts (the k's), centres and head (of the picture, of the first prompt; 0:
+    none; random), layers (random: one)."""
     counts = [1, 2, 4, 8, 16, 32, 64, 128]
-    own = {"generate": 1024, "counts": counts, "centres": 16, "head": 1, "layers": 5}
+    own = {"generate": 1024, "counts": counts, "centres": 16, "head": "random", "layers": 5}
     run = Run(__file__, given, "model=llama2_7b", "task=_mt_bench", **own)
     rows = []
+    model = run.session.model if run.generate else plain(run)
     for number, (prompt, ids) in enumerate(run.prompts()):
-        first, model = 0, run.session.model
+        first = 0
         if run.generate:
             exact = {"exact": (Exact(), Budget())}
             read_once = read(model, ids, exact, seed=run.seed, example_id=prompt, room=run.generate)
             stopping, first = Stopping(run.generate), len(ids)
             ids = (*ids, *greedy_continuation(model, read_once, read_once.forks[0], stopping))
-        for layer, kv in run.captured(ids, run.layers):
+        found = run.captured(ids, run.layers) if run.generate else None
+        for layer, kv in found or prefilled(model, ids, run.layers, run.seed):
             for kind in ("keys", "values", "keys_gaussian", "values_gaussian"):
                 of, _, gaussian = kind.partition("_")
                 generator = layer_generator(SEED_STRIDE * run.seed, prompt, layer)
                 heads = vectors(kv, of, first, generator, bool(gaussian))
-                found = [k_centre_radii(head, max(run.counts)) for head in heads]
-                radii = torch.stack([r for _, r in found]) / key_distance(heads)[:, None]
+                centres = [k_centre_radii(head, max(run.counts)) for head in heads]
+                radii = torch.stack([r for _, r in centres]) / key_distance(heads)[:, None]
                 for k in run.counts:
                     where = {"prompt": prompt, "layer": layer, "kind": kind, "k": k}
                     rows.append(where | {"radius": float(radii[:, k - 1].mean())})
-                if number == 0 and run.head and not gaussian:
-                    marked = found[run.head - 1][0][: run.centres]
-                    draw(heads[run.head - 1], marked, run.seed, f"{run.place}-{kind}-{layer}.png")
+                head = drawn(run.head, len(heads), run.seed + layer)
+                if number == 0 and head and not gaussian:
+                    marked = centres[head - 1][0][: run.centres]
+                    draw(heads[head - 1], marked, run.seed, f"{run.place}-{kind}-{layer}.png")
     run.save(rows, y="radius", x="k", by="kind", panel="layer", fit=(1, max(run.counts)))
 
 

@@ -1,9 +1,10 @@
-"""``kvbench released``, trials of W&B sweeps, and the number that Hydra's sweepers get of a job."""
+"""Released predictions, trials of W&B sweeps, and the number that Hydra's sweepers get of a job."""
 
 from __future__ import annotations
 
 import json
 import math
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from support.wandb_files import history, isolated, offline_run
 
 from kvbench.cli.jobs import JobOutcome
 from kvbench.cli.main import main
-from kvbench.cli.released import pair_released
 from kvbench.errors import UserError
 from kvbench.records.read import load_runs
 from kvbench.report.objective import objective_of
@@ -25,64 +25,29 @@ from kvbench.report.objective import objective_of
 ANSWERS = [["Paris", "the city of Paris"], ["a red fox"], ["42"], ["42"]]
 
 
-def experiment(folder: Path) -> Path:
-    """A run of LongBench: its folder."""
+def test_released_predictions_stand_beside_the_same_examples(tmp_path: Path, capsys: Any) -> None:
+    pair_released = runpy.run_path(str(ROOT / "scripts" / "released.py"))["pair_released"]
     records = [
-        {
-            "example_id": f"qasper-{i}",
-            "dataset": "qasper",
-            "answers": answers,
-            "length": 100 + min(i, 2),
-            "length_bucket": "0-4k",
-            "prediction": "Paris" if i == 0 else "nothing",
-            "score": float(i == 0),
-            "prompt_tokens": 900,
-            "ratio": 0.25,
-        }
+        {"example_id": f"qasper-{i}", "dataset": "qasper", "answers": answers, "score": 0.0}
+        | {"length": 100 + min(i, 2), "ratio": 0.25}
         for i, answers in enumerate(ANSWERS)
     ]
     names = {"experiment": "table1", "task": "longbench", "method": "snapkv"}
-    return write_run(folder, **names, records=records, task_meta=LONGBENCH_META)
-
-
-def release(folder: Path, *lines: dict[str, Any]) -> Path:
-    """LongBench's predictions of one dataset."""
-    folder.mkdir()
-    (folder / "qasper.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return folder
-
-
-def line(pred: str, i: int) -> dict[str, Any]:
-    return {"pred": pred, "answers": ANSWERS[i], "length": 100 + min(i, 2), "all_classes": None}
-
-
-def test_released_predictions_stand_beside_the_same_examples(tmp_path: Path, capsys: Any) -> None:
-    run = experiment(tmp_path / "results")
-    lines = [line("the 42", 2), line("no", 3), line("a fox", 1), {**line("x", 0), "length": 7}]
-    folder = release(tmp_path / "pred", *lines)
-    assert pair_released([f"run={run}", f"predictions={folder}"]) == 0
+    run = write_run(tmp_path / "results", **names, records=records, task_meta=LONGBENCH_META)
+    (tmp_path / "pred").mkdir()
+    said = [("the 42", 2, 102), ("no", 3, 102), ("a fox", 1, 101), ("x", 0, 7)]
+    rows = [{"pred": text, "answers": ANSWERS[i], "length": n} for text, i, n in said]
+    lines = "".join(json.dumps(row | {"all_classes": None}) + "\n" for row in rows)
+    (tmp_path / "pred" / "qasper.jsonl").write_text(lines)
+    pair_released([f"run={run}", f"predictions={tmp_path / 'pred'}"])
     assert "3 of 4 examples matched" in capsys.readouterr().out
     (found,) = load_runs(tmp_path / "results" / "table1_released")
     scores = found.records.set_index("example_id")["score"].to_dict()
     # F1 of "a fox" against "a red fox", articles left out: precision 1, recall 1/2
     assert scores == pytest.approx({"qasper-1": 2 / 3, "qasper-2": 1.0, "qasper-3": 0.0})
     assert found.records["ratio"].isna().all()
-
-
-def test_what_cannot_be_paired_is_one_line(tmp_path: Path) -> None:
-    run = experiment(tmp_path / "results")
-    empty = release(tmp_path / "pred", line("x", 0))
-    other = release(tmp_path / "other", {**line("x", 0), "answers": ["Rome"]})
-    broken = release(tmp_path / "broken", {"answers": ["x"]})
-    for words, said in (
-        ([], "takes run="),
-        ([f"run={run}", "prediction=x"], "takes run="),
-        ([f"run={tmp_path}", f"predictions={empty}"], "allowed: a run's folder"),
-        ([f"run={run}", f"predictions={tmp_path / 'no'}"], "allowed: a folder"),
-        ([f"run={run}", f"predictions={other}"], "no line of"),
-        ([f"run={run}", f"predictions={broken}"], "line 1 is no prediction"),
-    ):
-        with pytest.raises(UserError, match=said):
+    for words, problem in (([], "takes run="), ([f"run={tmp_path}", "predictions=x"], "a run's f")):
+        with pytest.raises(UserError, match=problem):
             pair_released(words)
 
 

@@ -84,15 +84,6 @@ def test_without_slurm_launcher_slurm_says_so(
     )
 
 
-def test_why_jobs_wait_is_one_line() -> None:
-    jobs = [("RUNNING", "None"), ("COMPLETED", ""), ("PENDING", "Resources")]
-    assert slurm.waiting_line(jobs) == "1 run, 1 wait: Resources"
-    jobs += [("PENDING", "launch failed requeued held"), ("PENDING", "Resources")]
-    assert slurm.waiting_line(jobs) == "1 run, 3 wait: Resources, launch failed requeued held"
-    assert slurm.waiting_line([("PENDING", "None"), ("RUNNING", "")]) is None
-    assert "PREEMPTED" in slurm.ENDED, "one that goes back into the queue is pending"
-
-
 @pytest.mark.parametrize("fault", [SystemExit(-1), RuntimeError("too\nmany")])
 def test_the_end_of_a_jobs_time_is_no_failure_of_an_example(fault: Any, capsys: Any) -> None:
     def submitits(number: int, frame: Any) -> None:

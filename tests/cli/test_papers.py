@@ -25,28 +25,27 @@ from kvbench.run.termination import Terminated
 
 ITEMS = paper_items()
 PAPERS = {item.paper for item in ITEMS.values()}
-MADE = {name: item for name, item in ITEMS.items() if item.status not in ("no data", "missing")}
-COMPOSED = [name for name in MADE if not ITEMS.get(MADE[name].experiment, MADE[name]).script]
+MADE = {name: item for name, item in ITEMS.items() if not item.no_data}
+COMPOSED = [name for name in MADE if not (MADE[name].script or MADE[name].alias)]
 EXPERIMENTS = {
     path.stem: yaml.safe_load(path.read_text())
     for path in sorted((ROOT / "conf/experiment").glob("[!_]*.yaml"))
 }
-PUBLISHED = [name for name, config in EXPERIMENTS.items() if config.get("paper_table")]
+DIFFERING = [name for name in COMPOSED if name != "balancekv_theorem3_1"]
 NEEDED = {"balancekv_figure4": ["task.haystack_files=[x]"], "subgen_table1": ["task.files=[x]"]}
 
 
 def test_the_list_has_every_number_of_the_papers() -> None:
-    """As printed: BalanceKV v3 has four figures and six tables, H2O v3 13 figures and 12 tables."""
+    """As printed: BalanceKV v3 has four figures and six tables, H2O v3 14 figures and 12 tables."""
     for paper, kind, count in [
         *(("balancekv", "figure", 4), ("balancekv", "table", 6)),
-        *(("h2o", "figure", 13), ("h2o", "table", 12)),
+        *(("h2o", "figure", 14), ("h2o", "table", 12)),
     ]:
         own = [item.id for item in ITEMS.values() if item.paper == paper]
         ids = (re.fullmatch(rf"{kind}(\d+)[a-z]?", name) for name in own)
         assert {int(match[1]) for match in ids if match} == set(range(1, count + 1))
-    assert all(item.shows and (item.needs or item.no_data) for item in ITEMS.values())
-    assert not [item.name for item in ITEMS.values() if item.status == "missing"]
     for item in ITEMS.values():
+        assert item.alias or (item.shows and (item.needs or item.no_data))
         assert not (item.no_data and item.experiment in EXPERIMENTS)
         assert not item.script or (ROOT / "scripts/papers" / f"{item.script}.py").is_file()
         for old in item.was:
@@ -54,6 +53,43 @@ def test_the_list_has_every_number_of_the_papers() -> None:
     assert expanded(["experiment=table5,table6,demo"]) == [
         "experiment=balancekv_table5,balancekv_table6,demo"
     ]
+
+
+def test_an_alias_is_its_item_and_nothing_else() -> None:
+    said = yaml.safe_load((ROOT / "results/paper/experiments.yaml").read_text())
+    aliases = {name: item.alias for name, item in ITEMS.items() if item.alias}
+    assert aliases["clustergen_table1"] == "subgen_table1"
+    for name, alias in aliases.items():
+        paper, _, number = name.partition("_")
+        assert set(said[paper]["items"][number]) == {"alias"}
+        for words in (["model=recall_mini", "limit=2"], ["dry_run=true"]):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("LONGEVAL", "x")
+                assert list(command_lines(name, words)) == list(command_lines(alias, words))
+    assert len(list(command_lines("clustergen_table1", ["model=recall_mini"]))) == 3
+
+
+def test_a_status_is_what_a_page_shows() -> None:
+    for name in COMPOSED:
+        table = composed(f"experiment={MADE[name].experiment}", *NEEDED.get(name, [])).paper_table
+        assert (MADE[name].status == "published") is bool(table), name
+    assert {ITEMS[name].status for name in ("h2o_figure6", "h2o_figure8", "h2o_figure2d")} == {
+        "ours"
+    }
+
+
+def test_clustergens_figure_1_is_as_its_caption_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four models, TriviaQA, about 5,600 tokens but OPT's 2,048, a random layer and head, k = 16."""
+    lines = [
+        dict(word.split("=", 1) for word in li) for li in command_lines("clustergen_figure1", [])
+    ]
+    models = [line.get("model.path", line["model"]) for line in lines]
+    assert models == ["opt_6_7b", "mosaicml/mpt-7b", "llama31_8b_instruct", "gemma2_9b"]
+    assert [line["task.max_input"] for line in lines] == ["2048", "5600", "5600", "5600"]
+    for line in lines:
+        assert (line["task"], line["task.datasets"]) == ("longbench", "[triviaqa]")
+        assert (line["layers"], line["head"], line["centres"]) == ("random", "random", "16")
+        assert line["generate"] == "0"
 
 
 def test_experiments_and_published_files_are_in_the_list() -> None:
@@ -67,23 +103,31 @@ def test_experiments_and_published_files_are_in_the_list() -> None:
         assert path.stem in (*ITEMS, "models"), f"{path.name} is in no line of experiments.yaml"
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_what_stands_beside_a_published_table_says_how_it_differs(name: str, capsys: Any) -> None:
-    specs: Any = OmegaConf.to_container(composed(f"experiment={name}").paper_table)
-    specs = specs if isinstance(specs, list) else [specs]
-    assert all(set(spec) - {"where"} == {"file", "differences"} for spec in specs)
-    assert all(spec["file"] in ITEMS for spec in specs)
+@pytest.mark.parametrize("name", DIFFERING)
+def test_every_experiment_says_how_it_differs_from_its_paper(name: str, capsys: Any) -> None:
+    config = composed(f"experiment={name}", *NEEDED.get(name, []))
+    assert config.differs
+    specs: Any = OmegaConf.to_container(config.paper_table) if config.paper_table else []
+    for spec in specs if isinstance(specs, list) else [specs]:
+        assert set(spec) - {"where"} == {"file"}
+        assert spec["file"] in ITEMS
     status, out, err = main(capsys, "show", f"experiment={name}", *NEEDED.get(name, []))
     assert (status, err) == (0, "")
-    comments = [line for line in out.splitlines() if line.startswith("#")]
-    for line in {line for spec in specs for line in spec["differences"]}:
-        assert any(f"# differs from the paper: {line} (" in comment for comment in comments)
-    assert yaml.safe_load(out)["paper_table"]  # still YAML, comments and all
+    for line in config.differs:
+        assert f"# differs from the paper: {line}" in out.splitlines()
+    assert yaml.safe_load(out)["differs"] == list(config.differs)
+
+
+@pytest.mark.parametrize("name", ["demo_official", "subgen_table1", "balancekv_figure4"])
+def test_a_missing_file_is_a_line_that_says_where_it_comes_from(name: str, capsys: Any) -> None:
+    status, _, err = main(capsys, f"experiment={name}", "model=recall_mini", "dry_run=true")
+    assert status == 2
+    assert re.fullmatch(r"kvbench: a file is missing: task\.\w+=\[.*\], of .*git clone .*\n", err)
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_command_composes_as_on_the_shipped_model(every: bool) -> None:
-    """The first line of each, or all of them."""
+    """The first line of each, or all of them: apart from the paper's runs, nothing published beside."""
     for name in COMPOSED:
         lines = list(command_lines(name, ["model=recall_mini", "limit=2", "device=cpu"]))
         assert lines
@@ -93,6 +137,20 @@ def test_every_command_composes_as_on_the_shipped_model(every: bool) -> None:
         for line in lines if every else lines[:1]:
             one = [word for word in line if not re.match(r"[\w.]+=[^\[{']*,", word)]  # of a sweep
             assert refusal_of(one) is None, line
+            config = composed(*one)
+            assert config.paper_table is None
+            assert config.experiment_name.endswith("_small")
+            assert config.small.startswith("A small run: model recall_mini, ")
+            invented = any("fixtures" in w or "tests/data" in w or "source=local" in w for w in one)
+            assert config.task_label.startswith("fixture_") is invented, one
+
+
+def test_a_script_says_how_it_differs(capsys: Any) -> None:
+    status, out, err = main(capsys, "reproduce", "h2o_figure2b", "dry_run=true")
+    assert (status, err) == (0, "")
+    first, second = out.splitlines()
+    assert first.startswith("differs from the paper: attention is summed by position here")
+    assert second == "python scripts/papers/attention_mass.py name=h2o_figure2b"
 
 
 def test_what_a_command_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -101,10 +159,9 @@ def test_what_a_command_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
     words = ["model=recall_mini", "limit=2", "launcher=local", "shards=2", "results_dir=x"]
     (line,) = lines("balancekv_table3", *words)  # a script, which knows nothing of jobs
-    assert line[:2] == ["script=norms", "name=balancekv_table3"]
+    assert line[:2] == ["script=norms", "name=balancekv_table3_small"]
     assert line[-3:] == ["model=recall_mini", "limit=2", "results_dir=x"]
-    assert lines("clustergen_figure1") == [["script=clusterability", "name=subgen_figure1"]]
-    assert [len(lines("clustergen_c2", *w)) for w in ([], ["model=opt_6_7b"])] == [2, 1]
+    assert [len(lines("clustergen_c2", *w)) for w in ([], ["model=opt_6_7b"])] == [4, 1]
     # what H2O's Table 5 changes of OPT's is no architecture by itself
     assert composed(*lines("h2o_table5", "model=recall_mini")[0]).model.architecture is None
     assert composed(*lines("h2o_table5")[0]).model.architecture.model_type == "opt"
@@ -127,9 +184,14 @@ def test_what_a_command_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     ):
         with pytest.raises(UserError, match=said):
             lines(name)
+    monkeypatch.setattr(reproducing, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"lm-eval is not installed; allowed: .*kvbench\[lm-eval\]"):
+        lines("balancekv_table1", "model=recall_mini")
 
 
 def test_make_passes_on_what_it_was_given() -> None:
+    told = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "reproduce-table1 " in told.stdout
     words = ["MODEL=recall_mini", "LIMIT=2", "task.data=x", "ARGS=seed=1", "RESULTS=r", "SHARDS=3"]
     expected = {
         "model=recall_mini",
@@ -142,6 +204,7 @@ def test_make_passes_on_what_it_was_given() -> None:
     for asked, name in [
         (["reproduce", "EXPERIMENT=balancekv_table1"], "balancekv_table1"),
         (["reproduce-h2o-table3"], "h2o_table3"),
+        (["reproduce-table1"], "balancekv_table1"),
         (["reproduce-all"], "all"),
     ]:
         line = ["make", "-n", *asked, *words, "VENV=/none"]
@@ -152,8 +215,8 @@ def test_make_passes_on_what_it_was_given() -> None:
         assert expected <= set(given)
 
 
-def test_a_failure_does_not_keep_the_others_from_being_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_all_visits_every_name_whatever_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     asked: list[str] = []
 
@@ -161,19 +224,23 @@ def test_a_failure_does_not_keep_the_others_from_being_run(
         asked.append(line[0].partition("=")[2])
         if len(asked) < 3:
             raise [UserError("no"), OSError("full")][len(asked) - 1]
-        folder = tmp_path / EXPERIMENTS[experiment_called(asked[-1])]["experiment_name"]
-        folder.mkdir(exist_ok=True)
-        (folder / "report.html").write_text("<p>")
+        folder = next(word.partition("=")[2] for word in line if word[:15] == "experiment_name")
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "report.html").write_text("<p>")
         return 0
 
     scripts: list[str] = []
-    monkeypatch.setattr(reproducing, "run_script", lambda line: scripts.append(line[1]) or 0)
+    monkeypatch.setattr(reproducing, "run_script", lambda line, dry: scripts.append(line[1]) or 0)
     words = ["all", "model=recall_mini", "limit=2", f"results_dir={tmp_path}"]
     assert reproduce(words, run) == 2
-    made = {script.removeprefix("name=") for script in scripts}
-    assert {*map(experiment_called, asked), *made} == {i.experiment for i in MADE.values()}
+    out = capsys.readouterr().out.splitlines()
+    assert [
+        line.partition(":")[0] for line in out if line and ITEMS.get(line.partition(":")[0])
+    ] == [*ITEMS]
+    made = {script.removeprefix("name=").removesuffix("_small") for script in scripts}
+    assert {*asked, *made} == {experiment_called(name) for name in MADE}
     order = re.findall(r'href="(\w+)/report.html"', (tmp_path / "index.html").read_text())
-    assert order.index("balancekv_table2") < order.index("subgen_table2")
+    assert order.index("balancekv_table2_small") < order.index("subgen_table2_small")
 
     def stopped(line: Any) -> int:
         raise Terminated
@@ -182,10 +249,23 @@ def test_a_failure_does_not_keep_the_others_from_being_run(
         reproduce(words, stopped)
 
 
+@pytest.mark.slow
+def test_a_dry_run_of_all_says_what_each_would_do(
+    capsys: Any, monkeypatch: Any, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["model=recall_mini", "limit=1", "device=cpu", "dry_run=true"]
+    status, out, err = main(capsys, "reproduce", "all", *words)
+    assert (status, list(tmp_path.iterdir())) == (0, []), err
+    for name, item in MADE.items():
+        assert out.count(f"\n{name}\n") == 1
+        assert f"name={name}_small" in out if item.script else True
+
+
 def test_reproduce_runs_what_it_says(capsys: Any, tmp_path: Path) -> None:
     words = ["model=recall_mini", "limit=1", "logger=none", f"results_dir={tmp_path}"]
     narrow = ["task.datasets=[trec]", "task.max_input=300", "method=[exact,uniform]"]
     assert main(capsys, "reproduce", "balancekv_table6", *words, *narrow)[0] == 0
-    runs = load_runs(tmp_path / "balancekv_table6")
+    runs = load_runs(tmp_path / "balancekv_table6_small")
     assert {found.manifest["method"] for found in runs} == {"exact", "uniform"}
     assert {len(found.records) for found in runs} == {1}

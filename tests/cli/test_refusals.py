@@ -28,6 +28,7 @@ dtype=float8 -> dtype is 'float8'; allowed: auto | float32 | bfloat16 | float16
 compress_after=never -> compress_after is 'never'; allowed: prompt | context
 shard=3/2 -> shard is '3/2'; allowed: i/k
 shards=0 -> shards is 0; allowed:
+batch_size=0 -> batch_size is 0; allowed:
 experiment_name=a/b -> experiment_name is 'a/b'; allowed: a folder's name
 model=hf -> Missing mandatory value: model.path
 budget.rate=0.5,0.25 -> add --multirun
@@ -37,7 +38,6 @@ list taks -> cannot list ['taks'] (did you mean 'tasks'?)
 show method=nope -> unknown method 'nope'
 show -m -> cannot read '-m'
 show experiment=balancekv_table6 paper_table.file=a/b -> file is 'a/b'; allowed:
-released run=x -> released takes run=
 reproduce nosuch -> unknown experiment 'nosuch'
 --config-dir=/nosuch -> --config-dir is '/nosuch'; allowed: a folder
 -sc install=x -> No completion plugin for 'x'
@@ -72,9 +72,9 @@ experiment_name=../../x -> experiment_name is '../../x'; allowed: a folder's nam
 task_label=/etc -> task_label is '/etc'
 task.seed=${nosuch} -> 'nosuch' not found
 launcher=gpus -> launcher=gpus finds no GPU, and gpus_per_worker is 1; allowed:
-launcher=gpus launcher.workers=0 -> launcher.workers is 0; allowed: an integer from 1 to 1000
+launcher=gpus launcher.workers=0 -> launcher.workers is 0; allowed: an integer from 1 to 100,000
 launcher=slurm launcher.partitoin=x -> unknown key of launcher 'partitoin'
-launcher=slurm hydra.launcher.mem_gb=U -> could not be converted to Integer
+launcher=slurm launcher.cpus_per_task=U -> launcher.cpus_per_task is 'U'; allowed: an integer from 1
 """
 """The same of jobs that are made first."""
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.forward import reference
+from support.jobs import Echo, make_job, records_of
 from support.pretended import needs_real
 from support.prompts import facts, methods, unlike_prompts
 from support.tiny import prompt_ids, tiny_model
@@ -31,6 +33,7 @@ from kvbench.kv import Budget, BudgetExceeded, KVError
 from kvbench.methods import available_methods, build_method, method_class
 from kvbench.methods.base import Held, Method
 from kvbench.methods.streaming_llm import StreamingLLM
+from kvbench.run.runner import run_job
 from kvbench.run.session import Session
 
 SINK, NEW = 4, 60
@@ -167,6 +170,68 @@ def test_a_cache_that_never_fills_is_exact_and_says_so(name: str, seen: Seen) ->
     seen.ends.clear()
     assert not generate("shared", 40, build_method(name, decode="grow")).compressed
     assert [len(heads[0]) for heads in seen.ends[0].values()] == [99] * 4
+
+
+HELD = {
+    "exact": ("exact", {}),
+    "4 bits": ("exact", {"quantize": {"bits": 4, "group_size": 16}}),
+    "h2o": ("h2o", {"decode": "evict"}),
+    "adakv": ("adakv", {}),
+    "uniform": ("uniform", {}),
+    "own": ("topk", {}),
+    "rkv": ("rkv", {"every": 4, "to": 40}),
+}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_what_is_held_while_decoding_is_what_each_step_left(architecture: str) -> None:
+    """The bytes at the end of shorter answers are those at the steps of a longer one."""
+    model, ids, new = model_on("cpu", architecture), prompt_ids(60), 12
+    made = {label: build_method(name, **options) for label, (name, options) in HELD.items()}
+    pairs = {label: (method, Budget(size=44, sink=4, window=4)) for label, method in made.items()}
+    ends: dict[str, list[int]] = {label: [] for label in HELD}
+    for tokens in range(1, new + 1):
+        prompt = Prompt(ids, [], pairs, Stopping(tokens), "x")
+        (found,) = run_batch(model, [prompt], seed=0)
+        for label, one in found.items():
+            assert one.failure is None, (label, one.failure)
+            ends[label].append(one.cache_bytes_end)  # type: ignore[arg-type]
+    for label, one in found.items():
+        assert one.exact_bytes_mean == pytest.approx(sum(ends["exact"]) / new), label
+        if label != "rkv":
+            assert (one.cache_bytes_peak, one.cache_bytes_mean) == (
+                max(ends[label]),
+                pytest.approx(sum(ends[label]) / new),
+            ), label
+            continue
+        # what a token attends to, before it is compressed again
+        assert max(ends[label]) <= one.cache_bytes_peak  # type: ignore[operator]
+        assert sum(ends[label]) / new <= one.cache_bytes_mean < one.exact_bytes_mean  # type: ignore[operator]
+
+
+def test_what_left_while_decoding_counts_as_compressed_and_in_the_ratio(tmp_path: Path) -> None:
+    """Prompts within the capacity, and answers that are longer: R-KV's own use."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Long(Echo):
+        long_answers = True
+
+        def examples(self, encoder: Any) -> Any:
+            short = super().examples(encoder)
+            return [replace(one, context="abcdefg", max_new_tokens=120) for one in short]
+
+    few: list[tuple[str, dict[str, Any]]] = [("rkv", {"window": 4}), ("recompress", {"queries": 8})]
+    again = {name: build_method(name, every=4, to=20, **queries) for name, queries in few}
+    methods = {"exact": build_method("exact"), **again}
+    job = make_job(tmp_path, methods, echo=Long(count=1))
+    wide = {label: (method, Budget(size=60, sink=4, window=4)) for label, method in methods.items()}
+    for label, (record,) in records_of(run_job(replace(job, methods=wide))).items():
+        assert record["prompt_tokens"] == 18
+        assert record["compressed"] == (label != "exact")
+        ratio = record["cache_bytes_mean"] / record["exact_bytes_mean"]
+        assert record["ratio"] == ratio
+        assert ratio == 1 if label == "exact" else ratio < 0.6
+        assert record["cache_bytes_end"] <= record["cache_bytes_peak"]
 
 
 # --- steps that are replayed ----------------------------------------------------------------------

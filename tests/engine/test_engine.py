@@ -157,8 +157,8 @@ def test_shared_work_is_charged_to_every_method_that_uses_it():
     assert first() == []
     second = layer.charge_shared_work()
     assert layer.once("slow", lambda: torch.zeros(3)).sum() == 3
-    assert second() == [layer.shared["slow"].clock]
-    assert layer.shared["slow"].clock.seconds > 0.0
+    assert second() == [layer.shared[": slow"].clock]
+    assert layer.shared[": slow"].clock.seconds > 0.0
     assert layer.charge_shared_work()() == []
 
 

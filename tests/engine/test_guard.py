@@ -17,7 +17,7 @@ from support.tiny import prompt_ids, tiny_model
 
 from kvbench import compress
 from kvbench.engine.guard import SharedStateChanged
-from kvbench.kv import NORMALISERS, Budget, CompressedKV, LayerKV
+from kvbench.kv import ATTENTION_MASS, NORMALISERS, Budget, CompressedKV, LayerKV, gather_entries
 from kvbench.methods import build_method
 from kvbench.methods.base import Held, Method, Repetition
 from kvbench.methods.h2o import H2O
@@ -62,7 +62,7 @@ def sets_attributes(layer: LayerKV, budget: Budget) -> None:
 
 def takes_a_shared_name(layer: LayerKV, _: Budget) -> None:
     count = 0 if layer.queries is None else layer.queries.shape[2]
-    layer.once(f"attention_mass of {count} queries", lambda: torch.rand(1, 4, layer.n))
+    layer.once(f"{ATTENTION_MASS} of {count} queries", lambda: torch.rand(1, 4, layer.n))
 
 
 HARMLESS = (writes, writes_what_is_shared, sets_attributes)
@@ -129,6 +129,30 @@ def test_two_methods_that_share_a_name_share_no_result(tmp_path: Path, without: 
     found = records(tmp_path, Bad(fault=takes_a_shared_name))
     assert errors_in(found)[0].startswith("SharedStateChanged")
     assert found == without
+
+
+def random_of(seed: int) -> Method:
+    """A method of a class of its own that keeps tokens at random, remembered under a plain name; in
+    kvbench, where methods share what a layer remembers."""
+
+    class Random(Method):
+        def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> Any:
+            made = torch.Generator().manual_seed(seed)
+            scores = layer.once("scores", lambda: torch.rand(1, 2, layer.n, generator=made))
+            return gather_entries(layer, scores.topk(budget.capacity(layer.n)).indices)
+
+    Random.__module__, Random.__qualname__ = "kvbench.methods.random", f"Random{seed}"
+    return Random()
+
+
+def test_classes_that_use_one_name_remember_for_themselves(tmp_path: Path) -> None:
+    methods = {f"random{seed}": random_of(seed) for seed in (1, 2)}
+    together = records_of(run_job(make_job(tmp_path / "both", methods)))
+    for label, method in methods.items():
+        alone = records_of(run_job(make_job(tmp_path / label, {label: method})))
+        assert together[label] == alone[label]
+    answers = [[record["prediction"] for record in found] for found in together.values()]
+    assert answers[0] != answers[1]
 
 
 def test_a_setting_that_is_left_changed_fails_its_method(tmp_path: Path, without: Any) -> None:

@@ -277,7 +277,7 @@ def test_snapkv_shares_the_window_attention_with_pyramidkv():
     layer, budget = make_layer(100), Budget(rate=0.25, sink=4, window=8)
     for name in ("snapkv", "pyramidkv"):
         run(build_method(name), layer, budget)
-        assert list(layer.shared) == ["attention_mass of 8 queries"]
+        assert list(layer.shared) == ["attention mass of 8 queries"]
 
 
 @pytest.mark.parametrize("name", ["pyramidkv", "spatten"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support.configs import composed
+from support.command import composed
 from support.jobs import records_of
 
 from kvbench.cli.build import build_job

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from support.configs import composed
+from support.command import composed
 from support.jobs import SMALL, make_job, records_of
 
 from kvbench.cli.build import build_job

@@ -76,7 +76,7 @@ def test_values_json_does_not_know(tmp_path: Path) -> None:
         for key, value in refused.items():
             with pytest.raises(StoreError, match=key):
                 records.append(make_record("b") | {key: value})
-        with pytest.raises(StoreError, match=r"example 'b' lacks experiment, model, .*error"):
+        with pytest.raises(StoreError, match=r"example 'b': lacks experiment, model, .*error"):
             records.append({"example_id": "b"})
     record = json.loads((tmp_path / "records.jsonl").read_text())
     assert (record["score"], record["ratio"], record["capacity"]) == (None, None, 3)

@@ -15,10 +15,9 @@ from support.prompts import methods
 from kvbench.engine import generate as engine
 from kvbench.engine import memory
 from kvbench.engine import rows as engine_rows
-from kvbench.kv import KVError
 from kvbench.records.read import load_run
 from kvbench.run import batching
-from kvbench.run.batching import AUTO_MOST, check_batch_size, run_units
+from kvbench.run.batching import AUTO_MOST, Runner
 from kvbench.run.plan import Outcome, Unit
 from kvbench.run.runner import run_job
 from kvbench.tasks.base import Example, PromptEncoder
@@ -192,12 +191,7 @@ def test_auto_doubles_until_twice_the_need_would_not_fit(
     monkeypatch.setattr(memory, "peak_bytes", lambda device: 10 + (per_unit or 0) * plan.groups[-1])
     monkeypatch.setattr(memory, "total_bytes", lambda device: 100)
     work: Any = [(Unit(f"u{i}", (f"u{i}",), None), {"m": None}) for i in range(count)]
-    told = [o[0].example_id for o in run_units(plan, work, session, setting, lambda outcomes: None)]
+    runner = Runner(plan, session, setting, lambda outcomes: None)
+    told = [outcomes[0].example_id for outcomes in runner.run(work)]
     assert told == [unit.id for unit, _ in work]
     assert plan.groups == wanted
-
-
-def test_batch_size_is_a_number_or_auto() -> None:
-    for value in (0, -1, "many", 1.5, True, None):
-        with pytest.raises(KVError, match=r"batch_size is .*; allowed: an integer >= 1, or auto"):
-            check_batch_size(value)

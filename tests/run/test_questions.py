@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from support.faulty import with_session
-from support.jobs import Letters, make_job, records_of
+from support.jobs import Letters, make_job, records_of, with_session
 from support.prompts import methods
 
 from kvbench.engine import generate as engine

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import re
@@ -11,10 +10,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from rich.console import Console
 from support.command import main
-from support.faulty import with_session
-from support.jobs import SMALL, Echo, Letters, make_job, records_of
+from support.jobs import SMALL, Echo, Letters, make_job, records_of, with_session
 from support.tiny import Broken, Greedy
 
 from kvbench.kv import KVError
@@ -142,7 +139,7 @@ def test_an_option_that_is_added_with_its_default_changes_no_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def lean(kind: type, **options: Any) -> str:
-        monkeypatch.setattr(identity, "_class_named", lambda name: kind)
+        monkeypatch.setattr(identity, "locate", lambda name: kind)
         named = {"model": {"name": "m", "path": "p"}, "task": {"_target_": "t"}, "seed": 0}
         return config_hash(without_defaults({**named, "method": {"_target_": "m", **options}}))
 
@@ -182,8 +179,8 @@ def test_a_dry_run_predicts_the_bytes_that_the_run_then_measures(
     for run in load_runs(tmp_path / "default"):
         name, record = run.manifest["method"], run.records.iloc[0]
         (line,) = (text for text in out.splitlines() if text.strip().startswith(f"{name} "))
-        assert f"{record['cache_bytes'] / 1024:.1f} KiB ({record['ratio']:.0%})" in line
-        assert f"{record['exact_bytes'] / 1024:.1f} KiB" in line
+        assert f"{record['cache_bytes'] / 2**20:.3f} MiB ({record['ratio']:.0%})" in line
+        assert f"{record['exact_bytes'] / 2**20:.3f} MiB" in line
 
 
 def beyond(job: Any, positions: int | None) -> Any:
@@ -193,7 +190,7 @@ def beyond(job: Any, positions: int | None) -> Any:
 
 
 def test_prompts_beyond_the_models_positions_are_told_and_recorded(
-    tmp_path: Path, caplog: Any
+    tmp_path: Path, caplog: Any, capsys: Any
 ) -> None:
     """Of prompts of 75, 83, 91 and 99 tokens those above the limit, with both numbers."""
     with caplog.at_level(logging.WARNING):
@@ -208,8 +205,7 @@ def test_prompts_beyond_the_models_positions_are_told_and_recorded(
         for row in records_of(result)["exact"]
     ]
     assert flags == [(None, None)] * 2 + [(True, 83)] * 2
-    out = Console(file=io.StringIO(), width=200)
-    print_dry_run(beyond(make_job(tmp_path / "dry"), 50), out)
-    text = out.file.getvalue()  # type: ignore[attr-defined]
+    print_dry_run(beyond(make_job(tmp_path / "dry"), 50))
+    text = capsys.readouterr().out
     assert re.search(r"warning.*4 of 4 prompts .* up to \d+ tokens, and tiny has 50;", text)
     assert not (tmp_path / "dry").exists()

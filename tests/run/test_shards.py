@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,9 @@ from hypothesis import strategies as st
 from support.jobs import make_job
 from support.stores import TIMES, make_record
 
-from kvbench.records.read import load_run, load_runs, record_files
-from kvbench.records.shards import Shard, ShardError
+from kvbench.errors import UserError
+from kvbench.records.read import load_run, record_files
+from kvbench.records.shards import Shard
 from kvbench.records.store import RecordStore
 from kvbench.run.runner import run_job
 
@@ -40,7 +40,7 @@ def test_shards_are_read_from_text() -> None:
     assert Shard.parse("3/8") == Shard(3, 8)
     assert str(Shard(3, 8)) == "3/8"
     for wrong in ("0/4", "5/4", "4", "a/b", "1/2/3", "-1/4", " 1/4", "", 1, 0.25, True, ["1/4"]):
-        with pytest.raises(ShardError, match=r"shard is .*; allowed: i/k with whole numbers"):
+        with pytest.raises(UserError, match=r"shard is .*; allowed: i/k with whole numbers"):
             Shard.parse(wrong)
 
 
@@ -70,28 +70,6 @@ def test_shards_together_are_the_run_that_was_not_split(tmp_path: Path) -> None:
     rest = run_job(make_job(tmp_path / "more"))
     assert expected.written == first.written + rest.written
     assert all(plain(rest.folders[label]) == plain(f) for label, f in expected.folders.items())
-
-
-def _shard_process(folder: Path, shard: Shard) -> None:
-    run_job(make_job(folder, shard=shard, lock_timeout=0))
-
-
-def test_shards_that_run_at_once_lose_nothing(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    processes = [
-        context.Process(target=_shard_process, args=(tmp_path, shard)) for shard in shards(4)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0] * 4
-    expected = run_job(make_job(tmp_path / "whole"))
-    for run in load_runs(tmp_path / "e"):
-        (whole,) = (f for f in expected.folders.values() if f.name == run.folder.name)
-        assert plain(run.folder) == plain(whole)
-        starts = [*run.manifest["earlier_starts"], run.manifest]
-        assert sorted(start["shard"] for start in starts) == ["1/4", "2/4", "3/4", "4/4"]
 
 
 def write(folder: Path, shard: str | None, *records: dict[str, object]) -> None:

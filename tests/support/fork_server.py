@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import itertools
 import multiprocessing
 import os
 import pkgutil
@@ -13,6 +14,7 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -74,16 +76,14 @@ class ForkServer:
         """
         return self._start(folder, {"main": list(arguments), "stall": stall, "deaf": deaf})
 
-    def job(
-        self, folder: Path, kill: tuple[int, float] | None = None, *, retry_failed: bool = False
-    ) -> Child:
+    def job(self, folder: Path, kill: tuple[int, float] | None = None) -> Child:
         """A small job on a tiny model, results below `folder`.
 
         Args:
             kill: (k, share): die at the k-th change of the disk (from 0), after that share of its
                 bytes if it is a write.
         """
-        return self._start(folder, {"job": str(folder), "kill": kill, "retry_failed": retry_failed})
+        return self._start(folder, {"job": str(folder), "kill": kill})
 
     def _start(self, folder: Path, what: dict[str, Any]) -> Child:
         self._children += 1
@@ -116,7 +116,7 @@ def _child(request: dict[str, Any]) -> None:
 
             if request["kill"] is not None:
                 die_at(*request["kill"])
-            run_job(make_job(Path(request["job"]), retry_failed=request["retry_failed"]))
+            run_job(make_job(Path(request["job"])))
             status = 0
     except SystemExit as stop:
         status = stop.code if isinstance(stop.code, int) else 0
@@ -133,11 +133,10 @@ def stall(name: str, count: int, deaf: bool) -> None:
     from kvbench.engine import limits as interrupts
 
     place, _, function = name.rpartition(".")
-    real, left = pkgutil.resolve_name(name), [count]
+    real, calls = pkgutil.resolve_name(name), itertools.count(1)
 
     def stalled(*arguments: Any, **named: Any) -> Any:
-        left[0] -= 1
-        if left[0]:
+        if next(calls) != count:
             return real(*arguments, **named)
         print("stalled", flush=True)
         if deaf:
@@ -153,24 +152,18 @@ def stall(name: str, count: int, deaf: bool) -> None:
 
 def die_at(count: int, share: float) -> None:
     """Make this process kill itself at the `count`-th change it makes to the disk."""
-    left = [count]
-    for name in ("write", "fsync", "ftruncate", "replace", "open", "mkdir"):
-        _prepare(name, left, share)
+    left = itertools.count(-count)
 
-
-def _prepare(name: str, left: list[int], share: float) -> None:
-    real = getattr(os, name)
-
-    def deadly(*arguments: Any, **named: Any) -> Any:
-        if left[0] == 0:
-            if name == "write":
+    def deadly(real: Any, *arguments: Any, **named: Any) -> Any:
+        if next(left) == 0:
+            if real.__name__ == "write":
                 handle, data = arguments
                 real(handle, data[: int(share * len(data))])
             os.kill(os.getpid(), signal.SIGKILL)
-        left[0] -= 1
         return real(*arguments, **named)
 
-    setattr(os, name, deadly)
+    for name in ("write", "fsync", "ftruncate", "replace", "open", "mkdir"):
+        setattr(os, name, partial(deadly, getattr(os, name)))
 
 
 if multiprocessing.current_process().name == "MainProcess" and "pytest" not in sys.modules:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from kvbench.engine.loading import ModelSpec
-from kvbench.kv import Budget
+from kvbench.kv import Budget, CompressedKV, LayerKV, keep_all
 from kvbench.methods import build_method
+from kvbench.methods.base import Method
 from kvbench.run.plan import TaskPlan
 from kvbench.run.runner import Job
 from kvbench.run.session import Session
@@ -95,3 +96,24 @@ def records_of(result, *, times: bool = False):
         ]
         for label, folder in result.folders.items()
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faulty(Method):
+    """Keeps everything, after doing something else."""
+
+    saves_memory: ClassVar[bool] = False
+
+    fault: Callable[[LayerKV], Any] = print
+
+    def compress(self, layer: LayerKV, budget: Budget, generator: torch.Generator) -> CompressedKV:
+        changed = self.fault(layer)
+        return keep_all(changed if isinstance(changed, LayerKV) else layer)
+
+
+def with_session(job: Job, **changes: Any) -> Job:
+    """The job with another session on the same model."""
+    session = replace(job.session, **changes)
+    loaded = ("model", "tokenizer", "encoder")
+    session.__dict__.update({name: job.session.__dict__[name] for name in loaded})
+    return replace(job, session=session)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hydra.utils import instantiate
 from support.benchmarks import BOOK, WRITERS, write_lines
-from support.configs import composed
+from support.command import composed
 from support.encoders import chat, shipped
 from support.paths import ROOT
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 from hydra.utils import instantiate
-from support.command import main
-from support.configs import composed
+from support.command import composed, main
 from support.jobs import make_job, records_of
 from support.paths import DATA, ROOT
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from hydra.utils import instantiate
-from support.configs import composed
+from support.command import composed
 from support.encoders import Letters, chat, ids_of, shipped
 
 from kvbench.run.encoding import encode_examples

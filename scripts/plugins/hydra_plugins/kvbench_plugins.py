@@ -3,21 +3,15 @@
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeperConf
 from hydra.core.config_store import ConfigStore
 
-from kvbench.cli import jobs
-
-try:
-    from kvbench.cli import slurm
-except ModuleNotFoundError as error:  # the extra [slurm]: config.explain names it
-    if (error.name or "").split(".")[-1] not in ("hydra_submitit_launcher", "submitit"):
-        raise
-else:
-
-    class SlurmLauncher(slurm.SlurmLauncher):
-        """launcher=slurm."""
+from kvbench.cli import jobs, slurm
 
 
 class GpuLauncher(jobs.GpuLauncher):
     """launcher=gpus."""
+
+
+class SlurmLauncher(slurm.SlurmLauncher):
+    """launcher=slurm."""
 
 
 class Sweeper(jobs.Sweeper):

@@ -1,5 +1,6 @@
-"""``kvbench released run=<run folder> predictions=<folder of LongBench's pred.py>``: predictions that
-somebody published, scored as ours and paired with a run.
+"""Predictions that somebody published, scored as ours and paired with a run.
+
+    python scripts/released.py run=<run folder> predictions=<folder of LongBench's pred.py>
 
 The folder holds one ``<dataset>.jsonl`` (or ``<dataset>_e.jsonl``) per dataset, a line per example
 with ``pred``, ``answers``, ``length`` and ``all_classes``, as github.com/THUDM/LongBench writes them.
@@ -10,12 +11,13 @@ as ``<experiment>_released``, which ``kvbench-report`` compares with it example 
 from __future__ import annotations
 
 import json
+import sys
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvbench.errors import UserError, printable
+from kvbench.errors import UserError, complain, printable
 from kvbench.records.durable import read_file
 from kvbench.records.read import MANIFEST, read_manifest, read_records
 from kvbench.records.store import RecordStore, write_manifest
@@ -25,11 +27,11 @@ _OURS = ("entries", "cache_bytes", "exact_bytes", "ratio", "prefill_s", "compres
 """What only a run of ours can have measured."""
 
 
-def pair_released(arguments: Sequence[str]) -> int:
+def pair_released(arguments: Sequence[str]) -> None:
     """Write the paired run; print where it is and how much was matched."""
     given = dict(text.partition("=")[::2] for text in arguments)
     if set(given) != {"run", "predictions"}:
-        raise UserError("released takes run=<run folder> and predictions=<folder>")
+        raise UserError("released.py takes run=<run folder> and predictions=<folder>")
     run, folder = Path(given["run"]), Path(given["predictions"])
     if not (run / MANIFEST).is_file():
         raise UserError(f"run is {given['run']!r}; allowed: a run's folder, with its {MANIFEST}")
@@ -42,14 +44,13 @@ def pair_released(arguments: Sequence[str]) -> int:
         raise UserError(f"no line of {folder} has the answers and length of a record of {run}")
     experiment = f"{manifest['experiment']}_released"
     place = run.parents[2].with_name(experiment).joinpath(*run.parts[-3:])
-    command = f"kvbench released run={run} predictions={folder}"
+    command = f"python scripts/released.py run={run} predictions={folder}"
     write_manifest(place, {**manifest, "experiment": experiment, "command": command})
     with RecordStore(place, root=place.parents[3]) as store:
         for record in paired:
             store.append({**record, "experiment": experiment})
     print(printable(f"{len(paired)} of {len(ours)} examples matched: {place}"))
     print(printable(f"kvbench-report {run.parents[2]} {place.parents[2]}"))
-    return 0
 
 
 def paired_records(ours: Sequence[Mapping[str, Any]], folder: Path) -> Iterator[dict[str, Any]]:
@@ -89,3 +90,11 @@ def _lines_of(folder: Path, dataset: str) -> dict[str, deque[dict[str, Any]]]:
 def _key(line: Mapping[str, Any]) -> str:
     """What a line and the record of the same example have in common."""
     return json.dumps([line["answers"] or [], line.get("length")])
+
+
+if __name__ == "__main__":
+    try:
+        pair_released(sys.argv[1:])
+    except UserError as error:
+        complain(str(error), "released.py")
+        sys.exit(error.status)

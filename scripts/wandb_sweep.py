@@ -1,6 +1,5 @@
-"""A trial of a W&B sweep: ``python -m kvbench.cli.wandb_sweep key=value ...``, which `wandb agent`
-runs; takes what ``kvbench`` takes, and logs ``score``, ``ratio`` and those of each method. See
-scripts/wandb_sweep.yaml.
+"""A trial of a W&B sweep: ``python scripts/wandb_sweep.py key=value ...``, which `wandb agent` runs;
+takes what ``kvbench`` takes; logs ``score``, ``ratio`` and those of each method. See wandb_sweep.yaml.
 """
 
 from __future__ import annotations
