@@ -114,7 +114,7 @@ def test_what_is_added_touches_two_files_at_most(tmp_path: Path) -> None:
     assert len(lines) == 4
     assert {(line["status"], line["spare"]) for line in lines} == {("ok", 42.0)}
     assert all(line["entries"]["max"] == line["capacity"] for line in lines)
-    report = tmp_path / "runs" / "default"
+    report = next((tmp_path / "runs").iterdir())
     page = (report / "report.html").read_text()
     assert "An extra table" in page
     assert "An extra figure" in page

@@ -248,8 +248,6 @@ def test_h2os_tasks_run_offline(saved, tmp_path):
         ({"scoring": "max"}, r"allowed: sum \| mean"),
         ({"method": "snapkvv"}, "snapkv"),
         ({"rate": 2}, "budget.rate is 2"),
-        ({"tasks": []}, "allowed: a list of texts"),
-        ({"tasks": ["copa"], "num_fewshot": -1}, "task.num_fewshot is -1"),
         ({"tasks": ["copa"], "include_path": "/no/such"}, "a folder"),
         ({"tasks": ["copaa"]}, "'copaa' is unknown to lm-evaluation-harness.*; allowed: copa"),
         ({"tasks": ["copa"], "num_fewshot": 99}, "fewer examples"),

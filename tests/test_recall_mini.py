@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import subprocess
@@ -52,17 +51,9 @@ def test_it_loads_with_transformers_and_nothing_of_kvbench(tmp_path: Path) -> No
     subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path)
 
 
-def test_its_shape_and_size(tokenizer: Any) -> None:
-    config = json.loads((ASSET / "config.json").read_text())
-    assert config["architectures"] == ["LlamaForCausalLM"]
-    assert config["num_key_value_heads"] < config["num_attention_heads"]
-    assert config["max_position_embeddings"] >= 16384
-    weights = list(ASSET.glob("*.safetensors"))
-    assert sum(file.stat().st_size for file in weights) <= 12e6
-    others = {file.suffix for file in ASSET.iterdir()} - {".safetensors", ".json", ".md"}
-    assert not others, "nothing but weights, JSON and the card: no optimiser state, no pickles"
-    assert (tokenizer.chat_template, tokenizer.eos_token_id) == (None, 0)
-    assert tokenizer.encode("a") == tokenizer.encode("a", add_special_tokens=False)
+def test_it_is_small_and_holds_no_pickles() -> None:
+    assert sum(file.stat().st_size for file in ASSET.glob("*.safetensors")) <= 12e6
+    assert {file.suffix for file in ASSET.iterdir()} <= {".safetensors", ".json", ".md"}
 
 
 def test_any_text_comes_back_as_it_was_and_a_line_is_10_to_16_tokens(tokenizer: Any) -> None:

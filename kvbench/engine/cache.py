@@ -11,7 +11,8 @@ decoding.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -208,17 +209,23 @@ class LayerCache:
     def step(self, call: LayerCall, positions: Tensor) -> Tensor:
         """Append the t tokens of a call of one row, at positions [t], and attend, causally among them:
         [heads, t, value_dim]."""
-        if not self.evicts:
-            out = self._append_and_attend(call, positions)
-        else:
-            tokens = range(len(positions))
-            parts = [
-                self._append_and_attend(call.of_row(0, i, i + 1), positions[i : i + 1])
-                for i in tokens
-            ]
-            out = torch.cat(parts, dim=1)
+        parts = itertools.pairwise([0, *self._ends(len(positions))])
+        done = [self._append_and_attend(call.of_row(0, a, b), positions[a:b]) for a, b in parts]
         self.note_bytes()
-        return out
+        return done[0] if len(done) == 1 else torch.cat(done, dim=1)
+
+    def _ends(self, tokens: int) -> Sequence[int]:
+        """Where to cut so many tokens: after each where entries may leave, and so that one that packs
+        keys before it attends is alone."""
+        if self.evicts:
+            return range(1, tokens + 1)
+        if self.packed is None or not self.packed.keys.ahead:
+            return [tokens]
+        held, ends = self.packed.keys.count, {tokens}
+        for i in range(tokens):
+            if taken := self.packed.keys.due(held, self.length + i + 1 - held):
+                held, ends = held + taken, ends | {i, i + 1}
+        return sorted(ends - {0})
 
     def append(self, key: Tensor, value: Tensor, positions: Tensor) -> None:
         """Hold t more tokens: key, value [kv_heads, t, d], positions [t]."""
@@ -259,6 +266,8 @@ class LayerCache:
         query, value = call.query[0], call.value[0]
         heads, tokens, dim = query.shape
         self.append(call.key[0], value, positions)
+        if self.packed is not None and self.packed.keys.ahead:
+            self._pack_due(self.packed, keys_alone=True)
         n, stored = self.length, self.keys.shape[0]
         group = heads // stored
         logits = self.dot_keys(query.reshape(stored, group * tokens, dim))
@@ -316,12 +325,14 @@ class LayerCache:
             return 0, self.keys_only
         return self.packed.keys.count, self.keys_only + self.packed.values.count
 
-    def _pack_due(self, packed: Packed) -> None:
+    def _pack_due(self, packed: Packed, *, keys_alone: bool = False) -> None:
         """Let the codecs take over the exact entries that are due; what is left moves to the front."""
         n = self.length
         sides = ((self.keys, self.first), (self.values, self.first_value))
         keys, _ = packed.keys.take(self.keys[:, : n - self.first])
-        values, _ = packed.values.take(self.values[:, : n - self.first_value])
+        values = packed.values
+        if not keys_alone:
+            values, _ = values.take(self.values[:, : n - self.first_value])
         self.packed = Packed(keys, values)
         self.first, self.first_value = self._packed_counts()
         for (part, before), now in zip(sides, (self.first, self.first_value), strict=True):
@@ -444,7 +455,7 @@ class RecompressedCache(LayerCache):
         generator: draws of all compressions, in order.
 
     Attributes:
-        tokens: fed so far; with ``phase=tokens``, the prompt's included.
+        fed: tokens so far, behind the prompt's.
         queries: the last ones fed, [heads, at most rule.queries, head_dim], whose bytes are counted.
     """
 
@@ -467,8 +478,9 @@ class RecompressedCache(LayerCache):
         self.queries = prompt.queries[0, :, -rule.queries :].clone()  # counted from the beginning
         super().__init__(held, room, method, **options)
         self.recompression, self.label, self.generator = rule, label, generator
-        self.to = Budget(sink=budget.sink, window=budget.window, size=rule.to)
-        self.tokens = prompt.n if rule.phase == "tokens" else 0
+        self.budget, self.prompt, self.fed = budget, prompt.n, 0
+        if rule.to is not None and rule.to >= 1:
+            self._size(int(rule.to))  # refuses now, rather than while decoding
         none = prompt.keys[:, :, :0]  # does not keep the prompt in memory
         self.shape = replace(prompt, keys=none, values=none, queries=None, shared={}, carried={})
 
@@ -484,27 +496,30 @@ class RecompressedCache(LayerCache):
         twin.generator.set_state(self.generator.get_state())
         return twin
 
-    def step(self, call: LayerCall, positions: Tensor) -> Tensor:
-        """See `LayerCache.step`.
+    def _ends(self, tokens: int) -> Sequence[int]:
+        return range(1, tokens + 1)
+
+    def _append_and_attend(self, call: LayerCall, positions: Tensor) -> Tensor:
+        """Of one token, after which the method may compress.
 
         Raises:
             BudgetExceeded: the method holds more than it may; and whatever the method raises.
         """
-        outputs = []
-        for i in range(len(positions)):
-            one = call.of_row(0, i, i + 1)
-            outputs.append(super().step(one, positions[i : i + 1]))
-            before, self.tokens = self.tokens, self.tokens + 1
-            self.queries = torch.cat([self.queries, one.query[0]], dim=1)
-            self.queries = self.queries[:, -self.recompression.queries :]
-            counted = before if self.recompression.phase == "tokens" else self.tokens
-            if counted % self.recompression.every == 0 and self.length > self.recompression.to:
-                self._recompress()
-        return torch.cat(outputs, dim=1)
+        out = super()._append_and_attend(call, positions)
+        self.fed += 1
+        self.queries = torch.cat([self.queries, call.query[0]], dim=1)
+        self.queries = self.queries[:, -self.recompression.queries :]
+        stays = self.recompression.stays(self.budget, self.prompt, self.fed, self.length)
+        if stays is not None:
+            self._recompress(stays)
+        return out
 
-    def _recompress(self) -> None:
-        """Hold what the method keeps of the entries: its positions are places among them, and its
-        log-weights add to theirs."""
+    def _size(self, count: int) -> Budget:
+        return Budget(sink=self.budget.sink, window=self.budget.window, size=count)
+
+    def _recompress(self, stays: int) -> None:
+        """Hold the entries that the method keeps, `stays` of them: its positions are places among them,
+        and its log-weights add to theirs."""
         n = self.length
         layer = replace(
             self.shape,
@@ -513,9 +528,11 @@ class RecompressedCache(LayerCache):
             queries=self.queries[None],
             shared={},
         )
-        held, _, _ = guard.compress(self.label, self.method, layer, self.to, self.generator, {})
-        if held.charged > self.recompression.to + 1:
-            raise BudgetExceeded(self.label, layer.layer_index, self.recompression.to, held.charged)
+        held, _, _ = guard.compress(
+            self.label, self.method, layer, self._size(stays), self.generator, {}
+        )
+        if held.charged > stays + 1:
+            raise BudgetExceeded(self.label, layer.layer_index, stays, held.charged)
         places, count = held.positions[0], held.positions.shape[2]
         self.positions[:, :count] = self.positions.gather(1, places)
         if self.log_weights is not None:

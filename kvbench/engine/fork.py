@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from kvbench.engine.states import PassingCache, State, clone_of, joined_cache, s
 from kvbench.kernels.elapsed import Elapsed
 from kvbench.kernels.philox import to_device
 from kvbench.kv import Budget, BudgetExceeded, CompressedKV, KVError, LayerKV
-from kvbench.methods.base import Method, allowed_entries
+from kvbench.methods.base import HeldShape, Method, allowed_entries
 
 
 def prompt_name(ids: Sequence[int]) -> str:
@@ -78,6 +78,7 @@ class Cost:
             keeps and stores everything so. True once entries have left while decoding.
         compress_s: seconds of compression.
         budget_preset: the preset that holds more than the budget, if any.
+        extras: further fields (`Method.extras`).
     """
 
     prompt_tokens: int
@@ -92,6 +93,7 @@ class Cost:
     compressed: bool = False
     compress_s: float = 0.0
     budget_preset: str | None = None
+    extras: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def ratio(self) -> float | None:
@@ -108,6 +110,7 @@ class Cost:
         del found["prompt_tokens"]
         if self.budget_preset is None:
             del found["budget_preset"]
+        found |= found.pop("extras")
         ratio = self.ratio
         if long_answer and self.cache_bytes_mean and self.exact_bytes_mean:
             ratio = self.cache_bytes_mean / self.exact_bytes_mean
@@ -122,7 +125,7 @@ class Fork:
         label: the method's name in this job.
         room: tokens that will be appended, if the caller knows.
         layers: filled by the prefill, by layer index; states: of the layers that hold no keys.
-        compressible: the layers that the method compresses.
+        compressible: the layers that the method compresses. shapes: of what they hold of the prompt.
         carried: what the method noted at earlier layers of this prompt (`LayerKV.carried`).
         compressed: whether the method compresses this prompt. appended: tokens fed since.
         exact: of the prompt. exact_at: its bytes at the end of the prompt and after each step since.
@@ -141,6 +144,7 @@ class Fork:
     layers: dict[int, LayerCache] = field(default_factory=dict)
     states: dict[int, State] = field(default_factory=dict)
     compressible: list[int] = field(default_factory=list)
+    shapes: dict[int, HeldShape] = field(default_factory=dict)
     carried: dict[str, Tensor] = field(default_factory=dict)
     compressed: bool = False
     appended: int = 0
@@ -252,6 +256,7 @@ class Fork:
             options |= {"rule": rule, "label": self.label, "budget": self.budget}
             options |= {"prompt": prompt, "generator": generator}
         kind = RecompressedCache if "rule" in options else LayerCache
+        self.shapes[layer] = HeldShape.of(held)
 
         def make(one: CompressedKV) -> LayerCache:
             return kind(one, self.room, self.method, **options)
@@ -290,6 +295,7 @@ class Fork:
             entries = torch.cat([cache.prompt_entries.cpu() for cache in layers])
             counts = {"mean": float(entries.float().mean()), "max": int(entries.max())}
             held = {"entries": counts, "cache_bytes": self.cache_bytes()}
+            held["extras"] = self.method.extras(n, self.shapes)
         self.after_prompt = Cost(
             prompt_tokens=n,
             capacity=self.budget.capacity(n) if self.method.saves_memory else n,

@@ -4,6 +4,7 @@ allowed, without secrets, whatever the error's own message is."""
 from __future__ import annotations
 
 import difflib
+import json
 import logging
 import math
 import os
@@ -165,14 +166,7 @@ def redact(value: T, known: Sequence[str] | None = None) -> T:
     Args:
         known: those values, where they are known.
     """
-    if known is None:
-        found = {
-            text
-            for name, text in os.environ.items()
-            if _SECRET_VARIABLE.search(name) and len(text) >= _SHORTEST
-        }
-        # as they are and as a URL has them, the longest first
-        known = sorted(found | {quote(text, safe="") for text in found}, key=len, reverse=True)
+    known = environment_secrets() if known is None else known
     redacted: Any = value
     if isinstance(value, str):
         for secret in known:
@@ -188,3 +182,22 @@ def redact(value: T, known: Sequence[str] | None = None) -> T:
     elif isinstance(value, list | tuple):
         redacted = [redact(item, known) for item in value]
     return redacted
+
+
+def without_keys(text: str) -> str:
+    """`text`, or JSON, without the values of the environment's variables named like a secret."""
+    for secret in environment_secrets():
+        text = text.replace(secret, HIDDEN)
+    return text
+
+
+def environment_secrets() -> list[str]:
+    """Secrets of the environment, as they are and as a URL and JSON have them, the longest first."""
+    found = {
+        value
+        for name, value in os.environ.items()
+        if _SECRET_VARIABLE.search(name) and len(value) >= _SHORTEST
+    }
+    forms = (quote(value, safe="") for value in found)
+    written = (json.dumps(value, ensure_ascii=False)[1:-1] for value in found)
+    return sorted({*found, *forms, *written}, key=len, reverse=True)

@@ -9,7 +9,8 @@ What is promised:
   is dropped when the folder is next opened for writing, and ignored by readers;
 - an error while writing (no space left, say) takes back what it wrote, so earlier records stay;
 - two processes never write one file at once;
-- NaN and infinities become ``null``: JSON has neither, and a score that is not a number is missing.
+- NaN and infinities become ``null``: JSON has neither, and a score that is not a number is missing;
+- a key or password of the environment that stands in a prompt or an answer is replaced.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from kvbench.errors import without_keys
 from kvbench.records.durable import (
     append,
     check_plain,
@@ -229,7 +231,7 @@ class RecordStore:
         if self._size is None:
             raise StoreError(f"{self.path} is not open: use `with RecordStore(folder) as store`")
         where = f"{self.path}, example {record.get('example_id')!r:.80}"
-        text = json.dumps(jsonable(record, where), ensure_ascii=False)
+        text = without_keys(json.dumps(jsonable(record, where), ensure_ascii=False))
         line = f"{text}\n".encode(errors="replace")  # half a surrogate pair has no UTF-8 form
         example_id = parsed(RECORD, line, where)["example_id"]
         if example_id in self._done:

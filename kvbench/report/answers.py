@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -63,17 +62,15 @@ class Shown:
 
 
 def sample_of(group: Group, limit: int = LIMIT) -> tuple[list[Shown], int]:
-    """Examples spread evenly over the order of the records, in equal shares of datasets and lengths (one
-    of each at least), and how many there are in all."""
+    """Examples spread evenly over the order of the records, in equal shares of datasets (one of each at
+    least), and how many there are in all."""
     records = group.records[group.records["prediction"].notna() | (group.records["status"] != "ok")]
     if group.records["prediction"].isna().all():
         return [], 0
     first = records.drop_duplicates(["seed", "example_id"])
-    strata = [
-        part.index for _, part in first.groupby(["dataset", first["prompt_tokens"].map(bucket_of)])
-    ]
+    strata = sorted((part.index for _, part in first.groupby("dataset")), key=len)
     chosen: list[Any] = []
-    for i, stratum in enumerate(sorted(strata, key=len)):
+    for i, stratum in enumerate(strata):
         share = max(1, (limit - len(chosen)) // (len(strata) - i))
         step = max(1.0, len(stratum) / share)
         chosen += [stratum[int(k * step)] for k in range(min(share, len(stratum)))]
@@ -81,14 +78,6 @@ def sample_of(group: Group, limit: int = LIMIT) -> tuple[list[Shown], int]:
     some = records.merge(keys, on=["seed", "example_id"])
     parts = some.groupby(["seed", "example_id"], sort=False, dropna=False)
     return [_shown(group, part) for _, part in parts], len(first)
-
-
-def bucket_of(tokens: float) -> str:
-    """The length bucket of a prompt, a power of two of thousands of tokens; empty where unknown."""
-    if not tokens > 0:
-        return ""
-    power = max(0, math.floor(math.log2(tokens / 500)))
-    return f"{2 ** (power - 1)}–{2**power}k" if power else "below 1k"
 
 
 def _shown(group: Group, part: pd.DataFrame) -> Shown:
@@ -109,9 +98,6 @@ def _shown(group: Group, part: pd.DataFrame) -> Shown:
         answers.append(Answer(*look, text, verdict, score, str(row["status"]), differs, parts))
     fields = {"dataset": str(first["dataset"])}
     fields |= {name: as_text(first[name]) for name in group.meta.breakdown if name in part}
-    bucket = bucket_of(first["prompt_tokens"])
-    if bucket and not any("length" in name or "bucket" in name for name in fields):
-        fields["prompt_tokens"] = bucket
     expected = first["answers"] if isinstance(first["answers"], list) else []
     return Shown(
         example_id=str(first["example_id"]),

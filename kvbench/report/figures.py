@@ -114,9 +114,9 @@ def figures_of(group: Group, frame: pd.DataFrame) -> list[Drawn]:
     found = [memory(group, frame)]
     found += [heatmaps(group, heatmap)] if isinstance(heatmap, Heatmap) else []
     found += [bars(group, bar)] if isinstance(bar, Bars) else []
-    for by, part in frame[frame["by"] != ""].groupby("by", sort=False):
+    for _, part in frame[~frame["by"].isin(["", "dataset"])].groupby("by", sort=False):
         if part["value"].nunique() > 1:
-            found.append(by_dataset(group, part) if by == "dataset" else breakdown(group, part))
+            found.append(breakdown(group, part))
     return [drawn for drawn in [*found, kept_figure(group)] if drawn is not None]
 
 
@@ -204,43 +204,23 @@ def _errorbar(ax: Axes, at: Any, rows: pd.DataFrame, *, across: bool, **more: An
 
 
 @_styled
-def forest(
-    panels: Mapping[str, pd.DataFrame],
-    xlabel: str,
-    *,
-    columns: int = 5,
-    zero: bool = False,
-    share: bool = True,
-) -> Figure:
+def forest(panels: Mapping[str, pd.DataFrame], xlabel: str) -> Figure:
     """Numbers with intervals in named rows, a panel for each frame.
 
     Args:
         panels: by title, frames with the columns ``row``, ``method``, ``mean``, ``low``, ``high``.
-        zero: a line at 0. share: one x axis for all panels.
     """
     names = list(dict.fromkeys(name for frame in panels.values() for name in frame["row"]))
-    place = {name: i for i, name in enumerate(names)}
-    width = 5.6 if len(panels) == 1 else 2.1
-    figure, axes = new_panels(
-        len(panels),
-        columns,
-        (width, 0.4 + 0.21 * len(names)),
-        (1.2, 0.5),
-        sharey=True,
-        sharex=share,
-    )
+    size = 5.6 if len(panels) == 1 else 2.1, 0.4 + 0.21 * len(names)
+    figure, axes = new_panels(len(panels), 4, size, (1.2, 0.5), sharey=True)
     for ax, (title, frame) in zip(axes, panels.items(), strict=True):
-        if zero:
-            ax.axvline(0, color=_GREY, linewidth=0.9)
         for _, rows in frame.dropna(subset=["mean"]).groupby("method", sort=False):
-            at = rows["row"].map(place).to_numpy(float)
+            at = rows["row"].map(names.index).to_numpy(float)
             _errorbar(ax, at, rows, across=True, linestyle="none")
         ax.set_yticks(range(len(names)), [_shown(name) for name in names])
         ax.set_ylim(len(names) - 0.4, -0.6)
         ax.set_title(_shown(title))
         ax.grid(axis="x")
-        if not share:
-            ax.set_xlim(left=0)
     _label(figure, axes, xlabel, "")
     return figure
 
@@ -377,47 +357,22 @@ def pareto(points: Sequence[tuple[float, float]], *, lower: bool) -> list[bool]:
     ]
 
 
-def by_dataset(group: Group, part: pd.DataFrame) -> Drawn:
-    """Paired difference to the exact cache by dataset, a panel per variant; scores without it."""
-    measure, label = "score", _score(group)
-    if group.baseline_name:
-        unit = "percentage points" if group.percent else words(group.meta.score_unit)
-        better = "left" if group.meta.lower_is_better else "right"
-        measure = "difference"
-        label = f"difference to {group.baseline_name} ({unit}); {better} is better"
-    rows = _scaled(group, part[part["measure"] == measure], row=part["value"])
-    lowest = min((v.rate for v in group.variants if v.rate is not None), default=math.nan)
-    rows = rows[rows["rate"].isna() | rows["rate"].eq(lowest)]
-    panels = {str(label): one for label, one in rows.groupby("variant", sort=False)}
-    return Drawn(
-        f"{stem(group)}-by-dataset",
-        f"{group.task}: {measure} by dataset",
-        "Over examples that both scored, with 95 % intervals; the average counts every dataset alike."
-        + (f" At rate {lowest:g}." if lowest == lowest else ""),
-        forest(dict(list(panels.items())[:_MOST_PANELS]), label, zero=measure != "score"),
-    )
-
-
 def breakdown(group: Group, part: pd.DataFrame) -> Drawn:
-    """Score against a record field, a line per method (points where values are no numbers), a panel per
-    rate."""
-    part = part[part["measure"] == "score"]
+    """Score against a record field at the lowest rate, a line per method (points where values are no
+    numbers)."""
+    lowest = part["rate"].min()
+    part = part[part["measure"].eq("score") & (part["rate"].eq(lowest) | part["rate"].isna())]
     by, ticks = str(part["by"].iloc[0]), list(part["value"].unique())
     names = {v.label: v.without_rate for v in group.variants}
     rows = _scaled(group, part, x=part["value"].map(ticks.index), label=part["variant"].map(names))
-    rates = sorted({v.rate for v in group.variants if v.rate is not None}, reverse=True)
-    panels = {
-        f"rate {rate:g}" if len(rates) > 1 else "": rows[
-            rows["rate"].eq(rate) | rows["rate"].isna()
-        ]
-        for rate in rates or [math.nan]
-    }
     joined = all(tick[:1].isdigit() for tick in ticks)
+    label = _AXES.get(by, words(by))
     return Drawn(
         f"{stem(group)}-by-{by}",
         f"{group.task}: score by {words(by)}",
-        "Mean and 95 % interval over examples. Values are evenly spaced.",
-        lines(panels, _AXES.get(by, words(by)), _score(group), ticks=ticks, joined=joined),
+        "Mean and 95 % interval over examples. Values are evenly spaced."
+        + (f" At rate {lowest:g}." if lowest == lowest else ""),
+        lines({"": rows}, label, _score(group), ticks=ticks, joined=joined),
     )
 
 
@@ -532,7 +487,7 @@ def curve_figures(group: Group, spec: Curve) -> list[Drawn]:
 
     axes = spec.xlabel or words(spec.x), spec.ylabel or words(spec.y)
     title = f"{group.task}: {words(spec.y)} against {words(spec.x)}"
-    text = "Means with 95 % bootstrap intervals; dashed in grey: slopes of the papers' bounds."
+    text = "Means with 95 % intervals; dashed in grey: slopes of the papers' bounds."
     figure = lines(panels, *axes, log="xy", also=guides)
     return [Drawn(f"{stem(group)}-scaling", title, text, figure)]
 
@@ -551,26 +506,9 @@ def throughput(group: Group) -> Drawn:
         if frame[field].notna().any():
             bounds = {end: frame.get(f"{field}_{end}", math.nan) for end in ("low", "high")}
             panels[title] = frame.assign(mean=frame[field], **bounds)
-    figure = forest(panels, "", columns=4, share=False)
+    figure = forest(panels, "")
     text = "Medians over runs; lines: 95 % intervals between order statistics, from six runs on."
     return Drawn(f"{stem(group)}-throughput", f"{group.task}: time and memory", text, figure)
-
-
-@dataclass(frozen=True)
-class Strip:
-    """What one method kept of a prompt.
-
-    Attributes:
-        tokens: of the prompt. width: of a piece of it.
-        layers: by number, the weight held per token of each piece; 1 everywhere is the exact cache.
-        answer: from which token to before which the answer stands, None where that is not known.
-    """
-
-    method: str
-    tokens: int
-    width: int
-    layers: Mapping[int, NDArray[np.float64]]
-    answer: Sequence[int] | None = None
 
 
 def kept_figure(group: Group) -> Drawn | None:
@@ -586,11 +524,12 @@ def kept_figure(group: Group) -> Drawn | None:
     last = said[counts == counts.max()].iloc[-1]
     said = said[said["seed"].eq(last["seed"]) & said["example_id"].eq(last["example_id"])]
     strips = {}
-    for row in said.set_index("variant").reindex(group.labels).dropna(subset=["kept"]).itertuples():
-        kept: Any = row.kept
-        layers = {int(layer): np.array(held) / 100 for layer, held in kept["layers"].items()}
-        size = kept["tokens"], kept["width"]
-        strips[str(row.Index)] = Strip(str(row.method), *size, layers, kept.get("answer"))
+    for variant in (v for v in group.variants if v.label in set(said["variant"])):
+        kept = said["kept"][said["variant"] == variant.label].iloc[0]
+        held = pd.DataFrame({int(k): np.array(layer) / 100 for k, layer in kept["layers"].items()})
+        held.index *= kept["width"]
+        held.attrs = {"method": variant.method, **kept}
+        strips[variant.label] = held
     caption = (
         f"Example {printable(str(last['example_id']))}. From left to right the prompt's tokens; height:"
         " the weight that a layer's cache holds of each piece, per token and mean over KV heads (full"
@@ -598,7 +537,7 @@ def kept_figure(group: Group) -> Drawn | None:
         " answer stands. Entries that are no single token's are not shown."
     )
     title = f"What each method kept: {group.task} on {group.model}"
-    figure = draw_strips(dict(list(strips.items())[:_MOST_PANELS]))
+    figure = _strips(dict(list(strips.items())[:_MOST_PANELS]))
     return Drawn(f"kept-{stem(group)}", title, caption, figure)
 
 
@@ -609,42 +548,43 @@ def draw_kept(*frames: pd.DataFrame) -> Figure:
     Raises:
         UserError: no frame, or one that `kvbench.kept` did not make.
     """
-    strips: dict[str, Strip] = {}
+    strips: dict[str, pd.DataFrame] = {}
     for frame in frames:
         words_of, method = frame.attrs.get("words"), frame.attrs.get("method")
         if not words_of or not method:
             raise UserError("a frame does not say its prompt; allowed: what kvbench.kept returned")
-        layers = {}
-        for layer, here in frame.groupby("layer", sort=False):
-            held = np.zeros(len(words_of))
-            placed = here[here["position"] >= 0]
-            np.add.at(held, placed["position"].to_numpy(), placed["weight"].to_numpy())
-            layers[int(str(layer))] = held / here["head"].nunique()
-        label = method if method not in strips else f"{method} {len(strips) + 1}"
-        strips[label] = Strip(method, len(words_of), 1, layers)
+        held = frame.pivot_table(index="position", columns="layer", values="weight", aggfunc="sum")
+        held = held.reindex(range(len(words_of))).fillna(0.0) / frame["head"].nunique()
+        held.attrs = {"method": method, "tokens": len(words_of)}
+        strips[method if method not in strips else f"{method} {len(strips) + 1}"] = held
     if not strips:
         raise UserError("no frames; allowed: one or more of kvbench.kept")
-    return draw_strips(strips)
+    return _strips(strips)
 
 
 @_styled
-def draw_strips(strips: Mapping[str, Strip]) -> Figure:
-    """One row of strips per label, each with its method's colour; some layers from top to bottom."""
-    most = max(min(_MOST_LAYERS, len(strip.layers)) for strip in strips.values())
+def _strips(strips: Mapping[str, pd.DataFrame]) -> Figure:
+    """One row of strips per label, each with its method's colour; some layers from top to bottom.
+
+    Args:
+        strips: the weight held per token, by the first token of a piece and by layer; in ``attrs`` the
+            method, the prompt's tokens and, where it is known, from which to before which the answer is.
+    """
+    most = max(min(_MOST_LAYERS, held.shape[1]) for held in strips.values())
     figure, axes = new_panels(len(strips), 1, (7.4, 0.34 + 0.17 * most), (0.0, 0.55), sharex=True)
-    for ax, (label, strip) in zip(axes, strips.items(), strict=True):
-        every = sorted(strip.layers)
-        shown = every[:: math.ceil(len(every) / _MOST_LAYERS)]
-        top = max(1.0, *(float(strip.layers[layer].max()) for layer in shown))
-        edges = np.minimum(np.arange(len(strip.layers[shown[0]]) + 1) * strip.width, strip.tokens)
-        look: dict[str, Any] = {"fill": True, "color": style_of(strip.method).color, "linewidth": 0}
-        for row, layer in enumerate(shown):
-            ax.stairs(strip.layers[layer] / top * 0.86 - row, edges, baseline=-row, **look)
-        if strip.answer:
-            ax.axvspan(*strip.answer[:2], facecolor="#F3D04E", alpha=0.55, linewidth=0, zorder=0)
-        ax.set_xlim(0, strip.tokens)
-        ax.set_ylim(1 - len(shown), 1)
-        ax.set_yticks([0.43 - row for row in range(len(shown))], [f"layer {one}" for one in shown])
+    for ax, (label, whole) in zip(axes, strips.items(), strict=True):
+        about, held = whole.attrs, whole[sorted(whole)]
+        held = held.iloc[:, :: math.ceil(held.shape[1] / _MOST_LAYERS)]
+        top = max(1.0, float(held.max(axis=None)))
+        color, edges = style_of(about["method"]).color, [*held.index, about["tokens"]]
+        for row, layer in enumerate(held):
+            heights = held[layer].to_numpy() / top * 0.86 - row
+            ax.stairs(heights, edges, baseline=-row, fill=True, color=color, linewidth=0)
+        if about.get("answer"):
+            ax.axvspan(*about["answer"], facecolor="#F3D04E", alpha=0.55, linewidth=0, zorder=0)
+        ax.set_xlim(0, about["tokens"])
+        ax.set_ylim(1 - held.shape[1], 1)
+        ax.set_yticks([0.43 - row for row in range(held.shape[1])], [f"layer {i}" for i in held])
         ax.tick_params(axis="y", length=0, labelsize=SMALL - 1.5)
         ax.set_title(f"{_shown(label)}   ×{top:.1f}", loc="left", pad=2)
     axes[-1].set_xlabel("token of the prompt", fontsize=TEXT)

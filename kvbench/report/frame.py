@@ -139,12 +139,12 @@ def _rows(group: Group, strata: Sequence[Scores], factor: int, total: bool) -> l
     if total:
         tests = comparisons(group)
         changes = [tests.get(pair, NOTHING) for pair in enumerate(base)]
-        stands = [
-            standing(strata, of, tests, lower=group.meta.lower_is_better) for of in group.peers
-        ]
+        lower = group.meta.lower_is_better
+        stands = [standing(strata, peers, tests, lower=lower) for peers in group.peers]
     else:
         paired = [one.stratum(one.values - one.values[:, base]) for one in strata]
         changes, stands = differences(paired, fraction=group.percent), []
+    marks = {i: mark for stand in stands for i, mark in stand.items()}
     rows = []
     for i, label in enumerate(labels):
         failures: Counter[str] = Counter()
@@ -152,12 +152,6 @@ def _rows(group: Group, strata: Sequence[Scores], factor: int, total: bool) -> l
             failures.update(one.statuses[i])
         given = [one.values[one.given[:, i], i] for one in strata]
         n, expected = sum(int((~np.isnan(v)).sum()) for v in given), sum(map(len, given))
-        marks = [
-            word
-            for word in ("best", "tied", "worse", "few")
-            for s in stands
-            if i in getattr(s, word)
-        ]
         about = _named(group, label) | {
             "unit": group.meta.score_unit,
             "n": n,
@@ -165,7 +159,7 @@ def _rows(group: Group, strata: Sequence[Scores], factor: int, total: bool) -> l
             "units": sum(int((one.counts[:, i] > 0).sum()) for one in own),
             "failures": failures_text(failures),
         }
-        mark = " ".join([*marks, *["incomplete"] * (n < expected)])
+        mark = f"{marks.get(i, '')} {'incomplete' * (n < expected)}".strip()
         for measure, found in (("score", means[i]), ("difference", changes[i])):
             if measure == "score" or group.baseline[label] is not None:
                 numbers = factor * np.array([found.value, found.low, found.high])

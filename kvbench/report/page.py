@@ -32,7 +32,7 @@ from kvbench.report.table import Table, unit_text, value_text
 
 _HERE = Path(__file__).parent / "templates"
 PAGE = "report.html"
-_FAILURES, _NAMED = 100, 6
+_FAILURES = 100
 
 
 @dataclass(frozen=True)
@@ -139,14 +139,8 @@ def facts_of(experiment: Experiment) -> dict[str, str]:
         "records": [f"{sum(statuses.values()):,}"],
         "failed": [one.replace("_", " ") for one in failed],
     }
-    each = {name: [v for v in dict.fromkeys(values) if v] for name, values in found.items()}
-    most = {"methods": len(variants)}
-    return {
-        name: ", ".join(values[: most.get(name, _NAMED)])
-        + (f" and {len(values) - _NAMED} more" if len(values) > most.get(name, _NAMED) else "")
-        for name, values in each.items()
-        if values
-    }
+    each = {name: ", ".join(dict.fromkeys(filter(None, of))) for name, of in found.items()}
+    return {name: text for name, text in each.items() if text}
 
 
 def how_to_reproduce(experiment: Experiment) -> list[tuple[str, list[str]]]:

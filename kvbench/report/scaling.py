@@ -1,4 +1,9 @@
-"""Rates of growth and decay from records: curves on logarithmic axes and their slopes."""
+"""Rates of growth and decay from records: curves on logarithmic axes and their slopes.
+
+Everything here is a weighted sum of logarithms of means over repetitions. Its interval is Student's t of
+what each repetition adds to it to first order (the delta method), so that slopes and ratios, whose means
+share repetitions, are paired.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
+from scipy.special import stdtrit
 
 from kvbench.records import figures
 from kvbench.report.experiment import Group, Variant
-from kvbench.report.stats import LEVEL, NOTHING, Array, Estimate, Stratum, resampled, widened
+from kvbench.report.stats import ALPHA, NOTHING, Array, Estimate
 
 NEAR = 0.1
 """A slope is as predicted where its whole interval is this close to the prediction."""
@@ -22,15 +28,14 @@ class Curve:
 
     Attributes:
         frame: a row per level, ascending: ``x`` (mean), ``mean``, ``low`` and ``high`` of y.
-        draws: [resamples, levels] means of y over resampled repetitions; the variants of a panel are
-            resampled alike, so that ratios of their draws are paired.
-        units: repetitions.
+        parts: [repetitions of the panel, levels] what each adds to the logarithm of the mean.
+        units: its repetitions.
     """
 
     facet: str
     variant: Variant
     frame: pd.DataFrame
-    draws: Array
+    parts: Array
     units: int
 
     def slope(self, least: float, most: float) -> tuple[Estimate, float]:
@@ -41,10 +46,8 @@ class Curve:
             return NOTHING, math.nan
         x, y = (np.log(self.frame.loc[used, key].to_numpy(float)) for key in ("x", "mean"))
         weights = (x - x.mean()) / np.square(x - x.mean()).sum()
-        with np.errstate(divide="ignore", invalid="ignore"):
-            drawn = np.log(self.draws[:, used]) @ weights
         share = np.corrcoef(x, y)[0, 1] ** 2 if used.sum() > 2 and np.ptp(y) else math.nan
-        return _interval(float(y @ weights), drawn, self.units), float(share)
+        return _interval(y @ weights, self.parts[:, used] @ weights, self.units), float(share)
 
     def over(self, other: Curve, level: float) -> Estimate:
         """This curve's y over another's at one level, paired."""
@@ -52,10 +55,18 @@ class Curve:
         if not all(map(len, places)):
             return NOTHING
         i, j = (int(place[0]) for place in places)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            log = np.log(self.draws[:, i]) - np.log(other.draws[:, j])
         ratio = math.log(self.frame["mean"][i] / other.frame["mean"][j])
-        return Estimate(*map(math.exp, _interval(ratio, log, self.units)))
+        found = _interval(ratio, self.parts[:, i] - other.parts[:, j], self.units)
+        return Estimate(*map(math.exp, found[:3]))
+
+
+def _interval(value: float, parts: Array, units: int) -> Estimate:
+    """A value to which repetitions add `parts`; one repetition has no interval."""
+    if units < 2:
+        return Estimate(float(value))
+    error = math.sqrt(units / (units - 1) * float(np.square(parts).sum()))
+    half = float(stdtrit(units - 1, 1 - ALPHA / 2)) * error
+    return Estimate(float(value), float(value) - half, float(value) + half)
 
 
 def curves_of(group: Group, spec: figures.Curve) -> list[Curve]:
@@ -74,27 +85,15 @@ def curves_of(group: Group, spec: figures.Curve) -> list[Curve]:
             if mine.empty:
                 continue
             table = mine.pivot_table(index="repeat", columns="level", values="y", aggfunc="mean")
-            values = table.reindex(repeats).to_numpy(float)
-            known = Stratum(str(facet), np.nan_to_num(values), (~np.isnan(values)).astype(float))
-            draws, mean = resampled(known), np.nanmean(values, axis=0)
-            with np.errstate(divide="ignore", invalid="ignore"):
-                logs = np.log(np.where(mean > 0, mean, np.nan)), np.log(draws)
-            spread = [
-                _interval(float(m), d, len(table)) for m, d in zip(logs[0], logs[1].T, strict=True)
-            ]
-            frame = (
-                mine.groupby("level", as_index=False)["x"]
-                .mean()
-                .assign(
-                    facet=str(facet),
-                    label=variant.label,
-                    method=variant.method,
-                    mean=mean,
-                    low=np.exp([e.low for e in spread]),
-                    high=np.exp([e.high for e in spread]),
-                )
-            )
-            curves.append(Curve(str(facet), variant, frame, draws, len(table)))
+            mean = table.mean().where(lambda y: y > 0)
+            parts = ((table - mean) / mean / table.count()).reindex(repeats).fillna(0.0).to_numpy()
+            ends = [_interval(m, d, len(table)) for m, d in zip(np.log(mean), parts.T, strict=True)]
+            frame = mine.groupby("level", as_index=False)["x"].mean()
+            frame = frame.assign(facet=str(facet), label=variant.label, method=variant.method)
+            frame = frame.assign(mean=table.mean().to_numpy())
+            for end in ("low", "high"):
+                frame[end] = np.exp([getattr(one, end) for one in ends])
+            curves.append(Curve(str(facet), variant, frame, parts, len(table)))
     return curves
 
 
@@ -142,13 +141,3 @@ def verdict_on(slope: Estimate, expected: float) -> str | None:
     return (
         "steeper" if slope.high < least else "shallower" if slope.low > most else "not determined"
     )
-
-
-def _interval(value: float, draws: Array, units: int) -> Estimate:
-    """Percentile bootstrap, widened for few units; one unit has no interval."""
-    draws = draws[np.isfinite(draws)]
-    if units < 2 or not len(draws):
-        return Estimate(value)
-    tail = (1 - LEVEL) / 2
-    low, high = np.quantile(draws, [tail, 1 - tail])
-    return widened(Estimate(value, float(low), float(high)), units)

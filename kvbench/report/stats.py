@@ -32,7 +32,6 @@ LEVEL = 0.95
 ALPHA = 1 - LEVEL
 FEWEST = 10
 """Units (prompts); of fewer nothing is said about a difference."""
-RESAMPLES = 4000
 DRAWS = 10_000
 _TAIL = (1 + LEVEL) / 2
 _Z = float(ndtri(_TAIL))
@@ -59,7 +58,6 @@ class Stratum:
     """Scores of one dataset: rows are units (independent prompts), columns are variants.
 
     Attributes:
-        name: seeds the resampling, so that an interval does not depend on what else is reported.
         sums, counts: [units, variants] sum of a unit's scores and how many there are (0 = missing).
     """
 
@@ -114,29 +112,7 @@ def ratio(sums: ArrayLike, counts: ArrayLike) -> Array:
     return np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts > 0)
 
 
-def resampled(stratum: Stratum) -> Array:
-    """[RESAMPLES, variants] means over units drawn with replacement, the same draw for every variant,
-    seeded by the stratum's name."""
-    units = len(stratum.sums)
-    generator = np.random.default_rng([zlib.crc32(stratum.name.encode()), units])
-    even = np.full(units, 1 / units) if units else np.empty(0)
-    times = generator.multinomial(units, even, size=RESAMPLES).astype(np.float32)
-    return ratio(times @ stratum.sums, times @ stratum.counts)
-
-
-def widened(estimate: Estimate, units: int) -> Estimate:
-    """The interval for few units: a percentile bootstrap over n units is too narrow by the factor
-    sqrt((n - 1) / n) of its standard error and by Student's t against the normal."""
-    if units < 2:
-        return estimate
-    factor = float(stdtrit(units - 1, _TAIL) / _Z) * math.sqrt(units / (units - 1))
-    value = estimate.value
-    low, high = (value + factor * (bound - value) for bound in (estimate.low, estimate.high))
-    return Estimate(value, low, high)
-
-
-@dataclass(frozen=True)
-class _Moments:
+class _Moments(NamedTuple):
     """By column, the mean over strata, its variance and Satterthwaite's degrees of freedom (0 where no
     stratum has two units); `smoothed`: the mean with the two units that are added."""
 
@@ -310,25 +286,11 @@ def compared(
     return dict(zip(pairs, found, strict=True))
 
 
-@dataclass(frozen=True)
-class Standing:
-    """Variants by number: the best, those shown to be worse, those that are neither, and those of which
-    fewer than `FEWEST` units are known, which say nothing."""
-
-    best: frozenset[int] = frozenset()
-    worse: frozenset[int] = frozenset()
-    tied: frozenset[int] = frozenset()
-    few: frozenset[int] = frozenset()
-
-
 def standing(
-    strata: Sequence[Scores],
-    peers: Sequence[int],
-    tests: Mapping[Pair, Estimate],
-    *,
-    lower: bool,
-) -> Standing:
-    """How the variants `peers`, which compete with each other, stand over these datasets.
+    strata: Sequence[Scores], peers: Sequence[int], tests: Mapping[Pair, Estimate], *, lower: bool
+) -> dict[int, str]:
+    """How the variants `peers`, which compete with each other, stand over these datasets, by number:
+    "best", "worse" (shown to be), "tied" (neither), or "few": not enough units to say.
 
     The best has the best mean. Means over different examples cannot be ranked: variants that lack
     a score are passed over where another has them all, and where each lacks some, the examples that all
@@ -342,24 +304,23 @@ def standing(
     scored = [i for i in peers if all((~np.isnan(one.values[:, i])).any() for one in strata)]
     ranked = [i for i in scored if not any(np.isnan(one.values[:, i]).any() for one in strata)]
     ranked = ranked or scored
-    if len(scored) < 2:
-        return Standing()
     means = sign * common_means(strata, ranked)
-    if np.isnan(means).all() or not np.nan_to_num(means).any():
-        return Standing()
+    if len(scored) < 2 or np.isnan(means).all() or not np.nan_to_num(means).any():
+        return {}
     top = float(np.nanmax(means))
     best = {i for i, x in zip(ranked, means, strict=True) if math.isclose(x, top, rel_tol=1e-9)}
-    marks: dict[str, set[int]] = {"worse": set(), "tied": set(), "few": set()}
+    marks = dict.fromkeys(best, "best")
     for (first, second), found in tests.items():
         for winner, other, gain in ((first, second, found.value), (second, first, -found.value)):
             if winner not in best or other in best or other not in scored or math.isnan(gain):
                 continue
             common = [~np.isnan(one.values[:, [winner, other]]).any(1) for one in strata]
             units = [len(set(one.units[both])) for one, both in zip(strata, common, strict=True)]
-            shown = found.p < ALPHA and sign * gain > 0
-            marks["few" if sum(units) < FEWEST else "worse" if shown else "tied"].add(other)
-    tied = marks["tied"] - marks["worse"]
-    return Standing(*map(frozenset, (best, marks["worse"], tied, marks["few"])))
+            if sum(units) < FEWEST:
+                marks[other] = "few"
+            elif marks.get(other) != "worse":
+                marks[other] = "worse" if found.p < ALPHA and sign * gain > 0 else "tied"
+    return marks
 
 
 def common_means(strata: Sequence[Scores], columns: Sequence[int]) -> Array:

@@ -168,9 +168,3 @@ def size(value: float) -> str:
 def p_text(p: float) -> str:
     """A p-value to two digits."""
     return "<0.001" if p < 0.001 else f"{p:.2g}" if p < 0.1 else f"{p:.2f}"
-
-
-def signed_text(value: float) -> str:
-    """Two decimals with a proper minus sign, and none before zero."""
-    text = f"{value:.2f}"
-    return (text.lstrip("-") if float(text) == 0 else text).replace("-", "−")

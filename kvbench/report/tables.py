@@ -35,9 +35,9 @@ from kvbench.report.table import (
     number,
     p_text,
     score_format,
-    signed_text,
     size,
     unit_text,
+    value_text,
     whole,
     wide,
 )
@@ -61,7 +61,7 @@ def tables_of(group: Group, frame: pd.DataFrame) -> list[Table]:
     curve = group.meta.figure(Curve)
     if curve and curve.y in group.records and slopes(group, curve).size:
         return [slope_table(group, curve), *split, scored]
-    found = [rates_table(group, frame), scored]
+    found: list[Table | None] = [scored]
     if group.meta.figure(Distances) and "kl" in group.records:
         found.append(fidelity_table(group))
     found.append(pairs_table(group, frame))
@@ -70,7 +70,7 @@ def tables_of(group: Group, frame: pd.DataFrame) -> list[Table]:
 
 def score_table(group: Group, frame: pd.DataFrame) -> Table:
     """The ranking: total score, paired difference, what is held and failures of every variant; the exact
-    cache first, then by rate and score. Files hold every dataset, too."""
+    cache first, then by score, a group of rows for each rate. Files hold every dataset, too."""
     lower, total = group.meta.lower_is_better, totals(frame)
     table = total.rename(columns={k: f"total_{k}" for k in ("low", "high", "mark")})
     table["total"] = table.pop("mean")
@@ -80,9 +80,16 @@ def score_table(group: Group, frame: pd.DataFrame) -> Table:
     for key in ("ratio", "entries_mean", "self_bleu"):
         table[key] = table["variant"].map(totals(frame, key)["mean"])
     table["scored"] = [f"{row.n:.0f}/{row.expected:.0f}" for row in total.itertuples()]
-    order = table.assign(rank=table["total"] if lower else -table["total"], last=-table["rate"].astype(float))
+    order = table.assign(
+        rank=table["total"] if lower else -table["total"], last=-table["rate"].astype(float)
+    )
     order["compared"] = ~table["variant"].map(lambda label: group.baseline[label] is None)
     table = table.loc[order.sort_values(["compared", "last", "rank"], kind="stable").index]
+    if table["rate"].nunique() > 1:
+        rates = table["rate"].where(table["variant"].map(group.baseline).notna())
+        table["group"] = [f"rate {rate:g}" if rate == rate else "" for rate in rates]
+        names = {v.label: v.without_rate for v in group.variants}
+        table["variant"] = table["variant"].map(names)
     unit, count = group.meta.score_unit, len(group.datasets)
     name = group.datasets[0] if count == 1 else f"average of {count} datasets"
     columns = [METHOD, Column("total", str(name), score_format(unit))]
@@ -157,25 +164,6 @@ def _pivot(group: Group, name: str, title: str, rows: pd.DataFrame, over: str) -
     return Table(name, f"{title}{unit_text(unit)}", table, (METHOD, *columns), notes)
 
 
-def rates_table(group: Group, frame: pd.DataFrame) -> Table | None:
-    """The total score of every method by rate; None for fewer than two rates. A method without a rate
-    stands in every column."""
-    rates = sorted({v.rate for v in group.variants if v.rate is not None}, reverse=True)
-    if len(rates) < 2:
-        return None
-    total, ratio = totals(frame), totals(frame, "ratio")
-    each = []
-    for rate in rates:
-        mine = total[total["rate"].eq(rate) | total["rate"].isna()]
-        span = span_text(ratio["mean"][ratio["rate"].eq(rate)])
-        each.append(mine.assign(at=f"rate {rate:g} (ratio {span})"))
-    names = {v.label: v.without_rate for v in group.variants}
-    rows = pd.concat(each, ignore_index=True)
-    rows["variant"] = rows["variant"].map(names)
-    title = f"{group.task} on {group.model}: score by rate"
-    return _pivot(group, f"{group.task}-{group.model}-rates", title, rows, "at")
-
-
 def paper_table(groups: Sequence[tuple[Group, pd.DataFrame]]) -> Table:
     """One task as papers print it: datasets as columns, a block of rows for each model."""
     rows = pd.concat([f[(f["by"] == "dataset") & (f["measure"] == "score")] for _, f in groups])
@@ -187,12 +175,9 @@ def overview_table(groups: Sequence[tuple[Group, pd.DataFrame]]) -> Table:
     """Of one model with several tasks, every variant on all of them."""
     rows = pd.concat([totals(f) for _, f in groups], ignore_index=True)
     ratio = pd.concat([totals(f, "ratio") for _, f in groups], ignore_index=True)["mean"]
-    variants = {(v.label, v.rate or 0.0): v for group, _ in groups for v in group.variants}
-    twice = pd.Series([label for label, _ in variants]).value_counts().gt(1)
-    keys = list(zip(rows["variant"], rows["rate"].fillna(0.0), strict=True))
-    rows["variant"] = [f"{n}, rate {r:g}" if twice[n] and r else n for n, r in keys]
     rows["ratio"] = ratio.groupby(rows["variant"]).transform(span_text)
-    rows = rows.iloc[sorted(range(len(rows)), key=lambda i: variants[keys[i]].sort_key)]
+    order = {v.label: v.sort_key for group, _ in groups for v in group.variants}
+    rows = rows.iloc[sorted(range(len(rows)), key=lambda i: order[rows["variant"][i]])]
     table = wide(rows, ["method", "variant", "ratio"], "task")
     columns = [
         Column(g.task, f"{g.task}{unit_text(g.meta.score_unit)}", score_format(g.meta.score_unit))
@@ -426,9 +411,11 @@ def slope_table(group: Group, curve: Curve) -> Table:
     frame = wide(
         data.rename(columns=named).assign(mark=""), ["method", "variant", "expected"], curve.facet
     )
-    columns = [Column(name, text=signed_text) for name in data[curve.facet].unique()]
+    columns = [Column(name, text=score_format("")) for name in data[curve.facet].unique()]
     predicted = (
-        [Column("expected", "predicted", signed_text)] if data["expected"].notna().any() else []
+        [Column("expected", "predicted", score_format(""))]
+        if data["expected"].notna().any()
+        else []
     )
     least, most = data["fitted_from"].min(), data["fitted_to"].max()
     return Table(
@@ -438,8 +425,8 @@ def slope_table(group: Group, curve: Curve) -> Table:
         (METHOD, *predicted, *columns),
         (
             f"Least-squares slopes of log {curve.y} against log {curve.x}, from"
-            f" {least:.0f} to {most:.0f}, with 95 % bootstrap intervals over {curve.unit}s"
-            f" ({data['repetitions'].min():.0f} or more), widened by Student's t; one has no interval.",
+            f" {least:.0f} to {most:.0f}, with 95 % t intervals over {curve.unit}s"
+            f" ({data['repetitions'].min():.0f} or more); one has no interval.",
         ),
         data.assign(model=group.model, task=group.task),
     )
@@ -490,7 +477,7 @@ def slope_verdict(data: pd.DataFrame) -> str:
     """How many slopes are as predicted, or steeper or shallower, by the whole interval."""
     known = data.dropna(subset=["verdict"])
     said = [
-        f"{label} (predicted {signed_text(float(part['expected'].iloc[0]))}): "
+        f"{label} (predicted {value_text(float(part['expected'].iloc[0]), '')}): "
         + ", ".join(
             f"{word} on {count} of {len(part)}"
             for word, count in part["verdict"].value_counts().items()

@@ -146,7 +146,7 @@ def run_id(*about: object) -> str:
 def _write(
     experiment: Path,
     code: str,
-    name: str,
+    title: str,
     manifest: Mapping[str, Any],
     show: Callable[[wandb.Run], None],
     **about: Any,
@@ -160,36 +160,36 @@ def _write(
     import wandb  # not above: slow to import, and needed only here
 
     made = {key: manifest.get(key) for key in ("experiment", *_MADE)}
-    before = {key: os.environ.get(key) for key in (*_QUIET, "WANDB_SILENT", "WANDB_DATA_DIR")}
     quiet = ("silent", "x_disable_stats", "disable_git", "disable_code", "x_disable_meta")
     for old in (experiment / "wandb").glob(f"*run-*-{code}"):
         shutil.rmtree(old)
-    os.environ.update({**_QUIET, **{k: v for k, v in before.items() if v}, "WANDB_SILENT": "true"})
+    for name, value in {**_QUIET, "WANDB_SILENT": "true"}.items():
+        os.environ.setdefault(name, value)
+    before = os.environ.get("WANDB_DATA_DIR")
+    run = wandb.init(
+        mode="offline",
+        dir=str(experiment.resolve()),  # its service may have another working directory
+        id=code,
+        name=title,
+        reinit="create_new",
+        notes=f"Made by: {made['command']}\nCode: {made['code_revision']}",
+        group=str(made["experiment"]),
+        settings=wandb.Settings(console="off", **dict.fromkeys(quiet, True)),
+        **{**about, "config": {**made, **about["config"]}},
+    )
+    place = Path(run.dir).parent
+    os.environ["WANDB_DATA_DIR"] = str(place)  # tables' files, and copies of artifacts
     try:
-        run = wandb.init(
-            mode="offline",
-            dir=str(experiment.resolve()),  # its service may have another working directory
-            id=code,
-            name=name,
-            reinit="create_new",
-            notes=f"Made by: {made['command']}\nCode: {made['code_revision']}",
-            group=str(made["experiment"]),
-            settings=wandb.Settings(console="off", **dict.fromkeys(quiet, True)),
-            **{**about, "config": {**made, **about["config"]}},
-        )
-        place = Path(run.dir).parent
-        os.environ["WANDB_DATA_DIR"] = str(place)  # tables' files, and copies of artifacts
-        try:
-            show(run)
-        except BaseException:
-            run.finish(exit_code=1)
-            shutil.rmtree(place)
-            raise
+        show(run)
         run.finish()
-        return place
+    except BaseException:
+        run.finish(exit_code=1)
+        shutil.rmtree(place)
+        raise
     finally:
-        for key, value in before.items():
-            os.environ.pop(key, None) if value is None else os.environ.update({key: value})
+        os.environ.pop("WANDB_DATA_DIR")
+        os.environ.update({} if before is None else {"WANDB_DATA_DIR": before})
+    return place
 
 
 def _log_job(runs: Sequence[Run], predictions: bool, where: Mapping[str, Any]) -> Path:

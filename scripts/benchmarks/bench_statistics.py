@@ -276,11 +276,12 @@ def answers(
     return Scores("d", values, np.ones(values.shape, dtype=bool), units, ({},) * len(means))
 
 
-def worse(scores: Scores) -> frozenset[int]:
+def worse(scores: Scores) -> set[int]:
     """Methods that a table marks as worse."""
     peers = range(scores.values.shape[1])
     tests = compared([scores], list(itertools.combinations(peers, 2)), fraction=True)
-    return standing([scores], peers, tests, lower=False).worse
+    marks = standing([scores], peers, tests, lower=False)
+    return {i for i, mark in marks.items() if mark == "worse"}
 
 
 def false_table(scores: Scores) -> bool:

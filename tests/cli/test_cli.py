@@ -9,16 +9,20 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from support.attacks import RUN, SECRETS, TYPED, leaks
 from support.cli_cases import ended
 from support.command import SHORT, composed, main, refusal_of
 
 from kvbench.cli.catalogue import KINDS, catalogue
 from kvbench.errors import HIDDEN
+from kvbench.run import session
 from kvbench.run.plan import TaskPlan
+from kvbench.run.progress import Progress
 
 
 def test_help_list_and_show_need_no_torch() -> None:
@@ -35,6 +39,8 @@ def test_help_list_and_show_need_no_torch() -> None:
         assert word in done.stdout
     helped = done.stdout.partition("exact ")[0]
     assert not re.search(r"\b_\w+", helped), "what other YAML files are made of"
+    assert "reproduce <name>|all" in helped
+    assert max(map(len, done.stdout.partition("adakv  ")[0].splitlines())) <= 80
     shown = done.stdout.partition("model:\n")[2]
     assert "kernel_size: 5" in shown
     assert shown.count("seed: 7") == 2
@@ -51,7 +57,9 @@ def test_the_first_line_comes_before_torch() -> None:
     command = [sys.executable, "-c", told, "-m", "task=needle,longeval_lines", "limit=1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     first, second = done.stdout.splitlines()
-    assert first.endswith(": 2 jobs, the first: recall_mini x needle, 8 methods -> runs/default")
+    assert first.endswith(
+        ": 2 jobs, the first: recall_mini x needle, 8 methods -> runs/recall_mini"
+    )
     assert second == "IMPORTED", done.stderr
 
 
@@ -86,13 +94,92 @@ def test_overrides_that_are_right_are_let_through() -> None:
         assert refusal_of(overrides) is None, overrides
 
 
-def test_a_hub_id_or_a_folder_is_a_model(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_hub_id_or_a_folder_is_a_model_with_one_label(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine").mkdir()
+    (tmp_path / "2 mine").mkdir()
     hub = "Qwen/Qwen2.5-0.5B-Instruct"
-    for value, name in ((hub, hub), ("./mine", "mine"), (str(tmp_path / "mine"), "mine")):
-        model = composed(f"model={value}").model
-        assert (model.path, model.name) == (value, name)
+    assert composed(f"model={hub}").model.name == hub
+    assert (
+        composed(f"model={hub}", "task=needle").experiment_name
+        == "needle-Qwen_Qwen2.5-0.5B-Instruct"
+    )
+    for value in (
+        "./2 mine",
+        "2 mine/",
+        str(tmp_path / "2 mine"),
+        "../" + tmp_path.name + "/2 mine",
+    ):
+        for words in ([f"model='{value}'"], ["model=hf", f"model.path='{value}'"]):
+            model = composed(*words).model
+            assert (model.path, model.name) == (value, "2 mine")
+
+
+def test_a_job_says_at_once_what_it_does_and_a_model_is_loaded_once(
+    capsys: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    loaded: list[str] = []
+    real = session.load_model
+
+    def load(spec: Any, **how: Any) -> Any:
+        loaded.append(spec.name)
+        return real(spec, **how)
+
+    monkeypatch.setattr(session, "load_model", load)
+    status, _, err = main(capsys, *SHORT, "-m", "budget.rate=0.5,0.25")
+    assert (status, loaded) == (0, ["tiny_random"]), err
+    first, second, last = (line.partition("longeval_lines: ")[2] for line in err.splitlines()[:3])
+    assert first == "loading the data and the model"
+    assert re.fullmatch(r"0/2, prefill of \d+ tokens, layer 1 of 4", second)
+    assert last.startswith("2/2, done, about 0 s left; exact ")
+    again = main(capsys, *SHORT, "budget.rate=0.25")[2]
+    assert again.endswith("longeval_lines: 2/2, 2 of 2 on disk\n")
+
+
+def test_time_left_is_told_from_the_first_tokens() -> None:
+    """Of 100 to read and 2 x 50 to generate, after 100 + 2 in ten seconds, with as much once more."""
+    told: list[str] = []
+    progress = Progress(lambda now, _: told.append(str(now)))
+    example = SimpleNamespace(n=100, example=SimpleNamespace(max_new_tokens=50))
+    units = [(SimpleNamespace(examples=(example,)), {"exact": 1, "h2o": 2})] * 2
+    progress.begin(units, 3)
+    progress._began -= 10
+    model = OneLayer()
+    with progress.watching(model):
+        model(input_ids=torch.zeros(1, 100))
+        model(input_ids=torch.zeros(2, 1))
+    assert told[0] == "loading the data and the model"
+    assert told[1:3] == ["1/3, 1 of 3 on disk", "1/3, prefill of 100 tokens, layer 1 of 1"]
+    assert told[3] == "1/3, decoding, 2 at once, token 1 of 50, about 30 s left"
+    assert progress.left == pytest.approx(10 * 298 / 102, abs=0.1)
+    progress.unit_done()
+    assert progress.left == pytest.approx(10, abs=0.1)
+
+
+class OneLayer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Identity()])
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.layers[0](input_ids)
+
+
+def test_a_sweep_has_one_folder(capsys: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    places = {
+        "seed=0,1": "runs/longeval_lines-tiny_random/",
+        "task=longeval_lines,longeval_redundant": "runs/tiny_random/",
+        "model=tiny_random,recall_mini": "runs/longeval_lines/",
+    }
+    for swept, place in places.items():
+        words = [word for word in SHORT if word.partition("=")[0] != swept.partition("=")[0]]
+        status, out, err = main(capsys, *words, "-m", swept, "dry_run=true")
+        assert (status, err, out.count(f"; {place}")) == (0, "", 2)
+
+
+def test_reproduce_alone_is_the_list(capsys: Any) -> None:
+    assert main(capsys, "reproduce") == main(capsys, "list", "experiments")
 
 
 def test_kvbench_alone_is_a_short_help_and_no_run(
@@ -135,7 +222,7 @@ def test_failed_examples_are_status_1_and_a_log_stays_readable(
     assert status == 1, err
     assert "\033" not in out + err
     assert "recall_mini x longeval_lines: 2/2" in err
-    assert (tmp_path / "runs/default/report.html").exists()
+    assert (tmp_path / "runs/longeval_lines-recall_mini/report.html").exists()
     lines = [p.read_text().splitlines() for p in tmp_path.glob("runs/**/records.jsonl")]
     assert [json.loads(line)["status"] for file in lines for line in file] == ["timeout"] * 4
 

@@ -19,7 +19,7 @@ from support.wandb_files import history, isolated, offline_run
 from kvbench.cli.jobs import JobOutcome
 from kvbench.cli.main import main
 from kvbench.errors import UserError
-from kvbench.records.read import load_runs
+from kvbench.records.read import load_run, load_runs
 from kvbench.report.objective import objective_of
 
 ANSWERS = [["Paris", "the city of Paris"], ["a red fox"], ["42"], ["42"]]
@@ -95,7 +95,7 @@ def test_hydras_sweepers_get_a_jobs_score(tmp_path: Path, capsys: Any) -> None:
     assert done.value.code == 0, capsys.readouterr().err
     assert len(outcomes) == 2
     for outcome in outcomes:
-        runs = [run for run in load_runs(tmp_path / "default") if str(run.folder) in outcome.runs]
+        runs = [load_run(Path(folder)) for folder in outcome.runs]
         (compressed,) = [run for run in runs if run.manifest["method"] == "snapkv"]
         assert float(outcome) == compressed.records["score"].mean()
         assert objective_of(outcome.runs)["ratio"] < 1

@@ -19,6 +19,10 @@ seed.x=3 -> unknown key of seed 'x'
 methods=snapkv -> methods is 'snapkv'; allowed: method=[...] to choose one or more
 method=[exact -> cannot read 'method=[exact'; allowed: key=value
 lists -> cannot read 'lists' (did you mean 'list'?)
+--model x -> (write model=x)
+--tasks=needle -> (write task=needle)
+--seed -> (write seed=...)
+compression_ratio=0.5 -> unknown key 'compression_ratio' (did you mean 'budget.rate', the share
 --foo -> unrecognized arguments: --foo
 --multrun -> (did you mean '--multirun'?)
 method=[] -> methods is None; allowed: method=[...]
@@ -38,6 +42,7 @@ list taks -> cannot list ['taks'] (did you mean 'tasks'?)
 show method=nope -> unknown method 'nope'
 show -m -> cannot read '-m'
 show experiment=balancekv_table6 paper_table.file=a/b -> file is 'a/b'; allowed:
+show experiment=balancekv_table6 differs=3 -> differs is 3; allowed:
 reproduce nosuch -> unknown experiment 'nosuch'
 --config-dir=/nosuch -> --config-dir is '/nosuch'; allowed: a folder
 -sc install=x -> No completion plugin for 'x'
@@ -45,6 +50,7 @@ reproduce nosuch -> unknown experiment 'nosuch'
 """Command lines that are refused before torch is imported, each with a part of what is said of it."""
 MADE = r"""
 budget.rate=0 -> budget.rate is 0; allowed: a number in (0, 1]
+budget.rate=[0.5,0.25] -> allowed: a number in (0, 1]; for a job each: -m budget.rate=0.5,0.25
 budget.sink=-1 -> budget.sink is -1; allowed: an integer >= 0
 -m budget.rate=0.5,2 -> budget.rate is 2; allowed
 -m method=snapkv,nope -> unknown method 'nope'

@@ -116,13 +116,35 @@ def test_no_secret_is_written_or_said(tmp_path: Path, monkeypatch: pytest.Monkey
     files = {path.name for path in written(tmp_path)}
     assert {"manifest.json", "records.jsonl", "report.html"} <= files
     assert any(name.endswith(".wandb") for name in files), "W&B wrote its run"
-    runs = {run.manifest["method"]: run for run in load_runs(tmp_path / "runs" / "default")}
+    (folder,) = (tmp_path / "runs").iterdir()
+    runs = {run.manifest["method"]: run for run in load_runs(folder)}
     manifest = runs["snapkv"].manifest
     assert manifest["identity"]["model"]["revision"] == HIDDEN
     assert manifest["identity"]["model"]["trust_remote_code"] is False
     assert f"model.revision={HIDDEN}" in manifest["command"]
     told = f"ValueError: GET https://{HIDDEN}@hub?token={HIDDEN} failed"
     assert list(runs["snapkv"].records["error"]) == [told]
+
+
+def test_a_secret_in_prompts_and_answers_is_replaced(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In records, on the page and in W&B's files; scores are those of the true texts."""
+    secret = 'q"uo\\te é secret'
+    monkeypatch.setenv("MY_PASSWORD", secret)
+    rows = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    row = {"context": f"The word is {secret}. " * 30, "question": f"{secret}?", "answers": secret}
+    rows.write_text(json.dumps(row))
+    words = ["task=jsonl", f"task.files=[{rows}]", *RUN[3:], "logger=wandb", "logger.mode=offline"]
+    found = ended([*words, "results_dir=runs"], folder=tmp_path)
+    assert found.status == 0, found.err
+    forms = [form.encode() for form in (secret, json.dumps(secret)[1:-1])]
+    for path, content in written(tmp_path).items():
+        assert not [form for form in forms if form in content], path
+    (folder,) = (tmp_path / "runs").iterdir()
+    record = load_runs(folder)[0].records.iloc[0]
+    assert record["answers"] == [HIDDEN]
+    assert record["prompt_tail"].endswith(f"{HIDDEN}?\n") or HIDDEN in record["prompt_tail"]
 
 
 TOLD = [f"revision {TYPED}", "https://user:pass@host/x", "api_key=abc", "{'HF_TOKEN': 'abc'}"]

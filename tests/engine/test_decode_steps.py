@@ -6,7 +6,6 @@ replayed; the graphs themselves where there is a GPU.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +23,9 @@ from kvbench.engine import graphs, rows
 from kvbench.engine.cache import LayerCache
 from kvbench.engine.decoding import _Counters
 from kvbench.engine.fork import Fork
-from kvbench.engine.generate import Prompt, Question, run_batch, run_conversations
+from kvbench.engine.generate import Prompt, run_batch
 from kvbench.engine.graphs import StepGraphs
 from kvbench.engine.loading import ModelSpec
-from kvbench.engine.sampling import Sampling
 from kvbench.engine.stopping import Stopping
 from kvbench.kv import Budget, BudgetExceeded, KVError
 from kvbench.methods import available_methods, build_method, method_class
@@ -297,24 +295,6 @@ def test_what_evicts_is_captured_and_what_goes_row_by_row_is_not(pretended: list
     assert set(ALONE) < set(methods())
 
 
-def test_drawn_tokens_are_those_of_steps_that_are_not_captured(pretended: list[int]) -> None:
-    """What a token is drawn with is told to the device before each step."""
-    model, warm = model_on(), Sampling(temperature=1.0, top_p=0.9)
-    prompts = [
-        replace(prompt, conversations=[[Question((), prompt.stopping, f"q{n}")]])
-        for n, prompt in enumerate(capturable_prompts())
-    ]
-    eager, graph = (
-        [
-            {label: [one.tokens for one in said] for label, said in answer.items()}
-            for answer in run_conversations(model, prompts, seed=1, sampling=warm, graphs=steps)
-        ]
-        for steps in (None, StepGraphs("auto"))
-    )
-    assert pretended
-    assert graph == eager
-
-
 def test_a_row_that_times_out_stands_still_like_one_that_ended(
     pretended: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,24 +314,6 @@ def test_a_row_that_times_out_stands_still_like_one_that_ended(
     eager = run_batch(model, prompts, seed=1)[0]
     del eager["exact"]
     assert facts(answer) == facts(eager)
-
-
-def test_a_capture_that_fails_leaves_the_stream_it_ran_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.cuda.graph does not, where ending the capture raises."""
-    streams = ["the default one"]
-
-    @contextmanager
-    def graph(_: Any) -> Any:
-        streams.append("of the capture")
-        yield
-        raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
-    monkeypatch.setattr(torch.cuda, "graph", graph)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams[-1])
-    monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
-    assert StepGraphs("graph").capture(model_on(), lambda: torch.zeros(1)) is None
-    assert streams[-1] == "the default one"
 
 
 def test_the_cpu_captures_nothing_and_graph_is_refused_there() -> None:

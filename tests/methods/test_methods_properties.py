@@ -205,6 +205,13 @@ CANNOT = [
     ("snapkv", {}, BLIND, {}, "layer 3 holds 0 prompt queries"),
     ("h2o", {}, BLIND, {}, "layer 3 holds 0 prompt queries"),
     ("expected_attention", {}, make_layer(60), {}, "has no rotary table of the usual kind"),
+    (
+        "expected_attention",
+        {"sink": 14},
+        make_layer(60),
+        {},
+        "sink is 14; allowed: at most the cap",
+    ),
     ("spatten", {}, replace(BLIND, queries=make_layer(60).queries), {}, "sees layer 3 first"),
     ("balancekv_needle", {}, BLIND, {}, r"balancekv_needle\.layer is 1, a layer that was not seen"),
     ("kvzip", {}, BLIND, {}, "has not seen the prompt repeated"),

@@ -30,7 +30,6 @@ from kvbench.report.stats import (
     margin_of,
     mean_intervals,
     median_of,
-    resampled,
     self_bleu,
     together,
     words_of,
@@ -182,13 +181,6 @@ def test_interval_p_and_family_agree_and_missing_scores_are_left_out() -> None:
         assert one.low <= alone.low
     assert found[0, 5].p < 0.001
     assert compared([], pairs, fraction=True) == {}
-
-
-def test_units_are_resampled_together() -> None:
-    draw = np.array([[0.0], [1.0], [0.0], [1.0]])
-    apart = Stratum("x", np.repeat(draw, 50, axis=0), np.ones((200, 1)))
-    whole = Stratum("x", draw * 50, np.full((4, 1), 50.0))
-    assert resampled(whole).std() > 4 * resampled(apart).std()
 
 
 @pytest.mark.parametrize("seed", range(6))

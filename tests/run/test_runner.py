@@ -176,7 +176,7 @@ def test_a_dry_run_predicts_the_bytes_that_the_run_then_measures(
     status, out, _ = main(capsys, *words, "dry_run=true")
     assert status == 0
     assert main(capsys, *words)[0] == 0
-    for run in load_runs(tmp_path / "default"):
+    for run in load_runs(next(tmp_path.glob("longeval_lines-*"))):
         name, record = run.manifest["method"], run.records.iloc[0]
         (line,) = (text for text in out.splitlines() if text.strip().startswith(f"{name} "))
         assert f"{record['cache_bytes'] / 2**20:.3f} MiB ({record['ratio']:.0%})" in line

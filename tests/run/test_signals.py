@@ -18,6 +18,7 @@ from kvbench.run.termination import WAIT_NOTICE
 EXAMPLES = 40
 JOB = [*FAST, f"task.num_examples={EXAMPLES}", "task.max_new_tokens=6"]
 FEW = [*JOB, "limit=3"]
+PAGE = "runs/longeval_lines-tiny_random/report.html"
 ENDLESS = ("kvbench.run.plan.run_conversations", 2)
 """The function whose second call comes to no end."""
 GOES_ON = "what is done is on disk, the same command goes on from there"
@@ -79,10 +80,10 @@ def test_terminated_killed_interrupted_the_next_start_goes_on(
         child.signal(number)
         assert child.wait() == status
     assert one_line(child) == f"interrupted; {GOES_ON}"
-    assert not (tmp_path / "runs/default/report.html").exists(), "nobody waited for a page"
+    assert not (tmp_path / PAGE).exists(), "nobody waited for a page"
     assert server.kvbench(tmp_path, *JOB).wait() == 0
     assert rows_below(tmp_path) == undisturbed
-    assert (tmp_path / "runs/default/report.html").exists()
+    assert (tmp_path / PAGE).exists()
 
 
 @pytest.mark.parametrize("inside", [True, pytest.param(False, marks=pytest.mark.slow)])

@@ -49,13 +49,13 @@ def wait_for(
 
 def lines(results: Path, task: str, part: str) -> int:
     """Fewest records that a run of the task has in this shard's file."""
-    files = list(results.glob(f"default/*/{task}/*/records-{part}.jsonl"))
+    files = list(results.glob(f"*/*/{task}/*/records-{part}.jsonl"))
     return min((path.read_bytes().count(b"\n") for path in files), default=0)
 
 
 def writer(results: Path, task: str, part: str) -> int | None:
     """The process that writes this shard, as its lock says."""
-    for path in results.glob(f"default/*/{task}/h2o-*/.holder-{part}"):
+    for path in results.glob(f"*/*/{task}/h2o-*/.holder-{part}"):
         return int(json.loads(path.read_text() or "{}").get("pid", 0)) or None
     return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from typing import Any
 
@@ -105,9 +106,7 @@ def test_what_stands_beside_a_score() -> None:
     assert (found["score"], found["rouge1"]) == (theirs["rouge-2"]["f"], theirs["rouge-1"]["f"])
     assert found["rougeL"] == pytest.approx(theirs["rouge-l"]["f"])
     scores = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True).score(answer, text)
-    product = 1.0
-    for one in scores.values():
-        product *= one.fmeasure
+    product = math.prod(one.fmeasure for one in scores.values())
     assert METRICS["rouge_geometric"](text, Key((answer,)))["score"] == product ** (1 / 3)
 
 

@@ -45,10 +45,9 @@ def files(tmp_path: Path) -> dict[str, str]:
         }
         for i in range(4)
     ]
-    articles = [{"title": f"A{i}", "paragraphs": paragraphs[i : i + 4]} for i in range(0, 24, 4)]
     contents = {
         "essays": {"text": "One thing\n\nis  said. Another is not! Why? " * 400},
-        "squad": {"data": articles},
+        "squad": {"data": [{"title": "A", "paragraphs": paragraphs}]},
         "hotpotqa": hotpot,
     }
     for name, content in contents.items():
@@ -94,17 +93,15 @@ def test_structure_is_the_official_generators(shared_file, tmp_path, task: str) 
         (tmp_path / f"{name}.json").write_text(json.dumps(data))
     files = {name: str(tmp_path / f"{name}.json") for name in ("squad", "hotpotqa")}
     essays = str(shared_file("golden/tasks/ruler_essay.json"))
-    for length in (1536, 4096):
-        for example in made(files, tasks=[task], lengths=[length], essays=essays):
-            text = prompt(example)
-            assert checker.check(task, text, list(example.answers), length, templates) == []
-            used = len(shipped().encode_text(text)) + example.max_new_tokens
-            assert used <= length
-            if length == 4096 and task not in ("qa_1", "qa_2"):
-                assert used >= 0.85 * length
-            if task.startswith("niah"):
-                assert example.evidence in example.context
-                assert example.answers[0] in example.evidence
+    for example in made(files, tasks=[task], lengths=[1536, 4096], essays=essays):
+        text, length = prompt(example), example.fields["length"]
+        assert checker.check(task, text, list(example.answers), length, templates) == []
+        used = len(shipped().encode_text(text)) + example.max_new_tokens
+        assert used <= length
+        assert used >= 0.85 * length or length == 1536 or task in ("qa_1", "qa_2")
+        if task.startswith("niah"):
+            assert example.evidence in example.context
+            assert example.answers[0] in example.evidence
 
 
 # lengths
@@ -191,10 +188,9 @@ def test_common_words_of_a_short_list_are_made_of_two(monkeypatch) -> None:
 
 
 def test_no_document_stands_twice_and_questions_without_an_answer_are_left_out(files) -> None:
-    for task in ("qa_1", "qa_2"):
-        for example in made(files, tasks=[task], lengths=[1536, 8192]):
-            bodies = re.split(r"\n*Document \d+:\n", example.context)[1:]
-            assert len(set(bodies)) == len(bodies)
+    for example in made(files, tasks=["qa_1", "qa_2"], lengths=[1536, 8192]):
+        bodies = re.split(r"\n*Document \d+:\n", example.context)[1:]
+        assert len(set(bodies)) == len(bodies)
     asked = [e.question for e in made(files, tasks=["qa_1"], num_examples=6)]
     assert "How many mills {has} town 4?" in asked[3]
 
