@@ -26,7 +26,7 @@ from kvbench.engine.loading import (
     resolve_dtype,
 )
 from kvbench.engine.stopping import Stopping
-from kvbench.errors import UserError, is_integer, nearest
+from kvbench.errors import UserError, nearest
 from kvbench.errors.options import fits, refusal
 from kvbench.kv import Budget
 from kvbench.lm_eval.scoring import Requests, Scoring, answer_requests, held
@@ -133,7 +133,7 @@ class KVBenchLM(Requests):
             load_tokenizer(spec),
             max_length=max_length,
             add_bos_token=add_bos_token,
-            batch_size=batch_size if is_integer(batch_size) else 8,
+            batch_size=batch_size if isinstance(batch_size, int) else 8,
             think_end_token=think_end_token,
             enable_thinking=enable_thinking,
         )
