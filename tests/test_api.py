@@ -400,8 +400,6 @@ WRONG: list[tuple[Callable[[Any], Any], str]] = [
     (_compress("snapkv", compression_ratio=1), "compression_ratio is 1; allowed: the share"),
     (_compress("snapkv", compression_ratio=0.5, total_rate=0.5), "allowed: one of the two"),
     (_compress("snapkv", compress_after=0), "compress_after is 0; allowed: 'prompt'"),
-    (lambda model: compress("snapkv", model), "model is 'snapkv'; allowed: first the model"),
-    (lambda model: compare(Letters(), model, "a", ["exact"]), "model and tokenizer are swapped"),
     (_compare(["a", 1], ["exact"]), r"prompt is a \w+; allowed: one text, or the messages"),
     (_compare("x", []), "methods is empty"),
     (_compare("x", ["exact", "exact"]), "names 'exact' twice"),

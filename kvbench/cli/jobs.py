@@ -206,7 +206,7 @@ class Sweeper(sweeper.Sweeper):
                 config.device = "cpu"  # jobs run on a node's devices
             for key in COUNTS:
                 value = config.launcher.get(key)
-                if value is not None and not errors.is_integer(value, 1, 100_000):
+                if value is not None and value not in range(1, 100_001):
                     raise UserError(
                         f"launcher.{key} is {value!r}; allowed: an integer from 1 to 100,000, or null"
                     )

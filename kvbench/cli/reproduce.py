@@ -28,7 +28,7 @@ Run = Callable[[Sequence[str]], int]
 ALL = "all"
 SMALL_MODELS = ("recall_mini", "tiny_random")
 """Models of conf/model that come with the package and read no English."""
-INVENTED = ("${FIXTURES}", "task.source=local")
+INVENTED = "${FIXTURES}"
 """In the overrides of a small run: its texts are invented, and its task is called fixture_<task>."""
 OF_JOBS = (
     "batch_size",
@@ -101,7 +101,7 @@ def command_lines(name: str, overrides: Sequence[str]) -> Iterator[list[str]]:
         raise UserError(f"{name} has no experiment: {item.no_data}")
     given = dict(text.partition("=")[::2] for text in overrides)
     small = given.get("model") in SMALL_MODELS
-    less = item.small.replace("${FIXTURES}", str(fixtures())) if small else ""
+    less = item.small.replace(INVENTED, str(fixtures())) if small else ""
     if item.script:
         own = [
             text for text in overrides if re.split(r"[.=]", text)[0] not in (*OF_JOBS, "dry_run")
@@ -142,7 +142,7 @@ def fixtures() -> Path:
 
 def _by_itself(item: PaperItem, config: Any, given: dict[str, str]) -> list[str]:
     """What keeps a small run apart from the paper's: folder, no published table, a line that says so."""
-    invented = any(word in item.small for word in INVENTED)
+    invented = INVENTED in item.small
     said = f"A small run: model {given['model']}, " + (
         "invented texts" if invented else "small sizes"
     )

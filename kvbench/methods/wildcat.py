@@ -69,8 +69,7 @@ class WildCat(Method):
     entries is N / D with clamping to the range of the prompt's values (`CompressedKV.denominators`).
 
     Known weakness: W interpolates, so on keys that the coreset does not span a bin's denominators sum to
-    less than its tokens, and the middle is under-counted against sink and window: records of the layer
-    probes say by how much (`CompressedKV.represented`, over the prompt's tokens). `normalise` rescales
+    less than its tokens, and the middle is under-counted against sink and window. `normalise` rescales
     both sides of a bin to its tokens (an ablation).
 
     Departures from the authors' code (github.com/microsoft/wildcat), which was read and whose choices
