@@ -25,22 +25,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kvbench import __version__
 from kvbench.cli.catalogue import catalogue, config_dir, experiment_called
-from kvbench.errors import (
-    UserError,
-    first_line,
-    names_a_secret,
-    nearest,
-    presentable,
-    text_of,
-)
-from kvbench.errors.options import (
-    Count,
-    NonNegative,
-    Positive,
-    Whole,
-    check_options,
-    hints_of,
-)
+from kvbench.errors import UserError, first_line, names_a_secret, nearest, presentable, text_of
+from kvbench.errors.options import Count, NonNegative, Positive, Whole, check_options, hints_of
 from kvbench.records.shards import Shard
 from kvbench.records.store import safe_name
 

@@ -43,7 +43,7 @@ def plain(run: Run) -> Any:
     """The run's model as transformers has it, of any architecture, and its tokens for `run.prompts`."""
     spec, session = run.session.spec, run.session
     session.__dict__["encoder"] = prompt_encoder(session.tokenizer, spec)
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         local_path(spec.path),
         revision=spec.revision,
         dtype=session.dtype,
